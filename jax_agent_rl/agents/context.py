@@ -1,7 +1,7 @@
-"""What agent loops share: a client that generates, a codec, tools, limits, a listener for events; and prefixes.
+"""What agent loops share: a client that generates, a codec, tools, limits and a listener for events.
 
-A branch inherits a prefix of its parent: ids, never text that would be tokenized again. A trajectory that was
-interrupted with its run goes on likewise, from a prefix of its own.
+:class:`Prefix` is the beginning of a trajectory that goes on. A branch inherits one from its parent: ids, never text
+that would be tokenized again. A trajectory that was interrupted with its run goes on from a prefix of its own.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from weakref import WeakValueDictionary
+
+from pydantic import Field
 
 from jax_agent_rl.agents.prompt import codec_of_row
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TokenClient(Protocol):
-    """The part of :class:`~jax_agent_rl.rollout.client.LLMServerClient` that a loop needs."""
+    """What a loop needs of :class:`~jax_agent_rl.rollout.client.LLMServerClient`."""
 
     async def generate(
         self,
@@ -60,11 +62,9 @@ class AgentEvent:
     """A generation or tool call that just ended.
 
     Attributes:
-        trajectory_id: the trajectory it belongs to.
         turn: index of the assistant turn.
-        seconds: how long it took.
-        output: the generation, or None.
-        tool_call: the tool call, or None.
+        output: the generation; None for a tool call.
+        tool_call: the tool call; None for a generation.
     """
 
     trajectory_id: str
@@ -87,21 +87,18 @@ class AgentContext:
     """The objects that all loops of a run share.
 
     Attributes:
-        client: generates tokens.
         codec: messages to ids and back.
-        tools: all tools of the run.
         limits: the ``agent`` section of the config.
         max_model_len: maximum ids of one context, ``rollout.max_model_len``.
-        tool_config: the ``tool_config`` section, for ``text_tool_agent``.
-        search: the ``search`` section, for ``search_agent``.
+        tool_config: the section of that name, for ``text_tool_agent``.
+        search: the section of that name, for ``search_agent``.
         interactions: the simulated users of the run.
-        environments: all environments of the run.
         keep_sessions: keep the KV of finished trajectories in the engine, as others may branch off them.
         failures: told of failures that repeat, of the user's code and of the model's calls.
         on_event: called after every generation and tool call; must be quick and must not raise.
         frozen: the models that play a role and are not trained, by role (``agent.role_models``).
         role: the role that an episode plays with this context, see :meth:`as_role`.
-        episodes: the episodes that run, by trajectory.
+        episodes: the running episodes, by trajectory id.
     """
 
     client: TokenClient
@@ -128,14 +125,17 @@ class AgentContext:
             problem: what is wrong with it; may be empty.
             hint: what to do about such calls.
         """
-        why = f": {problem[:80]}" if problem else ""
-        message = f"Failed to decode tool call {wrote[:100]!r}{why}"
+        message = f"Failed to decode tool call {wrote[:100]!r}"
+        if problem:
+            message += f": {problem[:80]}"
         self.failures.report("a tool call that could not be decoded", message, hint=hint, once=True)
 
     def as_role(self, role: str) -> AgentContext:
         """Return the context of a role: with the engine and codec of the model that plays it."""
         model = self.frozen.get(role)
-        return replace(self, role=role, **({"client": model.client, "codec": model.codec} if model else {}))
+        if model is None:
+            return replace(self, role=role)
+        return replace(self, role=role, client=model.client, codec=model.codec)
 
     def for_row(self, row: Mapping[str, Any]) -> AgentContext:
         """Return the context of a row's trajectories: its ``chat_template_kwargs`` are given to the chat template.
@@ -150,7 +150,9 @@ class AgentContext:
     @property
     def trained_adapter(self) -> str | None:
         """The adapter in training that plays :attr:`role`."""
-        return self.limits.role_adapters.get(self.role) if self.role else None
+        if not self.role:
+            return None
+        return self.limits.role_adapters.get(self.role)
 
     def lora(self, row: Mapping[str, Any]) -> str | None:
         """Return the LoRA adapter to sample with for a row; None: the plain model."""
@@ -163,7 +165,9 @@ class AgentContext:
 
         Where adapters are trained, the model below them is not, nor the roles that have no adapter.
         """
-        return role not in self.frozen and (not self.limits.role_adapters or role in self.limits.role_adapters)
+        if role in self.frozen:
+            return False
+        return not self.limits.role_adapters or role in self.limits.role_adapters
 
     @property
     def longest(self) -> int:
@@ -173,31 +177,39 @@ class AgentContext:
     def exceeded_limits(self, *, prompt_length: int, response_length: int, context_length: int) -> list[str]:
         """Return the limits, as ``key=value``, that leave no room for a sampled id; empty if there is room.
 
-        A limit of prompts or responses that is no shorter than a context says nothing that the context's does not.
+        A limit on prompts or responses is left out if it allows as much as a whole context: the
+        context's own limit then explains the failure.
 
         Args:
             prompt_length: ids of the prompt.
             response_length: sampled and inserted ids after it.
             context_length: ids that the next turn is sampled from.
         """
-        limits, longest = self.limits, self.longest
-        context_is_full = context_length >= longest
+        max_prompt_length = self.limits.max_prompt_length
+        max_response_length = self.limits.max_response_length
+        max_context_length = self.longest
+        context_is_full = context_length >= max_context_length
+
         exceeded = []
-        if prompt_length > limits.max_prompt_length and limits.max_prompt_length < longest:
-            exceeded.append(f"agent.max_prompt_length={limits.max_prompt_length}")
-        if response_length >= limits.max_response_length:
-            if limits.max_response_length < longest or not context_is_full:
-                exceeded.append(f"agent.max_response_length={limits.max_response_length}")
+        if prompt_length > max_prompt_length and max_prompt_length < max_context_length:
+            exceeded.append(f"agent.max_prompt_length={max_prompt_length}")
+
+        if response_length >= max_response_length:
+            if max_response_length < max_context_length or not context_is_full:
+                exceeded.append(f"agent.max_response_length={max_response_length}")
+
         if context_is_full:
-            section = "rollout" if longest == self.max_model_len else "agent"
-            exceeded.append(f"{section}.max_model_len={longest}")
+            section = "rollout" if max_context_length == self.max_model_len else "agent"
+            exceeded.append(f"{section}.max_model_len={max_context_length}")
         return exceeded
 
     @property
     def modalities(self) -> frozenset[str]:
         """Kinds of media that the chat template can show and the engine takes."""
-        taken = self.client.modalities
-        return taken & self.codec.modalities if taken else taken
+        engine_modalities = self.client.modalities
+        if not engine_modalities:
+            return engine_modalities  # no need to try the chat template
+        return engine_modalities & self.codec.modalities
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -219,11 +231,11 @@ class Prefix:
 
     Attributes:
         fork: where it branched off another one; None if the trajectory itself goes on.
-        prompt_ids: the prompt.
-        prompt_media: images and videos it shows, by kind.
-        turns: whole turns, with what was appended to them.
-        begun: the inherited ids of the next turn, as if it had been interrupted there, or all of it if it has not
-            been answered; None if there are none.
+        prompt_media: images and videos of the prompt, by kind.
+        turns: complete turns, with what was appended to them.
+        partial_turn: the inherited ids of the next turn, as if it had been interrupted there, or
+            all of it if it has not been answered; None if there are none. Checkpoints call it
+            ``begun``.
         messages: the conversation as text, up to ``turns``.
     """
 
@@ -231,7 +243,7 @@ class Prefix:
     prompt_ids: tuple[int, ...]
     prompt_media: Mapping[str, tuple[Any, ...]]
     turns: tuple[Turn, ...]
-    begun: TokenOutput | None
+    partial_turn: Annotated[TokenOutput | None, Field(alias="begun")]
     messages: Messages
 
     @classmethod
@@ -246,21 +258,27 @@ class Prefix:
             raise ValueError(f"{fork} is no place in trajectory {parent.trajectory_id}")
         if not 0 <= fork.turns < parent.num_turns:
             raise ValueError(f"{fork}: trajectory {parent.trajectory_id} has {parent.num_turns} turns; keep fewer")
-        cut = parent.turns[fork.turns].output
-        if not 0 <= fork.tokens < len(cut.token_ids):
-            raise ValueError(f"{fork}: turn {fork.turns} of {parent.trajectory_id} has {len(cut.token_ids)} ids")
+        forked_output = parent.turns[fork.turns].output
+        sampled_count = len(forked_output.token_ids)
+        if not 0 <= fork.tokens < sampled_count:
+            raise ValueError(f"{fork}: turn {fork.turns} of {parent.trajectory_id} has {sampled_count} ids")
+
+        partial_turn = None
+        if fork.tokens:
+            partial_turn = forked_output.first(fork.tokens, stop_reason=StopReason.ABORTED, stop_match=None)
+        positions = turn_positions(parent.messages, parent.num_turns)
         return cls(
             fork=fork,
             prompt_ids=parent.prompt_ids,
             prompt_media=parent.prompt_media,
             turns=parent.turns[: fork.turns],
-            begun=cut.first(fork.tokens, stop_reason=StopReason.ABORTED, stop_match=None) if fork.tokens else None,
-            messages=parent.messages[: turn_positions(parent.messages, parent.num_turns)[fork.turns]],
+            partial_turn=partial_turn,
+            messages=parent.messages[: positions[fork.turns]],
         )
 
     @property
     def context_ids(self) -> list[int]:
-        """The prompt and the whole turns."""
+        """The ids of the prompt and of the complete turns."""
         ids = list(self.prompt_ids)
         for turn in self.turns:
             ids += turn.output.token_ids + turn.appended_ids
@@ -268,14 +286,20 @@ class Prefix:
 
     def messages_before(self, turn: int) -> Messages:
         """Return the conversation before an inherited turn; before turn 0, that is the prompt."""
-        return self.messages[: [*turn_positions(self.messages, len(self.turns)), len(self.messages)][turn]]
+        if turn == len(self.turns):
+            return self.messages
+        return self.messages[: turn_positions(self.messages, len(self.turns))[turn]]
 
     def response_to(self, turn: int) -> Messages:
         """Return the messages that answered an inherited turn."""
-        return self.messages_before(turn + 1)[len(self.messages_before(turn)) + 1 :]
+        turn_position = len(self.messages_before(turn))
+        return self.messages_before(turn + 1)[turn_position + 1 :]
 
 
 def turn_positions(messages: Messages, turns: int) -> list[int]:
-    """Return the index of each turn's message, counted from the end as the prompt may hold assistant messages."""
-    assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return assistant[len(assistant) - turns :]
+    """Return the index of each turn's message.
+
+    The prompt may hold assistant messages as well, so the last ``turns`` of them are the turns.
+    """
+    positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return positions[len(positions) - turns :]

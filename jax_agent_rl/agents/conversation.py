@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
 
 
-_BEFORE, _EXCERPT = 20, 60  # characters of an excerpt: before a difference, in all
+_EXCERPT_CHARACTERS = 60
+_CHARACTERS_BEFORE_DIFFERENCE = 20  # of an excerpt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,8 @@ class Traces:
     def of(cls, message: Mapping[str, Any]) -> Traces:
         """Return the traces of a message that :func:`plain_messages` accepts."""
         calls = message.get("tool_calls") or ()
-        return cls(reasoning=reasoning_of(message), call_ids=tuple(str(call.get("id")) for call in calls))
+        call_ids = [str(call.get("id")) for call in calls]
+        return cls(reasoning=reasoning_of(message), call_ids=tuple(call_ids))
 
 
 def plain_messages(
@@ -80,73 +81,99 @@ def plain_messages(
 def assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     """Return a reply in the shape of :func:`plain_messages`."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for call in calls
-        ]
+    for call in calls:
+        function = {"name": call.name, "arguments": dict(call.arguments)}
+        encoded = {"id": call.id, "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(encoded)
     return message
 
 
 def fingerprint(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
     """Return a digest that is equal iff two plain conversations with the same tools read the same to a model."""
-    said = [_content_key(message) for message in messages]
-    return hashlib.blake2b(json.dumps([said, list(tools)], sort_keys=True).encode(), digest_size=16).hexdigest()
+    keys = [_content_key(message) for message in messages]
+    text = json.dumps([keys, list(tools)], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _content_key(message: Mapping[str, Any]) -> list[Any]:
     """Return what a model reads of a message; without call ids, which frameworks rename."""
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    content = message["content"]
-    if not isinstance(content, str):
-        content = [part["text"].strip() if part["type"] == "text" else [part["image"].digest] for part in content]
-    return [message["role"], content.strip() if isinstance(content, str) else content, calls]
+    calls = []
+    for call in message.get("tool_calls", ()):
+        calls.append([call["function"]["name"], call["function"]["arguments"]])
+
+    if isinstance(message["content"], str):
+        return [message["role"], message["content"].strip(), calls]
+    parts: list[Any] = []
+    for part in message["content"]:
+        if part["type"] == "text":
+            parts.append(part["text"].strip())
+        else:
+            parts.append([part["image"].digest])
+    return [message["role"], parts, calls]
 
 
 def first_difference(messages: Sequence[Mapping[str, Any]], recorded: Iterable[Sequence[Mapping[str, Any]]]) -> str:
     """Say where a conversation of text leaves the recorded one that it follows longest; of several, the last one.
 
-    >>> said = [{"role": "user", "content": "look it up"}, {"role": "assistant", "content": "I will"}]
-    >>> first_difference([said[0], {"role": "assistant", "content": "I did"}], [said])
+    >>> recorded = [{"role": "user", "content": "look it up"}, {"role": "assistant", "content": "I will"}]
+    >>> first_difference([recorded[0], {"role": "assistant", "content": "I did"}], [recorded])
     "message 2 of 2 (assistant) has 'I did' where the recorded one (assistant) has 'I will'"
     """
     keys = [_content_key(message) for message in messages]
     common = -1
     conversation: Sequence[Mapping[str, Any]] = ()
     for candidate in recorded:
-        followed = _common(keys, map(_content_key, candidate))
-        if followed >= common:
-            common = followed
+        length = _common_length(keys, map(_content_key, candidate))
+        if length >= common:
+            common = length
             conversation = candidate
+
     if common == len(messages):
-        images = " or shows other images" if any(message.get("media") for message in messages) else ""
-        return f"asks again for what is on record{images}"
+        if any(message.get("media") for message in messages):
+            return "asks again for what is on record or shows other images"
+        return "asks again for what is on record"
     if common == len(conversation):
         return f"goes on after message {common}, where the recorded one ends, but with other tools"
+
     new_message = messages[common]
     old_message = conversation[common]
-    texts = [_shown(new_message), _shown(old_message)]
-    start = max(0, len(commonprefix(texts)) - _BEFORE)  # excerpts begin shortly before the first difference
-    new, old = [_excerpt(text, start) for text in texts]
+    new_text = _as_text(new_message)
+    old_text = _as_text(old_message)
+    # The excerpts begin shortly before the first difference.
+    start = max(0, len(commonprefix([new_text, old_text])) - _CHARACTERS_BEFORE_DIFFERENCE)
+    new_excerpt = _excerpt(new_text, start)
+    old_excerpt = _excerpt(old_text, start)
     where = f"message {common + 1} of {len(messages)} ({new_message['role']})"
-    return f"{where} has {new!r} where the recorded one ({old_message['role']}) has {old!r}"
+    return f"{where} has {new_excerpt!r} where the recorded one ({old_message['role']}) has {old_excerpt!r}"
 
 
 def _excerpt(text: str, start: int) -> str:
-    end = start + _EXCERPT
-    before = "…" if start else ""
-    after = "…" if len(text) > end else ""
-    return f"{before}{text[start:end]}{after}"
+    end = start + _EXCERPT_CHARACTERS
+    excerpt = text[start:end]
+    if start > 0:
+        excerpt = "…" + excerpt
+    if len(text) > end:
+        excerpt += "…"
+    return excerpt
 
 
-def _common(one: Iterable[Any], other: Iterable[Any]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def _common_length(left: Iterable[Any], right: Iterable[Any]) -> int:
+    """Return how many items at the beginning of two sequences are equal."""
+    length = 0
+    for left_item, right_item in zip(left, right, strict=False):
+        if left_item != right_item:
+            break
+        length += 1
+    return length
 
 
-def _shown(message: Mapping[str, Any]) -> str:
-    calls = (call["function"] for call in message.get("tool_calls", ()))
-    written = (f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls)
-    return " ".join([text_content(message).strip(), *written]).strip()
+def _as_text(message: Mapping[str, Any]) -> str:
+    """Return a message's text and calls for an excerpt."""
+    texts = [text_content(message).strip()]
+    for call in message.get("tool_calls", ()):
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        texts.append(f"{call['function']['name']}({arguments})")
+    return " ".join(texts).strip()
 
 
 _UNFINISHED_TAG = re.compile(r"<[^<>\s]*\Z")
@@ -226,14 +253,17 @@ def read_reply(
         continues: the request gave the beginning of the text, so white space before the rest counts.
     """
     reply = codec.parse_reply(output.token_ids, tools, context_ids=context_ids)
-    was_cut = output.stop_reason is StopReason.LENGTH
-    if not tools:
-        parts = spoken_parts(codec, reply, stop=stop, continues=continues)
-        return ChatReply(parts=parts, finish_reason="length" if was_cut else "stop")
-    reply, calls = _with_call_ids(codec, reply, output.context_digest)
-    parts = spoken_parts(codec, reply, stop=stop, with_tools=True, continues=continues)
-    finish_reason = "tool_calls" if reply.tool_calls else "stop"
-    return ChatReply(parts=parts, calls=calls, finish_reason="length" if was_cut else finish_reason)
+    calls: tuple[ToolCall | MalformedCall, ...] = ()
+    if tools:
+        reply, calls = _with_call_ids(codec, reply, output.context_digest)
+    parts = spoken_parts(codec, reply, stop=stop, with_tools=bool(tools), continues=continues)
+
+    finish_reason = "stop"
+    if output.stop_reason is StopReason.LENGTH:
+        finish_reason = "length"
+    elif tools and reply.tool_calls:
+        finish_reason = "tool_calls"
+    return ChatReply(parts=parts, calls=calls, finish_reason=finish_reason)
 
 
 def _with_call_ids(
@@ -242,22 +272,26 @@ def _with_call_ids(
     """Return a turn in which every decoded call has an id of its own, and its calls in order, malformed ones too."""
     parts: list[ReplyPart] = []
     calls: list[ToolCall | MalformedCall] = []
-    used: set[str] = set()
+    used_ids: set[str] = set()
     for part in reply.parts:
-        if part.kind in ("call", "malformed"):
-            call_id = "" if part.call is None else part.call.id
-            if not call_id or call_id in used:
-                # An id that every template accepts; it depends on the whole context, so turns differ.
-                call_id = digest_ids([*context_digest.encode(), len(calls)])[:CALL_ID_LENGTH]
-            used.add(call_id)
-            if part.call is None:
-                text = codec.without_special_tokens(part.text)
-                calls.append(MalformedCall(id=call_id, text=text, problem=part.problem))
-            else:
-                call = replace(part.call, id=call_id)
-                part = replace(part, call=call)
-                calls.append(call)
-        parts.append(part)
+        if part.kind not in ("call", "malformed"):
+            parts.append(part)
+            continue
+
+        call_id = "" if part.call is None else part.call.id
+        if not call_id or call_id in used_ids:
+            # An id that every template accepts; it depends on the whole context, so turns differ.
+            call_id = digest_ids([*context_digest.encode(), len(calls)])[:CALL_ID_LENGTH]
+        used_ids.add(call_id)
+
+        if part.call is None:
+            text = codec.without_special_tokens(part.text)
+            calls.append(MalformedCall(id=call_id, text=text, problem=part.problem))
+            parts.append(part)
+        else:
+            call = replace(part.call, id=call_id)
+            calls.append(call)
+            parts.append(replace(part, call=call))
     return Reply(parts=parts), tuple(calls)
 
 
@@ -270,51 +304,62 @@ def spoken_parts(
     White space between two stretches of it belongs to the second one, so that nothing changes when the turn grows.
     """
     parts: list[ReplyPart] = []
-    space = ""  # that more text may follow
-    begun = continues
+    held_space = ""  # white space at the end of the text, sent if more text follows
+    has_reasoning = False
+    has_text = continues
     for part in reply.parts:
         if part.kind == "reasoning":
-            if part.text or not any(other.kind == "reasoning" for other in parts):
+            # An empty think block is reasoning as well, but one is enough.
+            if part.text or not has_reasoning:
                 parts.append(part)
+            has_reasoning = True
             continue
-        text = part.text
         if part.kind == "call" and with_tools:
             parts.append(part)
             continue
+
+        text = part.text
         if part.kind != "text":
             text = codec.without_special_tokens(text)
-        text = space + text
-        if not begun:
+        text = held_space + text
+        if not has_text:
             text = text.lstrip()
-        space = text[len(text.rstrip()) :]
-        text = text.rstrip()
-        if not text:
+        stripped = text.rstrip()
+        held_space = text[len(stripped) :]
+        if not stripped:
             continue
-        begun = True
+
+        has_text = True
         if parts and parts[-1].kind == "text":
-            text = parts.pop().text + text
-        parts.append(ReplyPart(kind="text", text=text))
+            stripped = parts.pop().text + stripped
+        parts.append(ReplyPart(kind="text", text=stripped))
     return _before_stop(parts, stop) if stop else tuple(parts)
 
 
 def _before_stop(parts: Sequence[ReplyPart], stop: Sequence[str]) -> tuple[ReplyPart, ...]:
     """Return the parts with their text cut before its first stop string."""
-    content = "".join(part.text for part in parts if part.kind == "text")
-    room = len(cut_at_stop(content, stop))
-    before: list[ReplyPart] = []
+    content = _joined(parts, "text")
+    characters_left = len(cut_at_stop(content, stop))
+    cut_parts: list[ReplyPart] = []
     for part in parts:
-        if part.kind == "text":
-            part = replace(part, text=part.text[:room])
-            room -= len(part.text)
-        if part.text or part.kind != "text":
-            before.append(part)
-    return tuple(before)
+        if part.kind != "text":
+            cut_parts.append(part)
+            continue
+        text = part.text[:characters_left]
+        characters_left -= len(text)
+        if text:
+            cut_parts.append(replace(part, text=text))
+    return tuple(cut_parts)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """Return the text before its first stop string."""
-    ends = [at for string in stop if (at := text.find(string)) >= 0]
-    return text[: min(ends)] if ends else text
+    end = len(text)
+    for string in stop:
+        position = text.find(string)
+        if position >= 0:
+            end = min(end, position)
+    return text[:end]
 
 
 OnText = Callable[[str, str | None], None]
@@ -351,27 +396,26 @@ class TurnStream:
         on_text: OnText,
         continues: bool = False,
     ) -> TurnStream:
-        """Return the stream of an assistant turn.
+        """Return the stream of an assistant turn that is sampled after ``context_ids``.
 
-        Args:
-            codec: ids to text and calls.
-            context_ids: what the turn is sampled after.
-            stop: see the class.
-            on_text: see the class.
-            continues: as in :func:`read_reply`.
+        ``continues`` as in :func:`read_reply`.
         """
         growing = codec.growing_reply(context_ids)
-        return cls(
-            lambda ids: spoken_parts(codec, growing.add(ids), stop=stop, continues=continues),
-            stop=stop,
-            on_text=on_text,
-        )
+
+        def read(ids: Sequence[int]) -> Sequence[ReplyPart]:
+            return spoken_parts(codec, growing.add(ids), stop=stop, continues=continues)
+
+        return cls(read, stop=stop, on_text=on_text)
 
     @classmethod
     def of_text(cls, codec: ChatCodec, *, stop: Sequence[str], on_text: OnText) -> TurnStream:
         """Return the stream of all text that is sampled, whatever it says."""
         growing = GrowingText(codec.decode)
-        return cls(lambda ids: raw_parts(growing.add(ids), stop), stop=stop, on_text=on_text)
+
+        def read(ids: Sequence[int]) -> Sequence[ReplyPart]:
+            return raw_parts(growing.add(ids), stop)
+
+        return cls(read, stop=stop, on_text=on_text)
 
     def on_ids(self, ids: Sequence[int]) -> None:
         """Take sampled ids; send what is certain now."""
@@ -386,44 +430,54 @@ class TurnStream:
         """Return the parts so far that stay as they are, whatever follows."""
         if not parts:
             return parts
-        *before, last = parts
+        *complete, last = parts
         if last.kind == "reasoning":
-            return parts if last.is_closed else before
-        text = _UNFINISHED_TAG.sub("", last.text.rstrip().rstrip("\ufffd")).rstrip()
-        text = text[: len(text) - self._held_back(text)].rstrip()
-        return [*before, replace(last, text=text)]
+            return parts if last.is_closed else complete
+        text = last.text.rstrip().rstrip("\ufffd")
+        text = _UNFINISHED_TAG.sub("", text).rstrip()
+        text = text[: len(text) - self._partial_stop_length(text)].rstrip()
+        return [*complete, replace(last, text=text)]
 
-    def _held_back(self, text: str) -> int:
+    def _partial_stop_length(self, text: str) -> int:
         """Return the length of the longest end of the text that begins a stop string."""
-        lengths = (n for s in self._stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n]))
-        return max(lengths, default=0)
+        longest = 0
+        for string in self._stop:
+            for length in range(min(len(string) - 1, len(text)), longest, -1):
+                if text.endswith(string[:length]):
+                    longest = length
+                    break
+        return longest
 
     def _send(self, parts: Sequence[ReplyPart], *, is_whole: bool = False) -> None:
         """Send what was not sent of these parts.
 
         Text that differs from what was sent stays as it was sent; at the end follows what comes after the difference.
         """
+        # Characters at the beginning of each kind that are as they were sent.
         unchanged: dict[str, int] = {}
         for kind in ("text", "reasoning"):
             sent = _joined(self._sent, kind)
-            told = _joined(parts, kind)
-            unchanged[kind] = len(sent) if told.startswith(sent) else len(commonprefix([sent, told]))
-            if unchanged[kind] < len(sent) and not is_whole:
-                return
-        had_reasoning = any(part.kind == "reasoning" for part in self._sent)
-        for part in parts:
-            known = min(unchanged[part.kind], len(part.text))
-            unchanged[part.kind] -= known
-            new = part.text[known:]
-            if part.kind == "reasoning" and (new or not had_reasoning):
-                had_reasoning = True
-                self._sent.append(replace(part, text=new))
-                self._on_text("", new)
-            elif part.kind == "text" and new:
-                self._note_text(new)
-                self._on_text(new, None)
+            current = _joined(parts, kind)
+            unchanged[kind] = len(sent)
+            if not current.startswith(sent):
+                if not is_whole:
+                    return
+                unchanged[kind] = len(commonprefix([sent, current]))
 
-    def _note_text(self, text: str) -> None:
+        sent_reasoning = any(part.kind == "reasoning" for part in self._sent)
+        for part in parts:
+            skipped = min(unchanged[part.kind], len(part.text))
+            unchanged[part.kind] -= skipped
+            new_text = part.text[skipped:]
+            if part.kind == "reasoning" and (new_text or not sent_reasoning):
+                sent_reasoning = True
+                self._sent.append(replace(part, text=new_text))
+                self._on_text("", new_text)
+            elif part.kind == "text" and new_text:
+                self._add_sent_text(new_text)
+                self._on_text(new_text, None)
+
+    def _add_sent_text(self, text: str) -> None:
         if self._sent and self._sent[-1].kind == "text":
             text = self._sent.pop().text + text
         self._sent.append(ReplyPart(kind="text", text=text))
@@ -436,4 +490,6 @@ def _joined(parts: Iterable[ReplyPart], kind: str) -> str:
 def raw_parts(text: str, stop: Sequence[str]) -> tuple[ReplyPart, ...]:
     """Return all that was sampled as text, up to its first stop string."""
     text = cut_at_stop(text, stop)
-    return (ReplyPart(kind="text", text=text),) if text else ()
+    if not text:
+        return ()
+    return (ReplyPart(kind="text", text=text),)

@@ -1,4 +1,4 @@
-"""The model lives in an environment until that says the episode is over, or a limit ends it.
+"""The model acts in an environment until the environment ends the episode, or a limit does.
 
 ::
 
@@ -40,50 +40,67 @@ class EnvironmentResponder(Responder):
     async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
         if output.stop_reason is StopReason.LENGTH:
             return FinishReason.RESPONSE_LENGTH
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         with span("tool", "environment") as traced:
             traced.set(arguments={"reply": episode.messages[-1]["content"]})
-            observation = await self.environment.step(episode.read_turn(tools=self.environment.tool_schemas))
+            reply = episode.read_turn(tools=self.environment.tool_schemas)
+            observation = await self.environment.step(reply)
             calls = observation.tool_calls
-            shown = "\n".join(message["content"] for message in observation.messages)
-            traced.set(observation=shown, tool_error=next((call.error for call in calls if call.error), None))
-        episode.add_metrics({"environment_seconds": time.perf_counter() - began, **observation.metrics})
+            errors = [call.error for call in calls if call.error]
+            traced.set(
+                observation="\n".join(message["content"] for message in observation.messages),
+                tool_error=errors[0] if errors else None,
+            )
+        seconds = time.perf_counter() - start_time
+
+        episode.add_metrics({"environment_seconds": seconds, **observation.metrics})
         episode.record_calls(calls, seconds=sum(call.seconds for call in calls))
         episode.add_score(observation.score)
+
         if observation.done:
             return FinishReason.ENVIRONMENT_DONE
         if limit is not None:
             return limit
-        return None if episode.append(self._shown(observation)) else FinishReason.RESPONSE_LENGTH
+        fits = episode.append(self._shortened_messages(observation))
+        return None if fits else FinishReason.RESPONSE_LENGTH
 
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
-        parent = prefix.turns[turn]
-        turns = prefix.turns[: turn + 1]
-        reply = read_turn(self.context.codec, prefix.prompt_ids, turns, self.environment.tool_schemas)
+        recorded_turn = prefix.turns[turn]
+        schemas = self.environment.tool_schemas
+        reply = read_turn(self.context.codec, prefix.prompt_ids, prefix.turns[: turn + 1], schemas)
         observation = await self.environment.step(reply)
-        self.check(
-            turn,
-            (list(prefix.response_to(turn)), list(map(describe_call, parent.tool_calls)), parent.score, False),
-            (
-                self._shown(observation),
-                list(map(describe_call, observation.tool_calls)),
-                observation.score,
-                observation.done,
-            ),
+
+        recorded = (
+            list(prefix.response_to(turn)),
+            [describe_call(call) for call in recorded_turn.tool_calls],
+            recorded_turn.score,
+            False,  # the recorded trajectory went on
         )
+        replayed = (
+            self._shortened_messages(observation),
+            [describe_call(call) for call in observation.tool_calls],
+            observation.score,
+            observation.done,
+        )
+        self.check(turn, recorded, replayed)
         return 1
 
-    def check(self, turn: int, before: object, now: object) -> None:
+    def check(self, turn: int, recorded: object, replayed: object) -> None:
         """Check a replayed answer of the environment; see :func:`check_replay`."""
-        check_replay(turn, f"environment {self.environment.name!r}", before, now, remedy=_REMEDY)
+        source = f"environment {self.environment.name!r}"
+        check_replay(turn, source, recorded, replayed, remedy=_REMEDY)
 
-    def _shown(self, observation: Observation) -> list[Mapping[str, Any]]:
-        return [{**message, "content": self.shorten(message["content"])} for message in observation.messages]
+    def _shortened_messages(self, observation: Observation) -> list[Mapping[str, Any]]:
+        """Return the messages of an observation, each within ``agent.max_tool_response_length``."""
+        messages = []
+        for message in observation.messages:
+            messages.append({**message, "content": self.shorten(message["content"])})
+        return messages
 
 
 @register_agent("environment_agent")
 class EnvironmentAgent(TurnLoopAgent):
-    """Multi-turn in the environment named by ``extra_info.environment_kwargs``.
+    """Multi-turn in the environment that ``extra_info.environment_kwargs`` names.
 
     Observations are shortened as tool results are (``agent.max_tool_response_length``), and count as user turns.
     """
@@ -103,10 +120,14 @@ class EnvironmentAgent(TurnLoopAgent):
             if episode.prefix is None:
                 episode.add_metrics(opening.metrics)
             else:
-                shown = [text_message(message) for message in row_prompt(row, opening.messages)]
-                responder.check(0, list(episode.prefix.messages_before(0)), shown)
+                # A branch inherits its prompt, so the reset must have shown the same.
+                recorded = list(episode.prefix.messages_before(0))
+                replayed = [text_message(message) for message in row_prompt(row, opening.messages)]
+                responder.check(0, recorded, replayed)
+
             reason = await run_turns(episode, responder)
-            outcome = await environment.conclude(tuple(episode.messages), reason)
-        episode.add_score(outcome["score"])
-        episode.add_metrics({key: value for key, value in outcome.items() if key != "score"})
+            outcome = dict(await environment.conclude(tuple(episode.messages), reason))
+
+        episode.add_score(outcome.pop("score"))
+        episode.add_metrics(outcome)
         return episode.finish(reason)

@@ -51,7 +51,6 @@ class Episode:
     Args:
         context: the run's shared objects.
         row: the dataset row.
-        agent_name: name of the loop.
         trajectory_id: unique within the run; the session id of its requests.
         group_id: shared by the trajectories of one prompt.
         sampling: ``max_tokens`` caps each turn; turn k samples with a seed derived from ``seed`` and k.
@@ -63,7 +62,7 @@ class Episode:
     Attributes:
         turns: assistant turns so far.
         messages: the conversation as text: the row's prompt, then what was decoded from ids.
-        prefix: see above; None for a trajectory that starts at its prompt.
+        prefix: None for a trajectory that starts at its prompt.
 
     Raises:
         DataError: the row's ``prompt`` is not a list of messages.
@@ -94,22 +93,28 @@ class Episode:
         self._trajectory_id = trajectory_id
         self._group_id = group_id
         self._sampling = sampling
-        self._schemas = (*list_schemas(tools), *tool_schemas) if context.limits.tool_prompt == "template" else ()
+        self._schemas: tuple[Mapping[str, Any], ...] = ()
+        if context.limits.tool_prompt == "template":
+            self._schemas = (*list_schemas(tools), *tool_schemas)
         self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
         self.prefix = prefix
-        self._begun: TokenOutput | None = None  # the inherited part of the next turn
-        self._request: str | None = None  # that samples the rest of the turn after ``_before``
-        self._before: TokenOutput | None = None
+        self._partial_turn: TokenOutput | None = None  # the inherited part of the next turn
+        self._request_id: str | None = None  # the request that is being sampled
+        self._sampled_before_request: TokenOutput | None = None  # the same turn's ids of earlier requests
         self._begins_thinking = False  # the context of the last turn opened a think block
+
         if prefix is None:
             self._encode_prompt()
             self._ids = list(self._prompt_ids)
             self._check_prompt_length()
         else:
-            self.turns, self.messages = list(prefix.turns), list(prefix.messages)
-            self._prompt_ids, self._prompt_media = prefix.prompt_ids, prefix.prompt_media
-            self._begun = prefix.begun
+            self.turns = list(prefix.turns)
+            self.messages = list(prefix.messages)
+            self._prompt_ids = prefix.prompt_ids
+            self._prompt_media = prefix.prompt_media
+            self._partial_turn = prefix.partial_turn
             self._ids = prefix.context_ids
+
         context.episodes[trajectory_id] = self
 
     @property
@@ -121,14 +126,18 @@ class Episode:
 
     def _turns_in_context(self) -> list[Turn]:
         """Return the turns in the next turn's context: all, or those within ``agent.history_window``."""
-        return self.turns[-(self._context.limits.history_window or len(self.turns)) :]
+        window = self._context.limits.history_window or len(self.turns)
+        return self.turns[-window:]
 
     def _context_ids(self) -> list[int]:
         """Return the ids of the next turn's context."""
         turns = self._turns_in_context()
         if len(turns) == len(self.turns):
             return self._ids
-        return [*self._prompt_ids, *(i for turn in turns for i in turn.output.token_ids + turn.appended_ids)]
+        ids = list(self._prompt_ids)
+        for turn in turns:
+            ids += turn.output.token_ids + turn.appended_ids
+        return ids
 
     async def generate(
         self,
@@ -143,21 +152,23 @@ class Episode:
         """Sample the next assistant turn from the context so far.
 
         Args:
-            session_ends: whether this is the last turn, so the engine need not keep the context's KV.
-            stop: strings that end the turn, besides those of the sampling parameters.
-            stop_token_ids: ids that end the turn, likewise.
+            session_ends: whether this is the last turn, after which the engine need not keep the context's KV.
+            stop: strings that end the turn, besides ``sampling.stop``.
+            stop_token_ids: ids that end the turn, besides ``sampling.stop_token_ids``.
             action_stops: strings that end the turn unless they are inside a think block.
             max_tokens: maximum ids of this turn, besides the budgets.
-            grammar: what the turn must be, instead of the sampling parameters' own.
+            grammar: what the turn must match, instead of ``sampling.grammar``.
 
         Raises:
             TokenDriftError: the engine conditioned on other ids than ours.
             AbortedError: the generation was aborted for good.
             BackendError: the engine failed, or returned no id or more than asked for.
         """
-        begun, self._begun = self._begun, None
-        context = tuple(self._context_ids())
-        self._begins_thinking = bool(self.codec.thinking_after(context))
+        output = self._partial_turn
+        self._partial_turn = None
+        context_ids = tuple(self._context_ids())
+        self._begins_thinking = bool(self.codec.thinking_after(context_ids))
+
         limit = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
         seed = self._sampling.seed
         sampling = replace(
@@ -168,19 +179,22 @@ class Episode:
             seed=None if seed is None else derive_seed(seed, len(self.turns)),
             grammar=grammar or self._sampling.grammar,
         )
-        began = time.perf_counter()
-        whole = begun is not None and begun.stop_reason is not StopReason.ABORTED
-        output = begun if begun and whole else await self._sample(context, begun, sampling, session_ends)
+
+        start_time = time.perf_counter()
+        # An inherited turn may be complete: it was sampled, and only its answer is missing.
+        if output is None or output.stop_reason is StopReason.ABORTED:
+            output = await self._sample(context_ids, output, sampling, session_ends)
         while self._stopped_while_thinking(output, action_stops):
             if len(output.token_ids) >= limit:
                 output = replace(output, stop_reason=StopReason.LENGTH, stop_match=None)
                 break
-            output = await self._sample(context, output, sampling, session_ends)
-        seconds = time.perf_counter() - began
+            output = await self._sample(context_ids, output, sampling, session_ends)
+        seconds = time.perf_counter() - start_time
         self._metrics["generate_seconds"] += seconds
+
         self._ids += output.token_ids
         self.turns.append(Turn(output=output))
-        text = self.codec.turn_text(output.token_ids, context)
+        text = self.codec.turn_text(output.token_ids, context_ids)
         self.messages.append({"role": "assistant", "content": text})
         self._emit(seconds, output=output)
         return output
@@ -194,69 +208,87 @@ class Episode:
         """Parse a turn.
 
         Args:
-            number: of the turn, inherited ones included; the last one by default.
+            number: index of the turn, inherited turns included; the last one by default.
             tools: schemas of the tools it may call.
         """
-        number = range(len(self.turns))[number]
-        return read_turn(self.codec, self._prompt_ids, self.turns[: number + 1], tools)
+        index = range(len(self.turns))[number]  # counts a negative number from the end
+        return read_turn(self.codec, self._prompt_ids, self.turns[: index + 1], tools)
 
     def spoken_messages(self) -> list[Mapping[str, Any]]:
         """Return the conversation as whoever talks to the policy hears it, see :func:`spoken_messages`."""
         return spoken_messages(self.codec, self.messages, self._prompt_ids, self.turns)
 
     async def _sample(
-        self, context: Sequence[int], begun: TokenOutput | None, sampling: SamplingParams, session_ends: bool
+        self,
+        context_ids: Sequence[int],
+        partial_turn: TokenOutput | None,
+        sampling: SamplingParams,
+        session_ends: bool,
     ) -> TokenOutput:
-        """Return the turn after ``context``, or with the rest of one that has ``begun``, from one request."""
-        turn, done = len(self.turns), begun.token_ids if begun else ()
-        name = f"{self._trajectory_id}/{turn}"
-        whole = GenerateRequest(request_id=name, prompt_ids=tuple(context), sampling=sampling)
-        context = (*context, *done)
-        sampling = replace(sampling, max_tokens=sampling.max_tokens - len(done))
-        shown = join_media([self._prompt_media, *(turn.appended_media for turn in self._turns_in_context())])
-        options: dict[str, Any] = {f"{kind}_data": items for kind, items in shown.items()}
-        before = begun or (self.turns[-1].output if self._turns_in_context() == self.turns != [] else None)
-        if before and before.routed_experts:
-            options["routed_experts_prompt_start"] = before.routed_experts.end
-        self._request, self._before = name, begun
+        """Return the turn after ``context_ids``, from one request that continues ``partial_turn`` if there is one."""
+        turn_index = len(self.turns)
+        request_id = f"{self._trajectory_id}/{turn_index}"
+        resumed_ids = partial_turn.token_ids if partial_turn else ()
+        prompt_ids = (*context_ids, *resumed_ids)
+        remaining = replace(sampling, max_tokens=sampling.max_tokens - len(resumed_ids))
+
+        turns = self._turns_in_context()
+        media = join_media([self._prompt_media, *(turn.appended_media for turn in turns)])
+        options: dict[str, Any] = {f"{kind}_data": items for kind, items in media.items()}
+
+        # The engine reports routed experts from this position on. The previous output has those
+        # before it, unless turns have left the history window: then the context is a new one.
+        previous_output = partial_turn
+        if previous_output is None and turns and len(turns) == len(self.turns):
+            previous_output = turns[-1].output
+        if previous_output and previous_output.routed_experts:
+            options["routed_experts_prompt_start"] = previous_output.routed_experts.end
+
+        self._request_id = request_id
+        self._sampled_before_request = partial_turn
         try:
             output = await self._context.client.generate(
-                name,
-                prompt_ids=context,
-                sampling_params=sampling,
+                request_id,
+                prompt_ids=prompt_ids,
+                sampling_params=remaining,
                 session_id=self._trajectory_id,
                 session_ends=session_ends and not self._context.keep_sessions,
                 lora=self._context.lora(self._row),
-                resumed=len(done),
+                resumed=len(resumed_ids),
                 **options,
             )
         finally:
-            self._request = None
-        check_output(output, context, sampling.max_tokens, what=f"{self._trajectory_id}: turn {turn}")
-        self._metrics["prompt_tokens"] += len(context)
+            self._request_id = None
+
+        label = f"{self._trajectory_id}: turn {turn_index}"
+        check_output(output, prompt_ids, remaining.max_tokens, what=label)
+        self._metrics["prompt_tokens"] += len(prompt_ids)
         self._metrics["cached_tokens"] += output.cached_tokens
-        if begun is None:
+        if partial_turn is None:
             return output
+
+        turn_request = GenerateRequest(request_id=request_id, prompt_ids=tuple(context_ids), sampling=sampling)
+        partial_turn = replace(partial_turn, cached_tokens=output.cached_tokens)
         decode = partial(self.codec.decode, skip_special_tokens=False)
-        return merge_outputs(whole, replace(begun, cached_tokens=output.cached_tokens), output, decode)
+        return merge_outputs(turn_request, partial_turn, output, decode)
 
     def _stopped_while_thinking(self, output: TokenOutput, action_stops: Sequence[str]) -> bool:
         """Return whether an action stop ended this turn inside a think block."""
         if output.stop_reason is not StopReason.STOP or output.stop_match not in action_stops:
             return False
-        said = self.outside_thinking(output)
-        return not any(stop in said for stop in action_stops)
+        text = self.outside_thinking(output)
+        return not any(stop in text for stop in action_stops)
 
     def outside_thinking(self, output: TokenOutput) -> str:
         """Return the text of the turn last sampled, special tokens included, with its think blocks blanked.
 
-        Positions are those of the whole text. The context may have opened a block, in which the turn then begins.
+        Blanks keep the positions of the text. If the context opened a block, the turn begins inside it.
         """
         text = self.codec.decode(output.token_ids, skip_special_tokens=False)
         return outside_thinking(text, thinking=self._begins_thinking)
 
     def record_calls(self, calls: Sequence[ToolCallRecord], *, seconds: float) -> None:
-        """Attach the tool calls of the last turn; ``seconds`` is their total wall time."""
+        """Attach the tool calls of the last turn, which took ``seconds`` of wall time together."""
         self.turns[-1] = replace(self.turns[-1], tool_calls=tuple(calls))
         self._metrics["tool_seconds"] += seconds
         for call in calls:
@@ -265,9 +297,10 @@ class Episode:
     def append(
         self, messages: Sequence[Mapping[str, Any]], *, media: Mapping[str, tuple[Any, ...]] | None = None
     ) -> bool:
-        """Insert messages and the next generation prompt after the last turn, with images and videos by kind, in order.
+        """Insert messages and the next generation prompt after the last turn.
 
-        A message that shows some lists their kinds under ``media``, e.g. ``["image"]``.
+        ``media`` holds the images and videos of the messages by kind, in order. A message that shows
+        some lists their kinds under its key ``media`` (:func:`media_kinds`), e.g. ``["image"]``.
 
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
@@ -294,7 +327,6 @@ class Episode:
         """Insert ids unchanged after the last turn; they may replace its stop token.
 
         Args:
-            ids: continue the context.
             messages: the same content for people and reward functions.
             media: as in :meth:`append`.
             learn: whether the ids carry loss.
@@ -302,15 +334,21 @@ class Episode:
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
         """
-        last = self.turns[-1].output
-        replaced = self.codec.replaces_end(last.token_ids, ids)
-        if len(ids) - replaced >= self.tokens_left:
+        output = self.turns[-1].output
+        replaces_end = self.codec.replaces_end(output.token_ids, ids)
+        added = len(ids) - 1 if replaces_end else len(ids)
+        if added >= self.tokens_left:
             return False
-        if replaced:
-            last = last.first(len(last.token_ids) - 1)
+
+        if replaces_end:
+            output = output.first(len(output.token_ids) - 1)
             self._ids.pop()
         self.turns[-1] = replace(
-            self.turns[-1], output=last, appended_ids=tuple(ids), appended_media=media or {}, learn_appended=learn
+            self.turns[-1],
+            output=output,
+            appended_ids=tuple(ids),
+            appended_media=media or {},
+            learn_appended=learn,
         )
         self._ids += ids
         self.messages += messages
@@ -319,7 +357,9 @@ class Episode:
     def extend_prompt(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int] | None = None) -> None:
         """Add messages to the prompt, before the first turn.
 
-        ``ids`` are theirs, placed after the generation prompt; None renders the whole prompt again.
+        Args:
+            messages: follow the row's own messages.
+            ids: the ids of ``messages``, placed after the generation prompt; None renders the prompt again.
 
         Raises:
             PromptTooLongError: the prompt is now longer than ``agent.max_prompt_length``.
@@ -335,13 +375,15 @@ class Episode:
         self._check_prompt_length()
 
     def _encode_prompt(self) -> None:
-        continues = bool(self._row.get("continue_final_message"))
-        encoded = encode_prompt(self.codec, self._prompt, self._schemas, continue_last=continues)
-        self._prompt_ids, self._prompt_media = encoded
+        continue_last = bool(self._row.get("continue_final_message"))
+        self._prompt_ids, self._prompt_media = encode_prompt(
+            self.codec, self._prompt, self._schemas, continue_last=continue_last
+        )
 
     def add_score(self, score: float) -> None:
         """Add to ``Turn.score`` of the last turn."""
-        self.turns[-1] = replace(self.turns[-1], score=(self.turns[-1].score or 0.0) + score)
+        turn = self.turns[-1]
+        self.turns[-1] = replace(turn, score=(turn.score or 0.0) + score)
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
         """Add numbers to ``Trajectory.metrics``."""
@@ -349,26 +391,38 @@ class Episode:
             self._metrics[key] = self._metrics.get(key, 0.0) + value
 
     def progress(self) -> Prefix | None:
-        """Return what another process can continue from, now; None if nothing is sampled, or not all can be kept."""
-        turns, begun = self.turns, self._begun
-        if self._request is not None:
-            begun, part = self._before, self._context.client.partial(self._request)
-            if part is not None:
-                begun = part if begun is None else begun.then(part)
-        elif begun is None and turns and not turns[-1].appended_ids:  # not answered yet
-            turns, begun = turns[:-1], turns[-1].output
-        outputs = [turn.output for turn in turns] + [begun] * (begun is not None)
-        media = self._prompt_media or any(turn.appended_media for turn in turns)
-        if not outputs or media or any(output.routed_experts for output in outputs if output):
+        """Return what another process can continue from.
+
+        None if nothing was sampled yet, or if a checkpoint cannot hold it: images, videos, routed experts.
+        """
+        turns = self.turns
+        messages = self.messages
+        partial_turn = self._partial_turn
+        if self._request_id is not None:
+            partial_turn = self._sampled_before_request
+            streamed = self._context.client.partial(self._request_id)
+            if streamed is not None:
+                partial_turn = streamed if partial_turn is None else partial_turn.then(streamed)
+        elif partial_turn is None and turns and not turns[-1].appended_ids:
+            # The last turn is not answered yet: the other process answers it, without sampling it again.
+            partial_turn = turns[-1].output
+            turns = turns[:-1]
+            messages = messages[: turn_positions(tuple(messages), len(self.turns))[-1]]
+
+        outputs = [turn.output for turn in turns]
+        if partial_turn is not None:
+            outputs.append(partial_turn)
+        shows_media = self._prompt_media or any(turn.appended_media for turn in turns)
+        if not outputs or shows_media or any(output.routed_experts for output in outputs):
             return None
-        positions = [*turn_positions(tuple(self.messages), len(self.turns)), len(self.messages)]
+
         return Prefix(
             fork=self.prefix.fork if self.prefix else None,
             prompt_ids=tuple(self._prompt_ids),
             prompt_media={},
             turns=tuple(turns),
-            begun=begun,
-            messages=tuple(self.messages[: positions[len(turns)]]),
+            partial_turn=partial_turn,
+            messages=tuple(messages),
         )
 
     def finish(
@@ -385,8 +439,13 @@ class Episode:
             tool_scores: the result of :meth:`ToolSession.calc_rewards`.
             no_loss: why its ids carry no loss, see :class:`~jax_agent_rl.types.Trajectory`.
         """
-        calls = [call for turn in self.turns for call in turn.tool_calls]
-        self.add_metrics({"tool_calls": len(calls), "tool_errors": sum(call.error is not None for call in calls)})
+        calls = 0
+        errors = 0
+        for turn in self.turns:
+            calls += len(turn.tool_calls)
+            errors += sum(call.error is not None for call in turn.tool_calls)
+        self.add_metrics({"tool_calls": calls, "tool_errors": errors})
+
         return Trajectory.from_turns(
             prompt_ids=self._prompt_ids,
             prompt_media=self._prompt_media,
@@ -415,47 +474,54 @@ class Episode:
                 f"{'it' if len(exceeded) == 1 else 'them'} or shorten the prompt"
             )
 
-    def _emit(self, seconds: float, **what: Any) -> None:
-        event = AgentEvent(trajectory_id=self._trajectory_id, turn=len(self.turns) - 1, seconds=seconds, **what)
+    def _emit(
+        self, seconds: float, *, output: TokenOutput | None = None, tool_call: ToolCallRecord | None = None
+    ) -> None:
+        """Tell the listener of a generation or a tool call of the last turn."""
+        event = AgentEvent(
+            trajectory_id=self._trajectory_id,
+            turn=len(self.turns) - 1,
+            seconds=seconds,
+            output=output,
+            tool_call=tool_call,
+        )
         self._context.on_event(event)
 
 
 def read_turn(
     codec: ChatCodec, prompt_ids: Sequence[int], turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
 ) -> Reply:
-    """Parse the last of a trajectory's turns.
-
-    Args:
-        codec: of the model.
-        prompt_ids: of the trajectory.
-        turns: up to the one to parse; what follows it does not matter.
-        tools: schemas of the tools it may call.
-    """
-    context = list(prompt_ids)
+    """Parse the last of ``turns``, the turns of a trajectory so far; ``tools`` are the schemas it may call."""
+    context_ids = list(prompt_ids)
     for turn in turns[:-1]:
-        context += turn.output.token_ids + turn.appended_ids
-    return codec.parse_reply(turns[-1].output.token_ids, tools, context_ids=context)
+        context_ids += turn.output.token_ids + turn.appended_ids
+    return codec.parse_reply(turns[-1].output.token_ids, tools, context_ids=context_ids)
 
 
 def spoken_messages(
     codec: ChatCodec, messages: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], turns: Sequence[Turn]
 ) -> list[Mapping[str, Any]]:
-    """Return a conversation as whoever talks to the policy hears it: without its thoughts, and without its calls.
+    """Return a conversation as whoever talks to the policy hears it: without its thoughts and its calls.
 
-    Args:
-        codec: of the model.
-        messages: the conversation as text; its last assistant messages are the turns.
-        prompt_ids: of the trajectory.
-        turns: of the trajectory.
+    The last assistant messages are the ``turns``, the ones before them belong to the prompt.
     """
     spoken = list(messages)
     positions = turn_positions(tuple(messages), len(turns))
-    for number, message in enumerate(messages):
+    for position, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if number in positions:
-            content = read_turn(codec, prompt_ids, turns[: positions.index(number) + 1]).content
+        if position in positions:
+            turn_count = positions.index(position) + 1
+            content = read_turn(codec, prompt_ids, turns[:turn_count]).content
         else:
             content = answer_of(message["content"]).strip()
-        spoken[number] = {**message, "content": content}
+        spoken[position] = {**message, "content": content}
     return spoken
+
+
+def media_kinds(media: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return the kind of each image and video, as a message lists them under ``media``."""
+    kinds = []
+    for kind, items in media.items():
+        kinds += [kind] * len(items)
+    return kinds

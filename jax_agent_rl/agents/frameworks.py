@@ -22,9 +22,9 @@ Any LangGraph graph; the default one is ReAct: the model calls tools until it an
         async def run_graph(self, row, model, tools):    … or anything else that talks to it
             …
 
-``run`` may be overridden as a whole too. What the model sampled is never tokenized again: the graph's messages are
-matched with the turns on record. A graph that edits them opens another segment, or loses the trajectory
-(``agent.edited_history``). An agent that fails loses its trajectory with the reason.
+``run`` as a whole may be overridden as well. What the model sampled is never tokenized again: the graph's messages are
+matched with the turns on record. If a graph edits them, another segment begins, or the trajectory is dropped
+(``agent.edited_history``). If an agent fails, its trajectory is dropped with the reason.
 """
 
 from __future__ import annotations
@@ -98,14 +98,19 @@ class OpenAIAgentLoop(AgentLoop):
         """
         server, _ = self._serve()
         with self._session(row, trajectory_id, sampling) as session:
+            recorder = session.recorder
             base_url = f"{server.url}/sessions/{session.session_id}/v1"
-            work = self._call(base_url, session.api_key or "", {**row, "prompt": openai_prompt(row)})
-            output = await run_user_agent(work, session.recorder, timeout=self.context.limits.run_timeout)
-        return to_trajectory(session.recorder, row=row, output=output, group_id=group_id, agent_name=self.name)
+            agent_row = {**row, "prompt": openai_prompt(row)}
+            work = self._call(base_url, session.api_key or "", agent_row)
+            output = await run_user_agent(work, recorder, timeout=self.context.limits.run_timeout)
+        return to_trajectory(recorder, row=row, output=output, group_id=group_id, agent_name=self.name)
 
     async def close(self) -> None:
         """Close the endpoint and all its sessions."""
-        server, store, self._server, self._store = self._server, self._store, None, None
+        server = self._server
+        store = self._store
+        self._server = None
+        self._store = None
         if store is not None:
             store.close()
         if server is not None:
@@ -117,7 +122,9 @@ class OpenAIAgentLoop(AgentLoop):
         if inspect.iscoroutinefunction(function):
             return await function(base_url, api_key, row)
         result = await self._threads.run(lambda: function(base_url, api_key, row), name=f"agent {self.name!r}")
-        return await result if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):
+            return await result
+        return result
 
     @contextmanager
     def _session(self, row: Mapping[str, Any], trajectory_id: str, sampling: SamplingParams) -> Iterator[Session]:
@@ -125,9 +132,14 @@ class OpenAIAgentLoop(AgentLoop):
         from jax_agent_rl.agents.endpoint.sessions import Session
 
         _, store = self._serve()
+        recorder = ChatRecorder(
+            self.context.for_row(row),
+            session_id=trajectory_id,
+            adapter=row.get("adapter"),
+        )
         session = Session(
             session_id=secrets.token_urlsafe(16),
-            recorder=ChatRecorder(self.context.for_row(row), session_id=trajectory_id, adapter=row.get("adapter")),
+            recorder=recorder,
             sampling=sampling,
             api_key=secrets.token_urlsafe(24),
         )
@@ -154,11 +166,6 @@ class OpenAIAgentLoop(AgentLoop):
 async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeout: float) -> Any:
     """Await a user's agent; an exception drops the trajectory, unless a used-up budget explains it.
 
-    Args:
-        work: the agent's run.
-        recorder: records its turns.
-        timeout: seconds it may take, ``agent.run_timeout``.
-
     Returns:
         The agent's result; None if it gave up because a budget was used up.
 
@@ -176,12 +183,13 @@ async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeou
             raise AgentTimeoutError(
                 f"{recorder.session_id}: the agent did not end within agent.run_timeout={timeout:g} seconds"
             ) from error
-        if recorder.refused is not None and recorder.turns:  # that explains it; the trajectory ends there
-            return None
+        if recorder.refused is not None and recorder.turns:
+            return None  # a limit refused the next turn, so the trajectory ends there
         if isinstance(error, TrajectoryError):
             raise
-        reason = type(recorder.failure) if recorder.failure is not None else TrajectoryError
-        raise user_code_error(reason, f"{recorder.session_id}: the agent", error) from error
+        # A failed request explains why the agent failed: the trajectory is dropped for the same reason.
+        error_type = TrajectoryError if recorder.failure is None else type(recorder.failure)
+        raise user_code_error(error_type, f"{recorder.session_id}: the agent", error) from error
 
 
 def graph_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -190,10 +198,12 @@ def graph_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     Raises:
         DataError: the prompt is not a list of messages.
     """
-    return [
-        {"tool_call_id": f"prompt_{index}", **message} if message["role"] == "tool" else message
-        for index, message in enumerate(openai_prompt(row))
-    ]
+    messages = []
+    for index, message in enumerate(openai_prompt(row)):
+        if message["role"] == "tool":
+            message = {"tool_call_id": f"prompt_{index}", **message}
+        messages.append(message)
+    return messages
 
 
 @register_agent("react_agent")
@@ -227,9 +237,10 @@ class ReactAgentLoop(AgentLoop):
         Returns:
             JSON for the reward function's ``extra_info["agent_output"]``, or None.
         """
-        steps = 2 * self.context.limits.max_assistant_turns + 5  # the turn limit comes first
+        # A turn takes two steps, the model and its tools; the run's own turn limit must come first.
+        max_steps = 2 * self.context.limits.max_assistant_turns + 5
         graph = self.build_graph(model, tools)
-        await graph.ainvoke({"messages": graph_messages(row)}, {"recursion_limit": steps})
+        await graph.ainvoke({"messages": graph_messages(row)}, {"recursion_limit": max_steps})
 
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
@@ -247,18 +258,28 @@ class ReactAgentLoop(AgentLoop):
             raise ConfigError(
                 f"agent {self.name!r} needs {error.name!r}: pip install 'jax_agent_rl[langgraph]'"
             ) from error
-        recorder = ChatRecorder(self.context.for_row(row), session_id=trajectory_id, adapter=row.get("adapter"))
         limits = self.context.limits
-        selected = self.context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
+        recorder = ChatRecorder(
+            self.context.for_row(row),
+            session_id=trajectory_id,
+            adapter=row.get("adapter"),
+        )
+        extra_info = row.get("extra_info") or {}
+        selected = self.context.tools.select(extra_info.get("tool_selection"))
+
         async with tool_session(self.context, selected, row, trajectory_id) as session:
-            tools = [
-                TrajectoryTool.wrap(
-                    tool, session=session, recorder=recorder, max_parallel_calls=limits.max_parallel_calls
+            tools = []
+            for tool in selected.values():
+                wrapped = TrajectoryTool.wrap(
+                    tool,
+                    session=session,
+                    recorder=recorder,
+                    max_parallel_calls=limits.max_parallel_calls,
                 )
-                for tool in selected.values()
-            ]
+                tools.append(wrapped)
             model = ChatModel(recorder=recorder, sampling=sampling)
-            output = await run_user_agent(self.run_graph(row, model, tools), recorder, timeout=limits.run_timeout)
+            work = self.run_graph(row, model, tools)
+            output = await run_user_agent(work, recorder, timeout=limits.run_timeout)
             scores = await session.calc_rewards()
         return to_trajectory(
             recorder,

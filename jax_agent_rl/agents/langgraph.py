@@ -69,7 +69,7 @@ class ChatModel(BaseChatModel):
     Attributes:
         recorder: the session. Models of one trajectory may share it.
         sampling: how the policy samples. A call may lower ``max_tokens`` and give ``stop``; nothing else.
-        max_tokens: cap of every call, besides that of ``sampling``.
+        max_tokens: cap of every call, besides ``sampling.max_tokens``.
         stop: stop strings of every call.
         loop: the engine's event loop; default the running one.
     """
@@ -114,8 +114,10 @@ class ChatModel(BaseChatModel):
         """
         if tool_choice not in (None, "auto", "none"):
             logger.warning("tool_choice=%r does not force the policy to call a tool; ask for it in words", tool_choice)
-        bound = [] if tool_choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
-        return self.bind(tools=bound, **kwargs)
+        schemas = []
+        if tool_choice != "none":
+            schemas = [convert_to_openai_tool(tool) for tool in tools]
+        return self.bind(tools=schemas, **kwargs)
 
     # --- one message ------------------------------------------------------------------------------------------
 
@@ -160,8 +162,12 @@ class ChatModel(BaseChatModel):
         )
 
     def _sampling(self, stop: list[str] | None, max_tokens: int | None) -> SamplingParams:
-        caps = [cap for cap in (self.sampling.max_tokens, self.max_tokens, max_tokens) if cap is not None]
-        return replace(self.sampling, max_tokens=min(caps), stop=tuple(stop or self.stop or ()))
+        cap = self.sampling.max_tokens
+        if self.max_tokens is not None:
+            cap = min(cap, self.max_tokens)
+        if max_tokens is not None:
+            cap = min(cap, max_tokens)
+        return replace(self.sampling, max_tokens=cap, stop=tuple(stop or self.stop or ()))
 
     # --- a stream ---------------------------------------------------------------------------------------------
 
@@ -217,14 +223,15 @@ class ChatModel(BaseChatModel):
         tools: Sequence[dict[str, Any]] = (),
         **kwargs: Any,
     ) -> None:
-        """Emit text as it is certain, then the turn; with tools, all at the end, when calls are complete."""
+        """Emit text once it is certain, then the turn; with tools all of it at the end, when calls are complete."""
 
         def on_text(text: str, reasoning: str | None) -> None:
             if text:
                 emit(text)
 
         try:
-            turn = await self._chat(messages, stop, tools=tools, on_text=None if tools else on_text, **kwargs)
+            listener = None if tools else on_text
+            turn = await self._chat(messages, stop, tools=tools, on_text=listener, **kwargs)
         except BaseException as error:  # the reader of the stream must not wait forever
             emit(error)
             raise
@@ -239,10 +246,10 @@ class ChatModel(BaseChatModel):
             RuntimeError: this is that loop; it would wait for itself.
         """
         try:
-            here = asyncio.get_running_loop()
+            running_loop = asyncio.get_running_loop()
         except RuntimeError:
-            here = None
-        if here is self.loop:
+            running_loop = None
+        if running_loop is self.loop:
             work.close()
             raise RuntimeError(
                 "invoke() and stream() would block the event loop of the engine; use ainvoke(), astream()"
@@ -255,23 +262,44 @@ def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
 
     The model's own messages become text, calls and reasoning, which distinguishes samples of the same text.
     """
-    own = (m.model_copy(update={"content": str(m.text)}) if isinstance(m, AIMessage) else m for m in messages)
-    converted = to_openai(list(own))
-    converted: list[dict[str, Any]] = converted if isinstance(converted, list) else [converted]
-    thoughts = [m.additional_kwargs.get("reasoning_content") for m in messages if isinstance(m, AIMessage)]
-    replies = [m for m in converted if m["role"] == "assistant"]
-    for message, thought in zip(replies, thoughts, strict=False):
-        message |= {"reasoning_content": thought} if thought else {}
-    return converted
+    plain_messages: list[BaseMessage] = []
+    reasonings: list[str | None] = []
+    for message in messages:
+        if isinstance(message, AIMessage):
+            reasonings.append(message.additional_kwargs.get("reasoning_content"))
+            message = message.model_copy(update={"content": str(message.text)})
+        plain_messages.append(message)
+
+    converted = to_openai(plain_messages)
+    openai_messages: list[dict[str, Any]] = converted if isinstance(converted, list) else [converted]
+    replies = [message for message in openai_messages if message["role"] == "assistant"]
+    for reply, reasoning in zip(replies, reasonings, strict=False):
+        if reasoning:
+            reply["reasoning_content"] = reasoning
+    return openai_messages
 
 
 def _result(turn: RecordedTurn) -> ChatResult:
-    calls = [ToolCall(name=c.name, args=dict(c.arguments), id=c.id, type="tool_call") for c in turn.reply.tool_calls]
-    invalid = [
-        InvalidToolCall(name=None, args=_undecoded(call.text), id=call.id, error=call.problem, type="invalid_tool_call")
-        for call in turn.reply.malformed
-    ]
-    message = AIMessage(content=turn.reply.content, tool_calls=calls, invalid_tool_calls=invalid, **_about(turn))
+    calls = []
+    for call in turn.reply.tool_calls:
+        calls.append(ToolCall(name=call.name, args=dict(call.arguments), id=call.id, type="tool_call"))
+    invalid_calls = []
+    for call in turn.reply.malformed:
+        invalid_calls.append(
+            InvalidToolCall(
+                name=None,
+                args=_undecoded(call.text),
+                id=call.id,
+                error=call.problem,
+                type="invalid_tool_call",
+            )
+        )
+    message = AIMessage(
+        content=turn.reply.content,
+        tool_calls=calls,
+        invalid_tool_calls=invalid_calls,
+        **_metadata(turn),
+    )
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
@@ -290,7 +318,7 @@ def _chunk(event: Event) -> ChatGenerationChunk:
             name = call.name
             arguments = json.dumps(call.arguments)
         calls.append(ToolCallChunk(name=name, args=arguments, id=call.id, index=index, type="tool_call_chunk"))
-    message = AIMessageChunk(content="", tool_call_chunks=calls, chunk_position="last", **_about(event))
+    message = AIMessageChunk(content="", tool_call_chunks=calls, chunk_position="last", **_metadata(event))
     return ChatGenerationChunk(message=message)
 
 
@@ -306,18 +334,27 @@ def _undecoded(text: str) -> str:
     return json.dumps(text) if looks_decoded else text
 
 
-def _about(turn: RecordedTurn) -> dict[str, Any]:
+def _metadata(turn: RecordedTurn) -> dict[str, Any]:
     """Return what a message says besides text and calls: ids and finish reason, usage, reasoning."""
-    prompt, sampled, reasoning = len(turn.prompt_ids), len(turn.output.token_ids), turn.reply.reasoning
+    input_tokens = len(turn.prompt_ids)
+    output_tokens = len(turn.output.token_ids)
+    usage = UsageMetadata(
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        total_tokens=input_tokens + output_tokens,
+        input_token_details=InputTokenDetails(cache_read=turn.output.cached_tokens),
+    )
+    additional_kwargs = {}
+    if turn.reply.reasoning is not None:
+        additional_kwargs["reasoning_content"] = turn.reply.reasoning
     return {
-        "response_metadata": {"model_name": "policy", "finish_reason": turn.reply.finish_reason, **path_arrays(turn)},
-        "usage_metadata": UsageMetadata(
-            input_tokens=prompt,
-            output_tokens=sampled,
-            total_tokens=prompt + sampled,
-            input_token_details=InputTokenDetails(cache_read=turn.output.cached_tokens),
-        ),
-        "additional_kwargs": {} if reasoning is None else {"reasoning_content": reasoning},
+        "response_metadata": {
+            "model_name": "policy",
+            "finish_reason": turn.reply.finish_reason,
+            **path_arrays(turn),
+        },
+        "usage_metadata": usage,
+        "additional_kwargs": additional_kwargs,
     }
 
 
@@ -325,7 +362,7 @@ _CALL_ID: ContextVar[str | None] = ContextVar("tool_call_id", default=None)
 
 
 class TrajectoryTool(LangChainTool):
-    """One tool of one trajectory: limits, timeouts, truncation and rewards are those of the tool agent.
+    """One tool of one trajectory, with the limits, timeouts, truncation and rewards of the tool agent.
 
     Attributes:
         session: where it runs.
@@ -363,37 +400,35 @@ class TrajectoryTool(LangChainTool):
         raise ToolException(f"tool {self.name!r} runs in the engine's event loop; use ainvoke()")
 
     async def _arun(self, **arguments: Any) -> str:
-        turn, place, calls_before = self._call(_CALL_ID.get())
-        if calls_before >= self.max_parallel_calls:
+        turn, index, earlier_calls = self._find_call(_CALL_ID.get())
+        if earlier_calls >= self.max_parallel_calls:
             record = over_the_limit(self.session, self.name, arguments, self.max_parallel_calls)
         else:
             record = await self.session.call(self.name, arguments)
         if turn is not None:
-            turn.results[place] = record
+            turn.results[index] = record
         return record.observation
 
-    def _call(self, call_id: str | None) -> tuple[RecordedTurn | None, int, int]:
-        """Return the turn that made a call, its place among the turn's calls and how many decoded ones are before it.
+    def _find_call(self, call_id: str | None) -> tuple[RecordedTurn | None, int, int]:
+        """Return the turn that made a call, its index among the turn's calls and how many decoded calls precede it.
 
         The turn is None if the graph called the tool itself.
         """
         for turn in reversed(self.recorder.turns):
-            calls_before = 0
-            for place, call in enumerate(turn.reply.calls):
+            earlier_calls = 0
+            for index, call in enumerate(turn.reply.calls):
                 if call.id == call_id:
-                    return turn, place, calls_before
-                calls_before += not isinstance(call, MalformedCall)
+                    return turn, index, earlier_calls
+                if not isinstance(call, MalformedCall):
+                    earlier_calls += 1
         return None, 0, 0
 
 
 class CallNode:
-    """A node that answers every call of the last message in the order of the calls: malformed ones with an error.
+    """A node that answers every call of the last message, in the order of the calls.
 
-    LangGraph's ``ToolNode`` runs the others.
-
-    Args:
-        recorder: knows the calls of a message.
-        tools: of the trajectory.
+    Malformed calls are answered with an error; LangGraph's ``ToolNode`` runs the others. ``recorder``
+    knows the calls of a message.
     """
 
     def __init__(self, recorder: ChatRecorder, tools: Sequence[TrajectoryTool]) -> None:
@@ -410,15 +445,25 @@ class CallNode:
             results = (await self._node.ainvoke(state, config))["messages"]
         if not message.invalid_tool_calls or self._session is None:
             return {"messages": results}
-        ids = {call["id"] for call in message.invalid_tool_calls}
-        turn = next(t for t in reversed(self._recorder.turns) if ids & {call.id for call in t.reply.malformed})
-        by_id = {result.tool_call_id: result for result in results if isinstance(result, ToolMessage)}
-        for place, call in enumerate(turn.reply.calls):
+
+        by_id: dict[str, ToolMessage] = {}
+        for result in results:
+            if isinstance(result, ToolMessage):
+                by_id[result.tool_call_id] = result
+        turn = self._find_turn({call["id"] for call in message.invalid_tool_calls})
+        for index, call in enumerate(turn.reply.calls):
             if isinstance(call, MalformedCall):
                 record = malformed_call(self._recorder.context, self._session, wrote=turn.text, problem=call.problem)
-                turn.results[place] = record
+                turn.results[index] = record
                 by_id[call.id] = ToolMessage(record.observation, tool_call_id=call.id, status="error")
         return {"messages": [by_id[call.id or ""] for call in turn.reply.calls]}
+
+    def _find_turn(self, malformed_ids: set[str | None]) -> RecordedTurn:
+        """Return the last turn that has one of these malformed calls."""
+        for turn in reversed(self._recorder.turns):
+            if any(call.id in malformed_ids for call in turn.reply.malformed):
+                return turn
+        raise ValueError(f"no recorded turn has a malformed call with an id among {malformed_ids}")
 
 
 def calls_condition(state: MessagesState) -> str:
@@ -427,7 +472,9 @@ def calls_condition(state: MessagesState) -> str:
     A turn that was cut ends the graph; what it began to write of a call is no mistake.
     """
     message = state["messages"][-1]
-    was_cut = message.response_metadata.get("finish_reason") == "length"
-    if getattr(message, "tool_calls", None) or (getattr(message, "invalid_tool_calls", None) and not was_cut):
+    if getattr(message, "tool_calls", None):
+        return "tools"
+    is_cut = message.response_metadata.get("finish_reason") == "length"
+    if getattr(message, "invalid_tool_calls", None) and not is_cut:
         return "tools"
     return END

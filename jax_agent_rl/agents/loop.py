@@ -56,8 +56,8 @@ class AgentLoop(ABC):
                 ``extra_info`` (``tools_kwargs``, ``tool_selection``, …).
             trajectory_id: unique within the run; also the session id of its requests.
             group_id: shared by the trajectories of one prompt.
-            sampling: ``max_tokens`` caps each turn, besides the budgets; ``seed`` is that of the trajectory, every
-                turn derives its own from it.
+            sampling: ``max_tokens`` caps each turn, besides the budgets. Every turn derives its own seed from
+                ``seed``.
 
         Raises:
             TrajectoryError: this trajectory is lost, for the reason in ``drop_reason``.
@@ -71,8 +71,7 @@ class AgentLoop(ABC):
         Args:
             parent: a finished trajectory of this loop.
             fork: where to leave it; not at its prompt, that is :meth:`run`.
-            trajectory_id: of the branch, as in :meth:`run`.
-            sampling: as in :meth:`run`.
+            trajectory_id: id of the branch.
 
         Raises:
             ConfigError: this loop cannot branch, see :meth:`can_branch`.
@@ -90,11 +89,7 @@ class AgentLoop(ABC):
         """Run a trajectory from its prefix to its end; see :meth:`run` for the other arguments.
 
         Args:
-            prefix: what was sampled before, for one by :meth:`Episode.progress`.
-            row: see :meth:`run`.
-            trajectory_id: see :meth:`run`.
-            group_id: see :meth:`run`.
-            sampling: see :meth:`run`.
+            prefix: what was sampled before the interruption, see :meth:`Episode.progress`.
 
         Raises:
             ReplayError: a replay gave other answers than the recorded ones.
@@ -105,15 +100,21 @@ class AgentLoop(ABC):
     @classmethod
     def can_branch(cls) -> bool:
         """Return whether :meth:`branch` continues what :meth:`run` begins: the same class must define both."""
-        run, branch = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("run", "branch"))
-        return run is branch
+        for ancestor in cls.__mro__:
+            defines_run = "run" in vars(ancestor)
+            defines_branch = "branch" in vars(ancestor)
+            if defines_run or defines_branch:
+                return defines_run and defines_branch
+        return False
 
     def branching_problem(self, row: Mapping[str, Any]) -> str | None:
         """Return why trajectories of this row cannot branch, or None if they can; asked before a run."""
-        return None if self.can_branch() else f"agent {self.name!r} cannot branch; there are {branching_agents()}"
+        if self.can_branch():
+            return None
+        return f"agent {self.name!r} cannot branch; there are {branching_agents()}"
 
     def can_resume(self, row: Mapping[str, Any]) -> bool:
-        """Return whether :meth:`resume` continues trajectories of this row: if they could branch, too."""
+        """Return whether :meth:`resume` continues trajectories of this row: only if they could branch as well."""
         return type(self).resume is not AgentLoop.resume and self.branching_problem(row) is None
 
     async def close(self) -> None:
@@ -154,7 +155,8 @@ class AgentLoop(ABC):
         if role is not None:
             if role not in self.roles:
                 raise ValueError(f"agent {self.name!r} starts role {role!r}, its roles are {self.roles}; add it there")
-            context, trajectory_id = context.as_role(role), role_id(trajectory_id, role)
+            context = context.as_role(role)
+            trajectory_id = role_id(trajectory_id, role)
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=derive_seed(sampling.seed, role))
         return Episode(
@@ -172,7 +174,7 @@ class AgentLoop(ABC):
 
 
 def role_id(trajectory_id: str, role: str) -> str:
-    """Return the id of a role's trajectory, from that of the episode."""
+    """Return the id of a role's trajectory in the episode with this id."""
     return f"{trajectory_id}/{role}"
 
 
@@ -209,7 +211,8 @@ def get_agent(name: str) -> type[AgentLoop]:
     """
     if name not in _AGENTS:
         cls = load_installed("agents", name, fits=_is_loop, expected="a subclass of AgentLoop")
-        if cls is not None and name not in _AGENTS:  # its module may have registered it
+        is_registered = name in _AGENTS  # its module may have done so when it was imported
+        if cls is not None and not is_registered:
             register_agent(name)(cls)
     if name not in _AGENTS:
         guess = did_you_mean(name, agent_names())
@@ -232,8 +235,8 @@ def agent_names() -> list[str]:
     return sorted({*_AGENTS, *installed("agents")})
 
 
-def _is_loop(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, AgentLoop)
+def _is_loop(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, AgentLoop)
 
 
 def branching_agents() -> list[str]:
@@ -249,20 +252,29 @@ def select_agents(config: Config, rows: Iterable[Mapping[str, Any]]) -> frozense
     Raises:
         ConfigError: a name is not registered.
     """
-    names = {row.get("agent_name") or "" for row in rows} - {""} | {default_agent(config.agent, config.tool_config)}
-    bases = [base for name in names for base in get_agent(name).__mro__ if issubclass(base, AgentLoop)]
+    names = {default_agent(config.agent, config.tool_config)}
+    for row in rows:
+        if row.get("agent_name"):
+            names.add(row["agent_name"])
+
+    agents = [get_agent(name) for name in sorted(names)]
+
     package = __name__.partition(".")[0]
-    if any(base.__module__.partition(".")[0] != package for base in bases):
-        return None
-    return frozenset(base.name for base in bases if "name" in vars(base))
+    selected = set()
+    for agent in agents:
+        # The agents that it derives from count as well: their settings are its settings.
+        for cls in agent.__mro__:
+            if not issubclass(cls, AgentLoop):
+                continue
+            if cls.__module__.partition(".")[0] != package:
+                return None
+            if "name" in vars(cls):
+                selected.add(cls.name)
+    return frozenset(selected)
 
 
 class AgentSelector:
-    """Chooses the loop of each row and keeps one instance of each.
-
-    Args:
-        context: passed to every loop.
-    """
+    """Chooses the loop of each row and keeps one instance of each; all share the ``context``."""
 
     def __init__(self, context: AgentContext):
         self._context = context
@@ -286,8 +298,9 @@ class AgentSelector:
         loops = list(self._loops.values())
         self._loops.clear()
         results = await asyncio.gather(*(loop.close() for loop in loops), return_exceptions=True)
-        for failure in (result for result in results if isinstance(result, BaseException)):
-            raise failure
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     async def preflight(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Check, before a run, every loop that these rows will use.
@@ -295,14 +308,17 @@ class AgentSelector:
         Raises:
             ConfigError: a loop cannot run; says what to change.
         """
-        loops = list(dict.fromkeys(map(self.for_row, rows)))
-        known = {role for loop in loops for role in loop.roles}
+        loops = list(dict.fromkeys(self.for_row(row) for row in rows))
+        roles: set[str] = set()
+        for loop in loops:
+            roles.update(loop.roles)
         for key in ("role_models", "role_adapters"):
-            for role in getattr(self._context.limits, key).keys() - known:
+            for role in getattr(self._context.limits, key).keys() - roles:
                 raise ConfigError(
-                    f"agent.{key}: no agent of these rows has a role {role!r}; {did_you_mean(role, known)}"
-                    f"there are {sorted(known)}"
+                    f"agent.{key}: no agent of these rows has a role {role!r}; {did_you_mean(role, roles)}"
+                    f"there are {sorted(roles)}"
                 )
+
         for loop in loops:
             await loop.preflight()
 
@@ -312,7 +328,11 @@ class AgentSelector:
         Raises:
             ConfigError: some cannot; names their agents and environments.
         """
-        problems = {problem for row in rows if (problem := self.for_row(row).branching_problem(row))}
+        problems = set()
+        for row in rows:
+            problem = self.for_row(row).branching_problem(row)
+            if problem is not None:
+                problems.add(problem)
         if problems:
             raise ConfigError(
                 f"rollout.strategy branches trajectories, but {'; '.join(sorted(problems))}; use others, or set "

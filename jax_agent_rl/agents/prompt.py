@@ -11,8 +11,8 @@ Frameworks send an image in every request; a session decodes it once::
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.chat.messages import normalize_messages, openai_message
@@ -35,7 +35,6 @@ def encode_prompt(
     """Return the ids of a prompt, and the images and videos it shows by kind.
 
     Args:
-        codec: of the model.
         messages: as in a dataset's rows (:mod:`jax_agent_rl.data.rows`).
         tools: schemas described in the prompt.
         continue_last: the last message, of the assistant, is the beginning of the turn to sample (a row's
@@ -49,10 +48,14 @@ def encode_prompt(
         media = read_media(messages)
     except ValueError as error:
         raise DataError(f"the prompt shows what cannot be read: {error}") from None
-    shown = for_template(messages)
-    options = {"continue_last": True} if continue_last else {}
-    ids = codec.encode_prompt(shown, tools=tools, **options)
-    return tuple(codec.expand_media(ids, media) if media else ids), media
+
+    options = {}
+    if continue_last:  # the codecs of simulations do not know it
+        options["continue_last"] = True
+    ids = codec.encode_prompt(for_template(messages), tools=tools, **options)
+    if media:
+        ids = codec.expand_media(ids, media)
+    return tuple(ids), media
 
 
 def codec_of_row(codec: ChatCodec, row: Mapping[str, Any]) -> ChatCodec:
@@ -62,8 +65,10 @@ def codec_of_row(codec: ChatCodec, row: Mapping[str, Any]) -> ChatCodec:
         DataError: the template cannot be given them.
     """
     kwargs = row.get("chat_template_kwargs")
+    if not kwargs:
+        return codec
     try:
-        return codec.with_template_kwargs(kwargs) if kwargs else codec
+        return codec.with_template_kwargs(kwargs)
     except ValueError as error:
         raise DataError(f"a row's chat_template_kwargs {error}") from None
 
@@ -97,7 +102,9 @@ def _openai_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
 def row_prompt(row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
     """Return the row's conversation and ``opening``; raise DataError if the prompt is not a list of messages."""
     prompt = row.get("prompt")
-    messages = [] if prompt is None or isinstance(prompt, str | Mapping) else [*prompt, *opening]
+    messages = []
+    if prompt is not None and not isinstance(prompt, str | Mapping):
+        messages = [*prompt, *opening]
     if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
         raise DataError(
             f"a row's prompt must be a list of messages like [{{'role': 'user', 'content': …}}], got {prompt!r:.200}"
@@ -124,15 +131,17 @@ class EncodedImage:
         Raises:
             ValueError: it is not in the request itself, or to be shown in less detail than the model reads.
         """
-        shown = part.get("image_url")
-        image: Mapping[str, Any] = shown if isinstance(shown, Mapping) else {}
+        image = part.get("image_url")
+        if not isinstance(image, Mapping):
+            image = {}
         url = image.get("url")
         if not isinstance(url, str) or not url.startswith("data:image/"):
             raise ValueError(
                 f"an image must be in the request, as a URL data:image/…;base64,…; got {url!r:.80}, and nothing is "
                 "fetched from other addresses"
             )
-        if (detail := image.get("detail")) not in (None, "auto", "high"):
+        detail = image.get("detail")
+        if detail not in (None, "auto", "high"):
             raise ValueError(f"an image's detail={detail!r} is not supported; model.max_pixels limits its size")
         return cls(url, hashlib.blake2b(url.encode(), digest_size=16).hexdigest())
 
@@ -154,34 +163,53 @@ class SessionImages:
         Raises:
             TemplateError: one cannot be read, or they are too many or too large; none is decoded then.
         """
-        images = [part["image"] for message in messages for part in _image_parts(message)]
-        new = {image.digest: image.url for image in images if image.digest not in self._decoded}
-        left = self._max_pixels - sum(image.width * image.height for image in self._decoded.values())
+        digests: list[str] = []
+        new_urls: dict[str, str] = {}
+        for message in messages:
+            for part in _image_parts(message):
+                image: EncodedImage = part["image"]
+                digests.append(image.digest)
+                if image.digest not in self._decoded:
+                    new_urls[image.digest] = image.url
+
+        used_pixels = sum(image.width * image.height for image in self._decoded.values())
+        pixels_left = self._max_pixels - used_pixels
         try:
-            decoded = read_images(list(new.values()), max_total_pixels=min(left, MAX_TOTAL_PIXELS))
+            decoded = read_images(list(new_urls.values()), max_total_pixels=min(pixels_left, MAX_TOTAL_PIXELS))
         except ValueError as error:
             limit = f"agent.endpoint.max_session_pixels={self._max_pixels}"
-            raise TemplateError(f"{error} ({limit}, of which {left} are left)") from None
-        self._decoded |= zip(new, decoded, strict=True)
-        return {"image": tuple(self._decoded[image.digest] for image in images)} if images else {}
+            raise TemplateError(f"{error} ({limit}, of which {pixels_left} are left)") from None
+        self._decoded |= zip(new_urls, decoded, strict=True)
+
+        if not digests:
+            return {}
+        return {"image": tuple(self._decoded[digest] for digest in digests)}
 
 
 def for_template(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return plain messages as the codec takes them; images of a tool result stand before its text."""
-    return [text_message(m) if m["role"] == "tool" else without_sources(m) for m in messages]
+    template_messages: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            template_messages.append(text_message(message))
+        else:
+            template_messages.append(without_sources(message))
+    return template_messages
 
 
 def without_data(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a plain message that can still be compared, without the data of its images."""
     if isinstance(message["content"], str):
         return message
-    parts = (
-        part | {"image": EncodedImage(url="", digest=part["image"].digest)} if part["type"] == "image" else part
-        for part in message["content"]
-    )
-    return {**message, "content": list(parts)}
+    parts = []
+    for part in message["content"]:
+        if part["type"] == "image":
+            part = part | {"image": replace(part["image"], url="")}
+        parts.append(part)
+    return {**message, "content": parts}
 
 
-def _image_parts(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    if not isinstance(message["content"], str):
-        yield from (part for part in message["content"] if part["type"] == "image")
+def _image_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if isinstance(message["content"], str):
+        return []
+    return [part for part in message["content"] if part["type"] == "image"]

@@ -1,8 +1,8 @@
 """Token-exact sessions for agents that speak in messages: every framework's request becomes ids that are on record.
 
 A framework sends its whole conversation each time. The recorder finds the turn it continues and appends to that turn's
-*ids*; text that the model wrote is never tokenized again. Of several samples of the same text it is the one whose
-reasoning and call ids come back, else the last one::
+*ids*; text that the model wrote is never tokenized again. If several samples have the same text, the request continues
+the one whose reasoning and call ids come back, or else the last one::
 
     request 1   [system, user]                                  no turn on record: rendered       root A
     request 2   [system, user, assistant A, tool]               extends A: A's ids + the tool's   A ─► B
@@ -15,13 +15,13 @@ reasoning and call ids come back, else the last one::
                    └─► E                       [A E]    mask 1 on E; X is context, as the tool's result is
                 D                              [D]      mask 1 on D
 
-So a request continues the longest beginning of its conversation that is on record. ``metrics`` count the calls whose
-later assistant messages were not (``spliced_calls``) and those of which nothing was (``unmatched_calls``); their
-``RecordedTurn.note`` says at which message, as does that of every other call that begins a context.
+So a request continues the longest beginning of its conversation that is on record. ``metrics`` count the requests whose
+later assistant messages were not on record (``spliced_calls``), and requests without any recorded beginning
+(``unmatched_calls``). ``RecordedTurn.note`` says at which message a request left the record.
 
-The last turn's path is the trajectory; other paths become its ``segments``, samples of the same context (best of n, a
-retry) among them: what was sampled is trained on. ``lost_requests`` counts requests of which nothing is on record,
-because they failed or their client left.
+The last turn's path is the trajectory. Other paths become its ``segments``, samples of the same context (best of n, a
+retry) included: what was sampled is trained on. ``lost_requests`` counts requests without a turn on record, because
+they failed or their client left.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, TokenOutput, digest_ids
 
 logger = logging.getLogger(__name__)
+_METRICS = (
+    "generate_seconds",
+    "prompt_tokens",
+    "cached_tokens",
+    "spliced_calls",
+    "unmatched_calls",
+    "lost_requests",
+)
 
 
 class ChatRecorder:
@@ -71,20 +79,11 @@ class ChatRecorder:
         metrics: seconds and counts for ``Trajectory.metrics``.
         refused: the limit that refused a turn, unless one was sampled since.
         failure: the error of the last request, if it failed: the reason of a drop.
-        context: see above.
     """
 
     def __init__(self, context: AgentContext, *, session_id: str, adapter: str | None = None) -> None:
         self.turns: list[RecordedTurn] = []
-        counted = (
-            "generate_seconds",
-            "prompt_tokens",
-            "cached_tokens",
-            "spliced_calls",
-            "unmatched_calls",
-            "lost_requests",
-        )
-        self.metrics: dict[str, float] = dict.fromkeys(counted, 0.0)
+        self.metrics: dict[str, float] = dict.fromkeys(_METRICS, 0.0)
         self.refused: FinishReason | None = None
         self.failure: TrajectoryError | None = None
         self.session_id = session_id
@@ -93,7 +92,7 @@ class ChatRecorder:
         self._span = current()  # requests come in tasks of the HTTP server
         self._by_conversation: dict[str, list[RecordedTurn]] = {}
         self._images = SessionImages(max_pixels=context.limits.endpoint.max_session_pixels)
-        self._asked: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()  # requests so far by their context, which seeds derive from
         self._hidden: set[tuple[str, ...]] = set()  # tools looked for in a prompt that does not describe them
         self._open = 0  # requests that are being sampled
 
@@ -128,14 +127,16 @@ class ChatRecorder:
         with self._remember_failure():
             codec = self._codec(template_kwargs)
             plain = plain_messages(messages, self.context.modalities)
-            schemas = self._shown(tools)
+            schemas = self._prompt_tools(tools)
             if tools and not schemas:
                 self._warn_if_hidden(tools, plain)
-            begun = _take_begun_turn(plain) if continue_last else None
+
+            prefill = _take_prefill(plain) if continue_last else None
             traces = [Traces.of(message) for message in messages[: len(plain)]]
             request = self._resolve_chat(codec, plain, schemas, traces)
-            if begun is not None:
-                request = _with_begun_turn(request, begun, codec, schemas)
+            if prefill is not None:
+                request = _with_prefill(request, prefill, codec, schemas)
+
             context_ids = request.prompt_ids
             stream = None
             if on_text is not None:
@@ -148,9 +149,10 @@ class ChatRecorder:
             )
             if stream is not None:
                 reply = stream.finish(reply)
+
             turn = self._record(request, output, reply, max_tokens=sampling.max_tokens)
-            said = [*plain, turn.message]
-            self._by_conversation.setdefault(fingerprint(said, schemas), []).append(turn)
+            conversation = fingerprint([*plain, turn.message], schemas)
+            self._by_conversation.setdefault(conversation, []).append(turn)
             return turn
 
     def count_prompt(
@@ -168,11 +170,11 @@ class ChatRecorder:
         """
         codec = self._codec(template_kwargs)
         plain = plain_messages(messages, self.context.modalities)
-        schemas = self._shown(tools)
-        begun = _take_begun_turn(plain) if continue_last else None
+        schemas = self._prompt_tools(tools)
+        prefill = _take_prefill(plain) if continue_last else None
         request = self._render(codec, plain, schemas)
-        if begun is not None:
-            request = _with_begun_turn(request, begun, codec, schemas)
+        if prefill is not None:
+            request = _with_prefill(request, prefill, codec, schemas)
         return len(request.prompt_ids)
 
     async def complete(
@@ -192,21 +194,30 @@ class ChatRecorder:
         """
         with self._remember_failure():
             codec = self.context.codec
-            request = self._resolve_text(prompt) if isinstance(prompt, str) else self._resolve_ids(tuple(prompt))
+            if isinstance(prompt, str):
+                request = self._resolve_text(prompt)
+            else:
+                request = self._resolve_ids(tuple(prompt))
+
             stream = None
             if on_text is not None:
                 stream = TurnStream.of_text(codec, stop=sampling.stop, on_text=on_text)
             output = await self._sample(request, sampling, stream, adapter)
+
             reply = read_reply(codec, output, tools=(), stop=sampling.stop, context_ids=request.prompt_ids)
+            # A client that renders prompts itself reads turns itself as well: it gets all of the text.
             parts = raw_parts(codec.decode(output.token_ids), sampling.stop)
-            reply = replace(reply, parts=parts)  # whoever renders prompts reads turns, too
+            reply = replace(reply, parts=parts)
             if stream is not None:
                 reply = stream.finish(reply)
             return self._record(request, output, reply, max_tokens=sampling.max_tokens)
 
     def _codec(self, template_kwargs: Mapping[str, Any] | None) -> ChatCodec:
+        codec = self.context.codec
+        if not template_kwargs:
+            return codec
         try:
-            return self.context.codec.with_template_kwargs(template_kwargs) if template_kwargs else self.context.codec
+            return codec.with_template_kwargs(template_kwargs)
         except ValueError as error:
             raise TemplateError(f"chat_template_kwargs {error}") from None
 
@@ -228,63 +239,89 @@ class ChatRecorder:
         traces: Sequence[Traces],
     ) -> TurnRequest:
         """Append to the longest recorded beginning of the conversation; render it anew if there is none."""
+        # Where each assistant message ends: a recorded conversation is a beginning up to one of them.
         ends = [i + 1 for i, message in enumerate(plain) if message["role"] == "assistant"]
         for count in range(len(ends), 0, -1):
             end = ends[count - 1]
-            same = self._by_conversation.get(fingerprint(plain[:end], schemas), ())
-            new = plain[end:]
-            if not new:
+            is_last = count == len(ends)
+            new_messages = plain[end:]
+            if not new_messages:
                 continue
+
+            # Samples of the same text differ in their reasoning and call ids; of equal ones the last counts.
+            candidates = self._by_conversation.get(fingerprint(plain[:end], schemas), ())
             replies = [traces[i - 1] for i in ends[:count]]
-            parent = max(same, key=lambda turn: (_agreement(turn, replies), turn.number), default=None)
+            parent = max(
+                candidates,
+                key=lambda turn: (_agreement(turn, replies), turn.number),
+                default=None,
+            )
             if parent is None:
                 continue
-            sampled = parent.output.token_ids
-            media = self._images.read(new)
+
+            sampled_ids = parent.output.token_ids
+            media = self._images.read(new_messages)
             try:
-                ids = codec.expand_media(codec.encode_append(sampled, for_template(new), tools=schemas), media)
+                ids = codec.encode_append(sampled_ids, for_template(new_messages), tools=schemas)
+                ids = codec.expand_media(ids, media)
             except TemplateError:
-                if count == len(ends):
+                if is_last:
                     raise
                 break  # this template shows such messages in whole conversations only
-            self.metrics["spliced_calls"] += count < len(ends)
+
+            note = ""
+            if not is_last:
+                self.metrics["spliced_calls"] += 1
+                note = self._difference(plain, parent)
             return TurnRequest(
                 parent=parent,
                 inserted_ids=tuple(ids),
-                inserted=tuple(map(without_data, new)),
+                inserted=tuple(without_data(message) for message in new_messages),
                 inserted_media=media,
-                replaces_end=codec.replaces_end(sampled, ids),
-                note=self._difference(plain, parent) if count < len(ends) else "",
+                replaces_end=codec.replaces_end(sampled_ids, ids),
+                note=note,
             )
-        self.metrics["unmatched_calls"] += bool(ends and self.turns)
+
+        if ends and self.turns:
+            self.metrics["unmatched_calls"] += 1
         return replace(self._render(codec, plain, schemas), note=self._difference(plain))
 
     def _render(
         self, codec: ChatCodec, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]]
     ) -> TurnRequest:
         media = self._images.read(plain)
-        ids = codec.expand_media(codec.encode_prompt(for_template(plain), tools=schemas), media)
-        return TurnRequest(inserted_ids=tuple(ids), inserted=tuple(map(without_data, plain)), inserted_media=media)
+        ids = codec.encode_prompt(for_template(plain), tools=schemas)
+        ids = codec.expand_media(ids, media)
+        return TurnRequest(
+            inserted_ids=tuple(ids),
+            inserted=tuple(without_data(message) for message in plain),
+            inserted_media=media,
+        )
 
     def _difference(self, plain: Sequence[Mapping[str, Any]], parent: RecordedTurn | None = None) -> str:
         """Say where a conversation leaves those on record; nothing if it is the first.
 
-        Args:
-            plain: the conversation.
-            parent: the turn that it continues: only conversations through that are compared with it.
+        It is compared with all of them, or with those that go through ``parent``, the turn that it continues.
         """
         parents = {turn.parent for turn in self.turns}
-        recorded = []
+        conversations = []
         for turn in self.turns:
+            if turn in parents:
+                continue  # a part of its children's conversations
             path = turn.path()
-            if turn in parents or parent is not None and parent not in path:
+            if parent is not None and parent not in path:
                 continue
-            recorded.append([message for step in path for message in (*step.inserted, step.message)])
-        return first_difference(plain, recorded) if recorded else ""
+            conversation: list[Mapping[str, Any]] = []
+            for step in path:
+                conversation += [*step.inserted, step.message]
+            conversations.append(conversation)
+        return first_difference(plain, conversations) if conversations else ""
 
-    def _shown(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-        """Return the tools that the prompt shows."""
-        return tuple(tools) if self.context.limits.tool_prompt == "template" else ()
+    def _prompt_tools(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+        """Return the tools that the prompt describes."""
+        if self.context.limits.tool_prompt != "template":
+            return ()
+        return tuple(tools)
 
     def _warn_if_hidden(self, tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> None:
         """Warn if no message mentions one of the tools; conversations grow, so only their first request is read."""
@@ -292,55 +329,76 @@ class ChatRecorder:
         if names in self._hidden:
             return
         self._hidden.add(names)
-        if not any(name in str(message.get("content")) for name in names for message in messages):
-            _warn_about_hidden(names)
+        for message in messages:
+            content = str(message.get("content"))
+            if any(name in content for name in names):
+                return
+        _warn_about_hidden(names)
 
     def _resolve_text(self, prompt: str) -> TurnRequest:
+        """Append to the longest recorded context that the prompt begins with."""
         codec = self.context.codec
-        best, begun = None, ""
+        parent = None
+        parent_length = 0
         for turn in self.turns:
             text = codec.decode(turn.context_ids, skip_special_tokens=False)
-            if len(begun) < len(text) < len(prompt) and prompt.startswith(text):
-                best, begun = turn, text
-        rest = prompt[len(begun) :]
-        inserted = ({"role": "user", "content": rest},)
-        note = "" if best else self._difference(inserted)
-        return TurnRequest(parent=best, inserted_ids=tuple(codec.encode_markup(rest)), inserted=inserted, note=note)
+            if parent_length < len(text) < len(prompt) and prompt.startswith(text):
+                parent = turn
+                parent_length = len(text)
+        new_text = prompt[parent_length:]
+        return self._raw_request(parent, tuple(codec.encode_markup(new_text)), new_text)
 
     def _resolve_ids(self, ids: tuple[int, ...]) -> TurnRequest:
-        parents = [
-            t for t in self.turns if len(t.context_ids) < len(ids) and ids[: len(t.context_ids)] == t.context_ids
-        ]
-        parent = max(parents, key=lambda turn: len(turn.context_ids), default=None)
-        rest = ids[len(parent.context_ids) :] if parent else ids
-        text = self.context.codec.decode(rest, skip_special_tokens=False)
+        """Append to the longest recorded context that the prompt begins with."""
+        parent = None
+        parent_length = 0
+        for turn in self.turns:
+            length = len(turn.context_ids)
+            if parent_length < length < len(ids) and ids[:length] == turn.context_ids:
+                parent = turn
+                parent_length = length
+        new_ids = ids[parent_length:]
+        new_text = self.context.codec.decode(new_ids, skip_special_tokens=False)
+        return self._raw_request(parent, new_ids, new_text)
+
+    def _raw_request(self, parent: RecordedTurn | None, ids: tuple[int, ...], text: str) -> TurnRequest:
+        """Return a request that inserts ids after a turn; ``text`` is theirs."""
         inserted = ({"role": "user", "content": text},)
         note = "" if parent else self._difference(inserted)
-        return TurnRequest(parent=parent, inserted_ids=rest, inserted=inserted, note=note)
+        return TurnRequest(parent=parent, inserted_ids=ids, inserted=inserted, note=note)
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
     async def _sample(
         self, request: TurnRequest, sampling: SamplingParams, stream: TurnStream | None, adapter: str | None
     ) -> TokenOutput:
-        context = request.prompt_ids
+        """Sample the turn of a request; its pieces go to ``stream`` as they come."""
+        prompt_ids = request.prompt_ids
         self._check_room(request)
         self._check_edit(request)
-        key = digest_ids(context)
-        asked, self._asked[key] = self._asked[key], self._asked[key] + 1
-        seed = None if sampling.seed is None else derive_seed(sampling.seed, key, asked)
-        sampling = replace(sampling, max_tokens=min(self._room(request), sampling.max_tokens), seed=seed)
-        number = self._asked.total()
-        known = request.parent.output.routed_experts if request.parent else None
-        options: dict[str, Any] = {"routed_experts_prompt_start": known.end} if known else {}
+
+        seed = sampling.seed
+        context_digest = digest_ids(prompt_ids)
+        if seed is not None:
+            # Derived from the context, so that the order of concurrent requests does not matter.
+            seed = derive_seed(seed, context_digest, self._requests[context_digest])
+        self._requests[context_digest] += 1
+        number = self._requests.total()
+        max_tokens = min(self._room(request), sampling.max_tokens)
+        sampling = replace(sampling, max_tokens=max_tokens, seed=seed)
+
+        options: dict[str, Any] = {}
+        if request.parent is not None and request.parent.output.routed_experts:
+            options["routed_experts_prompt_start"] = request.parent.output.routed_experts.end
+
         self._open += 1
         self.metrics["lost_requests"] += 1  # until it has an answer
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             with under(self._span):
                 output = await self.context.client.generate(
                     f"{self.session_id}/{number}",
-                    prompt_ids=context,
+                    prompt_ids=prompt_ids,
                     sampling_params=sampling,
                     session_id=self.session_id,
                     on_ids=stream.on_ids if stream is not None else None,
@@ -350,38 +408,46 @@ class ChatRecorder:
                 )
         finally:
             self._open -= 1
-        seconds = time.perf_counter() - began
-        check_output(output, context, sampling.max_tokens, what=f"{self.session_id}: request {number}")
+        seconds = time.perf_counter() - start_time
+
+        check_output(output, prompt_ids, sampling.max_tokens, what=f"{self.session_id}: request {number}")
         self.metrics["lost_requests"] -= 1
         self.metrics["generate_seconds"] += seconds
-        self.metrics["prompt_tokens"] += len(context)
+        self.metrics["prompt_tokens"] += len(prompt_ids)
         self.metrics["cached_tokens"] += output.cached_tokens
-        self.context.on_event(
-            AgentEvent(trajectory_id=self.session_id, turn=len(self.turns), seconds=seconds, output=output)
+        event = AgentEvent(
+            trajectory_id=self.session_id,
+            turn=len(self.turns),
+            seconds=seconds,
+            output=output,
         )
+        self.context.on_event(event)
         return output
 
     def _record(self, request: TurnRequest, output: TokenOutput, reply: ChatReply, *, max_tokens: int) -> RecordedTurn:
         """Add a turn to the session; ``max_tokens`` is what the client asked for."""
-        was_cut = output.stop_reason is StopReason.LENGTH and len(output.token_ids) >= max_tokens
+        is_cut = output.stop_reason is StopReason.LENGTH and len(output.token_ids) >= max_tokens
+        request_fields = {field.name: getattr(request, field.name) for field in fields(request)}
         turn = RecordedTurn(
-            **{field.name: getattr(request, field.name) for field in fields(request)},
+            **request_fields,
             number=len(self.turns),
             output=output,
             context_ids=request.prompt_ids + output.token_ids,
             reply=reply,
             text=self.context.codec.turn_text(output.token_ids, request.prompt_ids),
-            cut_by_client=was_cut and max_tokens < self._room(request),
+            cut_by_client=is_cut and max_tokens < self._room(request),
         )
         self.turns.append(turn)
-        self.refused = self.failure = None
+        self.refused = None
+        self.failure = None
         return turn
 
     def _room(self, request: TurnRequest) -> int:
         """Return how many ids the budgets leave for this turn."""
-        length = len(request.prompt_ids)
-        response = length - request.prompt_length
-        return min(self.context.limits.max_response_length - response, self.context.longest - length)
+        context_length = len(request.prompt_ids)
+        response_length = context_length - request.prompt_length
+        response_room = self.context.limits.max_response_length - response_length
+        return min(response_room, self.context.longest - context_length)
 
     def _check_room(self, request: TurnRequest) -> None:
         """Check that the budgets allow this turn.
@@ -392,21 +458,24 @@ class ChatRecorder:
         """
         limits = self.context.limits
         if len(self.turns) + self._open >= limits.max_assistant_turns:
-            raise self._refusal(
-                f"agent.max_assistant_turns={limits.max_assistant_turns} is reached", FinishReason.MAX_ASSISTANT_TURNS
-            )
-        if request.parent and sum(turn.parent is not None for turn in self.turns) >= limits.max_user_turns:
-            raise self._refusal(f"agent.max_user_turns={limits.max_user_turns} is reached", FinishReason.MAX_USER_TURNS)
-        length = len(request.prompt_ids)
+            message = f"agent.max_assistant_turns={limits.max_assistant_turns} is reached"
+            raise self._refusal(message, FinishReason.MAX_ASSISTANT_TURNS)
+        if request.parent is not None:
+            user_turns = sum(turn.parent is not None for turn in self.turns)
+            if user_turns >= limits.max_user_turns:
+                message = f"agent.max_user_turns={limits.max_user_turns} is reached"
+                raise self._refusal(message, FinishReason.MAX_USER_TURNS)
+
+        context_length = len(request.prompt_ids)
         exceeded = self.context.exceeded_limits(
             prompt_length=request.prompt_length,
-            response_length=length - request.prompt_length,
-            context_length=length,
+            response_length=context_length - request.prompt_length,
+            context_length=context_length,
         )
         if not exceeded:
             return
         message = (
-            f"a context of {length} ids ({request.prompt_length} of them the prompt) leaves no room within "
+            f"a context of {context_length} ids ({request.prompt_length} of them the prompt) leaves no room within "
             f"{' and '.join(exceeded)}; raise {'it' if len(exceeded) == 1 else 'them'} or shorten the conversation"
         )
         if not self.turns:
@@ -418,20 +487,22 @@ class ChatRecorder:
         return TurnRefusedError(f"{self.session_id}: {message}", reason)
 
     def _check_edit(self, request: TurnRequest) -> None:
-        if self.context.limits.edited_history == "segment" or not self.turns or request.parent is self.turns[-1]:
+        """Raise HistoryEditedError if the request leaves the last turn and ``agent.edited_history`` forbids it."""
+        if self.context.limits.edited_history == "segment":
             return
-        raise HistoryEditedError(
-            f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the last one"
-            + (f": {request.note}" if request.note else "")
-            + "; set agent.edited_history=segment to train on both contexts"
-        )
+        if not self.turns or request.parent is self.turns[-1]:
+            return
+        message = f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the last one"
+        if request.note:
+            message += f": {request.note}"
+        raise HistoryEditedError(f"{message}; set agent.edited_history=segment to train on both contexts")
 
 
-def _take_begun_turn(plain: list[dict[str, Any]]) -> dict[str, Any]:
+def _take_prefill(plain: list[dict[str, Any]]) -> dict[str, Any]:
     """Remove the last message of a conversation, which a turn is to continue, and return it.
 
     Raises:
-        TemplateError: it is none of the assistant.
+        TemplateError: it is not the assistant's.
     """
     role = plain[-1]["role"]
     if role != "assistant":
@@ -439,26 +510,29 @@ def _take_begun_turn(plain: list[dict[str, Any]]) -> dict[str, Any]:
     return plain.pop()
 
 
-def _with_begun_turn(
-    request: TurnRequest, begun: Mapping[str, Any], codec: ChatCodec, schemas: Sequence[Mapping[str, Any]]
+def _with_prefill(
+    request: TurnRequest, prefill: Mapping[str, Any], codec: ChatCodec, schemas: Sequence[Mapping[str, Any]]
 ) -> TurnRequest:
     """Return a request whose turn begins with an assistant message."""
-    ids = codec.encode_prefill(begun, schemas)
+    ids = codec.encode_prefill(prefill, schemas)
     return replace(
         request,
         inserted_ids=(*request.inserted_ids, *ids),
-        begun_text=begun["content"],
+        prefill=prefill["content"],
     )
 
 
 def _agreement(turn: RecordedTurn, replies: Sequence[Traces]) -> int:
     """Count the traces of assistant messages that agree with the turns up to this one."""
-    pairs = zip(reversed(turn.path()), reversed(replies), strict=False)  # the prompt may hold assistant messages, too
-    return sum(
-        ((trace.reasoning or "").strip() == (past.reply.reasoning or "").strip())
-        + (trace.call_ids == tuple(call.id for call in past.reply.tool_calls))
-        for past, trace in pairs
-    )
+    agreeing = 0
+    # From the end, as the prompt may hold assistant messages before the first turn.
+    for recorded, trace in zip(reversed(turn.path()), reversed(replies), strict=False):
+        reply = recorded.reply
+        if (trace.reasoning or "").strip() == (reply.reasoning or "").strip():
+            agreeing += 1
+        if trace.call_ids == tuple(call.id for call in reply.tool_calls):
+            agreeing += 1
+    return agreeing
 
 
 @functools.cache  # once for the same tools

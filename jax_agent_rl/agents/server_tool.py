@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.context import AgentContext, Prefix
-from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.episode import Episode, media_kinds
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.turn_loop import (
     SERVER_REMEDY,
@@ -61,10 +61,6 @@ class ObservationCodec:
         enable_mtrl=false           …</python> ──► observation ──► the model goes on
         enable_mtrl=true            …</python> ──► end of turn, a turn of mtrl_role, the next generation prompt
         enable_mtrl=true, mtrl_sep  …</python> ──► turn_end_token, mtrl_sep with the observation for {obs}
-
-    Args:
-        limits: the ``agent`` section of the config.
-        codec: messages to ids and back.
     """
 
     def __init__(self, limits: AgentConfig, codec: ChatCodec):
@@ -95,52 +91,60 @@ class ObservationCodec:
     def insert(self, episode: Episode, text: str, media: Media) -> bool:
         """Append an observation after the last turn; return False if ``truncate_response_side`` leaves it out.
 
-        Args:
-            episode: the trajectory.
-            text: the observation.
-            media: images shown before the text, by kind; only for observations that :attr:`are_messages`.
+        ``media`` are images shown before the text, by kind, for observations that :attr:`are_messages`.
         """
         ids = self._encode(episode, text, media)
         if self._append(episode, ids, text, media):
             return True
         if self._limits.truncate_response_side == "right":
             return False
-        around = len(ids) - len(self._codec.encode_text(text))
-        room = episode.tokens_left // 2 - around
-        if room < 1:
+
+        # Shorten the text until the observation takes half of what is left: the model has to answer it.
+        markup_length = len(ids) - len(self._codec.encode_text(text))
+        max_text_length = episode.tokens_left // 2 - markup_length
+        if max_text_length < 1:
             return False
-        text = self._cut(text, room, "left")
-        return self._append(episode, self._encode(episode, text, media), text, media)
+        text = self._cut(text, max_text_length, "left")
+        ids = self._encode(episode, text, media)
+        return self._append(episode, ids, text, media)
 
     def _append(self, episode: Episode, ids: Sequence[int], text: str, media: Media) -> bool:
         messages = [self._message(text, media)] if text or media else []
-        return episode.append_ids(ids, messages, learn=not self._limits.mask_observations, media=media)
+        learn = not self._limits.mask_observations
+        return episode.append_ids(ids, messages, learn=learn, media=media)
 
     def _message(self, text: str, media: Media | None = None) -> dict[str, Any]:
         role = self._limits.mtrl_role if self._limits.enable_mtrl else "tool"
-        kinds = [kind for kind, items in (media or {}).items() for _ in items]
-        return {"role": role, "content": text} | ({"media": kinds} if kinds else {})
+        message: dict[str, Any] = {"role": role, "content": text}
+        kinds = media_kinds(media or {})
+        if kinds:
+            message["media"] = kinds
+        return message
 
     def _encode(self, episode: Episode, text: str, media: Media) -> list[int]:
         output = episode.turns[-1].output
-        if self.are_messages:
-            ids = self._codec.expand_media(episode.encode_append([self._message(text, media)]), media)
-            return self._without_second_end(output, ids)
-        return self._between_separators(text, turn_has_ended=self._has_ended(output))
+        if not self.are_messages:
+            return self._between_separators(text, turn_has_ended=self._has_ended(output))
+        ids = episode.encode_append([self._message(text, media)])
+        ids = self._codec.expand_media(ids, media)
+        return self._without_second_end(output, ids)
 
     def _between_separators(self, text: str, *, turn_has_ended: bool) -> list[int]:
-        limits, codec = self._limits, self._codec
+        limits = self._limits
+        codec = self._codec
         if not limits.enable_mtrl or limits.mtrl_sep is None:
             return codec.encode_text(text)
-        before, _, after = limits.mtrl_sep.partition("{obs}")
-        end = "" if turn_has_ended else limits.turn_end_token or ""
-        return [*codec.encode_markup(end + before), *codec.encode_text(text), *codec.encode_markup(after)]
+
+        prefix, _, suffix = limits.mtrl_sep.partition("{obs}")
+        if limits.turn_end_token and not turn_has_ended:
+            prefix = limits.turn_end_token + prefix
+        return [*codec.encode_markup(prefix), *codec.encode_text(text), *codec.encode_markup(suffix)]
 
     def _has_ended(self, output: TokenOutput) -> bool:
         """Return whether the model wrote the end of its turn itself."""
-        return output.stop_reason is StopReason.EOS or (
-            output.stop_match is not None and output.stop_match == self._limits.turn_end_token
-        )
+        if output.stop_reason is StopReason.EOS:
+            return True
+        return output.stop_match is not None and output.stop_match == self._limits.turn_end_token
 
     def _without_second_end(self, output: TokenOutput, ids: list[int]) -> list[int]:
         """Drop the template's end of turn if the model already wrote it as ``turn_end_token``."""
@@ -167,9 +171,10 @@ class ServerResponder(Responder):
 
     def generate_options(self, *, last: bool) -> Mapping[str, Any]:
         limits = self.limits
+        must_finish = last and limits.force_finish_for_last_turn
         return {
             "stop": () if limits.turn_end_token is None else (limits.turn_end_token,),
-            "action_stops": () if last and limits.force_finish_for_last_turn else limits.action_stop_tokens,
+            "action_stops": () if must_finish else limits.action_stop_tokens,
             "stop_token_ids": limits.additional_eos_token_ids,
             "max_tokens": limits.max_action_length,
         }
@@ -178,8 +183,9 @@ class ServerResponder(Responder):
         """Add an observation of the untouched environment to the prompt (``agent.call_tool_first``)."""
         observation, record = await self._step("", 0)
         if episode.prefix is not None:
-            before = episode.prefix.messages_before(0)[-1]["content"]
-            check_replay(0, record.name, before, record.observation, remedy=SERVER_REMEDY)
+            # The inherited prompt has the observation already; the new environment must agree.
+            recorded = episode.prefix.messages_before(0)[-1]["content"]
+            check_replay(0, record.name, recorded, record.observation, remedy=SERVER_REMEDY)
             return
         if observation.done:
             raise ToolServerError("the tool server ended the trajectory before its first turn (agent.call_tool_first)")
@@ -195,6 +201,7 @@ class ServerResponder(Responder):
             return _finish_reason(episode, output, self.limits)
         if limit is not None:
             return limit
+
         observation, record = await self._step(action, step)
         episode.record_calls([record], seconds=record.seconds)
         episode.add_metrics(_metrics(observation))
@@ -204,52 +211,84 @@ class ServerResponder(Responder):
         return None if fits else FinishReason.RESPONSE_LENGTH
 
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
-        (before,) = prefix.turns[turn].tool_calls
-        _, now = await self._step((before.arguments or {})["action"], turn)
-        check_replay(turn, before.name, describe_call(before), describe_call(now), remedy=SERVER_REMEDY)
+        (recorded_call,) = prefix.turns[turn].tool_calls
+        arguments = recorded_call.arguments or {}
+        _, replayed_call = await self._step(arguments["action"], turn)
+        check_replay(
+            turn,
+            recorded_call.name,
+            describe_call(recorded_call),
+            describe_call(replayed_call),
+            remedy=SERVER_REMEDY,
+        )
         return 1
 
     async def _step(self, action: str, step: int) -> tuple[ServerObservation, ToolCallRecord]:
         max_turns = self.limits.max_turns
-        turns = {"current_step": step, "max_turns": max_turns, "turns_left": max_turns - step}
-        extra_fields = {**(self.row.get("extra_info") or {}), **turns}
-        began = time.perf_counter()
+        extra_fields = {
+            **(self.row.get("extra_info") or {}),
+            "current_step": step,
+            "max_turns": max_turns,
+            "turns_left": max_turns - step,
+        }
+        start_time = time.perf_counter()
         observation = await self.environment.step(action, name="tool_server", extra_fields=extra_fields)
+        seconds = time.perf_counter() - start_time
         record = ToolCallRecord(
             name="tool_server",
             arguments={"action": action},
             observation=self.observations.shorten(observation.text),
             error=observation.error,
             reward=observation.reward,
-            seconds=time.perf_counter() - began,
+            seconds=seconds,
             media=observation.media,
         )
         return observation, record
 
     def _action(self, episode: Episode, output: TokenOutput, step: int) -> str | None:
         """Return the text for the tool server, up to the first action stop token; None if the turn is no action."""
-        limits, codec = self.limits, self.context.codec
+        limits = self.limits
+        codec = self.context.codec
         if step == limits.max_turns and limits.force_finish_for_last_turn:
             return None
+
         text = episode.outside_thinking(output)
-        thought = text != codec.decode(output.token_ids, skip_special_tokens=False)
-        ends = [place + len(token) for token in limits.action_stop_tokens if (place := text.find(token)) >= 0]
+        has_thinking = text != codec.decode(output.token_ids, skip_special_tokens=False)
+
+        ends = []
+        for token in limits.action_stop_tokens:
+            position = text.find(token)
+            if position >= 0:
+                ends.append(position + len(token))
         if ends:
-            return text[: min(ends)].lstrip() if thought else text[: min(ends)]
-        sent_anyway = step < limits.min_turns or limits.enable_mtrl and not limits.action_stop_tokens
-        if not sent_anyway or episode.tokens_left < 1:
+            action = text[: min(ends)]
+            # A blanked think block leaves white space in front.
+            return action.lstrip() if has_thinking else action
+
+        # Without a stop token the turn is an action only if the settings make every turn one.
+        every_turn_acts = limits.enable_mtrl and not limits.action_stop_tokens
+        must_act = step < limits.min_turns or every_turn_acts
+        if not must_act or episode.tokens_left < 1:
             return None
-        said = codec.decode(output.token_ids)
-        if thought:
-            end = [i for i in output.token_ids[-1:] if i in codec.eos_token_ids]
-            said = text.removesuffix(codec.decode(end, skip_special_tokens=False)).lstrip()
-        # The server's tools look for the token that the model left out.
-        return said.removesuffix(limits.turn_end_token or "") + "".join(limits.action_stop_tokens[:1])
+
+        if has_thinking:
+            action = text
+            last_id = output.token_ids[-1]
+            if last_id in codec.eos_token_ids:
+                action = action.removesuffix(codec.decode([last_id], skip_special_tokens=False))
+            action = action.lstrip()
+        else:
+            action = codec.decode(output.token_ids)
+        action = action.removesuffix(limits.turn_end_token or "")
+        if limits.action_stop_tokens:
+            # The server's tools look for the token that the model left out.
+            action += limits.action_stop_tokens[0]
+        return action
 
 
 @register_agent("server_tool_agent")
 class ServerToolAgent(TurnLoopAgent):
-    """The settings are those of :class:`~jax_agent_rl.config.ServerToolConfig`.
+    """Runs the loop of this module, with the settings of :class:`~jax_agent_rl.config.ServerToolConfig`.
 
     Raises:
         ConfigError: no tool server is configured, or no turn would ever call it.
@@ -260,10 +299,13 @@ class ServerToolAgent(TurnLoopAgent):
         limits = context.limits
         self._observations = ObservationCodec(limits, context.codec)
         self._server = _server(limits) if limits.enable_agent else None
-        in_step = limits.rollout_mode != "async"
-        self._lockstep = Lockstep(self._server.get_observation) if self._server and in_step else None
-        limit = limits.max_concurrent_trajectories
-        self._slots = nullcontext() if limit is None else asyncio.Semaphore(limit)
+
+        self._lockstep = None
+        if self._server and limits.rollout_mode != "async":
+            self._lockstep = Lockstep(self._server.get_observation)
+
+        max_concurrent = limits.max_concurrent_trajectories
+        self._slots = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
 
     async def preflight(self) -> None:
         if self._server:
@@ -274,39 +316,59 @@ class ServerToolAgent(TurnLoopAgent):
             await self._server.close()
 
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+        limits = self.context.limits
         async with self._slots:
             episode = start()
             if self._server is None:
-                output = await episode.generate(session_ends=True, max_tokens=self.context.limits.max_action_length)
-                reason = _finish_reason(episode, output, self.context.limits)
+                output = await episode.generate(session_ends=True, max_tokens=limits.max_action_length)
+                reason = _finish_reason(episode, output, limits)
             else:
-                send = self._lockstep.send if self._lockstep else self._server.step
-                shown = self.context.modalities if self._observations.are_messages else frozenset()
-                environment = ToolEnvironment(self._server, send, trajectory_id, modalities=shown)
-                async with environment, self._lockstep or nullcontext():
-                    responder = ServerResponder(self.context, self._observations, environment, row)
-                    if self.context.limits.call_tool_first:
-                        await responder.look_first(episode)
-                    reason = await run_turns(episode, responder)
-                episode.add_metrics({"tool_close_failures": environment.close_failures})
+                reason = await self._play_with_server(self._server, episode, row, trajectory_id)
         return episode.finish(reason, no_loss=self._no_loss(episode, reason))
 
+    async def _play_with_server(
+        self, server: ToolServerClient, episode: Episode, row: Mapping[str, Any], trajectory_id: str
+    ) -> FinishReason:
+        """Run the turns of an episode against its environment on the tool server."""
+        send = server.step
+        if self._lockstep is not None:
+            send = self._lockstep.send
+        # Only the chat template can show images.
+        modalities: frozenset[str] = frozenset()
+        if self._observations.are_messages:
+            modalities = self.context.modalities
+
+        environment = ToolEnvironment(server, send, trajectory_id, modalities=modalities)
+        async with environment, self._lockstep or nullcontext():
+            responder = ServerResponder(self.context, self._observations, environment, row)
+            if self.context.limits.call_tool_first:
+                await responder.look_first(episode)
+            reason = await run_turns(episode, responder)
+        episode.add_metrics({"tool_close_failures": environment.close_failures})
+        return reason
+
     def _no_loss(self, episode: Episode, reason: FinishReason) -> DropReason | None:
+        """Return why a trajectory carries no loss; None if it does."""
         limits = self.context.limits
         if limits.mask_overlong_loss and reason.truncated:
             return DropReason.OVERLONG
-        if limits.mask_void_traj and limits.enable_agent:
-            acted = any(call.error is None for turn in episode.turns for call in turn.tool_calls)
-            answered = reason is FinishReason.ANSWER and bool(answer_of(episode.messages[-1]["content"]).strip())
-            return None if acted or answered else DropReason.VOID_TRAJECTORY
-        return None
+        if not limits.mask_void_traj or not limits.enable_agent:
+            return None
+
+        for turn in episode.turns:
+            if any(call.error is None for call in turn.tool_calls):
+                return None
+        if reason is FinishReason.ANSWER and answer_of(episode.messages[-1]["content"]).strip():
+            return None
+        return DropReason.VOID_TRAJECTORY
 
 
 def _finish_reason(episode: Episode, output: TokenOutput, limits: AgentConfig) -> FinishReason:
     if output.stop_reason is not StopReason.LENGTH:
         return FinishReason.ANSWER
-    cut_short = len(output.token_ids) == limits.max_action_length and episode.tokens_left > 0
-    return FinishReason.ACTION_LENGTH if cut_short else FinishReason.RESPONSE_LENGTH
+    if len(output.token_ids) == limits.max_action_length and episode.tokens_left > 0:
+        return FinishReason.ACTION_LENGTH
+    return FinishReason.RESPONSE_LENGTH
 
 
 def _metrics(observation: ServerObservation) -> dict[str, float]:

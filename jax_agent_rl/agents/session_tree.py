@@ -1,9 +1,12 @@
-"""A recorded session's tree of turns, and it as one trajectory: the last turn's path, other paths as its segments."""
+"""A recorded session as a tree of turns, and as one trajectory.
+
+The trajectory is the path of the last turn; other paths become its segments.
+"""
 
 from __future__ import annotations
 
-import functools
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -41,7 +44,7 @@ class TurnRequest:
         inserted: plain messages added since the parent, without the data of their images.
         inserted_media: those images, by kind, in order of their placeholders in ``inserted_ids``.
         note: where the request left what was on record, as text; empty if it continued it.
-        begun_text: the beginning of the turn, which the request gave; its ids are the last of ``inserted_ids``.
+        prefill: the beginning of the turn, which the request gave; its ids are the last of ``inserted_ids``.
     """
 
     parent: RecordedTurn | None = None
@@ -50,13 +53,17 @@ class TurnRequest:
     inserted: tuple[Mapping[str, Any], ...]
     inserted_media: Media = field(default_factory=dict)
     note: str = ""
-    begun_text: str = ""
+    prefill: str = ""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
         """The whole context that it is sampled from."""
-        before = self.parent.context_ids if self.parent else ()
-        return (before[:-1] if self.replaces_end else before) + self.inserted_ids
+        if self.parent is None:
+            return self.inserted_ids
+        context_ids = self.parent.context_ids
+        if self.replaces_end:
+            context_ids = context_ids[:-1]
+        return context_ids + self.inserted_ids
 
     @property
     def prompt_length(self) -> int:
@@ -67,8 +74,8 @@ class TurnRequest:
     @property
     def media(self) -> dict[str, tuple[Any, ...]]:
         """Images of the whole context."""
-        before = self.parent.path() if self.parent else ()
-        return join_media([*(turn.inserted_media for turn in before), self.inserted_media])
+        path = self.parent.path() if self.parent else []
+        return join_media([*(turn.inserted_media for turn in path), self.inserted_media])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -77,10 +84,9 @@ class RecordedTurn(TurnRequest):
 
     Attributes:
         number: order of completion in the session.
-        output: the generation.
-        context_ids: everything up to and including its own ids.
+        context_ids: everything up to and including the sampled ids.
         reply: what the framework was given.
-        text: its ids as text.
+        text: the sampled ids as text.
         results: results of its calls, by the number of the call, where the agent loop itself ran them.
         cut_by_client: whether the request's own ``max_tokens`` ended it, and no budget of the run.
     """
@@ -95,21 +101,23 @@ class RecordedTurn(TurnRequest):
 
     @property
     def tool_calls(self) -> list[ToolCallRecord]:
-        """The results that there are, in the order of the calls, whichever ended first."""
+        """The results so far, in the order of the calls, whichever ended first."""
         return [self.results[number] for number in sorted(self.results)]
 
     @property
     def message(self) -> dict[str, Any]:
-        """The turn as a framework sends it back: from the beginning that the request gave on."""
-        return assistant_message(self.begun_text + self.reply.content, self.reply.tool_calls)
+        """The turn as a framework sends it back, with the beginning that the request gave."""
+        return assistant_message(self.prefill + self.reply.content, self.reply.tool_calls)
 
     def path(self) -> list[RecordedTurn]:
         """Return the turns from its root to itself."""
-        path, turn = [], self
+        path = []
+        turn = self
         while turn is not None:
             path.append(turn)
             turn = turn.parent
-        return path[::-1]
+        path.reverse()
+        return path
 
 
 def to_trajectory(
@@ -125,11 +133,7 @@ def to_trajectory(
     """Return what a session recorded as a trajectory without scores.
 
     Args:
-        recorder: the session's recorder.
-        row: the dataset row.
         output: the agent's result, for the reward function: ``extra_info.agent_output`` unless it is None.
-        group_id: shared by the trajectories of one prompt.
-        agent_name: name of the loop.
         metrics: numbers to add to the recorder's.
         tool_scores: the result of :meth:`ToolSession.calc_rewards`.
 
@@ -138,38 +142,52 @@ def to_trajectory(
     """
     if not recorder.turns:
         raise TrajectoryError(f"{recorder.session_id}: the agent ended without asking the model anything")
-    main, *others = paths_to_train(recorder.turns)
-    calls = [call for turn in recorder.turns for call in turn.tool_calls]
-    counts = {
-        "segments": float(len(others)),
-        "malformed_calls": float(sum(len(turn.reply.malformed) for turn in recorder.turns)),
-        "tool_calls": float(len(calls)),
-        "tool_errors": float(sum(call.error is not None for call in calls)),
-    }
-    common = {"group_id": group_id, "agent_name": agent_name}
-    trained = set(main)
+    main_path, *other_paths = paths_to_train(recorder.turns)
+
+    counts = Counter(segments=len(other_paths), malformed_calls=0, tool_calls=0, tool_errors=0)
+    for turn in recorder.turns:
+        counts["malformed_calls"] += len(turn.reply.malformed)
+        counts["tool_calls"] += len(turn.tool_calls)
+        counts["tool_errors"] += sum(call.error is not None for call in turn.tool_calls)
+
+    # Paths share turns. Each turn is trained on once: in the first sequence that it is in.
+    labels = {"group_id": group_id, "agent_name": agent_name}
+    trained = set(main_path)
     segments = []
-    for number, path in enumerate(others):
-        fresh = next(i for i, turn in enumerate(path) if turn not in trained)
+    for number, path in enumerate(other_paths, start=1):
+        first_new = 0
+        while path[first_new] in trained:
+            first_new += 1
         trained.update(path)
-        segment = _sequence(path, fresh, trajectory_id=f"{recorder.session_id}#{number + 1}", **common)
-        segments.append(replace(segment, finish_reason=_reason(path[-1], None)))
+        segment = _sequence(path, first_new, trajectory_id=f"{recorder.session_id}#{number}", **labels)
+        segments.append(replace(segment, finish_reason=_finish_reason(path[-1], None)))
+
+    if output is not None:
+        row = _with_output(row, output)
     return replace(
-        _sequence(main, 0, trajectory_id=recorder.session_id, **common),
-        finish_reason=_reason(main[-1], recorder.refused),
-        row=row if output is None else _with_output(row, output),
-        metrics={**recorder.metrics, **counts, **(metrics or {})},
+        _sequence(main_path, 0, trajectory_id=recorder.session_id, **labels),
+        finish_reason=_finish_reason(main_path[-1], recorder.refused),
+        row=row,
+        metrics={
+            **recorder.metrics,
+            **{name: float(count) for name, count in counts.items()},
+            **(metrics or {}),
+        },
         segments=tuple(segments),
         tool_scores=tool_scores or {},
     )
 
 
 def paths_to_train(turns: Sequence[RecordedTurn]) -> list[list[RecordedTurn]]:
-    """Return the paths from roots to leaves, that of the last turn first; every turn is on one of them."""
+    """Return the paths from roots to leaves, the last turn's path first; every turn is on one of them."""
     parents = {turn.parent for turn in turns}
     leaves = [turn for turn in turns if turn not in parents]
-    last = max(leaves, key=lambda turn: turn.number)
-    return [last.path(), *(leaf.path() for leaf in leaves if leaf is not last)]
+    last_turn = max(leaves, key=lambda turn: turn.number)
+    paths = [last_turn.path()]
+    for leaf in leaves:
+        if leaf is not last_turn:
+            paths.append(leaf.path())
+    return paths
 
 
 def path_arrays(turn: RecordedTurn) -> dict[str, list[Any]]:
@@ -184,34 +202,51 @@ def _with_output(row: Mapping[str, Any], output: Any) -> Mapping[str, Any]:
         json.dumps(output)
     except (TypeError, ValueError) as error:
         raise TrajectoryError(f"the agent returned {type(output).__name__}, which is not JSON: {error}") from None
-    return {**row, "extra_info": {**(row.get("extra_info") or {}), "agent_output": output}}
+    extra_info = row.get("extra_info") or {}
+    return {**row, "extra_info": {**extra_info, "agent_output": output}}
 
 
-def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajectory:
-    """Return a path from its turn ``fresh`` on; earlier turns are prompt, as another sequence trains on them."""
-    following = [*path[fresh + 1 :], None]
-    turns = [
-        Turn(
-            output=turn.output.first(len(turn.output.token_ids) - 1) if after and after.replaces_end else turn.output,
-            appended_ids=after.inserted_ids if after else (),
-            appended_media=after.inserted_media if after else {},
-            tool_calls=tuple(turn.tool_calls),
-            number=turn.number,
-            note=turn.note,
+def _sequence(path: Sequence[RecordedTurn], first: int, **fields: Any) -> Trajectory:
+    """Return a path from its turn ``first`` on; earlier turns are prompt, as another sequence trains on them."""
+    turns = []
+    for index in range(first, len(path)):
+        turn = path[index]
+        output = turn.output
+        appended_ids: tuple[int, ...] = ()
+        appended_media: Media = {}
+        if index + 1 < len(path):
+            next_turn = path[index + 1]
+            appended_ids = next_turn.inserted_ids
+            appended_media = next_turn.inserted_media
+            if next_turn.replaces_end:
+                output = output.first(len(output.token_ids) - 1)
+        turns.append(
+            Turn(
+                output=output,
+                appended_ids=appended_ids,
+                appended_media=appended_media,
+                tool_calls=tuple(turn.tool_calls),
+                number=turn.number,
+                note=turn.note,
+            )
         )
-        for turn, after in zip(path[fresh:], following, strict=True)
-    ]
+
     # Earlier outputs hold the experts of the prompt's positions.
-    routed = functools.reduce(join_routed, (turn.output.routed_experts for turn in path[:fresh]), None)
-    output = replace(turns[0].output, routed_experts=join_routed(routed, turns[0].output.routed_experts))
+    routed_experts = None
+    for turn in path[:first]:
+        routed_experts = join_routed(routed_experts, turn.output.routed_experts)
+    output = turns[0].output
+    output = replace(output, routed_experts=join_routed(routed_experts, output.routed_experts))
     turns[0] = replace(turns[0], output=output)
+
     messages: list[Mapping[str, Any]] = []
     for turn in path:
-        messages += map(text_message, turn.inserted)
-        messages.append({"role": "assistant", "content": turn.begun_text + turn.text})
+        messages += [text_message(message) for message in turn.inserted]
+        messages.append({"role": "assistant", "content": turn.prefill + turn.text})
+
     return Trajectory.from_turns(
-        prompt_ids=path[fresh].prompt_ids,
-        prompt_media=join_media(turn.inserted_media for turn in path[: fresh + 1]),
+        prompt_ids=path[first].prompt_ids,
+        prompt_media=join_media(turn.inserted_media for turn in path[: first + 1]),
         turns=turns,
         messages=tuple(messages),
         finish_reason=FinishReason.ANSWER,
@@ -219,9 +254,10 @@ def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajec
     )
 
 
-def _reason(last: RecordedTurn, refused: FinishReason | None) -> FinishReason:
+def _finish_reason(last_turn: RecordedTurn, refused: FinishReason | None) -> FinishReason:
+    """Return why a path ends; ``refused`` is the limit that refused its next turn, if one did."""
     if refused is not None:
         return refused
-    if last.output.stop_reason is StopReason.LENGTH and not last.cut_by_client:
+    if last_turn.output.stop_reason is StopReason.LENGTH and not last_turn.cut_by_client:
         return FinishReason.RESPONSE_LENGTH
-    return FinishReason.ANSWER  # the agent asked for no more of it
+    return FinishReason.ANSWER  # the agent asked for no further turn

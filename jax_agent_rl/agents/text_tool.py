@@ -9,7 +9,7 @@
 
 The result continues the assistant's text, inside markers of its own, with mask 0. Markers in a think block are text.
 
-A retrieval server's API is that of Search-R1's; a passage may also be plain text or ``{contents}``::
+A retrieval server has the API of Search-R1's; a passage may also be plain text or ``{contents}``::
 
     {queries, topk, return_scores}  ──►  {result: [[{document: {contents}, score}]]}
 """
@@ -80,12 +80,13 @@ class MarkerResponder(Responder):
         return {"action_stops": [self.closing]}
 
     async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
-        before, closed, _ = episode.outside_thinking(output).partition(self.closing)
-        if not closed:
+        text, closing, _ = episode.outside_thinking(output).partition(self.closing)
+        if not closing:
             return answer_or_cut(output)
         if limit is not None:
             return limit
-        observation, record = await self._run(before)
+
+        observation, record = await self._run(text)
         episode.record_calls([record], seconds=record.seconds)
         if observation.done:
             return FinishReason.TOOL_DONE
@@ -94,30 +95,42 @@ class MarkerResponder(Responder):
         return None if fits else FinishReason.RESPONSE_LENGTH
 
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
-        (before,) = prefix.turns[turn].tool_calls
-        if not self.stateful or before.arguments is None:
+        (recorded_call,) = prefix.turns[turn].tool_calls
+        if not self.stateful or recorded_call.arguments is None:
             return 0
-        _, now = await self._run(self.opening + before.arguments["text"])
-        check_replay(turn, before.name, describe_call(before), describe_call(now), remedy=SERVER_REMEDY)
+        _, replayed_call = await self._run(self.opening + recorded_call.arguments["text"])
+        check_replay(
+            turn,
+            recorded_call.name,
+            describe_call(recorded_call),
+            describe_call(replayed_call),
+            remedy=SERVER_REMEDY,
+        )
         return 1
 
-    async def _run(self, before: str) -> tuple[ServerObservation, ToolCallRecord]:
-        """Run the call of a turn, given its text before the closing marker."""
-        _, opened, body = before.rpartition(self.opening)
-        began = time.perf_counter()
-        if opened:
+    async def _run(self, text: str) -> tuple[ServerObservation, ToolCallRecord]:
+        """Run the call of a turn, whose ``text`` ends before the closing marker."""
+        _, opening, body = text.rpartition(self.opening)
+        start_time = time.perf_counter()
+        if opening:
+            name = self.opening.strip("<>")
+            arguments = {"text": body}
             observation = await self.call(body)
         else:
-            observation = ServerObservation(text=f"Error: {self.closing} without {self.opening}.", error="malformed")
+            name = ""
+            arguments = None
+            error_text = f"Error: {self.closing} without {self.opening}."
+            observation = ServerObservation(text=error_text, error="malformed")
             hint = f"show the model a call in the prompt, between {self.opening} and {self.closing}"
-            self.context.report_malformed(before[-100:] + self.closing, "", hint=hint)
+            self.context.report_malformed(text[-100:] + self.closing, "", hint=hint)
+
         record = ToolCallRecord(
-            name=self.opening.strip("<>") if opened else "",
-            arguments={"text": body} if opened else None,
+            name=name,
+            arguments=arguments,
             observation=self.shorten(observation.text),
             error=observation.error,
             reward=observation.reward,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - start_time,
         )
         return observation, record
 
@@ -142,12 +155,12 @@ class TextToolAgent(TurnLoopAgent):
 
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
         episode = start()
+        extra_info = row.get("extra_info") or {}
         async with ToolEnvironment(self.client.server, self.client.execute, trajectory_id) as environment:
-            extra = row.get("extra_info") or {}
 
             async def call(code: str) -> ServerObservation:
                 action = f"<python>{textwrap.dedent(code)}</python>"
-                return await environment.step(action, name="tool", extra_fields=extra)
+                return await environment.step(action, name="tool", extra_fields=extra_info)
 
             responder = MarkerResponder(
                 self.context,
@@ -192,7 +205,8 @@ class SearchAgent(TurnLoopAgent):
             max_calls=self.context.search.max_turns,
             stateful=False,
         )
-        return episode.finish(await run_turns(episode, responder))
+        reason = await run_turns(episode, responder)
+        return episode.finish(reason)
 
     async def _search(self, query: str) -> ServerObservation:
         try:
@@ -202,26 +216,27 @@ class SearchAgent(TurnLoopAgent):
                 traced.set(observation="\n".join(passages))
         except TimeoutError:
             return ServerObservation(text="Error: the search did not answer in time.", error="timeout")
-        text = "\n".join(f"[{number}] {passage}" for number, passage in enumerate(passages, 1))
-        return ServerObservation(text=text or "No results found.")
+        if not passages:
+            return ServerObservation(text="No results found.")
+        numbered = [f"[{number}] {passage}" for number, passage in enumerate(passages, 1)]
+        return ServerObservation(text="\n".join(numbered))
 
 
 # --- clients ----------------------------------------------------------------------------------------------------
 
 
 class RateLimiter:
-    """Rate limiter: at most ``max_workers`` at a time, and no two starts within ``interval`` seconds.
+    """Rate limiter: at most ``max_workers`` requests at a time, and no two starts within ``interval`` seconds.
 
-    Once requests have waited longer for their start than they took, it warns that the interval is the bottleneck.
+    It warns that the interval is the bottleneck once requests have waited longer to start than they ran.
 
     Args:
         max_workers: ``tool_config.max_workers``.
         interval: ``tool_config.request_interval``.
         clock: monotonic seconds.
-        sleep: waits.
     """
 
-    _CHECKED_AFTER = 50  # requests
+    _MIN_REQUESTS = 50  # before the interval is judged
 
     def __init__(
         self,
@@ -236,29 +251,36 @@ class RateLimiter:
         self._clock = clock
         self._sleep = sleep
         self._next_start = float("-inf")
-        self._requests, self._waited, self._ran = 0, 0.0, 0.0
+        self._requests = 0
+        self._wait_seconds = 0.0
+        self._run_seconds = 0.0
         self._warned = False
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Wait for a turn, and occupy a worker for the duration of the block."""
         async with self._workers:
-            arrived = self._clock()
-            start = max(arrived, self._next_start)
-            self._next_start = start + self._interval  # taken before waiting, so that others queue behind it
-            if start > arrived:
-                await self._sleep(start - arrived)
-            began = self._clock()
+            arrival_time = self._clock()
+            planned_start = max(arrival_time, self._next_start)
+            # Moved before waiting, so that later requests queue behind this one.
+            self._next_start = planned_start + self._interval
+            if planned_start > arrival_time:
+                await self._sleep(planned_start - arrival_time)
+
+            start_time = self._clock()
             try:
                 yield
             finally:
-                self._check_interval(waited=began - arrived, ran=self._clock() - began)
+                self._requests += 1
+                self._wait_seconds += start_time - arrival_time
+                self._run_seconds += self._clock() - start_time
+                self._warn_of_bottleneck()
 
-    def _check_interval(self, *, waited: float, ran: float) -> None:
-        self._requests += 1
-        self._waited += waited
-        self._ran += ran
-        if self._warned or not self._interval or self._requests < self._CHECKED_AFTER or self._waited <= self._ran:
+    def _warn_of_bottleneck(self) -> None:
+        """Warn once if the interval holds requests up for longer than they run."""
+        if self._warned or self._interval == 0 or self._requests < self._MIN_REQUESTS:
+            return
+        if self._wait_seconds <= self._run_seconds:
             return
         self._warned = True
         logger.warning(
@@ -267,8 +289,8 @@ class RateLimiter:
             "server is yours alone, or lower it",
             self._interval,
             self._requests,
-            self._waited,
-            self._ran,
+            self._wait_seconds,
+            self._run_seconds,
             1 / self._interval,
         )
 
@@ -355,8 +377,9 @@ class SearchClient:
         payload = {"queries": [query], "topk": self._topk, "return_scores": True}
         answer = await self._service.post(payload, repeatable=True)
         try:
-            (found,) = answer["result"]
-            return [_contents(passage) for passage in found][: self._topk]
+            (passages,) = answer["result"]  # of the one query
+            contents = [_contents(passage) for passage in passages]
+            return contents[: self._topk]
         except (TypeError, KeyError, ValueError) as error:
             raise ToolServerError(
                 f"{self._service.url} gave a wrong answer ({type(error).__name__}: {error}): "
@@ -377,8 +400,10 @@ class SearchClient:
 
 
 def _contents(passage: Any) -> str:
+    """Return the text of a passage: it is one, or has it as ``contents``, maybe within its ``document``."""
     if isinstance(passage, dict):
-        return _contents(passage["document"] if "document" in passage else passage["contents"])
+        inner = passage["document"] if "document" in passage else passage["contents"]
+        return _contents(inner)
     if not isinstance(passage, str):
         raise TypeError(f"a passage must be text, got {type(passage).__name__}")
-    return passage.encode("utf-8", "replace").decode()
+    return passage.encode("utf-8", "replace").decode()  # JSON may hold half of a surrogate pair

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.context import AgentContext, Prefix
-from jax_agent_rl.agents.episode import Episode, spoken_messages
+from jax_agent_rl.agents.episode import Episode, media_kinds, spoken_messages
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, check_replay, describe_call, run_turns
 from jax_agent_rl.chat.grammar import GrammarError
@@ -58,34 +58,44 @@ class ToolResponder(Responder):
         return {"grammar": self.grammar}
 
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
-        """Repeat the calls to stateful tools, or the question to a stateful user.
+        """Repeat the calls to stateful tools, or the question to a stateful user."""
+        recorded_calls = prefix.turns[turn].tool_calls
+        if not recorded_calls:
+            if self.user is None:
+                return 0
+            return await self._replay_user(self.user, prefix, turn)
 
-        What tools report meanwhile is dropped: it is the parent's.
-        """
-        session, records = self.session, prefix.turns[turn].tool_calls
-        if not records:
-            return await self._replay_user(self.user, prefix, turn) if self.user else 0
-        calls = [c for c in records if session.is_stateful(c.name) and c.error not in _NOT_EXECUTED]
+        stateful_calls = []
+        for call in recorded_calls:
+            if self.session.is_stateful(call.name) and call.error not in _NOT_EXECUTED:
+                stateful_calls.append(call)
+
+        tasks = []
         async with asyncio.TaskGroup() as group:  # concurrently, as they were made
-            tasks = [group.create_task(session.call(c.name, c.arguments, call_id=c.call_id)) for c in calls]
-        for before, task in zip(calls, tasks, strict=True):
-            now = describe_call(task.result())
-            check_replay(turn, before.name, describe_call(before), now, remedy=_TOOL_REMEDY)
-        session.metrics.clear()
-        return len(calls)
+            for call in stateful_calls:
+                repeated = self.session.call(call.name, call.arguments, call_id=call.call_id)
+                tasks.append(group.create_task(repeated))
+
+        for call, task in zip(stateful_calls, tasks, strict=True):
+            recorded = describe_call(call)
+            replayed = describe_call(task.result())
+            check_replay(turn, call.name, recorded, replayed, remedy=_TOOL_REMEDY)
+        self.session.metrics.clear()  # what tools reported meanwhile was counted for the parent
+        return len(stateful_calls)
 
     async def _replay_user(self, user: InteractionSession, prefix: Prefix, turn: int) -> int:
         if not user.stateful:
             return 0
         (answer,) = prefix.response_to(turn)
-        messages = prefix.messages_before(turn + 1)[:-1]
-        spoken = spoken_messages(self.context.codec, messages, prefix.prompt_ids, prefix.turns[: turn + 1])
+        question = prefix.messages_before(turn + 1)[:-1]
+        turns = prefix.turns[: turn + 1]
+        spoken = spoken_messages(self.context.codec, question, prefix.prompt_ids, turns)
         reply = await user.reply(spoken)
         check_replay(
             turn,
             f"interaction {user.name!r}",
-            (answer["content"], prefix.turns[turn].score, False),
-            (reply.text, reply.score, reply.terminate),
+            recorded=(answer["content"], turns[-1].score, False),
+            replayed=(reply.text, reply.score, reply.terminate),
             remedy="make it deterministic, or set its `stateful` to False if it keeps no state",
         )
         return 1
@@ -93,15 +103,22 @@ class ToolResponder(Responder):
     async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
         if output.stop_reason is StopReason.LENGTH:
             return FinishReason.RESPONSE_LENGTH
+
         reply = episode.read_turn(tools=self.schemas)
         if not reply.calls:
-            return await self._ask_user(self.user, episode, limit) if self.user else FinishReason.ANSWER
+            if self.user is None:
+                return FinishReason.ANSWER
+            return await self._ask_user(self.user, episode, limit)
         if limit is not None:
             return limit
-        began = time.perf_counter()
+
+        start_time = time.perf_counter()
         calls = await self._run_calls(reply, episode.codec.decode(output.token_ids))
-        episode.record_calls(calls, seconds=time.perf_counter() - began)
-        fits = episode.append([_tool_message(call) for call in calls], media=join_media(call.media for call in calls))
+        episode.record_calls(calls, seconds=time.perf_counter() - start_time)
+
+        messages = [_tool_message(call) for call in calls]
+        media = join_media(call.media for call in calls)
+        fits = episode.append(messages, media=media)
         return None if fits else FinishReason.RESPONSE_LENGTH
 
     async def _ask_user(
@@ -113,68 +130,80 @@ class ToolResponder(Responder):
             traced.set(arguments={"reply": messages[-1]["content"]})
             reply = await user.reply(messages)
             traced.set(observation=reply.text)
+
         episode.add_score(reply.score)
-        numbers = {f"interaction/{key}": float(value) for key, value in reply.metadata.items() if is_number(value)}
-        episode.add_metrics({**numbers, "interaction_turns": 1})
+        metrics = {"interaction_turns": 1.0}
+        for key, value in reply.metadata.items():
+            if is_number(value):
+                metrics[f"interaction/{key}"] = float(value)
+        episode.add_metrics(metrics)
+
         if reply.terminate:
             return FinishReason.USER_DONE
         if limit is not None:
             return limit
-        return None if episode.append([{"role": "user", "content": reply.text}]) else FinishReason.RESPONSE_LENGTH
+        fits = episode.append([{"role": "user", "content": reply.text}])
+        return None if fits else FinishReason.RESPONSE_LENGTH
 
-    async def _run_calls(self, reply: Reply, wrote: str) -> list[ToolCallRecord]:
+    async def _run_calls(self, reply: Reply, text: str) -> list[ToolCallRecord]:
         """Run the calls of one turn concurrently; those over the limit and malformed ones get an error.
 
-        Args:
-            reply: the turn.
-            wrote: its text.
+        ``text`` is the text of the whole turn.
 
         Returns:
             A record of each call, in the order in which the model wrote them.
         """
+        session = self.session
         limit = self.limits.max_parallel_calls
-        answers: list[asyncio.Task[ToolCallRecord] | ToolCallRecord] = []
-        started = 0
+        records: dict[int, ToolCallRecord] = {}
+        tasks: dict[int, asyncio.Task[ToolCallRecord]] = {}
         async with asyncio.TaskGroup() as group:
-            for part in reply.calls:
+            for index, part in enumerate(reply.calls):
                 call = part.call
                 if call is None:
-                    answers.append(malformed_call(self.context, self.session, wrote=wrote, problem=part.problem))
-                elif started < limit:
-                    answers.append(group.create_task(self.session.call(call.name, call.arguments, call_id=call.id)))
-                    started += 1
+                    records[index] = malformed_call(self.context, session, wrote=text, problem=part.problem)
+                elif len(tasks) < limit:
+                    work = session.call(call.name, call.arguments, call_id=call.id)
+                    tasks[index] = group.create_task(work)
                 else:
-                    refused = over_the_limit(self.session, call.name, call.arguments, limit)
-                    answers.append(replace(refused, call_id=call.id))
-        return [answer.result() if isinstance(answer, asyncio.Task) else answer for answer in answers]
+                    record = over_the_limit(session, call.name, call.arguments, limit)
+                    records[index] = replace(record, call_id=call.id)
+
+        for index, task in tasks.items():
+            records[index] = task.result()
+        return [records[index] for index in sorted(records)]
 
 
 @register_agent("tool_agent")
 class ToolAgent(TurnLoopAgent):
-    """Multi-turn with tools; the limits are those of :class:`~jax_agent_rl.config.AgentConfig`."""
+    """Multi-turn with tools, within the limits of :class:`~jax_agent_rl.config.AgentConfig`."""
 
     describes_tools = True
 
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
         context = self.context
-        tools = context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
+        extra_info = row.get("extra_info") or {}
+        tools = context.tools.select(extra_info.get("tool_selection"))
+        schemas = list_schemas(tools)
         episode = start(tools=tools)
+
         async with (
             self._user(row, trajectory_id) as user,
             tool_session(context, tools, row, trajectory_id, modalities=context.modalities) as session,
         ):
-            schemas = list_schemas(tools)
             grammar = await self._turn_grammar(schemas, episode.codec)
             responder = ToolResponder(context, session, schemas, user, grammar)
             reason = await run_turns(episode, responder)
             scores = await session.calc_rewards()
+
         episode.add_metrics(session.metrics)
         return episode.finish(reason, tool_scores=scores)
 
     async def preflight(self) -> None:
         """Check that calls can be constrained, if they are to be."""
+        schemas = list_schemas(self.context.tools.select(None))
         try:
-            await self._turn_grammar(list_schemas(self.context.tools.select(None)), self.context.codec)
+            await self._turn_grammar(schemas, self.context.codec)
         except GrammarError as error:
             raise ConfigError(
                 f"agent.constrain_tool_calls=true with agent.tool_format={self.context.codec.tool_format}: {error}; "
@@ -184,10 +213,10 @@ class ToolAgent(TurnLoopAgent):
     async def _turn_grammar(self, schemas: Sequence[Mapping[str, Any]], codec: ChatCodec) -> str | None:
         """Return the grammar of a turn with these tools; None without ``agent.constrain_tool_calls``."""
         limits = self.context.limits
-        if not (limits.constrain_tool_calls and schemas):
+        if not limits.constrain_tool_calls or not schemas:
             return None
-        several = limits.max_parallel_calls > 1
-        return await in_grammar_thread(lambda: codec.free_turn_grammar(tools=schemas, several=several))
+        several_calls = limits.max_parallel_calls > 1
+        return await in_grammar_thread(lambda: codec.free_turn_grammar(tools=schemas, several=several_calls))
 
     def _user(
         self, row: Mapping[str, Any], trajectory_id: str
@@ -201,10 +230,11 @@ class InteractionAgent(ToolAgent):
 
     def _user(self, row: Mapping[str, Any], trajectory_id: str) -> InteractionSession:
         users = self.context.interactions
-        kwargs = dict((row.get("extra_info") or {}).get("interaction_kwargs") or {})
+        extra_info = row.get("extra_info") or {}
+        kwargs = dict(extra_info.get("interaction_kwargs") or {})
         name = kwargs.pop("name", None)
         if name is None and len(users) == 1:
-            (name,) = users
+            (name,) = users  # no need to choose
         if not isinstance(name, str) or name not in users:
             raise InteractionError(
                 f"extra_info.interaction_kwargs.name={name!r} is not an interaction; there are {sorted(users)} "
@@ -230,18 +260,15 @@ def tool_session(
 ) -> ToolSession:
     """Return the tools of one trajectory, under the limits of the ``agent`` section and with the row's arguments.
 
-    Args:
-        context: what all loops share.
-        tools: the row's tools, by name.
-        row: the dataset row.
-        trajectory_id: unique within the run.
-        modalities: kinds of media the agent can show the model.
+    ``modalities`` are the kinds of media that the agent can show the model.
     """
-    limits, codec = context.limits, context.codec
+    limits = context.limits
+    codec = context.codec
+    extra_info = row.get("extra_info") or {}
     return ToolSession(
         tools,
         trajectory_id,
-        kwargs=(row.get("extra_info") or {}).get("tools_kwargs") or {},
+        kwargs=extra_info.get("tools_kwargs") or {},
         timeout=limits.tool_timeout,
         max_response_length=limits.max_tool_response_length,
         truncate_side=limits.tool_response_truncate_side,
@@ -253,26 +280,16 @@ def tool_session(
 
 
 def over_the_limit(session: ToolSession, name: str, arguments: Mapping[str, Any] | None, limit: int) -> ToolCallRecord:
-    """Return the answer to a call that ``agent.max_parallel_calls`` leaves out.
-
-    Args:
-        session: the trajectory's tools.
-        name: the tool's name.
-        arguments: as the model wrote them.
-        limit: the value of ``agent.max_parallel_calls``.
-    """
+    """Return the answer to a call that ``agent.max_parallel_calls``, the ``limit``, leaves out."""
     text = f"Error: {name} was not run: at most {limit} tool calls in one turn"
-    return replace(_refused(session, text, "over_parallel_limit"), name=name, arguments=arguments)
+    record = _refused(session, text, "over_parallel_limit")
+    return replace(record, name=name, arguments=arguments)
 
 
 def malformed_call(context: AgentContext, session: ToolSession, *, wrote: str, problem: str) -> ToolCallRecord:
     """Return the answer to a call that could not be decoded, and report it.
 
-    Args:
-        context: keeps the report.
-        session: the trajectory's tools.
-        wrote: the text of the turn.
-        problem: what is wrong with the call.
+    ``wrote`` is the text of the turn, ``problem`` what is wrong with the call.
     """
     remedies = [_FORMAT_REMEDY]
     if not context.limits.constrain_tool_calls:
@@ -286,7 +303,14 @@ def _refused(session: ToolSession, text: str, error: str) -> ToolCallRecord:
 
 
 def _tool_message(call: ToolCallRecord) -> dict[str, Any]:
-    """Return a call's result as a message; a malformed call has no name or id to give."""
-    kinds = [kind for kind, items in call.media.items() for _ in items]
-    optional = {"name": call.name, "tool_call_id": call.call_id, "media": kinds}
-    return {"role": "tool", "content": call.observation} | {key: value for key, value in optional.items() if value}
+    """Return a call's result as a message; a malformed call has no name and no id."""
+    message: dict[str, Any] = {"role": "tool", "content": call.observation}
+    if call.name:
+        message["name"] = call.name
+    if call.call_id:
+        message["tool_call_id"] = call.call_id
+
+    kinds = media_kinds(call.media)
+    if kinds:
+        message["media"] = kinds
+    return message

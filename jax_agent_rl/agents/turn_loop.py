@@ -12,7 +12,7 @@ user. It decides which part of a turn is an action, answers it, and says when to
 what it works on and closes it.
 
 Tools, tool servers, environments and simulated users keep state per trajectory. A branch is a trajectory of its own, so
-they answer the inherited turns once more, in order. Their answers must not change, as the ids that follow were sampled
+they answer the inherited turns once more, in order. Their answers must not change: the ids that follow were sampled
 after them.
 """
 
@@ -56,23 +56,22 @@ class Responder(ABC):
         return self.context.limits
 
     def turn_limit(self, turns: int) -> FinishReason | None:
-        """Return the limit that makes the turn after so many ``turns`` the last one, or None."""
+        """Return the limit that makes the next turn the last one, after so many ``turns``; None if it is not."""
         if turns + 1 >= self.limits.max_assistant_turns:
             return FinishReason.MAX_ASSISTANT_TURNS
-        return FinishReason.MAX_USER_TURNS if turns >= self.limits.max_user_turns else None
+        if turns >= self.limits.max_user_turns:
+            return FinishReason.MAX_USER_TURNS
+        return None
 
     def generate_options(self, *, last: bool) -> Mapping[str, Any]:
-        """Return further arguments of :meth:`Episode.generate`; ``last`` as :meth:`turn_limit` has it."""
+        """Return further arguments of :meth:`Episode.generate`; ``last`` if :meth:`turn_limit` allows no more turns."""
         return {}
 
     @abstractmethod
     async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
-        """Answer the turn just generated.
+        """Answer the turn just generated, and append the response to the episode.
 
-        Args:
-            episode: the trajectory; the response is appended to it.
-            output: the turn.
-            limit: the limit that allows no further turn, or None.
+        ``limit`` is the limit that allows no further turn, or None.
 
         Returns:
             Why the trajectory ends, or None if it goes on.
@@ -80,7 +79,7 @@ class Responder(ABC):
 
     @abstractmethod
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
-        """Answer an inherited turn again, after those before, to restore the state behind this responder.
+        """Answer an inherited turn again, to restore the state behind this responder; turns come in order.
 
         Returns:
             The number of calls made for it.
@@ -91,42 +90,54 @@ class Responder(ABC):
 
     def shorten(self, text: str) -> str:
         """Return ``text`` within ``agent.max_tool_response_length`` tokens."""
-        codec, side = self.context.codec, self.limits.tool_response_truncate_side
+        codec = self.context.codec
         limit = self.limits.max_tool_response_length
+        side = self.limits.tool_response_truncate_side
         return truncate_text(text, limit, side, encode=codec.encode_text, decode=codec.decode)
 
 
 async def run_turns(episode: Episode, responder: Responder) -> FinishReason:
     """Run turns from where the episode stands until one ends the trajectory, and return why."""
     if episode.prefix is not None:
-        began = time.perf_counter()
-        calls = [await responder.replay_turn(episode.prefix, turn) for turn in range(len(episode.prefix.turns))]
-        episode.add_metrics({"replayed_calls": sum(calls), "replay_seconds": time.perf_counter() - began})
+        await _replay(episode, episode.prefix, responder)
+
     while True:
         limit = responder.turn_limit(len(episode.turns))
-        last = limit is not None
-        output = await episode.generate(session_ends=last, **responder.generate_options(last=last))
-        if (reason := await responder.respond(episode, output, limit)) is not None:
-            return reason
+        is_last = limit is not None
+        options = responder.generate_options(last=is_last)
+        output = await episode.generate(session_ends=is_last, **options)
+        finish_reason = await responder.respond(episode, output, limit)
+        if finish_reason is not None:
+            return finish_reason
 
 
-def check_replay(turn: int, source: str, before: object, now: object, *, remedy: str) -> None:
+async def _replay(episode: Episode, prefix: Prefix, responder: Responder) -> None:
+    """Answer the inherited turns once more."""
+    start_time = time.perf_counter()
+    calls = 0
+    for turn in range(len(prefix.turns)):
+        calls += await responder.replay_turn(prefix, turn)
+    seconds = time.perf_counter() - start_time
+    episode.add_metrics({"replayed_calls": calls, "replay_seconds": seconds})
+
+
+def check_replay(turn: int, source: str, recorded: object, replayed: object, *, remedy: str) -> None:
     """Check that a replayed answer is the recorded one.
 
     Args:
         turn: number of the answered turn.
         source: what answered.
-        before: the recorded answer.
-        now: the answer of the replay.
+        recorded: the answer in the parent.
+        replayed: the answer of the replay.
         remedy: how to make the two equal.
 
     Raises:
         ReplayError: they differ.
     """
-    if before != now:
+    if recorded != replayed:
         raise ReplayError(
-            f"{source} answered {now!s:.300} where it had answered {before!s:.300} in turn {turn}; {remedy}, or set "
-            "rollout.strategy.name=chain"
+            f"{source} answered {replayed!s:.300} where it had answered {recorded!s:.300} in turn {turn}; {remedy}, "
+            "or set rollout.strategy.name=chain"
         )
 
 
@@ -137,7 +148,9 @@ def describe_call(call: ToolCallRecord) -> str:
 
 def answer_or_cut(output: TokenOutput) -> FinishReason:
     """Return how a turn without action ends the trajectory: as an answer, or cut off by the length limit."""
-    return FinishReason.RESPONSE_LENGTH if output.stop_reason is StopReason.LENGTH else FinishReason.ANSWER
+    if output.stop_reason is StopReason.LENGTH:
+        return FinishReason.RESPONSE_LENGTH
+    return FinishReason.ANSWER
 
 
 StartEpisode = Callable[..., Episode]
@@ -151,32 +164,42 @@ class TurnLoopAgent(AgentLoop):
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
     ) -> Trajectory:
-        start = partial(self.start, row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+        start = partial(
+            self.start,
+            row,
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            sampling=sampling,
+        )
         return await self.play(start, row, trajectory_id)
 
     async def branch(
         self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
     ) -> Trajectory:
-        prefix, ids = Prefix.of(parent, fork), {"trajectory_id": trajectory_id, "group_id": parent.group_id}
-        return await self.resume(prefix, parent.row, **ids, sampling=sampling)
+        return await self.resume(
+            Prefix.of(parent, fork),
+            parent.row,
+            trajectory_id=trajectory_id,
+            group_id=parent.group_id,
+            sampling=sampling,
+        )
 
     async def resume(
         self, prefix: Prefix, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
     ) -> Trajectory:
         start = partial(
-            self.start, row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling, prefix=prefix
+            self.start,
+            row,
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            sampling=sampling,
+            prefix=prefix,
         )
         return await self.play(start, row, trajectory_id)
 
     @abstractmethod
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
-        """Open what the responder works on, start the episode, run its turns, and finish it.
-
-        Args:
-            start: starts the episode.
-            row: the dataset row.
-            trajectory_id: unique within the run.
-        """
+        """Open what the responder works on, start the episode, run its turns, and finish it."""
 
 
 @register_agent("single_turn_agent")
@@ -185,4 +208,5 @@ class SingleTurnAgent(TurnLoopAgent):
 
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
         episode = start()
-        return episode.finish(answer_or_cut(await episode.generate(session_ends=True)))
+        output = await episode.generate(session_ends=True)
+        return episode.finish(answer_or_cut(output))

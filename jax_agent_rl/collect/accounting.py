@@ -17,7 +17,7 @@ class Accounting:
     is resolved once, and only if it was started, so nothing is lost or counted twice unnoticed.
 
     Attributes:
-        started: trajectories begun.
+        started: trajectories started.
         trained: trajectories an optimizer step has used.
         dropped: trajectories lost or left out, by reason.
     """
@@ -47,7 +47,7 @@ class Accounting:
         if trajectory_id in self._in_flight:
             raise ValueError(f"trajectory {trajectory_id!r} was started twice")
         self._in_flight.add(trajectory_id)
-        self._open_by_group[_group(trajectory_id)] += 1
+        self._open_by_group[_group_id(trajectory_id)] += 1
         self.started += 1
 
     def split(self, episode_id: str, trajectory_ids: Sequence[str]) -> None:
@@ -64,7 +64,8 @@ class Accounting:
 
     def drop(self, trajectory_ids: Iterable[str], reason: DropReason) -> None:
         """Record that these will not be trained on; raise ValueError if one is not in flight."""
-        if count := self._resolve(trajectory_ids):
+        count = self._resolve(trajectory_ids)
+        if count:  # a reason without trajectories is not listed
             self.dropped[reason] += count
 
     def check(self) -> None:
@@ -79,9 +80,15 @@ class Accounting:
     def summary(self) -> dict[str, int]:
         """Return counts for metrics: ``started``, ``trained``, ``in_flight``, ``dropped``, ``dropped/<reason>``."""
         self.check()
-        by_reason = {f"dropped/{reason}": count for reason, count in sorted(self.dropped.items())}
-        totals = {"started": self.started, "trained": self.trained, "in_flight": len(self._in_flight)}
-        return totals | {"dropped": self.dropped.total()} | by_reason
+        counts = {
+            "started": self.started,
+            "trained": self.trained,
+            "in_flight": len(self._in_flight),
+            "dropped": self.dropped.total(),
+        }
+        for reason, count in sorted(self.dropped.items()):
+            counts[f"dropped/{reason}"] = count
+        return counts
 
     def state(self, *, continued: int = 0) -> dict[str, int | dict[str, int]]:
         """Return the checkpoint state.
@@ -91,34 +98,45 @@ class Accounting:
         Args:
             continued: number of those, which are in flight or were cancelled just now.
         """
-        dropped = self.dropped + Counter({DropReason.CANCELLED: len(self._in_flight)})
-        dropped[DropReason.CANCELLED] -= continued
-        started = self.started - continued
-        return {"started": started, "trained": self.trained, "dropped": {str(k): v for k, v in (+dropped).items()}}
+        dropped = Counter(self.dropped)
+        dropped[DropReason.CANCELLED] += len(self._in_flight) - continued
+        return {
+            "started": self.started - continued,
+            "trained": self.trained,
+            "dropped": {str(reason): count for reason, count in dropped.items() if count > 0},
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state`; only before anything was started."""
         if self.started:
             raise ValueError(f"{self.started} trajectories were started already")
-        self.started, self.trained = state["started"], state["trained"]
-        self.dropped = Counter({DropReason(reason): count for reason, count in state["dropped"].items()})
+        self.started = state["started"]
+        self.trained = state["trained"]
+        self.dropped = Counter()
+        for reason, count in state["dropped"].items():
+            self.dropped[DropReason(reason)] = count
 
     def _resolve(self, trajectory_ids: Iterable[str]) -> int:
         """Take them out of flight, all or none; return how many."""
         ids = list(trajectory_ids)
-        unknown = [i for i in ids if i not in self._in_flight]
+        unknown = [trajectory_id for trajectory_id in ids if trajectory_id not in self._in_flight]
         if unknown or len(set(ids)) != len(ids):
             raise ValueError(f"not in flight, or named twice: {unknown or ids}")
+
         self._in_flight.difference_update(ids)
-        for group in map(_group, ids):
-            self._open_by_group[group] -= 1
-            if not self._open_by_group[group]:
-                del self._open_by_group[group]
+        for trajectory_id in ids:
+            group_id = _group_id(trajectory_id)
+            self._open_by_group[group_id] -= 1
+            if self._open_by_group[group_id] == 0:
+                del self._open_by_group[group_id]
         return len(ids)
 
 
-def _group(trajectory_id: str) -> str:
-    return trajectory_id.partition("/")[0].rpartition("-")[0]  # the name of a role follows the slash
+def _group_id(trajectory_id: str) -> str:
+    """Return the group of ``<group>-<number>`` or ``<group>-<number>/<role>``."""
+    episode_id, _, _ = trajectory_id.partition("/")
+    group_id, _, _ = episode_id.rpartition("-")
+    return group_id
 
 
 class LostBatchGuard:
@@ -129,7 +147,7 @@ class LostBatchGuard:
         lost_batches: initial count, of a resumed run.
 
     Attributes:
-        lost_batches: batches in a row of which no trajectory survived.
+        lost_batches: batches in a row without a surviving trajectory.
     """
 
     def __init__(self, max_failed_batches: int, lost_batches: int = 0):
@@ -152,10 +170,14 @@ class LostBatchGuard:
         self.lost_batches += 1
         if self.lost_batches < self._max_failed_batches:
             return
-        reasons = sum((Counter(group.dropped) for group in groups), Counter())
+
+        reasons: Counter[DropReason] = Counter()
+        for group in groups:
+            reasons.update(group.dropped)
         counts = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-        worst = reasons.most_common(1)[0][0]
+        main_reason = reasons.most_common(1)[0][0]
+        newest_loss = latest_losses.get(main_reason, "see the log")
         raise NothingToTrainError(
-            f"every trajectory of {self.lost_batches} batches in a row was lost ({counts}). The newest {worst}: "
-            f"{latest_losses.get(worst, 'see the log')}. Repair that, or raise trainer.max_failed_batches"
+            f"every trajectory of {self.lost_batches} batches in a row was lost ({counts}). The newest {main_reason}: "
+            f"{newest_loss}. Repair that, or raise trainer.max_failed_batches"
         )

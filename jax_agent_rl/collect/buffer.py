@@ -6,14 +6,14 @@
                  │                    │               └─ discard: a filter rejected it; its slot is free at once
                  └──── too old: dropped, with its reason
 
-*Staleness* of a token is the learner's version when it trains on it (steps finished before) minus the version of the
-weights that sampled it. The bound S holds by three rules, here and nowhere else:
+The *staleness* of a token is the number of versions between the weights that sampled it and those that are trained on
+it; the version counts finished steps. The bound S holds by three rules, here and nowhere else:
 
     admission   running + ready + taken <= (S + 1) * batch. A step consumes a batch, so what is admitted at version v
                 can be trained by the step that begins at v + S.
-    hand-out    with stragglers="wait", a batch leaves only if those left behind can still make their deadlines: for
-                every k, at most k * batch of them have to be trained within the k steps after this one. Else the
-                learner waits for the oldest. With "drop" it takes what is there.
+    hand-out    with stragglers="wait", a batch leaves only if the groups left behind can still make their deadlines:
+                for every k, at most k * batch of them have to be trained within the k steps after this one. Otherwise
+                the learner waits for the oldest. With "drop" it takes what is there.
     expiry      what is older than S when a version begins is dropped: with "wait" nothing, unless an engine served
                 older weights than it reported.
 
@@ -97,10 +97,14 @@ class RolloutBuffer:
             raise ValueError(
                 f"oversample={oversample} groups exist to be dropped; set stragglers='drop', or oversample=0"
             )
-        self.batch, self.staleness, self.stragglers, self.oversample = batch, staleness, stragglers, oversample
+        self.batch = batch
+        self.staleness = staleness
+        self.stragglers = stragglers
+        self.oversample = oversample
         self.capacity = (staleness + 1) * batch + oversample
         self.version = version
-        self.started = self.trained = 0
+        self.started = 0
+        self.trained = 0
         self.dropped: Counter[DropReason] = Counter()
         self._running: dict[int, Ticket] = {}
         self._ready: dict[int, _Ready] = {}
@@ -152,8 +156,10 @@ class RolloutBuffer:
             raise ValueError(f"group {number}: all {self.capacity} slots are taken until a step finishes")
         if number in self.open:
             raise ValueError(f"group {number} was admitted twice")
+        # A group that a resumed run continues keeps the version of its first admission.
         version = self._versions.setdefault(number, self.version)
-        ticket = self._running[number] = Ticket(number=number, version=version)
+        ticket = Ticket(number=number, version=version)
+        self._running[number] = ticket
         self.started += 1
         return ticket
 
@@ -178,11 +184,14 @@ class RolloutBuffer:
     def take(self, count: int) -> dict[int, Group] | None:
         """Return the ``count`` oldest complete groups, ordered by number; None: wait for more to complete."""
         by_age = sorted(self._ready, key=lambda number: (self._ready[number].oldest, number))
-        chosen = sorted(by_age[:count])
-        if len(chosen) < count or not self._leaves_time(by_age[count:]):
+        if len(by_age) < count or not self._leaves_time(by_age[count:]):
             return None
-        self._taken.update(chosen)
-        return {number: self._ready.pop(number).group for number in chosen}
+
+        groups: dict[int, Group] = {}
+        for number in sorted(by_age[:count]):
+            groups[number] = self._ready.pop(number).group
+        self._taken.update(groups)
+        return groups
 
     def discard(self, numbers: Collection[int], reason: DropReason) -> None:
         """Drop groups that were taken and will not be trained on; others may be taken in their place.
@@ -190,7 +199,8 @@ class RolloutBuffer:
         Raises:
             ValueError: one of them was not taken.
         """
-        if unknown := set(numbers) - self._taken:
+        unknown = set(numbers) - self._taken
+        if unknown:
             raise ValueError(f"groups {sorted(unknown)} were not taken, so they cannot be discarded")
         self._taken.difference_update(numbers)
         self._forget(numbers)
@@ -213,26 +223,41 @@ class RolloutBuffer:
             raise ValueError(f"a step of {len(self._taken)} groups: it has to consume {self.batch}")
         if version != self.version + 1:
             raise ValueError(f"version {version} does not follow {self.version}: every step is one version")
+
         self.trained += len(self._taken)
         self._forget(self._taken)
         self._taken.clear()
         self.version = version
-        drops = self.stragglers == "drop"  # never a running group where the learner waits
-        running = tuple(n for n, ticket in self._running.items() if drops and self._expired(ticket.version))
-        ready = {number: entry.group for number, entry in self._ready.items() if self._expired(entry.oldest)}
-        for number in running:
+        return self._drop_expired()
+
+    def _drop_expired(self) -> Expired:
+        """Drop what is older than the bound allows."""
+        expired_running = []
+        if self.stragglers == "drop":  # otherwise the learner has waited for all that run
+            for number, ticket in self._running.items():
+                if self._expired(ticket.version):
+                    expired_running.append(number)
+
+        expired_ready = {}
+        for number, entry in self._ready.items():
+            if self._expired(entry.oldest):
+                expired_ready[number] = entry.group
+
+        for number in expired_running:
             del self._running[number]
-        for number in ready:
+        for number in expired_ready:
             del self._ready[number]
-        self._forget([*running, *ready])
-        self.dropped[DropReason.STALE] += len(running) + len(ready)
-        return Expired(running=running, ready=ready)
+        self._forget([*expired_running, *expired_ready])
+        self.dropped[DropReason.STALE] += len(expired_running) + len(expired_ready)
+        return Expired(running=tuple(expired_running), ready=expired_ready)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON. A resumed run has to admit the ``open`` groups again."""
-        dropped = {str(reason): count for reason, count in self.dropped.items() if count}
-        return {"version": self.version, "started": self.started, "trained": self.trained} | {
-            "dropped": dropped,
+        return {
+            "version": self.version,
+            "started": self.started,
+            "trained": self.trained,
+            "dropped": {str(reason): count for reason, count in self.dropped.items() if count},
             "open": list(self.open),
             "versions": {str(number): version for number, version in self._versions.items()},
         }
@@ -240,16 +265,22 @@ class RolloutBuffer:
     def restore(self, state: Mapping[str, Any], *, continued: Collection[int] = ()) -> None:
         """Continue from :meth:`state`, before anything was admitted.
 
-        All slots are free. The open groups count as cancelled, and what is admitted now is as new as the weights, but
-        for those that are ``continued``: with the ids they have, they keep the version of their first admission.
+        All slots are free. The open groups count as cancelled, and what is admitted now is as new as the weights.
+        Groups that are ``continued`` are the exception: with their ids they keep the version of their first admission.
         """
         if self.started:
             raise ValueError(f"{self.started} groups were admitted already")
-        self.version, self.started, self.trained = state["version"], state["started"], state["trained"]
-        self.dropped = Counter({DropReason(reason): count for reason, count in state["dropped"].items()})
-        reopened = len(set(state["open"]) & set(continued))
-        self.started -= reopened
-        self.dropped[DropReason.CANCELLED] += len(state["open"]) - reopened
+        self.version = state["version"]
+        self.trained = state["trained"]
+        self.dropped = Counter()
+        for reason, count in state["dropped"].items():
+            self.dropped[DropReason(reason)] = count
+
+        # The continued groups will be admitted again, and counted as started then.
+        open_groups = state["open"]
+        reopened = len(set(open_groups) & set(continued))
+        self.started = state["started"] - reopened
+        self.dropped[DropReason.CANCELLED] += len(open_groups) - reopened
         self._versions = {number: state["versions"][str(number)] for number in continued}
 
     def _forget(self, numbers: Iterable[int]) -> None:
@@ -259,19 +290,26 @@ class RolloutBuffer:
     def _expired(self, oldest: int) -> bool:
         return oldest < self.version - self.staleness
 
-    def _leaves_time(self, ready: Collection[int]) -> bool:
-        """Return whether all running groups and these ready ones can be trained in time by the steps after this one.
+    def _leaves_time(self, waiting: Collection[int]) -> bool:
+        """Return whether all running groups and the ``waiting`` ready ones can be trained in time after this step.
 
         If nothing runs, waiting would not help.
         """
         if self.stragglers == "drop" or not self._running:
             return True
-        ages = [ticket.version for ticket in self._running.values()] + [self._ready[n].oldest for n in ready]
-        due = Counter(age + self.staleness - self.version for age in ages)  # steps after this one, by its deadline
-        return all(
-            sum(count for later, count in due.items() if later <= steps) <= steps * self.batch
-            for steps in range(self.staleness + 1)
-        )
+
+        # How many groups must be trained within how many steps after this one.
+        deadlines: Counter[int] = Counter()
+        for ticket in self._running.values():
+            deadlines[ticket.version + self.staleness - self.version] += 1
+        for number in waiting:
+            deadlines[self._ready[number].oldest + self.staleness - self.version] += 1
+
+        for steps in range(self.staleness + 1):
+            due = sum(count for deadline, count in deadlines.items() if deadline <= steps)
+            if due > steps * self.batch:
+                return False
+        return True
 
 
 def versions(trajectories: Iterable[Trajectory]) -> Iterator[int]:

@@ -19,12 +19,10 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, closing, nullcontext
 from dataclasses import replace
-from itertools import compress
 from typing import Any
 
 from jax_agent_rl.agents import AgentContext, AgentLoop, AgentSelector, derive_seed, role_id
@@ -91,8 +89,10 @@ class RolloutCollector:
         self._agents = AgentSelector(context)
         self._score = score
         self._slots = PrioritySemaphore(max_in_flight)
-        self._seed, self._limits = seed, limits
-        self._tracer, self._validate = tracer, validate
+        self._seed = seed
+        self._limits = limits
+        self._tracer = tracer
+        self._validate = validate
 
     async def close(self) -> None:
         """Close the agent loops; nothing may be running."""
@@ -133,14 +133,13 @@ class RolloutCollector:
         Raises:
             ValueError: ``group_size`` < 1, or trajectories of this label and step are still in flight.
         """
-        yielded: set[str] = set()
         # In order, so that the members of a group run together and share their prompt in the engine.
-        tasks = [
-            asyncio.create_task(
-                self.collect_one(row, group_size=group_size, sampling=sampling, step=step, index=index, label=label)
-            )
-            for index, row in enumerate(rows)
-        ]
+        tasks = []
+        for index, row in enumerate(rows):
+            work = self.collect_one(row, group_size=group_size, sampling=sampling, step=step, index=index, label=label)
+            tasks.append(asyncio.create_task(work))
+
+        yielded: set[str] = set()
         try:
             for complete in asyncio.as_completed(tasks):
                 group = await complete
@@ -151,7 +150,8 @@ class RolloutCollector:
                 task.cancel()
             for group in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(group, Group) and group.group_id not in yielded:
-                    self.accounting.drop((t.trajectory_id for t in group.trajectories), DropReason.CANCELLED)
+                    ids = [trajectory.trajectory_id for trajectory in group.trajectories]
+                    self.accounting.drop(ids, DropReason.CANCELLED)
 
     async def collect_one(
         self,
@@ -168,12 +168,7 @@ class RolloutCollector:
         """Collect one group, as :meth:`collect` does, for callers that start them one by one; all share the slots.
 
         Args:
-            row: the prompt.
-            group_size: see :meth:`collect`.
-            sampling: see :meth:`collect`.
-            step: see :meth:`collect`.
             index: takes the place of the row's index in :meth:`collect`.
-            label: see :meth:`collect`.
             record: keeps what the members sample, and holds what is continued of an interrupted run; not with a
                 strategy that branches.
             why_stopped: called when this is cancelled; returns the reason for dropping what was started.
@@ -199,90 +194,117 @@ class RolloutCollector:
     async def _grow(self, group: OpenGroup) -> Group:
         """Run one group, wave after wave, to its end."""
         growth = Growth(group_size=group.group_size, seed=derive_seed(*group.seed_parts))
-        count = 0
+        started = 0
         try:
             while starts := self._strategy.next_wave(growth):
                 with closing(GroupDeadlines(self._limits, len(starts))) as deadlines:
+                    tasks = []
                     async with asyncio.TaskGroup() as wave:
-                        tasks = [
-                            wave.create_task(self._run(group, number, start, deadlines))
-                            for number, start in enumerate(starts, count)
-                        ]
-                        count += len(starts)
+                        for start in starts:
+                            run = self._run(group, started, start, deadlines)
+                            tasks.append(wave.create_task(run))
+                            started += 1
                 group.waves.append([task.result() for task in tasks])
                 growth = replace(growth, waves=tuple(group.waves))
         finally:
             if self._strategy.branches:  # until here, others might have branched from any of them
-                for number in range(count):
+                for number in range(started):
                     self._client.end_session(f"{group.group_id}-{number}")
         return self._close(group, self._strategy.select(growth))
 
-    def _close(self, group: OpenGroup, kept: Sequence[Trajectory]) -> Group:
-        """Return the complete group; count what the strategy did not keep."""
-        kept_ids = {trajectory.trajectory_id for trajectory in kept}
-        surviving = [t.trajectory_id for o in group.outcomes for t in o.trajectories]
-        if surplus := [trajectory_id for trajectory_id in surviving if trajectory_id not in kept_ids]:
+    def _close(self, group: OpenGroup, selected: Sequence[Trajectory]) -> Group:
+        """Return the complete group; count what the strategy did not select."""
+        selected_ids = {trajectory.trajectory_id for trajectory in selected}
+        surplus = []
+        branches = 0
+        topped_up = 0
+        for outcome in group.outcomes:
+            if outcome.start.fork is not None:
+                branches += 1
+            if outcome.start.topped_up:
+                topped_up += 1
+            for trajectory in outcome.trajectories:
+                if trajectory.trajectory_id not in selected_ids:
+                    surplus.append(trajectory.trajectory_id)
+
+        if surplus:
             self.accounting.drop(surplus, DropReason.NOT_SELECTED)
             group.dropped[DropReason.NOT_SELECTED] += len(surplus)
-        starts = [outcome.start for outcome in group.outcomes]
-        counts = {
-            "branches": float(sum(start.fork is not None for start in starts)),
-            "topped_up": float(sum(start.topped_up for start in starts)),
-        }
+
+        metrics = {}
+        if self._strategy.branches:
+            metrics = {"branches": float(branches), "topped_up": float(topped_up)}
         return Group(
             group_id=group.group_id,
-            trajectories=tuple(sorted(kept, key=_number)),
+            trajectories=tuple(sorted(selected, key=_number)),
             dropped=dict(group.dropped),
-            metrics=counts if self._strategy.branches else {},
+            metrics=metrics,
             frozen=tuple(sorted(group.frozen, key=_number)),
         )
 
     async def _run(self, group: OpenGroup, number: int, start: Start, deadlines: GroupDeadlines) -> Outcome:
         """Run one trajectory; count it if it is lost."""
-        trajectory_id, record = f"{group.group_id}-{number}", group.record
-        if (before := record.ended.get(number)) is not None:
-            deadlines.recall(survived=isinstance(before, Trajectory))
-            return self._recall(group, trajectory_id, start, before)
-        with self._traced(group, number) as run:
+        trajectory_id = f"{group.group_id}-{number}"
+        record = group.record
+        recorded = record.ended.get(number)
+        if recorded is not None:
+            deadlines.recall(survived=isinstance(recorded, Trajectory))
+            return self._recall(group, trajectory_id, start, recorded)
+
+        with self._traced(group, number) as trace:
             async with AsyncExitStack() as slot:
                 with span("wait", "slot"):
                     await slot.enter_async_context(self._slots.take(urgency=len(group.waves)))
                 self.accounting.start(trajectory_id)
                 group.started.add(trajectory_id)
-                record.running[number] = lambda: self._progress(group.row, trajectory_id) or record.begun.get(number)
-                result = await deadlines.limit(self._run_or_reason(group, trajectory_id, number, start))
-            if run:
-                run.set(**trace_fields(result))
-        if isinstance(result, DropReason) or len(result) == 1:
-            record.ended[number] = result if isinstance(result, DropReason) else result[0]
+                record.running[number] = lambda: self._progress(group, trajectory_id, number)
+                run = self._run_or_reason(group, trajectory_id, number, start)
+                result = await deadlines.limit(run)
+            if trace:
+                trace.set(**trace_fields(result))
         record.running.pop(number)
+
         if isinstance(result, DropReason):
+            record.ended[number] = result
             if result in (DropReason.TRAJECTORY_TIMEOUT, DropReason.STRAGGLER):
-                self._tell_of_loss(trajectory_id, result, deadlines.explain(result))
+                self._report_loss(trajectory_id, result, deadlines.explain(result))
             self.accounting.drop([trajectory_id], result)
             group.dropped[result] += 1
             return Outcome(trajectory_id=trajectory_id, start=start, trajectories=())
-        is_trained = [self._context.is_trained(t.role) for t in result]
-        trained = tuple(compress(result, is_trained))
-        self.accounting.split(trajectory_id, ids := [t.trajectory_id for t in trained])
-        group.started.update(ids)
-        group.frozen += compress(result, map(operator.not_, is_trained))
-        return Outcome(trajectory_id=trajectory_id, start=start, trajectories=trained)
 
-    def _recall(self, group: OpenGroup, trajectory_id: str, start: Start, before: Trajectory | DropReason) -> Outcome:
+        if len(result) == 1:  # a checkpoint does not hold episodes of several roles
+            record.ended[number] = result[0]
+        trained = []
+        for trajectory in result:
+            if self._context.is_trained(trajectory.role):
+                trained.append(trajectory)
+            else:
+                group.frozen.append(trajectory)
+        trained_ids = [trajectory.trajectory_id for trajectory in trained]
+        self.accounting.split(trajectory_id, trained_ids)
+        group.started.update(trained_ids)
+        return Outcome(trajectory_id=trajectory_id, start=start, trajectories=tuple(trained))
+
+    def _recall(self, group: OpenGroup, trajectory_id: str, start: Start, recorded: Trajectory | DropReason) -> Outcome:
         """Return the outcome of a member that had ended before the run was interrupted."""
-        if isinstance(before, DropReason):
-            group.dropped[before] += 1
+        if isinstance(recorded, DropReason):
+            group.dropped[recorded] += 1
             return Outcome(trajectory_id=trajectory_id, start=start, trajectories=())
+
         self.accounting.start(trajectory_id)
         group.started.add(trajectory_id)
-        ids = {"trajectory_id": trajectory_id, "group_id": group.group_id}
-        return Outcome(trajectory_id=trajectory_id, start=start, trajectories=(replace(before, row=group.row, **ids),))
+        trajectory = replace(recorded, row=group.row, trajectory_id=trajectory_id, group_id=group.group_id)
+        return Outcome(trajectory_id=trajectory_id, start=start, trajectories=(trajectory,))
 
-    def _progress(self, row: Mapping[str, Any], trajectory_id: str) -> Prefix | None:
-        """Return what a running trajectory can go on from."""
+    def _progress(self, group: OpenGroup, trajectory_id: str, number: int) -> Prefix | None:
+        """Return what a running trajectory can go on from: what it has now, or what an earlier process had."""
+        prefix = None
         episode = self._context.episodes.get(trajectory_id)
-        return episode.progress() if episode is not None and self._agents.for_row(row).can_resume(row) else None
+        if episode is not None and self._agents.for_row(group.row).can_resume(group.row):
+            prefix = episode.progress()
+        if prefix is None:
+            prefix = group.record.partial.get(number)
+        return prefix
 
     def _traced(self, group: OpenGroup, number: int) -> AbstractContextManager[OpenSpan | NoSpan]:
         if self._tracer is None:
@@ -302,40 +324,45 @@ class RolloutCollector:
         self, group: OpenGroup, trajectory_id: str, number: int, start: Start
     ) -> tuple[Trajectory, ...] | DropReason:
         """Return the scored trajectories, or why there is none. Only a cancellation of the task itself propagates."""
-        began = time.perf_counter()
-        seed = derive_seed(*group.seed_parts, number)
+        start_time = time.perf_counter()
+        sampling = replace(group.sampling, seed=derive_seed(*group.seed_parts, number))
         try:
-            sampling = replace(group.sampling, seed=seed)
-            played = await self._continue(group, trajectory_id, number, sampling)
-            played = played or await self._play(group, trajectory_id, start, sampling)
-            self._check_episode(trajectory_id, played)
-            scored = [await self._scored(trajectory) for trajectory in played]
+            trajectories = await self._continue(group, trajectory_id, number, sampling)
+            if not trajectories:
+                trajectories = await self._play(group, trajectory_id, start, sampling)
+            self._check_episode(trajectory_id, trajectories)
+            scored = [await self._scored(trajectory) for trajectory in trajectories]
         except TrajectoryError as error:
             message = str(error)
             place = error.failed_at
-            if not place and (line := raised_by_user(error)):
-                place = line
-                message = f"{message} ({line})"
-            self._tell_of_loss(trajectory_id, error.drop_reason, message, place=place, error=error.__cause__)
+            if not place:
+                place = raised_by_user(error)
+                if place:
+                    message = f"{message} ({place})"
+            self._report_loss(trajectory_id, error.drop_reason, message, place=place, error=error.__cause__)
             return error.drop_reason
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # counted by collect, as everything that was not yielded
-            self._tell_of_loss(trajectory_id, DropReason.AGENT_ERROR, "a cancelled future was awaited", error=error)
+            self._report_loss(trajectory_id, DropReason.AGENT_ERROR, "a cancelled future was awaited", error=error)
             return DropReason.AGENT_ERROR
         except Exception as error:
             message = f"its agent raised {describe_error(error)}"
             place = error_place(error)
-            self._tell_of_loss(trajectory_id, DropReason.AGENT_ERROR, message, place=place, error=error)
+            self._report_loss(trajectory_id, DropReason.AGENT_ERROR, message, place=place, error=error)
             return DropReason.AGENT_ERROR
         finally:
             if not self._strategy.branches:
                 self._client.end_session(trajectory_id)
-        seconds = time.perf_counter() - began
-        return tuple(replace(t, metrics={**t.metrics, "total_seconds": seconds}) for t in scored)
+        seconds = time.perf_counter() - start_time
 
-    def _tell_of_loss(
+        timed = []
+        for trajectory in scored:
+            timed.append(replace(trajectory, metrics={**trajectory.metrics, "total_seconds": seconds}))
+        return tuple(timed)
+
+    def _report_loss(
         self,
         trajectory_id: str,
         reason: DropReason,
@@ -344,9 +371,11 @@ class RolloutCollector:
         place: str = "",
         error: BaseException | None = None,
     ) -> None:
-        """Tell of a lost trajectory; of those lost in one way, at one place, the others are counted."""
+        """Report a lost trajectory; further ones with the same reason and place in the code are only counted."""
         self.latest_losses[reason] = message
-        kind = f"dropped ({reason}) at {place}" if place else f"dropped ({reason})"
+        kind = f"dropped ({reason})"
+        if place:
+            kind += f" at {place}"
         self._context.failures.report(kind, f"{trajectory_id} dropped ({reason}): {message}", error=error)
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
@@ -356,64 +385,89 @@ class RolloutCollector:
                 scoring.set(reward=trajectory.reward, reward_parts=trajectory.reward_parts)
         return trajectory
 
-    def _check_episode(self, episode_id: str, played: Sequence[Trajectory]) -> None:
-        """Refuse what an agent must not return: raises TrajectoryError."""
-        ids = [(t.trajectory_id, t.role and role_id(episode_id, t.role)) for t in played]
-        if len(set(ids)) != len(ids) or any(found != (expected or episode_id) for found, expected in ids):
-            raise TrajectoryError(f"{episode_id}: the agent returned {ids}; return what it started, each role once")
-        if not any(self._context.is_trained(t.role) for t in played):
+    def _check_episode(self, episode_id: str, trajectories: Sequence[Trajectory]) -> None:
+        """Raise TrajectoryError if an agent returned what it must not return."""
+        ids = []
+        expected_ids = []
+        for trajectory in trajectories:
+            ids.append(trajectory.trajectory_id)
+            role = trajectory.role
+            expected_ids.append(role_id(episode_id, role) if role else episode_id)
+        if ids != expected_ids or len(set(ids)) != len(ids):
             raise TrajectoryError(
-                f"{episode_id}: no role that is trained took a turn; it took {[t.role for t in played]}"
+                f"{episode_id}: the agent returned {ids} and not {expected_ids}; return what it started, each role once"
             )
+
+        roles = [trajectory.role for trajectory in trajectories]
+        if not any(self._context.is_trained(role) for role in roles):
+            raise TrajectoryError(f"{episode_id}: no role that is trained took a turn; these did: {roles}")
 
     async def _continue(
         self, group: OpenGroup, trajectory_id: str, number: int, sampling: SamplingParams
     ) -> Sequence[Trajectory]:
         """Run a trajectory on from where an earlier process left it; nothing if that cannot be done."""
-        row, prefix = group.row, group.record.begun.get(number)
+        row = group.row
+        prefix = group.record.partial.get(number)
         loop = self._agents.for_row(row)
         if prefix is None or not loop.can_resume(row):
             return ()
-        ids = {"trajectory_id": trajectory_id, "group_id": group.group_id}
         try:
             with _named(loop):
-                return [await loop.resume(prefix, row, **ids, sampling=sampling)]
+                trajectory = await loop.resume(
+                    prefix,
+                    row,
+                    trajectory_id=trajectory_id,
+                    group_id=group.group_id,
+                    sampling=sampling,
+                )
+            return [trajectory]
         except ReplayError as error:
             self._context.failures.report(
                 "starts again, as it cannot be continued",
                 f"{trajectory_id} starts again, as it cannot be continued: {error}",
             )
-            del group.record.begun[number]
+            del group.record.partial[number]
             return ()
 
     async def _play(
         self, group: OpenGroup, trajectory_id: str, start: Start, sampling: SamplingParams
     ) -> Sequence[Trajectory]:
         """Run it from the prompt, or from where it branches off its parent."""
-        row, fork = group.row, start.fork
+        row = group.row
+        fork = start.fork
         loop = self._agents.for_row(row)
-        if fork is None or fork.at_prompt:
-            try:
-                with _named(loop):
-                    played = await loop.run(
-                        row, trajectory_id=trajectory_id, group_id=group.group_id, sampling=sampling
-                    )
-            finally:
-                for role in loop.roles:  # they do not branch: nothing will go on from here
-                    self._context.as_role(role).client.end_session(role_id(trajectory_id, role))
-            return [replace(played, fork=fork)] if isinstance(played, Trajectory) else played
-        self._client.fork_session(fork.parent_id, trajectory_id)
-        parent = group.survivor(fork.parent_id)
-        with _named(loop):
-            return [await loop.branch(parent, fork, trajectory_id=trajectory_id, sampling=sampling)]
+        if fork is not None and not fork.at_prompt:
+            self._client.fork_session(fork.parent_id, trajectory_id)
+            parent = group.survivor(fork.parent_id)
+            with _named(loop):
+                branch = await loop.branch(parent, fork, trajectory_id=trajectory_id, sampling=sampling)
+            return [branch]
+
+        try:
+            with _named(loop):
+                result = await loop.run(
+                    row,
+                    trajectory_id=trajectory_id,
+                    group_id=group.group_id,
+                    sampling=sampling,
+                )
+        finally:
+            for role in loop.roles:  # they do not branch: nothing will go on from here
+                self._context.as_role(role).client.end_session(role_id(trajectory_id, role))
+        if isinstance(result, Trajectory):
+            return [replace(result, fork=fork)]
+        return result
 
 
 def _named(loop: AgentLoop) -> AbstractContextManager[None]:
-    """Name an agent of others, in case it holds the event loop; this package's own do not."""
-    is_own = type(loop).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return nullcontext() if is_own else at_work(f"agent {loop.name!r}")
+    """Name an agent that is not part of this package, in case it holds the event loop."""
+    package = __name__.partition(".")[0]
+    if type(loop).__module__.partition(".")[0] == package:
+        return nullcontext()
+    return at_work(f"agent {loop.name!r}")
 
 
 def _number(trajectory: Trajectory) -> int:
-    """Return its number in the group."""
-    return int(trajectory.episode_id.rpartition("-")[2])
+    """Return the number of its episode in the group."""
+    _, _, number = trajectory.episode_id.rpartition("-")
+    return int(number)

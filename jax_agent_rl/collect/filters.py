@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -45,31 +44,38 @@ class Selection:
 
 def select(groups: Sequence[Group], config: AlgorithmConfig) -> Selection:
     """Apply every filter. Groups without members are skipped: their losses were counted before."""
-    kept: list[Group] = []
+    selected_groups: list[Group] = []
     masked: dict[str, DropReason] = {}
-    dropped: defaultdict[DropReason, list[str]] = defaultdict(list)
+    dropped: dict[DropReason, list[str]] = {}
     for group in groups:
         members = []
         for trajectory in group.trajectories:
             action, reason = _judge(trajectory, config)
             if action == "drop":
-                dropped[reason].append(trajectory.trajectory_id)
+                dropped.setdefault(reason, []).append(trajectory.trajectory_id)
                 continue
             members.append(trajectory)
             if action == "mask":
                 masked[trajectory.trajectory_id] = reason
-        worth: list[Trajectory] = []
-        for part in by_role(replace(group, trajectories=tuple(members))):
-            if (reason := _no_gradient(part, config, masked)) is None:
-                worth += part.trajectories
+
+        selected: list[Trajectory] = []
+        for role_group in by_role(replace(group, trajectories=tuple(members))):
+            no_gradient = _no_gradient(role_group, config, masked)
+            if no_gradient is None:
+                selected += role_group.trajectories
                 continue
-            dropped[reason] += [t.trajectory_id for t in part.trajectories if t.trajectory_id not in masked]
-            for trajectory in part.trajectories:
-                if why := masked.pop(trajectory.trajectory_id, None):
-                    dropped[why].append(trajectory.trajectory_id)
-        if worth:
-            kept.append(replace(group, trajectories=tuple(worth)))
-    return Selection(groups=tuple(kept), masked=masked, dropped={k: tuple(v) for k, v in dropped.items() if v})
+            # A masked member is dropped with the others, for the reason of its own.
+            for trajectory in role_group.trajectories:
+                reason = masked.pop(trajectory.trajectory_id, no_gradient)
+                dropped.setdefault(reason, []).append(trajectory.trajectory_id)
+        if selected:
+            selected_groups.append(replace(group, trajectories=tuple(selected)))
+
+    return Selection(
+        groups=tuple(selected_groups),
+        masked=masked,
+        dropped={reason: tuple(ids) for reason, ids in dropped.items()},
+    )
 
 
 def by_role(group: Group) -> list[Group]:
@@ -77,33 +83,45 @@ def by_role(group: Group) -> list[Group]:
     members: dict[str | None, list[Trajectory]] = {}
     for trajectory in group.trajectories:
         members.setdefault(trajectory.role, []).append(trajectory)
-    return [replace(group, trajectories=tuple(part)) for part in members.values()]
+    return [replace(group, trajectories=tuple(trajectories)) for trajectories in members.values()]
 
 
 def _judge(trajectory: Trajectory, config: AlgorithmConfig) -> tuple[str, DropReason]:
     """Return the strictest action of the filters that apply (``keep``, ``mask`` or ``drop``), and why."""
-    if not all(map(_logprobs_are_valid, trajectory.sequences)):
+    if not all(_logprobs_are_valid(sequence) for sequence in trajectory.sequences):
         return "drop", DropReason.NAN_LOGPROBS
-    free = any(any(sequence.loss_mask) for sequence in trajectory.sequences)
-    no_loss = trajectory.no_loss or (None if free else DropReason.CONSTRAINED)
-    verdict = ("mask", no_loss) if no_loss else ("keep", DropReason.VOID_TURN)
+
+    action = "keep"
+    reason = DropReason.VOID_TURN  # not read with ``keep``
+    if trajectory.no_loss:
+        action = "mask"
+        reason = trajectory.no_loss
+    elif not any(any(sequence.loss_mask) for sequence in trajectory.sequences):
+        action = "mask"
+        reason = DropReason.CONSTRAINED
+
     for name in FILTER_NAMES:
-        action = getattr(config.filters, name)
-        if action != "off" and verdict[0] != "drop" and FILTERS[name](trajectory, config):
-            verdict = (action, DropReason(name)) if action == "drop" or verdict[0] == "keep" else verdict
-    return verdict
+        filter_action = getattr(config.filters, name)
+        if filter_action == "off" or (filter_action == "mask" and action == "mask"):
+            continue  # it could change nothing
+        if FILTERS[name](trajectory, config):
+            action = filter_action
+            reason = DropReason(name)
+            if action == "drop":
+                break
+    return action, reason
 
 
 def _logprobs_are_valid(sequence: Trajectory) -> bool:
-    sampled = tuple(compress(sequence.rollout_logprobs, sequence.response_mask))
-    return math.isfinite(sum(sampled)) and max(sampled, default=0.0) <= MAX_LOGPROB
+    log_probs = tuple(compress(sequence.rollout_logprobs, sequence.response_mask))
+    return math.isfinite(sum(log_probs)) and max(log_probs, default=0.0) <= MAX_LOGPROB
 
 
 def _no_gradient(group: Group, config: AlgorithmConfig, masked: Mapping[str, DropReason]) -> DropReason | None:
     """Return why all members of a role, or of a group without roles, would have no gradient, if so."""
-    trained = [t for t in group.trajectories if t.trajectory_id not in masked]
-    if not trained:
-        return masked[group.trajectories[0].trajectory_id]
+    ids = [trajectory.trajectory_id for trajectory in group.trajectories]
+    if all(trajectory_id in masked for trajectory_id in ids):
+        return masked[ids[0]]
     if config.needs_group and len(group.trajectories) == 1:
         return DropReason.SINGLE_MEMBER
     if config.adv_estimator == "remax" and group.greedy_reward is None:
@@ -124,7 +142,8 @@ def has_equal_outcomes(group: Group, config: AlgorithmConfig) -> bool:
         return True
     if not config.compares_totals:
         return False
-    return len({total_reward(trajectory, config.turn_reward) for trajectory in group.trajectories}) == 1
+    totals = {total_reward(trajectory, config.turn_reward) for trajectory in group.trajectories}
+    return len(totals) == 1
 
 
 def outcome(trajectory: Trajectory, config: AlgorithmConfig) -> float:
@@ -165,8 +184,10 @@ def repetitive(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
 
 
 def _turns_with_purpose(trajectory: Trajectory, config: AlgorithmConfig) -> list[bool]:
-    *before, last = trajectory.turns
-    return [*(_calls(turn) for turn in before), _calls(last) or _ends_well(trajectory, config.filters.final_answer)]
+    """Return for each turn whether it calls a tool or, as the last one, ends well."""
+    purposes = [_calls(turn) for turn in trajectory.turns]
+    purposes[-1] = purposes[-1] or _ends_well(trajectory, config.filters.final_answer)
+    return purposes
 
 
 def _calls(turn: Turn) -> bool:
@@ -179,7 +200,10 @@ def _ends_well(trajectory: Trajectory, pattern: str | None) -> bool:
         return not trajectory.finish_reason.out_of_tokens
     if pattern is None:
         return True
-    text = next((m["content"] for m in reversed(trajectory.messages) if m["role"] == "assistant"), "")
+    text = ""
+    for message in trajectory.messages:
+        if message["role"] == "assistant":
+            text = message["content"]
     try:
         return regex.search(pattern, answer_of(text), timeout=SEARCH_SECONDS) is not None
     except TimeoutError:  # catastrophic backtracking must not stall the run
@@ -205,20 +229,17 @@ FILTERS: dict[str, Callable[[Trajectory, AlgorithmConfig], bool]] = {
 
 
 def shape(group: Group, config: ShapingConfig, *, max_response_length: int) -> Group:
-    """Return the group with its rewards reduced; ``reward_parts`` shows the penalties, ``score`` stays what it was.
+    """Return the group with penalties added to its rewards, in place of earlier penalties.
 
-    Args:
-        group: scored trajectories; penalties that were taken off before are replaced.
-        config: the penalties.
-        max_response_length: in ids.
+    ``reward_parts`` shows the penalties; ``score`` stays what it was. ``max_response_length`` is in ids.
     """
     if not config.overlong_buffer and not config.repetition_factor:
         return group
     shaped = []
     for trajectory in group.trajectories:
-        parts = {}
+        penalties = {}
         if config.overlong_buffer:
-            parts["overlong_penalty"] = overlong_penalty(
+            penalties["overlong_penalty"] = overlong_penalty(
                 len(trajectory.response_ids),
                 limit=max_response_length,
                 buffer=config.overlong_buffer,
@@ -226,11 +247,15 @@ def shape(group: Group, config: ShapingConfig, *, max_response_length: int) -> G
             )
         if config.repetition_factor:
             share = repetition(sampled_ids(trajectory), config.repetition_ngram)
-            parts["repetition_penalty"] = -config.repetition_factor * share
+            penalties["repetition_penalty"] = -config.repetition_factor * share
         score = trajectory.score
-        reward_parts = {**trajectory.reward_parts, **parts}
         shaped.append(
-            replace(trajectory, reward=score + sum(parts.values()), raw_score=score, reward_parts=reward_parts)
+            replace(
+                trajectory,
+                reward=score + sum(penalties.values()),
+                raw_score=score,
+                reward_parts={**trajectory.reward_parts, **penalties},
+            )
         )
     return replace(group, trajectories=tuple(shaped))
 
@@ -246,7 +271,8 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float) -> 
 
     References: Yu et al. 2025 (DAPO), arXiv 2503.14476, soft overlong punishment.
     """
-    return min(-(length - (limit - buffer)) / buffer * factor, 0.0)
+    excess = length - (limit - buffer)
+    return min(-excess / buffer * factor, 0.0)
 
 
 def repetition(ids: Sequence[int], ngram: int) -> float:
@@ -257,9 +283,10 @@ def repetition(ids: Sequence[int], ngram: int) -> float:
     count = len(ids) - ngram + 1
     if count < 2:
         return 0.0
-    return 1 - len({tuple(ids[i : i + ngram]) for i in range(count)}) / count
+    distinct = {tuple(ids[i : i + ngram]) for i in range(count)}
+    return 1 - len(distinct) / count
 
 
 def sampled_ids(trajectory: Trajectory) -> list[int]:
     """Return the ids the policy sampled, without inserted ones."""
-    return [i for i, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask]
+    return list(compress(trajectory.response_ids, trajectory.response_mask))

@@ -1,9 +1,10 @@
 """Groups while their trajectories run: members, time limits, what a checkpoint holds, and the stream to the learner.
 
-A resumed run continues its trajectories instead of starting again: otherwise a kill would cost the long ones more often
-than the short ones, and the rest would be biased. Members that have ended are kept whole, running ones up to their
-newest id, as far as agent and engine allow (:meth:`~jax_agent_rl.agents.loop.AgentLoop.can_resume`,
-:meth:`~jax_agent_rl.agents.episode.Episode.progress`). Others start again under the same id, so with the same seed.
+A resumed run continues its trajectories instead of starting again: otherwise a kill would cost long trajectories more
+often than short ones, and what is trained on would be biased. A checkpoint holds the members that have ended, and
+running ones up to their newest id, as far as agent and engine allow
+(:meth:`~jax_agent_rl.agents.loop.AgentLoop.can_resume`, :meth:`~jax_agent_rl.agents.episode.Episode.progress`). Others
+start again under the same id, so with the same seed.
 
 Time limits, on the event loop's clock, decide when a group is complete::
 
@@ -32,7 +33,8 @@ from jax_agent_rl.collect.buffer import RolloutBuffer, Ticket
 from jax_agent_rl.collect.strategies import Outcome
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 
-_PREFIX, _TRAJECTORY = TypeAdapter(Prefix), TypeAdapter(Trajectory)
+_PREFIX = TypeAdapter(Prefix)
+_TRAJECTORY = TypeAdapter(Trajectory)
 
 
 @dataclass(kw_only=True)
@@ -41,46 +43,65 @@ class GroupRecord:
 
     Attributes:
         ended: scored trajectories, and why others were dropped.
-        begun: what an earlier process had sampled of others.
-        running: for those that run, returns what they have sampled; None: they have to start again.
+        partial: what an earlier process had sampled of members that had not ended.
+        running: returns what a running member has sampled; None if it has to start again.
     """
 
     ended: dict[int, Trajectory | DropReason] = field(default_factory=dict)
-    begun: dict[int, Prefix] = field(default_factory=dict)
+    partial: dict[int, Prefix] = field(default_factory=dict)
     running: dict[int, Callable[[], Prefix | None]] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
-        progress = {number: prefix for number, now in self.running.items() if (prefix := now()) is not None}
-        ended = {n: t for n, t in self.ended.items() if isinstance(t, Trajectory) and _is_plain(t)}
-        dropped = {n: str(reason) for n, reason in self.ended.items() if isinstance(reason, DropReason)}
-        begun = {number: prefix for number, prefix in self.begun.items() if number not in self.running} | progress
-        return {
-            "ended": {str(n): _TRAJECTORY.dump_python(replace(t, row={}), mode="json") for n, t in ended.items()},
-            "begun": {str(n): _PREFIX.dump_python(prefix, mode="json") for n, prefix in begun.items()},
-            "dropped": {str(n): reason for n, reason in dropped.items()},
-        }
+        ended: dict[str, Any] = {}
+        dropped: dict[str, str] = {}
+        for number, result in self.ended.items():
+            if isinstance(result, DropReason):
+                dropped[str(number)] = str(result)
+            elif _is_plain(result):
+                # The data cursor finds the row again.
+                without_row = replace(result, row={})
+                ended[str(number)] = _TRAJECTORY.dump_python(without_row, mode="json")
+
+        prefixes: dict[int, Prefix] = {}
+        for number, prefix in self.partial.items():
+            if number not in self.running:
+                prefixes[number] = prefix
+        for number, progress in self.running.items():
+            prefix = progress()
+            if prefix is not None:
+                prefixes[number] = prefix
+
+        partial: dict[str, Any] = {}
+        for number, prefix in prefixes.items():
+            partial[str(number)] = _PREFIX.dump_python(prefix, mode="json", by_alias=True)
+        return {"ended": ended, "begun": partial, "dropped": dropped}
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> GroupRecord:
         """Return the record with this :meth:`state`."""
-        ended = {int(number): _TRAJECTORY.validate_python(member) for number, member in state["ended"].items()}
-        dropped = {int(number): DropReason(reason) for number, reason in state["dropped"].items()}
-        begun = {int(number): _PREFIX.validate_python(prefix) for number, prefix in state["begun"].items()}
-        return cls(ended=ended | dropped, begun=begun)
+        record = cls()
+        for number, trajectory in state["ended"].items():
+            record.ended[int(number)] = _TRAJECTORY.validate_python(trajectory)
+        for number, reason in state["dropped"].items():
+            record.ended[int(number)] = DropReason(reason)
+        for number, prefix in state["begun"].items():
+            record.partial[int(number)] = _PREFIX.validate_python(prefix)
+        return record
 
 
 def continued(state: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the members that a resumed run continues from a :meth:`GroupRecord.state`."""
-    return [int(number) for number in (*state["ended"], *state["begun"])]
+    return [int(number) for number in [*state["ended"], *state["begun"]]]
 
 
 def _is_plain(trajectory: Trajectory) -> bool:
     """Return whether JSON can hold a trajectory, and it is its episode's only one."""
-    outputs = [turn.output for turn in trajectory.turns]
-    media = trajectory.multi_modal or any(call.media for call in trajectory.tool_calls)
-    routed = any(output.routed_experts for output in outputs)
-    return trajectory.role is None and not media and not routed and not trajectory.segments
+    if trajectory.role is not None or trajectory.segments:
+        return False
+    if trajectory.multi_modal or any(call.media for call in trajectory.tool_calls):
+        return False
+    return not any(turn.output.routed_experts for turn in trajectory.turns)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,7 +113,7 @@ class OpenGroup:
         seed_parts: what its randomness derives from: the run's seed, label, step and index.
         record: what its members have sampled.
         waves: the outcomes so far.
-        started: ids of the trajectories begun.
+        started: ids of the trajectories that were started.
         dropped: members lost, by reason.
         frozen: trajectories of roles that are not trained.
     """
@@ -110,12 +131,17 @@ class OpenGroup:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        return [outcome for wave in self.waves for outcome in wave]
+        outcomes = []
+        for wave in self.waves:
+            outcomes += wave
+        return outcomes
 
     def survivor(self, trajectory_id: str) -> Trajectory:
         """Return a surviving member."""
-        found = (o.trajectory for o in self.outcomes if o.trajectory_id == trajectory_id and o.trajectory)
-        return next(found)
+        for outcome in self.outcomes:
+            if outcome.trajectory_id == trajectory_id and outcome.trajectory is not None:
+                return outcome.trajectory
+        raise KeyError(trajectory_id)
 
 
 def trace_fields(result: Sequence[Trajectory] | DropReason) -> dict[str, Any]:
@@ -123,14 +149,17 @@ def trace_fields(result: Sequence[Trajectory] | DropReason) -> dict[str, Any]:
     if isinstance(result, DropReason):
         return {"dropped": str(result)}
     first = result[0]
-    return {
+    fields: dict[str, Any] = {
         "agent_name": first.agent_name,
         "finish_reason": str(first.finish_reason),
         "reward": first.reward,
         "turns": first.num_turns,
-        "sampled_tokens": sum(t.num_sampled for t in result),
+        "sampled_tokens": sum(trajectory.num_sampled for trajectory in result),
         "messages": [{"role": m["role"], "content": m.get("content")} for m in first.messages],
-    } | ({"rewards": {str(t.role): t.reward for t in result}} if first.role else {})
+    }
+    if first.role:
+        fields["rewards"] = {str(trajectory.role): trajectory.reward for trajectory in result}
+    return fields
 
 
 T = TypeVar("T")
@@ -168,7 +197,8 @@ class GroupDeadlines:
         self._survived = 0
         self._running: set[asyncio.Timeout] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._overdue = self._cut = False
+        self._overdue = False  # group_timeout is over
+        self._cut = False  # the stragglers were stopped
 
     async def limit(self, run: Coroutine[Any, Any, T | DropReason]) -> T | DropReason:
         """Run one member, which returns a reason if it is lost, and return its result or why it was stopped."""
@@ -184,13 +214,15 @@ class GroupDeadlines:
             return DropReason.STRAGGLER if self._cut else DropReason.TRAJECTORY_TIMEOUT
         finally:
             self._running.discard(deadline)
-        self._survived += not isinstance(result, DropReason)
+        if not isinstance(result, DropReason):
+            self._survived += 1
         self._cut_stragglers()
         return result
 
     def recall(self, *, survived: bool) -> None:
         """Count a member that had ended before the run was resumed."""
-        self._survived += survived
+        if survived:
+            self._survived += 1
         self._start()
 
     def close(self) -> None:
@@ -217,12 +249,17 @@ class GroupDeadlines:
         self._cut_stragglers()
 
     def _cut_stragglers(self) -> None:
-        least = self._limits.min_group_size
-        if self._cut or not self._overdue or least is None or self._survived < least:
+        """Stop what still runs, once the group is overdue and enough members have survived."""
+        min_group_size = self._limits.min_group_size
+        if self._cut or not self._overdue or min_group_size is None:
+            return
+        if self._survived < min_group_size:
             return
         self._cut = True
-        for deadline in (d for d in self._running if not d.expired()):
-            deadline.reschedule(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        for deadline in self._running:
+            if not deadline.expired():
+                deadline.reschedule(now)
 
 
 @dataclass(kw_only=True)
@@ -256,7 +293,6 @@ class GroupStream:
     ``take`` and ``idle`` raises it. Use it from one event loop.
 
     Args:
-        buffer: decides what may start and what may leave.
         draw: returns the next group's number and row.
         grow: runs the group of a ticket and a row. If cancelled, it drops what it had started with the reason that its
             third argument returns.
@@ -265,7 +301,9 @@ class GroupStream:
 
     def __init__(self, buffer: RolloutBuffer, *, draw: Draw, grow: Grow, drop: Drop) -> None:
         self.buffer = buffer
-        self._draw, self._grow, self._drop = draw, grow, drop
+        self._draw = draw
+        self._grow = grow
+        self._drop = drop
         self._wanted = 0
         self._closed = False
         self._growing: dict[int, _Growing] = {}
@@ -332,12 +370,17 @@ class GroupStream:
         await asyncio.gather(*self._stopping, return_exceptions=True)
 
     def _fill(self) -> None:
+        """Start groups as far as they are wanted and there is room."""
         buffer = self.buffer
-        limit = self._wanted + buffer.oversample if self._wanted and not self._closed else 0
+        limit = 0
+        if self._wanted and not self._closed:
+            limit = self._wanted + buffer.oversample
         while buffer.room and buffer.running + buffer.ready < limit:
             number, row = self._draw()
-            growing = self._growing[number] = _Growing()
-            growing.task = asyncio.create_task(self._run(buffer.admit(number), row, growing), name=f"group-{number}")
+            growing = _Growing()
+            self._growing[number] = growing
+            run = self._run(buffer.admit(number), row, growing)
+            growing.task = asyncio.create_task(run, name=f"group-{number}")
         self._notify()
 
     async def _run(self, ticket: Ticket, row: Any, growing: _Growing) -> None:
@@ -348,6 +391,7 @@ class GroupStream:
             self._growing.pop(ticket.number, None)
             self._notify()
             return
+
         if self._growing.pop(ticket.number, None) is not growing:
             self._drop(group, growing.reason)  # it completed at the moment it was stopped
         elif not self.buffer.complete(ticket.number, group):

@@ -1,6 +1,6 @@
 """Rollout strategies (``rollout.strategy``): which trajectories of a group are started, and from where.
 
-A group grows in waves. The strategy returns one, its trajectories run concurrently, and when all of them have ended,
+A group grows in waves. The strategy returns a wave, whose trajectories run concurrently. When all of them have ended,
 the strategy is called again with everything so far, until it returns none::
 
     next_wave(nothing yet)  ─► [prompt, prompt]           wave 0   t0, t1
@@ -50,11 +50,13 @@ class Outcome:
 
     @property
     def trajectory(self) -> Trajectory | None:
-        return next(iter(self.trajectories), None)
+        return self.trajectories[0] if self.trajectories else None
 
     @property
     def tree_id(self) -> str:
-        return self.start.fork.tree_id if self.start.fork else self.trajectory_id
+        if self.start.fork is None:
+            return self.trajectory_id
+        return self.start.fork.tree_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +75,15 @@ class Growth:
 
     @property
     def started(self) -> int:
-        return sum(map(len, self.waves))
+        return sum(len(wave) for wave in self.waves)
 
     @property
     def trees(self) -> Mapping[str, list[Trajectory]]:
         """Surviving trajectories by tree, in order of their start; empty trees included."""
         trees: dict[str, list[Trajectory]] = {}
-        for outcome in (outcome for wave in self.waves for outcome in wave):
-            trees.setdefault(outcome.tree_id, []).extend(outcome.trajectories)
+        for wave in self.waves:
+            for outcome in wave:
+                trees.setdefault(outcome.tree_id, []).extend(outcome.trajectories)
         return trees
 
     def random(self, *what: int | str) -> random.Random:
@@ -100,7 +103,10 @@ class Strategy(ABC):
 
     def select(self, growth: Growth) -> list[Trajectory]:
         """Return the trajectories to keep of a group that has ended; by default all that survived."""
-        return [trajectory for tree in growth.trees.values() for trajectory in tree]
+        trajectories = []
+        for tree in growth.trees.values():
+            trajectories += tree
+        return trajectories
 
 
 class Chains(Strategy):
@@ -109,7 +115,9 @@ class Chains(Strategy):
     branches = False
 
     def next_wave(self, growth: Growth) -> Sequence[Start]:
-        return [] if growth.waves else [Start()] * growth.group_size
+        if growth.waves:
+            return []
+        return [Start()] * growth.group_size
 
 
 def at_prompt(tree_id: str) -> Fork:
@@ -153,12 +161,12 @@ class TreeGrpo(Strategy):
         return starts
 
     def select(self, growth: Growth) -> list[Trajectory]:
-        kept = []
+        selected = []
         for number, tree in enumerate(growth.trees.values()):
             k = min(self._config.k, len(tree))
-            chosen = growth.random("select", number).sample(range(len(tree)), k)
-            kept += [tree[i] for i in sorted(chosen)]
-        return kept
+            indices = growth.random("select", number).sample(range(len(tree)), k)
+            selected += [tree[index] for index in sorted(indices)]
+        return selected
 
 
 def _inner_nodes(tree_id: str, tree: Sequence[Trajectory]) -> list[Fork]:
@@ -190,30 +198,43 @@ class TreeRL(Strategy):
         self._config = config
 
     def next_wave(self, growth: Growth) -> Sequence[Start]:
-        round_, config = len(growth.waves), self._config
+        config = self._config
+        round_ = len(growth.waves)
         if round_ == 0:
             return [Start()] * config.m
         if round_ > config.l:
             return []
-        used = {outcome.start.fork for wave in growth.waves for outcome in wave}
+
+        used_forks = set()
+        for wave in growth.waves:
+            for outcome in wave:
+                used_forks.add(outcome.start.fork)
+
         starts = []
         for tree in growth.trees.values():
-            places = [place for trajectory in tree for place in _places(trajectory) if place[1] not in used]
-            places.sort(key=lambda place: -place[0])  # stable: of equals, the first
-            starts += [Start(fork=fork) for _, fork in places[: config.n] for _ in range(config.t)]
+            candidates = []
+            for trajectory in tree:
+                for surprisal, fork in _surprisals(trajectory):
+                    if fork not in used_forks:
+                        candidates.append((surprisal, fork))
+            candidates.sort(key=lambda candidate: -candidate[0])  # stable: of equals, the first
+            for _, fork in candidates[: config.n]:
+                starts += [Start(fork=fork)] * config.t
         return starts
 
 
-def _places(trajectory: Trajectory) -> Iterator[tuple[float, Fork]]:
+def _surprisals(trajectory: Trajectory) -> Iterator[tuple[float, Fork]]:
     """Yield the surprisal of every id the trajectory sampled itself, and the fork that samples it again."""
     inherited = trajectory.num_inherited
-    for number, turn in enumerate(trajectory.turns):
+    for turn_number, turn in enumerate(trajectory.turns):
         for token, log_prob in enumerate(turn.output.log_probs):
             if inherited > 0:
                 inherited -= 1
                 continue
-            fork = at_turn(trajectory, number, token)
-            yield -log_prob, at_prompt(trajectory.tree_id) if fork.at_prompt else fork
+            fork = at_turn(trajectory, turn_number, token)
+            if fork.at_prompt:
+                fork = at_prompt(trajectory.tree_id)
+            yield -log_prob, fork
 
 
 class Arpo(Strategy):
@@ -241,30 +262,43 @@ class Arpo(Strategy):
         if not growth.waves:
             return [Start()] * min(self._config.initial_rollouts, growth.group_size)
         budget = growth.group_size - growth.started
-        alive = [o.trajectory for o in growth.waves[-1] if o.trajectory is not None]
-        turns = sorted((turn, index) for index, t in enumerate(alive) for turn in _turns_after_observations(t))
-        branches = [
-            Start(fork=at_turn(alive[index], turn))
-            for turn, index in turns
-            for _ in range(self._branches(alive[index], turn, growth))
-        ]
-        return branches[:budget] or [Start(topped_up=True)] * budget
+        survivors = [o.trajectory for o in growth.waves[-1] if o.trajectory is not None]
+        turns = []
+        for index, trajectory in enumerate(survivors):
+            for turn in _turns_after_observations(trajectory):
+                turns.append((turn, index))
 
-    def _branches(self, trajectory: Trajectory, turn: int, growth: Growth) -> int:
+        branches = []
+        for turn, index in sorted(turns):  # earlier turns first, whichever trajectory they are of
+            trajectory = survivors[index]
+            count = self._count_branches(trajectory, turn, growth)
+            branches += [Start(fork=at_turn(trajectory, turn))] * count
+        if not branches:
+            return [Start(topped_up=True)] * budget
+        return branches[:budget]
+
+    def _count_branches(self, trajectory: Trajectory, turn: int, growth: Growth) -> int:
         """Return how many branches leave before this turn."""
         config = self._config
-        rise = self._entropy(trajectory, turn) - self._entropy(trajectory, 0)
-        tosses = growth.random("branch", trajectory.trajectory_id, turn)
-        values = (tosses.random() - config.entropy_weight * rise for _ in range(config.beam_size - 1))
-        return sum(min(max(value, 0.0), 1.0) <= config.branch_probability for value in values)
+        entropy_rise = self._entropy(trajectory, turn) - self._entropy(trajectory, 0)
+        generator = growth.random("branch", trajectory.trajectory_id, turn)
+        count = 0
+        for _ in range(config.beam_size - 1):
+            value = generator.random() - config.entropy_weight * entropy_rise
+            if min(max(value, 0.0), 1.0) <= config.branch_probability:
+                count += 1
+        return count
 
     def _entropy(self, trajectory: Trajectory, turn: int) -> float:
-        first = trajectory.turns[turn].output.log_probs[: self._config.entropy_tokens]
-        return -sum(first) / len(first)
+        log_probs = trajectory.turns[turn].output.log_probs[: self._config.entropy_tokens]
+        return -sum(log_probs) / len(log_probs)
 
 
 def _turns_after_observations(trajectory: Trajectory) -> range:
-    """Return its own turns that follow an observation, but the first of a branch, which was decided on before."""
+    """Return the turns after an observation that the trajectory sampled itself.
+
+    The first turn of a branch is left out: its parent decided about branches before it.
+    """
     inherited = trajectory.fork.turns if trajectory.fork else 0
     return range(inherited + 1, trajectory.num_turns)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @register_agent("command")
 class CommandAgent(OpenAIAgentLoop):
-    """Runs ``agent.command.argv`` once per trajectory, see the module docstring."""
+    """Runs ``agent.command.argv`` once per trajectory; the module's docstring shows how."""
 
     def __init__(self, context: AgentContext) -> None:
         super().__init__(context)
@@ -76,26 +76,31 @@ class CommandAgent(OpenAIAgentLoop):
             machine: TaskMachine = SandboxedTask(runtime, task, self._workspace_limits)
         else:
             machine = ContainerTask(runtime, task)
+
         async with contextlib.aclosing(machine):
             with self._session(row, trajectory_id, sampling) as session:
-                done = await self._run_program(machine, task, session)
+                result = await self._run_program(machine, task, session)
             recorder = session.recorder
             if recorder.failure is not None:
                 raise recorder.failure
             if not recorder.turns:
-                ended = f"exit status {done.exit_code}" if done.stopped is None else f"stopped: {done.stopped}"
+                how = f"stopped: {result.stopped}"
+                if result.stopped is None:
+                    how = f"exit status {result.exit_code}"
                 raise TrajectoryError(
-                    f"{trajectory_id}: the program ended ({ended}) without asking the model anything; the end of its "
-                    f"stderr: {done.stderr[-1000:]!r}"
+                    f"{trajectory_id}: the program ended ({how}) without asking the model anything; the end of its "
+                    f"stderr: {result.stderr[-1000:]!r}"
                 )
+
             output: dict[str, Any] = {
-                "exit_code": done.exit_code,
-                "stopped": done.stopped,
-                "stdout": done.stdout,
-                "stderr": done.stderr,
+                "exit_code": result.exit_code,
+                "stopped": result.stopped,
+                "stdout": result.stdout,
+                "stderr": result.stderr,
             }
             if task.verifier:
-                verdict = await machine.run_tests(task.verifier_seconds or self._settings.verifier_timeout)
+                seconds = task.verifier_seconds or self._settings.verifier_timeout
+                verdict = await machine.run_tests(seconds)
                 output["reward"], note = read_verdict(verdict)
                 output["verifier"] = (verdict.stdout + verdict.stderr)[-4000:] + note
         return to_trajectory(recorder, row=row, output=output, group_id=group_id, agent_name=self.name)
@@ -107,6 +112,7 @@ class CommandAgent(OpenAIAgentLoop):
         )
 
     async def _run_program(self, machine: TaskMachine, task: CommandTask, session: Session) -> JobResult:
+        """Run the program on its machine, with the session as its model."""
         base_url = f"http://127.0.0.1:{PORT}/sessions/{session.session_id}"
         env = {
             "OPENAI_BASE_URL": f"{base_url}/v1",
@@ -116,7 +122,10 @@ class CommandAgent(OpenAIAgentLoop):
             "TASK_INSTRUCTION": task.instruction,
         }
         argv = [part.replace("{instruction}", task.instruction) for part in self._settings.argv]
-        seconds = min(task.agent_seconds or float("inf"), self.context.limits.run_timeout)
+        seconds = self.context.limits.run_timeout
+        if task.agent_seconds:
+            seconds = min(seconds, task.agent_seconds)
+
         server, _ = self._serve()
         await self._starting
         async with contextlib.aclosing(_UnixRelay(server.port)) as relay:
@@ -140,31 +149,36 @@ class CommandAgent(OpenAIAgentLoop):
 
     async def _open_runtime(self) -> Sandbox | ContainerRuntime:
         """Return where tasks run, checked on first use."""
+        settings = self._settings
         async with self._opening:
-            if self._runtime is None:
-                settings = self._settings
-                if settings.container is not None:
-                    runtime = ContainerRuntime(settings)
-                    await runtime.check()
-                    self._runtime = runtime
-                    return runtime
-                limits = SandboxLimits(
-                    cpu_seconds=settings.cpu_seconds,
-                    memory_bytes=settings.memory_mb << 20,
-                    processes=settings.processes,
-                    disk_bytes=settings.disk_mb << 20,
-                    output_bytes=self._workspace_limits.result_bytes,
-                )
-                self._runtime = await open_sandbox(
-                    limits=limits, max_running=settings.max_running, otherwise="or set agent.command.container"
-                )
+            if self._runtime is not None:
+                return self._runtime
+
+            if settings.container is not None:
+                runtime = ContainerRuntime(settings)
+                await runtime.check()
+                self._runtime = runtime
+                return runtime
+
+            limits = SandboxLimits(
+                cpu_seconds=settings.cpu_seconds,
+                memory_bytes=settings.memory_mb << 20,
+                processes=settings.processes,
+                disk_bytes=settings.disk_mb << 20,
+                output_bytes=self._workspace_limits.result_bytes,
+            )
+            self._runtime = await open_sandbox(
+                limits=limits,
+                max_running=settings.max_running,
+                otherwise="or set agent.command.container",
+            )
             return self._runtime
 
 
 class _UnixRelay:
-    """A Unix socket, which can be shown in a sandbox, whose connections are those of a port on loopback.
+    """A Unix socket that forwards to a port on loopback; unlike the port, it can be bound into a sandbox.
 
-    Each program has its own, so that the connections of one are bounded and end with it.
+    Each program has its own, so that its connections are bounded and end with it.
     """
 
     def __init__(self, port: int) -> None:
@@ -188,22 +202,24 @@ class _UnixRelay:
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
-def read_verdict(done: JobResult) -> tuple[float, str]:
+def read_verdict(result: JobResult) -> tuple[float, str]:
     """Return the reward that tests gave, and a note on why it is 0 where their output does not say it.
 
-    It is the reward file's number, as Harbor's verifiers write it; without a file, 1 for success and 0 for failure.
-    Tests that did not end, and a file with something else in it, give 0: a program that the tests run could be the
-    cause.
+    The reward is the number in the reward file, as Harbor's verifiers write it; without a file, 1 for success and 0
+    for failure. Tests that did not end, and a file with something else in it, give 0: a program that the tests run
+    could be the cause.
     """
-    if done.stopped is not None:
-        return 0.0, done.stopped
-    if done.exit_code is None:
+    if result.stopped is not None:
+        return 0.0, result.stopped
+    if result.exit_code is None:
         return 0.0, "the tests did not end in time"
-    if done.file_problem is not None:
-        return 0.0, f"the reward cannot be read: {done.file_problem}"
-    if done.file is None:
-        return float(done.exit_code == 0), ""
-    text = done.file.strip()
+    if result.file_problem is not None:
+        return 0.0, f"the reward cannot be read: {result.file_problem}"
+    if result.file is None:
+        reward = 1.0 if result.exit_code == 0 else 0.0
+        return reward, ""
+
+    text = result.file.strip()
     reward = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not math.isfinite(reward):
         return 0.0, f"the reward file holds {text[:100]!a}, which is no finite number"

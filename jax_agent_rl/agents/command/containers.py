@@ -5,11 +5,11 @@
     environment/Dockerfile ──build──► image ──► container: program ──commit──► container: tests ──► reward
 
 They have no network: the program reaches the endpoint by a Unix socket, as in the sandbox. The tests start on the file
-system that the program left, when none of its processes is there any more. Images need ``python3``.
+system that the program left, once all of its processes have ended. Images need ``python3``.
 
 In its container the program is root, so it could replace what its tests run on: the interpreter, a library, pytest.
-Tests therefore run only if it left those of the image alone (:class:`ImagePlaces`); what it adds elsewhere is what the
-tests are about.
+Tests therefore run only if the program did not touch those of the image (:class:`ProtectedPaths`). What it adds
+elsewhere is what the tests are about.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ OUTPUT_BYTES = 2 * MAX_HEADER_BYTES  # of a command of the runtime
 _LABEL = "jax_agent_rl"
 # What package managers and servers need of root's rights; the rest is dropped.
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID", "KILL")
-_PULL_SECONDS, _PROBE_SECONDS, _COMMIT_SECONDS, _CALL_SECONDS = 600.0, 120.0, 300.0, 60.0
+_PULL_SECONDS = 600.0
+_LIST_PATHS_SECONDS = 120.0
+_COMMIT_SECONDS = 300.0
+_CALL_SECONDS = 60.0
 _BYTECODE = f"{LOGS}/bytecode"
 _SAFE_PATH = (3, 11)  # knows PYTHONSAFEPATH
 _NO_WORKSPACE = WorkspaceLimits(max_bytes=0, max_entries=0)
@@ -66,56 +69,93 @@ _NO_WORKSPACE = WorkspaceLimits(max_bytes=0, max_entries=0)
 
 # --- what tests run on ------------------------------------------------------------------------------------------
 
-_LIBRARIES = ("/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec")
-_LIBRARIES += ("/usr/local/lib", "/usr/local/lib64", "/etc/perl", "/usr/share/perl", "/usr/share/perl5")
-_LOADER_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/ld.so.preload")
-_LOADER_FILES += ("/etc/ssl/openssl.cnf",)  # names modules that every process with OpenSSL loads
+_LIBRARIES = (
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/usr/libexec",
+    "/usr/local/lib",
+    "/usr/local/lib64",
+    "/etc/perl",
+    "/usr/share/perl",
+    "/usr/share/perl5",
+)
+_LOADER_FILES = (
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/ld.so.preload",
+    "/etc/ssl/openssl.cnf",  # names modules that every process with OpenSSL loads
+)
 _COMPILED = "__pycache__"
 
-_PROBE = """
+# Prints the protected paths of the image that it runs in.
+_LIST_PATHS = """
 import json, os, sys
-def paths(name):
+
+def search_path(name):
     return [path for path in os.environ.get(name, "").split(":") if os.path.isabs(path)]
-def both(paths):
-    return sorted({found for path in paths for found in (os.path.normpath(path), os.path.realpath(path))})
-def inside(path):
-    return any(path.startswith(folder + "/") for folder in found["libraries"] + found["commands"])
-def follow(path):
+
+def with_real_paths(paths):
+    both = set()
+    for path in paths:
+        both.add(os.path.normpath(path))
+        both.add(os.path.realpath(path))
+    return sorted(both)
+
+commands = with_real_paths(search_path("PATH"))
+libraries = json.loads(sys.argv[1])
+for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "RUBYLIB"):
+    libraries += search_path(name)
+libraries = with_real_paths(libraries + [path for path in sys.path if path])
+names = []
+folders = list(libraries)
+targets = []
+
+def add_targets(path):
     for _ in range(40):
         if not os.path.islink(path):
             return
-        path = os.path.normpath(os.path.join(os.path.realpath(os.path.dirname(path)), os.readlink(path)))
-        if not inside(path):
-            found["targets"].append(path)
-found = {"python": sys.executable, "version": sys.version_info[:2], "commands": both(paths("PATH")), "names": []}
-libraries = json.loads(sys.argv[1])
-for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "RUBYLIB"):
-    libraries += paths(name)
-found["libraries"] = both(libraries + [path for path in sys.path if path])
-found["folders"] = list(found["libraries"])
-found["targets"] = []
-for folder in found["commands"]:
+        parent = os.path.realpath(os.path.dirname(path))
+        path = os.path.normpath(os.path.join(parent, os.readlink(path)))
+        if not any(path.startswith(folder + "/") for folder in libraries + commands):
+            targets.append(path)
+
+for folder in commands:
     if os.path.isdir(folder):
-        found["names"] += os.listdir(folder)
         for name in os.listdir(folder):
-            follow(os.path.join(folder, name))
-for library in found["libraries"]:
-    for place, folders, files in os.walk(library):
-        found["folders"] += [os.path.join(place, folder) for folder in folders]
-        for name in folders + files:
-            follow(os.path.join(place, name))
-print(json.dumps(found))
+            names.append(name)
+            add_targets(os.path.join(folder, name))
+for library in libraries:
+    for folder, subfolders, files in os.walk(library):
+        folders += [os.path.join(folder, name) for name in subfolders]
+        for name in subfolders + files:
+            add_targets(os.path.join(folder, name))
+
+print(json.dumps({
+    "python": sys.executable,
+    "version": sys.version_info[:2],
+    "commands": commands,
+    "names": names,
+    "libraries": libraries,
+    "folders": folders,
+    "targets": targets,
+}))
 """
 
 
-class ImagePlaces(BaseModel):
-    """Places of an image that decide what its commands and interpreters do.
+class ProtectedPaths(BaseModel):
+    """Paths of an image that decide what its commands and interpreters do.
 
     Attributes:
         python: path of ``python3``.
-        version: its version.
+        version: major and minor version of that Python.
         commands: folders of ``PATH``.
-        names: commands in them.
+        names: names of the commands in these folders.
         libraries: folders of libraries and of Python's modules.
         folders: all folders in ``libraries``.
         targets: where links among the commands and libraries lead, if that is elsewhere.
@@ -135,37 +175,41 @@ class ImagePlaces(BaseModel):
         """Return the changes after which tests would prove nothing.
 
         In the folders of libraries nothing may change, except for compiled Python modules, which tests do not load. In
-        the folders of commands, none may be changed or removed, or hide another one.
+        the folders of commands, the program may add a command, unless it hides another one.
 
         Args:
             changes: lines of ``docker diff``: A (added), C (changed) or D (deleted), and a path.
-            workdir: of the task, where the program may do as it likes.
+            workdir: working folder of the task, where the program may change anything.
         """
-        inside_workdir = f"{workdir.rstrip('/')}/"
+        workdir_prefix = f"{workdir.rstrip('/')}/"
         is_root = workdir == "/"
-        libraries = tuple(f"{library}/" for library in self.libraries)
-        targets = tuple(f"{target}/" for target in self.targets)
-        found = []
+        library_prefixes = tuple(f"{library}/" for library in self.libraries)
+        target_prefixes = tuple(f"{target}/" for target in self.targets)
+        forbidden = []
         for line in changes.splitlines():
             kind, _, path = line.partition(" ")
             folder, _, name = path.rpartition("/")
             if kind == "C" and path in self.folders:
-                continue  # something in it changed
-            if not is_root and path.startswith(inside_workdir):
+                continue  # something in it changed, and has a line
+            if not is_root and path.startswith(workdir_prefix):
                 continue
-            if path in self.libraries or path.startswith(libraries):
+
+            if path in self.libraries or path.startswith(library_prefixes):
                 is_forbidden = _COMPILED not in path.split("/")
             elif folder in self.commands:
                 is_forbidden = kind != "A" or name in self.names or name == "pyvenv.cfg"
-            elif path.startswith(_LOADER_FILES) or path in self.targets or path.startswith(targets):
+            elif path in self.targets or path.startswith((*_LOADER_FILES, *target_prefixes)):
                 is_forbidden = True
-            elif name == "pyvenv.cfg":  # beside the folder of an interpreter, it says where modules are
+            elif name == "pyvenv.cfg":
+                # Next to the folder of an interpreter, it tells it where modules are.
                 is_forbidden = any(command.startswith(f"{folder}/") for command in self.commands)
             else:
+                # pytest reads settings of all folders above the tests.
                 is_forbidden = not folder and not is_root and name in TEST_SETTINGS
+
             if is_forbidden:
-                found.append(line)
-        return found
+                forbidden.append(line)
+        return forbidden
 
 
 # --- the runtime ------------------------------------------------------------------------------------------------
@@ -196,7 +240,7 @@ class ContainerRuntime:
         self._cli: str = settings.container
         self._slots = asyncio.Semaphore(settings.max_running)
         self._building: dict[str, asyncio.Lock] = {}
-        self._places: dict[str, ImagePlaces] = {}
+        self._protected_paths: dict[str, ProtectedPaths] = {}
 
     async def check(self) -> None:
         """Check that containers can be started here.
@@ -227,8 +271,9 @@ class ContainerRuntime:
             raise TrajectoryError("the task has no Dockerfile; set agent.command.image to the image of such tasks")
 
         async with self._building.setdefault(name, asyncio.Lock()):
-            if (await self.call("image", "inspect", name, seconds=_CALL_SECONDS)).exit_code == 0:
-                return name
+            inspected = await self.call("image", "inspect", name, seconds=_CALL_SECONDS)
+            if inspected.exit_code == 0:
+                return name  # it is here already
             if context is not None:
                 command = ("build", "--quiet", "--label", _LABEL, "--tag", name, str(context))
             else:
@@ -238,31 +283,35 @@ class ContainerRuntime:
             raise TrajectoryError(f"`{self._cli} {command[0]}` of {context or name}: {answer.stderr.strip()[-2000:]}")
         return name
 
-    async def places(self, image: str) -> ImagePlaces:
-        """Return the places of an image that decide what its commands do.
+    async def protected_paths(self, image: str) -> ProtectedPaths:
+        """Return the paths of an image that decide what its commands do, listed on first use.
 
         Raises:
             TrajectoryError: the image has no ``python3``, or cannot be run.
         """
         async with self._building.setdefault(image, asyncio.Lock()):
-            if image not in self._places:
-                options = ["--rm", "--label", _LABEL, "--network", "none", "--entrypoint", "python3"]
-                arguments = ["-I", "-c", _PROBE, json.dumps(_LIBRARIES)]
-                answer = await self.call("run", *options, image, *arguments, seconds=_PROBE_SECONDS)
-                try:
-                    self._places[image] = ImagePlaces.model_validate_json(answer.stdout)
-                except ValidationError:
-                    raise TrajectoryError(
-                        f"container of {image} (it needs python3): {answer.stderr.strip()[-2000:]}"
-                    ) from None
-                version = self._places[image].version
-                if version < _SAFE_PATH:
-                    logger.warning(
-                        "python3 of %s is %d.%d: what a verifier runs by `python3 -m` imports modules of the working "
-                        "folder; use an image with %d.%d or newer",
-                        *(image, *version, *_SAFE_PATH),
-                    )
-            return self._places[image]
+            if image not in self._protected_paths:
+                self._protected_paths[image] = await self._list_protected_paths(image)
+            return self._protected_paths[image]
+
+    async def _list_protected_paths(self, image: str) -> ProtectedPaths:
+        options = ["--rm", "--label", _LABEL, "--network", "none", "--entrypoint", "python3"]
+        arguments = ["-I", "-c", _LIST_PATHS, json.dumps(_LIBRARIES)]
+        answer = await self.call("run", *options, image, *arguments, seconds=_LIST_PATHS_SECONDS)
+        try:
+            paths = ProtectedPaths.model_validate_json(answer.stdout)
+        except ValidationError:
+            message = f"container of {image} (it needs python3): {answer.stderr.strip()[-2000:]}"
+            raise TrajectoryError(message) from None
+        if paths.version < _SAFE_PATH:
+            logger.warning(
+                "python3 of %s is %d.%d: what a verifier runs by `python3 -m` imports modules of the working "
+                "folder; use an image with %d.%d or newer",
+                image,
+                *paths.version,
+                *_SAFE_PATH,
+            )
+        return paths
 
     async def run(
         self,
@@ -279,20 +328,20 @@ class ContainerRuntime:
         """Run a job in a new container, which stays until it is removed.
 
         Args:
-            image: of the container.
             name: of the container.
-            job: what to run.
-            trees: folders of the container, and what to write to each before.
-            workdir: working folder.
+            trees: folders of the container, and what to write to each of them first.
             python: interpreter of the runner.
-            sockets: Unix sockets of this machine, and their places in the container.
-            remove: paths to remove before.
+            sockets: Unix sockets of this machine, and their paths in the container.
+            remove: paths to remove first.
         """
         settings = self.settings
         token = secrets.token_hex(32)
-        described = job.as_json(
+        tree_folders = []
+        for number, (folder, _) in enumerate(trees):
+            tree_folders.append((f"/mnt/job/{number}.tree", folder))
+        job_json = job.as_json(
             token=token,
-            trees=[[f"/mnt/job/{number}.tree", folder] for number, (folder, _) in enumerate(trees)],
+            trees=tree_folders,
             root="/",
             workdir=workdir,
             place=workdir,
@@ -301,28 +350,31 @@ class ContainerRuntime:
             cpu_seconds=settings.cpu_seconds,
             bytecode=_BYTECODE,
         )
-        with tempfile.TemporaryDirectory(prefix="jax-agent-rl-") as folder:
-            place = Path(folder)
-            await asyncio.to_thread(_write_trees, place, trees)
-            options = ["--interactive", "--name", name, "--label", _LABEL, "--network", "none", "--user", "0:0"]
-            options += ["--memory", f"{settings.memory_mb}m", "--pids-limit", str(settings.processes)]
-            options += ["--workdir", "/tmp", "--entrypoint", python]
-            options += ["--cap-drop", "ALL", *(f"--cap-add={capability}" for capability in _CAPABILITIES)]
-            options += ["--security-opt", "no-new-privileges", "--security-opt", "label=disable"]
-            mounts = {place: "/mnt/job:ro", **(sockets or {})}
-            options += [f"--volume={source}:{target}" for source, target in mounts.items()]
-            # Compiled modules beside the standard library could be the program's.
-            runner = [*ISOLATED, "-X", "pycache_prefix=/mnt/job", "/mnt/job/runner.py"]
+        options = ["--interactive", "--name", name, "--label", _LABEL, "--network", "none", "--user", "0:0"]
+        options += ["--memory", f"{settings.memory_mb}m", "--pids-limit", str(settings.processes)]
+        options += ["--workdir", "/tmp", "--entrypoint", python]
+        options += ["--cap-drop", "ALL"]
+        options += [f"--cap-add={capability}" for capability in _CAPABILITIES]
+        options += ["--security-opt", "no-new-privileges", "--security-opt", "label=disable"]
+        options += [f"--volume={source}:{target}" for source, target in (sockets or {}).items()]
+        # Python would load modules that the program compiled into the standard library's folders.
+        runner = [*ISOLATED, "-X", "pycache_prefix=/mnt/job", "/mnt/job/runner.py"]
+
+        with tempfile.TemporaryDirectory(prefix="jax-agent-rl-") as job_folder:
+            await asyncio.to_thread(_write_trees, Path(job_folder), trees)
+            options.append(f"--volume={job_folder}:/mnt/job:ro")
             async with self._slots:
                 answer = await self.call(
                     "run",
                     *options,
                     image,
                     *runner,
-                    stdin=json.dumps(described).encode() + b"\n",
+                    stdin=json.dumps(job_json).encode() + b"\n",
                     seconds=job.seconds + GRACE_SECONDS,
                 )
-        if answer.exit_code in (125, 126, 127) and not answer.stdout:
+
+        did_not_start = answer.exit_code in (125, 126, 127)  # exit statuses of the runtime itself
+        if did_not_start and not answer.stdout:
             raise TrajectoryError(f"container of {image} (it needs python3): {answer.stderr.strip()[-2000:]}")
         return await asyncio.to_thread(
             read_result,
@@ -335,9 +387,10 @@ class ContainerRuntime:
         )
 
     async def call(self, *arguments: str, stdin: bytes = b"", seconds: float) -> _Finished:
-        """Run the command line; exit status 124 after ``seconds``, as of ``timeout``.
+        """Run a command of the runtime.
 
-        One that prints more than ``OUTPUT_BYTES`` is ended, with exit status 1.
+        After ``seconds`` it is ended with exit status 124, as by ``timeout``; one that prints more
+        than ``OUTPUT_BYTES`` with exit status 1.
         """
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(self._cli, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
@@ -362,10 +415,10 @@ class ContainerRuntime:
                 await process.wait()
 
 
-def _write_trees(place: Path, trees: Sequence[tuple[str, Sequence[Entry]]]) -> None:
+def _write_trees(job_folder: Path, trees: Sequence[tuple[str, Sequence[Entry]]]) -> None:
     for number, (_, entries) in enumerate(trees):
-        (place / f"{number}.tree").write_bytes(pack_tree(entries))
-    shutil.copy(RUNNER, place / "runner.py")
+        (job_folder / f"{number}.tree").write_bytes(pack_tree(entries))
+    shutil.copy(RUNNER, job_folder / "runner.py")
 
 
 async def _read(stream: asyncio.StreamReader) -> bytes:
@@ -380,10 +433,12 @@ def _digest(folder: Path) -> str:
     """Return a digest of a folder's files, hidden ones too: the Dockerfile and what it copies."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0{path.stat().st_mode}\0".encode())
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+        if not path.is_file():
+            continue
+        status = path.stat()
+        digest.update(f"{path.relative_to(folder)}\0{status.st_size}\0{status.st_mode}\0".encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:24]
 
 
@@ -403,12 +458,19 @@ class ContainerTask(TaskMachine):
     async def run_program(
         self, argv: Sequence[str], env: Mapping[str, str], files: Mapping[str, bytes], endpoint: Path, *, seconds: float
     ) -> JobResult:
-        self._image = image = await self._runtime.image(self._task)
+        image = await self._runtime.image(self._task)
+        self._image = image
         if self._task.build_context or self._task.image:
-            found = await self._runtime.call(
-                "image", "inspect", "--format={{.Config.WorkingDir}}", image, seconds=_CALL_SECONDS
+            # The task's own image decides where the program works.
+            inspected = await self._runtime.call(
+                "image",
+                "inspect",
+                "--format={{.Config.WorkingDir}}",
+                image,
+                seconds=_CALL_SECONDS,
             )
-            self._workdir = found.stdout.decode().strip() or "/"
+            self._workdir = inspected.stdout.decode().strip() or "/"
+
         trees = [
             ("/", file_entries({}, folders=_FOLDERS)),
             ("/tmp", file_entries(files)),
@@ -420,45 +482,59 @@ class ContainerTask(TaskMachine):
 
     async def run_tests(self, seconds: float) -> JobResult:
         assert self._image is not None, "the program runs first"
-        # It still runs if its time was up before that of its container; what fails here has ended.
+        # The container may outlive its client, whose time was up. If it has ended, this call fails.
         await self._runtime.call("kill", self._name, seconds=_CALL_SECONDS)
-        places = await self._runtime.places(self._image)
-        problem = await self._forbidden_change(places)
+
+        paths = await self._runtime.protected_paths(self._image)
+        problem = await self._forbidden_change(paths)
         if problem is not None:
             return JobResult(stopped=problem)
-        left = f"{self._name}:left"
-        answer = await self._runtime.call("commit", "--quiet", self._name, left, seconds=_COMMIT_SECONDS)
+
+        tests_image = f"{self._name}:left"
+        answer = await self._runtime.call("commit", "--quiet", self._name, tests_image, seconds=_COMMIT_SECONDS)
         if answer.exit_code:
             raise TrajectoryError(f"the program's container cannot be saved: {answer.stderr.strip()[-500:]}")
-        trees = [("/", file_entries({}, folders=_FOLDERS)), (TESTS, file_entries(tests_of(self._task)))]
+
+        job = RunnerJob(argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True)
+        trees = [
+            ("/", file_entries({}, folders=_FOLDERS)),
+            (TESTS, file_entries(tests_of(self._task))),
+        ]
         return await self._runtime.run(
-            left,
+            tests_image,
             f"{self._name}-tests",
-            RunnerJob(argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True),
+            job,
             trees,
             workdir=self._workdir,
-            python=places.python,
+            python=paths.python,
             remove=[TESTS, LOGS],  # what the program put there
         )
 
-    async def _forbidden_change(self, places: ImagePlaces) -> str | None:
+    async def _forbidden_change(self, paths: ProtectedPaths) -> str | None:
         """Return why no tests can run on what the program left; None if they can."""
         changes = await self._runtime.call("diff", self._name, seconds=_COMMIT_SECONDS)
         if changes.printed_too_much:
             return "the program changed more files than can be listed"
         if changes.exit_code:
             raise TrajectoryError(f"the program's changes cannot be listed: {changes.stderr.strip()[-500:]}")
+
         text = changes.stdout.decode("utf-8", "replace")
-        found = await asyncio.to_thread(places.forbidden, text, self._workdir)
-        if not found:
+        forbidden = await asyncio.to_thread(paths.forbidden, text, self._workdir)
+        if not forbidden:
             return None
-        return f"the program changed what its tests run on ({len(found)} paths): {'; '.join(found[:5])!a:.500}"
+        first_changes = "; ".join(forbidden[:5])
+        return f"the program changed what its tests run on ({len(forbidden)} paths): {first_changes!a:.500}"
 
     async def aclose(self) -> None:
         """Remove the containers and the image of what the program left."""
         # One by one: Podman removes none of several if one of them was never made.
-        for command in (("rm", self._name), ("rm", f"{self._name}-tests"), ("rmi", f"{self._name}:left")):
-            await self._runtime.call(command[0], "--force", command[1], seconds=_CALL_SECONDS)
+        commands = [
+            ("rm", self._name),
+            ("rm", f"{self._name}-tests"),
+            ("rmi", f"{self._name}:left"),
+        ]
+        for command, name in commands:
+            await self._runtime.call(command, "--force", name, seconds=_CALL_SECONDS)
 
 
 _FOLDERS = ("logs/verifier", "tests")

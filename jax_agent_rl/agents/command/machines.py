@@ -39,13 +39,26 @@ ISOLATED = ("-I", "-S", "-B")
 """Options of the runner's Python: nothing but the standard library is found, whatever lies beside it."""
 GRACE_SECONDS = 10.0  # for the runner to write its files, to pack the working folder and to end
 PORT = 8080  # of the endpoint, on the loopback of the program
-TESTS, LOGS = "/tests", "/logs"
+TESTS = "/tests"
+LOGS = "/logs"
 REWARD_FILE = "logs/verifier/reward.txt"
-TEST_SETTINGS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml")
-TEST_SETTINGS += ("tox.ini", "setup.cfg")
+TEST_SETTINGS = (
+    "conftest.py",
+    "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "pyproject.toml",
+    "tox.ini",
+    "setup.cfg",
+)
 """Files in which pytest looks for settings, in the folder of the tests and those above."""
-_SETTINGS_SECTIONS = {"pyproject.toml": b"[tool.pytest", "tox.ini": b"[pytest]", "setup.cfg": b"[tool:pytest]"}
-"""Without its section, such a file does not end pytest's search for settings; a file of another name always does."""
+_SETTINGS_SECTIONS = {
+    "pyproject.toml": b"[tool.pytest",
+    "tox.ini": b"[pytest]",
+    "setup.cfg": b"[tool:pytest]",
+}
+"""Such a file ends pytest's search for settings only if it has this section; a file of another name always does."""
 
 
 class TaskMachine(ABC):
@@ -60,9 +73,9 @@ class TaskMachine(ABC):
         Args:
             argv: the command line.
             env: variables besides the task's own.
-            files: its files, by path below ``/tmp``.
+            files: the program's files, by path below ``/tmp``.
             endpoint: Unix socket of the endpoint, which the program reaches at ``127.0.0.1:PORT``.
-            seconds: its time limit.
+            seconds: time limit.
 
         Raises:
             TrajectoryError: the machine itself failed.
@@ -82,9 +95,9 @@ class TaskMachine(ABC):
 
 
 def tests_of(task: CommandTask) -> dict[str, bytes]:
-    """Return a task's tests by their paths, with settings that end pytest's search for some.
+    """Return a task's tests by their paths, with a settings file for pytest among them.
 
-    Without any beside the tests, pytest takes those of the folders above, where the program may have written.
+    Without one beside the tests, pytest takes one from the folders above, where the program may have written.
     """
     tests = dict(task.tests)
     for name in TEST_SETTINGS[1:]:
@@ -96,14 +109,11 @@ def tests_of(task: CommandTask) -> dict[str, bytes]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerJob:
-    """What the runner does; see there.
+    """What the runner does; its module lists the fields.
 
     Attributes:
-        argv: command line.
-        env: variables of the command.
-        seconds: its time limit.
-        verifies: whether it decides the reward: then it gets the working folder's path for no interpreter, and its
-            reward file is returned.
+        verifies: whether the command decides the reward: then no interpreter is given the working
+            folder's path, and the reward file is returned.
         port: of the relay to the endpoint; None: there is none.
     """
 
@@ -132,11 +142,10 @@ _FOLDERS = ("logs/verifier", "tests")
 
 
 class SandboxedTask(TaskMachine):
-    """Runs one task in ``sandbox``. The program never shares a sandbox with the tests.
+    """Runs one task in sandboxes; the program never shares one with the tests.
 
     Args:
-        sandbox: where both run.
-        task: the task.
+        sandbox: makes them.
         limits: of the working folder that the tests see.
     """
 
@@ -144,57 +153,69 @@ class SandboxedTask(TaskMachine):
         self._sandbox = sandbox
         self._task = task
         self._limits = limits
-        self._left: JobResult | None = None
+        self._program_result: JobResult | None = None
 
     async def run_program(
         self, argv: Sequence[str], env: Mapping[str, str], files: Mapping[str, bytes], endpoint: Path, *, seconds: float
     ) -> JobResult:
         job = RunnerJob(argv=argv, env={**self._task.env, **env}, seconds=seconds, port=PORT)
         trees = [(".", file_entries(files, folders=_FOLDERS)), ("app", file_entries(self._task.files))]
-        self._left = await self._run(job, trees, {"endpoint.sock": endpoint})
-        return self._left
+        self._program_result = await self._run(job, trees, {"endpoint.sock": endpoint})
+        return self._program_result
 
     async def run_tests(self, seconds: float) -> JobResult:
-        assert self._left is not None, "the program runs first"
-        if self._left.workspace is None:
-            problem = self._left.pack_problem or "its sandbox was stopped"
+        program = self._program_result
+        assert program is not None, "the program runs first"
+        if program.workspace is None:
+            problem = program.pack_problem or "its sandbox was stopped"
             return JobResult(stopped=f"the program left no working folder that tests can run on: {problem}")
+
         job = RunnerJob(argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True)
         trees = [
             (".", file_entries({}, folders=_FOLDERS)),
-            ("app", self._left.workspace),
+            ("app", program.workspace),
             ("tests", file_entries(tests_of(self._task))),
         ]
-        done = await self._run(job, trees, {})
-        if not self._left.left_out:
-            return done
-        names = ", ".join(self._left.left_out_names)
-        more = "" if self._left.left_out <= SHOWN_NAMES else ", …"
-        note = f"not in what the tests saw: {names}{more} (devices, sockets, links that lead elsewhere)\n"
-        return replace(done, stderr=done.stderr + note)
+        result = await self._run(job, trees, {})
+        if not program.left_out:
+            return result
+
+        names = ", ".join(program.left_out_names)
+        if program.left_out > SHOWN_NAMES:
+            names += ", …"
+        note = f"not in what the tests saw: {names} (devices, sockets, links that lead elsewhere)\n"
+        return replace(result, stderr=result.stderr + note)
 
     async def _run(
         self, job: RunnerJob, trees: Sequence[tuple[str, Sequence[Entry]]], files: Mapping[str, Path]
     ) -> JobResult:
+        """Run a job in a new sandbox, on these folders with their entries, and read its result."""
         token = secrets.token_hex(32)
         links = {self._task.workdir: Link("app"), TESTS: Link("tests"), LOGS: Link("logs")}
-        pack = {"max_bytes": self._limits.max_bytes, "max_entries": self._limits.max_entries}
-        described = job.as_json(
+
+        packed_trees: dict[str, bytes] = {}
+        tree_folders: list[tuple[str, str]] = []
+        for number, (folder, entries) in enumerate(trees):
+            name = f"{number}.tree"
+            packed_trees[name] = await asyncio.to_thread(pack_tree, entries)
+            tree_folders.append((name, folder))
+
+        pack = None
+        if not job.verifies:  # nothing runs on what the tests leave
+            pack = {"max_bytes": self._limits.max_bytes, "max_entries": self._limits.max_entries}
+        job_json = job.as_json(
             token=token,
-            trees=[[f"{number}.tree", folder] for number, (folder, _) in enumerate(trees)],
+            trees=tree_folders,
             root=".",
             workdir="app",
             place=self._task.workdir,
-            pack=None if job.verifies else pack,
+            pack=pack,
         )
-        packed: dict[str, bytes] = {}
-        for number, (_, entries) in enumerate(trees):
-            packed[f"{number}.tree"] = await asyncio.to_thread(pack_tree, entries)
         try:
             result = await self._sandbox.run(
                 [self._sandbox.python, *ISOLATED, "runner.py"],
-                stdin=json.dumps(described).encode() + b"\n",
-                files={"runner.py": RUNNER.read_bytes(), **packed, **links, **files},
+                stdin=json.dumps(job_json).encode() + b"\n",
+                files={"runner.py": RUNNER.read_bytes(), **packed_trees, **links, **files},
                 limits=replace(self._sandbox.limits, wall_seconds=job.seconds + GRACE_SECONDS),
             )
         except ToolError as error:

@@ -48,7 +48,9 @@ FILE_BYTES = 4096  # of the file that is returned
 MAX_CONNECTIONS = 40  # of the command to the endpoint at the same time; further ones are closed
 CHUNK = 1 << 16
 ENTRY_BYTES = 512  # that an entry counts besides its name and its contents
-MAX_NAME_BYTES, MAX_PATH_BYTES, MAX_DEPTH = 255, 2048, 64
+MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 2048
+MAX_DEPTH = 64
 SHOWN_NAMES = 5
 
 _NOT_DUMPABLE = 4  # PR_SET_DUMPABLE
@@ -66,11 +68,7 @@ _SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "PYTHONPATH
 
 
 class Relay:
-    """Connects clients of one socket to another one.
-
-    Args:
-        connect: opens a connection to the other one.
-    """
+    """Forwards the clients of one socket to another socket; ``connect`` opens a connection to it."""
 
     def __init__(self, connect):
         self._connect = connect
@@ -142,9 +140,14 @@ def environment(job):
         variables.pop(name, None)
     for name in _SEARCH_PATHS:
         if name in variables:
-            variables[name] = os.pathsep.join(_outside(variables[name].split(os.pathsep), job["workdir"]))
-    # Modules that tests have beside them; safe paths leave out the folder of a script, and the working folder.
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [job["tests"], variables.get("PYTHONPATH")]))
+            paths = _outside(variables[name].split(os.pathsep), job["workdir"])
+            variables[name] = os.pathsep.join(paths)
+
+    # Tests find modules in their own folder. Safe paths leave out a script's folder and the working folder.
+    python_path = [job["tests"]]
+    if variables.get("PYTHONPATH"):
+        python_path.append(variables["PYTHONPATH"])
+    variables["PYTHONPATH"] = os.pathsep.join(python_path)
     variables["PYTHONSAFEPATH"] = "1"
     variables["PYTHONNOUSERSITE"] = "1"
     if "bytecode" in job:  # compiled modules are read from, and written to, there alone
@@ -154,11 +157,12 @@ def environment(job):
 
 def _outside(paths, folder):
     """Return those paths that are absolute and not below a folder."""
-    inside = os.path.realpath(folder)
+    real_folder = os.path.realpath(folder)
     outside = []
     for path in paths:
-        found = os.path.realpath(path)
-        if os.path.isabs(path) and found != inside and not found.startswith(inside.rstrip("/") + "/"):
+        real_path = os.path.realpath(path)
+        is_inside = real_path == real_folder or real_path.startswith(real_folder.rstrip("/") + "/")
+        if os.path.isabs(path) and not is_inside:
             outside.append(path)
     return outside
 
@@ -189,8 +193,9 @@ def end_all_processes():
 def tail(file):
     """Return the end of an open file as text."""
     size = os.fstat(file.fileno()).st_size
-    length = min(size, 4 * OUTPUT_CHARACTERS)
-    return os.pread(file.fileno(), length, size - length).decode("utf-8", "replace")[-OUTPUT_CHARACTERS:]
+    length = min(size, 4 * OUTPUT_CHARACTERS)  # a character has at most four bytes
+    text = os.pread(file.fileno(), length, size - length).decode("utf-8", "replace")
+    return text[-OUTPUT_CHARACTERS:]
 
 
 def read_regular(name, limit, folder=None):
@@ -207,14 +212,19 @@ def read_regular(name, limit, folder=None):
     """
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     with open(descriptor, "rb", buffering=0) as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
-        if found.st_size > limit:
-            raise ValueError(f"it has {found.st_size} bytes, more than {limit}")
+        if status.st_size > limit:
+            raise ValueError(f"it has {status.st_size} bytes, more than {limit}")
+
+        # Never more than the size that was checked, even if the file grows meanwhile.
         pieces = []
-        missing = found.st_size
-        while missing and (piece := file.read(missing)):
+        missing = status.st_size
+        while missing:
+            piece = file.read(missing)
+            if not piece:
+                break
             pieces.append(piece)
             missing -= len(piece)
         return b"".join(pieces)
@@ -242,9 +252,8 @@ class Packer:
     """The working folder as a tree.
 
     Args:
-        place: absolute path by which the program knew it.
-        max_bytes: of all files, names and entries together.
-        max_entries: number of entries.
+        place: absolute path by which the program knew the folder.
+        max_bytes: maximum size of all files, names and entries together.
     """
 
     def __init__(self, place, max_bytes, max_entries):
@@ -266,41 +275,46 @@ class Packer:
             raise ValueError("the working folder is no folder any more")
         unread = [""]
         while unread:
-            inside = unread.pop()
-            place = os.path.join(folder, inside)
-            if not os.access(place, os.R_OK | os.X_OK):
-                os.chmod(place, 0o700)
-            with os.scandir(place) as found:
-                for entry in sorted(found, key=lambda entry: entry.name):
-                    name = os.path.join(inside, entry.name)
+            subfolder = unread.pop()
+            path = os.path.join(folder, subfolder)
+            if not os.access(path, os.R_OK | os.X_OK):
+                os.chmod(path, 0o700)
+            with os.scandir(path) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    name = os.path.join(subfolder, entry.name)
                     if self._add(name, entry):
                         unread.append(name)
 
     def _add(self, name, entry):
         """Add one entry; return whether it is a folder to read."""
-        found = entry.stat(follow_symlinks=False)
+        status = entry.stat(follow_symlinks=False)
         if not is_plain_name(name):
             self.left_out.append(name)
             return False
-        mode = stat.S_IMODE(found.st_mode) & 0o777
-        if stat.S_ISDIR(found.st_mode):
+
+        mode = stat.S_IMODE(status.st_mode) & 0o777
+        if stat.S_ISDIR(status.st_mode):
             self._count(name, 0)
             self.entries.append(["folder", name, mode])
             return True
-        if stat.S_ISREG(found.st_mode):
-            self._count(name, found.st_size)
+
+        if stat.S_ISREG(status.st_mode):
+            self._count(name, status.st_size)
             if not os.access(entry.path, os.R_OK):
                 os.chmod(entry.path, 0o600)
-            contents = read_regular(entry.path, found.st_size)
+            contents = read_regular(entry.path, status.st_size)
             self.entries.append(["file", name, mode, len(contents)])
             self.contents.append(contents)
             return False
-        target = os.readlink(entry.path) if stat.S_ISLNK(found.st_mode) else None
-        if target is not None and is_inner_link(name, target, self._place):
-            self._count(name, len(os.fsencode(target)))
-            self.entries.append(["link", name, target])
-        else:  # a device, a socket or a pipe, or a link that leads elsewhere
-            self.left_out.append(name)
+
+        if stat.S_ISLNK(status.st_mode):
+            target = os.readlink(entry.path)
+            if is_inner_link(name, target, self._place):
+                self._count(name, len(os.fsencode(target)))
+                self.entries.append(["link", name, target])
+                return False
+
+        self.left_out.append(name)  # a device, a socket or a pipe, or a link that leads elsewhere
         return False
 
     def _count(self, name, size):
@@ -319,22 +333,26 @@ def is_plain_name(name):
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
         return False
+    if os.fsdecode(encoded) != name or len(encoded) > MAX_PATH_BYTES:
+        return False
+    if any(byte < 32 or byte == 127 for byte in encoded):
+        return False
+
     parts = encoded.split(b"/")
-    return (
-        os.fsdecode(encoded) == name
-        and len(encoded) <= MAX_PATH_BYTES
-        and len(parts) <= MAX_DEPTH
-        and all(0 < len(part) <= MAX_NAME_BYTES and part not in (b".", b"..") for part in parts)
-        and not any(byte < 32 or byte == 127 for byte in encoded)
-    )
+    if len(parts) > MAX_DEPTH:
+        return False
+    for part in parts:
+        if part in (b"", b".", b"..") or len(part) > MAX_NAME_BYTES:
+            return False
+    return True
 
 
 def is_inner_link(name, target, place):
     """Return whether a link leads to a path below the folder, whatever other such links it passes.
 
     Args:
-        name: of the link below the folder, where all parents are folders.
-        target: what it holds.
+        name: path of the link below the folder; all its parents are folders, not links.
+        target: the path in the link.
         place: absolute path of the folder.
     """
     if target.startswith("/"):
@@ -345,6 +363,7 @@ def is_inner_link(name, target, place):
     else:
         parts = target.split("/")
         levels = name.count("/")
+
     parts = [part for part in parts if part not in ("", ".")]
     while parts and parts[0] == ".." and levels:
         levels -= 1
@@ -371,24 +390,30 @@ def write_tree(path, folder):
     """Write the folders, files and links of a tree into a folder; files replace those that were there."""
     modes = []
     with open(path, "rb") as tree:
-        for entry in json.loads(tree.readline()):
-            place = os.path.join(folder, entry[1])
-            if entry[0] == "folder":
-                if not os.path.isdir(place):
-                    os.mkdir(place, 0o700)
-                    modes.append((place, entry[2]))
+        for kind, name, *details in json.loads(tree.readline()):
+            path_in_folder = os.path.join(folder, name)
+            if kind == "folder":
+                (mode,) = details
+                if not os.path.isdir(path_in_folder):
+                    os.mkdir(path_in_folder, 0o700)
+                    modes.append((path_in_folder, mode))
                 continue
-            if os.path.lexists(place):
-                os.unlink(place)
-            if entry[0] == "link":
-                os.symlink(entry[2], place)
+
+            if os.path.lexists(path_in_folder):
+                os.unlink(path_in_folder)
+            if kind == "link":
+                (target,) = details
+                os.symlink(target, path_in_folder)
                 continue
+
+            mode, size = details
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(place, flags, 0o600), "wb") as file:
-                file.write(tree.read(entry[3]))
-                os.fchmod(file.fileno(), entry[2])
-    for place, mode in reversed(modes):  # a folder may be read-only once it is complete
-        os.chmod(place, mode)
+            with open(os.open(path_in_folder, flags, 0o600), "wb") as file:
+                file.write(tree.read(size))
+                os.fchmod(file.fileno(), mode)
+
+    for path_in_folder, mode in reversed(modes):  # a folder may be read-only once it is complete
+        os.chmod(path_in_folder, mode)
 
 
 # --- the job ----------------------------------------------------------------------------------------------------
@@ -403,7 +428,8 @@ def main():
     if ctypes.CDLL(None).prctl(_NOT_DUMPABLE, 0, 0, 0, 0) != 0:
         raise RuntimeError("the runner could not protect its memory")
     if "cpu_seconds" in job:
-        resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_seconds"],) * 2)
+        cpu_seconds = job["cpu_seconds"]
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
 
     for path in job.get("remove", ()):
         remove(path)
@@ -418,11 +444,14 @@ def main():
             exit_code = 127
             err.write(f"{error}\n".encode())
             err.flush()
-        gone = end_all_processes()
+        all_ended = end_all_processes()
         result = {"exit_code": exit_code, "stdout": tail(out), "stderr": tail(err)}
+
     contents = b""
-    if not gone:
-        result["pack_problem"] = result["file_problem"] = "processes that it left kept starting others"
+    if not all_ended:
+        problem = "processes that it left kept starting others"
+        result["pack_problem"] = problem
+        result["file_problem"] = problem
     else:
         if job["read_back"]:
             result["file"], result["file_problem"] = read_back(job["root"], job["read_back"])
@@ -436,7 +465,9 @@ def main():
                 result["pack_problem"] = str(error)
             result["left_out"] = len(packer.left_out)
             result["left_out_names"] = [ascii(name)[:200] for name in packer.left_out[:SHOWN_NAMES]]
-    sys.stdout.write(f"{job['token']}{json.dumps(result)}\n{base64.b64encode(contents).decode()}\n")
+
+    encoded = base64.b64encode(contents).decode()
+    sys.stdout.write(f"{job['token']}{json.dumps(result)}\n{encoded}\n")
 
 
 if __name__ == "__main__":

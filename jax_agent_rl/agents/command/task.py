@@ -5,7 +5,7 @@ A row's ``extra_info`` names a task folder (``task``) in Harbor's format::
     task.toml          [agent] timeout_sec, [verifier] timeout_sec
     instruction.md     what the agent is asked to do
     environment/       files of the working folder; in the sandbox, a Dockerfile that only copies them
-    tests/test.sh      decides: writes /logs/verifier/reward.txt, else its exit status
+    tests/test.sh      decides: writes /logs/verifier/reward.txt; otherwise its exit status counts
 
 or holds the parts itself: ``files`` and ``tests`` (name -> text), ``verifier`` (command line of the tests).
 """
@@ -36,7 +36,6 @@ class CommandTask:
     """A task for a program.
 
     Attributes:
-        instruction: what the program is asked to do.
         files: contents by path in the working folder when the program starts.
         workdir: the absolute path under which program and tests see the working folder.
         env: further variables of the program's environment.
@@ -74,22 +73,30 @@ def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTas
     Raises:
         DataError: the task folder is incomplete or needs a container, or a part has the wrong type.
     """
-    extra = row.get("extra_info") or {}
-    asked = [text_message(message) for message in row["prompt"] if message["role"] == "user"]
-    if any(message.get("media") for message in asked):
-        raise DataError("the prompt shows images or videos, but a command reads text; put their files into the task")
-    instruction = "\n\n".join(str(message["content"]) for message in asked)
-    if extra.get("task"):
+    extra_info = row.get("extra_info") or {}
+    user_texts = []
+    for message in row["prompt"]:
+        if message["role"] != "user":
+            continue
+        message = text_message(message)
+        if message.get("media"):
+            raise DataError(
+                "the prompt shows images or videos, but a command reads text; put their files into the task"
+            )
+        user_texts.append(str(message["content"]))
+
+    if extra_info.get("task"):
         folder = task_folder(row)
         if folder is None:
-            raise DataError(f"extra_info.task must be the path of a folder, got {extra['task']!r}")
+            raise DataError(f"extra_info.task must be the path of a folder, got {extra_info['task']!r}")
         return read_harbor_task(folder, containers=containers)
+
     try:
         return CommandTask(
-            instruction=instruction,
-            files=_encoded(extra.get("files") or {}),
-            tests=_encoded(extra.get("tests") or {}),
-            verifier=tuple(shlex.split(extra.get("verifier") or "")),
+            instruction="\n\n".join(user_texts),
+            files=_encoded(extra_info.get("files") or {}),
+            tests=_encoded(extra_info.get("tests") or {}),
+            verifier=tuple(shlex.split(extra_info.get("verifier") or "")),
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise DataError(
@@ -110,20 +117,36 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
         raise DataError(f"task {folder}: {error}; a task has task.toml, instruction.md and tests/test.sh") from None
     if not (folder / "tests" / "test.sh").is_file():
         raise DataError(f"task {folder}: tests/test.sh is missing; it decides the reward")
+
     environment = folder / "environment"
-    if compose := next(environment.glob("docker-compose*"), None):
-        raise DataError(f"task {folder}: environment/{compose.name} starts several containers, which is not supported")
+    compose_files = list(environment.glob("docker-compose*"))
+    if compose_files:
+        name = compose_files[0].name
+        raise DataError(f"task {folder}: environment/{name} starts several containers, which is not supported")
+
+    # A container runs the task's image, or builds one from its Dockerfile. A sandbox has no images:
+    # it follows a Dockerfile that only copies files.
     dockerfile = environment / "Dockerfile"
+    has_dockerfile = dockerfile.is_file()
     image = settings.get("environment", {}).get("docker_image")
-    if image and not containers and not dockerfile.is_file():
-        raise DataError(f"task {folder}: docker_image={image!r} needs a container; set agent.command.container")
-    image = image if containers else None
-    is_built = dockerfile.is_file() and not image
-    files, workdir, env = {}, WORKDIR, {}
-    if is_built and not containers:
-        files, workdir, env = read_dockerfile(dockerfile)
-    elif not is_built and not image:
-        files = read_files(environment)
+    files: dict[str, bytes] = {}
+    workdir = WORKDIR
+    env: dict[str, str] = {}
+    build_context = None
+    if not containers:
+        if image and not has_dockerfile:
+            raise DataError(f"task {folder}: docker_image={image!r} needs a container; set agent.command.container")
+        image = None
+        if has_dockerfile:
+            files, workdir, env = read_dockerfile(dockerfile)
+        else:
+            files = read_files(environment)
+    elif not image:
+        if has_dockerfile:
+            build_context = environment
+        else:
+            files = read_files(environment)
+
     return CommandTask(
         instruction=instruction,
         files=files,
@@ -133,8 +156,8 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
         verifier=_HARBOR_VERIFIER,
         agent_seconds=_seconds(settings, "agent", folder),
         verifier_seconds=_seconds(settings, "verifier", folder),
-        build_context=environment if is_built and containers else None,
-        image=image,
+        build_context=build_context,
+        image=image or None,
         build_seconds=_seconds(settings, "environment", folder, "build_timeout_sec"),
     )
 
@@ -145,72 +168,92 @@ def read_dockerfile(path: Path) -> tuple[dict[str, bytes], str, dict[str, str]]:
     Raises:
         DataError: an instruction needs a container, or copies something to elsewhere.
     """
-    workdir, env, files = WORKDIR, {}, {}
+    workdir = WORKDIR
+    env: dict[str, str] = {}
+    files: dict[str, bytes] = {}
     for number, line in _instructions(path):
-        name, _, rest = line.partition(" ")
-        name, rest = name.upper(), rest.strip()
+        instruction, _, arguments = line.partition(" ")
+        instruction = instruction.upper()
+        arguments = arguments.strip()
         where = f"{path}, line {number}: {line[:80]!r}"
-        problem = _build_problem(name, rest, has_files=bool(files))
+
+        problem = _build_problem(instruction, arguments, has_files=bool(files))
         if problem:
             raise DataError(f"{where} {problem}; set agent.command.container, or choose tasks that only COPY")
-        if name == "WORKDIR":
-            workdir = str(PurePosixPath(workdir) / rest)
-        elif name == "ENV":
-            env |= _variables(rest)
-        elif name == "COPY":
-            files |= _copied(path.parent, rest, workdir, where)
+
+        if instruction == "WORKDIR":
+            workdir = str(PurePosixPath(workdir) / arguments)
+        elif instruction == "ENV":
+            env |= _variables(arguments)
+        elif instruction == "COPY":
+            files |= _copied(path.parent, arguments, workdir, where)
     return files, workdir, env
 
 
-def _build_problem(name: str, rest: str, *, has_files: bool) -> str | None:
+def _build_problem(instruction: str, arguments: str, *, has_files: bool) -> str | None:
     """Return why an instruction cannot be followed without building an image; None if it can."""
-    if name not in _NEEDS_NO_BUILD or (name == "COPY" and "--from=" in rest):
+    if instruction not in _NEEDS_NO_BUILD:
         return "builds something, which takes a container"
-    if name in ("COPY", "ENV", "WORKDIR") and "$" in rest:
+    if instruction == "COPY" and "--from=" in arguments:
+        return "builds something, which takes a container"
+    if instruction in ("COPY", "ENV", "WORKDIR") and "$" in arguments:
         return "uses a variable, which takes a container"
-    if name == "WORKDIR" and has_files:
+    if instruction == "WORKDIR" and has_files:
         return "changes the working folder after files were copied, which takes a container"
     return None
 
 
-def _variables(rest: str) -> dict[str, str]:
+def _variables(arguments: str) -> dict[str, str]:
     """Read ``KEY=value …``, or the older ``KEY value``."""
-    first, _, value = rest.partition(" ")
+    first, _, value = arguments.partition(" ")
     if "=" not in first:
         return {first: value.strip()}
-    return {name: value for name, _, value in (part.partition("=") for part in shlex.split(rest))}
+    variables = {}
+    for assignment in shlex.split(arguments):
+        name, _, value = assignment.partition("=")
+        variables[name] = value
+    return variables
 
 
 def _instructions(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line number and text of each instruction, continued lines joined."""
-    joined, begun = "", 0
+    """Yield the first line's number and the text of each instruction, with its continued lines."""
+    joined = ""
+    first_line = 0
     for number, line in enumerate(_read(path).decode().splitlines(), start=1):
-        if line.lstrip().startswith("#") or not (joined or line.strip()):
+        is_blank = not line.strip() and not joined
+        if is_blank or line.lstrip().startswith("#"):
             continue
-        begun = begun if joined else number
+        if not joined:
+            first_line = number
         joined += line.strip().removesuffix("\\")
         if not line.rstrip().endswith("\\"):
-            yield begun, joined.strip()
+            yield first_line, joined.strip()
             joined = ""
 
 
-def _copied(folder: Path, rest: str, workdir: str, where: str) -> dict[str, bytes]:
-    *sources, target = (part for part in shlex.split(rest) if not part.startswith("--"))
-    place = PurePosixPath(workdir) / target
-    if not place.is_relative_to(workdir):
-        raise DataError(f"{where} copies to {place}, outside the working folder {workdir}")
-    files: dict[str, bytes] = {}
+def _copied(folder: Path, arguments: str, workdir: str, where: str) -> dict[str, bytes]:
+    """Return the files that a COPY copies, by their paths in the working folder."""
+    *sources, target = (word for word in shlex.split(arguments) if not word.startswith("--"))
+    target_path = PurePosixPath(workdir) / target
+    if not target_path.is_relative_to(workdir):
+        raise DataError(f"{where} copies to {target_path}, outside the working folder {workdir}")
+    target_path = target_path.relative_to(workdir)
     into_folder = target.endswith(("/", ".")) or len(sources) > 1
+
+    files: dict[str, bytes] = {}
     for source in sources:
-        found = sorted(folder.glob(source)) if source not in (".", "./") else [folder]
-        if not found:
+        source_paths = [folder] if source in (".", "./") else sorted(folder.glob(source))
+        if not source_paths:
             raise DataError(f"{where}: there is no {source!r} in {folder}")
-        for one in found:
-            if one.is_dir():
-                files |= {str(place / name): data for name, data in read_files(one).items()}
+        for path in source_paths:
+            if path.is_dir():
+                for name, data in read_files(path).items():
+                    files[str(target_path / name)] = data
+            elif into_folder:
+                files[str(target_path / path.name)] = _read(path)
             else:
-                files[str(place / one.name if into_folder else place)] = _read(one)
-    return {str(PurePosixPath(name).relative_to(workdir)): data for name, data in files.items()}
+                files[str(target_path)] = _read(path)
+    return files
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -219,17 +262,13 @@ def read_files(folder: Path) -> dict[str, bytes]:
     Raises:
         DataError: a file is too large.
     """
-
-    def is_wanted(path: Path) -> bool:
-        parts = path.relative_to(folder).parts
-        return (
-            path.is_file()
-            and parts != ("Dockerfile",)
-            and not any(p.startswith(".") or p == "__pycache__" for p in parts)
-        )
-
-    paths = filter(is_wanted, sorted(folder.rglob("*")))
-    return {str(path.relative_to(folder)): _read(path) for path in paths}
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+        if path.is_file() and not is_hidden and name != Path("Dockerfile"):
+            files[str(name)] = _read(path)
+    return files
 
 
 def _read(path: Path) -> bytes:
@@ -244,7 +283,10 @@ def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def _seconds(settings: Mapping[str, Any], section: str, folder: Path, key: str = "timeout_sec") -> float | None:
+    """Return a time limit of a task's settings; None if it has none."""
     value = settings.get(section, {}).get(key)
-    if value is not None and not (isinstance(value, int | float) and value > 0):
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or value <= 0:
         raise DataError(f"task {folder}: [{section}] {key}={value!r} must be a number above 0")
     return value

@@ -35,7 +35,8 @@ from jax_agent_rl.agents.command.runner import (
 
 MAX_HEADER_BYTES = 4 << 20
 """Size of the first line of a result: two outputs, and names of the working folder's entries."""
-_FILE_MODE, _FOLDER_MODE = 0o755, 0o755
+_FILE_MODE = 0o755
+_FOLDER_MODE = 0o755
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +64,9 @@ class Entry:
     ``Entry(kind="file", name="src/main.py", data=b"print(1)")`` is a file of 8 bytes.
 
     Attributes:
-        kind: what it is.
         name: relative path, without ``..``.
         mode: permissions; none that change a user or a group.
-        data: contents of a file.
-        target: what a link holds.
+        target: the path in a link.
     """
 
     kind: Literal["folder", "file", "link"]
@@ -83,16 +82,14 @@ class Entry:
             raise ValueError(f"{self.name[:200]!a} is not a plain relative path")
         if self.mode & ~0o777:
             raise ValueError(f"{self.name!a} has mode {self.mode:o}, more than permissions")
-        if (self.data and self.kind != "file") or (bool(self.target) != (self.kind == "link")):
+        has_wrong_data = bool(self.data) and self.kind != "file"
+        has_wrong_target = bool(self.target) != (self.kind == "link")
+        if has_wrong_data or has_wrong_target:
             raise ValueError(f"{self.name!a} is a {self.kind} with what belongs to another kind")
 
 
 def file_entries(files: Mapping[str, bytes], *, folders: Sequence[str] = ()) -> list[Entry]:
-    """Return the entries of files by their paths, and of the folders that they are in.
-
-    Args:
-        files: contents by relative path.
-        folders: that exist even if they are empty.
+    """Return the entries of files by their paths, of the folders that they are in, and of further ``folders``.
 
     Raises:
         ValueError: a path is not a plain relative one, or one of them is a file and a folder.
@@ -106,16 +103,24 @@ def file_entries(files: Mapping[str, bytes], *, folders: Sequence[str] = ()) -> 
             raise ValueError(f"{name!a} is a file, and a folder of others")
 
     for folder in folders:
-        for parent in [*reversed(PurePosixPath(folder).parents[:-1]), folder]:
-            add_folder(str(parent))
+        for parent in _parents(folder):
+            add_folder(parent)
+        add_folder(folder)
+
     for path, data in files.items():
         name = str(PurePosixPath(path))
-        for parent in list(reversed(PurePosixPath(name).parents))[1:]:
-            add_folder(str(parent))
+        for parent in _parents(name):
+            add_folder(parent)
         if name in entries:
             raise ValueError(f"{name!a} is there twice")
         entries[name] = Entry(kind="file", name=name, data=data)
     return list(entries.values())
+
+
+def _parents(name: str) -> list[str]:
+    """Return the folders that a path is in, the outermost first; without the folder that it is relative to."""
+    parents = PurePosixPath(name).parents[:-1]
+    return [str(parent) for parent in reversed(parents)]
 
 
 def pack_tree(entries: Sequence[Entry]) -> bytes:
@@ -141,15 +146,15 @@ class JobResult:
     """Result of the runner.
 
     Attributes:
-        exit_code: of the command; None: it did not end in time, or the runner did not.
-        stopped: what ended the runner before its result.
-        stdout, stderr: their ends.
+        exit_code: exit status of the command; None: it did not end in time, or the runner did not.
+        stopped: what ended the runner before it printed a result.
+        stdout, stderr: the last characters of each.
         file: text of the file that was asked for; None: there is none.
-        file_problem: what is wrong with it.
+        file_problem: why that file cannot be read.
         workspace: the working folder; None: it was not asked for, or there is a problem.
-        pack_problem: why there is none.
-        left_out: how many things are not in ``workspace``: devices, links that lead elsewhere.
-        left_out_names: some of them.
+        pack_problem: why there is no working folder.
+        left_out: number of entries that ``workspace`` does not hold: devices, links that lead elsewhere.
+        left_out_names: names of some of these entries.
     """
 
     exit_code: int | None = None
@@ -188,20 +193,19 @@ def read_result(
     Args:
         printed: standard output, in which others may have printed as well.
         token: begins the runner's line.
-        stopped: description of the end of a runner that printed no result.
-        stderr: its standard error.
-        limits: of the working folder.
+        stopped: how a runner ended that printed no result.
         place: absolute path by which the program knew its working folder.
     """
-    _, found, rest = printed.rpartition(token)
-    line, _, contents = rest.partition("\n")
-    if not found:
+    _, separator, result = printed.rpartition(token)
+    if not separator:
         return JobResult(stopped=stopped, stderr=stderr[-OUTPUT_CHARACTERS:])
+
+    line, _, contents = result.partition("\n")
     if len(line) > MAX_HEADER_BYTES:
         return JobResult(stopped=f"the runner's result has {len(line)} characters, more than {MAX_HEADER_BYTES}")
     try:
         header = _Header.model_validate(json.loads(line))
-    except (ValueError, RecursionError) as error:  # pydantic's error is one, too
+    except (ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
         return JobResult(stopped=f"the runner's result cannot be read: {str(error)[:500]}")
 
     workspace = None
@@ -253,15 +257,18 @@ def _entries(listed: Sequence[Sequence[Any]], encoded: str, limits: WorkspaceLim
                 entry = Entry(kind="link", name=name, target=target)
             case _:
                 raise ValueError(f"{str(line)[:200]!a} is no entry")
+
         parent, _, _ = entry.name.rpartition("/")
         if parent not in folders:
             raise ValueError(f"{entry.name!a} is in no folder that comes before it")
+        if entry.kind == "folder":
+            folders.add(entry.name)
+
         encoded_name = os.fsencode(entry.name)
         if encoded_name in names:
             raise ValueError(f"{entry.name!a} is there twice")
         names.add(encoded_name)
-        if entry.kind == "folder":
-            folders.add(entry.name)
+
         bytes_left -= ENTRY_BYTES + len(encoded_name) + len(entry.data) + len(entry.target)
         if bytes_left < 0:
             raise ValueError(f"it has more than {limits.max_bytes} bytes")

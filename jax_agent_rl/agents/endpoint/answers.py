@@ -11,7 +11,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 from pydantic import ValidationError
@@ -43,7 +42,7 @@ class ApiAnswer(ABC):
     Attributes:
         asked: the request, as this endpoint serves it.
         end_of_stream: what is sent after the last event.
-        ping: what is sent in a pause, so that nothing between takes the connection for dead.
+        ping: what is sent in a pause, so that no proxy takes the connection for dead.
     """
 
     asked: ChatRequest | CompletionRequest
@@ -82,9 +81,6 @@ def only_turn(choices: Sequence[Piece]) -> RecordedTurn:
 class _CompletionsAnswer(ApiAnswer):
     """What answers of the two completion APIs share.
 
-    Args:
-        body: the request's JSON.
-
     Raises:
         ValidationError: a field is missing, wrong or not supported.
     """
@@ -96,8 +92,12 @@ class _CompletionsAnswer(ApiAnswer):
 
     def __init__(self, body: Any) -> None:
         self.asked: Any = self.request.model_validate(body)
-        number, now = f"{self.objects[0]}-{uuid.uuid4().hex}", int(time.time())
-        self._head = {"id": number, "object": "", "created": now, "model": self.asked.model}
+        self._head = {
+            "id": f"{self.objects[0]}-{uuid.uuid4().hex}",
+            "object": "",
+            "created": int(time.time()),
+            "model": self.asked.model,
+        }
 
     @abstractmethod
     def choice(self, codec: ChatCodec, piece: Piece) -> dict[str, Any]:
@@ -127,15 +127,24 @@ class _CompletionsAnswer(ApiAnswer):
 
     def _usage(self, choices: Sequence[Piece]) -> dict[str, Any]:
         """Return the tokens of all choices; a prompt with several choices is counted once, as OpenAI does."""
-        turns = [piece.turn for piece in sorted(choices, key=lambda piece: piece.index) if piece.turn]
-        prompts = len(self.asked.prompts) if isinstance(self.asked, CompletionRequest) else 1
-        firsts = turns[:: len(turns) // prompts]
-        prompt, completion = sum(len(t.prompt_ids) for t in firsts), sum(len(t.output.token_ids) for t in turns)
+        turns = []
+        for piece in sorted(choices, key=lambda piece: piece.index):
+            if piece.turn is not None:
+                turns.append(piece.turn)
+        completion_tokens = sum(len(turn.output.token_ids) for turn in turns)
+
+        prompt_count = 1
+        if isinstance(self.asked, CompletionRequest):
+            prompt_count = len(self.asked.prompts)
+        choices_per_prompt = len(turns) // prompt_count
+        first_choices = turns[::choices_per_prompt]
+        prompt_tokens = sum(len(turn.prompt_ids) for turn in first_choices)
+        cached_tokens = sum(turn.output.cached_tokens for turn in first_choices)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(turn.output.cached_tokens for turn in firsts)},
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
 
@@ -171,8 +180,12 @@ class ChatAnswer(_CompletionsAnswer):
             if piece.text:
                 yield self._delta(piece, {"content": piece.text})
             return
-        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
-        if calls := tool_calls(piece.turn.reply):
+
+        delta: dict[str, Any] = {}
+        if piece.text:
+            delta["content"] = piece.text
+        calls = tool_calls(piece.turn.reply)
+        if calls:
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         yield self._delta(piece, delta, self._chat_end(codec, piece.turn))
 
@@ -184,16 +197,11 @@ class ChatAnswer(_CompletionsAnswer):
         """Return the fields that end a choice, with the log-probs of all its tokens."""
         if not self.asked.logprobs:
             return self._end(turn, None)
-        content = [
-            {
-                "token": token,
-                "logprob": logprob,
-                # A part of a character stands for bytes that are not known.
-                "bytes": None if "\ufffd" in token else list(token.encode()),
-                "top_logprobs": [],
-            }
-            for token, logprob in zip(_tokens(codec, turn), turn.output.log_probs, strict=True)
-        ]
+        content = []
+        for token, logprob in zip(_tokens(codec, turn), turn.output.log_probs, strict=True):
+            # A replacement character stands for a part of a character: its bytes are not known.
+            token_bytes = None if "\ufffd" in token else list(token.encode())
+            content.append({"token": token, "logprob": logprob, "bytes": token_bytes, "top_logprobs": []})
         return self._end(turn, {"content": content, "refusal": None})
 
 
@@ -205,16 +213,24 @@ class CompletionAnswer(_CompletionsAnswer):
 
     def choice(self, codec: ChatCodec, piece: Piece) -> dict[str, Any]:
         choice = {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": None}
-        if (turn := piece.turn) is None:
+        turn = piece.turn
+        if turn is None:
             return choice
+        # 0 asks for the log-probs of the sampled tokens, without alternatives.
         if self.asked.logprobs is None or self.asked.logprobs is False:
             return choice | self._end(turn, None)
+
         tokens = _tokens(codec, turn)
+        text_offset = []
+        offset = 0
+        for token in tokens:
+            text_offset.append(offset)
+            offset += len(token)
         logprobs = {
             "tokens": tokens,
             "token_logprobs": list(turn.output.log_probs),
             "top_logprobs": None,
-            "text_offset": [0, *accumulate(map(len, tokens))][:-1],
+            "text_offset": text_offset,
         }
         return choice | self._end(turn, logprobs)
 
@@ -262,13 +278,16 @@ def _from_validation(error: ValidationError) -> ApiError:
     """Return an error with a request's first problem and the number of others."""
     problems = error.errors(include_url=False)
     first = problems[0]
-    param = place_of(first)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     message = describe_value(first)
+    if len(problems) > 1:
+        message += f" (and {len(problems) - 1} more)"
     if first["type"] == REFUSED:
-        return ApiError(400, message + more, param=first.get("ctx", {}).get("name"))
-    where = f"{param}=" if param else "the request is "
-    return ApiError(400, f"{where}{first['input']!r:.120}: {message}{more}", param=param.split(".")[0] or None)
+        return ApiError(400, message, param=first.get("ctx", {}).get("name"))
+
+    path = place_of(first)
+    where = f"{path}=" if path else "the request is "
+    param = path.split(".")[0] or None
+    return ApiError(400, f"{where}{first['input']!r:.120}: {message}", param=param)
 
 
 def _from_failure(error: JaxAgentRLError) -> ApiError:

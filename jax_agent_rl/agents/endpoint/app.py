@@ -7,7 +7,7 @@
     POST   [/sessions/<id>]/v1/completions
     POST   [/sessions/<id>]/v1/responses              OpenAI's Responses API
     POST   [/sessions/<id>]/v1/messages               Anthropic's Messages API, and …/messages/count_tokens
-    GET    /sessions             those of the request's key
+    GET    /sessions             the sessions of the request's key
     GET    /sessions/<id>        what was recorded, ids and all
     DELETE /sessions/<id>        ends it
     GET    /health
@@ -38,7 +38,15 @@ from jax_agent_rl.agents.endpoint.requests import (
     read_chat,
 )
 from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
-from jax_agent_rl.agents.endpoint.sessions import Piece, Session, SessionStore, pieces, turns
+from jax_agent_rl.agents.endpoint.sessions import (
+    Piece,
+    Session,
+    SessionStore,
+    StoredResponses,
+    choice_count,
+    pieces,
+    turns,
+)
 from jax_agent_rl.agents.session_tree import RecordedTurn, paths_to_train
 from jax_agent_rl.chat.grammar_limits import in_grammar_thread
 from jax_agent_rl.config import EndpointConfig
@@ -52,26 +60,21 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 PING_SECONDS = 15.0
-"""Silence in a stream after which a comment is sent, so that nothing between takes it for dead."""
+"""Silence in a stream after which a comment is sent, so that no proxy takes the connection for dead."""
 
 
 class Endpoint:
-    """The endpoint on one event loop, that of the engine's client.
+    """The endpoint; it runs on the event loop of the engine's client.
 
     Args:
-        store: the sessions.
         model: the name under ``/v1/models``. Sessions take any name in ``model``, as agents have theirs written down.
         adapters: LoRA adapters of the engines, served as models of their names.
-        limits: sizes, seconds and counts.
         host, port: where it listens, see :class:`HttpServer`.
-        api_key: what every request must send, but for ``/health``; None asks for nothing.
-        stateless: makes the session of one request outside sessions; None refuses them.
+        api_key: what every request must send, except for ``/health``; None asks for nothing.
+        stateless: makes the session of one request outside sessions; None refuses such requests.
         able: reads what the engines can do; a request for more is refused.
         require_engine: raises ``EngineDiedError`` when no engine is left, for ``/health``.
         engines: reads what the engines did, for ``/metrics``; None: requests alone are counted there.
-
-    Attributes:
-        server: listens and serves.
 
     Raises:
         ConfigError: an address that others can reach, without a key.
@@ -93,7 +96,8 @@ class Endpoint:
         engines: Callable[[], Awaitable[list[Metric]]] | None = None,
     ) -> None:
         self._store = store
-        self._model, self._adapters = model, tuple(adapters)
+        self._model = model
+        self._adapters = tuple(adapters)
         self._limits = limits
         self._stateless = stateless
         self._able = able
@@ -137,15 +141,17 @@ class Endpoint:
         return web.json_response({"ok": True})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        engines = await self._engines() if self._engines else []
-        standing = gauges({"server_sessions": len(self._store), "server_generations_running": self._running})
-        text = exposition_text([*engines, *self._requests.families(), *standing])
+        metrics = [] if self._engines is None else await self._engines()
+        server = gauges({"server_sessions": len(self._store), "server_generations_running": self._running})
+        text = exposition_text([*metrics, *self._requests.families(), *server])
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._known(request)
-        same = {"object": "model", "created": 0, "owned_by": "jax_agent_rl"}
-        models = [{"id": self._model, **same}, *({"id": a, "parent": self._model, **same} for a in self._adapters)]
+        common = {"object": "model", "created": 0, "owned_by": "jax_agent_rl"}
+        models = [{"id": self._model, **common}]
+        for adapter in self._adapters:
+            models.append({"id": adapter, "parent": self._model, **common})
         return web.json_response({"object": "list", "data": models})
 
     def _generates(self, kind: Callable[[Any], ApiAnswer]) -> Handler:
@@ -163,9 +169,13 @@ class Endpoint:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Count the ids of a Messages request's prompt, without sampling."""
         session = self._known(request)
-        asked = read_chat(CountTokensRequest.model_validate(await read_json(request)).chat_fields())
+        messages_request = CountTokensRequest.model_validate(await read_json(request))
+        asked = read_chat(messages_request.chat_fields())
         self._check_counts(asked, recorded=_is_recorded(request, session))
-        recorder = (session or self._unrecorded()).recorder
+
+        if session is None:
+            session = self._unrecorded()
+        recorder = session.recorder
         check_prompt(asked, recorder.context)
         count = recorder.count_prompt(
             asked.messages,
@@ -176,37 +186,41 @@ class Endpoint:
         return web.json_response({"input_tokens": count})
 
     async def _list(self, request: web.Request) -> web.Response:
-        listed = [
-            {"session_id": session.session_id, "turns": len(session.recorder.turns), "running": session.requests}
-            for session in self._store.visible_to(_api_key(request))
-        ]
-        return web.json_response({"sessions": listed})
+        sessions = []
+        for session in self._store.visible_to(_api_key(request)):
+            turn_count = len(session.recorder.turns)
+            sessions.append({"session_id": session.session_id, "turns": turn_count, "running": session.requests})
+        return web.json_response({"sessions": sessions})
 
     async def _recorded(self, request: web.Request) -> web.Response:
-        recorder = self._found(request).recorder
-        paths = paths_to_train(recorder.turns) if recorder.turns else []
-        sequences = [[_recorded_turn(turn) for turn in path] for path in paths]
+        recorder = self._require_known(request).recorder
+        sequences = []
+        if recorder.turns:
+            for path in paths_to_train(recorder.turns):
+                sequences.append([_recorded_turn(turn) for turn in path])
         return web.json_response({"session_id": recorder.session_id, "sequences": sequences})
 
     async def _end(self, request: web.Request) -> web.Response:
-        return web.json_response({"ended": self._store.end(self._found(request).session_id)})
+        session = self._require_known(request)
+        return web.json_response({"ended": self._store.end(session.session_id)})
 
     # --- what routes share ------------------------------------------------------------------------------------
 
     def _known(self, request: web.Request) -> Session | None:
         """Return the session a request names, after checking its key; None if it names none or one it may open."""
         session_id = _session_id(request)
+        key = _api_key(request)
         if session_id is not None:
-            return self._store.known(session_id, _api_key(request))
-        if (handed_out := self._store.with_key(_api_key(request))) is not None:
-            return handed_out
-        if self._stateless is None:
+            return self._store.known(session_id, key)
+        session = self._store.with_key(key)
+        if session is None and self._stateless is None:
             raise _no_session()
-        return None
+        return session
 
-    def _found(self, request: web.Request) -> Session:
+    def _require_known(self, request: web.Request) -> Session:
         """Return the session a request names, without opening one."""
-        if (session := self._known(request)) is None:
+        session = self._known(request)
+        if session is None:
             name = _session_id(request)
             raise ApiError(404, f"there is no session {name!r}; it may be over", code="session_not_found")
         return session
@@ -222,12 +236,23 @@ class Endpoint:
         body = await read_json(request)
         session = self._known(request)
         recorded = _is_recorded(request, session)
-        stored = session.responses if session else {} if recorded else None
-        answer = ResponsesAnswer(body, stored) if kind is ResponsesAnswer else kind(body)
+
+        # A response can be continued only in the session that recorded it.
+        responses: StoredResponses | None = None
+        if session is not None:
+            responses = session.responses
+        elif recorded:
+            responses = {}
+        if kind is ResponsesAnswer:
+            answer = ResponsesAnswer(body, responses)
+        else:
+            answer = kind(body)
         asked = answer.asked
         self._check_counts(asked, recorded=recorded)
+
         opened = session or self._open(request)
-        opened.responses = stored if stored is not None else opened.responses
+        if responses is not None:
+            opened.responses = responses
         try:
             check_prompt(asked, opened.recorder.context)
             if check_structure(asked, self._able()):
@@ -256,13 +281,16 @@ class Endpoint:
         return self._stateless()
 
     def _check_counts(self, asked: ChatRequest | CompletionRequest, *, recorded: bool) -> None:
-        choices = (asked.n or 1) * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
-        if choices > self._limits.max_choices:
-            limit = self._limits.max_choices
+        """Refuse too many choices, and outside sessions, a model that is not served."""
+        choices = choice_count(asked)
+        limit = self._limits.max_choices
+        if choices > limit:
             raise ApiError(400, f"{choices} choices: at most agent.endpoint.max_choices={limit}", param="n")
-        served = (self._model, *self._adapters)
-        if not recorded and asked.model not in served:
-            message = f"the model {asked.model!r} does not exist; this server has {', '.join(map(repr, served))}"
+
+        models = (self._model, *self._adapters)
+        if not recorded and asked.model not in models:
+            listed = ", ".join(map(repr, models))
+            message = f"the model {asked.model!r} does not exist; this server has {listed}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def _adapter(self, asked: ChatRequest | CompletionRequest) -> str | None:
@@ -296,21 +324,22 @@ class Endpoint:
     async def _stream(
         self, request: web.Request, session: Session, answer: ApiAnswer, sampling: SamplingParams
     ) -> web.StreamResponse:
-        """ApiAnswer with server-sent events. A failure before the first one is an answer with its own status."""
+        """Answer with server-sent events. A failure before the first one is an answer with its own status."""
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         async with aclosing(self._events(session, answer, sampling)) as events:
-            first = await anext(events)
-            response = web.StreamResponse(
-                headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-            )
+            first_event = await anext(events)
+            response = web.StreamResponse(headers=headers)
             await response.prepare(request)
-            await response.write(first.encode())
+            await response.write(first_event.encode())
             async for event in events:
                 await response.write(event.encode())
         await response.write_eof()
         return response
 
     async def _events(self, session: Session, answer: ApiAnswer, sampling: SamplingParams) -> AsyncGenerator[str, None]:
-        asked, codec = answer.asked, session.recorder.context.codec
+        """Yield the events of an answer, with pings in its pauses."""
+        asked = answer.asked
+        codec = session.recorder.context.codec
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
         choices: list[Piece] = []
         silent = True  # until something is sent, a failure can still be an answer with its own status
@@ -343,9 +372,15 @@ class Endpoint:
 
 
 def _recorded_turn(turn: RecordedTurn) -> dict[str, Any]:
-    sampled = ("token_ids", "log_probs", "policy_versions", "loss_mask")
-    output = {name: getattr(turn.output, name) for name in sampled}
-    return {"inserted_ids": turn.inserted_ids, **output, "note": turn.note}
+    output = turn.output
+    return {
+        "inserted_ids": turn.inserted_ids,
+        "token_ids": output.token_ids,
+        "log_probs": output.log_probs,
+        "policy_versions": output.policy_versions,
+        "loss_mask": output.loss_mask,
+        "note": turn.note,
+    }
 
 
 @web.middleware
@@ -395,8 +430,10 @@ async def _with_pings(stream: AsyncGenerator[Piece, None], deadline: float) -> A
     step: asyncio.Future | None = None
     try:
         while True:
-            step = step or asyncio.ensure_future(anext(stream))  # pyright: ignore[reportArgumentType]
-            await asyncio.wait({step}, timeout=min(PING_SECONDS, max(0.0, deadline - loop.time())))
+            if step is None:
+                step = asyncio.ensure_future(anext(stream))  # pyright: ignore[reportArgumentType]
+            seconds_left = max(0.0, deadline - loop.time())
+            await asyncio.wait({step}, timeout=min(PING_SECONDS, seconds_left))
             if step.done():
                 yield step.result()
                 step = None

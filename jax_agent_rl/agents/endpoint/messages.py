@@ -127,18 +127,26 @@ class CountTokensRequest(ApiRequest):
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of the equivalent chat request."""
-        system = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": _text(self.system)})
+        for message in self.messages:
+            messages += _chat_messages(message)
+
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": [*system, *(one for message in self.messages for one in _chat_messages(message))],
+            "messages": messages,
             "continue_final_message": self.messages[-1]["role"] == "assistant",
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         if self.tools:
             fields["tools"] = [_chat_tool(tool) for tool in self.tools]
-        if (choice := self.tool_choice) is not None:
-            named = {"type": "function", "function": {"name": choice.name}}
-            fields["tool_choice"] = named if choice.type == "tool" else _TOOL_CHOICES[choice.type]
+        choice = self.tool_choice
+        if choice is not None:
+            if choice.type == "tool":
+                fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+            else:
+                fields["tool_choice"] = _TOOL_CHOICES[choice.type]
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if self.output_config is not None and self.output_config.format:
             fields["response_format"] = nested_schema(self.output_config.format)
@@ -168,9 +176,6 @@ class MessagesRequest(CountTokensRequest):
 
 class MessagesAnswer(ApiAnswer):
     """The answer to one request.
-
-    Args:
-        body: the request's JSON.
 
     Attributes:
         asked: the equivalent chat request.
@@ -218,7 +223,8 @@ class MessagesAnswer(ApiAnswer):
 
     @staticmethod
     def failure(problem: ApiError) -> dict[str, Any]:
-        kind = _ERRORS.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
+        default = "api_error" if problem.status >= 500 else "invalid_request_error"
+        kind = _ERRORS.get(problem.status, default)
         return {"type": "error", "error": {"type": kind, "message": str(problem)}}
 
     ping = 'event: ping\ndata: {"type": "ping"}\n\n'
@@ -243,19 +249,20 @@ class MessagesAnswer(ApiAnswer):
         return content
 
     def _stop(self, turn: RecordedTurn) -> dict[str, Any]:
-        matched = turn.output.stop_match if turn.output.stop_match in self.asked.stops else None
-        reason = "stop_sequence" if matched else _STOP_REASONS.get(turn.reply.finish_reason, "end_turn")
-        return {"stop_reason": reason, "stop_sequence": matched}
+        if turn.output.stop_match in self.asked.stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": turn.output.stop_match}
+        reason = _STOP_REASONS.get(turn.reply.finish_reason, "end_turn")
+        return {"stop_reason": reason, "stop_sequence": None}
 
     def _block(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the events of a block that is complete."""
-        kind = block["type"]
-        empty = {"thinking": {"thinking": "", "signature": ""}, "tool_use": {"input": {}}}[kind]
-        yield self._start(block | empty)
-        if kind == "thinking":
+        if block["type"] == "thinking":
+            yield self._start(block | {"thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": block["thinking"]})
         else:
-            yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
+            arguments = json.dumps(block["input"])
+            yield self._start(block | {"input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
         yield self._end()
 
     def _start(self, block: dict[str, Any]) -> dict[str, Any]:
@@ -305,30 +312,35 @@ def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if message["role"] == "system":
         yield {"role": "system", "content": _text(content)}
         return
-    results = [block for block in content if block.get("type") == "tool_result"]
-    for block in results:
+
+    user_blocks = []
+    for block in content:
+        if block.get("type") != "tool_result":
+            user_blocks.append(block)
+            continue
         yield {
             "role": "tool",
             "tool_call_id": str(block.get("tool_use_id", "")),
             "content": _parts(block.get("content") or ""),
         }
-    if rest := [block for block in content if block.get("type") != "tool_result"]:
-        yield {"role": "user", "content": _parts(rest)}
+    if user_blocks:
+        yield {"role": "user", "content": _parts(user_blocks)}
 
 
 def _assistant_message(content: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    calls = [
-        {
-            "id": str(block.get("id", "")),
-            "type": "function",
-            "function": {"name": block.get("name"), "arguments": block.get("input") or {}},
-        }
-        for block in content
-        if block.get("type") == "tool_use"
-    ]
-    rest = [block for block in content if block.get("type") != "tool_use"]
-    message: dict[str, Any] = {"role": "assistant", "content": _parts(rest)}
-    return message | ({"tool_calls": calls} if calls else {})
+    calls = []
+    other_blocks = []
+    for block in content:
+        if block.get("type") != "tool_use":
+            other_blocks.append(block)
+            continue
+        function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+        calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
+
+    message: dict[str, Any] = {"role": "assistant", "content": _parts(other_blocks)}
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def _blocks(content: Any) -> list[dict[str, Any]]:
@@ -339,14 +351,16 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
 
 
 def _parts(content: Any) -> str | list[dict[str, Any]]:
-    """Return content as that of a chat message."""
+    """Return content as a chat message holds it."""
     if isinstance(content, str):
         return content
     return [_part(block) for block in _blocks(content)]
 
 
 def _part(block: Mapping[str, Any]) -> dict[str, Any]:
-    kind, source = block.get("type"), block.get("source")
+    """Return a block as a part of a chat message; one of another kind is refused with the message."""
+    kind = block.get("type")
+    source = block.get("source")
     if kind == "image" and isinstance(source, Mapping):
         url = source.get("url")
         if source.get("type") == "base64":
@@ -356,7 +370,8 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "text", "text": source.get("data")}
     if kind == "search_result" and isinstance(block.get("content"), list):
         return {"type": "text", "text": _text(block["content"])}
-    return {name: value for name, value in block.items() if name not in ("cache_control", "citations", "signature")}
+    without_effect = ("cache_control", "citations", "signature")
+    return {name: value for name, value in block.items() if name not in without_effect}
 
 
 def _text(system: str | Sequence[Mapping[str, Any]]) -> str:

@@ -85,19 +85,22 @@ class ApiRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, fields: Any) -> Any:
-        """Return the parameters that were given and count."""
+    def _check_parameters(cls, fields: Any) -> Any:
+        """Return the parameters that are not null; refuse some, and warn of unknown ones."""
         if not isinstance(fields, Mapping):
             return fields
-        given = {name: value for name, value in fields.items() if value is not None}
+        parameters = {name: value for name, value in fields.items() if value is not None}
+
         for name, instead in cls.REFUSED.items():
-            if name in given and given[name] not in _NEUTRAL:
+            if name in parameters and parameters[name] not in _NEUTRAL:
                 raise PydanticCustomError(
                     REFUSED, "{name} is not supported; {instead}", {"name": name, "instead": instead}
                 )
-        for name in given.keys() - cls.model_fields.keys() - cls.WITHOUT_EFFECT - cls.REFUSED.keys():
+
+        known = cls.model_fields.keys() | cls.WITHOUT_EFFECT | cls.REFUSED.keys()
+        for name in parameters.keys() - known:
             _warn_of_unknown(cls.__name__, str(name))
-        return given
+        return parameters
 
 
 def _warn_of_unknown(kind: str, name: str) -> None:
@@ -171,13 +174,16 @@ class _Sampled(ApiRequest):
     @field_validator("stop")
     @classmethod
     def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        if not all([value] if isinstance(value, str) else value or ["-"]):
+        if value == "" or (isinstance(value, list) and "" in value):
             raise ValueError("must not contain an empty string")
         return value
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """The stop strings."""
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop or ())
 
     @property
     def wants_usage(self) -> bool:
@@ -281,8 +287,12 @@ class ChatRequest(_Sampled):
 
     @property
     def limit(self) -> int | None:
-        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit]
-        return min(limits) if limits else None
+        """Maximum ids of the turn: the smaller one of the API's old and new names for it."""
+        if self.max_tokens is None:
+            return self.max_completion_tokens
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        return min(self.max_tokens, self.max_completion_tokens)
 
     @property
     def forces_call(self) -> bool:
@@ -291,7 +301,10 @@ class ChatRequest(_Sampled):
 
     @property
     def prompt_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else self.tools or []
+        """The tools that the prompt describes."""
+        if self.tools is None or self.tool_choice == "none":
+            return []
+        return self.tools
 
 
 class CompletionRequest(_Sampled):
@@ -328,7 +341,9 @@ def nested_schema(answer_format: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return another API's format of the answer as ``response_format``, which has a schema in an object of its own."""
     if answer_format.get("type") != "json_schema":
         return answer_format
-    return {"type": "json_schema", "json_schema": {k: v for k, v in answer_format.items() if k != "type"}}
+    schema = dict(answer_format)
+    del schema["type"]
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) -> None:
@@ -337,22 +352,31 @@ def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) 
     Raises:
         ApiError: the prompt is too long, empty, or has ids that the tokenizer does not know.
     """
-    max_characters = context.longest * context.codec.longest_token
+    max_ids = context.longest
+    max_characters = max_ids * context.codec.longest_token
     if isinstance(asked, ChatRequest):
-        # A message takes an id at least, and so does an image.
-        fewest = len(asked.messages) + sum(map(_images, asked.messages))
-        if fewest > context.longest or sum(map(_characters, asked.messages)) > max_characters:
+        characters = sum(_characters(message) for message in asked.messages)
+        images = sum(_images(message) for message in asked.messages)
+        min_ids = len(asked.messages) + images  # each takes at least one
+        if min_ids > max_ids or characters > max_characters:
             raise _too_long("messages", context)
         return
+
     for prompt in asked.prompts:
         if not prompt:
             raise ApiError(400, "prompt is empty", param="prompt")
-        if len(prompt) > (max_characters if isinstance(prompt, str) else context.longest):
+        if isinstance(prompt, str):
+            if len(prompt) > max_characters:
+                raise _too_long("prompt", context)
+            continue
+
+        if len(prompt) > max_ids:
             raise _too_long("prompt", context)
-        if isinstance(prompt, list) and not all(0 <= token < context.codec.vocab_size for token in prompt):
-            wrong = next(token for token in prompt if not 0 <= token < context.codec.vocab_size)
-            message = f"prompt has the id {wrong}; those of this model are 0 to {context.codec.vocab_size - 1}"
-            raise ApiError(400, message, param="prompt")
+        vocab_size = context.codec.vocab_size
+        for token_id in prompt:
+            if not 0 <= token_id < vocab_size:
+                message = f"prompt has the id {token_id}; those of this model are 0 to {vocab_size - 1}"
+                raise ApiError(400, message, param="prompt")
 
 
 def check_sampling(sampling: SamplingParams, engines: Iterable[Capabilities]) -> None:
@@ -361,15 +385,20 @@ def check_sampling(sampling: SamplingParams, engines: Iterable[Capabilities]) ->
     Raises:
         ApiError: it cannot.
     """
-    for able in engines:
-        if not able.any_sampling:
-            plain = {"temperature": sampling.temperature in (0, 1), "top_p": sampling.top_p == 1}
-            plain |= {"top_k": not sampling.top_k, "min_p": not sampling.min_p}
-            for param, is_plain in plain.items():
-                if not is_plain:
-                    message = f"{param}={getattr(sampling, param)} is not supported by this engine; leave it out"
+    for capabilities in engines:
+        if not capabilities.any_sampling:
+            supported = {
+                "temperature": sampling.temperature in (0, 1),
+                "top_p": sampling.top_p == 1,
+                "top_k": not sampling.top_k,
+                "min_p": not sampling.min_p,
+            }
+            for param, is_supported in supported.items():
+                if not is_supported:
+                    value = getattr(sampling, param)
+                    message = f"{param}={value} is not supported by this engine; leave it out"
                     raise ApiError(400, message, param=param)
-        if sampling.stop and not able.stop_strings:
+        if sampling.stop and not capabilities.stop_strings:
             raise ApiError(400, "stop is not supported by this engine; leave it out", param="stop")
 
 
@@ -391,7 +420,9 @@ def _structure_param(asked: ChatRequest | CompletionRequest) -> str | None:
         return None
     if asked.forces_call:
         return "tool_choice"
-    return None if asked.answer_schema is None else "response_format"
+    if asked.answer_schema is not None:
+        return "response_format"
+    return None
 
 
 def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str | None:
@@ -406,14 +437,19 @@ def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str 
     if asked.parallel_tool_calls is False and asked.prompt_tools and not asked.forces_call:
         message = "one call at a time is supported with a tool_choice that forces a call only; leave it out"
         raise ApiError(400, message, param="parallel_tool_calls")
-    if (param := _structure_param(asked)) is None:
+    param = _structure_param(asked)
+    if param is None:
         return None
-    tools, several = asked.prompt_tools, asked.parallel_tool_calls is not False
-    if isinstance(named := asked.tool_choice, NamedTool):
-        tools, several = [tool for tool in tools if tool["function"]["name"] == named.function.name][:1], False
-    answer = None if asked.forces_call else asked.answer_schema
+
+    tools = asked.prompt_tools
+    several_calls = asked.parallel_tool_calls is not False
+    if isinstance(asked.tool_choice, NamedTool):
+        name = asked.tool_choice.function.name
+        tools = [tool for tool in tools if tool["function"]["name"] == name][:1]
+        several_calls = False
+    answer_schema = None if asked.forces_call else asked.answer_schema
     try:
-        return codec.turn_grammar(tools=tools, several=several, answer=answer)
+        return codec.turn_grammar(tools=tools, several=several_calls, answer=answer_schema)
     except GrammarBusyError as error:
         raise ApiError(429, f"{param}: {error}", code="busy", param=param, retry=True) from None
     except GrammarError as error:
@@ -422,9 +458,15 @@ def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str 
 
 def _characters(message: Mapping[str, Any]) -> int:
     """Return the length of a message's text; other content is refused later."""
-    if isinstance(content := message.get("content"), str):
+    content = message.get("content")
+    if isinstance(content, str):
         return len(content)
-    return sum(len(text) for part in _parts(message) if isinstance(text := part.get("text"), str))
+    characters = 0
+    for part in _parts(message):
+        text = part.get("text")
+        if isinstance(text, str):
+            characters += len(text)
+    return characters
 
 
 def _images(message: Mapping[str, Any]) -> int:
@@ -433,7 +475,9 @@ def _images(message: Mapping[str, Any]) -> int:
 
 def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     content = message.get("content")
-    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    if not isinstance(content, list):
+        return []
+    return [part for part in content if isinstance(part, Mapping)]
 
 
 def _too_long(param: str, context: AgentContext) -> ApiError:

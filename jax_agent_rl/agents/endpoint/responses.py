@@ -134,7 +134,6 @@ class ResponsesAnswer(ApiAnswer):
     """The answer to one request.
 
     Args:
-        body: the request's JSON.
         stored: the session's earlier responses; this one is added, unless ``store`` is false. None outside sessions,
             where nothing is stored.
 
@@ -147,18 +146,23 @@ class ResponsesAnswer(ApiAnswer):
     """
 
     def __init__(self, body: Any, stored: StoredResponses | None = None) -> None:
-        self._request = request = ResponsesRequest.model_validate(body)
+        request = ResponsesRequest.model_validate(body)
+        self._request = request
         self._stored = stored
+
+        history: list[Message] = []
         previous = request.previous_response_id
-        if previous is not None and previous not in (stored or ()):
-            where = "in this session" if stored is not None else "outside sessions, where none is stored"
-            raise ApiError(
-                400,
-                f"there is no response {previous!r} {where}; send the conversation as input items",
-                code="previous_response_not_found",
-                param="previous_response_id",
-            )
-        history = (stored or {})[previous] if previous else []
+        if previous is not None:
+            if stored is None or previous not in stored:
+                where = "in this session" if stored is not None else "outside sessions, where none is stored"
+                raise ApiError(
+                    400,
+                    f"there is no response {previous!r} {where}; send the conversation as input items",
+                    code="previous_response_not_found",
+                    param="previous_response_id",
+                )
+            history = stored[previous]
+
         self.asked: ChatRequest | CompletionRequest = read_chat(request.chat_fields(history))
         self._history = [*history, *_chat_messages(request.input)]
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -178,7 +182,7 @@ class ResponsesAnswer(ApiAnswer):
                 items.append(_call_item(part.call))
             elif part.text:
                 items.append(_reasoning_item(part.text))
-        if not turn.reply.content and not turn.reply.tool_calls:
+        if _is_empty(turn):
             items.append(_message_item(""))
         self._store(turn)
         return self._response(codec, items, turn)
@@ -192,8 +196,7 @@ class ResponsesAnswer(ApiAnswer):
             item = _reasoning_item(piece.reasoning)  # complete, without the events of its parts
             yield self._added(item)
             yield self._done(item)
-        is_empty = piece.turn is not None and not piece.turn.reply.content and not piece.turn.reply.tool_calls
-        if piece.text or is_empty:
+        if piece.text or (piece.turn is not None and _is_empty(piece.turn)):
             yield from self._message_delta(piece.text)
         if piece.call is not None:
             yield from self._message_done()
@@ -210,9 +213,14 @@ class ResponsesAnswer(ApiAnswer):
 
     @staticmethod
     def encode(event: dict[str, Any]) -> str:
-        if "error" in event:  # an error is an event, too
+        if "error" in event:  # the body of a failure, which is an event here
             error = event["error"]
-            event = {"type": "error", **{name: error[name] for name in ("code", "message", "param")}}
+            event = {
+                "type": "error",
+                "code": error["code"],
+                "message": error["message"],
+                "param": error["param"],
+            }
         return ApiAnswer.encode(event)
 
     def _store(self, turn: RecordedTurn) -> None:
@@ -226,15 +234,26 @@ class ResponsesAnswer(ApiAnswer):
         self._stored[self._id] = [*self._history, reply]
 
     def _response(self, codec: ChatCodec, items: list[dict[str, Any]], turn: RecordedTurn | None) -> dict[str, Any]:
+        """Return the ``response`` object; ``turn`` is None while it is sampled."""
         request = self._request
-        cut = turn is not None and turn.reply.finish_reason == "length"
+        status = "completed"
+        incomplete_details = None
+        if turn is None:
+            status = "in_progress"
+        elif turn.reply.finish_reason == "length":
+            status = "incomplete"
+            incomplete_details = {"reason": "max_output_tokens"}
+
+        text_format = {"type": "text"}
+        if request.text is not None and request.text.format:
+            text_format = request.text.format
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "status": "in_progress" if turn is None else "incomplete" if cut else "completed",
+            "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": incomplete_details,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
@@ -245,7 +264,7 @@ class ResponsesAnswer(ApiAnswer):
             "reasoning": {"effort": None, "summary": None},
             "store": request.store is not False and self._stored is not None,
             "temperature": request.temperature,
-            "text": {"format": (request.text.format if request.text else None) or {"type": "text"}},
+            "text": {"format": text_format},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_p": request.top_p,
@@ -267,40 +286,52 @@ class ResponsesAnswer(ApiAnswer):
 
     def _message_delta(self, text: str) -> Iterator[dict[str, Any]]:
         if self._text is None:
-            self._text, self._message_id = "", f"msg_{uuid.uuid4().hex}"
+            self._text = ""
+            self._message_id = f"msg_{uuid.uuid4().hex}"
             item = _message_item("", self._message_id) | {"status": "in_progress", "content": []}
             yield self._added(item)
-            yield self._event("response.content_part.added", part=_text_part(""), **self._part_place())
+            yield self._event("response.content_part.added", part=_text_part(""), **self._part_indices())
         if text:
             self._text += text
-            yield self._event("response.output_text.delta", delta=text, logprobs=[], **self._part_place())
+            yield self._event("response.output_text.delta", delta=text, logprobs=[], **self._part_indices())
 
     def _message_done(self) -> Iterator[dict[str, Any]]:
         if self._text is None:
             return
         item = _message_item(self._text, self._message_id)
-        yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._part_place())
-        yield self._event("response.content_part.done", part=item["content"][0], **self._part_place())
+        yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._part_indices())
+        yield self._event("response.content_part.done", part=item["content"][0], **self._part_indices())
         yield self._done(item)
         self._text = None
 
-    def _part_place(self) -> dict[str, Any]:
+    def _part_indices(self) -> dict[str, Any]:
         return {"item_id": self._message_id, "output_index": len(self._items), "content_index": 0}
 
     def _call(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        arguments, named = item["arguments"], {"item_id": item["id"], "output_index": len(self._items)}
+        arguments = item["arguments"]
+        indices = {"item_id": item["id"], "output_index": len(self._items)}
         yield self._added(item | {"arguments": "", "status": "in_progress"})
-        yield self._event("response.function_call_arguments.delta", delta=arguments, **named)
-        yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **named)
+        yield self._event("response.function_call_arguments.delta", delta=arguments, **indices)
+        yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **indices)
         yield self._done(item)
+
+
+def _is_empty(turn: RecordedTurn) -> bool:
+    """Return whether a turn has neither text nor calls; clients expect a message then."""
+    return not turn.reply.content and not turn.reply.tool_calls
 
 
 def _reasoning_tokens(codec: ChatCodec, turn: RecordedTurn) -> int:
     """Count the ids up to the end of the reasoning text."""
-    ids, reasoning = turn.output.token_ids, turn.reply.reasoning
-    if not reasoning:
+    if not turn.reply.reasoning:
         return 0
-    return bisect.bisect_left(range(len(ids)), True, key=lambda n: reasoning.strip() in codec.decode(ids[:n]))
+    ids = turn.output.token_ids
+    reasoning = turn.reply.reasoning.strip()
+
+    def has_reasoning(length: int) -> bool:
+        return reasoning in codec.decode(ids[:length])
+
+    return bisect.bisect_left(range(len(ids)), True, key=has_reasoning)
 
 
 def _usage(codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
@@ -318,8 +349,13 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _message_item(text: str, item_id: str | None = None) -> dict[str, Any]:
-    head = {"id": item_id or f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "completed"}
-    return {**head, "content": [_text_part(text)]}
+    return {
+        "id": item_id or f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [_text_part(text)],
+    }
 
 
 def _reasoning_item(text: str) -> dict[str, Any]:
@@ -342,6 +378,7 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    # In the client's order, which the prompt shows.
     function = {key: value for key, value in tool.items() if key in ("name", "description", "parameters")}
     return {"type": "function", "function": function}
 
@@ -370,7 +407,9 @@ def _chat_messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             continue
         if kind not in ("message", "function_call", "reasoning"):
             raise ApiError(400, f"input[{number}]: items of type {kind!r} are not supported", param="input")
-        if not previous_kind or kind == previous_kind == "message":
+
+        starts_turn = previous_kind == "" or (kind == "message" and previous_kind == "message")
+        if starts_turn:
             messages.append({"role": "assistant", "content": ""})
         previous_kind = kind
         turn = messages[-1]
@@ -388,7 +427,9 @@ def _chat_messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 
 def _joined_text(content: Any, number: int) -> str:
     parts = _parts(content, number)
-    return parts if isinstance(parts, str) else "".join(part.get("text", "") for part in parts)
+    if isinstance(parts, str):
+        return parts
+    return "".join(part.get("text", "") for part in parts)
 
 
 def _parts(content: Any, number: int) -> str | list[dict[str, Any]]:

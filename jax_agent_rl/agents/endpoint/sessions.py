@@ -25,7 +25,7 @@ from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.ids import check_safe_id
 
 StoredResponses = dict[str, list[dict[str, Any]]]
-"""Of the Responses API: the conversation up to and including each response, by the response's id."""
+"""The conversation up to and including each response of the Responses API, by the response's id."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -34,13 +34,12 @@ class Session:
 
     Attributes:
         session_id: part of the path of its requests.
-        recorder: where they go.
         api_key: what its client must send; None asks for nothing.
-        sampling: how the policy samples.
-        free_sampling: whether requests choose temperature, top_p, top_k, min_p and seed. In training they do not: the
-            learner's log-probs are those of the run's own settings, so what an agent asks for is set aside.
-        tasks: generations that are running; they end with the session.
-        requests: that are running.
+        free_sampling: whether requests choose temperature, top_p, top_k, min_p and seed. In training
+            they do not: the learner computes log-probs with the run's own settings, so an agent's
+            wishes are set aside.
+        tasks: running generations; they end with the session.
+        requests: number of running requests.
         last_used: when the last request came or went.
         responses: conversations that ``previous_response_id`` can continue.
     """
@@ -55,10 +54,12 @@ class Session:
     last_used: float = 0.0
     responses: StoredResponses = field(default_factory=dict)
 
-    def check_key(self, given: str) -> None:
+    def check_key(self, key: str) -> None:
         """Raise ApiError 401 unless the key is right."""
-        if self.api_key is not None and not hmac.compare_digest(self.api_key.encode(), given.encode()):
-            raise ApiError(401, "the API key is not that of this session", code="invalid_api_key")
+        if self.api_key is None:
+            return
+        if not hmac.compare_digest(self.api_key.encode(), key.encode()):
+            raise ApiError(401, "the API key does not belong to this session", code="invalid_api_key")
 
     def sampling_for(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
         """Return how to sample one request; the recorder derives each choice's seed.
@@ -67,17 +68,24 @@ class Session:
             ApiError: it demands a structure that there is no grammar for.
         """
         grammar = grammar_of(request, self.recorder.context.codec)
-        limit = self.sampling.max_tokens if request.limit is None else min(request.limit, self.sampling.max_tokens)
+        max_tokens = self.sampling.max_tokens
+        if request.limit is not None:
+            max_tokens = min(max_tokens, request.limit)
         try:
-            sampling = replace(self.sampling, max_tokens=limit, stop=request.stops, grammar=grammar)
+            sampling = replace(self.sampling, max_tokens=max_tokens, stop=request.stops, grammar=grammar)
         except ValueError as error:
             raise ApiError(400, str(error), param="stop") from None
         if not self.free_sampling:
             return sampling
-        wanted: dict[str, Any] = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}
-        wanted["min_p"] = request.min_p
-        wanted["top_k"] = None if request.top_k is None else max(0, request.top_k)
-        return replace(sampling, **{key: value for key, value in wanted.items() if value is not None})
+
+        wishes: dict[str, Any] = {}
+        for name in ("temperature", "top_p", "seed", "min_p", "top_k"):
+            value = getattr(request, name)
+            if value is not None:
+                wishes[name] = value
+        if "top_k" in wishes:
+            wishes["top_k"] = max(0, wishes["top_k"])  # vLLM's -1 for all tokens is 0 here
+        return replace(sampling, **wishes)
 
     def close(self) -> None:
         """End its requests and forget where its KV lives."""
@@ -90,10 +98,9 @@ class SessionStore:
     """Sessions by id.
 
     Args:
-        max_sessions: maximum open sessions.
         ttl: seconds after which an idle session that a client opened is forgotten.
-        create: makes the session of an id that a client names first, for its key; None knows only what :meth:`add`
-            was given.
+        create: makes the session of a new id for the key of the client that names it; with None there
+            are only the sessions that :meth:`add` was given.
         clock: seconds.
     """
 
@@ -144,9 +151,10 @@ class SessionStore:
         """Return the session that was handed out with this key; None where clients open sessions."""
         if self._create is not None or not key:
             return None
-        given = key.encode()
         for session in self._sessions.values():
-            if session.api_key is not None and hmac.compare_digest(session.api_key.encode(), given):
+            if session.api_key is None:
+                continue
+            if hmac.compare_digest(session.api_key.encode(), key.encode()):
                 return session
         return None
 
@@ -156,7 +164,8 @@ class SessionStore:
         Raises:
             ApiError: the id is not allowed, or there are too many.
         """
-        if (session := self.known(session_id, key)) is not None:  # another request was faster
+        session = self.known(session_id, key)
+        if session is not None:  # another request was faster
             return session
         try:
             check_safe_id(session_id)
@@ -173,9 +182,10 @@ class SessionStore:
         return [session for session in self._sessions.values() if session.api_key in (None, key)]
 
     def full(self, session: Session, max_ids: int) -> bool:
-        """Return whether a kept session has recorded ``max_ids`` ids, each context counted in full."""
-        kept = session.session_id in self._sessions and self._create is not None
-        return kept and sum(len(turn.context_ids) for turn in session.recorder.turns) >= max_ids
+        """Return whether a session that a client opened has recorded ``max_ids`` ids, each context counted in full."""
+        if self._create is None or session.session_id not in self._sessions:
+            return False
+        return sum(len(turn.context_ids) for turn in session.recorder.turns) >= max_ids
 
     def used(self, session: Session) -> None:
         """Record the end of a request; drop the session after a failed or single request."""
@@ -201,7 +211,7 @@ class SessionStore:
             self.end(session_id)
 
     def _forget_idle(self) -> None:
-        """End idle sessions that clients opened; those of agent loops end with their trajectory."""
+        """End idle sessions that clients opened; sessions of agent loops end with their trajectory."""
         if self._create is None:
             return
         now = self._clock()
@@ -212,14 +222,13 @@ class SessionStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Something of one choice.
+    """New content of one choice.
 
     Attributes:
-        index: of the choice.
-        text: new text.
-        turn: with the last piece, the turn.
-        reasoning: new, before that text.
-        call: new, without text or reasoning.
+        index: number of the choice.
+        turn: the complete turn, with its last piece.
+        reasoning: comes before ``text``.
+        call: a call, without text or reasoning.
     """
 
     index: int
@@ -267,13 +276,20 @@ async def _sample(
     else:
         prompt = request.prompts[index // (request.n or 1)]
         turn = await recorder.complete(prompt, on_text=on_text if is_streamed else None, **options)
-    if request.stream:
-        if not is_streamed:  # nothing of it was sent yet
-            for part in turn.reply.parts:
-                emit(Piece.of_part(part, index))
-        emit(Piece(index=index, text="", turn=turn))
-    else:
+
+    if not request.stream:
         emit(Piece(index=index, text=turn.reply.content, turn=turn, reasoning=turn.reply.reasoning))
+        return
+    if not is_streamed:  # nothing of it was sent yet
+        for part in turn.reply.parts:
+            emit(Piece.of_part(part, index))
+    emit(Piece(index=index, text="", turn=turn))
+
+
+def choice_count(request: ChatRequest | CompletionRequest) -> int:
+    """Return how many choices a request asks for, of all its prompts."""
+    prompt_count = len(request.prompts) if isinstance(request, CompletionRequest) else 1
+    return (request.n or 1) * prompt_count
 
 
 async def pieces(
@@ -286,26 +302,26 @@ async def pieces(
     """Run all choices concurrently; the first failure ends the others.
 
     Args:
-        session: the client's session.
-        request: the request.
-        sampling: what :meth:`Session.sampling_for` made of it.
+        sampling: what :meth:`Session.sampling_for` made of the request.
         adapter: LoRA adapter to sample with; None is the session's.
 
     Raises:
         JaxAgentRLError: a generation failed.
         ApiError: the session ended.
     """
-    count = (request.n or 1) * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+    # Each task puts its pieces into the queue, and at last itself.
     queue: asyncio.Queue[Piece | asyncio.Task] = asyncio.Queue()
-    tasks = [
-        asyncio.create_task(_sample(session, request, sampling, i, queue.put_nowait, adapter)) for i in range(count)
-    ]
-    session.tasks.update(tasks)
-    for task in tasks:
+    tasks = []
+    for index in range(choice_count(request)):
+        sample = _sample(session, request, sampling, index, queue.put_nowait, adapter)
+        task = asyncio.create_task(sample)
         task.add_done_callback(queue.put_nowait)
+        tasks.append(task)
+    session.tasks.update(tasks)
+
     try:
-        done = 0
-        while done < count:
+        running = len(tasks)
+        while running:
             event = await queue.get()
             if isinstance(event, Piece):
                 yield event
@@ -313,7 +329,7 @@ async def pieces(
             if event.cancelled():
                 raise ApiError(503, "the session ended while the request was running", code="session_ended")
             event.result()  # raises what the choice raised
-            done += 1
+            running -= 1
     finally:
         for task in tasks:
             task.cancel()
@@ -329,6 +345,9 @@ async def turns(
     adapter: str | None = None,
 ) -> list[Piece]:
     """Return all choices, complete and in order."""
+    complete = []
     async with aclosing(pieces(session, request, sampling, adapter=adapter)) as stream:
-        whole = [piece async for piece in stream if piece.turn is not None]
-    return sorted(whole, key=lambda piece: piece.index)
+        async for piece in stream:
+            if piece.turn is not None:
+                complete.append(piece)
+    return sorted(complete, key=lambda piece: piece.index)

@@ -24,16 +24,19 @@ def fork(turns: int, tokens: int = 0, parent: str = "g-0") -> Fork:
 
 def test_whole_turns_are_taken_over_as_they_are():
     prefix = Prefix.of(PARENT, fork(1))
-    assert prefix.turns == PARENT.turns[:1] and prefix.begun is None
+    assert prefix.turns == PARENT.turns[:1] and prefix.partial_turn is None
     assert prefix.context_ids == [3, 4, 10, 11, 7]
     assert [m["content"] for m in prefix.messages] == list("01234")
 
 
 def test_of_a_turn_that_is_cut_the_first_ids_keep_their_log_probs():
     prefix = Prefix.of(PARENT, fork(1, 1))
-    assert prefix.begun is not None
-    assert (prefix.begun.token_ids, prefix.begun.log_probs, prefix.begun.policy_versions) == ((20,), (-0.3,), (0,))
-    assert prefix.begun.stop_reason is StopReason.ABORTED
+    partial_turn = prefix.partial_turn
+    assert partial_turn is not None
+    assert partial_turn.token_ids == (20,)
+    assert partial_turn.log_probs == (-0.3,)
+    assert partial_turn.policy_versions == (0,)
+    assert partial_turn.stop_reason is StopReason.ABORTED
     assert prefix.context_ids == [3, 4, 10, 11, 7], "they belong to a turn that is not over"
 
 

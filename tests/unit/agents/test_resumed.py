@@ -52,7 +52,14 @@ class Streaming(BatchingEngine):
 
 def through_a_checkpoint(prefix: Prefix | None) -> Prefix:
     record = GroupRecord(running={3: lambda: prefix})
-    return GroupRecord.restore(json.loads(json.dumps(record.state()))).begun[3]
+    return GroupRecord.restore(json.loads(json.dumps(record.state()))).partial[3]
+
+
+def test_a_prefix_keeps_its_keys_in_checkpoints():
+    prefix = Prefix(fork=None, prompt_ids=(1,), prompt_media={}, turns=(), partial_turn=None, messages=())
+    state = GroupRecord(running={3: lambda: prefix}).state()
+    expected = {"fork", "prompt_ids", "prompt_media", "turns", "begun", "messages"}
+    assert set(state["begun"]["3"]) == expected, "an earlier version's checkpoint can be resumed"
 
 
 async def resume(it: AgentHarness, prefix: Prefix, trajectory_id: str) -> Trajectory:
@@ -145,7 +152,7 @@ async def test_a_turn_that_was_not_answered_is_answered_and_not_sampled_again(se
         prompt_ids=prefix.prompt_ids,
         prompt_media={},
         turns=prefix.turns[:1],
-        begun=prefix.turns[1].output,
+        partial_turn=prefix.turns[1].output,
         messages=prefix.messages_before(1),
     )
     again = with_tools(server)

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from jax_agent_rl.agents.command.containers import _LIBRARIES, _PROBE, ImagePlaces
+from jax_agent_rl.agents.command.containers import _LIBRARIES, _LIST_PATHS, ProtectedPaths
 
-PLACES = ImagePlaces(
+PATHS = ProtectedPaths(
     python="/usr/bin/python3.12",
     version=(3, 12),
     commands=frozenset({"/usr/bin", "/usr/local/bin"}),
@@ -49,7 +49,7 @@ PLACES = ImagePlaces(
 )
 def test_a_change_of_what_tests_run_on_is_forbidden(change):
     honest = "C /etc\nA /etc/left\nC /usr/lib/python3\n"
-    assert PLACES.forbidden(honest + change + "\nA /work/a", "/work") == [change]
+    assert PATHS.forbidden(honest + change + "\nA /work/a", "/work") == [change]
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,17 @@ def test_a_change_of_what_tests_run_on_is_forbidden(change):
     ],
 )
 def test_other_changes_are_what_the_tests_are_about(change):
-    assert PLACES.forbidden(change, "/work") == []
+    assert PATHS.forbidden(change, "/work") == []
 
 
 def test_a_task_may_work_anywhere():
-    assert PLACES.forbidden("A /conftest.py\nA /setup.cfg", "/") == []
-    assert PLACES.forbidden("A /usr/lib/mine/x", "/usr/lib/mine") == []
-    assert PLACES.forbidden("A /usr/lib/mine/x", "/") == ["A /usr/lib/mine/x"]
+    assert PATHS.forbidden("A /conftest.py\nA /setup.cfg", "/") == []
+    assert PATHS.forbidden("A /usr/lib/mine/x", "/usr/lib/mine") == []
+    assert PATHS.forbidden("A /usr/lib/mine/x", "/") == ["A /usr/lib/mine/x"]
 
 
 def test_a_name_with_a_line_break_hides_nothing():
-    assert PLACES.forbidden("A /usr/lib/a\nA /tmp/b", "/work") == ["A /usr/lib/a"]
+    assert PATHS.forbidden("A /usr/lib/a\nA /tmp/b", "/work") == ["A /usr/lib/a"]
 
 
 def test_the_probe_finds_the_interpreter_its_modules_and_commands(tmp_path):
@@ -92,12 +92,12 @@ def test_the_probe_finds_the_interpreter_its_modules_and_commands(tmp_path):
     (tmp_path / "second").symlink_to(tmp_path / "third")
     (tmp_path / "own" / "stays").symlink_to("inside")
     env = {"PATH": f"{os.path.dirname(sys.executable)}:/usr/bin", "PYTHONPATH": f"relative:{tmp_path / 'own'}"}
-    command = [sys.executable, "-I", "-c", _PROBE, f'["{_LIBRARIES[0]}"]']
+    command = [sys.executable, "-I", "-c", _LIST_PATHS, f'["{_LIBRARIES[0]}"]']
     found = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
-    places = ImagePlaces.model_validate_json(found)
-    assert places.version == sys.version_info[:2]
-    assert places.python == sys.executable and "/usr/bin" in places.commands and "ls" in places.names
-    assert {str(tmp_path / "own"), os.path.dirname(os.__file__)} <= places.libraries
-    assert {str(tmp_path / "second"), str(tmp_path / "third")} <= places.targets
-    assert str(tmp_path / "own" / "inside") not in places.targets
-    assert str(tmp_path / "own" / "inside") in places.folders and "relative" not in places.libraries
+    paths = ProtectedPaths.model_validate_json(found)
+    assert paths.version == sys.version_info[:2]
+    assert paths.python == sys.executable and "/usr/bin" in paths.commands and "ls" in paths.names
+    assert {str(tmp_path / "own"), os.path.dirname(os.__file__)} <= paths.libraries
+    assert {str(tmp_path / "second"), str(tmp_path / "third")} <= paths.targets
+    assert str(tmp_path / "own" / "inside") not in paths.targets
+    assert str(tmp_path / "own" / "inside") in paths.folders and "relative" not in paths.libraries
