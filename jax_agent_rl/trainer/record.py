@@ -222,9 +222,8 @@ def staleness_record(groups: Sequence[Group], version: int) -> dict[str, Any]:
     """
     trajectories = all_trajectories(groups)
     tokens_by_age: Counter[int] = Counter()
-    for token_version in versions(trajectories):
-        tokens_by_age[version - token_version] += 1
-
+    for token_version, count in Counter(versions(trajectories)).items():
+        tokens_by_age[version - token_version] = count
     return {
         "staleness_mean": _mean_age(tokens_by_age),
         "staleness_max": max(tokens_by_age, default=0),
