@@ -203,7 +203,7 @@ class AgreementWatch:
         trajectories = trajectories_with(groups, versions)[:MAX_OLDER_TRAJECTORIES]
         if not trajectories:
             return NOTHING_COMPARED
-        previous_params = learner.trained_before()
+        previous_params = learner.previous_trained()
         if previous_params is None:
             return NOTHING_COMPARED
 
@@ -248,7 +248,7 @@ class AgreementWatch:
             def packed() -> Sequence[Context]:
                 """Score the whole step again, packed as it is trained on."""
                 programs_before = learner.programs_compiled
-                params = learner.trained_before() if uses_previous_params else None
+                params = learner.previous_trained() if uses_previous_params else None
                 logprobs = learner.logprobs(groups, trained=params)
                 self.programs += learner.programs_compiled - programs_before
                 return collect_contexts(groups, versions.since, logprobs, before=versions.before)

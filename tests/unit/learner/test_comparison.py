@@ -72,7 +72,13 @@ def test_an_infinite_gap_is_a_breach_and_what_is_no_number_is_left_to_the_update
 
 def learner(*, algorithm: dict | None = None, **config) -> Learner:
     settings = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | config)
-    return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm or {}), config=settings, temperature=1.0)
+    return Learner(
+        TINY,
+        tiny_params(),
+        algorithm=AlgorithmConfig(**algorithm or {}),
+        config=settings,
+        temperature=1.0,
+    )
 
 
 def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
@@ -144,19 +150,22 @@ def test_a_breach_cancels_the_step_and_raises_once_it_is_given_up():
             with cancellation.update():
                 raise AssertionError("the step is cancelled")
     assert caught.value is refusal and check.since == 3
-    with pytest.raises(StepCancelled), cancel_on_breach(AgreementCheck(since=0, inspect=refuse), cancellation):
+    with (
+        pytest.raises(StepCancelled),
+        cancel_on_breach(AgreementCheck(since=0, inspect=refuse), cancellation),
+    ):
         cancellation.check()  # cancelled by somebody else
 
 
 @pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"lr_warmup_steps": 50}], ids=str)
 def test_the_parameters_before_the_last_update_come_back(settings):
     made = learner(**settings)
-    assert made.params_before() is None
+    assert made.previous_params() is None
     made.update(random_groups(1))
     before = jax.device_get(made.params)
     made.update(random_groups(2))
     moved = max(float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True))
-    back = made.params_before()
+    back = made.previous_params()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before)
 
 
@@ -169,7 +178,7 @@ def test_a_step_without_an_update_does_not_change_what_comes_back():
     moved = max(float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True))
     masked = random_groups(3)
     made.update(masked, masked={t.trajectory_id for group in masked for t in group.trajectories})
-    back = made.params_before()
+    back = made.previous_params()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before)
 
 
