@@ -1,4 +1,6 @@
-"""Several LoRA adapters in training over one frozen model: each is a policy with an optimizer of its own.
+"""Several LoRA adapters in training over one frozen model.
+
+Each is a policy with an optimizer of its own.
 
 ::
 

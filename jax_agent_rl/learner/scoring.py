@@ -174,13 +174,17 @@ class Scorer:
     def reference(self, weights: Weights, batch: Batch) -> RefScores:
         """Return what the KL to a reference with these weights reads, for each trajectory.
 
-        Log-probs as :meth:`logprobs`; with ``algorithm.kl.top_k`` the likeliest ids at its tokens
-        with loss, int32 [S, k], and their log-probs, float32.
+        Usually these are log-probs, as :meth:`logprobs` returns them. With ``algorithm.kl.top_k``
+        they are the likeliest ids at its tokens with loss, int32 [S, k], and their log-probs,
+        float32.
         """
         if not self._programs.objective.kl_top_k:
             return self.logprobs(weights, batch)
-        parts = zip(*self._run(self._programs.likeliest, weights, batch), strict=True)
-        ids, logprobs = (batch.gather_targets(stack(part, batch.target_id.shape)) for part in parts)
+
+        results = self._run(self._programs.likeliest, weights, batch)
+        shape = batch.target_id.shape
+        ids = batch.gather_targets(stack([ids for ids, _ in results], shape))
+        logprobs = batch.gather_targets(stack([logprobs for _, logprobs in results], shape))
         return list(zip(ids, logprobs, strict=True))
 
     def values(self, weights: Weights, batch: Batch) -> list[np.ndarray]:
