@@ -43,8 +43,8 @@ _bound: Callable[..., Any] = functools.lru_cache(maxsize=256)(functools.partial)
 def bind(function: Callable[..., Any], *args: Any, **keywords: Any) -> Callable[..., Any]:
     """Return ``functools.partial`` of hashable arguments: the same object for the same ones.
 
-    JAX finds what it has traced and compiled by the function: learners of one configuration share their programs. What
-    these compute must follow from ``function`` and its arguments alone.
+    JAX finds what it has traced and compiled by the function: learners of one configuration share
+    their programs. What these compute must follow from ``function`` and its arguments alone.
     """
     return _bound(function, *args, **keywords)
 
@@ -68,17 +68,18 @@ class UpdatePrograms:
         everywhere: sharding of scalars.
         optimizer: its configuration.
         rate: the learning rate, a function of the number of finished training steps.
-        loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches, ``max`` takes the
-            largest.
+        loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches,
+            ``max`` takes the largest.
 
     Attributes:
-        places: the sharding of every array of a :class:`TrainState`.
-        everywhere: that of scalars.
+        state_shardings: the sharding of every array of a :class:`TrainState`.
+        everywhere: the sharding of scalars.
         init: parameters (donated) to the first state.
         zeros: parameters to gradients of zero.
-        accumulate: parameters, frozen ones, gradients (donated) and a micro-batch to gradients and statistics.
-        apply: a state (donated), gradients and the number of finished training steps to the next state, the
-            gradients' norm, whether that was finite, and the learning rate.
+        accumulate: parameters, frozen ones, gradients (donated) and a micro-batch to gradients and
+            statistics.
+        apply: a state (donated), gradients and the number of finished training steps to the next
+            state, the gradients' norm, whether that was finite, and the learning rate.
         compiled_apply: ``apply`` once compiled.
         widths: lengths of the rows that ``accumulate`` has run for, each with a program of its own.
     """
@@ -96,10 +97,11 @@ class UpdatePrograms:
     ) -> None:
         check_patterns(optimizer, params)
         transformation = make_optimizer(optimizer, 0.0)  # the rate is no part of its state
-        # Output shardings are those of the inputs they replace: a call never compiles for its own result.
+        # Output shardings are those of the inputs they replace: a call never compiles for its own
+        # result.
         self.everywhere = everywhere
-        self.places = _state_shardings(transformation, params, shardings, everywhere)
-        self.init = jax.jit(bind(_init, optimizer), out_shardings=self.places, donate_argnums=0)
+        self.state_shardings = _state_shardings(transformation, params, shardings, everywhere)
+        self.init = jax.jit(bind(_init, optimizer), out_shardings=self.state_shardings, donate_argnums=0)
         self.zeros = jax.jit(_zeros, out_shardings=shardings)
         self.accumulate = jax.jit(
             bind(_accumulate, loss, view),
@@ -110,7 +112,7 @@ class UpdatePrograms:
         self.apply = jax.jit(
             bind(apply_update, optimizer, rate),
             donate_argnums=(0,),
-            out_shardings=(self.places, everywhere, everywhere, everywhere),
+            out_shardings=(self.state_shardings, everywhere, everywhere, everywhere),
         )
         self.compiled_apply: jax.stages.Compiled | None = None
         self.widths: set[int] = set()
@@ -124,7 +126,10 @@ _ON_SPARSE_CORES = {
     # Products take whole weights: in windows they would sum up in memory, and wait for each part.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
 }
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"TPU v5": _ON_SPARSE_CORES, "TPU v6 lite": _ON_SPARSE_CORES}
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "TPU v5": _ON_SPARSE_CORES,
+    "TPU v6 lite": _ON_SPARSE_CORES,
+}
 """Options of gradients by kind of device: sparse cores exchange weights and gradients beside the products."""
 
 
@@ -136,7 +141,8 @@ def exchange_options(mesh: Any) -> dict[str, Any]:
 class OptimizedParams:
     """One model in training: parameters, optimizer state, updates by the programs of both, and the guard of these.
 
-    What is counted of a model's updates is counted here, so that no other model, finite or not, changes it.
+    What is counted of a model's updates is counted here, so that no other model, finite or not,
+    changes it.
 
     Args:
         params: initial parameters; copied.
@@ -148,10 +154,10 @@ class OptimizedParams:
     Attributes:
         state: its buffers are donated by :meth:`apply`.
         frozen: as given.
-        nonfinite_steps: training steps in a row in which every update of this model had a non-finite gradient; part of
-            a checkpoint, see :class:`LearnerState`.
-        applied_rate: learning rate of the last update that was applied; None before the first, and after a checkpoint
-            was loaded.
+        nonfinite_steps: training steps in a row in which every update of this model had a
+            non-finite gradient; part of a checkpoint, see :class:`LearnerState`.
+        applied_rate: learning rate of the last update that was applied; None before the first, and
+            after a checkpoint was loaded.
     """
 
     def __init__(
@@ -164,7 +170,7 @@ class OptimizedParams:
         section: str = "learner",
     ) -> None:
         # A copy: the buffers are donated, so they must be our own.
-        self.state: TrainState = programs.init(jax.tree.map(place, params, programs.places.params))
+        self.state: TrainState = programs.init(jax.tree.map(place, params, programs.state_shardings.params))
         self.frozen = frozen
         self.nonfinite_steps = 0
         self.applied_rate: float | None = None
@@ -258,7 +264,11 @@ def _accumulate(
 
 
 def apply_update(
-    config: OptimizerSection, schedule: optax.Schedule, state: TrainState, gradients: Params, step: jax.Array
+    config: OptimizerSection,
+    schedule: optax.Schedule,
+    state: TrainState,
+    gradients: Params,
+    step: jax.Array,
 ) -> tuple[TrainState, jax.Array, jax.Array, jax.Array]:
     """Run the optimizer on traced arrays; a gradient that is not finite changes nothing.
 
@@ -298,7 +308,10 @@ def _state_shardings(optimizer: optax.GradientTransformation, params: Params, sh
 
 
 def _merge(a: Statistics, b: Statistics) -> Statistics:
-    return {"sum": jax.tree.map(jnp.add, a["sum"], b["sum"]), "max": jax.tree.map(jnp.maximum, a["max"], b["max"])}
+    return {
+        "sum": jax.tree.map(jnp.add, a["sum"], b["sum"]),
+        "max": jax.tree.map(jnp.maximum, a["max"], b["max"]),
+    }
 
 
 @jax.tree_util.register_dataclass
@@ -334,7 +347,11 @@ class HostState:
         leaves, self._tree = jax.tree.flatten(state)
         # Of each array its shape, its sharding, and its shards by their bounds.
         self._arrays = [
-            (x.shape, x.sharding, {_bounds(shard.index): np.array(shard.data) for shard in x.addressable_shards})
+            (
+                x.shape,
+                x.sharding,
+                {_bounds(shard.index): np.array(shard.data) for shard in x.addressable_shards},
+            )
             for x in leaves
         ]
 
