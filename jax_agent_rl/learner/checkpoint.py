@@ -124,7 +124,10 @@ class Checkpointer:
         return holds
 
     def check(self) -> None:
-        """Raise CheckpointError if a save in the background has failed, on any process; never wait."""
+        """Raise CheckpointError if a save has failed in the background, on any process.
+
+        It never waits.
+        """
         with self._writing():
             if self._shared is not None:
                 self._shared.check()

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def located(folder: Path | str) -> Path | epath.Path:
-    """Return the absolute path of a folder of checkpoints; one with a scheme (``gs://…``) is in a bucket."""
+    """Return the absolute path of a folder of checkpoints.
+
+    One with a scheme (``gs://…``) is in a bucket.
+    """
     if "://" not in str(folder):
         return Path(folder).resolve()
     from etils import epath
@@ -24,7 +27,9 @@ def located(folder: Path | str) -> Path | epath.Path:
 
 
 def complete_steps(folder: Path | str) -> list[int]:
-    """Return the steps of all complete checkpoints in a folder, ascending; none if it does not exist.
+    """Return the steps of all complete checkpoints in a folder, ascending.
+
+    There are none if it does not exist.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -30,8 +30,8 @@ PerTerm = list[np.ndarray]
 """For each trajectory of the step one number per sampled token, [S]."""
 
 Candidates = Sequence[tuple[np.ndarray, np.ndarray]]
-"""For each trajectory the reference's k likeliest ids at each sampled token, int32 [S, k], and their
-log-probs."""
+"""For each trajectory the reference's k likeliest ids at every sampled token, int32 [S, k], and
+their log-probs."""
 
 RefScores = Sequence[np.ndarray] | Candidates
 

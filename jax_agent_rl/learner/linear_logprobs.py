@@ -51,9 +51,10 @@ def linear_logprobs(
     support: jax.Array | None = None,
     candidates: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Log-prob of each token and entropy of its distribution, ``softmax(hidden @ head.T / temperature)``.
+    """Return the log-prob of each token, and the entropy of its distribution.
 
-    All results are differentiable in ``hidden`` and ``head``.
+    The distribution is ``softmax(hidden @ head.T / temperature)``. All results are differentiable
+    in ``hidden`` and ``head``.
 
     Args:
         hidden: [C, N, D].
@@ -307,7 +308,9 @@ def linear_top_k(
     vocab_shards: int = 1,
     support: jax.Array | None = None,
 ) -> Arrays:
-    """Return each token's k likeliest ids, int32 [C, N, k], the likeliest first, and their log-probs, float32.
+    """Return each token's k likeliest ids and their log-probs, the likeliest first.
+
+    They are int32 and float32 [C, N, k].
 
     Args:
         hidden: [C, N, D].
@@ -384,7 +387,10 @@ def _over_chunks(
 
 
 def _blocks(head: jax.Array, shards: int) -> Arrays:
-    """Return the head [n, B, D], zero-padded, and the ids of its rows [n, B]. A block takes from every shard."""
+    """Return the head [n, B, D], zero-padded, and the ids of its rows [n, B].
+
+    A block has rows of every shard.
+    """
     count = -(-len(head) // (BLOCK * shards))
     padded = jnp.pad(head, ((0, -len(head) % (count * shards)), (0, 0)))
     ids = jnp.arange(len(padded), dtype=jnp.int32)

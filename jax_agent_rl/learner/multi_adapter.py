@@ -75,7 +75,10 @@ class MultiAdapterLearner:
         return learner.merged(jax.tree.map(jnp.zeros_like, learner.trained))
 
     def averaged(self) -> MultiAdapterLearner:
-        """Return a learner with the moving averages as :attr:`adapters`; valid until the next update."""
+        """Return a learner with the moving averages as :attr:`adapters`.
+
+        It is valid until the next update.
+        """
         averaged = copy.copy(self)
         averaged._learners = {name: learner.averaged() for name, learner in self._learners.items()}
         return averaged

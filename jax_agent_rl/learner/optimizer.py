@@ -1,4 +1,4 @@
-r"""The optimizer, with global-norm clipping, its learning rate, and how to undo AdamW's last update.
+r"""The optimizer with global-norm clipping, its learning rate, and how to undo its last update.
 
 ::
 

@@ -220,7 +220,7 @@ class Parameterization:
         )
 
     def reference(self) -> tuple[Params, Params]:
-        """Return the reference policy: a copy of the initial trained parameters, and the frozen ones."""
+        """Return the reference policy: copied initial parameters, and the frozen ones."""
         return jax.tree.map(place, self.params, self.shardings), self.frozen
 
 

@@ -65,7 +65,7 @@ class Step:
 
     @property
     def result(self) -> UpdateResult | None:
-        """The update's result, once it has succeeded, even if the caller was cancelled meanwhile."""
+        """The result of a successful update, even if the caller was cancelled meanwhile."""
         update = self._update
         if update is None or not update.done() or update.cancelled():
             return None

@@ -1,4 +1,4 @@
-"""Estimators on plain arrays: within a group (the trajectories of one prompt), and over a whole step.
+"""Estimators on plain arrays: within a group (one prompt), and over a whole step.
 
 Shapes: G trajectories of one group, N of a step, L ids of a response. Everything is float64 numpy:
 groups are small, and exactness is worth more than speed.
@@ -44,7 +44,9 @@ def dr_grpo(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def rloo(rewards_G: np.ndarray) -> np.ndarray:
-    """Reward minus the mean of the *others*: ``n / (n - 1) * (S - mean)``; a group of one keeps its reward.
+    """Reward minus the mean of the *others*: ``n / (n - 1) * (S - mean)``.
+
+    A group of one keeps its reward.
 
     References: Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740.
     """
@@ -55,7 +57,9 @@ def rloo(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def opo(rewards_G: np.ndarray, lengths_G: np.ndarray) -> np.ndarray:
-    """Reward minus its length-weighted mean, the baseline of least variance; a group of one keeps its reward.
+    """Reward minus its length-weighted mean, the baseline of least variance.
+
+    A group of one keeps its reward.
 
     Args:
         rewards_G: float64 [G].
@@ -225,7 +229,9 @@ def mt_grpo(
 
 
 def tree_grpo(rewards_G: np.ndarray, trees_G: Sequence[str] | np.ndarray) -> np.ndarray:
-    """GRPO over all of the prompt plus GRPO within each tree, float64 [G]; a tree of one leaf adds nothing.
+    """GRPO over all of the prompt plus GRPO within each tree, float64 [G].
+
+    A tree of one leaf adds nothing.
 
     Args:
         rewards_G: float64 [G].
@@ -304,9 +310,10 @@ def whiten(values: PerToken, masks: Sequence[np.ndarray]) -> PerToken:
 
 
 def discounted_returns(rewards_L: np.ndarray, mask_L: np.ndarray, gamma: float) -> np.ndarray:
-    """``G_t = r_t + gamma G_{t+1}``, where t counts sampled tokens only: a tool result takes no time.
+    """``G_t = r_t + gamma G_{t+1}``, where t counts sampled tokens only.
 
-    A reward on a masked token belongs to the sampled token before it. Values at mask 0 are 0.
+    So a tool result takes no time. A reward on a masked token belongs to the sampled token before
+    it. Values at mask 0 are 0.
 
     >>> discounted_returns(np.array([0, 0, 0, 0, 2.0]), np.array([1, 1, 0, 0, 1], bool), 0.5)
     array([0.5, 1. , 0. , 0. , 2. ])
@@ -384,9 +391,10 @@ RAE_DECAY = 0.95
 
 
 def running_baseline(baseline: float, rewards: Sequence[float]) -> float:
-    """Return the exponential moving average of a role's rewards: ``b <- 0.95 b + 0.05 R`` for each, from b = 0.
+    """Return the exponential moving average of a role's rewards.
 
-    RAE's advantage is the reward minus ``b`` as it was before the step.
+    It is ``b <- 0.95 b + 0.05 R`` for each reward R, from b = 0. RAE's advantage is the reward
+    minus ``b`` as it was before the step.
 
     References: Liu et al. 2025, SPIRAL, arXiv 2506.24119, role-conditioned advantage estimation.
     """
@@ -396,9 +404,9 @@ def running_baseline(baseline: float, rewards: Sequence[float]) -> float:
 
 
 def gpg(totals: np.ndarray, members: Sequence[np.ndarray]) -> np.ndarray:
-    """``N / nonzero * (S - mean)``: scaled up by the share of trajectories that earned something. Float64 [N].
+    """``N / nonzero * (S - mean)``, float64 [N].
 
-    A group of one keeps S.
+    Advantages are scaled up by the share of trajectories with a reward. A group of one keeps S.
 
     References: Chu et al. 2025, GPG, arXiv 2504.02546.
     """
@@ -437,8 +445,9 @@ def gae(
     lam: float,
     value_after: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t`` over sampled tokens.
+    """``A_t = delta_t + gamma lam A_{t+1}`` over sampled tokens.
 
+    ``delta_t`` is ``r_t + gamma V_{t+1} - V_t``.
     Inserted ids take no time: the next value and the next advantage are those of the next sampled
     token, and values at mask 0 never matter. A reward on an inserted id belongs to the sampled
     token before it.

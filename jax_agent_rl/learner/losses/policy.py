@@ -1,6 +1,7 @@
-"""Policy losses, ``(Terms, LossConfig) -> TermLoss``. Shapes: R rows, K terms (sampled tokens) a row.
+"""Policy losses, ``(Terms, LossConfig) -> TermLoss``.
 
-In formulas, A is the advantage and r the ratio to the old policy.
+Shapes: R rows, K terms (sampled tokens) per row. In formulas, A is the advantage and r the ratio to
+    the old policy.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Terms:
 
 
 class TermLoss(NamedTuple):
-    """Float32 [R, K] each: the loss, the ratio in it, and 1 where clipping or masking changed the loss.
+    """Float32 [R, K] each: the loss, the ratio in it, and 1 where a clip or a mask changed it.
 
     A clip or a mask changes nothing for a token of advantage 0, so such a token is never marked:
     every loss makes ``clipped`` with :func:`where_it_matters`. The exception is :func:`kl_cov`,
@@ -176,7 +177,9 @@ def gpg(terms: Terms, config: LossConfig) -> TermLoss:
 
 
 def sapo(terms: Terms, config: LossConfig) -> TermLoss:
-    """Return ``-A (4 / tau) sigmoid(tau (r - 1))``: steeper for tokens without a positive advantage.
+    """Return ``-A (4 / tau) sigmoid(tau (r - 1))``.
+
+    It is steeper for tokens without a positive advantage.
 
     References: Gao et al. 2025, Soft Adaptive Policy Optimization, arXiv 2511.20347.
     """
@@ -204,7 +207,9 @@ def dppo_tv(terms: Terms, config: LossConfig) -> TermLoss:
 
 
 def dppo_kl(terms: Terms, config: LossConfig) -> TermLoss:
-    """As :func:`dppo_tv`, with the KL divergence of "this token or another" from the old policy to the new.
+    """:func:`dppo_tv` with a KL divergence in place of the total variation.
+
+    It is the divergence of "this token or another" from the old policy to the new.
 
     References: Qi et al. 2026, DPPO, arXiv 2602.04879.
     """
@@ -293,7 +298,7 @@ def clip_cov(terms: Terms, config: LossConfig) -> TermLoss:
 
 
 def kl_cov(terms: Terms, config: LossConfig) -> TermLoss:
-    """Return ``-A r``, plus ``ppo_kl_coef |log r|`` for the selected tokens, whatever their advantage."""
+    """Return ``-A r``, plus ``ppo_kl_coef |log r|`` for the chosen tokens."""
     delta = log_ratio(terms)
     ratio = jnp.exp(delta)
     penalty = config.own.ppo_kl_coef * jnp.abs(delta) * terms.chosen
