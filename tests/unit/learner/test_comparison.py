@@ -72,13 +72,7 @@ def test_an_infinite_gap_is_a_breach_and_what_is_no_number_is_left_to_the_update
 
 def learner(*, algorithm: dict | None = None, **config) -> Learner:
     settings = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | config)
-    return Learner(
-        TINY,
-        tiny_params(),
-        algorithm=AlgorithmConfig(**algorithm or {}),
-        config=settings,
-        temperature=1.0,
-    )
+    return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm or {}), config=settings, temperature=1.0)
 
 
 def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
@@ -150,10 +144,7 @@ def test_a_breach_cancels_the_step_and_raises_once_it_is_given_up():
             with cancellation.update():
                 raise AssertionError("the step is cancelled")
     assert caught.value is refusal and check.since == 3
-    with (
-        pytest.raises(StepCancelled),
-        cancel_on_breach(AgreementCheck(since=0, inspect=refuse), cancellation),
-    ):
+    with pytest.raises(StepCancelled), cancel_on_breach(AgreementCheck(since=0, inspect=refuse), cancellation):
         cancellation.check()  # cancelled by somebody else
 
 
