@@ -456,7 +456,7 @@ def make_subject(
         is_before: the learner's parameters are those of an update after ``version``, which is undone.
     """
     params = learner.params
-    before = learner.params_before()
+    before = learner.previous_params()
     older: dict[str, Callable[[], Params]] = {}
     if is_before:
         assert before is not None

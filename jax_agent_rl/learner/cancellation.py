@@ -1,4 +1,4 @@
-"""Cancellation of a step: whether its optimizer updates or the save of the state before them come first."""
+"""Cancellation of a step: either its updates are finished, or the state before them stays."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ class StepCancelled(Exception):
 class StepCancellation:
     """Guards one step's updates in the learner's thread, and lets another thread cancel the step.
 
-    An update donates the buffers of the state it replaces. Once the step is cancelled, the learner's state is, and
-    stays, that before it, even while its thread is busy with a compilation that cannot be stopped. A step can be
-    cancelled before its first update, and up to the last one if the learner keeps the state before the step.
+    An update donates the buffers of the state it replaces. Once the step is cancelled, no update
+    begins any more: the learner's state stays the one before the step, even while its thread is
+    busy with a compilation that cannot be stopped. A step can be cancelled before its first update,
+    or until its end if the learner keeps a copy of the state before it.
 
     Attributes:
-        meet: called before the lock is taken for a decision: waits for the learner's other processes.
-        agree: takes whether the step was cancelled here; returns whether it is cancelled on all processes.
+        meet: called before the lock is taken for a decision: waits for the learner's other
+            processes.
+        agree: takes whether the step was cancelled here; returns whether it is cancelled on all
+            processes.
     """
 
     def __init__(self) -> None:
         self.meet: Callable[[], None] = lambda: None
         self.agree: Callable[[bool], bool] = lambda cancelled: cancelled
         self._lock = threading.Lock()
-        self._cancelled = False
-        self._begun = 0  # updates, without those that changed nothing
-        self._revocable = False
+        self._is_cancelled = False
+        self._changing_updates = 0  # updates that have begun, without those that changed nothing
+        self._can_be_undone = False  # the state before the step is kept
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
@@ -37,51 +40,61 @@ class StepCancellation:
         self.meet()
         with self._lock:
             self.check()
-            self._begun += 1
+            self._changing_updates += 1
             yield
 
     def unchanged(self) -> None:
         """Report, inside :meth:`update`, that the update was not finite and changed nothing."""
-        self._begun -= 1
+        self._changing_updates -= 1
 
     @contextlib.contextmanager
     def revocable(self) -> Iterator[None]:
-        """Guard all updates of a step whose state before is kept; inside another one, a part of them.
+        """Guard all updates of a step whose previous state is kept.
+
+        It may be nested: then the inner context guards a part of the updates.
 
         Raises:
-            StepCancelled: the step was cancelled meanwhile; the caller of :meth:`cancel` relies on that state.
+            StepCancelled: the step was cancelled meanwhile. The caller of :meth:`cancel` relies on
+                the previous state.
         """
         with self._lock:
-            outer, self._revocable = self._revocable, not self._cancelled
+            could_be_undone = self._can_be_undone
+            self._can_be_undone = not self._is_cancelled
         try:
             yield
         except BaseException:
             with self._lock:
-                self._cancelled = True
+                self._is_cancelled = True
             raise
+
         self.meet()
         with self._lock:
-            self._revocable = outer
+            self._can_be_undone = could_be_undone
             self.check()
 
     def check(self) -> None:
         """Raise :class:`StepCancelled` if the step was cancelled."""
-        if self.agree(self._cancelled):
-            self._cancelled = True
+        if self.agree(self._is_cancelled):
+            self._is_cancelled = True
             raise StepCancelled
 
     @property
     def has_begun(self) -> bool:
         """Whether an update has begun that changes the state."""
-        return self._begun > 0
+        return self._changing_updates > 0
 
     @property
     def is_partly_applied(self) -> bool:
         """Whether an update has begun that is not undone."""
-        return self.has_begun and not self._cancelled
+        return self.has_begun and not self._is_cancelled
 
     def cancel(self) -> bool:
-        """Let no more update begin; return False if one has begun for good: then the step must be finished."""
+        """Let no more update begin.
+
+        Returns:
+            False if an update has begun that cannot be undone: then the step must be finished.
+        """
         with self._lock:
-            self._cancelled = self._cancelled or self._revocable or not self.has_begun
-            return self._cancelled
+            if self._can_be_undone or not self.has_begun:
+                self._is_cancelled = True
+            return self._is_cancelled

@@ -3,12 +3,14 @@
 ::
 
     folder/<step>/state   arrays, each device's part written by its own process, in the background
-                  notes   JSON: what the trainer remembers; shape, dtype and checksum of every array; its own checksum
+                  notes   JSON: progress of the trainer; shape, dtype and checksum of every array;
+                          a checksum of its own
 
-A checkpoint is written beside the others and renamed when it is complete, so a killed process leaves none that is half
-written. (In a bucket, which cannot rename, a file ``commit_success.txt`` says that it is complete.) Storage may still
-damage one later; the checksums tell, whatever mesh it is restored onto. Arrays are written as they are: trained weights
-hardly compress (by a tenth), and compressing would take five times as long as writing.
+A checkpoint is written under another name and renamed when it is complete, so a killed process
+leaves none that is half written. (A bucket cannot rename: there, a file ``commit_success.txt`` says
+that a checkpoint is complete.) Storage may still damage one later. The checksums tell, whatever
+mesh it is restored onto. Arrays are not compressed: trained weights would shrink by a tenth only,
+and compressing would take five times as long as writing.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Checkpointer:
 
     Args:
         folder: made if missing; ``gs://…`` is one in a bucket.
-        keep: how many checkpoints stay.
+        keep: number of checkpoints that stay.
     """
 
     def __init__(self, folder: Path | str, *, keep: int) -> None:
@@ -55,15 +57,16 @@ class Checkpointer:
         self._keep = keep
         self._shared = SharedWrites() if jax.process_count() > 1 else None
         self._manager = self._open()
-        self._bytes = 0  # of the newest state
+        self._state_bytes = 0  # of the state that was saved last
 
     def _open(self) -> ocp.CheckpointManager:
+        barrier = None if self._shared is None else self._shared.barrier
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
             enable_async_checkpointing=True,
             create=True,
             cleanup_tmp_directories=True,
-            async_options=ocp.AsyncOptions(barrier_sync_fn=self._shared and self._shared.barrier),
+            async_options=ocp.AsyncOptions(barrier_sync_fn=barrier),
         )
         handlers = {
             "state": ocp.PyTreeCheckpointHandler(use_compression=False),
@@ -77,45 +80,60 @@ class Checkpointer:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
-        """Start saving ``state`` (a pytree of arrays) and ``progress`` (JSON); return once the arrays are copied.
+        """Start saving a state; return once its arrays are copied.
 
-        A state that is saved already is not written again. Another one takes the place of a checkpoint of the same
-        step, and of those after it: a run that went back to an earlier step has abandoned them.
+        A state that is saved already is not written again. Another one replaces the checkpoint of
+        the same step and all later ones: a run that went back to an earlier step has abandoned
+        them.
+
+        Args:
+            step: training steps that are finished.
+            state: a pytree of arrays.
+            progress: JSON.
 
         Raises:
-            CheckpointError: this or an earlier save could not be written. Complete checkpoints are intact.
+            CheckpointError: this or an earlier save could not be written. Complete checkpoints are
+                intact.
         """
         with self._writing():
             if self._shared is not None:
                 self._shared.agree()  # what follows takes all processes
             arrays = _manifest(state)
             if step in self.steps:
-                self._manager.wait_until_finished()  # it may be the one that is being written
+                self._manager.wait_until_finished()  # this step may still be written
                 if self._holds(step, arrays):
                     return
                 self._delete_after(step - 1)
-            self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            notes = ocp.args.JsonSave(_sealed(progress, arrays))
-            arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state), notes=notes)
+
+            self._state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+            arguments = ocp.args.Composite(
+                state=ocp.args.PyTreeSave(state),
+                notes=ocp.args.JsonSave(_sealed(progress, arrays)),
+            )
             self._manager.save(step, args=arguments, force=True)
 
     def _holds(self, step: int, arrays: dict[str, dict[str, Any]]) -> bool:
-        """Return whether the checkpoint of a step is of these arrays; a damaged one is of none."""
+        """Return whether the checkpoint of a step holds these arrays; a damaged one holds none."""
         try:
             holds = _notes(self._folder, step).arrays == arrays
         except (OSError, ValueError, KeyError, TypeError):
             holds = False
-        if self._shared is not None:  # none deletes what another has yet to read
+        if self._shared is not None:
+            # Also waits until all have read it: else a fast process would delete it too early.
             holds = bool(multihost_utils.process_allgather(np.asarray(holds)).all())
         return holds
 
     def check(self) -> None:
-        """Raise CheckpointError if a save in the background has failed, on any process; never wait."""
+        """Raise CheckpointError if a save has failed in the background, on any process.
+
+        It never waits.
+        """
         with self._writing():
             if self._shared is not None:
                 self._shared.check()
             if not self._manager.is_saving_in_progress():
-                self._manager.wait_until_finished()  # at once; only this tells of what its threads met
+                # It returns at once; only this call raises what Orbax's threads have met.
+                self._manager.wait_until_finished()
 
     def wait(self) -> None:
         """Wait until every started save is on disk.
@@ -132,22 +150,29 @@ class Checkpointer:
             self._manager.wait_until_finished()
 
     def written(self) -> str:
-        """Return the progress of the save in the background, e.g. ``0.9 of 1.6 GB written``; empty if none runs."""
-        if not isinstance(self._folder, Path):  # looking into a bucket takes a request for every file
-            return f"{self._bytes / 1e9:.1f} GB on their way" if self._manager.is_saving_in_progress() else ""
-        unfinished = [p for p in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*") if p.is_dir()]
-        if not unfinished or not self._manager.is_saving_in_progress():
+        """Return the progress of the save in the background, e.g. ``0.9 of 1.6 GB written``.
+
+        It is empty if no save is running.
+        """
+        if not self._manager.is_saving_in_progress():
             return ""
-        done = sum(_size(file) for folder in unfinished for file in folder.rglob("*"))
-        return f"{min(done, self._bytes) / 1e9:.1f} of {self._bytes / 1e9:.1f} GB written"
+        total = f"{self._state_bytes / 1e9:.1f}"
+        if not isinstance(self._folder, Path):  # looking into a bucket takes a request per file
+            return f"{total} GB on their way"
+
+        unfinished = [path for path in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*") if path.is_dir()]
+        if not unfinished:
+            return ""
+        written = sum(_size(file) for folder in unfinished for file in folder.rglob("*"))
+        return f"{min(written, self._state_bytes) / 1e9:.1f} of {total} GB written"
 
     def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
         """Return a checkpoint: its step, the state placed as ``like`` is, and the progress.
 
         Args:
-            like: a state of the same structure; shapes, dtypes and shardings are taken from it. They need not be those
-                of the mesh it was saved from.
-            step: which one; None is the newest. Newer ones stay until :meth:`delete_newer`.
+            like: a state of the same structure. Shapes, dtypes and shardings are taken from it; the
+                checkpoint may have been saved from another mesh.
+            step: None is the newest. Newer checkpoints stay until :meth:`delete_newer`.
 
         Raises:
             CheckpointError: it does not exist, belongs to another model, or is damaged.
@@ -157,11 +182,14 @@ class Checkpointer:
         def load() -> Any:
             return self._manager.restore(step, args=ocp.args.Composite(state=_reading(like)))["state"]
 
-        restored, progress = self._load(step, like, load, whole=True)
+        restored, progress = self._load(step, like, load, is_complete=True)
         return step, restored, progress
 
     def delete_newer(self, step: int) -> None:
-        """Delete the checkpoints after a step: a run that went back to it is about to record its own next step."""
+        """Delete the checkpoints after a step.
+
+        A run that went back to the step calls it before it records its own next step.
+        """
         self._delete_after(step)
 
     def _delete_after(self, step: int) -> None:
@@ -170,11 +198,11 @@ class Checkpointer:
                 self._manager.delete(newer)
 
     def restore_part(self, like: Any, *, step: int | None = None) -> Any:
-        """Return a part of a checkpoint's state, e.g. ``{"policy": {"params": params}}``, placed as ``like`` is.
+        """Return a part of a checkpoint's state, placed as ``like`` is.
 
         Args:
-            like: the part, as for :meth:`restore`.
-            step: which one; None is the newest.
+            like: the part, e.g. ``{"policy": {"params": params}}``; see :meth:`restore`.
+            step: None is the newest.
 
         Raises:
             CheckpointError: as :meth:`restore`.
@@ -182,23 +210,43 @@ class Checkpointer:
         step = self._existing(step)
 
         def load() -> Any:
+            folder = self._folder / str(step) / "state"
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                return reader.restore(self._folder / str(step) / "state", args=_reading(like, partial_restore=True))
+                return reader.restore(folder, args=_reading(like, partial_restore=True))
 
-        return self._load(step, like, load, whole=False)[0]
+        restored, _ = self._load(step, like, load, is_complete=False)
+        return restored
 
     def _existing(self, step: int | None) -> int:
         return _existing(self._folder, self.steps, step)
 
-    def _load(self, step: int, like: Any, load: Callable[[], Any], *, whole: bool) -> tuple[Any, dict[str, Any]]:
-        """Load arrays and progress; check that they fit and that their checksums are right."""
+    def _load(
+        self,
+        step: int,
+        like: Any,
+        load: Callable[[], Any],
+        *,
+        is_complete: bool,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Load arrays and progress; check that they fit and that their checksums are right.
+
+        Args:
+            step: of an existing checkpoint.
+            like: see :meth:`restore`.
+            load: returns the arrays.
+            is_complete: ``like`` is the complete state, not a part of it.
+        """
         try:
             notes = _notes(self._folder, step)
-            self._require_fit(step, notes.arrays, like, whole)
+            self._require_fit(step, notes.arrays, like, is_complete)
             restored = load()
-            changed = [name for name, entry in _manifest(restored).items() if notes.arrays[name] != entry]
-            if changed:
-                raise ValueError(f"checksums of {len(changed)} arrays are wrong, e.g. of {changed[0]}")
+
+            damaged = []
+            for name, entry in _manifest(restored).items():
+                if notes.arrays[name] != entry:
+                    damaged.append(name)
+            if damaged:
+                raise ValueError(f"checksums of {len(damaged)} arrays are wrong, e.g. of {damaged[0]}")
         except CheckpointError:
             raise
         except Exception as error:  # Orbax raises bare Exception, too
@@ -210,10 +258,20 @@ class Checkpointer:
         self._finish_writing()
         self._manager.close()
 
-    def _require_fit(self, step: int, manifest: dict[str, dict[str, Any]], like: Any, whole: bool) -> None:
+    def _require_fit(
+        self,
+        step: int,
+        manifest: dict[str, dict[str, Any]],
+        like: Any,
+        is_complete: bool,
+    ) -> None:
+        """Raise CheckpointError if arrays differ in dtype or shape from those of ``like``."""
         saved = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in manifest.items()}
         wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _leaves(like).items()}
-        names = saved.keys() | wanted.keys() if whole else wanted.keys()
+        names = set(wanted)
+        if is_complete:
+            names |= set(saved)
+
         differing = sorted(name for name in names if saved.get(name) != wanted.get(name))
         if differing:
             name = differing[0]
@@ -233,14 +291,19 @@ class Checkpointer:
         try:
             yield
         except (OSError, ValueError) as error:
-            # Orbax may remember a step whose commit failed; this way it only knows what is on disk.
+            # Orbax may remember a step whose commit failed. Opened again, it only knows what is on
+            # disk. With several processes, opening would wait for all of them; but the run ends.
             if self._shared is None:
                 self._manager = self._open()
-            else:  # opening waits for all processes, and there is no going on
+            else:
                 self._shared.fail(error)
                 self._manager.reload()
-            kept = self._manager.latest_step()
-            intact = "there is none yet" if kept is None else f"checkpoint {kept} is intact; free space, then --resume"
+
+            latest_step = self._manager.latest_step()
+            if latest_step is None:
+                intact = "there is none yet"
+            else:
+                intact = f"checkpoint {latest_step} is intact; free space, then --resume"
             raise CheckpointError(
                 f"a checkpoint could not be written to {self._folder} ({intact}): {brief(error)}"
             ) from error
@@ -251,8 +314,8 @@ class Notes:
     """What a checkpoint says about itself.
 
     Attributes:
-        step: its step.
-        progress: what was saved with the state.
+        step: training steps that were finished.
+        progress: JSON that was saved with the state.
         arrays: shape, dtype and checksum of each array, by its path in the state.
     """
 
@@ -261,15 +324,17 @@ class Notes:
     arrays: dict[str, dict[str, Any]]
 
     def fingerprint(self, part: str = "") -> str:
-        """Return the fingerprint of the arrays whose paths contain ``part``: equal states have equal ones.
+        """Return the fingerprint of the arrays whose paths contain ``part``.
+
+        Equal states have equal fingerprints.
 
         Raises:
             CheckpointError: there are none.
         """
-        chosen = {name: entry for name, entry in self.arrays.items() if part in f".{name}."}
-        if not chosen:
+        arrays = {name: entry for name, entry in self.arrays.items() if part in f".{name}."}
+        if not arrays:
             raise CheckpointError(f"checkpoint {self.step} holds no arrays {part.strip('.')}")
-        return fingerprint(chosen)
+        return fingerprint(arrays)
 
 
 def read_notes(folder: Path | str, step: int | None = None) -> Notes:
@@ -277,17 +342,18 @@ def read_notes(folder: Path | str, step: int | None = None) -> Notes:
 
     Args:
         folder: of the checkpoints.
-        step: which one; None is the newest.
+        step: None is the newest.
 
     Raises:
         CheckpointError: it does not exist, or its notes are damaged.
     """
+    path = located(folder)
     steps = complete_steps(folder)
-    step = _existing(located(folder), steps, step)
+    step = _existing(path, steps, step)
     try:
-        return _notes(located(folder), step)
-    except Exception as error:  # whatever the client of a bucket raises, too
-        raise _damaged(located(folder), steps, step, error) from error
+        return _notes(path, step)
+    except Exception as error:  # the client of a bucket may raise anything
+        raise _damaged(path, steps, step, error) from error
 
 
 def _notes(folder: Path | epath.Path, step: int) -> Notes:
@@ -298,36 +364,52 @@ def _notes(folder: Path | epath.Path, step: int) -> Notes:
 
 
 def _existing(folder: Path | epath.Path, steps: Sequence[int], step: int | None) -> int:
+    """Return a step if it has a checkpoint, the newest for None; else raise CheckpointError."""
     if not steps:
         raise CheckpointError(f"no checkpoint in {folder}; start the run without --resume")
-    if step is not None and step not in steps:
+    if step is None:
+        return steps[-1]
+    if step not in steps:
         raise CheckpointError(f"no checkpoint of step {step} in {folder}; there are {list(steps)}")
-    return steps[-1] if step is None else step
+    return step
 
 
-def _damaged(folder: Path | epath.Path, steps: Sequence[int], step: int, error: Exception) -> CheckpointError:
-    before = [s for s in steps if s < step]
-    offer = (
-        f"go on from the one before with --resume --step {before[-1]}"
-        if before
-        else "there is none before it; start the run without --resume"
-    )
-    return CheckpointError(f"checkpoint {step} in {folder} is damaged ({brief(error)}); {offer}")
+def _damaged(
+    folder: Path | epath.Path,
+    steps: Sequence[int],
+    step: int,
+    error: Exception,
+) -> CheckpointError:
+    earlier_steps = [s for s in steps if s < step]
+    if earlier_steps:
+        fix = f"go on from the one before with --resume --step {earlier_steps[-1]}"
+    else:
+        fix = "there is none before it; start the run without --resume"
+    return CheckpointError(f"checkpoint {step} in {folder} is damaged ({brief(error)}); {fix}")
 
 
 def cut_off_steps(folder: Path | str) -> list[int]:
-    """Return the steps of incomplete checkpoints, ascending: the process was killed while it wrote them."""
-    finals = (unfinished.get_final().name for unfinished in ocp.utils.tmp_checkpoints(located(folder)))
-    return sorted({int(name) for name in finals if name.isdigit()})
+    """Return the steps of incomplete checkpoints, ascending.
+
+    The process was killed while it wrote them.
+    """
+    steps = set()
+    for unfinished in ocp.utils.tmp_checkpoints(located(folder)):
+        final_name = unfinished.get_final().name
+        if final_name.isdigit():
+            steps.add(int(final_name))
+    return sorted(steps)
 
 
-def _reading(like: Any, **more: Any) -> ocp.args.PyTreeRestore:
+def _reading(like: Any, **options: Any) -> ocp.args.PyTreeRestore:
+    """Return the arguments to restore arrays placed as ``like`` is."""
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    return ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), **more)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    return ocp.args.PyTreeRestore(abstract, restore_args=restore_args, **options)
 
 
 def _size(file: Path) -> int:
-    """Bytes; 0 for one that is renamed away in this very moment."""
+    """Return the bytes of a file; 0 if it is renamed at this very moment."""
     try:
         return file.stat().st_size if file.is_file() else 0
     except FileNotFoundError:
@@ -335,27 +417,44 @@ def _size(file: Path) -> int:
 
 
 def _leaves(state: Any) -> dict[str, Any]:
-    found = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
+    """Return the arrays of a pytree by their paths, joined by dots."""
+    leaves = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        leaves[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf
+    return leaves
 
 
 def _sealed(progress: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return the notes of a checkpoint with their checksum."""
     content = json.dumps([progress, arrays], sort_keys=True)
     return {"progress": progress, "arrays": arrays, "crc32": zlib.crc32(content.encode())}
 
 
 def _manifest(state: Any) -> dict[str, dict[str, Any]]:
+    """Return shape, dtype and checksum of each array by its path."""
     leaves = _leaves(state)
-    sums = jax.device_get(_checksums(_everywhere(leaves.values()))(leaves))
-    return {
-        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}
-        for name, leaf in leaves.items()
-    }
+    compute_checksums = _checksums(_everywhere(leaves.values()))
+    checksums = jax.device_get(compute_checksums(leaves))
+    manifest = {}
+    for name, leaf in leaves.items():
+        manifest[name] = {
+            "shape": list(leaf.shape),
+            "dtype": str(leaf.dtype),
+            "checksum": int(checksums[name]),
+        }
+    return manifest
 
 
 @functools.cache
-def _checksums(everywhere: NamedSharding | None) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
-    return jax.jit(lambda arrays: {name: _checksum(x) for name, x in arrays.items()}, out_shardings=everywhere)
+def _checksums(
+    everywhere: NamedSharding | None,
+) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+    """Return the program that computes the checksums of all arrays."""
+
+    def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: _checksum(array) for name, array in arrays.items()}
+
+    return jax.jit(checksums, out_shardings=everywhere)
 
 
 def _everywhere(leaves: Iterable[jax.Array]) -> NamedSharding | None:
@@ -366,35 +465,41 @@ def _everywhere(leaves: Iterable[jax.Array]) -> NamedSharding | None:
 
 @jax.jit  # arrays of one shape (parameters and their moments) share a trace
 def _checksum(array: jax.Array) -> jax.Array:
-    """uint32: the sum of all elements' bits, each times an odd number of its place, modulo 2**32.
+    """Return the sum of all elements' bits, each times an odd number, modulo 2**32; uint32.
 
-    Integer sums come out the same whatever mesh the array is cut over, and any single flipped bit changes this one.
+    The odd number follows from the element's index in the flattened array. An integer sum is the
+    same whatever mesh the array is cut over, and any single flipped bit changes it.
     """
     bits = jax.lax.bitcast_convert_type(array, _WORDS[array.dtype.itemsize]).astype(jnp.uint32)
-    place, stride = jnp.uint32(0), 1
+    index = jnp.uint32(0)
+    stride = 1
     for axis in reversed(range(array.ndim)):
-        place = place + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride % 2**32)
+        index_of_axis = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+        index = index + index_of_axis * jnp.uint32(stride % 2**32)
         stride *= array.shape[axis]
-    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
 
 FAILED = "jax_agent_rl/checkpoint_failed"
+"""The key under which a process reports that its write has failed."""
+
 FOREVER = 10**10  # milliseconds
 
 
 class SharedWrites:
-    """Background writes of several processes to one checkpoint: a failure on one fails all, at once.
+    """Background writes of several processes to one checkpoint: a failure on one fails all.
 
-    Between writing and renaming, Orbax lets the processes wait for each other. One with a full disk never arrives, and
-    the others would wait out a timeout of many minutes. Instead it reports its failure in the key-value store of jax's
-    coordination service, which ends the waiting of all. After a failure nothing more is written: the run ends.
+    Between writing and renaming, Orbax lets the processes wait for each other. A process with a
+    full disk never arrives, and the others would wait until a timeout of many minutes. Instead it
+    reports its failure in the key-value store of jax's coordination service, which ends the waiting
+    of all. After a failure nothing more is written: the run ends.
     """
 
     def __init__(self) -> None:
         self._client = ocp.multihost.get_jax_distributed_client()
         self._meet = ocp.multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
         self._failed: Future[str] = Future()
-        self._caller: int | None = None  # the thread that starts writes
+        self._saving_thread: int | None = None  # the thread that starts writes
         threading.Thread(target=self._listen, name="checkpoint-failures", daemon=True).start()
 
     def check(self) -> None:
@@ -403,9 +508,13 @@ class SharedWrites:
             raise OSError(self._failed.result())
 
     def agree(self) -> None:
-        """Run :meth:`check` with the same outcome on all processes; each calls it before it starts a write."""
-        self._caller = threading.get_ident()
-        if multihost_utils.process_allgather(np.asarray(self._failed.done())).any():
+        """Run :meth:`check` with the same outcome on all processes.
+
+        Each process calls it before it starts a write.
+        """
+        self._saving_thread = threading.get_ident()
+        have_failed = multihost_utils.process_allgather(np.asarray(self._failed.done()))
+        if have_failed.any():
             raise OSError(self._failed.result())
 
     def fail(self, error: BaseException) -> None:
@@ -419,10 +528,12 @@ class SharedWrites:
         Raises:
             OSError: a write has failed on one of them.
         """
-        # Orbax's own threads come here from a ``finally``, too, when this process's write has just failed. (What the
-        # thread that starts writes is handling, a cancellation perhaps, is its own affair.)
-        if threading.get_ident() != self._caller and (error := sys.exception()) is not None:
+        # Orbax's threads also come here from a ``finally``, when this process's write has just
+        # failed. The thread that starts writes may be handling something else, e.g. a cancellation.
+        error = sys.exception()
+        if error is not None and threading.get_ident() != self._saving_thread:
             self.fail(error)
+
         met: Future[Any] = Future()
 
         def meet() -> None:
@@ -433,7 +544,8 @@ class SharedWrites:
             else:
                 met.set_result(None)
 
-        # A thread of its own, for nothing can call it off the barrier; as a daemon it does not keep the process alive.
+        # Nothing can end the waiting at a barrier, so a thread of its own does it. As a daemon it
+        # does not keep the process alive.
         threading.Thread(target=meet, name="checkpoint-barrier", daemon=True).start()
         wait((met, self._failed), return_when=FIRST_COMPLETED)
         if not met.done():

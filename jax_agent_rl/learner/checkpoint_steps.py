@@ -1,4 +1,7 @@
-"""The steps of the checkpoints in a folder, found by their names alone: nothing that computes is imported for it."""
+"""The steps of the checkpoints in a folder, found by their names alone.
+
+Nothing that computes is imported for it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def located(folder: Path | str) -> Path | epath.Path:
-    """Return the absolute path of a folder of checkpoints; one with a scheme (``gs://…``) is in a bucket."""
+    """Return the absolute path of a folder of checkpoints.
+
+    One with a scheme (``gs://…``) is in a bucket.
+    """
     if "://" not in str(folder):
         return Path(folder).resolve()
     from etils import epath
@@ -21,40 +27,51 @@ def located(folder: Path | str) -> Path | epath.Path:
 
 
 def complete_steps(folder: Path | str) -> list[int]:
-    """Return the steps of all complete checkpoints in a folder, ascending; none if it does not exist.
+    """Return the steps of all complete checkpoints in a folder, ascending.
+
+    There are none if it does not exist.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    place = located(folder)
-    if isinstance(place, Path):
-        return _local_steps(place)
+    path = located(folder)
+    if isinstance(path, Path):
+        return _local_steps(path)
     import orbax.checkpoint as ocp
 
     try:
-        return sorted(ocp.utils.checkpoint_steps(place))
-    except Exception as error:  # whatever the client of the bucket raises
+        return sorted(ocp.utils.checkpoint_steps(path))
+    except Exception as error:  # the client of a bucket may raise anything
         raise CheckpointError(
-            f"trainer.checkpoint_dir={place} cannot be read ({brief(error)}); check that the bucket is there, that "
-            "this machine's account may read and write it, and that the extra 'tpu' is installed"
+            f"trainer.checkpoint_dir={path} cannot be read ({brief(error)}); check that the bucket "
+            "is there, that this machine's account may read and write it, and that the extra 'tpu' "
+            "is installed"
         ) from error
 
 
-def _local_steps(place: Path) -> list[int]:
-    """Return the steps in a folder here: a checkpoint gets its name, a number, when it is complete."""
+def _local_steps(folder: Path) -> list[int]:
+    """Return the steps in a folder of this machine.
+
+    A checkpoint gets its name, a number, when it is complete.
+    """
     try:
-        names = [entry.name for entry in place.iterdir() if entry.is_dir()]
+        names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoints in {place} cannot be read ({error.strerror or error}); put the folder back, or name "
-            "another run"
+            f"the checkpoints in {folder} cannot be read ({error.strerror or error}); put the "
+            "folder back, or name another run"
         ) from error
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def brief(error: Exception) -> str:
-    """Shorten an error to its first and last words; tensorstore's go on for pages and end with the cause."""
+    """Shorten an error to its beginning and its end.
+
+    Errors of tensorstore go on for pages and end with the cause.
+    """
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:150]} … {text[-150:]}"
+    if len(text) <= 300:
+        return text
+    return f"{text[:150]} … {text[-150:]}"

@@ -1,8 +1,10 @@
 """Off-policy correction where the rollout's log-probs differ from the learner's.
 
-The engine may compute in another precision or program, or have sampled from older weights. ``delta`` is always
-``old - rollout``, the log of the learner's probability (before the update) over the engine's. Shapes: per trajectory S
-sampled tokens. Float64 numpy, over the whole step.
+The engine may compute in another precision or program, or have sampled from older weights. The
+importance ratio of a token is the learner's probability (before the update) over the engine's;
+``log_ratio`` is always ``old - rollout``.
+
+Shapes: S sampled tokens per trajectory. Everything is float64 numpy, over the whole step.
 """
 
 from __future__ import annotations
@@ -14,58 +16,96 @@ import numpy as np
 
 from jax_agent_rl.config.algorithm import Bounds, RolloutCorrectionConfig
 
-LIMIT = 20.0
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clipped to it, so that their exponentials stay finite."""
 
 PerTerm = list[np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """``importance``: factor of each term's policy loss; ``kept``: bool, terms to train on; ``metrics``: floats."""
+    """The correction of a step.
+
+    Attributes:
+        importance: float64 [S] per trajectory, factor of each token's policy loss.
+        accepted: bool [S] per trajectory, tokens to train on.
+        metrics: named floats for the log.
+    """
 
     importance: PerTerm
-    kept: list[np.ndarray]
+    accepted: list[np.ndarray]
     metrics: dict[str, float]
 
 
 def correct(
-    config: RolloutCorrectionConfig, old: PerTerm, rollout: PerTerm, active: Sequence[np.ndarray]
+    config: RolloutCorrectionConfig,
+    old: PerTerm,
+    rollout: PerTerm,
+    active: Sequence[np.ndarray],
 ) -> Correction:
     """Compute the weights, rejections and metrics of a step.
 
     Args:
         config: which weights and rejections.
         old: the learner's log-probs, float64 [S] per trajectory.
-        rollout: the engine's.
-        active: bool [S], terms not masked by a filter; only they count.
+        rollout: the engine's log-probs.
+        active: bool [S], tokens not masked by a filter; only they count.
     """
-    deltas = [np.clip(o - r, -LIMIT, LIMIT) for o, r in zip(old, rollout, strict=True)]
-    kept = reject(config.rollout_rs, config.rollout_rs_threshold, deltas, active)
+    log_ratios = _log_ratios(old, rollout)
+    accepted = reject(config.rollout_rs, config.rollout_rs_threshold, log_ratios, active)
     metrics = mismatch(old, rollout, active)
+
     if config.rollout_is == "none":
-        importance = [np.ones(len(delta)) for delta in deltas]
+        importance = [np.ones(len(log_ratio)) for log_ratio in log_ratios]
     else:
-        # Of all active terms: a trajectory was sampled as a whole, whatever a rule rejects of it afterwards.
-        raw = importance_weights(config.rollout_is, deltas, active)
-        importance = truncate(raw, config.rollout_is_threshold)
-        metrics |= _weight_metrics(raw, importance, active)
+        # Rejected tokens count: a trajectory was sampled as a whole, whatever a rule rejects later.
+        ratios = importance_weights(config.rollout_is, log_ratios, active)
+        importance = truncate(ratios, config.rollout_is_threshold)
+        metrics |= _weight_metrics(ratios, importance, active)
         if config.rollout_is_batch_normalize:
             importance = normalize(config.rollout_is, importance, active)
+
     if config.rollout_rs:
-        before, after = sum(a.sum() for a in active), sum(k.sum() for k in kept)
-        metrics["rollout_rs_rejected_fraction"] = 1 - after / max(before, 1)
-    return Correction(importance=importance, kept=kept, metrics=metrics)
+        num_active = sum(mask.sum() for mask in active)
+        num_accepted = sum(mask.sum() for mask in accepted)
+        metrics["rollout_rs_rejected_fraction"] = 1 - num_accepted / max(num_active, 1)
+    return Correction(importance=importance, accepted=accepted, metrics=metrics)
 
 
-def importance_weights(level: str, deltas: PerTerm, active: Sequence[np.ndarray]) -> PerTerm:
-    """Return ``exp(delta)`` per token, or for all tokens of a trajectory that of its sum (``sequence``).
+def _log_ratios(old: PerTerm, rollout: PerTerm) -> PerTerm:
+    log_ratios = []
+    for old_logprobs, rollout_logprobs in zip(old, rollout, strict=True):
+        log_ratios.append(_clip(old_logprobs - rollout_logprobs))
+    return log_ratios
 
-    References: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training.
+
+def _clip(log_ratio: np.ndarray) -> np.ndarray:
+    return np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def importance_weights(
+    level: str,
+    log_ratios: PerTerm,
+    active: Sequence[np.ndarray],
+) -> PerTerm:
+    """Return the importance ratio of each token, or of its trajectory.
+
+    Args:
+        level: ``token``, or ``sequence``: all tokens get the product of the trajectory's ratios.
+        log_ratios: float64 [S] per trajectory.
+        active: bool [S]; only these tokens enter the product.
+
+    References: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training.
     """
     if level == "token":
-        return [np.exp(delta) for delta in deltas]
-    sums = [np.clip(delta[mask].sum(), -LIMIT, LIMIT) for delta, mask in zip(deltas, active, strict=True)]
-    return [np.full(len(delta), np.exp(total)) for delta, total in zip(deltas, sums, strict=True)]
+        return [np.exp(log_ratio) for log_ratio in log_ratios]
+
+    weights = []
+    for log_ratio, mask in zip(log_ratios, active, strict=True):
+        ratio = np.exp(_clip(log_ratio[mask].sum()))
+        weights.append(np.full(len(log_ratio), ratio))
+    return weights
 
 
 def truncate(weights: PerTerm, threshold: float | Bounds) -> PerTerm:
@@ -77,38 +117,62 @@ def truncate(weights: PerTerm, threshold: float | Bounds) -> PerTerm:
 
 
 def normalize(level: str, weights: PerTerm, active: Sequence[np.ndarray]) -> PerTerm:
-    """Divide by the mean over active tokens, or for ``sequence`` over trajectories that have any."""
-    inside = [w[mask] for w, mask in zip(weights, active, strict=True)]
-    values = np.concatenate(inside) if level == "token" else np.array([w[0] for w in inside if len(w)])
-    mean = values.mean() if len(values) else 1.0
-    return [w / mean for w in weights] if mean > 0 else weights
+    """Divide by the mean over active tokens, or for ``sequence`` over trajectories with any."""
+    active_weights = []
+    for trajectory_weights, mask in zip(weights, active, strict=True):
+        if mask.any():
+            active_weights.append(trajectory_weights[mask])
+    if not active_weights:
+        return weights
+
+    if level == "token":
+        mean = np.concatenate(active_weights).mean()
+    else:  # all tokens of a trajectory have the same weight
+        mean = np.mean([trajectory_weights[0] for trajectory_weights in active_weights])
+    if not mean > 0:  # or NaN
+        return weights
+    return [trajectory_weights / mean for trajectory_weights in weights]
 
 
 def reject(
-    rules: Sequence[str], thresholds: Sequence[float | Bounds], deltas: PerTerm, active: Sequence[np.ndarray]
+    rules: Sequence[str],
+    thresholds: Sequence[float | Bounds],
+    log_ratios: PerTerm,
+    active: Sequence[np.ndarray],
 ) -> list[np.ndarray]:
-    """Return the active terms that pass every rule, bool [S].
+    """Return the active tokens that pass every rule, bool [S].
 
-    A rule is ``<level>_<estimator>``: the estimator k1 ``-delta``, k2 ``delta^2 / 2`` or k3 ``exp(delta) - 1 - delta``,
-    of each token, or its sum, mean or maximum over the trajectory. A k1 threshold bounds the exponential, from both
-    sides: ``[low, high]``, or one number h for ``[1/h, h]``; the others have an upper bound.
+    A rule is ``<level>_<estimator>``. With the log-ratio d, the estimators of the KL divergence are
+    k1 ``-d``, k2 ``d^2 / 2`` and k3 ``exp(d) - 1 - d``. The level says whether each token is judged
+    by its own value, or all by the sum, mean or maximum over the trajectory.
+
+    Args:
+        rules: their order does not matter.
+        thresholds: one for each rule, or one for all. For k1 it bounds the exponential from both
+            sides: ``[low, high]``, or one number h for ``[1/h, h]``. For k2 and k3 it is an upper
+            bound.
+        log_ratios: float64 [S] per trajectory.
+        active: bool [S].
     """
-    kept = [np.array(mask, bool) for mask in active]
-    bounds = list(thresholds) * len(rules) if len(thresholds) == 1 else thresholds
-    for rule, bound in zip(rules, bounds, strict=True):
+    if len(thresholds) == 1:
+        thresholds = list(thresholds) * len(rules)
+
+    accepted = [np.array(mask, bool) for mask in active]
+    for rule, threshold in zip(rules, thresholds, strict=True):
         level, _, estimator = rule.rpartition("_")
-        low, high = _limits(estimator, bound)
-        for i, (delta, mask) in enumerate(zip(deltas, active, strict=True)):
+        low, high = _limits(estimator, threshold)
+        for i, (log_ratio, mask) in enumerate(zip(log_ratios, active, strict=True)):
             if mask.any():
-                value = _LEVELS[level](_ESTIMATORS[estimator](delta), mask)
-                kept[i] &= (value >= low) & (value <= high)
-    return kept
+                per_token = _ESTIMATORS[estimator](log_ratio)
+                value = _LEVELS[level](per_token, mask)
+                accepted[i] &= (value >= low) & (value <= high)
+    return accepted
 
 
 _ESTIMATORS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "k1": lambda delta: -delta,
-    "k2": lambda delta: delta**2 / 2,
-    "k3": lambda delta: np.exp(delta) - 1 - delta,
+    "k1": lambda log_ratio: -log_ratio,
+    "k2": lambda log_ratio: log_ratio**2 / 2,
+    "k3": lambda log_ratio: np.exp(log_ratio) - 1 - log_ratio,
 }
 _LEVELS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "token": lambda values, mask: values,
@@ -118,66 +182,93 @@ _LEVELS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-def _limits(estimator: str, bound: float | Bounds) -> tuple[float, float]:
+def _limits(estimator: str, threshold: float | Bounds) -> tuple[float, float]:
+    """Return the smallest and the largest value that passes."""
     if estimator != "k1":
-        assert not isinstance(bound, tuple)  # refused by the configuration
-        return -np.inf, bound
-    low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
+        assert not isinstance(threshold, tuple)  # refused by the configuration
+        return -np.inf, threshold
+
+    if isinstance(threshold, tuple):
+        low, high = threshold
+    else:
+        low, high = 1 / threshold, threshold
     return float(np.log(low)), float(np.log(high))
 
 
 def mismatch(old: PerTerm, rollout: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
     """Measure how far the two policies are apart, over the active tokens.
 
-    Both directions of KL by k1 and k3 (``rollout_kl``: from the rollout's policy, whose samples these are, so the
-    other, ``reverse_kl``, is weighted by the ratio), the mean ratio of perplexities, and the largest difference.
+    There are both directions of KL, by k1 and k3; the mean ratio of perplexities; and the largest
+    difference. ``rollout_kl`` is an expectation under the rollout's policy, which has sampled these
+    tokens. ``rollout_reverse_kl`` is one under the learner's, so its tokens are weighted by the
+    importance ratio.
     """
-    pairs = [(o[m], r[m]) for o, r, m in zip(old, rollout, active, strict=True) if m.any()]
-    if not pairs:
+    differences = []  # of the trajectories with an active token
+    for old_logprobs, rollout_logprobs, mask in zip(old, rollout, active, strict=True):
+        if mask.any():
+            differences.append(old_logprobs[mask] - rollout_logprobs[mask])
+    if not differences:
         return {}
-    delta = np.clip(np.concatenate([o - r for o, r in pairs]), -LIMIT, LIMIT)
-    ratio = np.exp(delta)
+
+    log_ratio = _clip(np.concatenate(differences))
+    ratio = np.exp(log_ratio)
+    perplexity_ratios = [np.exp(_clip(-difference.mean())) for difference in differences]
     return {
-        "rollout_kl": float(-delta.mean()),
-        "rollout_k3_kl": float((ratio - 1 - delta).mean()),
-        "rollout_reverse_kl": float((ratio * delta).mean()),
-        "rollout_reverse_k3_kl": float((ratio * delta - ratio + 1).mean()),
-        "rollout_ppl_ratio": float(np.mean([np.exp(np.clip((r - o).mean(), -LIMIT, LIMIT)) for o, r in pairs])),
-        "rollout_max_logprob_difference": float(max(np.abs(o - r).max() for o, r in pairs)),
+        "rollout_kl": float(-log_ratio.mean()),
+        "rollout_k3_kl": float((ratio - 1 - log_ratio).mean()),
+        "rollout_reverse_kl": float((ratio * log_ratio).mean()),
+        "rollout_reverse_k3_kl": float((ratio * log_ratio - ratio + 1).mean()),
+        "rollout_ppl_ratio": float(np.mean(perplexity_ratios)),
+        "rollout_max_logprob_difference": float(max(np.abs(d).max() for d in differences)),
     }
 
 
-def behaviour_weights(cap: float, old: PerTerm, rollout: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return metrics of the weights within ``policy_loss.loss_mode: decoupled``, named as those of ``rollout_is``.
+def behaviour_weights(
+    cap: float,
+    old: PerTerm,
+    rollout: PerTerm,
+    active: Sequence[np.ndarray],
+) -> dict[str, float]:
+    """Return metrics of the weights within ``policy_loss.loss_mode: decoupled``.
+
+    They are named like the metrics of ``rollout_is``.
 
     Args:
-        cap: tokens above it are left out.
+        cap: tokens with a larger weight are left out.
         old: the learner's log-probs, float64 [S] per trajectory.
-        rollout: the engine's.
+        rollout: the engine's log-probs.
         active: bool [S].
     """
-    raw = [np.exp(np.clip(o - r, -LIMIT, LIMIT)) for o, r in zip(old, rollout, strict=True)]
-    return _weight_metrics(raw, [np.where(weights > cap, 0.0, weights) for weights in raw], active)
+    ratios = [np.exp(log_ratio) for log_ratio in _log_ratios(old, rollout)]
+    weights = [np.where(ratio > cap, 0.0, ratio) for ratio in ratios]
+    return _weight_metrics(ratios, weights, active)
 
 
-def _weight_metrics(raw: PerTerm, truncated: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return statistics over the active terms.
+def _weight_metrics(
+    ratios: PerTerm,
+    weights: PerTerm,
+    active: Sequence[np.ndarray],
+) -> dict[str, float]:
+    """Return statistics over the active tokens.
 
-    Extremes are of the raw weights; mean, deviation and effective sample size (as a share of the terms; 0 if every
-    weight is 0) of those that multiply the loss.
+    Extremes are those of the importance ratios. Mean, deviation and effective sample size (a share
+    of the tokens; 0 if every weight is 0) are those of the weights that multiply the loss.
 
     References: Kish 1965, Survey Sampling, for the effective sample size.
     """
-    before = np.concatenate([w[m] for w, m in zip(raw, active, strict=True)])
-    after = np.concatenate([w[m] for w, m in zip(truncated, active, strict=True)])
-    if not len(before):
+    ratio = np.concatenate([r[mask] for r, mask in zip(ratios, active, strict=True)])
+    weight = np.concatenate([w[mask] for w, mask in zip(weights, active, strict=True)])
+    if not len(ratio):
         return {}
-    mean, square = float(after.mean()), float(np.square(after).mean())
+
+    mean = float(weight.mean())
+    mean_square = float(np.square(weight).mean())
+    effective_sample_size = mean**2 / mean_square if mean_square > 0 else 0.0
     return {
         "rollout_is_mean": mean,
-        "rollout_is_std": float(after.std()),
-        "rollout_is_max": float(before.max()),
-        "rollout_is_min": float(before.min()),
-        "rollout_is_eff_sample_size": mean**2 / square if square > 0 else 0.0,
-        "rollout_is_clipped_fraction": float(np.mean(before != after)),
+        "rollout_is_std": float(weight.std()),
+        "rollout_is_max": float(ratio.max()),
+        "rollout_is_min": float(ratio.min()),
+        "rollout_is_eff_sample_size": effective_sample_size,
+        "rollout_is_clipped_fraction": float(np.mean(ratio != weight)),
     }

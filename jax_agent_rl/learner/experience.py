@@ -1,15 +1,16 @@
-"""From scored groups to what each token contributes: rewards, advantages, corrections, weights. Numpy, whole steps.
+"""From scored groups to what each token contributes to the loss. Numpy, whole steps.
 
 ::
 
     groups ─► token rewards ─► minus KL ─► advantages ─► minus KL ─┐
-    old, rollout log-probs ─► importance, rejections ──────────────┼─► Experience ─► terms of each mini-batch
-    masked trajectories ─► active terms ───────────────────────────┘
+    old, rollout log-probs ─► importance, rejections ──────────────┼─► Experience ─► terms of each
+    masked trajectories ─► active tokens ──────────────────────────┘                 mini-batch
+
+A *term* is one token that a trajectory sampled, as it enters the loss: see :mod:`.batch`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +28,11 @@ from jax_agent_rl.types import Group, Trajectory
 
 PerTerm = list[np.ndarray]
 """For each trajectory of the step one number per sampled token, [S]."""
+
 Candidates = Sequence[tuple[np.ndarray, np.ndarray]]
-"""For each trajectory the reference's k likeliest ids at each sampled token, int32 [S, k], and their log-probs."""
+"""For each trajectory the reference's k likeliest ids at every sampled token, int32 [S, k], and
+their log-probs."""
+
 RefScores = Sequence[np.ndarray] | Candidates
 
 
@@ -38,8 +42,9 @@ class Scores:
 
     Attributes:
         old: log-probs per sampled token before the update, float64 [S] per trajectory.
-        ref: those of the reference, or its likeliest ids with ``algorithm.kl.top_k``.
-        values: float64 [L + 1] per trajectory, see :class:`~jax_agent_rl.learner.advantages.ScoredBatch`.
+        ref: log-probs of the reference, or its likeliest ids with ``algorithm.kl.top_k``.
+        values: float64 [L + 1] per trajectory, see
+            :class:`~jax_agent_rl.learner.advantages.ScoredBatch`.
     """
 
     old: PerTerm | None = None
@@ -49,16 +54,16 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """A step, ready to be cut into mini-batches. Everything per trajectory and sampled token, [S].
+    """A step, ready to be cut into mini-batches. Arrays are per trajectory and sampled token, [S].
 
     Attributes:
         active: bool, tokens to train on.
-        segments: how many tokens each of its sequences has, not per token.
-        terms: by the name under which the losses read them.
+        segments: for each trajectory, the number of tokens of each of its sequences.
+        terms: arrays by the name under which the losses read them.
         value_terms: the same for the critic; empty without one.
-        candidates: of the reference, not per token; None unless the KL is over them.
-        kl: mean distance to the reference over trajectories with a token of their own, nats per token; NaN without
-            one, and over candidates.
+        candidates: the reference's likeliest ids; None unless the KL is over them.
+        kl: mean distance to the reference over trajectories with a sampled token, nats per token.
+            NaN without such a trajectory, or over candidates.
         metrics: named floats for the log.
     """
 
@@ -71,48 +76,57 @@ class Experience:
     metrics: dict[str, float]
 
     def comparison(self, bypass: bool) -> Comparison | None:
-        """Compare engine and learner on every comparable token; None if no pass has scored them yet.
+        """Compare engine and learner on every comparable token.
 
         Args:
             bypass: the old log-probs are the rollout's.
         """
         if bypass or "old_logprob" not in self.terms:
             return None
-        tokens = [mine > 0 for mine in self.terms["comparable"]]
-        return compare(self.terms["old_logprob"], self.terms["rollout_logprob"], tokens)
+        is_comparable = [mask > 0 for mask in self.terms["comparable"]]
+        return compare(self.terms["old_logprob"], self.terms["rollout_logprob"], is_comparable)
 
     def inactive(self, groups: Sequence[Group]) -> frozenset[str]:
         """Return the ids of trajectories without an active token."""
-        trajectories = (t for group in groups for t in group.trajectories)
-        return frozenset(t.trajectory_id for t, mask in zip(trajectories, self.active, strict=True) if not mask.any())
+        inactive_ids = set()
+        for trajectory, mask in zip(_trajectories(groups), self.active, strict=True):
+            if not mask.any():
+                inactive_ids.add(trajectory.trajectory_id)
+        return frozenset(inactive_ids)
 
     def unapplied(self, groups: Sequence[Group], updates: Sequence[UpdateRecord]) -> frozenset[str]:
-        """Return the ids of trajectories with an active token of whose mini-batch no update was applied.
+        """Return the ids of active trajectories without an applied update of their mini-batch.
 
         Args:
             groups: of the step.
             updates: of the model that the trajectories were to train.
         """
-        trajectories = [t for group in groups for t in group.trajectories]
-        applied: set[int] = set()
+        applied: set[int] = set()  # numbers of trajectories in the step
         for update in updates:
             if update.finite:
-                applied.update(range(len(trajectories))[update.members])
-        return frozenset(
-            trajectory.trajectory_id
-            for at, trajectory in enumerate(trajectories)
-            if self.active[at].any() and at not in applied
-        )
+                applied.update(range(len(self.active))[update.members])
+
+        unapplied_ids = set()
+        for number, trajectory in enumerate(_trajectories(groups)):
+            if self.active[number].any() and number not in applied:
+                unapplied_ids.add(trajectory.trajectory_id)
+        return frozenset(unapplied_ids)
 
     def by_trajectory(self, groups: Sequence[Group]) -> dict[str, dict[str, np.ndarray]]:
-        """Return numbers per token of each active trajectory, for the log; see ``UpdateResult.tokens``."""
-        named = {"advantages": "advantage", "old_logprobs": "old_logprob"}
-        trajectories = (t for group in groups for t in group.trajectories)
-        return {
-            trajectory.trajectory_id: {name: self.terms[term][at] for name, term in named.items() if term in self.terms}
-            for at, trajectory in enumerate(trajectories)
-            if self.active[at].any()
-        }
+        """Return the numbers per token of each active trajectory; see ``UpdateResult.tokens``."""
+        values_of: dict[str, dict[str, np.ndarray]] = {}
+        for number, trajectory in enumerate(_trajectories(groups)):
+            if not self.active[number].any():
+                continue
+            values = {"advantages": self.terms["advantage"][number]}
+            if "old_logprob" in self.terms:
+                values["old_logprobs"] = self.terms["old_logprob"][number]
+            values_of[trajectory.trajectory_id] = values
+        return values_of
+
+
+def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def build_experience(
@@ -124,126 +138,204 @@ def build_experience(
     masked: Collection[str],
     since: int = 0,
 ) -> Experience:
-    """Compute what the losses need and what does not depend on the current parameters.
+    """Compute what the losses need, as far as it does not depend on the current parameters.
 
     Args:
         groups: of the step.
         config: estimator, corrections and KL.
         scores: of the learner's models.
         kl_coef: the controller's current coefficient, for KL in the reward and the advantage.
-        masked: ids of trajectories whose rewards count in baselines and whose tokens are not trained on.
-        since: first policy version of the parameters that score; tokens of older ones cannot be compared.
+        masked: ids of trajectories whose rewards count in baselines, but whose tokens are not
+            trained on.
+        since: first policy version of the parameters that score; tokens of older ones cannot be
+            compared.
     """
     samples = scored_batch(groups, turn_reward=config.turn_reward)
+    trajectories = samples.trajectories
     sampled = [np.flatnonzero(mask) for mask in samples.masks]
-    rollout = _rollout_logprobs(samples.trajectories, sampled, scores.old)
-    active = [
-        np.full(len(at), t.trajectory_id not in masked) for t, at in zip(samples.trajectories, sampled, strict=True)
-    ]
-    old = rollout if config.rollout_correction.bypass_mode else scores.old
-    candidates: Any = scores.ref if config.kl.top_k else None
-    ref: Any = None if config.kl.top_k else scores.ref
-    distances = []
-    if old is not None and ref is not None:
-        distances = [kl_forward(config.kl.estimator, o, r) for o, r in zip(old, ref, strict=True)]
+
+    # --- log-probs ---
+    is_bypassed = config.rollout_correction.bypass_mode
+    rollout_logprobs = _rollout_logprobs(trajectories, sampled, scores.old)
+    old_logprobs = rollout_logprobs if is_bypassed else scores.old
+    candidates: Any = None
+    ref_logprobs: Any = None
+    if config.kl.top_k:
+        candidates = scores.ref
+    else:
+        ref_logprobs = scores.ref
+
+    distances = []  # to the reference, per token
+    if old_logprobs is not None and ref_logprobs is not None:
+        for old, ref in zip(old_logprobs, ref_logprobs, strict=True):
+            distances.append(kl_forward(config.kl.estimator, old, ref))
+
+    # --- advantages ---
     if config.kl.where == "reward":
-        for rewards, at, distance in zip(samples.rewards, sampled, distances, strict=True):
-            rewards[at] -= kl_coef * distance
+        for rewards, indices, distance in zip(samples.rewards, sampled, distances, strict=True):
+            rewards[indices] -= kl_coef * distance
     estimated = advantages.compute(replace(samples, values=scores.values), config)
-    advantage = _at(estimated.advantages, sampled)
+    advantage = _select(estimated.advantages, sampled)
     if config.kl.where == "advantage":
-        advantage = [own - kl_coef * distance for own, distance in zip(advantage, distances, strict=True)]
-    terms = {"advantage": advantage, "rollout_logprob": rollout}
-    terms["comparable"] = [comparable(t, since).astype(np.float64) for t in samples.trajectories]
-    metrics = _advantage_metrics(terms["advantage"], active)
-    if old is not None:
-        terms["old_logprob"] = old
-        if config.rollout_correction.bypass_mode:
-            metrics |= mismatch(old, rollout, active)
+        pairs = zip(advantage, distances, strict=True)
+        advantage = [values - kl_coef * distance for values, distance in pairs]
+
+    # --- terms of the policy's loss ---
+    active = []
+    for trajectory, indices in zip(trajectories, sampled, strict=True):
+        active.append(np.full(len(indices), trajectory.trajectory_id not in masked))
+    metrics = _advantage_metrics(advantage, active)
+    terms = {
+        "advantage": advantage,
+        "rollout_logprob": rollout_logprobs,
+        "comparable": [comparable(t, since).astype(np.float64) for t in trajectories],
+    }
+    if old_logprobs is not None:
+        terms["old_logprob"] = old_logprobs
+        if is_bypassed:
+            metrics |= mismatch(old_logprobs, rollout_logprobs, active)
         else:
-            corrected = correct(config.rollout_correction, old, rollout, active)
-            active, metrics = corrected.kept, metrics | corrected.metrics
-            terms["importance"] = corrected.importance
+            correction = correct(config.rollout_correction, old_logprobs, rollout_logprobs, active)
+            active = correction.accepted
+            metrics |= correction.metrics
+            terms["importance"] = correction.importance
         if config.policy_loss.loss_mode == "decoupled":
-            metrics |= behaviour_weights(config.policy_loss.behav_imp_weight_cap, old, rollout, active)
-    if ref is not None and config.kl.where == "loss":
-        terms["ref_logprob"] = ref
+            cap = config.policy_loss.behav_imp_weight_cap
+            metrics |= behaviour_weights(cap, old_logprobs, rollout_logprobs, active)
+    if ref_logprobs is not None and config.kl.where == "loss":
+        terms["ref_logprob"] = ref_logprobs
+
+    # --- terms of the critic's loss ---
     value_terms = {}
     if estimated.returns is not None and scores.values is not None:
         old_values = [values[:-1] for values in scores.values]
-        value_terms = {"returns": _at(estimated.returns, sampled), "old_value": _at(old_values, sampled)}
-    measured = [distance.mean() for distance in distances if len(distance)]  # a grammar may decide every token
-    kl = float(np.mean(measured)) if measured else float("nan")
-    segments = [segment_lengths(t) for t in samples.trajectories]
+        value_terms["returns"] = _select(estimated.returns, sampled)
+        value_terms["old_value"] = _select(old_values, sampled)
+
+    # A trajectory may have no sampled token: a grammar may decide every one.
+    mean_distances = [distance.mean() for distance in distances if len(distance)]
     return Experience(
         active=active,
-        segments=segments,
+        segments=[segment_lengths(trajectory) for trajectory in trajectories],
         terms=terms,
         value_terms=value_terms,
         candidates=candidates,
-        kl=kl,
+        kl=float(np.mean(mean_distances)) if mean_distances else float("nan"),
         metrics=metrics,
     )
 
 
-def score_contexts(groups: Sequence[Group], score: Callable[[Sequence[Sequence[int]]], list[np.ndarray]]) -> PerTerm:
-    """Return the log-probs of every trajectory's trained tokens, from a function of whole contexts."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    sequences = [s for t in trajectories for s in t.sequences]
-    scored = iter(score([s.prompt_ids + s.response_ids for s in sequences]))
-    return [
-        np.concatenate(
-            [next(scored)[len(s.prompt_ids) - 1 :][np.asarray(s.loss_mask, bool)] for s in t.sequences]
-        ).astype(np.float64)
-        for t in trajectories
-    ]
+def score_contexts(
+    groups: Sequence[Group],
+    score: Callable[[Sequence[Sequence[int]]], list[np.ndarray]],
+) -> PerTerm:
+    """Return the log-probs of every trajectory's trained tokens.
+
+    Args:
+        groups: their trajectories are scored in this order.
+        score: takes contexts, and returns the log-prob of every id of a context but the first.
+    """
+    trajectories = _trajectories(groups)
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    scores = iter(score([s.prompt_ids + s.response_ids for s in sequences]))
+
+    logprobs = []
+    for trajectory in trajectories:
+        parts = []
+        for sequence in trajectory.sequences:
+            response_logprobs = next(scores)[len(sequence.prompt_ids) - 1 :]
+            parts.append(response_logprobs[np.asarray(sequence.loss_mask, bool)])
+        logprobs.append(np.concatenate(parts).astype(np.float64))
+    return logprobs
 
 
 def _rollout_logprobs(
-    trajectories: Sequence[Trajectory], sampled: Sequence[np.ndarray], old: PerTerm | None
+    trajectories: Sequence[Trajectory],
+    sampled: Sequence[np.ndarray],
+    old: PerTerm | None,
 ) -> PerTerm:
     """Return the engine's log-probs.
 
-    Observations were not sampled: they get the learner's own (NaN if unknown), so that they are never off-policy.
+    Observations were not sampled. They get the learner's own log-probs (NaN if unknown), so that
+    they are never off-policy.
     """
     rollout = []
-    for number, (trajectory, at) in enumerate(zip(trajectories, sampled, strict=True)):
-        reported = np.concatenate([np.asarray(s.rollout_logprobs, np.float64) for s in trajectory.sequences])[at]
-        mine = np.concatenate([np.asarray(s.response_mask, bool) for s in trajectory.sequences])[at]
-        rollout.append(np.where(mine, reported, np.nan if old is None else old[number]))
+    for number, (trajectory, indices) in enumerate(zip(trajectories, sampled, strict=True)):
+        reported = []
+        response_masks = []
+        for sequence in trajectory.sequences:
+            reported.append(np.asarray(sequence.rollout_logprobs, np.float64))
+            response_masks.append(np.asarray(sequence.response_mask, bool))
+        is_sampled = np.concatenate(response_masks)[indices]
+        unsampled = np.nan if old is None else old[number]
+        rollout.append(np.where(is_sampled, np.concatenate(reported)[indices], unsampled))
     return rollout
 
 
 def mini_batch_terms(
-    experience: Experience, members: slice, config: AlgorithmConfig, *, kl_coef: float
+    experience: Experience,
+    members: slice,
+    config: AlgorithmConfig,
+    *,
+    kl_coef: float,
 ) -> tuple[dict[str, PerTerm], dict[str, PerTerm]]:
-    """Return the terms of the policy's and the critic's batch of one optimizer update, over some trajectories."""
+    """Return the terms of one optimizer update, for the policy's loss and for the critic's.
+
+    Args:
+        experience: of the step.
+        members: the trajectories of the update, among those of the step.
+        config: its loss aggregation weighs the terms.
+        kl_coef: the controller's current coefficient, for KL in the loss.
+    """
     active = experience.active[members]
     weights = _weights(config, active, experience.segments[members])
-    policy = {name: values[members] for name, values in experience.terms.items()} | {"weight": weights}
+
+    policy = {name: values[members] for name, values in experience.terms.items()}
+    policy["weight"] = weights
     if "ref_logprob" in policy or experience.candidates is not None:
         policy["kl_weight"] = [kl_coef * weight for weight in weights]
+
     critic = {name: values[members] for name, values in experience.value_terms.items()}
     if critic:
         critic["weight"] = term_weights("token-mean", active)
     return policy, critic
 
 
-def _weights(config: AlgorithmConfig, active: PerTerm, segments: Sequence[Sequence[int]]) -> PerTerm:
-    """Return the weights of one update's terms, with trajectories or their segments as the sequences of the loss."""
+def _weights(
+    config: AlgorithmConfig,
+    active: PerTerm,
+    segments: Sequence[Sequence[int]],
+) -> PerTerm:
+    """Return the weights of one update's terms.
+
+    The sequences of the loss are trajectories or, with ``algorithm.segment_weight``, their
+    segments.
+    """
     if config.segment_weight == "session":
         return term_weights(config.loss_agg_mode, active, config.loss_scale_factor)
-    cuts = (np.split(mask, np.cumsum(lengths)[:-1]) for mask, lengths in zip(active, segments, strict=True))
-    weights = iter(term_weights(config.loss_agg_mode, list(itertools.chain(*cuts)), config.loss_scale_factor))
-    return [np.concatenate(list(itertools.islice(weights, len(lengths)))) for lengths in segments]
+
+    active_segments = []
+    for mask, lengths in zip(active, segments, strict=True):
+        active_segments += np.split(mask, np.cumsum(lengths)[:-1])
+    weights = term_weights(config.loss_agg_mode, active_segments, config.loss_scale_factor)
+
+    by_trajectory = []
+    begin = 0
+    for lengths in segments:
+        end = begin + len(lengths)
+        by_trajectory.append(np.concatenate(weights[begin:end]))
+        begin = end
+    return by_trajectory
 
 
-def _at(per_token: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> PerTerm:
-    return [values[at] for values, at in zip(per_token, sampled, strict=True)]
+def _select(per_token: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> PerTerm:
+    """Select the values at some indices from each trajectory's."""
+    return [values[at] for values, at in zip(per_token, indices, strict=True)]
 
 
-def _advantage_metrics(per_term: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
-    values = np.concatenate([a[m] for a, m in zip(per_term, active, strict=True)])
+def _advantage_metrics(advantage: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:
+    selected = [values[mask] for values, mask in zip(advantage, active, strict=True)]
+    values = np.concatenate(selected)
     if not len(values):
         return {}
     return {

@@ -1,9 +1,12 @@
-"""Images of packed rows. Shapes: R rows, T tokens, P patches, N features (P / merge_size²), D hidden.
+"""Images of packed rows.
 
-Trajectories carry images as tools made them; here they are cut into what the tower reads, whoever sampled them (in
-verl's words ``return_multi_modal_inputs: false``). A row holds every distinct image once, however many of its
-trajectories show it. Its patches lie one after another, padded to one of two sizes, so that there are few programs;
-rows without images are those of a model of text.
+Trajectories carry images as tools made them. Here they are cut into what the vision tower reads,
+whoever sampled the trajectories (in verl's words ``return_multi_modal_inputs: false``). A row holds
+every distinct image once, however many of its trajectories show it. Its patches lie one after
+another, padded to one of two sizes, so that there are few programs. Rows without images run the
+programs of a text model.
+
+Shapes: R rows, T tokens, P patches, N features (P / merge_size²), D hidden.
 """
 
 from __future__ import annotations
@@ -47,9 +50,13 @@ class ImagePacking:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Padded numbers of patches: a quarter of a row's most, and all, in whole windows."""
+        """Padded numbers of patches: a quarter of a row's maximum, and all, in whole windows."""
         window = self.vision_processor.vision.window_patches
-        return tuple(sorted({-(-self.row_patches // part // window) * window for part in (4, 1)}))
+        sizes = set()
+        for part in (4, 1):
+            windows = -(-self.row_patches // part // window)  # rounded up
+            sizes.add(windows * window)
+        return tuple(sorted(sizes))
 
 
 def image_packing(vision_processor: VisionProcessor | None, config: LearnerConfig) -> ImagePacking | None:
@@ -65,8 +72,10 @@ def image_packing(vision_processor: VisionProcessor | None, config: LearnerConfi
             f"learner.mesh.context={config.mesh.context} splits rows within images, which this learner cannot do; "
             "set learner.mesh.context=1 and split over fsdp or tensor"
         )
-    most = config.pack_length * vision_processor.vision.merge_size**2  # a token for each feature
-    return ImagePacking(vision_processor=vision_processor, row_patches=config.row_patches or most)
+    row_patches = config.row_patches
+    if not row_patches:  # as many as a row has tokens for: one for each feature
+        row_patches = config.pack_length * vision_processor.vision.merge_size**2
+    return ImagePacking(vision_processor=vision_processor, row_patches=row_patches)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,9 +84,9 @@ class RowImages:
 
     Attributes:
         images: of each row.
-        feature_index: int32 [R, T], which of its row's features takes a token's place; -1 for text.
+        feature_index: int32 [R, T], index of the row's feature that replaces a token; -1 for text.
         rope_positions: int32 [R, T, 3].
-        packing: what they are for.
+        packing: the layout of images in rows.
     """
 
     images: tuple[tuple[ProcessedImage, ...], ...]
@@ -86,154 +95,224 @@ class RowImages:
     packing: ImagePacking
 
     def micro_batch(self, begin: int, rows: int) -> dict[str, np.ndarray]:
-        """Return arrays of ``rows`` rows from ``begin`` on, padded with empty ones; none if they hold no image."""
-        mine = self.images[begin : begin + rows]
-        most = max(sum(len(image.patches) for image in row) for row in mine)
-        if not most:
+        """Return arrays of ``rows`` rows from ``begin`` on, padded with empty rows.
+
+        There are none if the rows hold no image.
+        """
+        end = begin + rows
+        row_images: list[Sequence[ProcessedImage]] = list(self.images[begin:end])
+        most_patches = max(sum(len(image.patches) for image in row) for row in row_images)
+        if not most_patches:
             return {}
-        size = next(size for size in self.packing.sizes if size >= most)
-        return _arrays(
-            self.packing.vision_processor.vision,
-            [*mine, *[()] * (rows - len(mine))],
-            size,
-            feature_index=_padded(self.feature_index[begin : begin + rows], rows, -1),
-            rope_positions=_padded(self.rope_positions[begin : begin + rows], rows, 0),
-        )
+
+        while len(row_images) < rows:
+            row_images.append(())
+        size = next(size for size in self.packing.sizes if size >= most_patches)
+        return {
+            **_patch_arrays(self.packing.vision_processor.vision, row_images, size),
+            "feature_index": _padded(self.feature_index[begin:end], rows, -1),
+            "rope_positions": _padded(self.rope_positions[begin:end], rows, 0),
+        }
 
 
-def blanks(micro_batch: Mapping[str, np.ndarray], packing: ImagePacking) -> Iterator[dict[str, np.ndarray]]:
+def blanks(
+    micro_batch: Mapping[str, np.ndarray],
+    packing: ImagePacking,
+) -> Iterator[dict[str, np.ndarray]]:
     """Yield a weightless micro-batch without images, in every shape that images give it."""
-    weightless = {"term_weight": np.zeros_like(micro_batch["term_weight"])} if "term_weight" in micro_batch else {}
-    text = {name: value for name, value in micro_batch.items() if name not in _SHOWN} | weightless
+    text = {name: value for name, value in micro_batch.items() if name not in _IMAGE_ARRAYS}
+    if "term_weight" in text:
+        text["term_weight"] = np.zeros_like(text["term_weight"])
     yield text
+
     positions = text["positions"]
+    no_images: list[Sequence[ProcessedImage]] = [()] * len(positions)
     for size in packing.sizes:
-        yield text | _arrays(
-            packing.vision_processor.vision,
-            [()] * len(positions),
-            size,
-            feature_index=np.full_like(positions, -1),
-            rope_positions=np.repeat(positions[..., None], 3, axis=2),
-        )
+        yield {
+            **text,
+            **_patch_arrays(packing.vision_processor.vision, no_images, size),
+            "feature_index": np.full_like(positions, -1),
+            "rope_positions": np.repeat(positions[..., None], 3, axis=2),
+        }
 
 
-_SHOWN = ("patches", "feature_index", "rope_positions", *(f"patch_{name}" for name in Layout._fields))
+_IMAGE_ARRAYS = (
+    "patches",
+    "feature_index",
+    "rope_positions",
+    *(f"patch_{name}" for name in Layout._fields),
+)
+"""Names of the arrays that only micro-batches with images have."""
 
 
-def _arrays(
-    vision: VisionConfig, rows: Sequence[Sequence[ProcessedImage]], size: int, **arrays: np.ndarray
+def _patch_arrays(
+    vision: VisionConfig,
+    rows: Sequence[Sequence[ProcessedImage]],
+    size: int,
 ) -> dict[str, np.ndarray]:
-    """Add the rows' patches [R, P, patch_dim] and their layout."""
-    layouts = [layout(vision, [image.grid for image in row], size) for row in rows]
-    stacked = Layout(*map(np.stack, zip(*layouts, strict=True)))
-    none = np.zeros((0, vision.patch_dim), np.float32)
-    return {
-        **arrays,
-        "patches": np.stack([_padded(np.concatenate([none, *(x.patches for x in row)]), size, 0.0) for row in rows]),
-        **{f"patch_{name}": value for name, value in stacked._asdict().items()},
-    }
+    """Return the patches of rows, [R, P, patch_dim], and their layout.
+
+    Args:
+        vision: of the model.
+        rows: the images of each row.
+        size: P, to which the patches of a row are padded.
+    """
+    patches = []
+    layouts = []
+    no_patches = np.zeros((0, vision.patch_dim), np.float32)
+    for row in rows:
+        row_patches = np.concatenate([no_patches, *(image.patches for image in row)])
+        patches.append(_padded(row_patches, size, 0.0))
+        layouts.append(layout(vision, [image.grid for image in row], size))
+
+    arrays = {"patches": np.stack(patches)}
+    for name in Layout._fields:
+        arrays[f"patch_{name}"] = np.stack([getattr(row_layout, name) for row_layout in layouts])
+    return arrays
 
 
 class ImagePacker:
     """The images of all sequences of a batch while rows are made of them.
 
+    Features of all distinct images are numbered through. In the *keys* of a sequence, its token ids
+    for packing, ``-1 - number`` of a feature stands in place of the placeholder: see
+    ``ImageKeys.keys``.
+
     Args:
-        packing: what they are for.
+        packing: the layout of images in rows.
         sequences: in order.
 
+    Attributes:
+        keys: int32 [n] for each sequence.
+
     Raises:
-        ValueError: an image cannot be processed, or a sequence has more patches than a row may have.
+        ValueError: an image cannot be processed, or a sequence has more patches than a row may
+            have.
     """
 
     def __init__(self, packing: ImagePacking, sequences: Sequence[Trajectory]) -> None:
         self._packing = packing
-        with ThreadPoolExecutor() as pool:  # scaling an image lets go of the interpreter
-            self._shown = list(pool.map(functools.partial(_show, packing.vision_processor), sequences))
-        names = ImageKeys()
-        self.keys = [names.keys(multimodal) for multimodal in self._shown]
-        """For each sequence its ids, int32 [n], in which images have names: see ``ImageKeys.keys``."""
-        distinct = {image.digest: image for multimodal in self._shown for image in multimodal.images}
-        self._images = list(distinct.values())  # in order of their names
-        numbers = {digest: number for number, digest in enumerate(distinct)}
-        self._members = [np.array(sorted({numbers[p.digest] for p in s.images}), np.int64) for s in self._shown]
-        self._sizes = np.array([len(image.patches) for image in self._images], np.int64)
-        self._features = self._sizes // packing.vision_processor.vision.merge_size**2
-        self._first = np.cumsum(self._features) - self._features  # name of each image's first feature
-        self._there = np.zeros((len(sequences), len(self._images)), bool)  # [rows, images]
-        for sequence, members in zip(sequences, self._members, strict=True):
-            if (need := int(self._sizes[members].sum())) > packing.row_patches:
+        process = functools.partial(_process_images, packing.vision_processor)
+        with ThreadPoolExecutor() as pool:  # scaling an image releases the interpreter lock
+            self._contexts = list(pool.map(process, sequences))
+
+        image_keys = ImageKeys()
+        self.keys = [image_keys.keys(context) for context in self._contexts]
+
+        distinct: dict[bytes, ProcessedImage] = {}  # by digest, in the order of their features
+        for context in self._contexts:
+            for image in context.images:
+                distinct[image.digest] = image
+        self._images = list(distinct.values())
+
+        number_of = {digest: number for number, digest in enumerate(distinct)}
+        self._images_of = []  # numbers of each sequence's images
+        for context in self._contexts:
+            numbers = {number_of[image.digest] for image in context.images}
+            self._images_of.append(np.array(sorted(numbers), np.int64))
+
+        merge_size = packing.vision_processor.vision.merge_size
+        self._num_patches = np.array([len(image.patches) for image in self._images], np.int64)
+        self._num_features = self._num_patches // merge_size**2
+        self._first_feature = np.cumsum(self._num_features) - self._num_features
+        self._in_row = np.zeros((len(sequences), len(self._images)), bool)  # [rows, images]
+
+        for sequence, numbers in zip(sequences, self._images_of, strict=True):
+            needed = int(self._num_patches[numbers].sum())
+            if needed > packing.row_patches:
                 raise ValueError(
-                    f"trajectory {sequence.trajectory_id} shows images of {need} patches, a row takes "
-                    f"{packing.row_patches}; set learner.row_patches >= {need}, or lower model.max_pixels"
+                    f"trajectory {sequence.trajectory_id} shows images of {needed} patches, a row "
+                    f"takes {packing.row_patches}; set learner.row_patches >= {needed}, or lower "
+                    "model.max_pixels"
                 )
 
-    def has_room(self, which: int, rows: int) -> np.ndarray:
-        """Return bool [rows]: where a sequence's images fit beside those already in the row."""
-        members = self._members[which]
-        there = self._there[:rows]
-        new = ~there[:, members] @ self._sizes[members]
-        return there @ self._sizes + new <= self._packing.row_patches
+    def has_room(self, sequence: int, rows: int) -> np.ndarray:
+        """Return bool [rows]: whether the images of a sequence fit beside those of the row."""
+        numbers = self._images_of[sequence]
+        in_row = self._in_row[:rows]
+        row_patches = in_row @ self._num_patches
+        new_patches = ~in_row[:, numbers] @ self._num_patches[numbers]
+        return row_patches + new_patches <= self._packing.row_patches
 
-    def add(self, which: int, row: int) -> None:
+    def add(self, sequence: int, row: int) -> None:
         """Put a sequence into a row."""
-        self._there[row, self._members[which]] = True
+        self._in_row[row, self._images_of[sequence]] = True
 
     def lay_out(
-        self, keys: np.ndarray, positions: np.ndarray, located: Iterable[tuple[int, int, np.ndarray]]
+        self,
+        keys: np.ndarray,
+        positions: np.ndarray,
+        paths: Iterable[tuple[int, int, np.ndarray]],
     ) -> RowImages:
         """Return the images of finished rows.
 
         Args:
-            keys: int32 [R, T], nodes; names where images stand.
-            positions: int32 [R, T], as of text.
-            located: row, number and nodes int64 [n] of each sequence.
+            keys: int32 [R, T], of the nodes.
+            positions: int32 [R, T], of text.
+            paths: row, number and nodes int64 [n] of each sequence.
         """
-        index = np.full(keys.shape, -1, np.int32)
-        rope = np.repeat(positions[..., None], 3, axis=2)
+        feature_index = np.full(keys.shape, -1, np.int32)
         images = []
         for row in range(len(keys)):
-            there = np.flatnonzero(self._there[row])
-            begin = np.zeros(len(self._first), np.int64)  # of each image's features among the row's
-            begin[there] = np.cumsum(self._features[there]) - self._features[there]
-            multimodal = keys[row] < 0
-            names = -1 - keys[row, multimodal]
-            image = self._of(names)
-            index[row, multimodal] = begin[image] + names - self._first[image]
-            images.append(tuple(self._images[number] for number in there))
-        for row, which, path in located:
-            rope[row, path] = self._shown[which].positions
-        return RowImages(images=tuple(images), feature_index=index, rope_positions=rope, packing=self._packing)
+            numbers = np.flatnonzero(self._in_row[row])
+            images.append(tuple(self._images[number] for number in numbers))
+
+            # Where the features of each image begin among those of the row.
+            num_features = self._num_features[numbers]
+            begin = np.zeros(len(self._images), np.int64)
+            begin[numbers] = np.cumsum(num_features) - num_features
+
+            is_image = keys[row] < 0
+            features = -1 - keys[row, is_image]
+            image = self._image_of(features)
+            feature_index[row, is_image] = begin[image] + features - self._first_feature[image]
+
+        rope_positions = np.repeat(positions[..., None], 3, axis=2)
+        for row, number, path in paths:
+            rope_positions[row, path] = self._contexts[number].positions
+        return RowImages(
+            images=tuple(images),
+            feature_index=feature_index,
+            rope_positions=rope_positions,
+            packing=self._packing,
+        )
 
     def ids(self, keys: np.ndarray) -> np.ndarray:
-        """Return keys as ids, int32, with placeholders where images stand."""
-        placeholders = np.array(
-            [self._packing.vision_processor.vision.placeholders[p.kind] for p in self._images], np.int32
-        )
+        """Return keys as token ids, int32, with placeholders for images."""
+        placeholder_of_kind = self._packing.vision_processor.vision.placeholders
+        placeholders = np.array([placeholder_of_kind[p.kind] for p in self._images], np.int32)
+        is_image = keys < 0
         ids = keys.copy()
-        ids[keys < 0] = placeholders[self._of(-1 - keys[keys < 0])]
+        ids[is_image] = placeholders[self._image_of(-1 - keys[is_image])]
         return ids
 
-    def _of(self, names: np.ndarray) -> np.ndarray:
-        """Return the number of the image that has a feature of this name."""
-        return np.searchsorted(self._first, names, side="right") - 1
+    def _image_of(self, features: np.ndarray) -> np.ndarray:
+        """Return the number of the image that a feature belongs to."""
+        return np.searchsorted(self._first_feature, features, side="right") - 1
 
 
-def _show(vision_processor: VisionProcessor, sequence: Trajectory) -> MultimodalContext:
-    """Process the images of a sequence; a sampled placeholder is text."""
+def _process_images(
+    vision_processor: VisionProcessor,
+    sequence: Trajectory,
+) -> MultimodalContext:
+    """Process the images of a sequence; a placeholder that was sampled is text."""
     ids = np.asarray(sequence.prompt_ids + sequence.response_ids, np.int32)
-    sampled = np.concatenate([np.zeros(len(sequence.prompt_ids), bool), np.asarray(sequence.response_mask, bool)])
+    in_prompt = np.zeros(len(sequence.prompt_ids), bool)
+    is_sampled = np.concatenate([in_prompt, np.asarray(sequence.response_mask, bool)])
     try:
-        multimodal = vision_processor.make_context(
-            np.where(sampled, -1, ids), vision_processor.read(sequence.multi_modal)
+        context = vision_processor.make_context(
+            np.where(is_sampled, -1, ids),
+            vision_processor.read(sequence.multi_modal),
         )
     except ValueError as error:
         raise ValueError(f"trajectory {sequence.trajectory_id}: {error}") from None
-    return replace(multimodal, ids=ids)
+    return replace(context, ids=ids)
 
 
 def _padded(array: np.ndarray, length: int, value: float) -> np.ndarray:
     """Pad the first axis with ``value`` to ``length``."""
-    padding = [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1)
+    padding = [(0, 0)] * array.ndim
+    padding[0] = (0, length - len(array))
     return np.pad(array, padding, constant_values=value)
 
 

@@ -1,29 +1,40 @@
 """Log-probs and entropies of tokens under a linear head, without holding all logits.
 
-Logits exist for one chunk of tokens and one block of the vocabulary at a time; the backward pass computes them once
-more and takes the softmax's normalizer from the forward pass, so a block goes from product to gradient while it is in
-cache. The idea is that of Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009.
+Logits exist for one chunk of tokens and one block of the vocabulary at a time. The backward pass
+computes them once more and takes the softmax's normalizer from the forward pass, so a block goes
+from product to gradient while it is in the cache. The idea is that of Wijmans et al. 2024, "Cut
+Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009.
 
-On a CPU, memory is cheaper than a product: there the backward pass may find the logits of the first chunks kept.
+On a CPU, memory is cheaper than a product: there the logits of the first chunks may be kept for the
+backward pass.
 
-Tokens of restricted draws (top-k, a grammar) are normalized over the ids that were left to them, given as bits.
+Tokens of restricted draws (top-k, a grammar) are normalized over the ids that were left to them,
+given as bits.
 
-To compare whole distributions, :func:`linear_top_k` finds the likeliest ids of one model and their log-probs, and
-:func:`linear_logprobs` computes, beside the token's, another model's log-probs of the same ids (*candidates*).
+To compare whole distributions, :func:`linear_top_k` finds the likeliest ids of one model and their
+log-probs, and :func:`linear_logprobs` also computes another model's log-probs of these ids
+(*candidates*).
 
-Shapes: C chunks of N tokens, D hidden, V vocabulary, B vocabulary ids of a block, n blocks, k candidates.
+Shapes: C chunks of N tokens, D hidden, V vocabulary, B vocabulary ids of a block, n blocks, k
+    candidates.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-NEGATIVE = -1e30  # the score of an id that only pads the vocabulary, or that a draw excluded
-BLOCK = 2048  # ids of a block and shard: its logits for a chunk stay in a CPU core's cache, and fill an accelerator
+NEGATIVE = -1e30
+"""The score of an id that only pads the vocabulary, or that a draw excluded."""
+
+BLOCK = 2048
+"""Ids of a block and shard: their logits for a chunk stay in a CPU core's cache, and fill an
+accelerator."""
 
 Arrays = tuple[jax.Array, jax.Array]
 
@@ -40,9 +51,10 @@ def linear_logprobs(
     support: jax.Array | None = None,
     candidates: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Log-prob of each token and entropy of its distribution, ``softmax(hidden @ head.T / temperature)``.
+    """Return the log-prob of each token, and the entropy of its distribution.
 
-    All results are differentiable in ``hidden`` and ``head``.
+    The distribution is ``softmax(hidden @ head.T / temperature)``. All results are differentiable
+    in ``hidden`` and ``head``.
 
     Args:
         hidden: [C, N, D].
@@ -50,16 +62,28 @@ def linear_logprobs(
         ids: int32 [C, N].
         valid: bool [C, N]; a chunk in which nothing is valid costs nothing and gives zeros.
         temperature: divides the logits.
-        vocab_shards: parts the head's V axis is split into over devices; each then has its part of every block.
-        kept_chunks: how many of the first chunks keep their N V logits for the backward pass.
+        vocab_shards: parts the head's V axis is split into over devices; each then has its part of
+            every block.
+        kept_chunks: number of first chunks that keep their N V logits for the backward pass.
         support: uint32 [C, N, ceil(V / 32)], a bit for each id of the distribution; None: all ids.
-        candidates: int32 [C, N, k], further ids to score, each at most once a token; None: none.
+        candidates: int32 [C, N, k], further ids to score, each at most once per token; None: none.
 
     Returns:
-        float32 [C, N] twice, and with candidates their log-probs [C, N, k], ``NEGATIVE`` or less for ids that the
-        support excludes; values where ``valid`` is false mean nothing.
+        float32 [C, N] twice, and with candidates their log-probs [C, N, k], ``NEGATIVE`` or less
+        for ids that the support excludes. Values where ``valid`` is false mean nothing.
     """
-    return _forward(hidden, head, ids, valid, temperature, vocab_shards, kept_chunks, support, candidates)[0]
+    results, _ = _forward(
+        hidden,
+        head,
+        ids,
+        valid,
+        temperature,
+        vocab_shards,
+        kept_chunks,
+        support,
+        candidates,
+    )
+    return results
 
 
 def _forward(
@@ -74,66 +98,113 @@ def _forward(
     candidates: jax.Array | None,
 ) -> tuple[tuple[jax.Array, ...], tuple]:
     blocks = _blocks(head, vocab_shards)
-    like = [ids, ids, ids] if candidates is None else [ids, ids, ids, candidates]
-    nothing = tuple(jnp.zeros(x.shape[1:], jnp.float32) for x in like)
+    block_ids = blocks[1]
+    # The results of a chunk without a valid token: log-prob, entropy, normalizer, candidates.
+    per_token = jnp.zeros(ids.shape[1:], jnp.float32)
+    nothing = (per_token, per_token, per_token)
+    if candidates is not None:
+        nothing += (jnp.zeros(candidates.shape[1:], jnp.float32),)
 
     def statistics(
-        hidden: jax.Array, ids: jax.Array, support: jax.Array | None, candidates: jax.Array | None, *, keep: bool
+        hidden: jax.Array,
+        ids: jax.Array,
+        support: jax.Array | None,
+        candidates: jax.Array | None,
+        *,
+        keep: bool,
     ) -> tuple[tuple, jax.Array | None]:
-        """Log-prob, entropy and normalizer of a chunk [N], log-probs of candidates, and logits [n, N, B] if kept."""
+        """Compute the results of a chunk: one running softmax over the blocks of the vocabulary.
 
-        def one(carry: tuple, part: tuple[jax.Array, Arrays]) -> tuple[tuple, jax.Array | None]:
-            peak, total, weighted, *found = carry  # of each shard: devices exchange them at the end
+        Returns:
+            log-prob, entropy and normalizer [N], and log-probs of candidates; and the logits
+            [n, N, B] if they are kept.
+        """
+
+        def add_block(
+            carry: tuple,
+            part: tuple[jax.Array, Arrays],
+        ) -> tuple[tuple, jax.Array | None]:
+            peak, total, weighted, *candidate_scores = carry
             number, block = part
             scores = _scores(hidden, block, len(head), temperature, support)
             if candidates is not None:
-                there, column = _in_block(candidates, number, blocks[1], vocab_shards)
-                found = [jnp.where(there, jnp.take_along_axis(scores, column, axis=1), found[0])]
-            own = scores.reshape(*by_shard, -1)
-            higher = jnp.maximum(peak, jnp.max(own, axis=-1))
-            shrink = jnp.exp(peak - higher)
-            terms = jnp.exp(own - higher[..., None])
-            total = total * shrink + jnp.sum(terms, axis=-1)
-            weighted = weighted * shrink + jnp.sum(terms * own, axis=-1)
-            return (higher, total, weighted, *found), scores if keep else None
+                in_block, column = _in_block(candidates, number, block_ids, vocab_shards)
+                scores_at_column = jnp.take_along_axis(scores, column, axis=1)
+                candidate_scores = [jnp.where(in_block, scores_at_column, candidate_scores[0])]
 
-        # An axis of one shard would make XLA:CPU's reductions, and the whole scan, three times as slow.
+            # Sums are relative to the highest score so far: a higher one shrinks them.
+            shard_scores = scores.reshape(*by_shard, -1)
+            higher = jnp.maximum(peak, jnp.max(shard_scores, axis=-1))
+            shrink = jnp.exp(peak - higher)
+            exponentials = jnp.exp(shard_scores - higher[..., None])
+            total = total * shrink + jnp.sum(exponentials, axis=-1)
+            weighted = weighted * shrink + jnp.sum(exponentials * shard_scores, axis=-1)
+            return (higher, total, weighted, *candidate_scores), scores if keep else None
+
+        # Sums of each shard: devices exchange them at the end. An axis of one shard would make
+        # XLA:CPU's reductions, and the whole scan, three times as slow.
         by_shard = (len(hidden),) if vocab_shards == 1 else (len(hidden), vocab_shards)
         zeros = jnp.zeros(by_shard, jnp.float32)
-        found = [] if candidates is None else [jnp.full(candidates.shape, NEGATIVE)]
-        initial = (zeros + NEGATIVE, zeros, zeros, *found)
-        (peak, total, weighted, *found), scores = jax.lax.scan(one, initial, (jnp.arange(len(blocks[1])), blocks))
-        peak, total, weighted = (x.reshape(len(hidden), vocab_shards) for x in (peak, total, weighted))
+        initial = (zeros + NEGATIVE, zeros, zeros)
+        if candidates is not None:
+            initial += (jnp.full(candidates.shape, NEGATIVE),)
+        numbered_blocks = (jnp.arange(len(block_ids)), blocks)
+        sums, scores = jax.lax.scan(add_block, initial, numbered_blocks)
+
+        shards = (len(hidden), vocab_shards)
+        peak = sums[0].reshape(shards)
         highest = jnp.max(peak, axis=1)
         shrink = jnp.exp(peak - highest[:, None])
-        total, weighted = (jnp.sum(x * shrink, axis=1) for x in (total, weighted))
+        total = jnp.sum(sums[1].reshape(shards) * shrink, axis=1)
+        weighted = jnp.sum(sums[2].reshape(shards) * shrink, axis=1)
         normalizer = highest + jnp.log(total)
-        chosen = jnp.einsum("nd,nd->n", hidden, head[ids], preferred_element_type=jnp.float32) / temperature
-        found = [x - normalizer[:, None] for x in found]
-        return (chosen - normalizer, normalizer - weighted / total, normalizer, *found), scores
+
+        products = jnp.einsum("nd,nd->n", hidden, head[ids], preferred_element_type=jnp.float32)
+        logprob = products / temperature - normalizer
+        entropy = normalizer - weighted / total
+        candidate_logprobs = [x - normalizer[:, None] for x in sums[3:]]
+        return (logprob, entropy, normalizer, *candidate_logprobs), scores
 
     def chunk(part: tuple, *, keep: bool) -> tuple[tuple, jax.Array | None]:
         hidden, ids, valid, support, candidates = part
-        empty = jnp.zeros((len(blocks[1]), len(ids), blocks[1].shape[1]), jnp.float32) if keep else None
-        run = functools.partial(statistics, keep=keep)
-        return jax.lax.cond(jnp.any(valid), run, lambda *_: (nothing, empty), hidden, ids, support, candidates)
+        no_logits = None
+        if keep:
+            no_logits = jnp.zeros((len(block_ids), len(ids), block_ids.shape[1]), jnp.float32)
+        return jax.lax.cond(
+            jnp.any(valid),
+            functools.partial(statistics, keep=keep),
+            lambda *_: (nothing, no_logits),
+            hidden,
+            ids,
+            support,
+            candidates,
+        )
 
     parts = (hidden, ids, valid, support, candidates)
-    (logprob, entropy, normalizer, *found), kept = _over_chunks(chunk, parts, kept_chunks)
-    return (logprob, entropy, *found), (hidden, head, ids, valid, support, candidates, entropy, normalizer, kept)
+    results, logits = _over_chunks(chunk, parts, kept_chunks)
+    logprob, entropy, normalizer, *candidate_logprobs = results
+    saved = (hidden, head, ids, valid, support, candidates, entropy, normalizer, logits)
+    return (logprob, entropy, *candidate_logprobs), saved
 
 
 def _backward(
-    temperature: float, vocab_shards: int, kept_chunks: int, saved: tuple, cotangents: tuple[jax.Array, ...]
+    temperature: float,
+    vocab_shards: int,
+    kept_chunks: int,
+    saved: tuple,
+    cotangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array, None, None, None, None]:
-    hidden, head, ids, valid, support, candidates, entropy, normalizer, kept = saved
+    hidden, head, ids, valid, support, candidates, entropy, normalizer, logits = saved
     blocks = _blocks(head, vocab_shards)
-    d_logprob, d_entropy, *d_found = cotangents
-    # d log p(id) / d score = [this id] - p and d H / d score = -p (log p + H). The part of the id itself comes first.
-    # Every log-prob of a token, its own and those of candidates, has the same normalizer.
-    d_chosen = jnp.where(valid, d_logprob, 0.0)[..., None] / temperature
-    d_hidden = d_chosen * head[ids]
-    for d in d_found:
+    d_logprob, d_entropy, *d_candidates = cotangents
+
+    # d log p(id) / d score = [this id] - p, and d H / d score = -p (log p + H).
+    # The part [this id] comes first.
+    d_own_score = jnp.where(valid, d_logprob, 0.0)[..., None] / temperature
+    d_hidden = d_own_score * head[ids]
+
+    # A token's own log-prob and those of its candidates have the same normalizer.
+    for d in d_candidates:
         d_logprob = d_logprob + jnp.sum(d, axis=-1)
 
     def add_normalizer(
@@ -144,44 +215,83 @@ def _backward(
         candidates: Arrays | None,
         d_blocks: jax.Array,
     ) -> Arrays:
-        """Add a chunk's part to d head [n, B, D]; also return d hidden [N, D]. ``statistics`` [4, N]."""
+        """Add a chunk's part to d head [n, B, D]; also return d hidden [N, D].
+
+        Args:
+            hidden: [N, D].
+            statistics: [4, N], see below.
+            scores: [n, N, B], the logits if they were kept.
+            support: see :func:`linear_logprobs`.
+            candidates: their ids and the gradients of their scores, [N, k] each.
+            d_blocks: [n, B, D], sums of the chunks before.
+        """
         d_logprob, d_entropy, entropy, normalizer = statistics[..., None]
 
-        def one(d_hidden: jax.Array, part: tuple) -> Arrays:
+        def add_block(d_hidden: jax.Array, part: tuple) -> Arrays:
             number, block, scores, d_block = part
-            logs = _scores(hidden, block, len(head), temperature, support) if scores is None else scores
-            logs = logs - normalizer
-            d_scores = jnp.exp(logs) * (d_logprob + d_entropy * (logs + entropy)) / -temperature
+            if scores is None:
+                scores = _scores(hidden, block, len(head), temperature, support)
+            logprobs = scores - normalizer
+            d_softmax = d_logprob + d_entropy * (logprobs + entropy)
+            d_scores = jnp.exp(logprobs) * d_softmax / -temperature
             if candidates is not None:
-                which, d = candidates
-                there, column = _in_block(which, number, blocks[1], vocab_shards)
-                d_scores = jax.vmap(lambda x, at, d: x.at[at].add(d))(d_scores, column, jnp.where(there, d, 0.0))
+                candidate_ids, d_candidate_scores = candidates
+                in_block, column = _in_block(candidate_ids, number, blocks[1], vocab_shards)
+                d_in_block = jnp.where(in_block, d_candidate_scores, 0.0)
+                d_scores = jax.vmap(_add_at)(d_scores, column, d_in_block)
             d_scores = d_scores.astype(hidden.dtype)
             d_hidden = d_hidden + jnp.einsum("nb,bd->nd", d_scores, block[0], preferred_element_type=jnp.float32)
             d_block = d_block + jnp.einsum("nb,nd->bd", d_scores, hidden, preferred_element_type=jnp.float32)
             return d_hidden, d_block
 
-        numbered = (jnp.arange(len(blocks[1])), blocks, scores, d_blocks)
-        return jax.lax.scan(one, jnp.zeros(hidden.shape, jnp.float32), numbered)
+        parts = (jnp.arange(len(blocks[1])), blocks, scores, d_blocks)
+        return jax.lax.scan(add_block, jnp.zeros(hidden.shape, jnp.float32), parts)
+
+    def skip(hidden: jax.Array, *arguments: Any) -> Arrays:
+        """Return what ``add_normalizer`` does for a chunk without a valid token."""
+        d_blocks = arguments[-1]
+        return jnp.zeros(hidden.shape, jnp.float32), d_blocks
 
     def chunk(d_blocks: jax.Array, part: tuple) -> Arrays:
-        hidden, valid, *others = part
-        skip = lambda hidden, *others: (jnp.zeros(hidden.shape, jnp.float32), others[-1])  # noqa: E731
-        d_hidden, d_blocks = jax.lax.cond(jnp.any(valid), add_normalizer, skip, hidden, *others, d_blocks)
+        hidden, valid, *arguments = part
+        d_hidden, d_blocks = jax.lax.cond(
+            jnp.any(valid),
+            add_normalizer,
+            skip,
+            hidden,
+            *arguments,
+            d_blocks,
+        )
         return d_blocks, d_hidden
 
     statistics = jnp.stack([d_logprob, d_entropy, entropy, normalizer], axis=1)  # [C, 4, N]
-    scored = None if candidates is None else (candidates, d_found[0] / temperature)
-    d_blocks, parts = jnp.zeros(blocks[0].shape, jnp.float32), []
-    for which, scores in ((slice(kept_chunks), kept), (slice(kept_chunks, None), None)):
-        if len(hidden[which]):
-            own = jax.tree.map(lambda x: x[which], (support, scored))  # noqa: B023
-            some = (hidden[which], valid[which], statistics[which], scores, *own)
-            d_blocks, part = jax.lax.scan(chunk, d_blocks, some)
-            parts.append(part)
-    d_head = _unblock(d_blocks, vocab_shards)[: len(head)].at[ids].add(d_chosen * hidden)
-    d_hidden = (d_hidden + jnp.concatenate(parts)).astype(hidden.dtype)
+    scored_candidates = None
+    if candidates is not None:
+        scored_candidates = (candidates, d_candidates[0] / temperature)
+    d_blocks = jnp.zeros(blocks[0].shape, jnp.float32)
+    d_hidden_parts = []
+    # First the chunks whose logits were kept, then the others.
+    for chunks, scores in ((slice(kept_chunks), logits), (slice(kept_chunks, None), None)):
+        if not len(hidden[chunks]):
+            continue
+        parts = (
+            hidden[chunks],
+            valid[chunks],
+            statistics[chunks],
+            scores,
+            None if support is None else support[chunks],
+            jax.tree.map(operator.itemgetter(chunks), scored_candidates),
+        )
+        d_blocks, d_hidden_part = jax.lax.scan(chunk, d_blocks, parts)
+        d_hidden_parts.append(d_hidden_part)
+
+    d_head = _unblock(d_blocks, vocab_shards)[: len(head)].at[ids].add(d_own_score * hidden)
+    d_hidden = (d_hidden + jnp.concatenate(d_hidden_parts)).astype(hidden.dtype)
     return d_hidden, d_head.astype(head.dtype), None, None, None, None
+
+
+def _add_at(row: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
+    return row.at[columns].add(values)
 
 
 linear_logprobs.defvjp(_forward, _backward)
@@ -198,7 +308,9 @@ def linear_top_k(
     vocab_shards: int = 1,
     support: jax.Array | None = None,
 ) -> Arrays:
-    """Return each token's k likeliest ids, int32 [C, N, k], the likeliest first, and their log-probs, float32.
+    """Return each token's k likeliest ids and their log-probs, the likeliest first.
+
+    They are int32 and float32 [C, N, k].
 
     Args:
         hidden: [C, N, D].
@@ -207,54 +319,78 @@ def linear_top_k(
         temperature: divides the logits.
         k: at most V.
         vocab_size: ids beyond are not returned, although they count in the normalizer.
-        vocab_shards: parts the head's V axis is split into over devices; each finds its own likeliest ids first.
-        support: uint32 [C, N, ceil(V / 32)], a bit for each id of the distribution; None: all ids. Ids that it
-            excludes come last, with a log-prob of ``NEGATIVE`` or less.
+        vocab_shards: parts the head's V axis is split into over devices; each finds its likeliest
+            ids first.
+        support: uint32 [C, N, ceil(V / 32)], a bit for each id of the distribution; None: all ids.
+            Ids that it excludes come last, with a log-prob of ``NEGATIVE`` or less.
     """
     blocks = _blocks(head, vocab_shards)
 
     def likeliest(hidden: jax.Array, support: jax.Array | None) -> Arrays:
-        def one(carry: tuple[jax.Array, ...], block: Arrays) -> tuple[tuple[jax.Array, ...], None]:
-            total, scores, ids = carry  # [N, shards], [N, shards, k] twice
-            new = _scores(hidden, block, len(head), temperature, support)
-            new = new.reshape(len(new), vocab_shards, -1)
-            total = jnp.logaddexp(total, jax.nn.logsumexp(new, axis=-1))
-            new_ids = jnp.broadcast_to(block[1].reshape(1, vocab_shards, -1), new.shape)
-            new = jnp.where(new_ids < vocab_size, new, 2 * NEGATIVE)
-            scores, ids = (jnp.concatenate(x, axis=-1) for x in ((scores, new), (ids, new_ids)))
-            scores, which = jax.lax.top_k(scores, k)
-            return (total, scores, jnp.take_along_axis(ids, which, axis=-1)), None
+        def add_block(
+            carry: tuple[jax.Array, ...],
+            block: Arrays,
+        ) -> tuple[tuple[jax.Array, ...], None]:
+            total, top_scores, top_ids = carry  # [N, shards], [N, shards, k] twice
+            scores = _scores(hidden, block, len(head), temperature, support)
+            scores = scores.reshape(len(scores), vocab_shards, -1)
+            total = jnp.logaddexp(total, jax.nn.logsumexp(scores, axis=-1))
+
+            ids = jnp.broadcast_to(block[1].reshape(1, vocab_shards, -1), scores.shape)
+            scores = jnp.where(ids < vocab_size, scores, 2 * NEGATIVE)
+            scores = jnp.concatenate([top_scores, scores], axis=-1)
+            ids = jnp.concatenate([top_ids, ids], axis=-1)
+            top_scores, indices = jax.lax.top_k(scores, k)
+            return (total, top_scores, jnp.take_along_axis(ids, indices, axis=-1)), None
 
         empty = jnp.full((len(hidden), vocab_shards, k), 3 * NEGATIVE)
         initial = (empty[..., 0], empty, jnp.zeros(empty.shape, jnp.int32))
-        (total, scores, ids), _ = jax.lax.scan(one, initial, blocks)
-        scores, which = jax.lax.top_k(scores.reshape(len(scores), -1), k)
-        ids = jnp.take_along_axis(ids.reshape(len(ids), -1), which, axis=1)
+        (total, scores, ids), _ = jax.lax.scan(add_block, initial, blocks)
+
+        # The likeliest of all shards.
+        scores, indices = jax.lax.top_k(scores.reshape(len(scores), -1), k)
+        ids = jnp.take_along_axis(ids.reshape(len(ids), -1), indices, axis=1)
         return ids, scores - jax.nn.logsumexp(total, axis=1)[:, None]
+
+    def nothing(hidden: jax.Array, support: jax.Array | None) -> Arrays:
+        shape = (len(hidden), k)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
     def chunk(part: tuple) -> Arrays:
         hidden, valid, support = part
-        shape = (len(hidden), k)
-        nothing = lambda *_: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))  # noqa: E731
         return jax.lax.cond(jnp.any(valid), likeliest, nothing, hidden, support)
 
     return jax.lax.map(chunk, (hidden, valid, support))
 
 
-def _over_chunks(chunk: Callable[..., tuple], parts: tuple, kept_chunks: int) -> tuple[tuple, jax.Array | None]:
-    """Map ``chunk`` over the parts' chunks; return all results stacked, and the kept logits of the first."""
-    results, kept = [], None
-    for which, keep in ((slice(kept_chunks), True), (slice(kept_chunks, None), False)):
-        some = jax.tree.map(lambda x: x[which], parts)  # noqa: B023
-        if len(some[0]):
-            result, logits = jax.lax.map(functools.partial(chunk, keep=keep), some)
-            results.append(result)
-            kept = logits if keep else kept
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *results), kept
+def _over_chunks(
+    chunk: Callable[..., tuple],
+    parts: tuple,
+    kept_chunks: int,
+) -> tuple[tuple, jax.Array | None]:
+    """Map ``chunk`` over the chunks of the parts.
+
+    Returns:
+        the results of all chunks, stacked, and the logits of the first ``kept_chunks``.
+    """
+    results = []
+    kept_logits = None
+    for chunks, keep in ((slice(kept_chunks), True), (slice(kept_chunks, None), False)):
+        selected = jax.tree.map(operator.itemgetter(chunks), parts)
+        if not len(selected[0]):
+            continue
+        result, logits = jax.lax.map(functools.partial(chunk, keep=keep), selected)
+        results.append(result)
+        if keep:
+            kept_logits = logits
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *results), kept_logits
 
 
 def _blocks(head: jax.Array, shards: int) -> Arrays:
-    """Return the head [n, B, D], zero-padded, and the ids of its rows [n, B]. A block takes from every shard."""
+    """Return the head [n, B, D], zero-padded, and the ids of its rows [n, B].
+
+    A block has rows of every shard.
+    """
     count = -(-len(head) // (BLOCK * shards))
     padded = jnp.pad(head, ((0, -len(head) % (count * shards)), (0, 0)))
     ids = jnp.arange(len(padded), dtype=jnp.int32)
@@ -272,27 +408,35 @@ def _unblock(blocks: jax.Array, shards: int) -> jax.Array:
 
 
 def _in_block(ids: jax.Array, number: jax.Array, block_ids: jax.Array, shards: int) -> Arrays:
-    """Return whether ids [N, k] are in a block, and in which of its columns; any column if they are not.
+    """Return whether ids [N, k] are in a block, and their columns in it.
+
+    The column of an id that is in another block means nothing.
 
     Args:
         ids: of the vocabulary.
         number: of the block.
         block_ids: [n, B], see :func:`_blocks`.
-        shards: of the vocabulary.
+        shards: number of parts of the vocabulary.
     """
-    count, width = block_ids.shape[0], block_ids.shape[1] // shards
-    shard, within = jnp.divmod(ids, count * width)
-    return within // width == number, shard * width + within % width
+    num_blocks = block_ids.shape[0]
+    width = block_ids.shape[1] // shards  # columns of a shard in a block
+    shard, index_in_shard = jnp.divmod(ids, num_blocks * width)
+    in_block = index_in_shard // width == number
+    return in_block, shard * width + index_in_shard % width
 
 
 def _scores(
     hidden: jax.Array, block: Arrays, vocab_size: int, temperature: float, support: jax.Array | None
 ) -> jax.Array:
-    """Return the scaled logits float32 [N, B] of a block of the vocabulary; of a support's bits [N, V / 32], if any."""
+    """Return the scaled logits of a block of the vocabulary, float32 [N, B].
+
+    Ids that pad the vocabulary, or that a support [N, V / 32] excludes, get ``NEGATIVE``.
+    """
     weight, ids = block
-    scores = jnp.einsum("nd,bd->nb", hidden, weight, preferred_element_type=jnp.float32) / temperature
-    kept = ids < vocab_size
+    products = jnp.einsum("nd,bd->nb", hidden, weight, preferred_element_type=jnp.float32)
+    scores = products / temperature
+    is_allowed = ids < vocab_size
     if support is not None:
         words = jnp.take(support, ids >> 5, axis=1, mode="fill", fill_value=0)
-        kept &= (words >> (ids & 31).astype(jnp.uint32)) & 1 == 1
-    return jnp.where(kept, scores, NEGATIVE)
+        is_allowed &= (words >> (ids & 31).astype(jnp.uint32)) & 1 == 1
+    return jnp.where(is_allowed, scores, NEGATIVE)

@@ -1,9 +1,10 @@
-"""The result of a learner step, with metrics from the statistics of its updates, and the gap to the engine's log-probs.
+"""The result of a learner step: metrics of its updates, and the gap to the engine's log-probs.
 
-A token's log-probs of engine and learner can be compared if the learner scores it with the very weights it was sampled
-from: its policy version is one whose parameters are the learner's now, and so are those of all tokens before it in its
-turn (a generation that went on through a weight update may have kept keys and values of the old weights). Everything
-else is off-policy: a gap there is the policy's progress and says nothing about the programs.
+The log-probs of engine and learner are *comparable* at a token if the learner scores it with the
+very weights it was sampled from. So the parameters of its policy version have to be the learner's
+current ones, and so have those of all tokens before it in its turn: a generation that went on
+through a weight update may have kept keys and values of the old weights. All other tokens are
+off-policy: a gap there is the policy's progress and says nothing about the programs.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class UpdateResult:
 
     Attributes:
         metrics: named floats for the log.
-        skipped: every update of the policy had a non-finite gradient, so that nothing was learned; while only a critic
-            learns, every update of that.
+        skipped: every update of the policy had a non-finite gradient, so nothing was learned. While
+            only a critic learns, it is the critic's updates that count.
         rejected: ids of trajectories with every token rejected.
-        unapplied: ids of trajectories with a token to train on of whose mini-batch no update was applied, since its
-            gradients were not finite. Of a step of several mini-batches these may be a part.
-        tokens: by id of each trajectory with a token to train on, numbers per token with loss over all its sequences:
-            float64 ``advantages`` and, where computed, ``old_logprobs``.
+        unapplied: ids of trajectories with a token to train on, but without an applied update: the
+            gradients of their mini-batch were not finite.
+        tokens: by trajectory id, numbers per token with loss, over all sequences of a trajectory:
+            float64 ``advantages`` and, where computed, ``old_logprobs``. Trajectories without a
+            token to train on are left out.
     """
 
     metrics: dict[str, float]
@@ -46,48 +48,67 @@ class UpdateResult:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRecord(Applied):
-    """One optimizer update: ``statistics`` are summed over its mini-batch, ``members`` its trajectories in the step."""
+    """One optimizer update.
+
+    Attributes:
+        statistics: summed over its mini-batch.
+        members: the trajectories of its mini-batch, among those of the step.
+    """
 
     statistics: dict
     members: slice
 
 
 def step_metrics(
-    policy: Sequence[UpdateRecord], critic: Sequence[UpdateRecord], batches: Sequence[Batch], *, seconds: float
+    policy: Sequence[UpdateRecord],
+    critic: Sequence[UpdateRecord],
+    batches: Sequence[Batch],
+    *,
+    seconds: float,
 ) -> dict[str, float]:
-    """Return one flat record over the updates of a step; a model that was not trained has no metrics.
+    """Return one flat record over the updates of a step.
 
-    Means are over the updates that were applied; if none was, over all of them.
+    A model that was not trained has no metrics. Means are over the updates that were applied; if
+    none was, over all of them.
     """
-    tokens, nodes = sum(b.num_tokens for b in batches), sum(b.num_nodes for b in batches)
-    shared = {
+    tokens = sum(batch.num_tokens for batch in batches)
+    computed_tokens = sum(batch.num_nodes for batch in batches)
+    return {
+        **_policy_metrics(policy),
+        **_critic_metrics(critic),
         "batch_tokens": float(tokens),
-        "computed_tokens": float(nodes),
-        "sharing_factor": tokens / nodes,
-        "rows": float(sum(b.num_rows for b in batches)),
+        "computed_tokens": float(computed_tokens),
+        "sharing_factor": tokens / computed_tokens,
+        "rows": float(sum(batch.num_rows for batch in batches)),
         "learner_seconds": seconds,
         "learner_tokens_per_second": tokens / seconds,
-        "computed_tokens_per_second": nodes / seconds,
+        "computed_tokens_per_second": computed_tokens / seconds,
     }
-    return _policy(policy) | _critic(critic) | shared
 
 
 def replay_metrics(batches: Sequence[Batch]) -> dict[str, float]:
-    """Return ``router_replay_share``: of the computed tokens, those that took the engine's experts."""
-    arrays = (batch.routed_experts for batch in batches)
-    known = sum(int((array[..., 0, 0] != UNKNOWN_EXPERT).sum()) for array in arrays if array is not None)
-    return {"router_replay_share": known / sum(batch.num_nodes for batch in batches)}
+    """Return ``router_replay_share``: the share of tokens that took the engine's experts."""
+    replayed = 0
+    for batch in batches:
+        if batch.routed_experts is not None:
+            is_known = batch.routed_experts[..., 0, 0] != UNKNOWN_EXPERT
+            replayed += int(is_known.sum())
+    return {"router_replay_share": replayed / sum(batch.num_nodes for batch in batches)}
 
 
-def _policy(updates: Sequence[UpdateRecord]) -> dict[str, float]:
+def _policy_metrics(updates: Sequence[UpdateRecord]) -> dict[str, float]:
     if not updates:
         return {}
+
     records = _applied(updates)
     sums, terms = _sums(records)
-    balance = {"router_aux_loss": sums["router_aux"] / len(records)} if "router_aux" in sums else {}
-    return balance | {
+    metrics = {}
+    if "router_aux" in sums:
+        metrics["router_aux_loss"] = sums["router_aux"] / len(records)
+    return {
+        **metrics,
         "updates": float(len(updates)),
-        "nonfinite_updates": float(sum(not update.finite for update in updates)),
+        "nonfinite_updates": _count_nonfinite(updates),
         "loss": sums["loss"] / len(records),
         "learning_rate": records[-1].rate,
         "grad_norm": float(np.mean([record.norm for record in records])),
@@ -102,16 +123,19 @@ def _policy(updates: Sequence[UpdateRecord]) -> dict[str, float]:
     }
 
 
-def _critic(updates: Sequence[UpdateRecord]) -> dict[str, float]:
+def _critic_metrics(updates: Sequence[UpdateRecord]) -> dict[str, float]:
     if not updates:
         return {}
+
     records = _applied(updates)
     sums, terms = _sums(records)
     mean = sums["returns"] / terms
     variance = sums["squared_returns"] / terms - mean**2
-    unexplained = sums["squared_error"] / terms / variance if variance > 1e-12 else 1.0
+    unexplained = 1.0
+    if variance > 1e-12:  # else all returns are equal
+        unexplained = sums["squared_error"] / terms / variance
     return {
-        "critic_nonfinite_updates": float(sum(not update.finite for update in updates)),
+        "critic_nonfinite_updates": _count_nonfinite(updates),
         "critic_loss": sums["loss"] / len(records),
         "critic_learning_rate": records[-1].rate,
         "critic_grad_norm": float(np.mean([record.norm for record in records])),
@@ -122,14 +146,24 @@ def _critic(updates: Sequence[UpdateRecord]) -> dict[str, float]:
     }
 
 
+def _count_nonfinite(updates: Sequence[UpdateRecord]) -> float:
+    return float(sum(not update.finite for update in updates))
+
+
 def _applied(updates: Sequence[UpdateRecord]) -> Sequence[UpdateRecord]:
-    """Return the updates with finite gradients; if there is none, all, so that the log shows what they were."""
-    return [update for update in updates if update.finite] or updates
+    """Return the updates with finite gradients.
+
+    If there is none, return all: then the log shows what they were.
+    """
+    applied = [update for update in updates if update.finite]
+    return applied or updates
 
 
 def _sums(records: Sequence[UpdateRecord]) -> tuple[dict[str, float], float]:
-    """Return sums over the records, and the number of terms."""
-    sums = {name: float(sum(r.statistics["sum"][name] for r in records)) for name in records[0].statistics["sum"]}
+    """Return sums over the records, and the number of terms, at least 1."""
+    sums = {}
+    for name in records[0].statistics["sum"]:
+        sums[name] = float(sum(record.statistics["sum"][name] for record in records))
     return sums, max(sums["terms"], 1.0)
 
 
@@ -153,7 +187,10 @@ class Comparison:
 
     @classmethod
     def of(cls, gaps: np.ndarray) -> Comparison:
-        """Return the comparison of signed differences; NaN is left out, the update itself deals with it."""
+        """Return the comparison of signed differences.
+
+        NaN is left out: the update itself deals with it.
+        """
         sizes = np.minimum(np.abs(gaps[~np.isnan(gaps)]), INFINITE)
         if not len(sizes):
             return cls(tokens=0, mean=0.0, largest=0.0)
@@ -161,10 +198,14 @@ class Comparison:
 
     @classmethod
     def from_statistics(cls, statistics: Mapping[str, Mapping[str, Any]]) -> Comparison:
-        """Return what a policy update's own pass found, see ``learner.objective.policy_loss``."""
-        tokens, total = (float(statistics["sum"][name]) for name in ("compared", "compared_gap"))
-        mean = total / tokens if tokens else 0.0
-        return cls(tokens=round(tokens), mean=mean, largest=float(statistics["max"]["compared_gap"]))
+        """Return the comparison of a policy update's own pass, see ``objective.policy_loss``."""
+        tokens = float(statistics["sum"]["compared"])
+        total_gap = float(statistics["sum"]["compared_gap"])
+        return cls(
+            tokens=round(tokens),
+            mean=total_gap / tokens if tokens else 0.0,
+            largest=float(statistics["max"]["compared_gap"]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +214,8 @@ class AgreementCheck:
 
     Attributes:
         since: the first policy version whose parameters are those that the update begins with.
-        inspect: takes the comparison, of the scoring pass or, without one, of the first update's; what it
-            raises ends the update before anything has changed.
+        inspect: takes the comparison, made by the scoring pass or, without one, by the first
+            update. What it raises ends the step before anything has changed.
     """
 
     since: int
@@ -199,26 +240,51 @@ def comparable(trajectory: Trajectory, since: int, before: int | None = None) ->
     return np.array(selections, bool)
 
 
-def compare(old: Iterable[np.ndarray], rollout: Iterable[np.ndarray], tokens: Iterable[np.ndarray]) -> Comparison:
-    """Compare log-probs [S] per trajectory of the learner and of the engine, over the given tokens."""
-    gaps = [(o - r)[mine] for o, r, mine in zip(old, rollout, tokens, strict=True)]
-    return Comparison.of(np.concatenate(gaps) if gaps else np.zeros(0))
+def compare(
+    old: Iterable[np.ndarray],
+    rollout: Iterable[np.ndarray],
+    is_compared: Iterable[np.ndarray],
+) -> Comparison:
+    """Compare log-probs [S] per trajectory, of the learner and of the engine.
+
+    Args:
+        old: the learner's.
+        rollout: the engine's.
+        is_compared: bool [S] per trajectory, the tokens to compare.
+    """
+    gaps = [np.zeros(0)]
+    for old_logprobs, rollout_logprobs, mask in zip(old, rollout, is_compared, strict=True):
+        gaps.append((old_logprobs - rollout_logprobs)[mask])
+    return Comparison.of(np.concatenate(gaps))
 
 
 def _turn_selection(turn: Turn, since: int, before: int | None) -> list[bool]:
-    versions = turn.output.policy_versions
-    first = versions[0] if versions else -1
-    is_comparable = first >= since and (before is None or first < before)
-    same = np.cumprod([version == first and is_comparable for version in versions]).astype(bool)
-    sampled = same[np.asarray(turn.output.loss_mask, bool)].tolist()
-    return sampled + [False] * (len(turn.appended_ids) * turn.learn_appended)
+    """Return for each token of a turn with loss whether it can be compared."""
+    versions = np.asarray(turn.output.policy_versions, np.int64)
+    loss_mask = np.asarray(turn.output.loss_mask, bool)
+    selection = np.zeros(len(versions), bool)
+    if len(versions):
+        first = versions[0]
+        is_current = first >= since and (before is None or first < before)
+        if is_current:
+            # The tokens up to the first weight update within the turn.
+            selection = np.logical_and.accumulate(versions == first)
+
+    selected = selection[loss_mask].tolist()
+    if turn.learn_appended:
+        selected += [False] * len(turn.appended_ids)  # observations: the engine did not sample them
+    return selected
 
 
 @contextlib.contextmanager
-def cancel_on_breach(check: AgreementCheck, cancellation: StepCancellation) -> Iterator[AgreementCheck]:
-    """Yield a check that cancels the step instead of raising, and raise once the learner has given it up.
+def cancel_on_breach(
+    check: AgreementCheck,
+    cancellation: StepCancellation,
+) -> Iterator[AgreementCheck]:
+    """Yield a check that cancels the step instead of raising.
 
-    For processes that update together: the others would wait for a process that raises by itself.
+    The error is raised once the learner has given up the step. This is for processes that update
+    together: the others would wait for a process that raises by itself.
     """
     refusals: list[JaxAgentRLError] = []
 

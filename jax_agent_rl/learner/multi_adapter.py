@@ -1,11 +1,14 @@
-"""Several LoRA adapters in training over one frozen model: each is a policy with an optimizer of its own.
+"""Several LoRA adapters in training over one frozen model.
+
+Each is a policy with an optimizer of its own.
 
 ::
 
     groups ─► by Trajectory.adapter ─┬─► Learner of adapter A: advantages, losses, optimizer ─┐
                                      └─► Learner of adapter B                                 ┴─► UpdateResult
 
-The learners share the frozen parameters and the compiled programs. A step changes all of its adapters or none.
+The learners share the frozen parameters and the compiled programs. A step changes all of its
+adapters or none.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.lora import PeftAdapter, scaled_adapter
 from jax_agent_rl.types import Group
 
-_SUMS = (
+_SUMMED = (
     "batch_tokens",
     "computed_tokens",
     "rows",
@@ -44,8 +47,7 @@ class MultiAdapterLearner:
     """The adapters of ``agent.role_adapters`` and their optimizers.
 
     Args:
-        learner: of the first adapter, not trained yet; the others begin as it does.
-        lora: its configuration.
+        learner: not trained yet; every adapter begins with its parameters.
         names: of the adapters.
     """
 
@@ -57,8 +59,8 @@ class MultiAdapterLearner:
     @property
     def state(self) -> dict[str, LearnerState]:
         """The state to checkpoint, by adapter: after the last :meth:`update` that is final."""
-        if (before := self.state_before) is not None:
-            return before.on_device()
+        if self.state_before is not None:  # an update is in progress, and may be undone
+            return self.state_before.on_device()
         return {name: learner.state for name, learner in self._learners.items()}
 
     @state.setter
@@ -73,7 +75,10 @@ class MultiAdapterLearner:
         return learner.merged(jax.tree.map(jnp.zeros_like, learner.trained))
 
     def averaged(self) -> MultiAdapterLearner:
-        """Return a learner with the moving averages as :attr:`adapters`; valid until the next update."""
+        """Return a learner with the moving averages as :attr:`adapters`.
+
+        It is valid until the next update.
+        """
         averaged = copy.copy(self)
         averaged._learners = {name: learner.averaged() for name, learner in self._learners.items()}
         return averaged
@@ -81,10 +86,10 @@ class MultiAdapterLearner:
     @property
     def adapters(self) -> dict[str, PeftAdapter]:
         """The adapters as they are now, on the host."""
-        return {
-            name: scaled_adapter(self._lora, jax.device_get(learner.trained))
-            for name, learner in self._learners.items()
-        }
+        adapters = {}
+        for name, learner in self._learners.items():
+            adapters[name] = scaled_adapter(self._lora, jax.device_get(learner.trained))
+        return adapters
 
     def store(self, folder: str, dtype: str) -> str:
         """Write :attr:`params` as :meth:`Learner.store` does."""
@@ -105,57 +110,80 @@ class MultiAdapterLearner:
         cancellation: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
-        """Train each adapter on the trajectories that it sampled; for the arguments see :meth:`Learner.update`.
+        """Train each adapter on the trajectories that it sampled.
+
+        For the arguments see :meth:`Learner.update`.
 
         Raises:
             StepCancelled, NonFiniteError: as :meth:`Learner.update`; no adapter has changed.
             KeyError: a trajectory was sampled by no adapter in training.
         """
-        shares = by_adapter(groups)
+        groups_of = by_adapter(groups)
         cancellation = cancellation or StepCancellation()
+
+        # The update of a single adapter is undone by its learner.
+        is_single = len(groups_of) == 1
+        undo = contextlib.nullcontext() if is_single else all_or_nothing(self, cancellation)
         results = {}
-        # A single one is undone by its learner.
-        with contextlib.nullcontext() if len(shares) == 1 else all_or_nothing(self, cancellation):
-            for name, share in shares.items():
-                own = {t.trajectory_id for group in share for t in group.trajectories}.intersection(masked)
+        with undo:
+            for name, adapter_groups in groups_of.items():
+                trajectories = [t for group in adapter_groups for t in group.trajectories]
+                adapter_ids = {trajectory.trajectory_id for trajectory in trajectories}
                 results[name] = self._learners[name].update(
-                    share, masked=own, tick=tick, cancellation=cancellation, check=check
+                    adapter_groups,
+                    masked=adapter_ids.intersection(masked),
+                    tick=tick,
+                    cancellation=cancellation,
+                    check=check,
                 )
         return combined(results)
 
 
 def by_adapter(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """Return the groups of each adapter, with the trajectories that it sampled."""
-    shares: dict[str, list[Group]] = {}
+    groups_of: dict[str, list[Group]] = {}
     for group in groups:
         names = sorted({str(t.adapter) for t in group.trajectories})
         for name in names:
             members = tuple(t for t in group.trajectories if str(t.adapter) == name)
-            shares.setdefault(name, []).append(replace(group, trajectories=members))
-    return dict(sorted(shares.items()))
+            groups_of.setdefault(name, []).append(replace(group, trajectories=members))
+    return dict(sorted(groups_of.items()))
 
 
 def combined(results: Mapping[str, UpdateResult]) -> UpdateResult:
-    """Return the result of a step: each adapter's metrics as ``adapter/<name>/<metric>``, and those of all.
+    """Return the result of a step from those of its adapters.
 
-    Of all adapters, counts and seconds are sums, ``…_max`` the largest, rates those of the sums, and the rest means.
+    Each adapter's metrics are ``adapter/<name>/<metric>``. A metric of the whole step is the sum of
+    the adapters' for counts and seconds, the largest for ``…_max``, computed from sums for rates,
+    and else the mean.
     """
-    metrics = {
-        f"adapter/{name}/{key}": value for name, result in results.items() for key, value in result.metrics.items()
-    }
-    for key in dict.fromkeys(key for result in results.values() for key in result.metrics):
-        values = [result.metrics[key] for result in results.values() if key in result.metrics]
-        metrics[key] = sum(values) if key in _SUMS else max(values) if key.endswith("_max") else float(np.mean(values))
+    metrics: dict[str, float] = {}
+    values_of: dict[str, list[float]] = {}
+    for name, result in results.items():
+        for key, value in result.metrics.items():
+            metrics[f"adapter/{name}/{key}"] = value
+            values_of.setdefault(key, []).append(value)
+
+    for key, values in values_of.items():
+        if key in _SUMMED:
+            metrics[key] = sum(values)
+        elif key.endswith("_max"):
+            metrics[key] = max(values)
+        else:
+            metrics[key] = float(np.mean(values))
+
     seconds = metrics["learner_seconds"]
-    metrics |= {
-        "sharing_factor": metrics["batch_tokens"] / metrics["computed_tokens"],
-        "learner_tokens_per_second": metrics["batch_tokens"] / seconds,
-        "computed_tokens_per_second": metrics["computed_tokens"] / seconds,
-    }
+    metrics["sharing_factor"] = metrics["batch_tokens"] / metrics["computed_tokens"]
+    metrics["learner_tokens_per_second"] = metrics["batch_tokens"] / seconds
+    metrics["computed_tokens_per_second"] = metrics["computed_tokens"] / seconds
+
+    tokens: dict[str, Mapping[str, np.ndarray]] = {}
+    for result in results.values():
+        tokens.update(result.tokens)
     return UpdateResult(
         metrics=metrics,
         skipped=all(result.skipped for result in results.values()),
         rejected=frozenset().union(*(result.rejected for result in results.values())),
         unapplied=frozenset().union(*(result.unapplied for result in results.values())),
-        tokens={name: values for result in results.values() for name, values in result.tokens.items()},
+        tokens=tokens,
     )

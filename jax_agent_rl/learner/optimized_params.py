@@ -2,8 +2,8 @@
 
 ::
 
-    for each micro-batch:  gradients += d loss        (shapes fixed, one program)
-    apply:                 clip, the optimizer        (not finite: nothing changes, to the bit)
+    for each micro-batch:  gradients += d loss   (fixed shapes, one program)
+    apply:                 clip, the optimizer   (a non-finite gradient changes nothing, to the bit)
 """
 
 from __future__ import annotations
@@ -43,15 +43,22 @@ _bound: Callable[..., Any] = functools.lru_cache(maxsize=256)(functools.partial)
 def bind(function: Callable[..., Any], *args: Any, **keywords: Any) -> Callable[..., Any]:
     """Return ``functools.partial`` of hashable arguments: the same object for the same ones.
 
-    JAX finds what it has traced and compiled by the function: learners of one configuration share their programs. What
-    these compute must follow from ``function`` and its arguments alone.
+    JAX looks up traced and compiled programs by the function. So learners of one configuration
+    share their programs. The result of a program must follow from ``function`` and its arguments
+    alone.
     """
     return _bound(function, *args, **keywords)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """One optimizer update: the gradient's ``norm``, whether it was ``finite``, and the learning ``rate``."""
+    """One optimizer update.
+
+    Attributes:
+        norm: global norm of the gradient.
+        finite: whether the norm was finite, and so the update was applied.
+        rate: learning rate.
+    """
 
     norm: float
     finite: bool
@@ -59,7 +66,9 @@ class Applied:
 
 
 class UpdatePrograms:
-    """The programs of an update. They hold no array and can be compiled for devices that are not present.
+    """The programs of an update.
+
+    They hold no array, and can be compiled for devices that are not present.
 
     Args:
         params: initial parameters, or their shapes.
@@ -68,17 +77,18 @@ class UpdatePrograms:
         everywhere: sharding of scalars.
         optimizer: its configuration.
         rate: the learning rate, a function of the number of finished training steps.
-        loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches, ``max`` takes the
-            largest.
+        loss: a micro-batch's share of the loss, and statistics: ``sum`` adds up over micro-batches,
+            ``max`` takes the largest.
 
     Attributes:
-        places: the sharding of every array of a :class:`TrainState`.
-        everywhere: that of scalars.
+        state_shardings: the sharding of every array of a :class:`TrainState`.
+        everywhere: the sharding of scalars.
         init: parameters (donated) to the first state.
         zeros: parameters to gradients of zero.
-        accumulate: parameters, frozen ones, gradients (donated) and a micro-batch to gradients and statistics.
-        apply: a state (donated), gradients and the number of finished training steps to the next state, the
-            gradients' norm, whether that was finite, and the learning rate.
+        accumulate: parameters, frozen ones, gradients (donated) and a micro-batch to gradients and
+            statistics.
+        apply: a state (donated), gradients and the number of finished training steps to the next
+            state, the gradients' norm, whether that was finite, and the learning rate.
         compiled_apply: ``apply`` once compiled.
         widths: lengths of the rows that ``accumulate`` has run for, each with a program of its own.
     """
@@ -96,10 +106,11 @@ class UpdatePrograms:
     ) -> None:
         check_patterns(optimizer, params)
         transformation = make_optimizer(optimizer, 0.0)  # the rate is no part of its state
-        # Output shardings are those of the inputs they replace: a call never compiles for its own result.
+        # Output shardings are those of the inputs they replace: a call never compiles for its own
+        # result.
         self.everywhere = everywhere
-        self.places = _state_shardings(transformation, params, shardings, everywhere)
-        self.init = jax.jit(bind(_init, optimizer), out_shardings=self.places, donate_argnums=0)
+        self.state_shardings = _state_shardings(transformation, params, shardings, everywhere)
+        self.init = jax.jit(bind(_init, optimizer), out_shardings=self.state_shardings, donate_argnums=0)
         self.zeros = jax.jit(_zeros, out_shardings=shardings)
         self.accumulate = jax.jit(
             bind(_accumulate, loss, view),
@@ -110,7 +121,7 @@ class UpdatePrograms:
         self.apply = jax.jit(
             bind(apply_update, optimizer, rate),
             donate_argnums=(0,),
-            out_shardings=(self.places, everywhere, everywhere, everywhere),
+            out_shardings=(self.state_shardings, everywhere, everywhere, everywhere),
         )
         self.compiled_apply: jax.stages.Compiled | None = None
         self.widths: set[int] = set()
@@ -124,34 +135,42 @@ _ON_SPARSE_CORES = {
     # Products take whole weights: in windows they would sum up in memory, and wait for each part.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
 }
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"TPU v5": _ON_SPARSE_CORES, "TPU v6 lite": _ON_SPARSE_CORES}
-"""Options of gradients by kind of device: sparse cores exchange weights and gradients beside the products."""
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "TPU v5": _ON_SPARSE_CORES,
+    "TPU v6 lite": _ON_SPARSE_CORES,
+}
+"""Options of gradients by kind of device: sparse cores exchange data beside the products."""
 
 
 def exchange_options(mesh: Any) -> dict[str, Any]:
-    """Return the compiler options of gradients on a mesh, by which its devices exchange; none on one device."""
-    return COMPILER_OPTIONS.get(mesh.devices.flat[0].device_kind, {}) if mesh.size > 1 else {}
+    """Return the compiler options of gradients on a mesh: how its devices exchange data.
+
+    There are none for a single device.
+    """
+    if mesh.size == 1:
+        return {}
+    return COMPILER_OPTIONS.get(mesh.devices.flat[0].device_kind, {})
 
 
 class OptimizedParams:
-    """One model in training: parameters, optimizer state, updates by the programs of both, and the guard of these.
+    """One model in training: its parameters, its optimizer state, and the updates of both.
 
-    What is counted of a model's updates is counted here, so that no other model, finite or not, changes it.
+    Updates that are not finite are counted here, so that no other model changes the count.
 
     Args:
         params: initial parameters; copied.
         frozen: parameters that are read and never change.
         programs: made for parameters of these shapes.
-        name: of the model, for messages.
-        section: of the configuration, that of its optimizer, for messages.
+        name: names the model in messages.
+        section: names the configuration's section of its optimizer in messages.
 
     Attributes:
         state: its buffers are donated by :meth:`apply`.
         frozen: as given.
-        nonfinite_steps: training steps in a row in which every update of this model had a non-finite gradient; part of
-            a checkpoint, see :class:`LearnerState`.
-        applied_rate: learning rate of the last update that was applied; None before the first, and after a checkpoint
-            was loaded.
+        nonfinite_steps: training steps in a row in which every update of this model had a
+            non-finite gradient; part of a checkpoint, see :class:`LearnerState`.
+        applied_rate: learning rate of the last update that was applied; None before the first, and
+            after a checkpoint was loaded.
     """
 
     def __init__(
@@ -164,7 +183,7 @@ class OptimizedParams:
         section: str = "learner",
     ) -> None:
         # A copy: the buffers are donated, so they must be our own.
-        self.state: TrainState = programs.init(jax.tree.map(place, params, programs.places.params))
+        self.state: TrainState = programs.init(jax.tree.map(place, params, programs.state_shardings.params))
         self.frozen = frozen
         self.nonfinite_steps = 0
         self.applied_rate: float | None = None
@@ -179,26 +198,53 @@ class OptimizedParams:
 
     @property
     def programs_compiled(self) -> int:
-        """Distinct programs compiled so far, those for shorter rows aside."""
-        called = (self._programs.zeros, self._programs.accumulate)
-        sizes = (f._cache_size() for f in called)  # pyright: ignore[reportAttributeAccessIssue]  # not in jit's type
-        return sum(sizes) - max(0, len(self._programs.widths) - 1) + (self._programs.compiled_apply is not None)
+        """Distinct programs compiled so far, not counting those for shorter rows."""
+        programs = self._programs
+        count = 0
+        for program in (programs.zeros, programs.accumulate):
+            count += program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+        if programs.compiled_apply is not None:
+            count += 1
+        for_shorter_rows = max(0, len(programs.widths) - 1)
+        return count - for_shorter_rows
 
     def gradients(
-        self, micro_batches: Iterable[Arrays], tick: Callable[[], None] = lambda: None
+        self,
+        micro_batches: Iterable[Arrays],
+        tick: Callable[[], None] = lambda: None,
     ) -> tuple[Params, Statistics]:
-        """Accumulate a mini-batch's gradient and statistics; ``tick`` is called after each micro-batch."""
-        gradients, statistics = self._programs.zeros(self.state.params), None
+        """Accumulate a mini-batch's gradient and statistics.
+
+        Args:
+            micro_batches: at least one.
+            tick: called after each micro-batch.
+        """
+        gradients = self._programs.zeros(self.state.params)
+        statistics: Statistics | None = None
         for arrays in micro_batches:
             self._programs.widths.add(arrays["token_ids"].shape[1])
-            gradients, new = self._programs.accumulate(self.state.params, self.frozen, gradients, arrays)
-            statistics = new if statistics is None else _merge(statistics, new)
-            jax.block_until_ready(new)
+            gradients, micro_statistics = self._programs.accumulate(
+                self.state.params,
+                self.frozen,
+                gradients,
+                arrays,
+            )
+            if statistics is None:
+                statistics = micro_statistics
+            else:
+                statistics = _merge(statistics, micro_statistics)
+            jax.block_until_ready(micro_statistics)
             tick()
+
         assert statistics is not None  # a batch has at least one row
         return gradients, jax.device_get(statistics)
 
-    def apply(self, gradients: Params, step: int, cancellation: StepCancellation | None = None) -> Applied:
+    def apply(
+        self,
+        gradients: Params,
+        step: int,
+        cancellation: StepCancellation | None = None,
+    ) -> Applied:
         """Run one optimizer update. A gradient that is not finite changes nothing.
 
         Args:
@@ -211,19 +257,26 @@ class OptimizedParams:
         """
         arguments = (gradients, place(np.int32(step), self._programs.everywhere))
         apply = self._programs.compiled_apply
-        if apply is None:  # before the lock is taken, which must never wait for a compiler
-            apply = self._programs.compiled_apply = self._programs.apply.lower(self.state, *arguments).compile()
+        if apply is None:
+            # Compiled before the lock is taken, which must never wait for a compiler.
+            apply = self._programs.apply.lower(self.state, *arguments).compile()
+            self._programs.compiled_apply = apply
+
         cancellation = cancellation or StepCancellation()
         with cancellation.update():
             self.state, norm, finite, rate = apply(self.state, *arguments)
             if not finite:
                 cancellation.unchanged()
+
         if finite:
             self.applied_rate = float(rate)
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
 
     def end_step(self, updates: Sequence[Applied]) -> None:
-        """Count a training step as finite if any of this model's updates was; without updates it does not count."""
+        """Count a training step as finite if any of this model's updates was.
+
+        A step without updates does not count.
+        """
         for update in updates:
             if not update.finite:
                 logger.warning("%s: gradient norm is %s: the update was skipped", self._name, update.norm)
@@ -251,54 +304,89 @@ def _zeros(params: Params) -> Params:
 
 
 def _accumulate(
-    loss: Loss, view: View, params: Params, frozen: Params, gradients: Params, batch: Arrays
+    loss: Loss,
+    view: View,
+    params: Params,
+    frozen: Params,
+    gradients: Params,
+    batch: Arrays,
 ) -> tuple[Params, Statistics]:
-    (_, statistics), new = jax.value_and_grad(lambda x: loss(view(x, frozen), batch), has_aux=True)(params)
-    return jax.tree.map(jnp.add, gradients, new), statistics
+    def loss_of_params(params: Params) -> tuple[jax.Array, Statistics]:
+        return loss(view(params, frozen), batch)
+
+    differentiate = jax.value_and_grad(loss_of_params, has_aux=True)
+    (_, statistics), micro_gradients = differentiate(params)
+    return jax.tree.map(jnp.add, gradients, micro_gradients), statistics
 
 
 def apply_update(
-    config: OptimizerSection, schedule: optax.Schedule, state: TrainState, gradients: Params, step: jax.Array
+    config: OptimizerSection,
+    schedule: optax.Schedule,
+    state: TrainState,
+    gradients: Params,
+    step: jax.Array,
 ) -> tuple[TrainState, jax.Array, jax.Array, jax.Array]:
     """Run the optimizer on traced arrays; a gradient that is not finite changes nothing.
 
     Args:
-        config: of the optimizer; its numbers may be traced, too.
+        config: of the optimizer; its numbers may be traced as well.
         schedule: the learning rate, a function of ``step``.
         state: before the update.
         gradients: one per parameter.
         step: training steps that are finished.
 
     Returns:
-        the next state, the gradients' global norm, whether that is finite, and the learning rate.
+        the next state, the gradients' global norm, whether this is finite, and the learning rate.
     """
-    norm, rate = optax.tree.norm(gradients), jnp.asarray(schedule(step), jnp.float32)
+    norm = optax.tree.norm(gradients)
+    rate = jnp.asarray(schedule(step), jnp.float32)
     finite = jnp.isfinite(norm)
 
-    def take() -> TrainState:
-        updates, opt_state = make_optimizer(config, rate).update(gradients, state.opt_state, state.params)
+    def updated() -> TrainState:
+        optimizer = make_optimizer(config, rate)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = cast(Params, optax.apply_updates(state.params, updates))
         return TrainState(params, opt_state, state.updates + 1)
 
-    return jax.lax.cond(finite, take, lambda: state), norm, finite, rate
+    def unchanged() -> TrainState:
+        return state
+
+    return jax.lax.cond(finite, updated, unchanged), norm, finite, rate
 
 
-def _state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Any, rest: Any) -> TrainState:
-    """Return the shardings of a state: arrays of a parameter's shape lie like it, all others everywhere."""
+def _state_shardings(
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    shardings: Any,
+    everywhere: NamedSharding,
+) -> TrainState:
+    """Return the shardings of a state.
+
+    An array of the optimizer is sharded like the parameter of the same shape at the end of its
+    path. All others are everywhere.
+    """
     shapes = jax.tree.map(lambda x: x.shape, params)
-    known = dict(jax.tree_util.tree_leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)))
-    places = dict(jax.tree_util.tree_leaves_with_path(shardings))
+    leaves = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    shape_at = dict(leaves)
+    sharding_at = dict(jax.tree_util.tree_leaves_with_path(shardings))
 
-    def of(path: tuple[Any, ...], x: Any) -> Any:
-        own = next((path[begin:] for begin in range(len(path)) if known.get(path[begin:]) == x.shape), None)
-        return rest if own is None else places[own]
+    def sharding(path: tuple[Any, ...], array: Any) -> Any:
+        for begin in range(len(path)):
+            parameter_path = path[begin:]
+            if shape_at.get(parameter_path) == array.shape:
+                return sharding_at[parameter_path]
+        return everywhere
 
-    opt_state = jax.tree_util.tree_map_with_path(of, jax.eval_shape(optimizer.init, params))
-    return TrainState(shardings, opt_state, rest)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    opt_shardings = jax.tree_util.tree_map_with_path(sharding, opt_state)
+    return TrainState(shardings, opt_shardings, cast(Any, everywhere))
 
 
 def _merge(a: Statistics, b: Statistics) -> Statistics:
-    return {"sum": jax.tree.map(jnp.add, a["sum"], b["sum"]), "max": jax.tree.map(jnp.maximum, a["max"], b["max"])}
+    return {
+        "sum": jax.tree.map(jnp.add, a["sum"], b["sum"]),
+        "max": jax.tree.map(jnp.maximum, a["max"], b["max"]),
+    }
 
 
 @jax.tree_util.register_dataclass
@@ -307,12 +395,12 @@ class LearnerState:
     """Everything a resumed run needs of the learner.
 
     Attributes:
-        policy: the policy's parameters and optimizer.
-        critic: the critic's, with adv_estimator gae.
-        kl_coef: float32, the KL controller's coefficient.
+        policy: parameters and optimizer of the policy.
+        critic: parameters and optimizer of the critic, with adv_estimator gae.
+        kl_coef: float32, coefficient of the KL controller.
         steps: int32, calls of :meth:`Learner.update`.
         nonfinite: int32, ``nonfinite_steps`` of the policy.
-        critic_nonfinite: int32, those of the critic; None without one.
+        critic_nonfinite: int32, ``nonfinite_steps`` of the critic; None without one.
     """
 
     policy: TrainState
@@ -323,8 +411,14 @@ class LearnerState:
     critic_nonfinite: jax.Array | None = None
 
 
+Bounds = tuple[tuple[int | None, int | None], ...]
+"""The part of an array that a shard holds: begin and end along each axis."""
+
+
 class HostState:
-    """A copy of a learner's state in host memory, for rollback: what of each array is on devices of this process.
+    """A copy of a learner's state in host memory, for rollback.
+
+    It holds the shards that are on devices of this process.
 
     Args:
         state: may be donated afterwards.
@@ -332,27 +426,41 @@ class HostState:
 
     def __init__(self, state: Any) -> None:
         leaves, self._tree = jax.tree.flatten(state)
-        # Of each array its shape, its sharding, and its shards by their bounds.
-        self._arrays = [
-            (x.shape, x.sharding, {_bounds(shard.index): np.array(shard.data) for shard in x.addressable_shards})
-            for x in leaves
-        ]
+        self._arrays = [_HostArray(leaf) for leaf in leaves]
 
     def on_device(self) -> Any:
         """Place the state on its devices again."""
-        places = [
-            jax.make_array_from_callback(shape, sharding, lambda index, shards=shards: shards[_bounds(index)])
-            for shape, sharding, shards in self._arrays
-        ]
-        return jax.tree.unflatten(self._tree, places)
+        return jax.tree.unflatten(self._tree, [array.on_device() for array in self._arrays])
 
 
-def _bounds(index: tuple[slice, ...] | None) -> tuple[tuple[int | None, int | None], ...]:
+class _HostArray:
+    """A copy of one array of a state."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._shape = array.shape
+        self._sharding = array.sharding
+        self._shards: dict[Bounds, np.ndarray] = {}
+        for shard in array.addressable_shards:
+            self._shards[_bounds(shard.index)] = np.array(shard.data)
+
+    def on_device(self) -> jax.Array:
+        return jax.make_array_from_callback(
+            self._shape,
+            self._sharding,
+            lambda index: self._shards[_bounds(index)],
+        )
+
+
+def _bounds(index: tuple[slice, ...] | None) -> Bounds:
     return tuple((part.start, part.stop) for part in index or ())
 
 
 class Undoable(Protocol):
-    """A learner whose updates can be undone: ``state_before`` is its state before those that may be, else None."""
+    """A learner whose updates can be undone.
+
+    Attributes:
+        state_before: the state before the updates that may be undone; None at other times.
+    """
 
     state: Any
     state_before: HostState | None
@@ -361,12 +469,13 @@ class Undoable(Protocol):
 @contextlib.contextmanager
 def all_or_nothing(learner: Undoable, cancellation: StepCancellation) -> Iterator[None]:
     """Undo the updates made within if one fails; host memory keeps the state before them."""
-    learner.state_before = before = HostState(learner.state)
+    state_before = HostState(learner.state)
+    learner.state_before = state_before
     try:
         with cancellation.revocable():
             yield
     except BaseException:
-        learner.state = before.on_device()
+        learner.state = state_before.on_device()
         raise
     finally:
         learner.state_before = None

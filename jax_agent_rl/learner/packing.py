@@ -2,12 +2,14 @@
 
 ::
 
-    sequences ─► assign_rows: each joins those with which it shares the longest prefix ─► nodes ─► targets and terms
+    sequences ─► assign_rows: each joins those that share its longest prefix ─► nodes
+                                                                             ─► targets and terms
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +28,9 @@ def pack(
     vocab_size: int | None = None,
     targets: Sequence[np.ndarray] | None = None,
 ) -> Batch:
-    """Pack sequences into rows: each goes where it shares the longest prefix, else into the first row with room.
+    """Pack sequences into rows.
+
+    Each goes where it shares the longest prefix, else into the first row with room.
 
     Args:
         trajectories: in order.
@@ -34,12 +38,12 @@ def pack(
         share_prefixes: compute common prefixes once.
         image_packing: how rows hold images; None for a text model.
         vocab_size: of the model; None if no draw was restricted.
-        targets: of each trajectory, ids that are scored in place of its own ones, int32 [S], or, as the batch's
-            candidates, [S, k]; none may have segments or supports.
+        targets: for each trajectory the ids that are scored in place of its own, int32 [S], or the
+            candidates, int32 [S, k]. Then no trajectory may have segments or supports.
 
     Raises:
-        ValueError: a sequence is longer than a row (nothing is ever truncated), or has images of more patches; or
-            there are supports, and no ``vocab_size``.
+        ValueError: a sequence is longer than a row (nothing is ever truncated), or its images have
+            more patches; or there are supports, but no ``vocab_size``.
     """
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     for sequence in sequences:
@@ -49,87 +53,143 @@ def pack(
                 f"trajectory {sequence.trajectory_id} has {length} tokens, a row {pack_length}; "
                 f"set learner.pack_length >= {length}"
             )
+
     packer = ImagePacker(image_packing, sequences) if image_packing else None
-    ids = packer.keys if packer else [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
-    # Terms of one node may have other supports or ids: as many targets as terms then have to fit a row.
-    own_targets = targets is not None or any(s.restricted for s in sequences)
-    room = pack_length * (1 if own_targets else TERMS_PER_TOKEN)
-    rows = assign_rows(ids, [sum(s.loss_mask) for s in sequences], pack_length, room, share_prefixes, packer)
+    if packer is not None:
+        ids = packer.keys
+    else:
+        ids = [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
+
+    max_terms = pack_length * TERMS_PER_TOKEN
+    if targets is not None or any(sequence.restricted for sequence in sequences):
+        # Terms of one node may differ in their supports or scored ids, and need a target each. Then
+        # a row must have room for as many targets as terms.
+        max_terms = pack_length
+    num_terms = [sum(sequence.loss_mask) for sequence in sequences]
+    rows = assign_rows(ids, num_terms, pack_length, max_terms, share_prefixes, packer)
+
     arrays = empty_rows(len(rows), pack_length)
-    per_token = targets[0].shape[1:] if targets else ()
-    scored = np.zeros((len(rows), pack_length, *per_token), np.int32) if per_token else None
+    candidate_ids = None
+    if targets and targets[0].ndim > 1:
+        shape = (len(rows), pack_length, *targets[0].shape[1:])
+        candidate_ids = np.zeros(shape, np.int32)
     places: dict[int, Place] = {}
-    located: list[tuple[int, int, np.ndarray]] = []  # row, number and nodes of each sequence
+    paths: list[tuple[int, int, np.ndarray]] = []  # row, number and nodes of each sequence
     supports: list[tuple[Support | None, ...]] = []
     for index, row in enumerate(rows):
-        paths = _fill_nodes(arrays, index, row)
-        located += [(index, member.which, path) for member, path in zip(row, paths, strict=True)]
-        own = None if scored is None else scored[index]
-        placed, of_targets = _fill_terms(arrays, index, row, paths, sequences, targets, own)
-        places |= placed
-        supports.append(of_targets)
+        row_paths = _fill_nodes(arrays, index, row)
+        for member, path in zip(row, row_paths, strict=True):
+            paths.append((index, member.number, path))
+
+        row_candidates = None if candidate_ids is None else candidate_ids[index]
+        row_places, row_supports = _fill_terms(arrays, index, row, row_paths, sequences, targets, row_candidates)
+        places |= row_places
+        supports.append(row_supports)
+
     images = None
-    if packer:
-        images = packer.lay_out(arrays["token_ids"], arrays["positions"], located)
-        arrays |= {name: packer.ids(arrays[name]) for name in ("token_ids", "target_id")}
-    restricted = any(support is not None for row in supports for support in row)
-    if restricted and vocab_size is None:
+    if packer is not None:
+        images = packer.lay_out(arrays["token_ids"], arrays["positions"], paths)
+        for name in ("token_ids", "target_id"):
+            arrays[name] = packer.ids(arrays[name])
+
+    is_restricted = any(support is not None for row in supports for support in row)
+    if is_restricted and vocab_size is None:
         raise ValueError("trajectories with supports are packed for a vocabulary; give its size")
-    in_order = (places[which] for which in range(len(sequences)))
+
+    candidates = None
+    if candidate_ids is not None:
+        candidates = (candidate_ids, np.zeros(candidate_ids.shape, np.float32))
     return Batch(
         **arrays,
         terms={},
-        places=tuple(tuple(next(in_order) for _ in trajectory.sequences) for trajectory in trajectories),
+        places=_by_trajectory(places, trajectories),
         images=images,
-        routed_experts=_pack_routed(sequences, located, arrays["token_ids"].shape),
-        supports=tuple(supports) if restricted else None,
+        routed_experts=_pack_routed(sequences, paths, arrays["token_ids"].shape),
+        supports=tuple(supports) if is_restricted else None,
         vocab_size=vocab_size or 0,
-        candidates=None if scored is None else (scored, np.zeros(scored.shape, np.float32)),
+        candidates=candidates,
     )
 
 
-def _fill_nodes(arrays: dict[str, np.ndarray], index: int, row: Sequence[Member]) -> list[np.ndarray]:
-    """Write the nodes of one row, depth first; return each member's path as node numbers, int64 [n]."""
-    branches: list[list[int]] = [[] for _ in row]
-    for k, member in enumerate(row):
+def _by_trajectory(
+    places: Mapping[int, Place],
+    trajectories: Sequence[Trajectory],
+) -> tuple[tuple[Place, ...], ...]:
+    """Return the places of each trajectory's sequences, which are numbered one after another."""
+    grouped = []
+    begin = 0
+    for trajectory in trajectories:
+        end = begin + len(trajectory.sequences)
+        grouped.append(tuple(places[number] for number in range(begin, end)))
+        begin = end
+    return tuple(grouped)
+
+
+def _fill_nodes(
+    arrays: dict[str, np.ndarray],
+    index: int,
+    row: Sequence[Member],
+) -> list[np.ndarray]:
+    """Write the nodes of one row, depth first.
+
+    Returns:
+        each member's path as node numbers, int64 [n].
+    """
+    branches: list[list[int]] = [[] for _ in row]  # members that each one owns
+    for m, member in enumerate(row):
         if member.owner >= 0:
-            branches[member.owner].append(k)
+            branches[member.owner].append(m)
     sizes = _subtree_sizes(row)
     starts = _depth_first(row, branches)
+
     paths: list[np.ndarray] = []
     for m, member in enumerate(row):
-        own = slice(starts[m], starts[m] + member.new)
-        arrays["token_ids"][index, own] = member.ids[member.common :]
-        arrays["positions"][index, own] = np.arange(member.common, len(member.ids))
-        end = np.full(member.new, own.stop, np.int32)
-        for k in branches[m]:
-            end[: row[k].common - member.common] += sizes[k]
-        arrays["subtree_end"][index, own] = end
-        before = paths[member.owner][: member.common] if member.common else np.zeros(0, np.int64)
-        paths.append(np.concatenate([before, np.arange(own.start, own.stop)]))
-        arrays["copies"][index, paths[-1]] += 1
+        start = starts[m]
+        end = start + member.num_new
+        arrays["token_ids"][index, start:end] = member.ids[member.common :]
+        arrays["positions"][index, start:end] = np.arange(member.common, len(member.ids))
+
+        # The subtree of a node ends after the chain, and after every branch that leaves below it.
+        subtree_end = np.full(member.num_new, end, np.int32)
+        for branch in branches[m]:
+            ancestors = row[branch].common - member.common
+            subtree_end[:ancestors] += sizes[branch]
+        arrays["subtree_end"][index, start:end] = subtree_end
+
+        shared_path = np.zeros(0, np.int64)
+        if member.common:
+            shared_path = paths[member.owner][: member.common]
+        path = np.concatenate([shared_path, np.arange(start, end)])
+        paths.append(path)
+        arrays["copies"][index, path] += 1
     return paths
 
 
 def _subtree_sizes(row: Sequence[Member]) -> list[int]:
-    """Nodes of each member's chain and of all that branches off it."""
-    sizes = [member.new for member in row]
+    """Return the number of nodes of each member's chain and of all that branches off it."""
+    sizes = [member.num_new for member in row]
     for m in reversed(range(len(row))):  # an owner stands before those it owns
-        if row[m].owner >= 0:
-            sizes[row[m].owner] += sizes[m]
+        owner = row[m].owner
+        if owner >= 0:
+            sizes[owner] += sizes[m]
     return sizes
 
 
 def _depth_first(row: Sequence[Member], branches: Sequence[Sequence[int]]) -> list[int]:
-    """Return each member's first new node. A chain is followed to its end before its branches, deepest first."""
+    """Return each member's first new node.
+
+    A chain is followed to its end before its branches, and the deepest branch comes first.
+    """
     starts = [0] * len(row)
-    count = 0
-    stack = [m for m, member in enumerate(row) if member.owner < 0][::-1]
+    num_nodes = 0
+    stack = [m for m, member in enumerate(row) if member.owner < 0]
+    stack.reverse()
     while stack:
         m = stack.pop()
-        starts[m] = count
-        count += row[m].new
-        stack += sorted(branches[m], key=lambda k: (-row[k].common, k), reverse=True)
+        starts[m] = num_nodes
+        num_nodes += row[m].num_new
+        # The deepest branch, and of equals the first member, has to be on top of the stack.
+        stack += sorted(branches[m], key=lambda branch: (row[branch].common, -branch))
     return starts
 
 
@@ -140,52 +200,82 @@ def _fill_terms(
     paths: Sequence[np.ndarray],
     sequences: Sequence[Trajectory],
     targets: Sequence[np.ndarray] | None,
-    scored: np.ndarray | None,
+    candidate_ids: np.ndarray | None,
 ) -> tuple[dict[int, Place], tuple[Support | None, ...]]:
-    """Write the terms of one row, member by member, and the targets in order of first use; also return their supports.
+    """Write the terms of one row, member by member, and its targets in the order of first use.
 
-    Terms of one node that were drawn from different supports, or that score different ids, have a target each. If each
-    scores k ids, ``target_id`` is the first of them, and all are written to ``scored`` [M, k].
+    Terms of one node have a target each if they were drawn from different supports, or score
+    different ids. If each scores k ids, ``target_id`` is the first of them, and all are written to
+    ``candidate_ids`` [M, k].
+
+    Returns:
+        the place of each sequence, by its number, and the support of each target.
     """
     places: dict[int, Place] = {}
-    nodes, parents, ids, numbers = [], [], [], []
-    supports: list[Support | None] = []
-    count = 0
-    for number, (member, path) in enumerate(zip(row, paths, strict=True)):
-        sequence = sequences[member.which]
-        at = np.flatnonzero(sequence.loss_mask) + len(sequence.prompt_ids)
-        nodes.append(path[at])
-        parents.append(path[at - 1])
-        ids.append(arrays["token_ids"][index, path[at]] if targets is None else targets[member.which])
-        drawn_from = sequence.supports
-        supports += [drawn_from[i] for i in at - len(sequence.prompt_ids)]
-        numbers.append(np.full(len(at), number))
-        places[member.which] = Place(
+    node_parts = []
+    parent_parts = []
+    id_parts = []
+    member_parts = []
+    term_supports: list[Support | None] = []
+    num_terms = 0
+    for m, (member, path) in enumerate(zip(row, paths, strict=True)):
+        sequence = sequences[member.number]
+        prompt_len = len(sequence.prompt_ids)
+        in_response = np.flatnonzero(sequence.loss_mask)
+        nodes = path[prompt_len + in_response]
+        node_parts.append(nodes)
+        parent_parts.append(path[prompt_len + in_response - 1])
+        if targets is None:
+            id_parts.append(arrays["token_ids"][index, nodes])
+        else:
+            id_parts.append(targets[member.number])
+        sequence_supports = sequence.supports
+        term_supports += [sequence_supports[i] for i in in_response]
+        member_parts.append(np.full(len(nodes), m))
+
+        end = num_terms + len(nodes)
+        places[member.number] = Place(
             row=index,
-            terms=slice(count, count + len(at)),
-            path=path[len(sequence.prompt_ids) - 1 :],
+            terms=slice(num_terms, end),
+            path=path[prompt_len - 1 :],
         )
-        count += len(at)
-    node, parent, all_ids = np.concatenate(nodes), np.concatenate(parents), np.concatenate(ids)
+        num_terms = end
+
+    node = np.concatenate(node_parts)
+    parent = np.concatenate(parent_parts)
+    ids = np.concatenate(id_parts)
+
+    # Terms with equal keys share a target.
+    pack_length = arrays["token_ids"].shape[1]
     if targets is None:
-        distinct = {support: number for number, support in enumerate(dict.fromkeys(supports))}
-        kind = np.array([distinct[s] for s in supports], np.int64)
+        number_of = {support: i for i, support in enumerate(dict.fromkeys(term_supports))}
+        support_number = np.array([number_of[s] for s in term_supports], np.int64)
+        key = node + pack_length * support_number
     else:
-        axis = None if scored is None else 0
-        node, kind = parent, np.unique(all_ids, axis=axis, return_inverse=True)[1].reshape(-1)
-    first, target = _first_seen(node + arrays["token_ids"].shape[1] * kind)
-    arrays["target_parent"][index, : len(first)] = parent[first]
-    arrays["target_id"][index, : len(first)] = all_ids[first] if scored is None else all_ids[first, 0]
-    if scored is not None:
-        scored[: len(first)] = all_ids[first]
-    arrays["target_valid"][index, : len(first)] = True
-    arrays["term_target"][index, :count] = target
-    arrays["term_sequence"][index, :count] = np.concatenate(numbers)
-    return places, tuple(supports[i] for i in first)
+        axis = None if candidate_ids is None else 0
+        _, ids_number = np.unique(ids, axis=axis, return_inverse=True)
+        key = parent + pack_length * ids_number.reshape(-1)
+    first_term, target = _first_seen(key)
+
+    num_targets = len(first_term)
+    target_ids = ids[first_term]
+    if candidate_ids is not None:
+        candidate_ids[:num_targets] = target_ids
+        target_ids = target_ids[:, 0]
+    arrays["target_parent"][index, :num_targets] = parent[first_term]
+    arrays["target_id"][index, :num_targets] = target_ids
+    arrays["target_valid"][index, :num_targets] = True
+    arrays["term_target"][index, :num_terms] = target
+    arrays["term_sequence"][index, :num_terms] = np.concatenate(member_parts)
+    return places, tuple(term_supports[term] for term in first_term)
 
 
 def _first_seen(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first index of each distinct value, in that order, and every value's number in that order."""
+    """Give a number to each distinct value, in the order in which they occur.
+
+    Returns:
+        the first index of each distinct value, and the number of every value.
+    """
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     order = np.argsort(first)
     number = np.empty_like(order)
@@ -194,23 +284,29 @@ def _first_seen(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pack_routed(
-    sequences: Sequence[Trajectory], paths: Iterable[tuple[int, int, np.ndarray]], rows: tuple[int, int]
+    sequences: Sequence[Trajectory],
+    paths: Iterable[tuple[int, int, np.ndarray]],
+    rows: tuple[int, int],
 ) -> np.ndarray | None:
     """Return ``Batch.routed_experts``; None if no engine reported any.
 
-    Sequences that share a node have one choice for it: that of the first sequence that knows one. They differ only
-    where the engine computed a prefix more than once, and rounded differently.
+    A node that several sequences share gets the choice of the first sequence that knows one. The
+    choices differ only where the engine computed a prefix more than once, and rounded differently.
 
     Args:
         sequences: of the batch.
         paths: row, number and nodes int64 [n] of each sequence.
         rows: R rows of T nodes.
     """
-    reported = (turn.output.routed_experts for sequence in sequences for turn in sequence.turns)
-    sizes = {routed.shape[1:] for routed in reported if routed is not None}
+    sizes = set()
+    for sequence in sequences:
+        for turn in sequence.turns:
+            if turn.output.routed_experts is not None:
+                sizes.add(turn.output.routed_experts.shape[1:])
     if not sizes:
         return None
-    (size,) = sizes  # one model made them all
+    (size,) = sizes  # layers and experts per token: one model made them all
+
     packed = np.full((*rows, *size), UNKNOWN_EXPERT, np.int16)
     for row, number, path in paths:
         for turn in sequences[number].turns:
@@ -218,105 +314,146 @@ def _pack_routed(
             if routed is None:
                 continue
             nodes = path[routed.start : routed.end]
-            fresh = packed[row, nodes, 0, 0] == UNKNOWN_EXPERT
-            packed[row, nodes[fresh]] = np.reshape(routed.numbers, routed.shape)[: len(nodes)][fresh]
+            experts = np.reshape(routed.numbers, routed.shape)[: len(nodes)]
+            is_unknown = packed[row, nodes, 0, 0] == UNKNOWN_EXPERT
+            packed[row, nodes[is_unknown]] = experts[is_unknown]
     return packed
 
 
-# --- which sequences share a row --------------------------------------------------------------------------------------
+# --- which sequences share a row ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A sequence in a row. Its first ``common`` ids stand there already; the others become a chain of new nodes.
+    """A sequence in a row.
+
+    Its first ``common`` ids are in the row already; the others become a chain of new nodes.
 
     Attributes:
-        which: its number in the batch.
+        number: of the sequence in the batch.
         ids: int32 [n].
-        common: length of the longest prefix it shares with an earlier member.
-        owner: place in the row of the member whose chain holds the last shared node; -1 if nothing is shared.
+        common: length of the longest prefix that it shares with an earlier member.
+        owner: index in the row of the member whose chain holds the last shared node; -1 if nothing
+            is shared.
     """
 
-    which: int
+    number: int
     ids: np.ndarray
     common: int
     owner: int
 
     @property
-    def new(self) -> int:
-        """Nodes it adds to the row."""
+    def num_new(self) -> int:
+        """Number of nodes that it adds to the row."""
         return len(self.ids) - self.common
 
 
 def assign_rows(
-    ids: Sequence[np.ndarray], terms: Sequence[int], length: int, room: int, share: bool, packer: ImagePacker | None
+    ids: Sequence[np.ndarray],
+    num_terms: Sequence[int],
+    pack_length: int,
+    max_terms: int,
+    share_prefixes: bool,
+    packer: ImagePacker | None,
 ) -> list[list[Member]]:
-    """Assign sequences to rows: each joins the row with room that shares most with it, the first of equals.
+    """Assign sequences to rows.
+
+    Each joins the row that shares the longest prefix with it, the first one of equals, among those
+    with room.
 
     Args:
         ids: of each sequence.
-        terms: of each sequence.
-        length: nodes of a row.
-        room: terms of a row.
-        share: share prefixes.
-        packer: of images, if any.
+        num_terms: of each sequence.
+        pack_length: nodes that a row has room for.
+        max_terms: terms that a row has room for.
+        share_prefixes: compute common prefixes once.
+        packer: None without images.
     """
-    count = len(ids)
-    prefixes = Prefixes(ids) if share else None
+    prefixes = Prefixes(ids) if share_prefixes else None
     rows: list[list[Member]] = []
-    row_of = np.zeros(count, np.int64)
-    nodes, row_terms = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    for which, sequence in enumerate(ids):
-        common = prefixes.of(which)[:which] if prefixes else np.zeros(which, np.int64)
+    row_of = np.zeros(len(ids), np.int64)
+    row_nodes = np.zeros(len(ids), np.int64)  # there are no more rows than sequences
+    row_terms = np.zeros(len(ids), np.int64)
+    for number, sequence in enumerate(ids):
+        # The prefix that it shares with each earlier sequence, and the longest in each row.
+        common = np.zeros(number, np.int64)
+        if prefixes is not None:
+            common = prefixes.of(number)[:number]
         shared = np.zeros(len(rows), np.int64)
-        np.maximum.at(shared, row_of[:which], common)
-        has_room = nodes[: len(rows)] + len(sequence) - shared <= length
-        has_room &= row_terms[: len(rows)] + terms[which] <= room
-        if packer:
-            has_room &= packer.has_room(which, len(rows))
+        np.maximum.at(shared, row_of[:number], common)
+
+        has_room = row_nodes[: len(rows)] + len(sequence) - shared <= pack_length
+        has_room &= row_terms[: len(rows)] + num_terms[number] <= max_terms
+        if packer is not None:
+            has_room &= packer.has_room(number, len(rows))
+
         if has_room.any():
             row = int(np.where(has_room, shared, -1).argmax())
         else:
             row = len(rows)
             rows.append([])
-        with_members = common[[member.which for member in rows[row]]] if rows[row] else np.zeros(1, np.int64)
-        # The first of those that share most: what it shares with still earlier ones is shorter, so the node is its own.
-        owner = int(with_members.argmax())
-        most = int(with_members[owner])
-        rows[row].append(Member(which=which, ids=sequence, common=most, owner=owner if most else -1))
-        if packer:
-            packer.add(which, row)
-        row_of[which] = row
-        nodes[row] += rows[row][-1].new
-        row_terms[row] += terms[which]
+        member = _join(rows[row], number, sequence, common)
+        rows[row].append(member)
+
+        if packer is not None:
+            packer.add(number, row)
+        row_of[number] = row
+        row_nodes[row] += member.num_new
+        row_terms[row] += num_terms[number]
     return rows
 
 
-class Prefixes:
-    """Lengths of common prefixes between any trajectory and all others.
+def _join(row: Sequence[Member], number: int, ids: np.ndarray, common: np.ndarray) -> Member:
+    """Return a sequence as the next member of a row.
 
-    In lexicographic order, the common prefix of two sequences is the shortest among those of the neighbours between
-    them, so one running minimum to each side answers for all.
+    Args:
+        row: its earlier members.
+        number: of the sequence in the batch.
+        ids: of the sequence.
+        common: int64, lengths of the prefixes that it shares with every earlier sequence.
+    """
+    longest = 0
+    owner = -1
+    for m, member in enumerate(row):
+        # Of equals the first: with still earlier members it shares less, so the node is its own.
+        if common[member.number] > longest:
+            longest = int(common[member.number])
+            owner = m
+    return Member(number=number, ids=ids, common=longest, owner=owner)
+
+
+class Prefixes:
+    """Lengths of common prefixes between any sequence and all others.
+
+    In lexicographic order, the common prefix of two sequences is the shortest one of all
+    neighbours between them. So one running minimum to each side yields all lengths.
     """
 
     def __init__(self, ids: Sequence[np.ndarray]) -> None:
         keys = [sequence.astype(">i4").tobytes() for sequence in ids]
         self._order = np.asarray(sorted(range(len(ids)), key=keys.__getitem__), np.int64)
-        self._place = np.argsort(self._order)
-        pairs = zip(self._order[:-1], self._order[1:], strict=True)
-        self._neighbours = np.asarray([_common(ids[a], ids[b]) for a, b in pairs], np.int64)
+        self._rank = np.argsort(self._order)  # of each sequence in lexicographic order
 
-    def of(self, which: int) -> np.ndarray:
-        """int64 [N]: with every trajectory; the entry of ``which`` itself means nothing."""
-        place = self._place[which]
+        with_next = []
+        for a, b in itertools.pairwise(self._order):
+            with_next.append(_common_length(ids[a], ids[b]))
+        self._with_next = np.asarray(with_next, np.int64)
+
+    def of(self, number: int) -> np.ndarray:
+        """Return the lengths for one sequence with all, int64 [N]; its own entry means nothing."""
+        rank = self._rank[number]
         common = np.zeros(len(self._order), np.int64)
-        common[self._order[place + 1 :]] = np.minimum.accumulate(self._neighbours[place:])
-        common[self._order[:place][::-1]] = np.minimum.accumulate(self._neighbours[:place][::-1])
+        later = self._order[rank + 1 :]
+        earlier = self._order[:rank][::-1]
+        common[later] = np.minimum.accumulate(self._with_next[rank:])
+        common[earlier] = np.minimum.accumulate(self._with_next[:rank][::-1])
         return common
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the length of the common prefix of two sequences."""
     shorter = min(len(a), len(b))
-    differ = a[:shorter] != b[:shorter]
-    first = int(differ.argmax()) if shorter else 0
-    return first if shorter and differ[first] else shorter
+    differs = a[:shorter] != b[:shorter]
+    if not differs.any():
+        return shorter
+    return int(differs.argmax())

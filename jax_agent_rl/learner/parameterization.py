@@ -6,9 +6,10 @@
             └─► adapters (float32, trained, checkpointed)  ─┬─► view: beside the frozen base
                 base (compute dtype, or 8 or 4 bits)       ─┴─► merge: one float32 model, for engines and export
 
-Mixed precision keeps float32 master parameters and computes in another dtype (Micikevicius et al. 2018, arXiv
-1710.03740). The cast is part of the differentiated program, so gradients come back, are summed and are applied in
-float32: the master parameters keep an update smaller than half a bfloat16 step (1/256 of a weight).
+Mixed precision keeps float32 master parameters and computes in another dtype (Micikevicius et al.
+2018, arXiv 1710.03740). The cast is part of the differentiated program, so gradients are float32
+when they are summed and applied: the master parameters keep an update that is smaller than half a
+bfloat16 step (1/256 of a weight).
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ def compute_params(params: Params, dtype: str) -> Params:
     target = jnp.dtype(dtype)
 
     def cast(path: tuple, x: jax.Array) -> jax.Array:
-        # Scales within quantized weights are kept, and the value head: values are regressed to, not sampled from.
-        kept = not isinstance(path[-1], jax.tree_util.DictKey) or path[-1].key == "value_head"
-        return x if kept or x.dtype == target else x.astype(target)
+        is_within_quantized = not isinstance(path[-1], jax.tree_util.DictKey)  # codes and scales
+        if is_within_quantized or x.dtype == target:
+            return x
+        if path[-1].key == "value_head":  # a regression needs the precision
+            return x
+        return x.astype(target)
 
     return jax.tree_util.tree_map_with_path(cast, params)
 
@@ -52,14 +56,17 @@ def target_names(lora: LoraConfig, model: DecoderConfig) -> list[str]:
         ConfigError: a target this model does not have, or stores in one matrix with others.
     """
     names = [target.removesuffix("_proj") for target in lora.targets]
-    there = model.parameter_shapes()["layers"]
-    missing = [f"{name}_proj" for name in names if name not in there]
+    layer_shapes = model.parameter_shapes()["layers"]
+    missing = [f"{name}_proj" for name in names if name not in layer_shapes]
     if missing:
         raise ConfigError(
             f"learner.lora.targets: a {model.family} model of this kind has no {', '.join(missing)} "
             "(experts are not adapted); name others"
         )
-    if packed := [f"{name}_proj" for name in names if name in FAMILIES[model.family].packed]:
+
+    packed_names = FAMILIES[model.family].packed
+    packed = [f"{name}_proj" for name in names if name in packed_names]
+    if packed:
         raise ConfigError(
             f"learner.lora.targets: a {model.family} model stores {', '.join(packed)} in one matrix, for which PEFT "
             "has one adapter; name others"
@@ -68,7 +75,10 @@ def target_names(lora: LoraConfig, model: DecoderConfig) -> list[str]:
 
 
 def new_adapters(lora: LoraConfig, model: DecoderConfig) -> Params:
-    """Return for each target ``a`` float32 [L, r, in], drawn as PEFT draws it, and ``b`` [L, out, r], zeros."""
+    """Return new adapters: for each target ``a`` float32 [L, r, in], and ``b`` [L, out, r].
+
+    ``a`` is drawn as PEFT draws it, ``b`` is zero.
+    """
     shapes = model.parameter_shapes()["layers"]
     adapters: Params = {}
     for number, name in enumerate(target_names(lora, model)):
@@ -85,15 +95,20 @@ def frozen_base(lora: LoraConfig, model: DecoderConfig, params: Params, compute_
     base = compute_params(params, compute_dtype)
     if lora.quantize == "none":
         return base
-    quantized = {name: quantize(params["layers"][name], lora.quantize) for name in target_names(lora, model)}
-    return {**base, "layers": {**base["layers"], **quantized}}
+    layers = dict(base["layers"])
+    for name in target_names(lora, model):
+        layers[name] = quantize(params["layers"][name], lora.quantize)
+    return {**base, "layers": layers}
 
 
 def with_adapters(lora: LoraConfig, model: DecoderConfig, base: Params, adapters: Params) -> Decoder:
     """Return a model over a frozen base with adapters as :func:`new_adapters` returns them."""
     decoder = Decoder.from_params(model, base)
     scale = lora.alpha / lora.rank
-    decoder.adapters = nnx.Dict({name: LoRA(**ab, scale=scale) for name, ab in adapters["adapters"].items()})
+    modules = {}
+    for name, weights in adapters["adapters"].items():
+        modules[name] = LoRA(a=weights["a"], b=weights["b"], scale=scale)
+    decoder.adapters = nnx.Dict(modules)
     return decoder
 
 
@@ -114,11 +129,11 @@ class Parameterization:
     """Initial trained and frozen parameters, and how they become a model.
 
     Attributes:
-        params: the trained ones, float32.
-        shardings: theirs.
-        frozen: the others; empty if all are trained.
-        view: the model that a forward pass runs, from (trained, frozen).
-        merge: the model's parameters in float32, from (trained, frozen).
+        params: trained parameters, float32.
+        shardings: one per trained parameter.
+        frozen: all other parameters; empty if all are trained.
+        view: from (trained, frozen) to the model that a forward pass runs.
+        merge: from (trained, frozen) to the model's parameters in float32.
     """
 
     params: Params
@@ -129,16 +144,20 @@ class Parameterization:
 
     @classmethod
     def policy(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Parameterization:
-        """Train all parameters, with ``learner.freeze_vision`` all but the tower, or with ``learner.lora`` adapters.
+        """Return the parameterization of a policy.
+
+        All parameters are trained, with ``learner.freeze_vision`` all but the vision tower, with
+        ``learner.lora`` only adapters.
 
         Args:
             model: the model's hyperparameters.
-            params: initial parameters; if they are only shapes, so are the result's.
-            config: what to train, and the compute dtype.
+            params: initial parameters. If they are only shapes, so are the result's.
+            config: says what is trained, and the compute dtype.
             mesh: of the learner.
 
         Raises:
-            ConfigError: the mesh does not divide a parameter, or the model lacks a target, or a tower to freeze.
+            ConfigError: the mesh does not divide a parameter, or the model lacks a target or a
+                tower to freeze.
         """
         lora = config.lora
         if config.freeze_vision and model.vision is None:
@@ -147,10 +166,12 @@ class Parameterization:
             )
         shardings = parameter_shardings(mesh, model.parameter_shapes())
         if lora is None:
-            return cls._whole(Decoder, model, params, shardings, config)
+            return cls._without_adapters(Decoder, model, params, shardings, config)
+
         placed = jax.tree.map(place, params, shardings)
         base = _computed(lambda x: frozen_base(lora, model, x, config.compute_dtype), placed)
-        graphdef, trained, frozen = _split(with_adapters(lora, model, base, new_adapters(lora, model)), nnx.LoRAParam)
+        decoder = with_adapters(lora, model, base, new_adapters(lora, model))
+        graphdef, trained, frozen = _split(decoder, nnx.LoRAParam)
         return cls(
             params=trained,
             shardings=adapter_shardings(mesh, trained),
@@ -161,37 +182,49 @@ class Parameterization:
 
     @classmethod
     def critic(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Parameterization:
-        """Train a critic, with ``learner.freeze_vision`` without its tower.
+        """Return the parameterization of a critic; ``learner.freeze_vision`` freezes its tower.
 
         Args:
-            model: the policy's hyperparameters.
-            params: a critic's (:func:`critic_params`); arrays or shapes.
+            model: hyperparameters of the policy.
+            params: see :func:`critic_params`; arrays or shapes.
             config: of the learner.
             mesh: of the learner.
         """
-        return cls._whole(Critic, model, params, parameter_shardings(mesh, critic_shapes(model)), config)
+        shardings = parameter_shardings(mesh, critic_shapes(model))
+        return cls._without_adapters(Critic, model, params, shardings, config)
 
     @classmethod
-    def _whole(
-        cls, kind: type[Decoder], model: DecoderConfig, params: Params, shardings: Params, config: LearnerConfig
+    def _without_adapters(
+        cls,
+        kind: type[Decoder],
+        model: DecoderConfig,
+        params: Params,
+        shardings: Params,
+        config: LearnerConfig,
     ) -> Parameterization:
-        chosen = nnx.Not(nnx.PathContains("vision")) if config.freeze_vision else nnx.Param
-        graphdef, trained, frozen = _split(kind.from_params(model, params), chosen)
-        _, places, frozen_places = _split(kind.from_params(model, shardings), chosen)
+        is_trained = nnx.Not(nnx.PathContains("vision")) if config.freeze_vision else nnx.Param
+        graphdef, trained, frozen = _split(kind.from_params(model, params), is_trained)
+        # A model of shardings is split in the same way as a model of parameters.
+        sharding_model = kind.from_params(model, shardings)
+        _, trained_shardings, frozen_shardings = _split(sharding_model, is_trained)
+
+        def merge(trained: Params, frozen: Params) -> Params:
+            return nnx.to_pure_dict(nnx.state(nnx.merge(graphdef, trained, frozen)))
+
         return cls(
             params=trained,
-            shardings=places,
-            frozen=jax.tree.map(place, frozen, frozen_places),
+            shardings=trained_shardings,
+            frozen=jax.tree.map(place, frozen, frozen_shardings),
             view=bind(compute_model, graphdef, config.compute_dtype),
-            merge=lambda *weights: nnx.to_pure_dict(nnx.state(nnx.merge(graphdef, *weights))),
+            merge=merge,
         )
 
     def reference(self) -> tuple[Params, Params]:
-        """Return the reference policy: a copy of the initial trained parameters, and the frozen ones."""
+        """Return the reference policy: copied initial parameters, and the frozen ones."""
         return jax.tree.map(place, self.params, self.shardings), self.frozen
 
 
-# --- the critic: the policy's architecture with a scalar head ---------------------------------------------------------
+# --- the critic: the policy's architecture with a scalar head -------------------------------------
 
 
 class Critic(Decoder):
@@ -205,7 +238,7 @@ class Critic(Decoder):
 def critic_params(params: Params) -> Params:
     """Return a language model's parameters with its output head replaced by a value head of zeros.
 
-    With zeros every value is 0 at first, so the first advantages are those of plain returns instead of noise.
+    At first every value is 0, so the first advantages are plain returns instead of noise.
     """
     body = {name: value for name, value in params.items() if name != "lm_head"}
     return body | {"value_head": jnp.zeros(params["final_norm"].shape, jnp.float32)}
@@ -213,32 +246,37 @@ def critic_params(params: Params) -> Params:
 
 def critic_shapes(model: DecoderConfig) -> Params:
     """Return the shape of every parameter of the critic."""
-    return replace(model, tie_word_embeddings=True).parameter_shapes() | {"value_head": (model.hidden_size,)}
+    shapes = replace(model, tie_word_embeddings=True).parameter_shapes()
+    return shapes | {"value_head": (model.hidden_size,)}
 
 
 def compute_model(graphdef: nnx.GraphDef, dtype: str, trained: Params, frozen: Params) -> Any:
     """Return the model of trained and frozen parameters, in the compute dtype.
 
     Args:
-        graphdef: its structure.
+        graphdef: structure of the model.
         dtype: the compute dtype.
         trained: some of its parameters.
-        frozen: the others.
+        frozen: its other parameters.
     """
     return nnx.merge(graphdef, compute_params(trained, dtype), compute_params(frozen, dtype))
 
 
-def _split(model: Decoder, chosen: Any) -> tuple[nnx.GraphDef, Params, Params]:
-    """Return a model's structure, the parameters that an nnx filter chooses, and the others."""
-    graphdef, *states = nnx.split(model, chosen, ...)
-    trained, frozen = map(nnx.to_pure_dict, states)
-    return graphdef, trained, frozen
+def _split(model: Decoder, is_trained: Any) -> tuple[nnx.GraphDef, Params, Params]:
+    """Return a model's structure, the parameters that an nnx filter selects, and all others."""
+    graphdef, trained, frozen = nnx.split(model, is_trained, ...)
+    return graphdef, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen)
 
 
 def _computed(function: Callable[[Params], Params], params: Params) -> Params:
-    """Return ``function(params)``; for mere shapes, those of the compiled program's result and its shardings."""
-    run = jax.jit(function)
-    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
-        return run(params)
-    lowered = run.lower(params)
+    """Return ``function(params)``.
+
+    If the parameters are only shapes, return the shapes and shardings of the compiled program's
+    result.
+    """
+    program = jax.jit(function)
+    are_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+    if not are_shapes:
+        return program(params)
+    lowered = program.lower(params)
     return jax.tree.map(place, lowered.out_info, lowered.compile().output_shardings)

@@ -1,9 +1,10 @@
-"""The stages before any gradient: groups to packed mini-batches, and mini-batches to the scores that losses read.
+"""The stages before any gradient: pack groups into mini-batches, and score these for the losses.
 
-Teachers of on-policy distillation are frozen models on the learner's mesh that score what the policy sampled.
-Trajectories whose teacher is served elsewhere arrive with its scores (``Trajectory.teacher_scores``). A teacher scores
-the very ids of the trajectories, so it must have the policy's tokenizer. It may be of another family and size. It packs
-the rows itself: its images are cut as its own tower reads them, and only the rows it teaches are computed.
+Teachers of on-policy distillation are frozen models on the learner's mesh that score what the
+policy sampled. Trajectories whose teacher is served elsewhere arrive with its scores
+(``Trajectory.teacher_scores``). A teacher scores the very token ids of the trajectories, so it must
+have the policy's tokenizer. It may be of another family and size. It packs the rows itself: its
+images are cut as its own tower reads them, and only the rows it teaches are computed.
 """
 
 from __future__ import annotations
@@ -31,44 +32,65 @@ from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated, row_sharding, row_shards
 from jax_agent_rl.models.vision_context import VisionProcessor
-from jax_agent_rl.types import Group, Trajectory
+from jax_agent_rl.types import Group, TokenScores, Trajectory
 
 Weights = tuple[Params, Params]
 """Trained and frozen parameters."""
-ScoreContexts = Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
-"""For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
 
-SHORTEST_CUT = 512
-"""Shortest rows that are cut on a CPU where they are not full: for others, compiling the program takes longer."""
+ScoreContexts = Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
+"""For each context of n token ids, float32 [n - 1]: the log-prob of every id but the first."""
+
+MIN_CUT_LENGTH = 512
+"""Rows of at least this length are cut on a CPU where they are not full. For shorter ones,
+compiling another program takes longer than it saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
-    """The packed trajectories of one optimizer update; ``members`` are their indices in the step."""
+    """The packed trajectories of one optimizer update.
+
+    Attributes:
+        members: their indices in the step.
+    """
 
     batch: Batch
     members: slice
 
 
 class Scorer:
-    """Packs trajectories and runs forward passes over them, one micro-batch of fixed shape at a time.
+    """Packs trajectories and runs forward passes over them, in micro-batches of fixed shape.
 
     Args:
         programs: compiled functions of the learner.
         images: how rows hold images; None for a text model.
-        lengths: number of row lengths on a CPU, see :meth:`Batch.micro_batches`; each has programs of its own.
+        lengths: number of row lengths on a CPU, see :meth:`Batch.micro_batches`; each has programs
+            of its own.
+
+    Attributes:
+        rows: rows of a micro-batch.
+        pack_one: packs trajectories into one batch, see
+            :func:`~jax_agent_rl.learner.packing.pack`.
     """
 
-    def __init__(self, programs: LearnerPrograms, images: ImagePacking | None, *, lengths: int = 2) -> None:
-        self._programs, self._mesh, self._images = programs, programs.mesh, images
-        self._compiled: set[Any] = set()  # programs that have seen every number of patches
+    def __init__(
+        self,
+        programs: LearnerPrograms,
+        images: ImagePacking | None,
+        *,
+        lengths: int = 2,
+    ) -> None:
         config = programs.config
+        self._programs = programs
+        self._mesh = programs.mesh
+        self._images = images
+        self._warm_programs: set[Any] = set()  # they have seen every number of patches
+        self._widths: dict[Any, set[int]] = defaultdict(set)  # row lengths a program has run for
+
         self.rows = config.micro_batch_size * row_shards(self._mesh)
-        """Rows of a micro-batch."""
-        on_cpu = self._mesh.size == 1 and self._mesh.devices.flat[0].platform == "cpu"
-        cuts = on_cpu and config.pack_length >= SHORTEST_CUT and not config.pack_length % lengths
-        self._lengths = lengths if cuts else 1
-        self._widths: dict[Any, set[int]] = defaultdict(set)  # by program: row lengths it has run for
+        is_cpu = self._mesh.size == 1 and self._mesh.devices.flat[0].platform == "cpu"
+        is_cut = is_cpu and config.pack_length >= MIN_CUT_LENGTH and config.pack_length % lengths == 0
+        self._lengths = lengths if is_cut else 1
+
         self.pack_one = functools.partial(
             pack,
             pack_length=config.pack_length,
@@ -76,16 +98,16 @@ class Scorer:
             image_packing=images,
             vocab_size=programs.vocab_size,
         )
-        """Packs trajectories into one batch, see :func:`~jax_agent_rl.learner.packing.pack`."""
 
     def pack(self, groups: Sequence[Group]) -> list[MiniBatch]:
         """Pack the trajectories of each optimizer update: whole prompts, in equal shares."""
-        minis, begin = [], 0
-        for part in mini_batches(groups, self._programs.config.num_minibatches):
-            trajectories = [t for group in part for t in group.trajectories]
-            members = slice(begin, begin + len(trajectories))
-            minis.append(MiniBatch(batch=self.pack_one(trajectories), members=members))
-            begin = members.stop
+        minis = []
+        begin = 0
+        for mini_groups in mini_batches(groups, self._programs.config.num_minibatches):
+            trajectories = [t for group in mini_groups for t in group.trajectories]
+            end = begin + len(trajectories)
+            minis.append(MiniBatch(batch=self.pack_one(trajectories), members=slice(begin, end)))
+            begin = end
         return minis
 
     def micro_batches(self, batch: Batch) -> Iterator[Arrays]:
@@ -97,12 +119,15 @@ class Scorer:
 
         They compile it for every number of patches, so that none is compiled later.
         """
-        if self._images is not None and program not in self._compiled:
-            self._compiled.add(program)
-            yield from map(self._placed, blanks(next(batch.micro_batches(self.rows)), self._images))
+        if self._images is None or program in self._warm_programs:
+            return
+        self._warm_programs.add(program)
+        first_micro_batch = next(batch.micro_batches(self.rows))
+        for arrays in blanks(first_micro_batch, self._images):
+            yield self._placed(arrays)
 
     def _run(self, program: Callable[..., Any], weights: Weights, batch: Batch) -> list[Any]:
-        """Run a program over all rows of a batch's layout and return its result for each micro-batch."""
+        """Run a program over all rows of a batch; return its result for each micro-batch."""
         layout = replace(batch, terms={})
         for arrays in self.blanks(layout, program):
             program(*weights, batch=arrays)
@@ -115,60 +140,84 @@ class Scorer:
 
     def logprobs(self, weights: Weights, batch: Batch) -> PerTerm:
         """Return the log-probs of each trajectory's tokens with loss, float64 [S]."""
-        return batch.gather_terms(stack(self._run(self._programs.score, weights, batch), batch.term_target.shape))
+        results = self._run(self._programs.score, weights, batch)
+        return batch.gather_terms(stack(results, batch.term_target.shape))
 
     def top_logprobs(self, weights: Weights, batch: Batch, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the likeliest ids in the context of each trajectory's tokens with loss, and their log-probs.
+        """Return the likeliest ids in the context of each token with loss, and their log-probs.
 
         Args:
             weights: trained and frozen.
             batch: packed trajectories.
-            count: ids per token; one program is compiled for each power of two.
+            count: ids per token. One program is compiled for each power of two.
 
         Returns:
             int64 and float64 [S, count] for each trajectory.
         """
-        width = min(1 << (count - 1).bit_length(), self._programs.vocab_size)
-        layout = replace(batch, terms={})
-        parts = [self._programs.top(*weights, batch=arrays, count=width) for arrays in self.micro_batches(layout)]
+        power_of_two = 1 << (count - 1).bit_length()
+        compiled_count = min(power_of_two, self._programs.vocab_size)
+        results = []
+        for arrays in self.micro_batches(replace(batch, terms={})):
+            results.append(self._programs.top(*weights, batch=arrays, count=compiled_count))
 
-        def gathered(values: Sequence[jax.Array]) -> PerTerm:
-            return batch.gather_targets(stack([np.asarray(x) for x in values], batch.target_id.shape)[..., :count])
+        def gather(parts: Sequence[jax.Array]) -> list[np.ndarray]:
+            stacked = stack([np.asarray(part) for part in parts], batch.target_id.shape)
+            return batch.gather_targets(stacked[..., :count])
 
-        ids, logprobs = (gathered(x) for x in zip(*parts, strict=True))
-        return [(i.astype(np.int64), x.astype(np.float64)) for i, x in zip(ids, logprobs, strict=True)]
+        ids_of = gather([ids for ids, _ in results])
+        logprobs_of = gather([logprobs for _, logprobs in results])
+        top = []
+        for ids, logprobs in zip(ids_of, logprobs_of, strict=True):
+            top.append((ids.astype(np.int64), logprobs.astype(np.float64)))
+        return top
 
     def reference(self, weights: Weights, batch: Batch) -> RefScores:
         """Return what the KL to a reference with these weights reads, for each trajectory.
 
-        Log-probs as :meth:`logprobs`; with ``algorithm.kl.top_k`` the likeliest ids at its tokens with loss, int32
-        [S, k], and their log-probs, float32.
+        Usually these are log-probs, as :meth:`logprobs` returns them. With ``algorithm.kl.top_k``
+        they are the likeliest ids at its tokens with loss, int32 [S, k], and their log-probs,
+        float32.
         """
         if not self._programs.objective.kl_top_k:
             return self.logprobs(weights, batch)
-        parts = zip(*self._run(self._programs.likeliest, weights, batch), strict=True)
-        ids, logprobs = (batch.gather_targets(stack(part, batch.target_id.shape)) for part in parts)
+
+        results = self._run(self._programs.likeliest, weights, batch)
+        shape = batch.target_id.shape
+        ids = batch.gather_targets(stack([ids for ids, _ in results], shape))
+        logprobs = batch.gather_targets(stack([logprobs for _, logprobs in results], shape))
         return list(zip(ids, logprobs, strict=True))
 
     def values(self, weights: Weights, batch: Batch) -> list[np.ndarray]:
         """Return the critic's values of each trajectory's states, float64 [L + 1]."""
-        return batch.gather_states(stack(self._run(self._programs.values, weights, batch), batch.token_ids.shape))
+        results = self._run(self._programs.values, weights, batch)
+        return batch.gather_states(stack(results, batch.token_ids.shape))
 
     def router_balance(self, weights: Weights, batch: Batch) -> Arrays:
-        """Return how a whole update's tokens are routed, for its load-balancing loss; empty without one."""
+        """Return how the tokens of an update are routed, for its load-balancing loss.
+
+        Without such a loss, the result is empty.
+        """
         if not self._programs.objective.router_aux_loss_coef:
             return {}
-        parts = self._each(self._programs.route, weights, replace(batch, terms={}))
-        chosen = sum(part.astype(np.float64) for part in parts)
+
+        loads = self._each(self._programs.route, weights, replace(batch, terms={}))
+        load = sum(part.astype(np.float64) for part in loads)
         tokens = self._programs.model.num_layers * batch.copies.sum()
-        numbers = {"router_share": np.float32(chosen / tokens), "router_tokens": np.float32(tokens)}
-        return {name: place(value, replicated(self._mesh)) for name, value in numbers.items()}
+        everywhere = replicated(self._mesh)
+        return {
+            "router_share": place(np.float32(load / tokens), everywhere),
+            "router_tokens": place(np.float32(tokens), everywhere),
+        }
 
     @property
     def programs_compiled(self) -> int:
-        """Distinct forward programs compiled so far, those for shorter rows aside."""
-        programs = (self._programs.score, self._programs.likeliest, self._programs.values, self._programs.route)
-        return sum(f._cache_size() - max(0, len(self._widths[f]) - 1) for f in programs)
+        """Distinct forward programs compiled so far, not counting those for shorter rows."""
+        programs = self._programs
+        count = 0
+        for program in (programs.score, programs.likeliest, programs.values, programs.route):
+            for_shorter_rows = max(0, len(self._widths[program]) - 1)
+            count += program._cache_size() - for_shorter_rows
+        return count
 
     def _placed(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         return {name: place(value, row_sharding(self._mesh)) for name, value in arrays.items()}
@@ -178,28 +227,33 @@ def stack(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """Return the results [rows, n, ...] of a batch's micro-batches as one array [R, N, ...].
 
     Args:
-        parts: in order; of shorter rows, n is less than N.
-        shape: [R, N]; rows beyond are padding.
+        parts: in order; n is less than N for shorter rows.
+        shape: [R, N]; the last micro-batch may have more rows, which are padding.
     """
-    padded = (np.pad(x, [(0, 0), (0, shape[1] - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]) for x in parts)
-    return np.concatenate(list(padded))[: shape[0]]
+    rows, length = shape
+    padded = []
+    for part in parts:
+        widths = [(0, 0)] * part.ndim
+        widths[1] = (0, length - part.shape[1])
+        padded.append(np.pad(part, widths))
+    return np.concatenate(padded)[:rows]
 
 
-# --- teachers of on-policy distillation -------------------------------------------------------------------------------
+# --- teachers of on-policy distillation
+# -------------------------------------------------------------------------------
 
 
 class Teacher:
     """A frozen model that scores trajectories.
 
     Args:
-        model: its hyperparameters.
         params: its parameters; no copy is made.
-        algorithm: what is computed of it, ``algorithm.kl``.
+        algorithm: its ``kl`` says what the teacher computes.
         config: batching, compute dtype and mesh of the learner.
-        temperature: the rollout's, of teacher and policy alike.
-        vocab_size: the policy's.
-        data_sources: patterns of the data sources of the rows it teaches.
-        vision_processor: its image processor; None if trajectories hold no images.
+        temperature: the rollout's sampling temperature, for teacher and policy alike.
+        vocab_size: vocabulary size of the policy.
+        data_sources: patterns; it teaches the rows whose ``data_source`` fits one.
+        vision_processor: None if trajectories hold no images.
     """
 
     def __init__(
@@ -215,7 +269,7 @@ class Teacher:
         vision_processor: VisionProcessor | None = None,
     ) -> None:
         self.data_sources = data_sources
-        own, programs = teacher_programs(
+        parameters, programs = teacher_programs(
             model,
             compute_params(params, config.compute_dtype),
             algorithm=algorithm,
@@ -224,7 +278,8 @@ class Teacher:
             vocab_size=vocab_size,
             mesh=make_mesh(config.mesh),
         )
-        self._weights = (jax.tree.map(jax.device_put, own.params, own.shardings), own.frozen)
+        placed = jax.tree.map(jax.device_put, parameters.params, parameters.shardings)
+        self._weights = (placed, parameters.frozen)
         self._scorer = Scorer(programs, image_packing(vision_processor, config))
 
     @property
@@ -252,50 +307,64 @@ def teacher_programs(
     """Return a teacher's parameters, none of them adapted or quantized, and its programs.
 
     Args:
-        model: its hyperparameters.
-        params: its parameters; arrays or shapes.
-        algorithm: what is computed of it.
+        model: hyperparameters of the teacher.
+        params: arrays, or only their shapes.
+        algorithm: its ``kl`` says what the teacher computes.
         config: of the learner.
-        temperature: the rollout's.
-        vocab_size: the policy's.
+        temperature: the rollout's sampling temperature.
+        vocab_size: vocabulary size of the policy.
         mesh: of the learner; its devices need not be present.
     """
-    frozen = config.model_copy(update={"lora": None, "freeze_vision": False, "router_aux_loss_coef": 0.0})
-    own = Parameterization.policy(model, params, frozen, mesh=mesh)
+    frozen_config = config.model_copy(update={"lora": None, "freeze_vision": False, "router_aux_loss_coef": 0.0})
+    parameters = Parameterization.policy(model, params, frozen_config, mesh=mesh)
     programs = LearnerPrograms(
         model,
-        own,
+        parameters,
         algorithm=algorithm,
-        config=frozen,
+        config=frozen_config,
         temperature=temperature,
         mesh=mesh,
         rate=optax.constant_schedule(0.0),
         vocab_size=vocab_size,
     )
-    return own, programs
+    return parameters, programs
 
 
 def score_by_teachers(teachers: Sequence[Teacher], trajectories: Sequence[Trajectory]) -> RefScores:
-    """Score every trajectory by the first teacher of its row's data source, unless it brings its scores.
+    """Score every trajectory by a teacher.
+
+    A trajectory that brings a teacher's scores keeps them. The others are scored by the first
+    teacher of their row's data source.
 
     Raises:
         ValueError: a trajectory has no teacher.
     """
     scores: list[Any] = [None] * len(trajectories)
-    own: list[list[int]] = [[] for _ in teachers]
+    numbers_of: list[list[int]] = [[] for _ in teachers]  # of the trajectories a teacher scores
     for number, trajectory in enumerate(trajectories):
-        if (brought := trajectory.teacher_scores) is not None:
-            top = (np.asarray(brought.top_ids, np.int32), np.asarray(brought.top_log_probs, np.float32))
-            scores[number] = top if brought.top_ids else np.asarray(brought.log_probs, np.float64)
+        if trajectory.teacher_scores is not None:
+            scores[number] = _as_arrays(trajectory.teacher_scores)
             continue
-        which = first_teacher((teacher.data_sources for teacher in teachers), trajectory.row)
-        if which is None:
+
+        data_sources = (teacher.data_sources for teacher in teachers)
+        teacher_number = first_teacher(data_sources, trajectory.row)
+        if teacher_number is None:
             source = str(trajectory.row.get("data_source"))
             raise ValueError(f"trajectory {trajectory.trajectory_id} of data_source {source!r} has no teacher")
-        own[which].append(number)
-    for teacher, numbers in zip(teachers, own, strict=True):
-        if numbers:
-            scored = teacher.score([trajectories[number] for number in numbers])
-            for number, of_one in zip(numbers, scored, strict=True):
-                scores[number] = of_one
+        numbers_of[teacher_number].append(number)
+
+    for teacher, numbers in zip(teachers, numbers_of, strict=True):
+        if not numbers:
+            continue
+        teacher_scores = teacher.score([trajectories[number] for number in numbers])
+        for number, score in zip(numbers, teacher_scores, strict=True):
+            scores[number] = score
     return scores
+
+
+def _as_arrays(scores: TokenScores) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """Return what the KL reads of a served teacher's scores, see :data:`RefScores`."""
+    if scores.top_ids:
+        top_ids = np.asarray(scores.top_ids, np.int32)
+        return top_ids, np.asarray(scores.top_log_probs, np.float32)
+    return np.asarray(scores.log_probs, np.float64)

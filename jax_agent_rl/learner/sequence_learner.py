@@ -1,18 +1,22 @@
-"""Training on given sequences, without a rollout: supervised, on preferences, or as a client of a service says.
+"""Training on given sequences, without a rollout.
+
+It serves supervised training, training on preferences, and clients of a training service.
 
 ::
 
-    sequences ─► forward ──────────────► log-probs of their scored tokens
-    sequences ─► forward_backward ─────► the same, and the loss; its gradient is added to those since the last update
-                 optim_step ───────────► AdamW with the numbers of this call; a non-finite gradient changes nothing
+    sequences ─► forward ──────────► log-probs of their scored tokens
+    sequences ─► forward_backward ─► the same, and the loss; its gradient is accumulated
+                 optim_step ───────► AdamW with the numbers of this call; forgets the gradient
 
-Rows are packed, and prefixes shared, as those of the RL learner. Losses are sums: the gradient does not depend on how a
-batch is split into calls. All losses run in one program; which one, and its constants, are its arguments.
+Rows are packed and share prefixes like those of the RL learner. Losses are sums: the gradient does
+not depend on how a batch is split into calls. One program computes all losses: the number of the
+loss and its constants are arguments. A non-finite gradient changes nothing.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +28,7 @@ import optax
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.config.algorithm import PolicyLossConfig
-from jax_agent_rl.learner.batch import Batch, TrainingSequence, terms_of
+from jax_agent_rl.learner.batch import Batch, TrainingSequence, sequence_terms
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.objective import ObjectiveConfig, router_balance, scored_sequences
 from jax_agent_rl.learner.optimized_params import (
@@ -51,9 +55,11 @@ LOSSES = {
     "dro": "dro",
     "gspo": "gspo",
 }
-"""The policy loss that computes each loss: cross-entropy is a policy gradient of advantage 1, importance sampling PPO
-without a clip."""
+"""The policy loss that computes each loss. Cross-entropy is a policy gradient with advantage 1;
+importance sampling is PPO without a clip."""
+
 _BRANCHES = sorted(set(LOSSES.values()))
+"""The policy losses in the order in which the program numbers them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +69,8 @@ class ForwardBackward:
     Attributes:
         loss: the sum over all tokens.
         logprobs: of each sequence's targets, float64 [S] or [S, K].
-        metrics: of the weighted tokens ``entropy`` in nats, and ``clip_fraction`` and ``ratio_mean`` of a loss that has
-            ratios; ``router_aux`` of a mixture whose routers are balanced.
+        metrics: ``entropy`` of the weighted tokens, in nats. For a loss with ratios also
+            ``clip_fraction`` and ``ratio_mean``, for balanced routers ``router_aux``.
     """
 
     loss: float
@@ -88,9 +94,9 @@ class SequenceLearner:
     """A policy, or its adapters, and an optimizer.
 
     Args:
-        model: the model's hyperparameters.
         params: initial parameters; copied.
-        config: batching, precision, adapters and mesh. The optimizer's numbers come with each :meth:`optim_step`.
+        config: batching, precision, adapters and mesh. The optimizer's numbers come with each
+            :meth:`optim_step`.
         temperature: divides the logits.
         reference: keep a copy of the initial parameters for :meth:`forward`; adapters need none.
         lengths: number of row lengths on a CPU, each with programs of its own.
@@ -123,17 +129,33 @@ class SequenceLearner:
         self._policy = OptimizedParams(policy.params, frozen=policy.frozen, programs=self._programs.policy)
         self._merge = policy.merge
         self._reference = policy.reference() if reference or config.lora else None
-        self._gradients: Params | None = None
-        places, everywhere = self._programs.policy.places, self._programs.policy.everywhere
-        made = (places, everywhere, everywhere, everywhere)
-        self._apply = jax.jit(bind(_apply, config), donate_argnums=0, out_shardings=made)
+        self._gradients: Params | None = None  # since the last update
+
+        programs = self._programs.policy
+        everywhere = programs.everywhere
+        self._apply = jax.jit(
+            bind(_apply, config),
+            donate_argnums=0,
+            out_shardings=(programs.state_shardings, everywhere, everywhere, everywhere),
+        )
 
     @property
     def state(self) -> LearnerState:
-        """The state to checkpoint, in the form of the RL learner's; the next :meth:`optim_step` donates its buffers."""
-        updates, nonfinite = np.int32(self._policy.state.updates), np.int32(self._policy.nonfinite_steps)
-        scalars = (place(x, replicated(self._mesh)) for x in (np.float32(0), updates, nonfinite))
-        return LearnerState(self._policy.state, None, *scalars)
+        """The state to checkpoint, in the form of the RL learner's.
+
+        The next :meth:`optim_step` donates its buffers.
+        """
+
+        def scalar(number: np.generic) -> jax.Array:
+            return place(number, replicated(self._mesh))
+
+        return LearnerState(
+            policy=self._policy.state,
+            critic=None,
+            kl_coef=scalar(np.float32(0)),
+            steps=scalar(np.int32(self._policy.state.updates)),
+            nonfinite=scalar(np.int32(self._policy.nonfinite_steps)),
+        )
 
     @state.setter
     def state(self, state: LearnerState) -> None:
@@ -143,7 +165,10 @@ class SequenceLearner:
 
     @property
     def params(self) -> Params:
-        """The current parameters on device, adapters merged; valid until the next :meth:`optim_step`."""
+        """The current parameters on device, adapters merged.
+
+        They are valid until the next :meth:`optim_step`.
+        """
         return self._merge(*self._policy.weights)
 
     @property
@@ -154,94 +179,131 @@ class SequenceLearner:
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far; constant once warm."""
-        return self._scorer.programs_compiled + self._policy.programs_compiled + self._apply._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+        apply_programs = self._apply._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+        return self._scorer.programs_compiled + self._policy.programs_compiled + apply_programs
 
     def twin(self, trained: Params | None = None) -> SequenceLearner:
-        """Return a learner with the same programs and frozen parameters and an optimizer of its own.
+        """Return a learner with the same programs and frozen parameters and a new optimizer.
 
         Args:
-            trained: its trained parameters; None: a copy of this one's.
+            trained: its trained parameters. None: a copy of this learner's.
         """
-        twin, initial = copy.copy(self), self.trained if trained is None else trained
-        twin._policy = OptimizedParams(initial, frozen=self._policy.frozen, programs=self._programs.policy)
+        twin = copy.copy(self)
+        twin._policy = OptimizedParams(
+            self.trained if trained is None else trained,
+            frozen=self._policy.frozen,
+            programs=self._programs.policy,
+        )
         twin._gradients = None
         return twin
 
     def forward(
-        self, data: Sequence[TrainingSequence], *, reference: bool = False, trained: Params | None = None
+        self,
+        data: Sequence[TrainingSequence],
+        *,
+        reference: bool = False,
+        trained: Params | None = None,
     ) -> list[np.ndarray]:
         """Return the log-probs of each sequence's targets, float64 [S] or [S, K].
 
         Args:
             data: at least one sequence.
-            reference: under the initial parameters instead of the current ones.
-            trained: these instead of the current trained parameters.
+            reference: use the initial parameters instead of the current ones.
+            trained: use these instead of the current trained parameters.
 
         Raises:
             ValueError: a sequence is longer than a packed row, or no reference was kept.
         """
-        if (weights := self._reference if reference else self._weights(trained)) is None:
+        weights = self._reference if reference else self._weights(trained)
+        if weights is None:
             raise ValueError("no reference was kept: construct the learner with reference=True")
         return self._scorer.logprobs(weights, self._pack(data))
 
     def top_logprobs(
-        self, data: Sequence[TrainingSequence], count: int, *, trained: Params | None = None
+        self,
+        data: Sequence[TrainingSequence],
+        count: int,
+        *,
+        trained: Params | None = None,
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ``count`` likeliest ids at each scored token, int64 [S, count], and their log-probs, float64.
+        """Return the ``count`` likeliest ids at each scored token, and their log-probs.
 
-        ``trained`` and errors are those of :meth:`forward`.
+        The ids are int64 [S, count], the log-probs float64. ``trained`` and errors are those of
+        :meth:`forward`.
         """
         return self._scorer.top_logprobs(self._weights(trained), self._pack(data), count)
 
     def _weights(self, trained: Params | None) -> tuple[Params, Params]:
-        return self._policy.weights if trained is None else (trained, self._policy.frozen)
+        if trained is None:
+            return self._policy.weights
+        return trained, self._policy.frozen
 
     def forward_backward(
-        self, data: Sequence[TrainingSequence], *, loss: str = "cross_entropy", **constants: float
+        self,
+        data: Sequence[TrainingSequence],
+        *,
+        loss: str = "cross_entropy",
+        **constants: float,
     ) -> ForwardBackward:
-        """Compute a loss and add its gradient to those since the last :meth:`optim_step`.
+        """Compute a loss, and accumulate its gradient until the next :meth:`optim_step`.
 
         Args:
             data: at least one sequence.
             loss: one of :data:`LOSSES`.
-            constants: of ``ppo``, ``cispo`` and ``gspo`` the bounds of the ratio, ``clip_low_threshold`` (0.8;
-                0.9997) and ``clip_high_threshold`` (1.2; 1.0004); of ``dro`` ``beta`` (0.05).
+            constants: for ``ppo``, ``cispo`` and ``gspo`` the bounds of the ratio,
+                ``clip_low_threshold`` (0.8; 0.9997) and ``clip_high_threshold`` (1.2; 1.0004); for
+                ``dro`` ``beta`` (0.05).
 
         Raises:
-            ValueError: an unknown loss or constant, a sequence without what the loss reads, or one that is longer than
-                a packed row. The gradients are as they were.
+            ValueError: an unknown loss or constant, a sequence that lacks what the loss reads, or
+                one that is longer than a packed row. The gradients are as they were.
         """
-        numbers = _numbers(loss, constants)
-        batch = self._pack(data).with_terms(**terms_of(loss, data))
-        balance = self._scorer.router_balance(self._policy.weights, batch)
-        programs, parameters = self._programs.policy, self._policy.state.params
-        gradients = programs.zeros(parameters) if self._gradients is None else self._gradients
-        self._gradients, results = None, []  # donated
+        loss_arguments = _loss_arguments(loss, constants)
+        batch = self._pack(data).with_terms(**sequence_terms(loss, data))
+        programs = self._programs.policy
+        placed = {name: place(x, programs.everywhere) for name, x in loss_arguments.items()}
+        shared = self._scorer.router_balance(self._policy.weights, batch) | placed
+
+        params = self._policy.state.params
+        gradients = self._take_gradients()
+        results = []
         for arrays in self._scorer.micro_batches(batch):
             programs.widths.add(arrays["token_ids"].shape[1])
-            numbered = arrays | balance | {name: place(x, programs.everywhere) for name, x in numbers.items()}
-            gradients, statistics = programs.accumulate(parameters, self._policy.frozen, gradients, numbered)
+            gradients, statistics = programs.accumulate(params, self._policy.frozen, gradients, arrays | shared)
             results.append(statistics)
         self._gradients = gradients
+
         results = jax.device_get(results)
-        totals = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *(r["sum"] for r in results))
-        count, value = max(totals.pop("tokens"), 1.0), totals.pop("loss")
-        if loss == "cross_entropy":
-            del totals["ratio_mean"], totals["clip_fraction"]
-        logprobs = stack([r["terms"]["logprob"] for r in results], batch.term_target.shape)
-        metrics = {name: total if name == "router_aux" else total / count for name, total in totals.items()}
-        return ForwardBackward(loss=value, logprobs=batch.gather_terms(logprobs), metrics=metrics)
+        sums = {}
+        for name in results[0]["sum"]:
+            values = [result["sum"][name] for result in results]
+            sums[name] = float(np.sum(values, dtype=np.float64))
+        logprobs = stack([result["terms"]["logprob"] for result in results], batch.term_target.shape)
+        return ForwardBackward(
+            loss=sums["loss"],
+            logprobs=batch.gather_terms(logprobs),
+            metrics=_metrics(loss, sums),
+        )
+
+    def _take_gradients(self) -> Params:
+        """Return the gradients since the last update, and forget them: the caller donates them."""
+        gradients = self._gradients
+        self._gradients = None
+        if gradients is None:
+            gradients = self._programs.policy.zeros(self._policy.state.params)
+        return gradients
 
     def require_finite(self, limit: int) -> None:
-        """Raise NonFiniteError after ``limit`` calls of :meth:`optim_step` in a row with non-finite gradients."""
+        """Raise NonFiniteError after ``limit`` non-finite updates in a row."""
         self._policy.require_finite(limit)
 
     def optim_step(self, numbers: AdamParams) -> Applied:
-        """Update the parameters by the gradients since the last update, and forget those.
+        """Update the parameters by the gradients since the last update, and forget these.
 
-        A gradient that is not finite changes nothing. Without any, AdamW's momentum and weight decay still apply.
+        A gradient that is not finite changes nothing. Without any gradient, AdamW's momentum and
+        weight decay still apply.
         """
-        traced = {
+        config_values = {
             "learning_rate": numbers.learning_rate,
             "adam_b1": numbers.beta1,
             "adam_b2": numbers.beta2,
@@ -249,51 +311,86 @@ class SequenceLearner:
             "weight_decay": numbers.weight_decay,
             "max_grad_norm": numbers.grad_clip_norm or np.inf,
         }
-        programs = self._programs.policy
-        placed = {name: place(np.float32(x), programs.everywhere) for name, x in traced.items()}
-        gradients = programs.zeros(self._policy.state.params) if self._gradients is None else self._gradients
-        self._gradients = None
-        self._policy.state, norm, finite, rate = self._apply(self._policy.state, gradients, placed)
+        everywhere = self._programs.policy.everywhere
+        placed = {name: place(np.float32(x), everywhere) for name, x in config_values.items()}
+
+        state, norm, finite, rate = self._apply(self._policy.state, self._take_gradients(), placed)
+        self._policy.state = state
         applied = Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
         self._policy.end_step([applied])
         return applied
 
     def _pack(self, data: Sequence[TrainingSequence]) -> Batch:
+        """Pack sequences into rows.
+
+        Raises:
+            ValueError: an id is not of the model, or sequences differ in their targets per token.
+        """
         vocab_size = self.model.vocab_size
         for number, sequence in enumerate(data):
-            ids = np.append(sequence.token_ids, [] if sequence.targets is None else sequence.targets)
-            if not 0 <= ids.min() <= ids.max() < vocab_size:
-                wrong = int(ids.min() if ids.min() < 0 else ids.max())
-                raise ValueError(f"sequence {number} has the id {wrong}; the model's are 0 to {vocab_size - 1}")
-        if len(counts := {sequence.per_token for sequence in data}) > 1:
-            found = ", ".join(str(count or 1) for count in counts)
-            raise ValueError(f"sequences of one batch have {found} targets per token; make them equal")
-        targets = [s.token_ids[s.loss_mask] if s.targets is None else s.targets for s in data]
-        are_own = all(sequence.targets is None for sequence in data)
-        trajectories = [s.trajectory(n) for n, s in enumerate(data)]
-        return self._scorer.pack_one(trajectories, targets=None if are_own else targets)
+            targets = [] if sequence.targets is None else sequence.targets
+            ids = np.append(sequence.token_ids, targets)
+            smallest = ids.min()
+            largest = ids.max()
+            if smallest < 0 or largest >= vocab_size:
+                wrong_id = int(smallest if smallest < 0 else largest)
+                raise ValueError(f"sequence {number} has the id {wrong_id}; the model's are 0 to {vocab_size - 1}")
+
+        targets_per_token = {sequence.per_token for sequence in data}
+        if len(targets_per_token) > 1:
+            counts = ", ".join(str(count or 1) for count in targets_per_token)
+            raise ValueError(f"sequences of one batch have {counts} targets per token; make them equal")
+
+        trajectories = [sequence.trajectory(number) for number, sequence in enumerate(data)]
+        if all(sequence.targets is None for sequence in data):
+            return self._scorer.pack_one(trajectories)
+        return self._scorer.pack_one(trajectories, targets=[_targets(s) for s in data])
+
+
+def _targets(sequence: TrainingSequence) -> np.ndarray:
+    """Return the ids that are scored: the sequence's own, if it does not name others."""
+    if sequence.targets is None:
+        return sequence.token_ids[sequence.loss_mask]
+    return sequence.targets
+
+
+def _metrics(loss: str, sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of one pass: means over the weighted tokens."""
+    tokens = max(sums["tokens"], 1.0)
+    metrics = {"entropy": sums["entropy"] / tokens}
+    if loss != "cross_entropy":  # it has no ratio
+        metrics["clip_fraction"] = sums["clip_fraction"] / tokens
+        metrics["ratio_mean"] = sums["ratio_mean"] / tokens
+    if "router_aux" in sums:
+        metrics["router_aux"] = sums["router_aux"]
+    return metrics
 
 
 def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, Statistics]:
     """Return the micro-batch's share of the loss that ``batch["loss"]`` numbers, and statistics.
 
-    Statistics are sums, and float32 [R, K] or, of k targets per token, [R, K, k] under ``terms``. Terms of weight 0 are
-    scored, too.
+    Statistics are sums, and under ``terms`` numbers of each term, float32 [R, K], or [R, K, k] with
+    k targets per token. Terms of weight 0 are scored as well.
     """
-    weight = batch["term_weight"]
-    logprob, entropy, load = scored_sequences(objective, model, batch)
-    names = ("old_logprob", "advantage", "ratio_mask")
-    shape, per_row = logprob.shape, (len(logprob), -1)
-    given = {name: batch[f"term_{name}"].reshape(per_row) for name in names}
-    weight, logprob, entropy = (x.reshape(per_row) for x in (weight, logprob, entropy))
-    counted = jnp.float32(weight != 0)
+    scored_logprob, scored_entropy, load = scored_sequences(objective, model, batch)
+    shape = scored_logprob.shape
+
+    def flat(x: jax.Array) -> jax.Array:
+        """Reshape [R, K, k] to [R, K k]: for a loss, each target is a term."""
+        return x.reshape(len(x), -1)
+
+    logprob = flat(scored_logprob)
+    entropy = flat(scored_entropy)
+    weight = flat(batch["term_weight"])
+    old_logprob = flat(batch["term_old_logprob"])
+    targets_per_token = logprob.shape[1] // shape[1]
     terms = Terms(
         logprob=logprob,
-        old_logprob=given["old_logprob"],
-        rollout_logprob=given["old_logprob"],
-        advantage=given["advantage"],
-        active=given["ratio_mask"],
-        sequence=jnp.repeat(batch["term_sequence"], logprob.shape[1] // shape[1], axis=1),
+        old_logprob=old_logprob,
+        rollout_logprob=old_logprob,
+        advantage=flat(batch["term_advantage"]),
+        active=flat(batch["term_ratio_mask"]),
+        sequence=jnp.repeat(batch["term_sequence"], targets_per_token, axis=1),
         chosen=jnp.zeros_like(logprob),
     )
     config = LossConfig(
@@ -302,11 +399,12 @@ def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
         dual=None,
         own=PolicyLossConfig.model_construct(dro_beta=batch["beta"]),
     )
-    per_term = jax.lax.switch(
-        batch["loss"], [lambda name=name: POLICY_LOSSES[name](terms, config) for name in _BRANCHES]
-    )
+    branches = [functools.partial(POLICY_LOSSES[name], terms, config) for name in _BRANCHES]
+    per_term = jax.lax.switch(batch["loss"], branches)
+
     balance = router_balance(batch, load)
     total = jnp.sum(weight * per_term.loss) + objective.router_aux_loss_coef * sum(balance.values())
+    counted = jnp.float32(weight != 0)
     sums = {
         "loss": total,
         "tokens": jnp.sum(counted),
@@ -315,7 +413,8 @@ def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
         "entropy": jnp.sum(counted * entropy),
         **balance,
     }
-    return total, jax.lax.stop_gradient({"sum": sums, "terms": {"logprob": logprob.reshape(shape)}})
+    statistics = {"sum": sums, "terms": {"logprob": scored_logprob}}
+    return total, jax.lax.stop_gradient(statistics)
 
 
 def _apply(config: LearnerConfig, state: Any, gradients: Params, numbers: Arrays) -> Any:
@@ -323,15 +422,37 @@ def _apply(config: LearnerConfig, state: Any, gradients: Params, numbers: Arrays
     return apply_update(config.model_copy(update=numbers), lambda _: rate, state, gradients, jnp.int32(0))
 
 
-def _numbers(loss: str, constants: Mapping[str, float]) -> dict[str, np.generic]:
-    """Return what a loss is told beside its batch; raise ValueError if it does not know a constant."""
+_UNUSED_CONSTANTS = {
+    "clip_low_threshold": -np.inf,
+    "clip_high_threshold": np.inf,
+    "beta": 0.0,
+}
+"""Values of the constants that a loss does not have: nothing is clipped."""
+
+_DEFAULT_CONSTANTS = {
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    # Zheng et al. 2025, arXiv 2507.18071
+    "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+    "dro": {"beta": 0.05},
+}
+
+
+def _loss_arguments(loss: str, constants: Mapping[str, float]) -> dict[str, np.generic]:
+    """Return the arguments of :func:`sequence_loss` beside the batch: the loss and its constants.
+
+    Raises:
+        ValueError: the loss is unknown, or does not have one of the constants.
+    """
     if loss not in LOSSES:
         raise ValueError(f"no loss is called {loss!r}; choose one of {', '.join(LOSSES)}")
-    clipped = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    of_paper = {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}  # Zheng et al. 2025, arXiv 2507.18071
-    known = {"ppo": clipped, "cispo": clipped, "gspo": of_paper, "dro": {"beta": 0.05}}.get(loss, {})
-    if unknown := sorted(constants.keys() - known.keys()):
-        raise ValueError(f"{loss} has no constant {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
-    unclipped = {"clip_low_threshold": -np.inf, "clip_high_threshold": np.inf, "beta": 0.0}
-    numbers = {name: np.float32(value) for name, value in (unclipped | known | dict(constants)).items()}
-    return {**numbers, "loss": np.int32(_BRANCHES.index(LOSSES[loss]))}
+    defaults = _DEFAULT_CONSTANTS.get(loss, {})
+    unknown = sorted(constants.keys() - defaults.keys())
+    if unknown:
+        choices = ", ".join(defaults) or "none"
+        raise ValueError(f"{loss} has no constant {', '.join(unknown)}; it has {choices}")
+
+    arguments: dict[str, np.generic] = {"loss": np.int32(_BRANCHES.index(LOSSES[loss]))}
+    for name, value in {**_UNUSED_CONSTANTS, **defaults, **constants}.items():
+        arguments[name] = np.float32(value)
+    return arguments

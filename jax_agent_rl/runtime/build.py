@@ -178,7 +178,7 @@ async def build(
             publisher=publisher,
             cursor=DataCursor(Mixture(train, weights), seed=config.seed, shuffle=config.data.shuffle),
             heldout=heldout[0] if heldout else [],
-            outlines=training_rows,
+            training_rows=training_rows,
             teach=teach,
             room_for_learning=room_for_learning(config, client, beside),
             identity=identity.to_json(),

@@ -143,7 +143,7 @@ async def _train(
                     last.callback(channel.stop)
                 last.callback(checkpointer.close)
                 observed = last.enter_context(
-                    observers(config, folder, step=record.step, rows=runtime.outlines, progress=progress)
+                    observers(config, folder, step=record.step, rows=runtime.training_rows, progress=progress)
                 )
                 trainer.reporter.observers = observed.each
                 try:

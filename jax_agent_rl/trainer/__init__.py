@@ -1,8 +1,12 @@
-"""The algorithm, top to bottom. Here: the parts of a run that a trainer drives.
+"""The trainers, and the parts of a run that they drive.
 
-``base`` the training step that all trainers share · ``sync`` and ``asynchronous`` the trainers · ``step`` its
-groups, and Ctrl-C during its update · ``agreement`` engine and learner compared in every step · ``record``,
-``observing`` progress and metrics, how they are reported, where time goes.
+Start with ``base``: the training step that all trainers share, and the run around it.
+
+- ``sync``, ``asynchronous``: the trainers. They differ in when groups are rolled out and when
+  weights are published.
+- ``step``: the groups of a step, and Ctrl-C during its update.
+- ``agreement``: engine and learner are compared in every step.
+- ``record``, ``observing``: progress and metrics, how they are reported, and where time goes.
 """
 
 from __future__ import annotations
@@ -29,15 +33,17 @@ class WeightSource(Protocol):
 
     @property
     def params(self) -> Params:
-        """The whole parameters, on device."""
+        """All parameters, on device."""
         ...
 
     def store(self, folder: str, dtype: str) -> str:
-        """Write the parameters as ``models.stored`` does, each process its shards; return the manifest's digest.
+        """Write the parameters in the format of ``models.stored``; return the manifest's digest.
+
+        Each process writes its own shards.
 
         Args:
             folder: address of the version.
-            dtype: what they are rounded to, see ``WeightUpdate.dtype``.
+            dtype: the parameters are rounded to it, see ``WeightUpdate.dtype``.
         """
         ...
 
@@ -101,19 +107,16 @@ class RunComponents:
     """The parts a trainer drives.
 
     Attributes:
-        config: the resolved configuration.
-        codec: ids to text and back.
-        metrics: what all engines did so far.
-        publisher: turns the learner's parameters into updates the engines take.
+        metrics: returns what all engines have done since the start of the run.
         client: generation and weight updates over all engines.
         collector: training rollouts, with the run's accounting.
         evaluator: held-out rollouts, counted separately.
-        learner: parameters and optimizer.
         cursor: the order of the training rows.
         heldout: rows to evaluate on.
-        outlines: the training rows, without their prompts.
+        training_rows: without what only agents read, such as prompts and images.
         teach: adds the scores of teachers that are served elsewhere to groups.
-        room_for_learning: a context in which engines on the learner's devices make room for its update.
+        room_for_learning: a context in which engines on the learner's devices make room for its
+            update.
         identity: what the run is of (``runtime.identity``), as JSON.
     """
 
@@ -127,7 +130,7 @@ class RunComponents:
     publisher: Publisher
     cursor: DataCursor
     heldout: Sequence[dict[str, Any]]
-    outlines: Collection[Mapping[str, Any]] = ()
+    training_rows: Collection[Mapping[str, Any]] = ()
     teach: Callable[[Sequence[Group]], Awaitable[Sequence[Group]]] | None = None
     room_for_learning: Callable[[], AbstractAsyncContextManager] = nullcontext
     identity: Mapping[str, Any] = field(default_factory=dict)

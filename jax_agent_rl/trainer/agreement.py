@@ -1,13 +1,16 @@
-"""Engine and learner compared in every step, before anything is learned; a disagreement is diagnosed.
+"""Compare the engine with the learner in every step, before anything is learned; diagnose a breach.
 
 ::
 
     learner scores the step ─► Comparison ─► within the tolerance: go on
-                                        └──► a breach: diagnosis, disagreement.json ─► stop, or warn and go on
+                                        └──► a breach: diagnosis ─► disagreement.json
+                                                                 ─► stop, or warn and go on
 
-The comparison is of numbers that the step computes anyway; where all tokens are of older versions, of a few that are
-scored again. Nothing of a diagnosis is compiled before there is something to diagnose, and its programs count as none
-of the run's.
+The comparison costs nothing: it uses log-probs that the step computes anyway. Only where every
+token is of an older policy version are a few trajectories scored again.
+
+Programs for a diagnosis are compiled when there is something to diagnose. They are not counted as
+recompilations of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
-from jax_agent_rl.agreement.report import Diagnosis, Evidence, Tolerance, breach_line, run_tolerance
+from jax_agent_rl.agreement.report import (
+    Diagnosis,
+    Evidence,
+    Tolerance,
+    breach_line,
+    run_tolerance,
+)
 from jax_agent_rl.agreement.subject import MAX_CONTEXTS, Context, collect_contexts, make_subject
 from jax_agent_rl.errors import BackendError, DisagreementError
 from jax_agent_rl.learner.learner import Learner
@@ -34,10 +43,14 @@ from jax_agent_rl.types import Group, Trajectory
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-NOTHING = Comparison(tokens=0, mean=0.0, largest=0.0)
-MAX_OLDER = 4
-"""Trajectories of the version before that are compared in a step without newer tokens."""
-INSPECTION_SECONDS = 120.0  # an engine that does not answer in time is not inspected
+
+NOTHING_COMPARED = Comparison(tokens=0, mean=0.0, largest=0.0)
+
+MAX_OLDER_TRAJECTORIES = 4
+"""Trajectories of the previous version that are compared in a step without newer tokens."""
+
+INSPECTION_SECONDS = 120.0
+"""An engine that does not answer within this time is not inspected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +59,7 @@ class ComparedVersions:
 
     Attributes:
         since: the first of them.
-        before: the first version of later parameters; None: these are the learner's own.
+        before: the first version of later parameters. None: they are the learner's current ones.
     """
 
     since: int
@@ -56,143 +69,188 @@ class ComparedVersions:
 class AgreementWatch:
     """Compares engine and learner in every step, and diagnoses a breach.
 
-    Tokens of older versions say nothing about the learner's parameters. Where a step has no others, some of the version
-    before are compared with the parameters before the last update, if that was a single one and can be undone.
+    Tokens of older versions say nothing about the learner's parameters. If a step has no others, a
+    few tokens of the previous version are compared with the parameters before the last update,
+    provided that this was a single update and can be undone.
 
     Args:
         runtime: engines and learner.
-        folder: where a breach is recorded.
-        version: of the learner's parameters.
+        folder: where the evidence of a breach is written.
+        version: policy version of the learner's parameters.
         print_line: prints a line for people.
+
+    Attributes:
+        programs: compiled for diagnoses and to score older tokens; not counted as the run's.
     """
 
     def __init__(
-        self, runtime: RunComponents, folder: RunDir, *, version: int, print_line: Callable[[str], None]
+        self,
+        runtime: RunComponents,
+        folder: RunDir,
+        *,
+        version: int,
+        print_line: Callable[[str], None],
     ) -> None:
-        self._runtime, self._folder, self._print_line = runtime, folder, print_line
+        self._runtime = runtime
+        self._folder = folder
+        self._print_line = print_line
+
         self._versions = ComparedVersions(since=version)
-        self._versions_before: ComparedVersions | None = None
-        self._agreed = True
-        self._latest = NOTHING
+        self._previous_versions: ComparedVersions | None = None
+
+        self._agreed = True  # in the latest step
+        self._latest = NOTHING_COMPARED
         self._latest_age = 0
         self.programs = 0
-        """Compiled for diagnoses, and to score older tokens; they are none of the run's."""
 
     def learned(self, version: int, *, updates: int = 1) -> None:
-        """Record that the parameters have changed: from now on only tokens of this version are comparable.
+        """Record that the parameters have changed: now only tokens of this version are comparable.
 
         Args:
-            version: of the new parameters.
-            updates: by how many updates of the optimizer they have changed; 0: not at all, the step was skipped.
+            version: policy version of the new parameters.
+            updates: number of optimizer updates that were applied; 0 if the step was skipped.
         """
         if not updates:
             return
-        undone = ComparedVersions(since=self._versions.since, before=version)
-        self._versions_before = undone if updates == 1 else None
+
+        self._previous_versions = None
+        if updates == 1:  # only a single update can be undone
+            self._previous_versions = ComparedVersions(since=self._versions.since, before=version)
         self._versions = ComparedVersions(since=version)
 
     def check(self, groups: Sequence[Group], step: int) -> AgreementCheck:
-        """Return the check for the learner's update of a step; call it on the engines' event loop."""
+        """Return the check for the learner's update; call it on the engines' event loop."""
         loop = asyncio.get_running_loop()
-        return AgreementCheck(
-            since=self._versions.since, inspect=lambda comparison: self._inspect(comparison, groups, step, loop)
-        )
+
+        def inspect(comparison: Comparison) -> None:
+            self._inspect(comparison, groups, step, loop)
+
+        return AgreementCheck(since=self._versions.since, inspect=inspect)
 
     def take_metrics(self) -> dict[str, float]:
         """Return and reset the metrics of the latest comparison."""
-        latest, self._latest = self._latest, NOTHING
-        age, self._latest_age = self._latest_age, 0
-        return {
-            "compared_tokens": float(latest.tokens),
-            "compared_age": float(age),
-            "compared_gap_mean": latest.mean,
-            "compared_gap_max": latest.largest,
+        metrics = {
+            "compared_tokens": float(self._latest.tokens),
+            "compared_age": float(self._latest_age),
+            "compared_gap_mean": self._latest.mean,
+            "compared_gap_max": self._latest.largest,
         }
+        self._latest = NOTHING_COMPARED
+        self._latest_age = 0
+        return metrics
 
     @property
     def tolerance(self) -> Tolerance:
         """The tolerance between this run's engines and learner."""
         engines = [server.backend for server in self._runtime.client.servers]
-        return run_tolerance(self._runtime.config, [engine.capabilities.precision for engine in engines])
+        precisions = [engine.capabilities.precision for engine in engines]
+        return run_tolerance(self._runtime.config, precisions)
 
-    # --- in the learner's thread ------------------------------------------------------------------------------
+    # --- in the learner's thread ------------------------------------------------------------------
 
     def _inspect(
-        self, comparison: Comparison, groups: Sequence[Group], step: int, loop: asyncio.AbstractEventLoop
+        self,
+        comparison: Comparison,
+        groups: Sequence[Group],
+        step: int,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Raise DisagreementError at a breach, if ``trainer.on_disagreement`` says so."""
         versions = self._versions
-        if not comparison.tokens and self._versions_before is not None:
-            versions = self._versions_before
-            comparison = self._compare_before(groups, versions)
+        if not comparison.tokens and self._previous_versions is not None:
+            versions = self._previous_versions
+            comparison = self._compare_previous(groups, versions)
             self._latest_age = 1 if comparison.tokens else 0
-        allowed, self._latest = self.tolerance, comparison
-        agreed, self._agreed = self._agreed, allowed.holds(comparison)
+
+        tolerance = self.tolerance
+        agreed_last_step = self._agreed
+        self._latest = comparison
+        self._agreed = tolerance.holds(comparison)
         if self._agreed:
             return
-        stops = self._runtime.config.trainer.on_disagreement == "stop"
-        breach = breach_line(comparison, allowed, versions.since)
+
+        breach = breach_line(comparison, tolerance, versions.since)
         self._print_line(f"  step {step}: {breach}")
-        line = "the diagnosis is that of the step before"
-        if agreed or stops:
-            found = self._diagnosed(groups, versions, step, allowed, loop)
-            line = f"run `jax-agent-rl diagnose {self._folder.path}`" if found is None else found.line
-            for text in found.lines() if found is not None else [f"=> {line}"]:
-                self._print_line(f"  {text}")
+
+        stops = self._runtime.config.trainer.on_disagreement == "stop"
+        conclusion = "the diagnosis is that of the step before"
+        # With "warn", breaches in a row have the same cause: only the first of them is diagnosed.
+        if agreed_last_step or stops:
+            diagnosis = self._diagnose(groups, versions, step, tolerance, loop)
+            if diagnosis is None:
+                conclusion = f"run `jax-agent-rl diagnose {self._folder.path}`"
+                lines = [f"=> {conclusion}"]
+            else:
+                conclusion = diagnosis.line
+                lines = diagnosis.lines()
+            for line in lines:
+                self._print_line(f"  {line}")
+
         if stops:
             raise DisagreementError(
-                f"{breach}\n=> {line}\n"
-                f"Nothing was learned from this step; {self._folder.disagreement} has the evidence. "
-                "Go on with --resume once it is corrected, or with trainer.on_disagreement=warn as it is"
+                f"{breach}\n=> {conclusion}\n"
+                "Nothing was learned from this step; "
+                f"{self._folder.disagreement} has the evidence. "
+                "Go on with --resume once it is corrected, "
+                "or with trainer.on_disagreement=warn as it is"
             )
 
-    def _compare_before(self, groups: Sequence[Group], versions: ComparedVersions) -> Comparison:
-        """Compare a few trajectories of the version before with the parameters before the last update."""
+    def _compare_previous(self, groups: Sequence[Group], versions: ComparedVersions) -> Comparison:
+        """Compare a few trajectories of the previous version with the parameters of that time."""
         learner = self._runtime.learner
         if not isinstance(learner, Learner):
-            return NOTHING
-        some = trajectories_with(groups, versions)[:MAX_OLDER]
-        trained = learner.trained_before() if some else None
-        if trained is None:
-            return NOTHING
-        compiled = learner.programs_compiled
-        try:
-            logprobs = learner.logprobs([Group(group_id=t.group_id, trajectories=(t,)) for t in some], trained=trained)
-        except Exception as error:  # e.g. out of memory: the step goes on, and is counted as not compared
-            logger.exception("tokens of the version before could not be scored")
-            self._print_line(f"  tokens of the version before are not compared: {type(error).__name__}: {error}")
-            self._versions_before = None
-            return NOTHING
-        finally:
-            self.programs += learner.programs_compiled - compiled
-        rollout = []
-        for trajectory in some:
-            parts = [
-                np.asarray(s.rollout_logprobs, np.float64)[np.flatnonzero(s.loss_mask)] for s in trajectory.sequences
-            ]
-            rollout.append(np.concatenate(parts))
-        return compare(logprobs, rollout, [comparable(t, versions.since, versions.before) for t in some])
+            return NOTHING_COMPARED
+        trajectories = trajectories_with(groups, versions)[:MAX_OLDER_TRAJECTORIES]
+        if not trajectories:
+            return NOTHING_COMPARED
+        previous_params = learner.previous_trained()
+        if previous_params is None:
+            return NOTHING_COMPARED
 
-    def _diagnosed(
+        programs_before = learner.programs_compiled
+        single_groups = [Group(group_id=t.group_id, trajectories=(t,)) for t in trajectories]
+        try:
+            logprobs = learner.logprobs(single_groups, trained=previous_params)
+        except Exception as error:
+            # For example out of memory: the step goes on, and is counted as not compared.
+            logger.exception("tokens of the previous version could not be scored")
+            reason = f"{type(error).__name__}: {error}"
+            self._print_line(f"  tokens of the previous version are not compared: {reason}")
+            self._previous_versions = None
+            return NOTHING_COMPARED
+        finally:
+            self.programs += learner.programs_compiled - programs_before
+
+        rollout_logprobs = [_trained_rollout_logprobs(t) for t in trajectories]
+        is_compared = [comparable(t, versions.since, versions.before) for t in trajectories]
+        return compare(logprobs, rollout_logprobs, is_compared)
+
+    def _diagnose(
         self,
         groups: Sequence[Group],
         versions: ComparedVersions,
         step: int,
-        allowed: Tolerance,
+        tolerance: Tolerance,
         loop: asyncio.AbstractEventLoop,
     ) -> Diagnosis | None:
-        """Diagnose and record a breach; return None where the learner's parameters span processes."""
+        """Diagnose a breach and write its evidence; return None if the diagnosis fails.
+
+        The same holds for a learner whose parameters span processes: it cannot be diagnosed here.
+        """
         learner = self._runtime.learner
-        found = None
-        engine = self._view(loop)
+        diagnosis = None
+        engine = self._view_engines(loop)
         contexts = collect_contexts(groups, versions.since, before=versions.before)
+
         if isinstance(learner, Learner) and contexts:
-            is_before = versions.before is not None
+            uses_previous_params = versions.before is not None
 
             def packed() -> Sequence[Context]:
-                compiled = learner.programs_compiled
-                logprobs = learner.logprobs(groups, trained=learner.trained_before() if is_before else None)
-                self.programs += learner.programs_compiled - compiled
+                """Score the whole step again, packed as it is trained on."""
+                programs_before = learner.programs_compiled
+                params = learner.previous_trained() if uses_previous_params else None
+                logprobs = learner.logprobs(groups, trained=params)
+                self.programs += learner.programs_compiled - programs_before
                 return collect_contexts(groups, versions.since, logprobs, before=versions.before)
 
             try:
@@ -202,35 +260,38 @@ class AgreementWatch:
                     contexts,
                     version=versions.since,
                     packed=packed,
-                    is_before=is_before,
+                    is_before=uses_previous_params,
                 )
-                found = diagnose(subject, tolerance=allowed, engine=engine)
-                contexts = list(found.contexts)
-            except Exception as error:  # e.g. out of memory: the breach is handled all the same
+                diagnosis = diagnose(subject, tolerance=tolerance, engine=engine)
+                contexts = list(diagnosis.contexts)
+            except Exception as error:
+                # For example out of memory: the breach is handled all the same.
                 logger.exception("the diagnosis failed")
                 self._print_line(f"  the diagnosis failed: {type(error).__name__}: {error}")
+
         evidence = Evidence(
             version=versions.since,
             step=step,
             contexts=contexts[:MAX_CONTEXTS],
-            tolerance=allowed,
+            tolerance=tolerance,
             precision=engine.precision,
             tensors=engine.tensors,
             replicas=engine.replicas,
-            diagnosis=None if found is None else found.to_json(),
+            diagnosis=None if diagnosis is None else diagnosis.to_json(),
         )
         self._folder.write_json(self._folder.disagreement, evidence.to_json())
-        return found
+        return diagnosis
 
-    def _view(self, loop: asyncio.AbstractEventLoop) -> EngineView:
+    def _view_engines(self, loop: asyncio.AbstractEventLoop) -> EngineView:
         """Inspect the engines that allow it: the tensors of all, the layers of the first."""
-        config = self._runtime.config
         engines = [server.backend for server in self._runtime.client.servers]
         precision = engines[0].capabilities.precision if engines else "float32"
-        # Weights of a vLLM engine that sleeps are nowhere that could be read.
-        hidden = config.rollout.backend == "vllm" and config.rollout.sleep_during_update
-        inspectable = [engine for engine in engines if isinstance(engine, Inspectable) and not hidden]
-        if not inspectable:
+
+        # The weights of a vLLM engine that sleeps are nowhere that could be read.
+        config = self._runtime.config.rollout
+        is_asleep = config.backend == "vllm" and config.sleep_during_update
+        inspectable = [engine for engine in engines if isinstance(engine, Inspectable)]
+        if is_asleep or not inspectable:
             return EngineView(precision=precision)
 
         def wait(answer: Coroutine[Any, Any, T]) -> T:
@@ -239,24 +300,40 @@ class AgreementWatch:
         try:
             samples = []
             for engine in inspectable:
-                samples += [wait(engine.tensor_samples()), *wait(engine.replica_samples())]
+                samples.append(wait(engine.tensor_samples()))
+                samples += wait(engine.replica_samples())
         except (BackendError, TimeoutError) as error:
-            self._print_line(f"  the engine cannot be looked into: {error}")
+            self._print_line(f"  the engine cannot be inspected: {error}")
             return EngineView(precision=precision)
-        first, *others = samples
+
         return EngineView(
             precision=precision,
-            tensors=first,
-            replicas=[sample for sample in others if sample],
+            tensors=samples[0],
+            replicas=[sample for sample in samples[1:] if sample],
             layers=lambda ids: wait(inspectable[0].layer_outputs(ids)),
         )
 
 
 def trajectories_with(groups: Sequence[Group], versions: ComparedVersions) -> list[Trajectory]:
     """Return the trajectories with tokens to compare, one of each group first."""
-    found: list[list[Trajectory]] = []
+    comparable_members = []
     for group in groups:
-        members = [t for t in group.trajectories if comparable(t, versions.since, versions.before).any()]
-        found.append(members)
-    turns = itertools.zip_longest(*found)
-    return [trajectory for turn in turns for trajectory in turn if trajectory is not None]
+        members = []
+        for trajectory in group.trajectories:
+            if comparable(trajectory, versions.since, versions.before).any():
+                members.append(trajectory)
+        comparable_members.append(members)
+
+    trajectories = []
+    for nth_members in itertools.zip_longest(*comparable_members):
+        trajectories += [trajectory for trajectory in nth_members if trajectory is not None]
+    return trajectories
+
+
+def _trained_rollout_logprobs(trajectory: Trajectory) -> np.ndarray:
+    """Return the engine's log-probs of a trajectory's tokens with loss, float64 [S]."""
+    parts = []
+    for sequence in trajectory.sequences:
+        has_loss = np.asarray(sequence.loss_mask, bool)
+        parts.append(np.asarray(sequence.rollout_logprobs, np.float64)[has_loss])
+    return np.concatenate(parts)

@@ -2,12 +2,15 @@
 
 ::
 
-    run ─► evaluate ─► repeat: train_step ─► rollout   groups of trajectories, scored as they finish (the trainer's own)
-                                          ─► select    drop what has no gradient
-                                          ─► update    advantages, losses, optimizer: the learner, in a thread
-                                          ─► publish   new weights to every engine (the trainer's own)
-                                          ─► record    metrics, trajectories, progress (``observing.RunReporter``)
+    run ─► evaluate
+        ─► repeat: train_step ─► rollout   groups of trajectories, scored as they finish
+                              ─► select    drop what has no gradient
+                              ─► update    advantages, losses, optimizer: the learner, in a thread
+                              ─► publish   new weights to every engine
+                              ─► record    metrics, trajectories, progress
         ─► evaluate ─► save
+
+Each trainer has its own ``rollout`` and ``publish``; everything else is here.
 """
 
 from __future__ import annotations
@@ -42,18 +45,17 @@ from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Trains until ``trainer.steps`` (or ``trainer.target_accuracy``), from the step of ``record`` on.
+    """Trains until ``trainer.steps`` (or ``trainer.target_accuracy``), from the step of ``record``.
 
     Attributes:
-        runtime: engine, agents, learner.
-        folder: where results go.
-        checkpointer: where states go.
+        folder: results are written here.
         record: progress that survives a restart.
         progress: the display.
         clock: seconds, monotonic.
+        agreement: compares engine and learner.
         continued: number of trajectories in flight whose ids the next checkpoint holds.
         learner_idle_seconds: seconds of this step in which the learner had nothing to do.
-        phases: what the trainer did when.
+        phases: begin and end of what the trainer did.
         reporter: records steps and evaluations, and passes them to observers.
     """
 
@@ -65,20 +67,39 @@ class Trainer:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._guard = LostBatchGuard(self.runtime.config.trainer.max_failed_batches, self.record.lost_batches)
+        self._guard = LostBatchGuard(
+            self.runtime.config.trainer.max_failed_batches,
+            self.record.lost_batches,
+        )
         self._has_unrecorded_update = False
-        self._has_recorded = False  # a step, since this process began
-        self._began = self.clock() - self.record.train_seconds  # of training, as if it had never been interrupted
+        self._has_recorded_step = False  # since this process began
+        # When training would have begun without any interruption.
+        self._train_began = self.clock() - self.record.train_seconds
+
         self.agreement = AgreementWatch(
-            self.runtime, self.folder, version=self._version(self.record.step), print_line=self.progress.print_line
+            self.runtime,
+            self.folder,
+            version=self._version(self.record.step),
+            print_line=self.progress.print_line,
         )
         self.continued = 0
         self.learner_idle_seconds = 0.0
+
         self.phases = Phases(self.clock)
-        self.reporter = RunReporter(self.runtime, self.folder, self.record, self.progress, self.phases, self.clock)
+        self.reporter = RunReporter(
+            self.runtime,
+            self.folder,
+            self.record,
+            self.progress,
+            self.phases,
+            self.clock,
+        )
 
     async def train_step(self) -> None:
-        """Run one step. Cancelled, it is undone, unless its updates have begun for good: then it finishes first."""
+        """Run one step.
+
+        A step that is cancelled is undone. If its updates have begun for good, it finishes first.
+        """
         async with self._recorded_step() as step:
             step.batch = await self.rollout()  # groups of trajectories, scored as they finish
             selection = self.select(step.batch.groups)  # those with a gradient
@@ -101,19 +122,28 @@ class Trainer:
         return ""
 
     async def stop_rollouts(self) -> None:
-        """Stop the rollouts that still run after the last step or at an interruption. May be called repeatedly."""
+        """Stop the rollouts that still run after the last step or at an interruption.
+
+        It may be called repeatedly.
+        """
 
     async def run(self) -> None:
-        """Run to the end. Cancelling it (Ctrl-C, SIGTERM) leaves a checkpoint of the last finished step."""
-        self._began = self.clock() - self.record.train_seconds
+        """Run to the end.
+
+        Cancelling it (Ctrl-C, SIGTERM) leaves a checkpoint of the last finished step.
+        """
+        self._train_began = self.clock() - self.record.train_seconds
+        last_step = self.runtime.config.trainer.steps
         try:
             if self.record.evaluated < 0:
                 self.record.accuracy_before = await self.evaluate()
-                self._began = self.clock()
-            while not await self.reached_target() and self.record.step < self.runtime.config.trainer.steps:
+                self._train_began = self.clock()
+
+            while not await self.reached_target() and self.record.step < last_step:
                 await self.train_step()
+
             await self.stop_rollouts()
-            self.record.train_seconds = self.clock() - self._began
+            self.record.train_seconds = self.clock() - self._train_began
             if self.record.accuracy_after is None:
                 self.record.accuracy_after = await self.evaluate()
         finally:
@@ -128,11 +158,20 @@ class Trainer:
                 accounting.drop(accounting.in_flight, DropReason.CANCELLED)
 
     async def reached_target(self) -> bool:
-        """Evaluate if ``trainer.eval_every`` asks for it now; return whether the target accuracy is reached."""
-        config, step = self.runtime.config.trainer, self.record.step
-        due = config.eval_every and 0 < step < config.steps and step % config.eval_every == 0
-        if not due or self.record.evaluated == step:  # after the last step, run() evaluates
+        """Evaluate if ``trainer.eval_every`` asks for it now.
+
+        Returns:
+            whether the target accuracy is reached.
+        """
+        config = self.runtime.config.trainer
+        step = self.record.step
+
+        # Before the first and after the last step, run() evaluates.
+        is_in_training = 0 < step < config.steps
+        is_due = is_in_training and config.eval_every and step % config.eval_every == 0
+        if not is_due or self.record.evaluated == step:
             return False
+
         accuracy = await self.evaluate()
         if accuracy is None or not config.target_accuracy or accuracy < config.target_accuracy:
             return False
@@ -141,7 +180,10 @@ class Trainer:
 
     @asynccontextmanager
     async def _recorded_step(self) -> AsyncIterator[Step]:
-        """Record the step if its update succeeded, even if its weights were not published: a resumed run does it."""
+        """Record the step if its update succeeded, even if its weights were not published.
+
+        A resumed run begins by publishing them.
+        """
         step = Step(
             number=self.record.step + 1,
             began=self.clock(),
@@ -155,26 +197,34 @@ class Trainer:
             raise
         finally:
             result = step.result
-            # Until the step is on record, the parameters are those of no step that is.
-            self._has_unrecorded_update = result is not None or step.cancellation.is_partly_applied
+            is_partly_applied = step.cancellation.is_partly_applied
+            # If recording fails, the parameters belong to no recorded step and must not be saved.
+            self._has_unrecorded_update = result is not None or is_partly_applied
             if result is not None and step.batch is not None:
                 self.on_step_end(step.number)
                 self._record(step, step.batch, result)
-            self._has_unrecorded_update = step.cancellation.is_partly_applied and self.record.step < step.number
+            is_recorded = self.record.step >= step.number
+            self._has_unrecorded_update = is_partly_applied and not is_recorded
+
         every = self.runtime.config.trainer.checkpoint_every
         if every and step.number % every == 0:
             self.save()
 
     def _record(self, step: Step, batch: RolloutBatch, result: UpdateResult) -> None:
+        """Write the line of metrics and the trajectories of a step; then count it as finished."""
+        config = self.runtime.config
         record = self.record
-        record.train_seconds = self.clock() - self._began
+        record.train_seconds = self.clock() - self._train_began
         record.recompilations = batch.engine.recompilations + self._learner_recompilations()
-        if not batch.metrics.get("staleness_max"):  # what is stale differs by what was learned since
-            record.max_logprob_gap = max(record.max_logprob_gap, result.metrics.get("logprob_gap_max", 0.0))
+        # The log-probs of stale tokens differ by what was learned since, not by a disagreement.
+        if not batch.metrics.get("staleness_max"):
+            logprob_gap = result.metrics.get("logprob_gap_max", 0.0)
+            record.max_logprob_gap = max(record.max_logprob_gap, logprob_gap)
         step_seconds = self.clock() - step.began
-        compared = self.agreement.take_metrics()
+        comparison = self.agreement.take_metrics()
         if "loss" in result.metrics:
-            record.count_comparison(compared["compared_tokens"] > 0)
+            record.count_comparison(comparison["compared_tokens"] > 0)
+
         line = step_record(
             step.number,
             batch.groups,
@@ -185,50 +235,64 @@ class Trainer:
             weight_update_seconds=step.publish_seconds,
             step_seconds=step_seconds,
             recompilations=record.recompilations,
-            algorithm=self.runtime.config.algorithm,
+            algorithm=config.algorithm,
             pipeline={
                 "learner_idle_share": self.learner_idle_seconds / step_seconds,
                 **asdict(self.runtime.client.stats()),
-                **compared,
+                **comparison,
                 **batch.metrics,
             },
         )
-        if not self._has_recorded:
-            self._has_recorded = True
-            self.checkpointer.delete_newer(record.step)  # of a run that went back; this step takes their place
+        if not self._has_recorded_step:
+            self._has_recorded_step = True
+            # A run that was resumed from an earlier step replaces the later ones.
+            self.checkpointer.delete_newer(record.step)
         self.reporter.write_step(line, batch.groups, result)
-        # A step that could not be written is not finished: the last checkpoint stands.
-        record.step, record.accuracy_after = step.number, None
+
+        # Only now: a step that could not be written is not finished, and the last checkpoint
+        # stands.
+        record.step = step.number
+        record.accuracy_after = None
         record.cursor = self.runtime.cursor.state()
         record.lost_batches = self._guard.lost_batches
-        if self.runtime.config.algorithm.adv_estimator == "rae":
+        if config.algorithm.adv_estimator == "rae":
             record.role_baselines = update_role_baselines(
-                record.role_baselines, batch.groups, turn_reward=self.runtime.config.algorithm.turn_reward
+                record.role_baselines,
+                batch.groups,
+                turn_reward=config.algorithm.turn_reward,
             )
         self.learner_idle_seconds = 0.0
         self.reporter.show_step(line)
 
     def select(self, groups: Sequence[Group]) -> Selection:
         """Select what is worth a gradient; count the rest as dropped, by reason."""
-        selection = select(groups, self.runtime.config.algorithm)
+        algorithm = self.runtime.config.algorithm
+        selection = select(groups, algorithm)
         for reason, ids in selection.dropped.items():
             self.runtime.collector.accounting.drop(ids, reason)
-        if self.runtime.config.algorithm.adv_estimator != "rae":
+        if algorithm.adv_estimator != "rae":
             return selection
-        known = self.record.role_baselines
-        return replace(selection, groups=tuple(with_role_baselines(group, known) for group in selection.groups))
+
+        baselines = self.record.role_baselines
+        with_baselines = [with_role_baselines(group, baselines) for group in selection.groups]
+        return replace(selection, groups=tuple(with_baselines))
 
     async def update(self, step: Step, selection: Selection) -> UpdateResult:
-        """Run the learner's update in a thread, so that the event loop goes on; an empty one if nothing is left."""
+        """Run the learner's update in a thread, so that the event loop goes on.
+
+        Without any group to learn from, the result is empty.
+        """
         self.checkpointer.check()
         if not selection.groups:
             return UpdateResult(metrics={}, skipped=False)
+
         check = self.agreement.check(selection.groups, step.number)
         groups = selection.groups
         if self.runtime.teach is not None:
             self.progress.phase(f"step {step.number}: teachers")
             with self.phases.measure("teach"):
                 groups = await self.runtime.teach(groups)
+
         tick = self.reporter.show_learning(selection, self.rollout_status)
         async with self.runtime.room_for_learning():
             with self.phases.measure("learn"):
@@ -240,49 +304,65 @@ class Trainer:
                     cancellation=step.cancellation,
                     check=check,
                 )
+
         account(self.runtime.collector.accounting, selection, result)
         if "loss" in result.metrics:  # not while only a critic learns
-            self.agreement.learned(self._version(step.number), updates=self._count_updates(result))
-            self.record.learner_programs = self.record.learner_programs or self._learner_programs()
+            version = self._version(step.number)
+            self.agreement.learned(version, updates=self._count_updates(result))
+            if not self.record.learner_programs:
+                self.record.learner_programs = self._learner_programs()
         return result
 
     def _count_updates(self, result: UpdateResult) -> int:
-        """Return how many updates of the optimizer a step of this configuration makes; 0 if none was applied."""
+        """Return the number of optimizer updates of a step; 0 if none was applied."""
+        if result.skipped:
+            return 0
         learner = self.runtime.config.learner
-        return 0 if result.skipped else learner.ppo_epochs * learner.num_minibatches
+        return learner.ppo_epochs * learner.num_minibatches
 
     async def push_weights(self, version: int, *, mode: PauseMode | None = None) -> float:
         """Send new weights to every engine; version and prefix cache change with them.
 
         Args:
-            version: the step they are of; see :meth:`_version`.
-            mode: of running generations; see :meth:`AsyncServer.update_weights`.
+            version: the step whose weights they are; see :meth:`_version`.
+            mode: what becomes of running generations; see :meth:`AsyncServer.update_weights`.
 
         Returns:
-            seconds from the learner's parameters to engines that serve them: export, transfer, loading, proof.
+            seconds until every engine serves them: export, transfer, loading, proof.
         """
-        begin = self.clock()
+        began = self.clock()
         await self._push(self.runtime.learner, self._version(version), mode)
-        return self.clock() - begin
+        return self.clock() - began
 
-    async def _push(self, source: WeightSource, version: int, mode: PauseMode | None = None) -> None:
+    async def _push(
+        self,
+        source: WeightSource,
+        version: int,
+        mode: PauseMode | None = None,
+    ) -> None:
         with self.phases.measure("publish"):
             update = await asyncio.to_thread(self.runtime.publisher.make, source, version)
             await self.runtime.client.update_weights(update, mode=mode)
 
     def _version(self, step: int) -> int:
-        """Return the policy version of a step's weights: its number, plus the versions that evaluations took."""
+        """Return the policy version of a step's weights.
+
+        It is the step's number, plus the versions that were published for evaluations.
+        """
         return step + self.record.extra_versions
 
     @asynccontextmanager
     async def _serving_average(self) -> AsyncIterator[None]:
-        """Let the engines serve the average of the weights (``learner.ema_decay``), then the step's own again.
+        """Let the engines serve the average of the weights (``learner.ema_decay``) meanwhile.
 
-        Versions only grow: each of the two is a new one. If the context fails, the run ends with the average served.
+        Versions only grow: the average and the step's weights after it get a new one each. If the
+        context fails, the run ends, and the engines still serve the average.
         """
-        if not self.runtime.config.learner.ema_decay or not self.record.step:  # before training they are equal
+        is_untrained = not self.record.step  # the average equals the weights
+        if is_untrained or not self.runtime.config.learner.ema_decay:
             yield
             return
+
         self.record.extra_versions += 1
         await self._push(self.runtime.learner.averaged(), self._version(self.record.step))
         yield
@@ -291,29 +371,40 @@ class Trainer:
 
     async def evaluate(self) -> float | None:
         """Return the mean reward on the held-out rows (None without rows), and record it."""
-        runtime, step = self.runtime, self.record.step
+        runtime = self.runtime
+        step = self.record.step
         if not runtime.heldout:
             self.record.evaluated = step
             return None
-        begin = self.clock()
-        label = f"held-out evaluation after step {step}"
+
+        began = self.clock()
         async with self._serving_average():
             with self.phases.measure("evaluate"):
                 groups = await self._gather(
-                    runtime.evaluator, runtime.heldout, 1, evaluation_sampling(runtime.config), step, "heldout", label
+                    runtime.evaluator,
+                    runtime.heldout,
+                    group_size=1,
+                    sampling=evaluation_sampling(runtime.config),
+                    step=step,
+                    label="heldout",
+                    phase=f"held-out evaluation after step {step}",
                 )
         runtime.evaluator.accounting.train(t.trajectory_id for t in all_trajectories(groups))
-        return self.reporter.report_evaluation(groups, seconds=self.clock() - begin)
+        return self.reporter.report_evaluation(groups, seconds=self.clock() - began)
 
     def save(self) -> None:
         """Save a checkpoint of the last finished step, if there is none yet."""
         self.record.accounting = self.runtime.collector.accounting.state(continued=self.continued)
         with self.phases.measure("save"):
-            self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())
+            state = self.runtime.learner.state
+            self.checkpointer.save(self.record.step, state, self.record.to_json())
 
     def _learner_recompilations(self) -> int:
-        known = self.record.learner_programs
-        return max(0, self._learner_programs() - known) if known else 0
+        """Return the number of programs compiled since the first update of the policy."""
+        warmup_programs = self.record.learner_programs
+        if not warmup_programs:
+            return 0
+        return max(0, self._learner_programs() - warmup_programs)
 
     def _learner_programs(self) -> int:
         return self.runtime.learner.programs_compiled - self.agreement.programs
@@ -322,19 +413,22 @@ class Trainer:
         self,
         collector: RolloutCollector,
         rows: Sequence[dict],
+        *,
         group_size: int,
         sampling: SamplingParams,
         step: int,
         label: str,
         phase: str,
     ) -> list[Group]:
-        total, done = len(rows) * group_size, 0
+        """Collect one group per row while the display shows ``phase``."""
+        total = len(rows) * group_size
+        finished = 0
 
         def arrived(_: Group) -> None:
-            nonlocal done
-            done += group_size
+            nonlocal finished
+            finished += group_size
 
-        self.progress.phase(phase, lambda: f"{done}/{total} trajectories")
+        self.progress.phase(phase, lambda: f"{finished}/{total} trajectories")
         groups = await gather(
             collector,
             self.runtime.client,

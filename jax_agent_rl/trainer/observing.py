@@ -1,7 +1,7 @@
-"""What a run reports: the lines of ``metrics.jsonl``, trajectories, the display, and the observers of the lines.
+"""Report a run: the lines of ``metrics.jsonl``, trajectories, the display, the observers of lines.
 
-Where its time goes is reported, too: phases for the timeline of ``jax-agent-rl report``, totals for the end of
-``train``.
+Also report where its time goes: phases for the timeline of ``jax-agent-rl report``, and totals for
+the end of ``train``.
 
 ::
 
@@ -47,17 +47,18 @@ class Phases:
 
     Args:
         clock: seconds, monotonic.
-        wall: seconds since the epoch; read once, so that phases never overlap because the system's clock was set.
+        wall: seconds since the epoch. It is read once: phases do not overlap when the system's
+            clock is set.
     """
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._epoch = wall() - clock()
+        self._clock_start = wall() - clock()  # in seconds since the epoch
         self._ended: list[tuple[str, float, float]] = []
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Measure a phase; one that fails or is interrupted counts, too."""
+        """Measure a phase, even one that fails or is interrupted."""
         began = self._clock()
         try:
             yield
@@ -66,39 +67,59 @@ class Phases:
 
     def ended(self, name: str, seconds: float) -> None:
         """Record a phase of so many seconds that ends now."""
-        now = self._epoch + self._clock()
+        now = self._clock_start + self._clock()
         self._ended.append((name, now - seconds, now))
 
     def take(self) -> list[list[str | float]]:
-        """Return and forget ``[name, begin, end]`` of each, in seconds since the epoch."""
-        taken = [[name, round(begin, 3), round(end, 3)] for name, begin, end in self._ended]
+        """Return and forget ``[name, begin, end]`` of each phase, in seconds since the epoch."""
+        phases: list[list[str | float]] = []
+        for name, begin, end in self._ended:
+            phases.append([name, round(begin, 3), round(end, 3)])
         self._ended.clear()
-        return taken
+        return phases
 
 
 ENVIRONMENT_SECONDS = "JAX_AGENT_RL_ENVIRONMENT_SECONDS"
-"""Environment variable in which a launch script says how long it took before it called ``train``."""
-_COMPILED = frozenset(f"/jax/core/compile/{part}_duration" for part in ("jaxpr_to_mlir_module", "backend_compile"))
-_STAGES = {"evaluate": "evaluation", "engine": "rollout", "teach": "learning", "learn": "learning"}
+"""Environment variable for launch scripts: the seconds they took before they called ``train``."""
+
+_COMPILATION_EVENTS = frozenset(
+    {
+        "/jax/core/compile/jaxpr_to_mlir_module_duration",
+        "/jax/core/compile/backend_compile_duration",
+    }
+)
+
+_STAGE_OF_PHASE = {
+    "evaluate": "evaluation",
+    "engine": "rollout",
+    "teach": "learning",
+    "learn": "learning",
+}
 
 
 class Breakdown:
     """Seconds by stage, from the start of a run to its end.
 
-    Compilation is what comes before the first rollout or evaluation (loading the model, too), and what is compiled
-    later because it is needed. Where rollout and learner overlap, the stages add up to more than the whole.
+    Everything before the first rollout or evaluation counts as compilation, the loading of the
+    model included; so does what is compiled later because it is needed. If rollout and learner
+    overlap, the stages add up to more than the total.
 
     Args:
         clock: seconds, monotonic.
-        wall: seconds since the epoch, those of ``phase_seconds``.
+        wall: seconds since the epoch, like ``phase_seconds``.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
-        self._clock, self._wall = clock, wall
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
+        self._wall = wall
         self._began = clock()
         self._first_phase = wall()
-        self._started = 0.0
-        self._compiled: list[tuple[float, float]] = []
+        self._startup_seconds = 0.0
+        self._compilations: list[tuple[float, float]] = []  # (when it ended, seconds)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -111,42 +132,67 @@ class Breakdown:
 
     def on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         """Record a compilation that ends now; ignore other events."""
-        if event in _COMPILED:
-            self._compiled.append((self._wall(), duration_secs))
+        if event in _COMPILATION_EVENTS:
+            self._compilations.append((self._wall(), duration_secs))
 
     def started(self) -> None:
         """Record that engine and learner are up: the run begins."""
-        self._started, self._first_phase = self._clock() - self._began, self._wall()
+        self._startup_seconds = self._clock() - self._began
+        self._first_phase = self._wall()
 
     def stages(self, metrics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         """Return seconds by stage, from the lines of ``metrics.jsonl``.
 
         Phases from before :meth:`started`, of a run that was resumed, do not count.
         """
-        stages = dict.fromkeys(("environment", "compilation", *_STAGES.values(), "rest"), 0.0)
+        names = ("environment", "compilation", *_STAGE_OF_PHASE.values(), "rest")
+        stages = dict.fromkeys(names, 0.0)
         stages["environment"] = _environment_seconds()
-        stages["compilation"] = self._started
-        compiled = self._compiled
-        for name, begin, end in (phase for line in metrics for phase in line.get("phase_seconds", ())):
-            if name not in _STAGES or begin < self._first_phase - 0.01:
+        stages["compilation"] = self._startup_seconds
+
+        phases = [phase for line in metrics for phase in line.get("phase_seconds", ())]
+        compilations = self._compilations
+        for phase, begin, end in phases:
+            is_earlier = begin < self._first_phase - 0.01  # phases are rounded to milliseconds
+            if is_earlier or phase not in _STAGE_OF_PHASE:
                 continue
-            compiling = min(sum(seconds for ended, seconds in compiled if begin <= ended <= end), end - begin)
-            compiled = [(ended, seconds) for ended, seconds in compiled if not begin <= ended <= end]
-            stages["compilation"] += compiling
-            stages[_STAGES[name]] += end - begin - compiling
-        whole = stages["environment"] + self._clock() - self._began
-        stages["rest"] = max(0.0, whole - sum(stages.values()))
-        return {name: round(seconds, 3) for name, seconds in stages.items()} | {"total": round(whole, 3)}
+
+            # Phases may overlap: a compilation is subtracted from the first one that it ended in.
+            compile_seconds = 0.0
+            later_compilations = []
+            for ended, seconds in compilations:
+                if begin <= ended <= end:
+                    compile_seconds += seconds
+                else:
+                    later_compilations.append((ended, seconds))
+            compilations = later_compilations
+
+            phase_seconds = end - begin
+            compile_seconds = min(compile_seconds, phase_seconds)  # it may have begun before
+            stages["compilation"] += compile_seconds
+            stages[_STAGE_OF_PHASE[phase]] += phase_seconds - compile_seconds
+
+        total = stages["environment"] + self._clock() - self._began
+        stages["rest"] = max(0.0, total - sum(stages.values()))
+        stages["total"] = total
+        return {name: round(seconds, 3) for name, seconds in stages.items()}
 
 
 def format_breakdown(stages: Mapping[str, float]) -> str:
-    """Return ``time: environment 1m36s · compilation 58s · … · 5m40s in all``, without what took no time."""
-    parts = [f"{name} {duration(seconds)}" for name, seconds in stages.items() if name != "total" and seconds >= 0.5]
-    return f"time: {' · '.join([*parts, duration(stages['total']) + ' in all'])}"
+    """Return ``time: environment 1m36s · compilation 58s · … · 5m40s in all``.
+
+    Stages that took no time are left out.
+    """
+    parts = []
+    for name, seconds in stages.items():
+        if name != "total" and seconds >= 0.5:
+            parts.append(f"{name} {duration(seconds)}")
+    parts.append(f"{duration(stages['total'])} in all")
+    return f"time: {' · '.join(parts)}"
 
 
 def _environment_seconds() -> float:
-    """Return what the launch script reports; 0 without a number."""
+    """Return the seconds that the launch script reports; 0 without a number."""
     try:
         return max(0.0, float(os.environ.get(ENVIRONMENT_SECONDS, "0")))
     except ValueError:
@@ -154,7 +200,7 @@ def _environment_seconds() -> float:
 
 
 Observer = Callable[[Mapping[str, Any]], None]
-"""Takes a line of metrics once it is recorded; never fails."""
+"""A function that takes a line of metrics once it is recorded, and never fails."""
 
 
 REFUSED_CALLS = ("malformed", "unknown_tool", "bad_arguments", "over_parallel_limit")
@@ -186,11 +232,10 @@ class RunReporter:
     """Reports the steps and evaluations of a run.
 
     Args:
-        runtime: the parts of the run.
-        folder: where results go.
-        record: the progress.
+        folder: results are written here.
+        record: progress that survives a restart.
         progress: the display.
-        phases: what the trainer did when.
+        phases: begin and end of what the trainer did; written with each line.
         clock: seconds, monotonic.
         observers: called with each line.
     """
@@ -204,17 +249,26 @@ class RunReporter:
     observers: Sequence[Observer] = ()
     _aggregation_described: bool = False
 
-    def write_step(self, line: dict[str, Any], groups: Sequence[Group], result: UpdateResult) -> None:
-        """Write a step's line of metrics, of :func:`step_record`, and its trajectories to the folder."""
-        self.folder.add_trajectories(line["step"], "train", recorded(groups), token_values=result.tokens)
+    def write_step(
+        self,
+        line: dict[str, Any],
+        groups: Sequence[Group],
+        result: UpdateResult,
+    ) -> None:
+        """Write a step to the folder: its line, see :func:`step_record`, and its trajectories."""
+        step = line["step"]
+        trajectories = recorded(groups)
+        self.folder.add_trajectories(step, "train", trajectories, token_values=result.tokens)
         self._write(line)
-        self.folder.finish_step(line["step"])
+        self.folder.finish_step(step)
 
     def show_step(self, line: dict[str, Any]) -> None:
         """Display the step that ``record`` now ends with, and pass its line to the observers."""
         record = self.record
-        left = (self.runtime.config.trainer.steps - record.step) * record.train_seconds / record.step
-        self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
+        steps_left = self.runtime.config.trainer.steps - record.step
+        seconds_left = steps_left * record.train_seconds / record.step
+        shown_line = line | {"accuracy": record.latest_accuracy}
+        self.progress.step(shown_line, seconds_left=seconds_left)
         record.latest_accuracy = None
         refused = describe_refused_calls(line, self.runtime.config.run_dir)
         if refused:
@@ -227,41 +281,63 @@ class RunReporter:
         line = evaluation_record(step, groups, seconds=seconds)
         self.folder.add_trajectories(step, "heldout", recorded(groups))
         self._write(line)
-        accuracy = self.record.latest_accuracy = line["accuracy"]
+
+        accuracy = line["accuracy"]
+        self.record.latest_accuracy = accuracy
         self.record.evaluated = step
-        roles = f"; reward {by_role}" if (by_role := role_rewards(line)) else ""
-        self.progress.print_line(
-            f"  held-out accuracy after step {step}: {accuracy:.1%} of {len(groups)}{roles} ({line['seconds']:.0f} s)"
-        )
+
+        text = f"  held-out accuracy after step {step}: {accuracy:.1%} of {len(groups)}"
+        rewards = role_rewards(line)
+        if rewards:
+            text += f"; reward {rewards}"
+        self.progress.print_line(f"{text} ({seconds:.0f} s)")
         self._notify(line)
         return accuracy
 
-    def show_learning(self, selection: Selection, rollout_status: Callable[[], str]) -> Callable[[int, int], None]:
-        """Show the learner at work; return what takes (micro-batches done, total).
+    def show_learning(
+        self,
+        selection: Selection,
+        rollout_status: Callable[[], str],
+    ) -> Callable[[int, int], None]:
+        """Show the learner at work.
 
-        For the first batch, say what a token weighs in the loss, where that depends on trajectory lengths.
+        If the weight of a token in the loss depends on trajectory lengths, explain it for the first
+        batch.
+
+        Returns:
+            a function for the learner to call with the micro-batches done, and their total number.
         """
-        config, done = self.runtime.config, [0, 0]
-        minis = config.learner.num_minibatches
-        if not self._aggregation_described and depends_on_lengths(config.algorithm, minis):
+        algorithm = self.runtime.config.algorithm
+        num_minibatches = self.runtime.config.learner.num_minibatches
+        if not self._aggregation_described and depends_on_lengths(algorithm, num_minibatches):
             lengths = trained_lengths(
-                selection.groups, minis, masked=selection.masked, segment_weight=config.algorithm.segment_weight
+                selection.groups,
+                num_minibatches,
+                masked=selection.masked,
+                segment_weight=algorithm.segment_weight,
             )
-            aggregation = describe_batch(config.algorithm, lengths)
+            aggregation = describe_batch(algorithm, lengths)
             if aggregation:
                 self.progress.print_line(f"  {aggregation}")
         self._aggregation_described = True
+
+        done = 0
+        total = 0  # unknown until the first call
+
+        def tick(done_now: int, total_now: int) -> None:
+            nonlocal done, total
+            done = done_now
+            total = total_now
+
+        def micro_batches() -> str:
+            if total == 0:
+                return "before the first micro-batch"
+            return f"{done}/{total} micro-batches"
+
         self.progress.phase(
             f"step {self.record.step + 1}: learner",
             lambda: f"{micro_batches()}{rollout_status()}",
         )
-
-        def micro_batches() -> str:
-            return f"{done[0]}/{done[1]} micro-batches" if done[1] else "before the first micro-batch"
-
-        def tick(*counts: int) -> None:
-            done[:] = counts
-
         return tick
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -278,7 +354,7 @@ class Observers:
 
     Attributes:
         watch: the warnings.
-        sinks: where metrics go besides the run folder.
+        sinks: metrics go there besides the run folder.
         each: all that take a line of metrics.
     """
 
@@ -287,19 +363,26 @@ class Observers:
     each: Sequence[Observer]
 
     def summary(self) -> dict[str, Any]:
-        """Return the warnings of the run and the records that sinks have lost, for ``summary.json``."""
-        return {"warnings": [asdict(warned) for warned in self.watch.warnings], "lost_by_logger": self.sinks.lost()}
+        """Return for ``summary.json`` the warnings, and the records that sinks have lost."""
+        return {
+            "warnings": [asdict(warning) for warning in self.watch.warnings],
+            "lost_by_logger": self.sinks.lost(),
+        }
 
 
 @contextmanager
 def observers(
-    config: Config, folder: RunDir, *, step: int, rows: Collection[Mapping[str, Any]], progress: Progress
+    config: Config,
+    folder: RunDir,
+    *,
+    step: int,
+    rows: Collection[Mapping[str, Any]],
+    progress: Progress,
 ) -> Iterator[Observers]:
     """Open the observers of a run, and close them at its end.
 
     Args:
         config: as it is saved with the run.
-        folder: of the run.
         step: last finished step; earlier metrics are read silently.
         rows: to train on.
         progress: displays warnings.
@@ -308,51 +391,74 @@ def observers(
         ConfigError: ``trainer.prometheus_port`` is in use.
     """
     facts = RunFacts(
-        run_dir=folder.path, project=config.trainer.project_name, config=config.model_dump(mode="json"), step=step
+        run_dir=folder.path,
+        project=config.trainer.project_name,
+        config=config.model_dump(mode="json"),
+        step=step,
     )
+    print_line = progress.print_line
+    watch = Watch(rules(config, rows), print_line)
+
+    def warn(record: Mapping[str, Any]) -> None:
+        watch.update(record)
+        progress.warn(watch.active)
+
     with ExitStack() as stack:
-        sinks = stack.enter_context(open_sinks(config.trainer.logger, facts, print_line=progress.print_line))
-        each: list[Observer] = [sinks]
-        if config.trainer.prometheus_port is not None:
-            each.append(
-                stack.enter_context(serve_trainer(config.trainer.prometheus_port, print_line=progress.print_line))
-            )
-        watch = Watch(rules(config, rows), progress.print_line)
-        if warning := missing_agent_warning(config, rows):
+        sinks = stack.enter_context(
+            open_sinks(config.trainer.logger, facts, print_line=print_line),
+        )
+        each: list[Observer] = [warn, sinks]
+
+        port = config.trainer.prometheus_port
+        if port is not None:
+            each.append(stack.enter_context(serve_trainer(port, print_line=print_line)))
+
+        warning = missing_agent_warning(config, rows)
+        if warning is not None:
             watch.add(warning)
         for record in folder.recorded():
             watch.update(record, silent=True)
 
-        def look(record: Mapping[str, Any]) -> None:
-            watch.update(record)
-            progress.warn(watch.active)
-
-        yield Observers(watch=watch, sinks=sinks, each=[look, *each])
+        yield Observers(watch=watch, sinks=sinks, each=each)
 
 
-def missing_agent_warning(config: Config, rows: Collection[Mapping[str, Any]]) -> RunWarning | None:
-    """Return a warning if rows name no agent and run as plain generation, though tools are configured.
+def missing_agent_warning(
+    config: Config,
+    rows: Collection[Mapping[str, Any]],
+) -> RunWarning | None:
+    """Return a warning if tools are configured, but rows name no agent.
 
-    It is printed when rows are loaded; this is for the summary.
+    Such rows run as plain generation. The warning is printed when rows are loaded; this one is for
+    the summary.
     """
-    idle = report_idle_tools(config, rows)
-    if idle is None:
+    idle_tools = report_idle_tools(config, rows)
+    if idle_tools is None:
         return None
-    message, advice = idle
-    return RunWarning(name="agent_name_missing", message=message, advice=advice, first_step=0, last_step=0, steps=0)
+    message, advice = idle_tools
+    return RunWarning(
+        name="agent_name_missing",
+        message=message,
+        advice=advice,
+        first_step=0,
+        last_step=0,
+        steps=0,
+    )
 
 
 def format_warnings(warnings: Sequence[Mapping[str, Any]]) -> str:
-    """Format the warnings of ``summary.json`` for the end of a run, one a line; empty without any."""
-    lines = [
-        f"  {warned['name']} ({_when(warned)}): {warned['message']}. What to do: {warned['advice']}"
-        for warned in warnings
-    ]
-    return "\n".join(["warnings:", *lines]) if lines else ""
+    """Format the warnings of ``summary.json``, one a line; empty without any."""
+    if not warnings:
+        return ""
+    lines = ["warnings:"]
+    for warning in warnings:
+        advice = f"What to do: {warning['advice']}"
+        lines.append(f"  {warning['name']} ({_when(warning)}): {warning['message']}. {advice}")
+    return "\n".join(lines)
 
 
-def _when(warned: Mapping[str, Any]) -> str:
-    if not warned["first_step"]:
+def _when(warning: Mapping[str, Any]) -> str:
+    """Return when a warning of ``summary.json`` held, for people."""
+    if not warning["first_step"]:
         return "from the start"
-    until = "the end" if warned["active"] else f"step {warned['last_step']}"
-    return f"step {warned['first_step']} to {until}, {counted(warned['steps'], 'step')}"
+    until = "the end" if warning["active"] else f"step {warning['last_step']}"
+    return f"step {warning['first_step']} to {until}, {counted(warning['steps'], 'step')}"

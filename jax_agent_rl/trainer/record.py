@@ -16,10 +16,19 @@ from jax_agent_rl.config import AlgorithmConfig, Config
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.outcomes import accuracy
 from jax_agent_rl.rollout.protocol import BackendMetrics
+from jax_agent_rl.trainer.step import all_trajectories, recorded
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import DropReason, Group, Trajectory
 
 _DEFAULT_ALGORITHM = AlgorithmConfig()
+
+_NO_UPDATE = {
+    "learner_tokens_per_second": 0.0,
+    "logprob_gap_max": 0.0,
+    "logprob_gap_mean": 0.0,
+    "loss": 0.0,
+}
+"""The learner's metrics of a step without an update."""
 
 
 @dataclass(kw_only=True)
@@ -28,25 +37,30 @@ class RunRecord:
 
     Attributes:
         step: training steps finished.
-        train_seconds: wall time of training (evaluations before and after excluded), over all restarts.
+        train_seconds: wall time of training over all restarts, without the evaluations before and
+            after it.
         accuracy_before: held-out accuracy before the first step.
         accuracy_after: held-out accuracy after the last.
-        latest_accuracy: of the last evaluation, until it has been shown.
+        latest_accuracy: held-out accuracy of the last evaluation, until it has been shown.
         evaluated: the step after which the last evaluation was made; -1: none yet.
         lost_batches: batches in a row of which no trajectory survived.
         recompilations: programs compiled after warm-up.
-        learner_programs: programs the learner compiled up to its first policy update; more are recompilations.
-        max_logprob_gap: largest |rollout log-prob - learner log-prob| of the steps without stale tokens: how far engine
-            and learner disagree about the same weights.
+        learner_programs: programs that the learner compiled up to its first policy update. Later
+            ones are recompilations.
+        max_logprob_gap: largest |rollout log-prob - learner log-prob| of the steps without stale
+            tokens: how far engine and learner disagree about the same weights.
         cursor: position in the training rows after ``step``.
         accounting: what became of every trajectory.
-        buffer: of asynchronous trainers, what became of every group.
-        in_flight: of asynchronous trainers, what the open groups have sampled, by number.
+        buffer: what became of every group; asynchronous trainers only.
+        in_flight: what the open groups have sampled, by number; asynchronous trainers only.
         role_baselines: running means of the rewards, by data source and role (RAE).
-        extra_versions: versions published besides one per step: averages that were evaluated, and the weights after.
-        identity: what the run is of (``runtime.identity``), as JSON; empty in checkpoints of earlier versions.
+        extra_versions: versions published besides one per step: averages that were evaluated, and
+            the step's own weights after each of them.
+        identity: what the run is of (``runtime.identity``), as JSON; empty in checkpoints of
+            earlier versions.
         steps_compared: steps before whose update engine and learner were compared.
-        steps_not_compared: those that had no token to compare: all were of older weights.
+        steps_not_compared: steps without a token to compare, since all were sampled from older
+            weights.
     """
 
     step: int = 0
@@ -69,38 +83,43 @@ class RunRecord:
     steps_compared: int = 0
     steps_not_compared: int = 0
 
-    def count_comparison(self, was_made: bool) -> None:
-        """Count a step in which the policy learned: whether engine and learner were compared before."""
-        if was_made:
+    def count_comparison(self, was_compared: bool) -> None:
+        """Count a step in which the policy learned, by whether it was compared with the engine."""
+        if was_compared:
             self.steps_compared += 1
         else:
             self.steps_not_compared += 1
 
     def policy_versions(self, config: Config) -> list[int]:
-        """Return the versions that the weights of this step had when rollouts sampled from them.
+        """Return the versions under which this step's weights were published to sample from them.
 
-        An evaluation of their average takes two versions: one of the average, and one of the same weights after it.
+        An evaluation of their average uses up two versions: one for the average, and one for the
+        step's weights when they are published again.
         """
         version = self.step + self.extra_versions
+        if not self.step or not config.learner.ema_decay:
+            return [version]
+
         every = config.trainer.eval_every
         is_evaluated_later = every and self.step % every == 0 and self.evaluated != self.step
-        if self.step and config.learner.ema_decay and is_evaluated_later:
+        if is_evaluated_later:
             return [version, version + 2]
         return [version]
 
     def to_json(self) -> dict[str, Any]:
         """Return a shallow copy: asdict() would copy every sampled id.
 
-        Checkpoints are written in the background, so replace the values of a record, never change them in place.
+        Checkpoints are written in the background. So replace the values of a record, and never
+        change them in place.
         """
         return dict(vars(self))
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> RunRecord:
-        """Restore a record; the process is new, so its learner compiles again."""
-        known = {f.name for f in fields(cls)}
-        record = cls(**{k: v for k, v in saved.items() if k in known})
-        record.learner_programs = 0
+        """Restore a record; fields that only other versions of the package know are ignored."""
+        names = {f.name for f in fields(cls)}
+        record = cls(**{name: value for name, value in saved.items() if name in names})
+        record.learner_programs = 0  # the process is new: its learner compiles again
         return record
 
     def summary(self) -> dict[str, Any]:
@@ -125,9 +144,10 @@ class RunRecord:
 def account(accounting: Accounting, selection: Selection, result: UpdateResult) -> None:
     """Count every trajectory that was handed to the learner as trained or dropped.
 
-    Trained are those of mini-batches of which an update was applied; the rest of such a step is dropped.
+    A trajectory is trained if an update with its mini-batch was applied.
     """
-    for trajectory_id in (t.trajectory_id for group in selection.groups for t in group.trajectories):
+    for trajectory in all_trajectories(selection.groups):
+        trajectory_id = trajectory.trajectory_id
         if trajectory_id in selection.masked:
             accounting.drop([trajectory_id], selection.masked[trajectory_id])
         elif trajectory_id in result.rejected:
@@ -152,57 +172,40 @@ def step_record(
     pipeline: Mapping[str, Any],
     algorithm: AlgorithmConfig = _DEFAULT_ALGORITHM,
 ) -> dict[str, Any]:
-    """Return one ``metrics.jsonl`` line of kind ``step``; learner metrics are 0 where no group was worth a gradient.
+    """Return one ``metrics.jsonl`` line of kind ``step``.
+
+    The metrics of the learner are 0 if no group was worth a gradient.
 
     Args:
-        step: its number.
-        groups: of the step.
         learner: metrics of the update.
         engine: what the engines did for the step.
         accounting: summary of all trajectories.
-        rollout_seconds: over which ``engine`` counts.
-        weight_update_seconds: to publish the weights.
-        step_seconds: of the whole step.
+        rollout_seconds: the time that ``engine`` covers.
+        weight_update_seconds: time to publish the weights.
         recompilations: programs compiled after warm-up.
         pipeline: overlap of rollout and learner: waiting times, ages of tokens.
-        algorithm: what its filters compare.
+        algorithm: its filters say which outcomes are equal.
     """
-    trajectories = [t for g in groups for t in g.trajectories]
-    contexts = [(*t.segments, t) for t in trajectories]
-    calls = [call for parts in contexts for part in parts for call in part.tool_calls]
-    errors = Counter(call.error for call in calls if call.error)
-    sampled = [sum(part.num_sampled for part in parts) for parts in contexts]
-    inherited = sum(t.num_inherited for t in trajectories)  # what branches share was sampled once
-    defaults = {name: 0.0 for name in ("learner_tokens_per_second", "logprob_gap_max", "logprob_gap_mean", "loss")}
-    occupied = engine.generated_tokens - engine.accepted_tokens
+    trajectories = all_trajectories(groups)
     return {
         "kind": "step",
         "step": step,
         **_statistics("reward", [t.reward for t in trajectories]),
         **_statistics("score", [t.score for t in trajectories]),
         **_part_means(trajectories),
-        **_statistics("turns", [sum(part.num_turns for part in parts) for parts in contexts]),
-        **_statistics("response_tokens", [sum(len(part.response_ids) for part in parts) for parts in contexts]),
-        **_statistics("sampled_tokens", sampled),
+        **_size_metrics(trajectories),
         **_session_counts(trajectories),
         **_tree_counts(groups),
-        "tool_calls_mean": len(calls) / max(1, len(trajectories)),
-        "tool_errors": sum(errors.values()),
-        "tool_error_share": sum(errors.values()) / max(1, len(calls)),
-        "tool_errors_by_kind": dict(errors),
+        **_tool_metrics(trajectories),
         "finish_reasons": dict(Counter(str(t.finish_reason) for t in trajectories)),
         "truncated_share": _share(t.finish_reason.truncated for t in trajectories),
         "zero_variance_share": _zero_variance_share(groups, algorithm),
         **_role_metrics(groups),
         "rollout_seconds": rollout_seconds,
-        "rollout_tokens_per_second": (sum(sampled) - inherited) / rollout_seconds,
-        "engine_busy_share": engine.busy_seconds / rollout_seconds,
-        "slot_occupancy": occupied / engine.slot_steps if engine.slot_steps else None,
-        "mean_acceptance_length": 1 + engine.accepted_tokens / engine.drafts if engine.drafts else None,
-        "prefill_tokens": engine.prefill_tokens,
-        "cached_tokens": engine.cached_tokens,
+        "rollout_tokens_per_second": _num_sampled_once(trajectories) / rollout_seconds,
+        **_engine_metrics(engine, rollout_seconds),
         "weight_update_seconds": weight_update_seconds,
-        **defaults,
+        **_NO_UPDATE,
         **learner,
         "step_seconds": step_seconds,
         **pipeline,
@@ -214,32 +217,40 @@ def step_record(
 def staleness_record(groups: Sequence[Group], version: int) -> dict[str, Any]:
     """Return the age, in versions, of the sampled tokens that a learner of ``version`` gets.
 
-    ``staleness_histogram`` counts tokens by age; ``mixed_version_share`` are the trajectories whose weights changed
-    while they were sampled.
+    ``staleness_histogram`` counts tokens by age. ``mixed_version_share`` is the share of the
+    trajectories whose weights changed while they were sampled.
     """
-    members = [t for g in groups for t in g.trajectories]
-    tokens = Counter(versions(members))
-    ages = Counter({version - sampled_by: count for sampled_by, count in tokens.items()})
-    mixed = sum(len(set(versions([t]))) > 1 for t in members)
+    trajectories = all_trajectories(groups)
+    tokens_by_age: Counter[int] = Counter()
+    for token_version, count in Counter(versions(trajectories)).items():
+        tokens_by_age[version - token_version] = count
     return {
-        "staleness_mean": _mean_age(ages),
-        "staleness_max": max(ages, default=0),
-        "staleness_histogram": {str(age): count for age, count in sorted(ages.items())},
-        "mixed_version_share": mixed / max(1, len(members)),
+        "staleness_mean": _mean_age(tokens_by_age),
+        "staleness_max": max(tokens_by_age, default=0),
+        "staleness_histogram": {str(age): n for age, n in sorted(tokens_by_age.items())},
+        "mixed_version_share": _share(len(set(versions([t]))) > 1 for t in trajectories),
     }
 
 
 def overlap_summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return how well rollout and learner overlapped in a run's lines of kind ``step``, for ``summary.json``."""
-    seconds = sum(line["step_seconds"] for line in lines)
-    idle = sum(line["step_seconds"] * line.get("learner_idle_share", 0.0) for line in lines)
-    ages: Counter[int] = Counter()
+    """Return for ``summary.json`` how well rollout and learner overlapped.
+
+    Args:
+        lines: of kind ``step``, see :func:`step_record`.
+    """
+    total_seconds = 0.0
+    idle_seconds = 0.0
+    tokens_by_age: Counter[int] = Counter()
     for line in lines:
-        ages.update({int(age): count for age, count in line.get("staleness_histogram", {}).items()})
+        total_seconds += line["step_seconds"]
+        idle_seconds += line["step_seconds"] * line.get("learner_idle_share", 0.0)
+        for age, count in line.get("staleness_histogram", {}).items():
+            tokens_by_age[int(age)] += count
+
     return {
-        "learner_idle_share": round(idle / seconds, 3) if seconds else 0.0,
-        "staleness_mean": round(_mean_age(ages), 3),
-        "staleness_max": max(ages, default=0),
+        "learner_idle_share": round(idle_seconds / total_seconds, 3) if total_seconds else 0.0,
+        "staleness_mean": round(_mean_age(tokens_by_age), 3),
+        "staleness_max": max(tokens_by_age, default=0),
     }
 
 
@@ -248,71 +259,156 @@ def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> 
 
     ``accuracy`` is the mean of ``outcomes.accuracy``.
     """
-    trajectories = [t for g in groups for t in g.trajectories]
-    lost = Counter(str(reason) for g in groups for reason, count in g.dropped.items() for _ in range(count))
+    trajectories = all_trajectories(groups)
+    lost: Counter[str] = Counter()
+    for group in groups:
+        for reason, count in group.dropped.items():
+            lost[str(reason)] += count
+
+    correct = sum(accuracy(trajectory) for trajectory in trajectories)
+    tool_calls = sum(len(trajectory.tool_calls) for trajectory in trajectories)
     return {
         "kind": "evaluation",
         "step": step,
-        "accuracy": sum(map(accuracy, trajectories)) / max(1, len(trajectories) + sum(lost.values())),
+        "accuracy": correct / max(1, len(trajectories) + lost.total()),
         **_role_metrics(groups),
         "rows": len(groups),
         "lost": dict(lost),
-        "tool_calls_mean": sum(len(t.tool_calls) for t in trajectories) / max(1, len(trajectories)),
+        "tool_calls_mean": tool_calls / max(1, len(trajectories)),
         "seconds": seconds,
     }
 
 
+def _size_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the statistics of turns and tokens; a trajectory counts with all its segments."""
+    turns = []
+    response_tokens = []
+    sampled_tokens = []
+    for trajectory in trajectories:
+        sequences = (*trajectory.segments, trajectory)
+        turns.append(sum(sequence.num_turns for sequence in sequences))
+        response_tokens.append(sum(len(sequence.response_ids) for sequence in sequences))
+        sampled_tokens.append(_num_sampled(trajectory))
+
+    return {
+        **_statistics("turns", turns),
+        **_statistics("response_tokens", response_tokens),
+        **_statistics("sampled_tokens", sampled_tokens),
+    }
+
+
+def _num_sampled(trajectory: Trajectory) -> int:
+    """Return the number of tokens that were sampled for a trajectory and its segments."""
+    return sum(sequence.num_sampled for sequence in (*trajectory.segments, trajectory))
+
+
+def _num_sampled_once(trajectories: Sequence[Trajectory]) -> int:
+    """Return the number of sampled tokens; those that branches share were sampled once."""
+    return sum(_num_sampled(t) - t.num_inherited for t in trajectories)
+
+
+def _tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    calls = []
+    for trajectory in trajectories:
+        for sequence in (*trajectory.segments, trajectory):
+            calls += sequence.tool_calls
+    errors = Counter(call.error for call in calls if call.error)
+
+    return {
+        "tool_calls_mean": len(calls) / max(1, len(trajectories)),
+        "tool_errors": errors.total(),
+        "tool_error_share": errors.total() / max(1, len(calls)),
+        "tool_errors_by_kind": dict(errors),
+    }
+
+
+def _engine_metrics(engine: BackendMetrics, seconds: float) -> dict[str, Any]:
+    """Return what the engines did in so many seconds; None where an engine does not report it."""
+    # Accepted draft tokens come on top of the one token that a slot yields per step.
+    occupied_slot_steps = engine.generated_tokens - engine.accepted_tokens
+    slot_occupancy = None
+    if engine.slot_steps:
+        slot_occupancy = occupied_slot_steps / engine.slot_steps
+
+    mean_acceptance_length = None
+    if engine.drafts:
+        mean_acceptance_length = 1 + engine.accepted_tokens / engine.drafts
+
+    return {
+        "engine_busy_share": engine.busy_seconds / seconds,
+        "slot_occupancy": slot_occupancy,
+        "mean_acceptance_length": mean_acceptance_length,
+        "prefill_tokens": engine.prefill_tokens,
+        "cached_tokens": engine.cached_tokens,
+    }
+
+
 def _zero_variance_share(groups: Sequence[Group], algorithm: AlgorithmConfig) -> float:
-    """Return the share of groups, each role by itself, whose outcomes are equal, as the filter of groups compares."""
-    parts = [part for group in groups for part in by_role(group)]
-    return _share(has_equal_outcomes(part, algorithm) for part in parts if len(part.trajectories) > 1)
+    """Return the share of groups whose outcomes are equal, as the filter of groups compares them.
+
+    Each role of a group counts by itself; roles with a single trajectory do not count.
+    """
+    have_equal_outcomes = []
+    for group in groups:
+        for role_group in by_role(group):
+            if len(role_group.trajectories) > 1:
+                have_equal_outcomes.append(has_equal_outcomes(role_group, algorithm))
+    return _share(have_equal_outcomes)
 
 
 def _role_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return ``role/<name>/<metric>`` of each role, the frozen ones included; nothing for agents of one role."""
-    by_role: dict[str, list[Trajectory]] = {}
-    for trajectory in (t for g in groups for t in (*g.trajectories, *g.frozen)):
+    """Return ``role/<name>/<metric>`` of each role, frozen ones included.
+
+    Trajectories without a role are left out.
+    """
+    trajectories_by_role: dict[str, list[Trajectory]] = {}
+    for trajectory in recorded(groups):
         if trajectory.role is not None:
-            by_role.setdefault(trajectory.role, []).append(trajectory)
+            trajectories_by_role.setdefault(trajectory.role, []).append(trajectory)
+
     metrics: dict[str, float] = {}
-    for role, members in sorted(by_role.items()):
-        metrics |= {
-            f"role/{role}/reward_mean": float(np.mean([t.reward for t in members])),
-            f"role/{role}/turns_mean": float(np.mean([t.num_turns for t in members])),
-            f"role/{role}/sampled_tokens_mean": float(np.mean([t.num_sampled for t in members])),
-            f"role/{role}/trajectories": float(len(members)),
-        }
+    for role, trajectories in sorted(trajectories_by_role.items()):
+        prefix = f"role/{role}"
+        sampled_tokens = [t.num_sampled for t in trajectories]
+        metrics[f"{prefix}/reward_mean"] = float(np.mean([t.reward for t in trajectories]))
+        metrics[f"{prefix}/turns_mean"] = float(np.mean([t.num_turns for t in trajectories]))
+        metrics[f"{prefix}/sampled_tokens_mean"] = float(np.mean(sampled_tokens))
+        metrics[f"{prefix}/trajectories"] = float(len(trajectories))
     return metrics
 
 
-def _mean_age(ages: Mapping[int, int]) -> float:
-    return sum(age * count for age, count in ages.items()) / max(1, sum(ages.values()))
+def _mean_age(tokens_by_age: Mapping[int, int]) -> float:
+    total = sum(age * count for age, count in tokens_by_age.items())
+    return total / max(1, sum(tokens_by_age.values()))
 
 
 def _session_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean number of segments, and sums of calls and requests; nothing without recorded sessions.
+    """Return the mean number of contexts, and sums of calls and requests, over recorded sessions.
 
-    ``unmatched_calls`` and ``spliced_calls`` left the recorded history; of ``lost_requests`` nothing is on record.
+    ``unmatched_calls`` and ``spliced_calls`` left the recorded history. Nothing is on record of
+    ``lost_requests``. Without recorded sessions there is no metric.
     """
-    recorded = [t.metrics for t in trajectories if "segments" in t.metrics]
-    if not recorded:
+    sessions = [t.metrics for t in trajectories if "segments" in t.metrics]
+    if not sessions:
         return {}
-    names = ("unmatched_calls", "spliced_calls", "lost_requests")
-    counts = {name: sum(metrics.get(name, 0.0) for metrics in recorded) for name in names}
-    return {"segments_mean": 1 + sum(metrics["segments"] for metrics in recorded) / len(recorded), **counts}
+
+    segments = sum(metrics["segments"] for metrics in sessions)
+    counts = {"segments_mean": 1 + segments / len(sessions)}
+    for name in ("unmatched_calls", "spliced_calls", "lost_requests"):
+        counts[name] = sum(metrics.get(name, 0.0) for metrics in sessions)
+    return counts
 
 
 def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:
-    """Return ``tree/<name>``: how the groups of a strategy that branches came about, summed; nothing for chains.
+    """Return ``tree/<name>``: sums over the groups of a strategy that branches.
 
-    ``branches`` continue a tree, if only from its prompt; ``topped_up`` are chains that replace missing branches;
-    ``nodes`` those of the groups' graphs; ``inherited_tokens`` sampled ids that branches inherited.
+    ``branches`` continue a tree, if only from its prompt. ``topped_up`` are chains that replace
+    missing branches. ``nodes`` are the nodes of the groups' graphs, ``inherited_tokens`` sampled
+    token ids that branches inherited. Groups of chains have no such metric.
     """
-    branched = [group for group in groups if group.metrics]
-    if not branched:
-        return {}
+    branched_groups = [group for group in groups if group.metrics]
     counts: Counter[str] = Counter()
-    for group in branched:
+    for group in branched_groups:
         counts.update(group.metrics)
         counts["trees"] += len({t.tree_id for t in group.trajectories})
         counts["nodes"] += len(TrajectoryGraph.of(group.trajectories).nodes)
@@ -321,21 +417,33 @@ def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _part_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return ``reward/<part>``: the mean of each named part, tool and turn sums included, where it exists."""
+    """Return ``reward/<part>``: the mean of each named part over the trajectories that have it.
+
+    The sums of tool rewards and of turn scores count as parts.
+    """
     values: dict[str, list[float]] = {}
     for trajectory in trajectories:
-        sums = {key: trajectory.metrics.get(key, 0.0) for key in ("tool_reward", "turn_score")}
-        for name, value in {**sums, **trajectory.reward_parts}.items():
+        parts = {
+            "tool_reward": trajectory.metrics.get("tool_reward", 0.0),
+            "turn_score": trajectory.metrics.get("turn_score", 0.0),
+            **trajectory.reward_parts,
+        }
+        for name, value in parts.items():
             values.setdefault(f"reward/{name}", []).append(value)
     return {name: float(np.mean(parts)) for name, parts in sorted(values.items())}
 
 
-def _share(holds: Iterable[bool]) -> float:
+def _share(flags: Iterable[bool]) -> float:
     """Return the share of true values; 0 without any."""
-    found = list(holds)
-    return sum(found) / max(1, len(found))
+    flags = list(flags)
+    return sum(flags) / max(1, len(flags))
 
 
 def _statistics(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the mean, maximum and minimum; 0 without values."""
     array = np.asarray(values, np.float64) if values else np.zeros(1)
-    return {f"{name}_mean": float(array.mean()), f"{name}_max": float(array.max()), f"{name}_min": float(array.min())}
+    return {
+        f"{name}_mean": float(array.mean()),
+        f"{name}_max": float(array.max()),
+        f"{name}_min": float(array.min()),
+    }

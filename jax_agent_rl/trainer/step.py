@@ -1,4 +1,4 @@
-"""The parts of a training step: its groups, how they are sampled and shaped, and its interruptible learner update."""
+"""The parts of a training step: how its groups are sampled and shaped, and its learner update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.types import Group, SamplingParams, Trajectory
 
-UNDO_SECONDS = 2.0  # for an interrupted update to stop and put the state back
+UNDO_SECONDS = 2.0
+"""Time for an interrupted update to stop and to restore the learner's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class RolloutBatch:
     Attributes:
         groups: before any filter.
         engine: what the engines did while they were collected.
-        seconds: over which ``engine`` counts.
+        seconds: the time that ``engine`` covers.
         metrics: more named values for the step's record.
     """
 
@@ -41,16 +42,16 @@ class RolloutBatch:
 
 @dataclass(kw_only=True)
 class Step:
-    """A training step in progress. Ctrl-C or SIGTERM undoes its learner update while that is possible.
+    """A training step in progress. Ctrl-C or SIGTERM undoes its update while that is possible.
 
     Attributes:
         number: from 1.
         began: on the trainer's clock.
         print_line: prints a line for people.
-        stop_rollouts: stops what the engines do meanwhile.
-        batch: what :meth:`Trainer.rollout` returned.
-        publish_seconds: what :meth:`Trainer.publish` returned.
-        cancellation: to be given to the learner.
+        stop_rollouts: stops the rollouts that run beside the update.
+        batch: the result of :meth:`Trainer.rollout`.
+        publish_seconds: the result of :meth:`Trainer.publish`.
+        cancellation: for the learner's update.
     """
 
     number: int
@@ -64,9 +65,11 @@ class Step:
 
     @property
     def result(self) -> UpdateResult | None:
-        """The update's result, once it has succeeded, even if the caller was cancelled meanwhile."""
+        """The result of a successful update, even if the caller was cancelled meanwhile."""
         update = self._update
-        if update is None or not update.done() or update.cancelled() or update.exception() is not None:
+        if update is None or not update.done() or update.cancelled():
+            return None
+        if update.exception() is not None:
             return None
         return update.result()
 
@@ -74,19 +77,22 @@ class Step:
         """Run the learner's update.
 
         Raises:
-            asyncio.CancelledError: the caller was cancelled. The update is undone, or finished if it has begun for
-                good; :attr:`result` tells.
+            asyncio.CancelledError: the caller was cancelled. The update is undone, or finished if
+                it can no longer be undone; :attr:`result` tells.
         """
         self._update = asyncio.ensure_future(update)
         try:
             await asyncio.shield(self._update)
         except asyncio.CancelledError:
-            if not self.cancellation.cancel():
+            is_undone = self.cancellation.cancel()
+            if not is_undone:
                 self.print_line("  its updates have begun: finishing this learner step before saving")
                 await self.stop_rollouts()
                 await asyncio.wait((self._update,))
                 raise
-            if self.cancellation.has_begun:  # the thread goes back by itself, unless it is inside a compiler
+
+            if self.cancellation.has_begun:
+                # The learner's thread stops by itself, unless it is inside the compiler.
                 await asyncio.wait((self._update,), timeout=UNDO_SECONDS)
             self._update.cancel()
             await asyncio.gather(self._update, return_exceptions=True)
@@ -107,7 +113,8 @@ def training_sampling(config: Config) -> SamplingParams:
 
 def evaluation_sampling(config: Config) -> SamplingParams:
     """Return the sampling of every turn of a held-out rollout."""
-    return SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.eval_temperature)
+    rollout = config.rollout
+    return SamplingParams(max_tokens=rollout.max_model_len, temperature=rollout.eval_temperature)
 
 
 async def gather(
@@ -121,14 +128,16 @@ async def gather(
     label: str,
     arrived: Callable[[Group], None],
 ) -> list[Group]:
-    """Collect one group per row, in the rows' order: groups arrive as they finish, and nothing may depend on that.
+    """Collect one group per row, in the order of the rows.
+
+    Groups arrive in the order in which they finish. Training must not depend on it.
 
     Args:
         collector: runs the rollouts.
-        client: of the engines.
-        rows: of the dataset.
+        client: knows whether any engine is left.
+        rows: one prompt each.
         group_size: trajectories of each group.
-        sampling: of every turn.
+        sampling: for every turn.
         step: see :meth:`RolloutCollector.collect`.
         label: see :meth:`RolloutCollector.collect`.
         arrived: called with each complete group.
@@ -137,75 +146,109 @@ async def gather(
         EngineDiedError: no server is left; lost groups would look like failures of the policy.
     """
     groups = []
-    async with aclosing(
-        collector.collect(rows, group_size=group_size, sampling=sampling, step=step, label=label)
-    ) as stream:
+    stream = collector.collect(
+        rows,
+        group_size=group_size,
+        sampling=sampling,
+        step=step,
+        label=label,
+    )
+    async with aclosing(stream):
         async for group in stream:
             groups.append(group)
             arrived(group)
+
     client.require_server()
-    return sorted(groups, key=lambda group: int(group.group_id.rsplit("-", 1)[1]))
+    return sorted(groups, key=_row_index)
+
+
+def _row_index(group: Group) -> int:
+    """Return the index of a group's row: the last part of its id."""
+    return int(group.group_id.rsplit("-", 1)[1])
 
 
 def shaped(group: Group, config: Config, greedy: Group | None = None) -> Group:
-    """Return a scored group as filters and learner take it, the same in every trainer.
+    """Return a scored group as filters and learner expect it, the same in every trainer.
 
-    Penalties of ``algorithm.shaping`` come off its rewards, and those of the greedy rollout of its prompt, which
-    becomes its baseline (ReMax).
+    Penalties of ``algorithm.shaping`` are subtracted from its rewards. The greedy rollout of its
+    prompt is penalized in the same way; its reward becomes the baseline (ReMax).
 
     Args:
         group: as it was collected.
-        config: of the run.
         greedy: the group of the greedy rollout; None without one.
 
     Raises:
         ConfigError: there is a greedy rollout, and the agent plays several roles.
     """
-    algorithm, limit = config.algorithm, config.agent.max_response_length
-    group = shape(group, algorithm.shaping, max_response_length=limit)
+    algorithm = config.algorithm
+    max_response_length = config.agent.max_response_length
+    group = shape(group, algorithm.shaping, max_response_length=max_response_length)
     if greedy is None:
         return group
+
     if any(trajectory.role for trajectory in greedy.trajectories):
         raise ConfigError(
-            "algorithm.adv_estimator=remax compares with one reward per prompt, and an agent of several roles has "
-            "several; set algorithm.adv_estimator=grpo or rae"
+            "algorithm.adv_estimator=remax compares with one reward per prompt, and an agent of "
+            "several roles has several; set algorithm.adv_estimator=grpo or rae"
         )
-    greedy = shape(greedy, algorithm.shaping, max_response_length=limit)
-    if not greedy.trajectories:  # lost
+    greedy = shape(greedy, algorithm.shaping, max_response_length=max_response_length)
+    if not greedy.trajectories:  # the greedy rollout was lost
         return group
-    return replace(group, greedy_reward=total_reward(greedy.trajectories[0], algorithm.turn_reward))
+    greedy_reward = total_reward(greedy.trajectories[0], algorithm.turn_reward)
+    return replace(group, greedy_reward=greedy_reward)
 
 
-def with_role_baselines(group: Group, known: Mapping[str, float]) -> Group:
-    """Add the total rewards to expect of each role (RAE): those ``known`` before this step, by data source and role."""
-    return replace(group, baselines={t.role or "": known.get(_game(t), 0.0) for t in group.trajectories})
+def with_role_baselines(group: Group, role_baselines: Mapping[str, float]) -> Group:
+    """Add the baseline of each role (RAE), the total reward that is expected of it.
+
+    Args:
+        role_baselines: from the steps before, by data source and role.
+    """
+    baselines = {}
+    for trajectory in group.trajectories:
+        baseline = role_baselines.get(_baseline_key(trajectory), 0.0)
+        baselines[trajectory.role or ""] = baseline
+    return replace(group, baselines=baselines)
 
 
 def update_role_baselines(
-    known: Mapping[str, float], groups: Sequence[Group], *, turn_reward: str = "none"
+    role_baselines: Mapping[str, float],
+    groups: Sequence[Group],
+    *,
+    turn_reward: str = "none",
 ) -> dict[str, float]:
-    """Return the baselines after a step, with the total rewards of all its trajectories.
+    """Return the role baselines after a step, with the total rewards of all its trajectories.
 
     Args:
-        known: before the step.
+        role_baselines: from the steps before, by data source and role.
         groups: of the step, shaped.
         turn_reward: ``algorithm.turn_reward``, part of the totals.
     """
-    rewards: dict[str, list[float]] = {}
+    step_rewards: dict[str, list[float]] = {}
     for trajectory in all_trajectories(groups):
-        rewards.setdefault(_game(trajectory), []).append(total_reward(trajectory, turn_reward))
-    return {**known, **{game: running_baseline(known.get(game, 0.0), new) for game, new in rewards.items()}}
+        reward = total_reward(trajectory, turn_reward)
+        step_rewards.setdefault(_baseline_key(trajectory), []).append(reward)
+
+    updated = dict(role_baselines)
+    for key, rewards in step_rewards.items():
+        updated[key] = running_baseline(role_baselines.get(key, 0.0), rewards)
+    return updated
 
 
-def _game(trajectory: Trajectory) -> str:
+def _baseline_key(trajectory: Trajectory) -> str:
+    """Return the data source and the role of a trajectory: what shares a running baseline."""
     return f"{trajectory.row.get('data_source')}/{trajectory.role or ''}"
 
 
 def recorded(groups: Sequence[Group]) -> list[Trajectory]:
     """Return the members of each group, and after them the trajectories of its frozen roles."""
-    return [t for g in groups for t in (*g.trajectories, *g.frozen)]
+    trajectories: list[Trajectory] = []
+    for group in groups:
+        trajectories += group.trajectories
+        trajectories += group.frozen
+    return trajectories
 
 
 def all_trajectories(groups: Sequence[Group]) -> list[Trajectory]:
     """Return the members of all groups, in order."""
-    return [t for g in groups for t in g.trajectories]
+    return [trajectory for group in groups for trajectory in group.trajectories]

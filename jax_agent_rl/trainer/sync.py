@@ -2,17 +2,17 @@
 
 ::
 
-    evaluate ─► repeat: rows ─► groups of trajectories ─► select ─► update ─► publish ─► record ─► checkpoint
-                   ▲      (engine, agents, tools)          │ (learner)  (learner → engine)
-                   └──── refill: too few groups are left ──┘
-             ─► evaluate ─► summary
+    repeat: rows ─► groups of trajectories ─► select ─► update ─► publish ─► record ─► checkpoint
+             ▲      (engine, agents, tools)     │     (learner) (learner → engine)
+             └── refill: too few are left ──────┘
 
     time ─►   engine   [ rollout 1 ]            [ rollout 2 ]            [ rollout 3 ]
-              learner               [ learn 1 ]^             [ learn 2 ]^             …        ^ weights
+              learner               [ learn 1 ]^             [ learn 2 ]^             …
+                                               weights                  weights
 
-Every trajectory of a step is sampled from the weights of the step before, so it is on-policy;
-:mod:`~jax_agent_rl.trainer.asynchronous` relaxes exactly that. What follows the rollout is the same everywhere:
-:mod:`~jax_agent_rl.trainer.base`.
+Every trajectory of a step is sampled from the weights that the step trains, so it is on-policy;
+:mod:`~jax_agent_rl.trainer.asynchronous` relaxes exactly that. What follows the rollout is the same
+everywhere: :mod:`~jax_agent_rl.trainer.base`.
 """
 
 from __future__ import annotations
@@ -40,33 +40,68 @@ class SyncTrainer(Trainer):
 
     async def publish(self, version: int, selection: Selection) -> float:
         """Publish if anything was learned."""
-        return await self.push_weights(version) if selection.groups else 0.0
+        if not selection.groups:
+            return 0.0
+        return await self.push_weights(version)
 
     async def collect(self, step: int) -> tuple[list[Group], BackendMetrics]:
-        """Collect ``prompts_per_step`` groups; also return what the engines did for them.
+        """Collect ``prompts_per_step`` groups.
 
-        With ``algorithm.max_resample_rounds``, new prompts replace groups that the filters will leave out.
+        With ``algorithm.max_resample_rounds``, new prompts replace groups that the filters will
+        leave out.
+
+        Returns:
+            the groups, and what the engines did for them.
         """
-        config, algorithm = self.runtime.config.rollout, self.runtime.config.algorithm
-        before = await self.runtime.metrics()
+        prompts_per_step = self.runtime.config.rollout.prompts_per_step
+        algorithm = self.runtime.config.algorithm
+        metrics_before = await self.runtime.metrics()
+
         groups: list[Group] = []
-        for round_ in range(1 + algorithm.max_resample_rounds):
-            missing = config.prompts_per_step - len(select(groups, algorithm).groups)
+        for resample_round in range(1 + algorithm.max_resample_rounds):
+            missing = prompts_per_step - len(select(groups, algorithm).groups)
             if not missing:
                 break
             rows = self.runtime.cursor.next_rows(missing)
-            groups += await self.collect_round(rows, step, f"refill{round_}" if round_ else "train")
-        return groups, (await self.runtime.metrics()).since(before)
+            label = f"refill{resample_round}" if resample_round else "train"
+            groups += await self.collect_round(rows, step, label)
+
+        metrics_after = await self.runtime.metrics()
+        return groups, metrics_after.since(metrics_before)
 
     async def collect_round(self, rows: Sequence[dict], step: int, label: str) -> list[Group]:
-        """Collect one group per row, with shaped rewards and, for ReMax, the reward of a greedy rollout."""
-        config, collector, phase = self.runtime.config, self.runtime.collector, f"step {step}: rollout"
+        """Collect one group per row, with shaped rewards.
+
+        For ReMax, each prompt also gets a greedy rollout, whose reward is its baseline.
+        """
+        config = self.runtime.config
+        collector = self.runtime.collector
         sampling = training_sampling(config)
-        groups = await self._gather(collector, rows, config.rollout.group_size, sampling, step, label, phase)
+        groups = await self._gather(
+            collector,
+            rows,
+            group_size=config.rollout.group_size,
+            sampling=sampling,
+            step=step,
+            label=label,
+            phase=f"step {step}: rollout",
+        )
         if config.algorithm.adv_estimator != "remax":
             return [shaped(group, config) for group in groups]
-        greedy = await self._gather(
-            collector, rows, 1, replace(sampling, temperature=0.0), step, f"greedy-{label}", f"{phase}, greedy"
+
+        greedy_groups = await self._gather(
+            collector,
+            rows,
+            group_size=1,
+            sampling=replace(sampling, temperature=0.0),
+            step=step,
+            label=f"greedy-{label}",
+            phase=f"step {step}: rollout, greedy",
         )
-        collector.accounting.drop([t.trajectory_id for t in all_trajectories(greedy)], DropReason.GREEDY)
-        return [shaped(group, config, baseline) for group, baseline in zip(groups, greedy, strict=True)]
+        greedy_ids = [t.trajectory_id for t in all_trajectories(greedy_groups)]
+        collector.accounting.drop(greedy_ids, DropReason.GREEDY)  # not trained on
+
+        shaped_groups = []
+        for group, greedy in zip(groups, greedy_groups, strict=True):
+            shaped_groups.append(shaped(group, config, greedy))
+        return shaped_groups

@@ -99,7 +99,7 @@ class LearnerBuilder(NamedTuple):
         self, name: str, programs: UpdatePrograms, params: Params, frozen: Params, batch: Arrays
     ) -> tuple[TrainState, frozenset[str]]:
         """Add a model's gradient and update; return its state, and the names of what passes over it hold."""
-        state = jax.tree.map(place, jax.eval_shape(programs.init, params), programs.places)
+        state = jax.tree.map(place, jax.eval_shape(programs.init, params), programs.state_shardings)
         holds = self.inventory.keep(f"{name} parameters", state.params)
         both = holds | self.inventory.keep(f"{name} optimizer", state.opt_state)
         reads = holds | self.inventory.keep(f"{name} frozen", frozen)

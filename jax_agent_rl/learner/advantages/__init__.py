@@ -1,4 +1,4 @@
-"""Advantages by name (``algorithm.adv_estimator``): from the scored trajectories of a step to a number per token.
+"""Advantages by name (``algorithm.adv_estimator``): from scored trajectories to numbers per token.
 
 ::
 
@@ -8,14 +8,15 @@
     compared over the whole step                    gpg gdpo remax reinforce_plus_plus(_baseline)
     with a running mean per role                    rae
     with a critic                                   gae
-    0: what is learned from is the KL to a teacher  none
+    0 everywhere: only the KL to a teacher trains   none
 
-``estimators`` is the mathematics, on plain arrays; the adapters here read trajectories and config. Shapes: N
-trajectories, L ids of a response.
+``estimators`` is the mathematics, on plain arrays; the adapters here read trajectories and config.
+Shapes: N trajectories, L ids of a response.
 
-The response of a trajectory with segments is that of all its sequences, one after another: it is estimated as a whole,
-in one piece or in many. What depends on time (returns, discounts, first turns) follows the order in which its turns
-were sampled, which is another where sub-agents answered between two turns of their caller.
+The response of a trajectory with segments is the one of all its sequences, one after another: a
+trajectory is estimated as a whole, however many pieces it has. What depends on time (returns,
+discounts, first turns) follows the order in which its turns were sampled. This is another order if
+sub-agents answered between two turns of their caller.
 """
 
 from __future__ import annotations
@@ -42,12 +43,17 @@ class ScoredBatch:
 
     Attributes:
         trajectories: in order of their groups.
-        groups: int [N], number of each trajectory's group and role: whose rewards compare.
-        masks: bool [L] each, ``loss_mask``: what was sampled, and observations that are trained on.
-        rewards: token rewards; a turn's stand at its last sampled token, the final one at the last of all.
-        greedy: float64 [N], total reward of the greedy rollout of the same prompt (ReMax); NaN where there is none.
-        baselines: float64 [N], total reward to expect of the same role (RAE); 0 where nothing is known.
-        values: float64 [L + 1] each, the critic's value of the state before every id and after the last; or None.
+        groups: int [N], a number for each group and role. Rewards of trajectories with the same
+            number are compared.
+        masks: bool [L] each, ``loss_mask``: sampled tokens, and observations that are trained on.
+        rewards: token rewards. The reward of a turn is at its last sampled token, the final reward
+            at the last one of all.
+        greedy: float64 [N], total reward of the greedy rollout of the same prompt (ReMax); NaN
+            without one.
+        baselines: float64 [N], total reward that is expected of the same role (RAE); 0 where
+            nothing is known.
+        values: float64 [L + 1] each, the critic's value of the state before every id and after the
+            last. None without a critic.
     """
 
     trajectories: Sequence[Trajectory]
@@ -66,15 +72,20 @@ class ScoredBatch:
     @property
     def members(self) -> list[np.ndarray]:
         """For each group and role the indices of its trajectories."""
-        return [np.flatnonzero(self.groups == g) for g in range(int(self.groups.max(initial=-1)) + 1)]
+        num_groups = int(self.groups.max(initial=-1)) + 1
+        return [np.flatnonzero(self.groups == group) for group in range(num_groups)]
 
     @property
     def orders(self) -> list[np.ndarray]:
-        """For each trajectory the places of its response in the order of time, int64 [L]."""
-        return [
-            np.concatenate([np.arange(at, at + len(t.output.token_ids) + len(t.appended_ids)) for at, t in turns])
-            for turns in map(timeline, self.trajectories)
-        ]
+        """For each trajectory the indices of its response in the order of time, int64 [L]."""
+        orders = []
+        for trajectory in self.trajectories:
+            spans = []
+            for begin, turn in timeline(trajectory):
+                end = begin + len(turn.output.token_ids) + len(turn.appended_ids)
+                spans.append(np.arange(begin, end))
+            orders.append(np.concatenate(spans))
+        return orders
 
     def broadcast(self, per_trajectory: np.ndarray) -> PerToken:
         """Spread one number per trajectory over all its sampled tokens."""
@@ -86,28 +97,46 @@ def scored_batch(groups: Sequence[Group], *, turn_reward: str) -> ScoredBatch:
 
     Args:
         groups: of the step.
-        turn_reward: ``algorithm.turn_reward``, what a turn with tool calls earns besides the (shaped) reward.
+        turn_reward: ``algorithm.turn_reward``: the reward of a turn with tool calls, besides the
+            (shaped) reward of the trajectory.
     """
-    trajectories = [t for g in groups for t in g.trajectories]
-    masks = [np.concatenate([np.asarray(s.loss_mask, bool) for s in t.sequences]) for t in trajectories]
-    rewards = []
-    for trajectory, mask in zip(trajectories, masks, strict=True):
-        own = turn_rewards(trajectory, turn_reward)
-        own[-1] += trajectory.reward
-        rewards.append(np.zeros(len(mask)))
-        rewards[-1][[at + len(turn.output.token_ids) - 1 for at, turn in timeline(trajectory)]] = own
-    counts = [len(g.trajectories) for g in groups]
-    greedy = [np.nan if g.greedy_reward is None else g.greedy_reward for g in groups]
-    parts = [(number, t.role) for number, group in enumerate(groups) for t in group.trajectories]
-    numbers = {part: number for number, part in enumerate(dict.fromkeys(parts))}
+    trajectories: list[Trajectory] = []
+    group_numbers: list[int] = []
+    masks: list[np.ndarray] = []
+    rewards: list[np.ndarray] = []
+    greedy: list[float] = []
+    baselines: list[float] = []
+    number_of: dict[tuple[int, str | None], int] = {}  # of each group and role
+    for index, group in enumerate(groups):
+        greedy_reward = np.nan if group.greedy_reward is None else group.greedy_reward
+        for trajectory in group.trajectories:
+            sequences = trajectory.sequences
+            mask = np.concatenate([np.asarray(s.loss_mask, bool) for s in sequences])
+            trajectories.append(trajectory)
+            masks.append(mask)
+            rewards.append(_token_rewards(trajectory, turn_reward, len(mask)))
+            group_numbers.append(number_of.setdefault((index, trajectory.role), len(number_of)))
+            greedy.append(greedy_reward)
+            baselines.append(group.baselines.get(trajectory.role or "", 0.0))
+
     return ScoredBatch(
         trajectories=trajectories,
-        groups=np.array([numbers[part] for part in parts], np.intp),
+        groups=np.array(group_numbers, np.intp),
         masks=masks,
         rewards=rewards,
-        greedy=np.repeat(np.asarray(greedy, np.float64), counts),
-        baselines=np.array([g.baselines.get(t.role or "", 0.0) for g in groups for t in g.trajectories], np.float64),
+        greedy=np.array(greedy, np.float64),
+        baselines=np.array(baselines, np.float64),
     )
+
+
+def _token_rewards(trajectory: Trajectory, turn_reward: str, length: int) -> np.ndarray:
+    """Return the token rewards of a response, see :class:`ScoredBatch`."""
+    rewards_of_turns = turn_rewards(trajectory, turn_reward)
+    rewards_of_turns[-1] += trajectory.reward
+    last_sampled = [begin + len(turn.output.token_ids) - 1 for begin, turn in timeline(trajectory)]
+    rewards = np.zeros(length)
+    rewards[last_sampled] = rewards_of_turns
+    return rewards
 
 
 def all_turns(trajectory: Trajectory) -> list[Turn]:
@@ -116,21 +145,34 @@ def all_turns(trajectory: Trajectory) -> list[Turn]:
 
 
 def turn_spans(trajectory: Trajectory) -> list[slice]:
-    """Return each turn's span in the response: sampled ids, and appended ones if they are trained on."""
-    return [
-        slice(at, at + len(turn.output.token_ids) + len(turn.appended_ids) * turn.learn_appended)
-        for at, turn in timeline(trajectory)
-    ]
+    """Return each turn's span in the response: sampled ids, and appended ones with loss."""
+    spans = []
+    for begin, turn in timeline(trajectory):
+        end = begin + len(turn.output.token_ids)
+        if turn.learn_appended:
+            end += len(turn.appended_ids)
+        spans.append(slice(begin, end))
+    return spans
 
 
 def turn_rewards(trajectory: Trajectory, source: str) -> np.ndarray:
-    """Return one reward per turn in the order of time, float64; ``source`` is ``algorithm.turn_reward``."""
+    """Return one reward per turn in the order of time, float64.
+
+    Args:
+        trajectory: of several turns.
+        source: ``algorithm.turn_reward``.
+    """
     return np.array([reward_of_turn(turn, source) for turn in all_turns(trajectory)], np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """``advantages`` per token, and what the critic is to learn (``returns``; None without a critic)."""
+    """The advantages of a step.
+
+    Attributes:
+        advantages: per token.
+        returns: per token, the critic's targets; None without a critic.
+    """
 
     advantages: PerToken
     returns: PerToken | None = None
@@ -149,56 +191,89 @@ def find_estimator(name: str) -> Estimator:
     return ESTIMATORS.get(name) or load_installed("advantages", name)
 
 
-def _per_trajectory(samples: ScoredBatch, one: Callable[[np.ndarray], np.ndarray]) -> Advantages:
-    """Spread one number per trajectory over its tokens; ``one`` takes the indices of a group's trajectories."""
+def _per_trajectory(
+    samples: ScoredBatch,
+    estimate: Callable[[np.ndarray], np.ndarray],
+) -> Advantages:
+    """Spread one number per trajectory over its tokens.
+
+    Args:
+        samples: of the step.
+        estimate: takes the indices of a group's trajectories, and returns their numbers.
+    """
     advantages = np.zeros(len(samples.trajectories))
     for members in samples.members:
-        advantages[members] = one(members)
+        advantages[members] = estimate(members)
     return Advantages(advantages=samples.broadcast(advantages))
 
 
 def _outcome(
-    estimator: Callable[[np.ndarray], np.ndarray], samples: ScoredBatch, config: AlgorithmConfig
+    estimator: Callable[[np.ndarray], np.ndarray],
+    samples: ScoredBatch,
+    config: AlgorithmConfig,
 ) -> Advantages:
     totals = samples.totals
     return _per_trajectory(samples, lambda members: estimator(totals[members]))
 
 
 def _opo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    totals, lengths = samples.totals, np.array([mask.sum() for mask in samples.masks])
-    return _per_trajectory(samples, lambda members: estimators.opo(totals[members], lengths[members]))
+    totals = samples.totals
+    lengths = np.array([mask.sum() for mask in samples.masks])
+
+    def estimate(members: np.ndarray) -> np.ndarray:
+        return estimators.opo(totals[members], lengths[members])
+
+    return _per_trajectory(samples, estimate)
 
 
 def _in_time(estimator: Estimator) -> Estimator:
     """Let an estimator read every response in the order in which its turns were sampled."""
 
-    def ordered(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    def estimate(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
         orders = samples.orders
-        values = samples.values and [
-            np.append(v[:-1][order], v[-1]) for v, order in zip(samples.values, orders, strict=True)
-        ]
-        in_time = replace(
-            samples, masks=_take(samples.masks, orders), rewards=_take(samples.rewards, orders), values=values
+        values = None
+        if samples.values is not None:
+            values = []
+            for response_values, order in zip(samples.values, orders, strict=True):
+                before_ids = response_values[:-1]
+                after_last = response_values[-1]
+                values.append(np.append(before_ids[order], after_last))
+        samples_in_time = replace(
+            samples,
+            masks=_reorder(samples.masks, orders),
+            rewards=_reorder(samples.rewards, orders),
+            values=values,
         )
-        made, back = estimator(in_time, config), [np.argsort(order) for order in orders]
-        returns = None if made.returns is None else _take(made.returns, back)
-        return Advantages(advantages=_take(made.advantages, back), returns=returns)
+        estimated = estimator(samples_in_time, config)
 
-    return ordered
+        original_orders = [np.argsort(order) for order in orders]
+        returns = None
+        if estimated.returns is not None:
+            returns = _reorder(estimated.returns, original_orders)
+        advantages = _reorder(estimated.advantages, original_orders)
+        return Advantages(advantages=advantages, returns=returns)
+
+    return estimate
 
 
-def _take(arrays: Sequence[np.ndarray], places: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return [array[at] for array, at in zip(arrays, places, strict=True)]
+def _reorder(arrays: Sequence[np.ndarray], orders: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [array[order] for array, order in zip(arrays, orders, strict=True)]
 
 
 def _gdpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     keys = config.gdpo.reward_keys
-    weights = dict(zip(keys, config.gdpo.reward_weights or (1.0,) * len(keys), strict=True))
-    parts = {key: np.array([_part(t, key) for t in samples.trajectories]) for key in keys}
-    return Advantages(advantages=estimators.gdpo(parts, weights, samples.members, samples.masks))
+    weights = dict.fromkeys(keys, 1.0)
+    if config.gdpo.reward_weights:
+        weights = dict(zip(keys, config.gdpo.reward_weights, strict=True))
+
+    parts = {}
+    for key in keys:
+        parts[key] = np.array([_reward_part(t, key) for t in samples.trajectories])
+    advantages = estimators.gdpo(parts, weights, samples.members, samples.masks)
+    return Advantages(advantages=advantages)
 
 
-def _part(trajectory: Trajectory, key: str) -> float:
+def _reward_part(trajectory: Trajectory, key: str) -> float:
     if key == "score":
         return trajectory.reward
     if key not in trajectory.reward_parts:
@@ -212,118 +287,214 @@ def _part(trajectory: Trajectory, key: str) -> float:
 def _gae(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     if samples.values is None:
         raise ValueError("gae needs the critic's values")
-    pairs = []
+    advantages = []
+    returns = []
     for i, trajectory in enumerate(samples.trajectories):
-        bootstraps = config.bootstrap == "truncated" and trajectory.finish_reason.truncated
-        value_after = float(samples.values[i][-1]) if bootstraps else 0.0
-        arrays = (samples.rewards[i], samples.values[i][:-1], samples.masks[i])
-        pairs.append(estimators.gae(*arrays, gamma=config.gamma, lam=config.lam, value_after=value_after))
-    whitened = estimators.whiten([advantages for advantages, _ in pairs], samples.masks)
-    return Advantages(advantages=whitened, returns=[returns for _, returns in pairs])
+        is_bootstrapped = config.bootstrap == "truncated" and trajectory.finish_reason.truncated
+        response_advantages, response_returns = estimators.gae(
+            samples.rewards[i],
+            samples.values[i][:-1],
+            samples.masks[i],
+            gamma=config.gamma,
+            lam=config.lam,
+            value_after=float(samples.values[i][-1]) if is_bootstrapped else 0.0,
+        )
+        advantages.append(response_advantages)
+        returns.append(response_returns)
+    whitened = estimators.whiten(advantages, samples.masks)
+    return Advantages(advantages=whitened, returns=returns)
 
 
 def _gigpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     gigpo = config.gigpo
+    totals = samples.totals
 
-    def one(group: np.ndarray) -> list[np.ndarray]:
-        members = [samples.trajectories[i] for i in group]
+    def estimate(members: np.ndarray) -> list[np.ndarray]:
+        rewards = []
+        observations = []
+        for i in members:
+            trajectory = samples.trajectories[i]
+            spans = turn_spans(trajectory)
+            rewards.append(np.array([samples.rewards[i][span].sum() for span in spans]))
+            observations.append(_observations(trajectory))
         return estimators.gigpo(
-            samples.totals[group],
-            [np.array([samples.rewards[i][span].sum() for span in turn_spans(samples.trajectories[i])]) for i in group],
-            [_observations(t) for t in members],
+            totals[members],
+            rewards,
+            observations,
             gamma=gigpo.gamma,
             step_advantage_w=gigpo.step_advantage_w,
             divide_by_std=gigpo.mode == "mean_std_norm",
             similarity=gigpo.similarity,
         )
 
-    return _by_turns(samples, one)
+    return _by_turns(samples, estimate)
 
 
 def _observations(trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """Return what each turn was sampled after, in the order of time: a prompt, or what was appended to the turn before.
+    """Return the token ids that the policy saw before each turn, in the order of time.
 
-    A segment that goes on where another turn of its trajectory ended was shown what follows that turn.
+    They are a prompt, or what was appended to the previous turn. For a segment that goes on where
+    another turn of its trajectory ended, they are what follows that turn.
     """
-    contexts = (*trajectory.segments, trajectory)  # not its sequences: a history window makes no observation
-    begun = inherited(contexts) if trajectory.segments else [0]
-    shown = [
-        ids
-        for c, known in zip(contexts, begun, strict=True)
-        for ids in (c.prompt_ids[known:], *(turn.appended_ids for turn in c.turns[:-1]))
-    ]
-    whens = [-1 if turn.number is None else turn.number for c in contexts for turn in c.turns]
-    return [shown[i] for i in np.argsort(whens, kind="stable")]
+    # Not its sequences: what a history window repeats is no observation.
+    contexts = (*trajectory.segments, trajectory)
+    inherited_lengths = inherited(contexts) if trajectory.segments else [0]
+
+    observations = []
+    turn_numbers = []
+    for context, inherited_length in zip(contexts, inherited_lengths, strict=True):
+        observations.append(context.prompt_ids[inherited_length:])
+        observations += [turn.appended_ids for turn in context.turns[:-1]]
+        for turn in context.turns:
+            turn_numbers.append(-1 if turn.number is None else turn.number)
+    return [observations[i] for i in np.argsort(turn_numbers, kind="stable")]
 
 
 def _mt_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    def one(group: np.ndarray) -> list[np.ndarray]:
-        members = [samples.trajectories[i] for i in group]
-        scores = np.array([turn_rewards(t, config.turn_reward).sum() for t in members])
-        firsts = [next((k + 1 for k, turn in enumerate(all_turns(t)) if turn.tool_calls), 0) for t in members]
-        pairs = estimators.mt_grpo(samples.totals[group] - scores, scores, firsts, config.turn_advantage_coef)
-        return [
-            np.where(np.arange(len(all_turns(t))) < first, *pair)
-            for t, first, pair in zip(members, firsts, pairs, strict=True)
-        ]
+    totals = samples.totals
 
-    return _by_turns(samples, one)
+    def estimate(members: np.ndarray) -> list[np.ndarray]:
+        trajectories = [samples.trajectories[i] for i in members]
+        turn_scores = np.array([turn_rewards(t, config.turn_reward).sum() for t in trajectories])
+        result_turns = [_turns_to_first_result(t) for t in trajectories]
+        pairs = estimators.mt_grpo(
+            totals[members] - turn_scores,
+            turn_scores,
+            result_turns,
+            config.turn_advantage_coef,
+        )
+
+        advantages = []
+        for trajectory, result_turn, pair in zip(trajectories, result_turns, pairs, strict=True):
+            turn_numbers = np.arange(len(all_turns(trajectory)))
+            advantage_before, advantage_after = pair
+            advantages.append(np.where(turn_numbers < result_turn, advantage_before, advantage_after))
+        return advantages
+
+    return _by_turns(samples, estimate)
+
+
+def _turns_to_first_result(trajectory: Trajectory) -> int:
+    """Return the number of turns up to the first tool call, this one included; 0 without any."""
+    for number, turn in enumerate(all_turns(trajectory), start=1):
+        if turn.tool_calls:
+            return number
+    return 0
 
 
 def _tree_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    totals, ids = samples.totals, np.array([t.tree_id for t in samples.trajectories])
-    return _per_trajectory(samples, lambda members: estimators.tree_grpo(totals[members], ids[members]))
+    totals = samples.totals
+    tree_ids = np.array([trajectory.tree_id for trajectory in samples.trajectories])
+
+    def estimate(members: np.ndarray) -> np.ndarray:
+        return estimators.tree_grpo(totals[members], tree_ids[members])
+
+    return _per_trajectory(samples, estimate)
 
 
-def _by_nodes(samples: ScoredBatch, one: Callable[[np.ndarray, estimators.Paths], list[np.ndarray]]) -> Advantages:
-    """Spread per-node numbers of each group's graph over the nodes' tokens and what was appended after them."""
+def _by_nodes(
+    samples: ScoredBatch,
+    estimate: Callable[[np.ndarray, estimators.Paths], list[np.ndarray]],
+) -> Advantages:
+    """Spread numbers of nodes over their tokens, and over what was appended after them.
+
+    Args:
+        samples: of the step.
+        estimate: takes the totals of a group, and the paths of its graph; returns one number for
+            each node of each path.
+    """
+    totals = samples.totals
     advantages = [np.zeros(len(mask)) for mask in samples.masks]
-    for group in samples.members:
-        graph = TrajectoryGraph.of([samples.trajectories[i] for i in group])
-        per_node = one(samples.totals[group], graph.paths)
-        for i, path, ends, values in zip(group, graph.paths, graph.ends, per_node, strict=True):
+    for members in samples.members:
+        graph = TrajectoryGraph.of([samples.trajectories[i] for i in members])
+        estimated = estimate(totals[members], graph.paths)
+        for i, path, ends, values in zip(members, graph.paths, graph.ends, estimated, strict=True):
+            mask = samples.masks[i]
             starts = np.asarray(ends) - [len(graph.nodes[node].ids) for node in path]
-            order = np.argsort(starts)  # the path is in the order of time
-            places = np.searchsorted(starts[order], np.arange(len(samples.masks[i])), side="right") - 1
-            advantages[i] = values[order][places] * samples.masks[i]
+            # The path is in the order of time, tokens are in the order of sequences.
+            order = np.argsort(starts)
+            node_of_token = np.searchsorted(starts[order], np.arange(len(mask)), side="right") - 1
+            advantages[i] = values[order][node_of_token] * mask
     return Advantages(advantages=advantages)
 
 
-def _by_turns(samples: ScoredBatch, one: Callable[[np.ndarray], list[np.ndarray]]) -> Advantages:
-    """Spread per-turn numbers of each group over the turns' tokens."""
+def _by_turns(
+    samples: ScoredBatch,
+    estimate: Callable[[np.ndarray], list[np.ndarray]],
+) -> Advantages:
+    """Spread numbers of turns over their tokens.
+
+    Args:
+        samples: of the step.
+        estimate: takes the indices of a group's trajectories; returns one number for each turn.
+    """
     advantages = [np.zeros(len(mask)) for mask in samples.masks]
-    for group in samples.members:
-        for i, per_turn in zip(group, one(group), strict=True):
-            for span, value in zip(turn_spans(samples.trajectories[i]), per_turn, strict=True):
+    for members in samples.members:
+        for i, per_turn in zip(members, estimate(members), strict=True):
+            spans = turn_spans(samples.trajectories[i])
+            for span, value in zip(spans, per_turn, strict=True):
                 advantages[i][span] = value
     return Advantages(advantages=advantages)
 
 
+def _treerl(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    return _by_nodes(samples, estimators.treerl)
+
+
 def _arpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    return _by_nodes(samples, functools.partial(estimators.arpo, hard=config.shared_tokens == "hard"))
+    is_hard = config.shared_tokens == "hard"
+    return _by_nodes(samples, functools.partial(estimators.arpo, hard=is_hard))
+
+
+def _none(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    return Advantages(advantages=[np.zeros(len(mask)) for mask in samples.masks])
+
+
+def _rae(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    return Advantages(advantages=samples.broadcast(samples.totals - samples.baselines))
+
+
+def _gpg(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    advantages = estimators.gpg(samples.totals, samples.members)
+    return Advantages(advantages=samples.broadcast(advantages))
+
+
+def _remax(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    advantages = estimators.remax(samples.rewards, samples.masks, samples.greedy)
+    return Advantages(advantages=advantages)
+
+
+def _reinforce_plus_plus(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    advantages = estimators.reinforce_plus_plus(samples.rewards, samples.masks, config.gamma)
+    return Advantages(advantages=advantages)
+
+
+def _reinforce_plus_plus_baseline(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    advantages = estimators.reinforce_plus_plus_baseline(
+        samples.totals,
+        samples.members,
+        samples.masks,
+    )
+    return Advantages(advantages=advantages)
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    **{
-        estimator.__name__: functools.partial(_outcome, estimator)
-        for estimator in (estimators.grpo, estimators.dr_grpo, estimators.rloo, estimators.grpo_passk)
-    },
+    "grpo": functools.partial(_outcome, estimators.grpo),
+    "dr_grpo": functools.partial(_outcome, estimators.dr_grpo),
+    "rloo": functools.partial(_outcome, estimators.rloo),
+    "grpo_passk": functools.partial(_outcome, estimators.grpo_passk),
     "opo": _opo,
-    "none": lambda x, config: Advantages(advantages=[np.zeros(len(mask)) for mask in x.masks]),
-    "rae": lambda x, config: Advantages(advantages=x.broadcast(x.totals - x.baselines)),
-    "gpg": lambda x, config: Advantages(advantages=x.broadcast(estimators.gpg(x.totals, x.members))),
+    "none": _none,
+    "rae": _rae,
+    "gpg": _gpg,
     "gdpo": _gdpo,
-    "remax": _in_time(lambda x, config: Advantages(advantages=estimators.remax(x.rewards, x.masks, x.greedy))),
-    "reinforce_plus_plus": _in_time(
-        lambda x, config: Advantages(advantages=estimators.reinforce_plus_plus(x.rewards, x.masks, config.gamma))
-    ),
-    "reinforce_plus_plus_baseline": lambda x, config: Advantages(
-        advantages=estimators.reinforce_plus_plus_baseline(x.totals, x.members, x.masks)
-    ),
+    "remax": _in_time(_remax),
+    "reinforce_plus_plus": _in_time(_reinforce_plus_plus),
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "gae": _in_time(_gae),
     "gigpo": _gigpo,
     "mt_grpo": _mt_grpo,
     "tree_grpo": _tree_grpo,
-    "treerl": lambda x, config: _by_nodes(x, estimators.treerl),
+    "treerl": _treerl,
     "arpo": _arpo,
 }

@@ -1,10 +1,10 @@
-"""Estimators on plain arrays: within a group (the trajectories of one prompt), and over a whole step.
+"""Estimators on plain arrays: within a group (one prompt), and over a whole step.
 
-Shapes: G trajectories of one group, N of a step, L ids of a response. Float64 numpy: groups are small, and exactness is
-worth more than speed.
+Shapes: G trajectories of one group, N of a step, L ids of a response. Everything is float64 numpy:
+groups are small, and exactness is worth more than speed.
 
-Nodes and paths of trees, whose branches share their beginnings, are those of
-:class:`~jax_agent_rl.trajectory_graph.TrajectoryGraph`; plain chains, which share nothing, are trees, too.
+For nodes and paths of trees see :class:`~jax_agent_rl.trajectory_graph.TrajectoryGraph`. The
+branches of a tree share their beginnings. A chain, which shares nothing, is a tree as well.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def dr_grpo(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def rloo(rewards_G: np.ndarray) -> np.ndarray:
-    """Reward minus the mean of the *others*: ``n / (n - 1) * (S - mean)``; a group of one keeps its reward.
+    """Reward minus the mean of the *others*: ``n / (n - 1) * (S - mean)``.
+
+    A group of one keeps its reward.
 
     References: Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740.
     """
@@ -55,7 +57,9 @@ def rloo(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def opo(rewards_G: np.ndarray, lengths_G: np.ndarray) -> np.ndarray:
-    """Reward minus its length-weighted mean, the baseline of least variance; a group of one keeps its reward.
+    """Reward minus its length-weighted mean, the baseline of least variance.
+
+    A group of one keeps its reward.
 
     Args:
         rewards_G: float64 [G].
@@ -69,7 +73,9 @@ def opo(rewards_G: np.ndarray, lengths_G: np.ndarray) -> np.ndarray:
 
 
 def grpo_passk(rewards_G: np.ndarray) -> np.ndarray:
-    """Only the best gets an advantage: its lead over the second, by the standard deviation. The first of equals.
+    """Only the best gets an advantage: its lead over the second, by the standard deviation.
+
+    Of equals, the first one is the best.
 
     References: Tang et al. 2025, Optimizing LMs for Inference Time Objectives, arXiv 2503.19595.
     """
@@ -80,35 +86,48 @@ def grpo_passk(rewards_G: np.ndarray) -> np.ndarray:
     return advantages_G
 
 
-# --- one advantage per turn -------------------------------------------------------------------------------------------
+# --- one advantage per turn -----------------------------------------------------------------------
 
 
 def anchor_groups(observations: Sequence[Observation], similarity: float) -> np.ndarray:
-    """Assign numbers to steps by what the agent saw before them: equal numbers for the same anchor, int [steps].
+    """Assign a number to each step by what the agent saw before it, int [steps].
+
+    Steps with the same anchor have equal numbers.
 
     Args:
-        observations: ids the world showed before each step (the prompt before the first).
-        similarity: 1 takes equal ids only; below, a step joins the first anchor whose ``difflib`` ratio to it is at
-            least this.
+        observations: token ids that the agent saw before each step (the prompt before the first).
+        similarity: 1: only equal ids have the same anchor. Below 1, a step joins the first anchor
+            whose ``difflib`` ratio to it is at least this.
 
     References: Feng et al. 2025, GiGPO, arXiv 2505.10978, equation 6.
     """
-    numbers: dict[Observation, int] = {}
+    number_of: dict[Observation, int] = {}
     anchors: list[Observation] = []
     for observation in observations:
-        if observation in numbers:
+        if observation in number_of:
             continue
-        near = (i for i, anchor in enumerate(anchors) if similarity < 1 and _alike(anchor, observation, similarity))
-        number = next(near, len(anchors))
-        if number == len(anchors):
+        number = None
+        if similarity < 1:
+            number = _similar_anchor(anchors, observation, similarity)
+        if number is None:
+            number = len(anchors)
             anchors.append(observation)
-        numbers[observation] = number
-    return np.array([numbers[o] for o in observations], np.int64)
+        number_of[observation] = number
+    return np.array([number_of[observation] for observation in observations], np.int64)
 
 
-def _alike(a: Observation, b: Observation, similarity: float) -> bool:
-    matcher = SequenceMatcher(None, a, b, autojunk=False)
-    return matcher.quick_ratio() >= similarity and matcher.ratio() >= similarity
+def _similar_anchor(
+    anchors: Sequence[Observation],
+    observation: Observation,
+    similarity: float,
+) -> int | None:
+    """Return the number of the first anchor that is similar enough."""
+    for number, anchor in enumerate(anchors):
+        matcher = SequenceMatcher(None, anchor, observation, autojunk=False)
+        # The quick ratio is an upper bound, and much cheaper.
+        if matcher.quick_ratio() >= similarity and matcher.ratio() >= similarity:
+            return number
+    return None
 
 
 def gigpo(
@@ -123,14 +142,15 @@ def gigpo(
 ) -> list[np.ndarray]:
     """Episode advantage plus step advantage, of one group.
 
-    ``A = A_episode + w A_step`` with ``A_episode = (S - mean) / F`` over the group and ``A_step = (G - mean) / F`` over
-    the steps that start from the same observation, where ``G_t = r_t + gamma G_{t+1}`` over turns. ``F`` is the
-    standard deviation or 1. The only step of its anchor has no step advantage.
+    ``A = A_episode + w A_step`` with ``A_episode = (S - mean) / F`` over the group and
+    ``A_step = (G - mean) / F`` over the steps that start from the same observation, where
+    ``G_t = r_t + gamma G_{t+1}`` over turns. ``F`` is the standard deviation or 1. A step whose
+    anchor no other step shares has no step advantage.
 
     Args:
         totals_G: float64 [G].
-        turn_rewards: per trajectory one per turn; the last turn's includes the final reward.
-        observations: per trajectory what each turn was sampled after.
+        turn_rewards: per trajectory one reward per turn; the last one includes the final reward.
+        observations: per trajectory the token ids that the agent saw before each turn.
         gamma: discount factor over turns.
         step_advantage_w: w.
         divide_by_std: F is the standard deviation, not 1.
@@ -141,33 +161,50 @@ def gigpo(
 
     References: Feng et al. 2025, arXiv 2505.10978, equations 3 to 8.
     """
-    returns = [discounted_returns(rewards, np.ones(len(rewards), bool), gamma) for rewards in turn_rewards]
-    counts = [len(r) for r in returns]
-    anchors = anchor_groups([o for per_turn in observations for o in per_turn], similarity)
-    flat, steps = np.concatenate(returns), np.zeros(sum(counts))
+    counts = [len(rewards) for rewards in turn_rewards]
+    returns_of = []
+    for rewards in turn_rewards:
+        all_turns = np.ones(len(rewards), bool)
+        returns_of.append(discounted_returns(rewards, all_turns, gamma))
+
+    # All steps of the group, one trajectory after another.
+    returns = np.concatenate(returns_of)
+    flat_observations = [o for per_turn in observations for o in per_turn]
+    anchors = anchor_groups(flat_observations, similarity)
+    step_advantages = np.zeros(len(returns))
     for anchor in np.unique(anchors):
-        same = anchors == anchor
-        if same.sum() > 1:
-            steps[same] = _normalize(flat[same], divide_by_std)
+        has_anchor = anchors == anchor
+        if has_anchor.sum() > 1:
+            step_advantages[has_anchor] = _normalize(returns[has_anchor], divide_by_std)
+
     # A group of one is its own mean here (GRPO's rule, mean 0, would let it keep its reward).
-    episode = np.repeat(_normalize(totals_G, divide_by_std), counts)
-    return np.split(episode + step_advantage_w * steps, np.cumsum(counts)[:-1])
+    episode_advantages = np.repeat(_normalize(totals_G, divide_by_std), counts)
+    advantages = episode_advantages + step_advantage_w * step_advantages
+    return np.split(advantages, np.cumsum(counts)[:-1])
 
 
 def _normalize(values: np.ndarray, divide_by_std: bool) -> np.ndarray:
     centred = values - values.mean()
-    return centred / (values.std(ddof=1) + EPSILON) if divide_by_std and len(values) > 1 else centred
+    if not divide_by_std or len(values) < 2:
+        return centred
+    return centred / (values.std(ddof=1) + EPSILON)
 
 
 def mt_grpo(
-    outcomes_G: np.ndarray, turn_scores_G: np.ndarray, result_turns: Sequence[int], coef: float
+    outcomes_G: np.ndarray,
+    turn_scores_G: np.ndarray,
+    result_turns: Sequence[int],
+    coef: float,
 ) -> list[np.ndarray]:
-    """``A_outcome + c A_turn`` up to the turn whose tool result came first, ``A_outcome`` after it; of one group.
+    """Return the advantages of one group before and after the first tool result.
+
+    They are ``A_outcome + c A_turn`` up to the turn with the first tool result, and ``A_outcome``
+    after it.
 
     Args:
         outcomes_G: final rewards.
-        turn_scores_G: what the turns with tool calls earned.
-        result_turns: for each trajectory how many turns it took to the first tool result, that one counted; 0: none.
+        turn_scores_G: rewards of the turns with tool calls, summed.
+        result_turns: number of turns up to the first tool result, this one included; 0 without one.
         coef: c.
 
     Returns:
@@ -175,50 +212,63 @@ def mt_grpo(
 
     References: Zeng et al. 2025, Turn-Level Credit Assignment, arXiv 2505.11821.
     """
-    outcome, turn = grpo(outcomes_G), grpo(turn_scores_G)
-    return [
-        np.array([outcome[i] + coef * turn[i] if result else outcome[i], outcome[i]])
-        for i, result in enumerate(result_turns)
-    ]
+    outcome_advantages = grpo(outcomes_G)
+    turn_advantages = grpo(turn_scores_G)
+
+    advantages = []
+    for i, result_turn in enumerate(result_turns):
+        after = outcome_advantages[i]
+        before = after
+        if result_turn:
+            before = after + coef * turn_advantages[i]
+        advantages.append(np.array([before, after]))
+    return advantages
 
 
-# --- along trees of branches ------------------------------------------------------------------------------------------
+# --- along trees of branches ----------------------------------------------------------------------
 
 
 def tree_grpo(rewards_G: np.ndarray, trees_G: Sequence[str] | np.ndarray) -> np.ndarray:
-    """GRPO over all of the prompt plus GRPO within each tree, float64 [G]; a tree of one leaf adds nothing.
+    """GRPO over all of the prompt plus GRPO within each tree, float64 [G].
+
+    A tree of one leaf adds nothing.
 
     Args:
         rewards_G: float64 [G].
-        trees_G: which tree each trajectory is of (``Trajectory.tree_id``).
+        trees_G: the tree that each trajectory belongs to (``Trajectory.tree_id``).
 
     References: Ji et al. 2025, Tree Search for LLM Agent RL, arXiv 2509.21240.
     """
     advantages = grpo(rewards_G)
-    ids = np.asarray(trees_G)
-    for tree_id in np.unique(ids):
-        tree = ids == tree_id
-        if tree.sum() > 1:
-            advantages[tree] += grpo(rewards_G[tree])
+    tree_ids = np.asarray(trees_G)
+    for tree_id in np.unique(tree_ids):
+        in_tree = tree_ids == tree_id
+        if in_tree.sum() > 1:
+            advantages[in_tree] += grpo(rewards_G[in_tree])
     return advantages
 
 
 def treerl(rewards_G: np.ndarray, paths: Paths) -> list[np.ndarray]:
-    """Credit of every node: its value plus what it gained over its parent, float64 [nodes of the path] each.
+    """Return the credit of every node, float64 [nodes of the path] each.
 
-    A leaf's reward is what it has over the mean of the other leaves; the value V of a node is the mean over the leaves
-    below it, that of the prompt over all. The credit is ``(V(n) + (V(n) - V(parent))) / sqrt(L(n))``, L(n) being the
-    number of those leaves: so many trajectories train on the node.
+    The reward of a leaf counts by its difference from the mean of the other leaves. The value V of
+    a node is the mean over the leaves below it, the value of the prompt the mean over all leaves.
+    The credit is ``(V(n) + (V(n) - V(parent))) / sqrt(L(n))``: the value, plus its gain over the
+    parent. L(n) is the number of leaves below the node: that many trajectories train on it.
 
     References: Hou et al. 2025, TreeRL, arXiv 2506.11902.
     """
-    leaves = rloo(rewards_G)
-    values, shared = _node_means(leaves, paths), np.bincount(np.concatenate([np.asarray(path) for path in paths]))
+    leaf_values = rloo(rewards_G)
+    prompt_value = leaf_values.mean()
+    node_values = _node_means(leaf_values, paths)
+    num_leaves = np.bincount(np.concatenate([np.asarray(path) for path in paths]))
+
     credits = []
     for path in paths:
-        own = values[np.asarray(path)]
-        parents = np.concatenate([[leaves.mean()], own[:-1]])
-        credits.append((2 * own - parents) / np.sqrt(shared[np.asarray(path)]))
+        nodes = np.asarray(path)
+        values = node_values[nodes]
+        parent_values = np.concatenate([[prompt_value], values[:-1]])
+        credits.append((2 * values - parent_values) / np.sqrt(num_leaves[nodes]))
     return credits
 
 
@@ -238,38 +288,45 @@ def arpo(rewards_G: np.ndarray, paths: Paths, *, hard: bool) -> list[np.ndarray]
 
 
 def _node_means(leaves_G: np.ndarray, paths: Paths) -> np.ndarray:
-    """For every node the mean over the trajectories that go through it."""
+    """Return for every node the mean over the trajectories that go through it."""
     nodes = np.concatenate([np.asarray(path, np.int64) for path in paths])
-    of_leaf = np.repeat(leaves_G, [len(path) for path in paths])
-    return np.bincount(nodes, weights=of_leaf) / np.bincount(nodes)
+    leaf_of_node = np.repeat(leaves_G, [len(path) for path in paths])
+    return np.bincount(nodes, weights=leaf_of_node) / np.bincount(nodes)
 
 
-# --- over the whole step, or with a critic ----------------------------------------------------------------------------
+# --- over the whole step, or with a critic --------------------------------------------------------
 
 
 def whiten(values: PerToken, masks: Sequence[np.ndarray]) -> PerToken:
-    """Zero mean and unit variance (unbiased) over all masked-in tokens; 0 elsewhere, and if there is but one."""
-    inside = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
-    mean = inside.mean() if len(inside) else 0.0
-    variance = inside.var(ddof=1) if len(inside) > 1 else 1.0
-    return [(v - mean) / np.sqrt(variance + VARIANCE_EPSILON) * m for v, m in zip(values, masks, strict=True)]
+    """Scale values to zero mean and unit variance (unbiased) over all tokens of the masks.
+
+    Other tokens get 0, and so does a single token.
+    """
+    selected = np.concatenate([v[mask] for v, mask in zip(values, masks, strict=True)])
+    mean = selected.mean() if len(selected) else 0.0
+    variance = selected.var(ddof=1) if len(selected) > 1 else 1.0
+    deviation = np.sqrt(variance + VARIANCE_EPSILON)
+    return [(v - mean) / deviation * mask for v, mask in zip(values, masks, strict=True)]
 
 
 def discounted_returns(rewards_L: np.ndarray, mask_L: np.ndarray, gamma: float) -> np.ndarray:
-    """``G_t = r_t + gamma G_{t+1}``, where t counts sampled tokens only: a tool result takes no time.
+    """``G_t = r_t + gamma G_{t+1}``, where t counts sampled tokens only.
 
-    A reward on a masked token belongs to the sampled token before it. Values at mask 0 are 0.
+    So a tool result takes no time. A reward on a masked token belongs to the sampled token before
+    it. Values at mask 0 are 0.
 
     >>> discounted_returns(np.array([0, 0, 0, 0, 2.0]), np.array([1, 1, 0, 0, 1], bool), 0.5)
     array([0.5, 1. , 0. , 0. , 2. ])
     """
     returns_L = np.zeros(len(rewards_L))
-    after = pending = 0.0
+    next_return = 0.0
+    reward = 0.0  # since the sampled token before
     for t in reversed(range(len(rewards_L))):
-        pending += rewards_L[t]
+        reward += rewards_L[t]
         if mask_L[t]:
-            after = returns_L[t] = pending + gamma * after
-            pending = 0.0
+            next_return = reward + gamma * next_return
+            returns_L[t] = next_return
+            reward = 0.0
     return returns_L
 
 
@@ -278,17 +335,30 @@ def reinforce_plus_plus(rewards: PerToken, masks: Sequence[np.ndarray], gamma: f
 
     References: Hu et al. 2025, REINFORCE++, arXiv 2501.03262.
     """
-    return whiten([discounted_returns(r, m, gamma) for r, m in zip(rewards, masks, strict=True)], masks)
+    returns = _all_returns(rewards, masks, gamma)
+    return whiten(returns, masks)
+
+
+def _all_returns(rewards: PerToken, masks: Sequence[np.ndarray], gamma: float) -> PerToken:
+    pairs = zip(rewards, masks, strict=True)
+    return [discounted_returns(rewards_L, mask_L, gamma) for rewards_L, mask_L in pairs]
+
+
+def _broadcast(per_trajectory: np.ndarray, masks: Sequence[np.ndarray]) -> PerToken:
+    """Spread one number per trajectory over the tokens of its mask."""
+    return [value * mask for value, mask in zip(per_trajectory, masks, strict=True)]
 
 
 def reinforce_plus_plus_baseline(
-    totals: np.ndarray, members: Sequence[np.ndarray], masks: Sequence[np.ndarray]
+    totals: np.ndarray,
+    members: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
 ) -> PerToken:
     """``S - mean`` of the group (a group of one keeps S), whitened over the step.
 
     References: Hu et al. 2025, REINFORCE++, arXiv 2501.03262.
     """
-    return whiten([value * mask for value, mask in zip(_centred(totals, members), masks, strict=True)], masks)
+    return whiten(_broadcast(_centred(totals, members), masks), masks)
 
 
 def _centred(totals: np.ndarray, members: Sequence[np.ndarray]) -> np.ndarray:
@@ -310,17 +380,21 @@ def remax(rewards: PerToken, masks: Sequence[np.ndarray], greedy: np.ndarray) ->
 
     References: Li et al. 2023, ReMax, arXiv 2310.10505.
     """
-    returns = [discounted_returns(r, m, 1.0) for r, m in zip(rewards, masks, strict=True)]
-    return [(g - baseline) * m for g, baseline, m in zip(returns, greedy, masks, strict=True)]
+    advantages = []
+    returns = _all_returns(rewards, masks, 1.0)
+    for returns_L, baseline, mask_L in zip(returns, greedy, masks, strict=True):
+        advantages.append((returns_L - baseline) * mask_L)
+    return advantages
 
 
 RAE_DECAY = 0.95
 
 
 def running_baseline(baseline: float, rewards: Sequence[float]) -> float:
-    """Return the exponential moving average of a role's rewards: ``b <- 0.95 b + 0.05 R`` for each, from b = 0.
+    """Return the exponential moving average of a role's rewards.
 
-    RAE's advantage is the reward minus ``b`` as it was before the step.
+    It is ``b <- 0.95 b + 0.05 R`` for each reward R, from b = 0. RAE's advantage is the reward
+    minus ``b`` as it was before the step.
 
     References: Liu et al. 2025, SPIRAL, arXiv 2506.24119, role-conditioned advantage estimation.
     """
@@ -330,9 +404,9 @@ def running_baseline(baseline: float, rewards: Sequence[float]) -> float:
 
 
 def gpg(totals: np.ndarray, members: Sequence[np.ndarray]) -> np.ndarray:
-    """``N / nonzero * (S - mean)``: scaled up by the share of trajectories that earned something. Float64 [N].
+    """``N / nonzero * (S - mean)``, float64 [N].
 
-    A group of one keeps S.
+    Advantages are scaled up by the share of trajectories with a reward. A group of one keeps S.
 
     References: Chu et al. 2025, GPG, arXiv 2504.02546.
     """
@@ -355,11 +429,11 @@ def gdpo(
 
     References: Liu et al. 2026, GDPO, arXiv 2601.05242.
     """
-    advantages = np.zeros(sum(map(len, members)))
+    advantages = np.zeros(len(masks))
     for name, values in parts.items():
         for group in members:
             advantages[group] += weights[name] * grpo(values[group])
-    return whiten([value * mask for value, mask in zip(advantages, masks, strict=True)], masks)
+    return whiten(_broadcast(advantages, masks), masks)
 
 
 def gae(
@@ -371,10 +445,12 @@ def gae(
     lam: float,
     value_after: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t`` over sampled tokens.
+    """``A_t = delta_t + gamma lam A_{t+1}`` over sampled tokens.
 
-    Inserted ids take no time: the next value and the running advantage are those of the next sampled token, and values
-    at mask 0 never matter. A reward on an inserted id belongs to the sampled token before it.
+    ``delta_t`` is ``r_t + gamma V_{t+1} - V_t``.
+    Inserted ids take no time: the next value and the next advantage are those of the next sampled
+    token, and values at mask 0 never matter. A reward on an inserted id belongs to the sampled
+    token before it.
 
     Args:
         rewards_L: float64 [L].
@@ -389,12 +465,21 @@ def gae(
 
     References: Schulman et al. 2015, arXiv 1506.02438.
     """
-    advantages_L, returns_L = np.zeros(len(rewards_L)), np.zeros(len(rewards_L))
-    next_value, running, pending = value_after, 0.0, 0.0
+    advantages_L = np.zeros(len(rewards_L))
+    returns_L = np.zeros(len(rewards_L))
+    next_value = value_after
+    next_advantage = 0.0
+    reward = 0.0  # since the sampled token before
     for t in reversed(range(len(rewards_L))):
-        pending += rewards_L[t]
-        if mask_L[t]:
-            running = pending + gamma * next_value - values_L[t] + gamma * lam * running
-            next_value, pending = values_L[t], 0.0
-            advantages_L[t], returns_L[t] = running, running + values_L[t]
+        reward += rewards_L[t]
+        if not mask_L[t]:
+            continue
+
+        advantage = reward + gamma * next_value - values_L[t] + gamma * lam * next_advantage
+        advantages_L[t] = advantage
+        returns_L[t] = advantage + values_L[t]
+
+        next_value = values_L[t]
+        next_advantage = advantage
+        reward = 0.0
     return advantages_L, returns_L

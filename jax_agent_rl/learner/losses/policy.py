@@ -1,6 +1,7 @@
-"""Policy losses, ``(Terms, LossConfig) -> TermLoss``. Shapes: R rows, K terms (sampled tokens) a row.
+"""Policy losses, ``(Terms, LossConfig) -> TermLoss``.
 
-In formulas, A is the advantage and r the ratio to the old policy.
+Shapes: R rows, K terms (sampled tokens) per row. In formulas, A is the advantage and r the ratio to
+    the old policy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class LossConfig:
     Attributes:
         low: clip range below 1.
         high: clip range above 1.
-        dual: dual clip, bound of the loss for negative advantages in units of them; None without one.
+        dual: dual clip: for a negative advantage, the loss is at most ``-advantage * dual``. None
+            without one.
         own: the name of the loss, and keys that single losses read.
     """
 
@@ -43,11 +45,13 @@ class Terms:
 
     Attributes:
         logprob: float32 [R, K], of the policy that is trained; differentiable.
-        old_logprob: of the policy before this step (the proximal policy, where the rollout's is older).
+        old_logprob: of the policy before this step. If the rollout's policy is older, this is the
+            proximal policy.
         rollout_logprob: of the policy that sampled (the behaviour policy).
         advantage: float32 [R, K].
         active: float32 [R, K], 1 for terms that are trained on.
-        sequence: int32 [R, K], the trajectory, or segment of one, that a term belongs to, numbered within its row.
+        sequence: int32 [R, K], number within its row of the trajectory, or segment of one, that a
+            term belongs to.
         chosen: float32 [R, K], 1 for terms that a covariance loss singles out.
     """
 
@@ -61,11 +65,11 @@ class Terms:
 
 
 class TermLoss(NamedTuple):
-    """Float32 [R, K] each: the loss, the ratio in it, and 1 where clipping or masking changed the loss.
+    """Float32 [R, K] each: the loss, the ratio in it, and 1 where a clip or a mask changed it.
 
-    What a clip or a mask does to a token of advantage 0 changes nothing, so such a token is never marked: every loss
-    makes ``clipped`` with :func:`where_it_matters`. The exception is a term that does not depend on the advantage,
-    :func:`kl_cov`'s penalty.
+    A clip or a mask changes nothing for a token of advantage 0, so such a token is never marked:
+    every loss makes ``clipped`` with :func:`where_it_matters`. The exception is :func:`kl_cov`,
+    whose penalty does not depend on the advantage.
     """
 
     loss: jax.Array
@@ -81,7 +85,8 @@ def log_ratio(terms: Terms) -> jax.Array:
 def sequence_mean(values: jax.Array, terms: Terms) -> jax.Array:
     """Average over the active terms of each sequence, at each of its terms; [R, K] to [R, K].
 
-    A sequence lies in one row as a whole, so the mean does not depend on how rows are cut into micro-batches.
+    A sequence lies in one row as a whole, so the mean does not depend on how rows are cut into
+    micro-batches.
     """
 
     def row(values: jax.Array, active: jax.Array, sequence: jax.Array) -> jax.Array:
@@ -107,37 +112,47 @@ def where_it_matters(terms: Terms, clipped: jax.Array) -> jax.Array:
     return jnp.where((clipped > 0) & (terms.advantage != 0), 1.0, 0.0)
 
 
-def _clipped_surrogate(ratio: jax.Array, terms: Terms, config: LossConfig) -> tuple[jax.Array, jax.Array]:
+def _clipped_surrogate(
+    ratio: jax.Array,
+    terms: Terms,
+    config: LossConfig,
+) -> tuple[jax.Array, jax.Array]:
     """Return ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and ``-A r``."""
-    plain = -terms.advantage * ratio
-    return jnp.maximum(plain, -terms.advantage * jnp.clip(ratio, 1 - config.low, 1 + config.high)), plain
+    unclipped = -terms.advantage * ratio
+    clipped = -terms.advantage * jnp.clip(ratio, 1 - config.low, 1 + config.high)
+    return jnp.maximum(unclipped, clipped), unclipped
 
 
 def vanilla(terms: Terms, config: LossConfig) -> TermLoss:
-    """PPO's clipped surrogate ``max(-A r, -A clip(r, 1 - low, 1 + high))``; with ``dual`` at most ``-A dual``, A < 0.
+    """PPO's clipped surrogate ``max(-A r, -A clip(r, 1 - low, 1 + high))``.
 
-    References: Schulman et al. 2017, arXiv 1707.06347; dual clip: Ye et al. 2020, arXiv 1912.09729; clip-higher:
-    Yu et al. 2025 (DAPO), arXiv 2503.14476.
+    With ``dual`` it is at most ``-A dual`` where A < 0.
+
+    References: Schulman et al. 2017, arXiv 1707.06347; dual clip: Ye et al. 2020, arXiv 1912.09729;
+    clip-higher: Yu et al. 2025 (DAPO), arXiv 2503.14476.
     """
-    ratio, advantage = jnp.exp(log_ratio(terms)), terms.advantage
-    loss, plain = _clipped_surrogate(ratio, terms, config)
+    ratio = jnp.exp(log_ratio(terms))
+    loss, unclipped = _clipped_surrogate(ratio, terms, config)
     if config.dual is not None:
-        loss = jnp.where(advantage < 0, jnp.minimum(loss, -advantage * config.dual), loss)
-    return TermLoss(loss, ratio, where_it_matters(terms, changed(loss, plain)))
+        bounded = jnp.minimum(loss, -terms.advantage * config.dual)
+        loss = jnp.where(terms.advantage < 0, bounded, loss)
+    return TermLoss(loss, ratio, where_it_matters(terms, changed(loss, unclipped)))
 
 
 def decoupled(terms: Terms, config: LossConfig) -> TermLoss:
-    """:func:`vanilla` around the proximal policy, times the ratio of that to the behaviour policy.
+    """:func:`vanilla` around the proximal policy, times its ratio to the behaviour policy.
 
-    Tokens for which that second ratio is above ``behav_imp_weight_cap`` are left out.
+    Tokens for which this second ratio is above ``behav_imp_weight_cap`` are left out.
 
-    References: Hilton et al. 2021, Batch size-invariance, arXiv 2110.00641; Fu et al. 2025 (AReaL), arXiv 2505.24298.
+    References: Hilton et al. 2021, Batch size-invariance, arXiv 2110.00641; Fu et al. 2025 (AReaL),
+    arXiv 2505.24298.
     """
     surrogate = vanilla(terms, config)
-    behaviour = jnp.exp(jnp.clip(terms.old_logprob - terms.rollout_logprob, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    is_kept = behaviour <= config.own.behav_imp_weight_cap
-    loss = jnp.where(is_kept, surrogate.loss * behaviour, 0.0)
-    clipped = jnp.maximum(surrogate.clipped, where_it_matters(terms, ~is_kept))
+    behaviour_log_ratio = terms.old_logprob - terms.rollout_logprob
+    behaviour_ratio = jnp.exp(jnp.clip(behaviour_log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    is_below_cap = behaviour_ratio <= config.own.behav_imp_weight_cap
+    loss = jnp.where(is_below_cap, surrogate.loss * behaviour_ratio, 0.0)
+    clipped = jnp.maximum(surrogate.clipped, where_it_matters(terms, ~is_below_cap))
     return TermLoss(loss, surrogate.ratio, clipped)
 
 
@@ -162,7 +177,9 @@ def gpg(terms: Terms, config: LossConfig) -> TermLoss:
 
 
 def sapo(terms: Terms, config: LossConfig) -> TermLoss:
-    """Return ``-A (4 / tau) sigmoid(tau (r - 1))``: steeper for tokens without a positive advantage.
+    """Return ``-A (4 / tau) sigmoid(tau (r - 1))``.
+
+    It is steeper for tokens without a positive advantage.
 
     References: Gao et al. 2025, Soft Adaptive Policy Optimization, arXiv 2511.20347.
     """
@@ -173,34 +190,50 @@ def sapo(terms: Terms, config: LossConfig) -> TermLoss:
 
 
 def dppo_tv(terms: Terms, config: LossConfig) -> TermLoss:
-    """Policy gradient with a truncated ratio; nothing where the probability already moved further than the clip range.
+    """Policy gradient with a truncated ratio, within a trust region.
 
+    A token whose probability has already moved further than the clip range has no loss.
     ``low``/``high`` bound ``pi - pi_old``, the total variation of "this token or another".
 
     References: Qi et al. 2026, DPPO, arXiv 2602.04879.
     """
-    moved = jnp.exp(terms.logprob) - jnp.exp(terms.old_logprob)
-    return _trusted(terms, config, jnp.where(terms.advantage > 0, moved <= config.high, moved >= -config.low))
+    difference = jnp.exp(terms.logprob) - jnp.exp(terms.old_logprob)
+    is_trusted = jnp.where(
+        terms.advantage > 0,
+        difference <= config.high,
+        difference >= -config.low,
+    )
+    return _trust_region_loss(terms, config, is_trusted)
 
 
 def dppo_kl(terms: Terms, config: LossConfig) -> TermLoss:
-    """As :func:`dppo_tv`, with the KL divergence of "this token or another" from the old policy to the new.
+    """:func:`dppo_tv` with a KL divergence in place of the total variation.
+
+    It is the divergence of "this token or another" from the old policy to the new.
 
     References: Qi et al. 2026, DPPO, arXiv 2602.04879.
     """
     tiny = 1e-8  # keeps the log of the other tokens' probability finite
-    new, old = jnp.exp(terms.logprob), jnp.exp(terms.old_logprob)
-    new_rest, old_rest = -jnp.expm1(terms.logprob), -jnp.expm1(terms.old_logprob)
-    divergence = old * (terms.old_logprob - terms.logprob) + old_rest * jnp.log((old_rest + tiny) / (new_rest + tiny))
-    rises = (divergence <= config.high) | (new <= old)
-    falls = (divergence <= config.low) | (new >= old)
-    return _trusted(terms, config, jnp.where(terms.advantage > 0, rises, falls))
+    new = jnp.exp(terms.logprob)
+    old = jnp.exp(terms.old_logprob)
+    new_others = -jnp.expm1(terms.logprob)  # probability of all other tokens together
+    old_others = -jnp.expm1(terms.old_logprob)
+    of_token = old * (terms.old_logprob - terms.logprob)
+    of_others = old_others * jnp.log((old_others + tiny) / (new_others + tiny))
+    divergence = of_token + of_others
+
+    # What brings the probability back towards the old one is always allowed.
+    may_rise = (divergence <= config.high) | (new <= old)
+    may_fall = (divergence <= config.low) | (new >= old)
+    is_trusted = jnp.where(terms.advantage > 0, may_rise, may_fall)
+    return _trust_region_loss(terms, config, is_trusted)
 
 
-def _trusted(terms: Terms, config: LossConfig, inside: jax.Array) -> TermLoss:
+def _trust_region_loss(terms: Terms, config: LossConfig, is_trusted: jax.Array) -> TermLoss:
     ratio = jnp.exp(log_ratio(terms))
-    weight = sg(jnp.minimum(ratio, config.own.dppo_ratio_cap) * inside)
-    return TermLoss(-weight * terms.advantage * terms.logprob, ratio, where_it_matters(terms, ~inside))
+    weight = sg(jnp.minimum(ratio, config.own.dppo_ratio_cap) * is_trusted)
+    loss = -weight * terms.advantage * terms.logprob
+    return TermLoss(loss, ratio, where_it_matters(terms, ~is_trusted))
 
 
 def dro(terms: Terms, config: LossConfig) -> TermLoss:
@@ -226,19 +259,21 @@ def gspo(terms: Terms, config: LossConfig) -> TermLoss:
     mean = sequence_mean(terms.logprob - terms.old_logprob, terms)
     log_s = sg(mean - terms.logprob) + terms.logprob
     ratio = jnp.exp(jnp.minimum(log_s, GSPO_LIMIT))
-    loss, plain = _clipped_surrogate(ratio, terms, config)
-    return TermLoss(loss, ratio, where_it_matters(terms, changed(loss, plain)))
+    loss, unclipped = _clipped_surrogate(ratio, terms, config)
+    return TermLoss(loss, ratio, where_it_matters(terms, changed(loss, unclipped)))
 
 
 def geo_mean(terms: Terms, config: LossConfig) -> TermLoss:
-    """Return ``-A`` times the geometric mean of the trajectory's ratios, each clipped in the log to [-low, high].
+    """Return ``-A`` times the geometric mean of the trajectory's ratios.
 
-    The clip is one-sided as PPO's is: what lowers the objective passes. Every token has its trajectory's loss, so the
-    mean over tokens, then trajectories, is the paper's loss.
+    The logarithm of each ratio is clipped to [-low, high]. The clip is one-sided like PPO's: what
+    lowers the objective passes. Every token has its trajectory's loss, so the mean over tokens,
+    then trajectories, is the paper's loss.
 
     References: Zhao et al. 2025, Geometric-Mean Policy Optimization, arXiv 2507.20673.
     """
-    delta, sign = log_ratio(terms), jnp.sign(terms.advantage)
+    delta = log_ratio(terms)
+    sign = jnp.sign(terms.advantage)
     clipped = jnp.clip(delta, -config.low, config.high)
     pessimistic = sign * jnp.minimum(sign * delta, sign * clipped)
     ratio = jnp.exp(sequence_mean(pessimistic, terms))
@@ -246,24 +281,24 @@ def geo_mean(terms: Terms, config: LossConfig) -> TermLoss:
     return TermLoss(loss, ratio, where_it_matters(terms, changed(pessimistic, delta)))
 
 
-# --- losses that single out tokens ------------------------------------------------------------------------------------
+# --- losses that single out tokens ----------------------------------------------------------------
 #
-# Tokens whose log-prob and advantage covary most cost entropy. Which ones those are is a property of the whole
-# mini-batch, so they are chosen before it is cut into micro-batches (numpy, on log-probs of the current policy). The
-# losses only look at ``Terms.chosen``.
+# Tokens whose log-prob and advantage covary most cost entropy. Which tokens these are is a property
+# of the whole mini-batch, so they are chosen before it is cut into micro-batches (numpy, on
+# log-probs of the current policy). The losses only look at ``Terms.chosen``.
 # References: Cui et al. 2025, The Entropy Mechanism of RL for Reasoning LMs, arXiv 2505.22617.
 
 
 def clip_cov(terms: Terms, config: LossConfig) -> TermLoss:
     """PPO's clipped surrogate without dual clip; the chosen tokens are left out."""
     ratio = jnp.exp(log_ratio(terms))
-    surrogate, plain = _clipped_surrogate(ratio, terms, config)
-    clipped = jnp.maximum(changed(surrogate, plain), terms.chosen)
+    surrogate, unclipped = _clipped_surrogate(ratio, terms, config)
+    clipped = jnp.maximum(changed(surrogate, unclipped), terms.chosen)
     return TermLoss(surrogate * (1 - terms.chosen), ratio, where_it_matters(terms, clipped))
 
 
 def kl_cov(terms: Terms, config: LossConfig) -> TermLoss:
-    """Return ``-A r``, plus ``ppo_kl_coef |log r|`` for the selected tokens, whatever their advantage."""
+    """Return ``-A r``, plus ``ppo_kl_coef |log r|`` for the chosen tokens."""
     delta = log_ratio(terms)
     ratio = jnp.exp(delta)
     penalty = config.own.ppo_kl_coef * jnp.abs(delta) * terms.chosen
@@ -276,28 +311,48 @@ def covariances(logprobs_T: np.ndarray, advantages_T: np.ndarray) -> np.ndarray:
 
 
 def choose_clip_cov(
-    logprobs_T: np.ndarray, old_T: np.ndarray, advantages_T: np.ndarray, config: LossConfig, rng: np.random.Generator
+    logprobs_T: np.ndarray,
+    old_T: np.ndarray,
+    advantages_T: np.ndarray,
+    config: LossConfig,
+    rng: np.random.Generator,
 ) -> np.ndarray:
-    """Select a random ``clip_cov_ratio`` of the tokens (at least one) with covariance within the bounds; bool [T].
+    """Choose random tokens with a covariance within the bounds; bool [T].
 
-    Tokens that PPO's clip silences anyway are not chosen.
+    Their number is ``clip_cov_ratio`` of all tokens, at least one. Tokens that PPO's clip silences
+    anyway are not chosen.
     """
     covariance = covariances(logprobs_T, advantages_T)
+    is_within = (covariance > config.own.clip_cov_lb) & (covariance < config.own.clip_cov_ub)
+
     ratio = np.exp(np.clip(logprobs_T - old_T, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    plain, clipped = -advantages_T * ratio, -advantages_T * np.clip(ratio, 1 - config.low, 1 + config.high)
-    between = (covariance > config.own.clip_cov_lb) & (covariance < config.own.clip_cov_ub) & (clipped <= plain)
-    candidates = np.flatnonzero(between)
-    count = min(len(candidates), max(1, int(config.own.clip_cov_ratio * len(covariance))))
-    return _mask(rng.choice(candidates, count, replace=False) if count else candidates, len(covariance))
+    unclipped_loss = -advantages_T * ratio
+    clipped_loss = -advantages_T * np.clip(ratio, 1 - config.low, 1 + config.high)
+    is_unclipped = clipped_loss <= unclipped_loss
+
+    eligible = np.flatnonzero(is_within & is_unclipped)
+    wanted = max(1, int(config.own.clip_cov_ratio * len(covariance)))
+    count = min(len(eligible), wanted)
+    if not count:
+        return np.zeros(len(covariance), bool)
+    return _mask(rng.choice(eligible, count, replace=False), len(covariance))
 
 
 def choose_kl_cov(
-    logprobs_T: np.ndarray, old_T: np.ndarray, advantages_T: np.ndarray, config: LossConfig, rng: np.random.Generator
+    logprobs_T: np.ndarray,
+    old_T: np.ndarray,
+    advantages_T: np.ndarray,
+    config: LossConfig,
+    rng: np.random.Generator,
 ) -> np.ndarray:
-    """Select the ``kl_cov_ratio`` of the tokens (at least one) with the largest covariance; bool [T]."""
+    """Choose the tokens with the largest covariance; bool [T].
+
+    Their number is ``kl_cov_ratio`` of all tokens, at least one.
+    """
     covariance = covariances(logprobs_T, advantages_T)
     count = max(1, int(config.own.kl_cov_ratio * len(covariance)))
-    return _mask(np.argsort(-covariance, kind="stable")[:count], len(covariance))
+    largest_first = np.argsort(-covariance, kind="stable")
+    return _mask(largest_first[:count], len(covariance))
 
 
 def _mask(indices: np.ndarray, length: int) -> np.ndarray:
@@ -317,26 +372,37 @@ def select_terms(
     *,
     seed: int,
 ) -> list[np.ndarray]:
-    """Select the tokens that a covariance loss treats apart, over the active ones of a whole mini-batch.
+    """Choose the tokens that a covariance loss singles out, among the active ones of a mini-batch.
 
     Args:
         current: per trajectory log-probs [S] under the current policy.
         terms: the policy's terms by name; ``old_logprob`` defaults to ``current``.
         active: per trajectory bool [S].
-        config: of the loss; its name selects the rule.
+        config: the name of its loss selects the rule.
         seed: of the random choice.
 
     Returns:
-        per trajectory float64 [S], 1 where selected.
+        per trajectory float64 [S], 1 where chosen.
     """
-    logprob, old, advantage = (
-        np.concatenate([v[m] for v, m in zip(values, active, strict=True)])
-        for values in (current, terms.get("old_logprob", current), terms["advantage"])
-    )
+
+    def active_values(values: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([v[mask] for v, mask in zip(values, active, strict=True)])
+
     chosen = [np.zeros(len(mask)) for mask in active]
-    if len(logprob):
-        picked = SELECTORS[config.own.loss_mode](logprob, old, advantage, config, np.random.default_rng(seed))
-        parts = np.split(picked, np.cumsum([mask.sum() for mask in active])[:-1])
-        for own, mask, part in zip(chosen, active, parts, strict=True):
-            own[mask] = part
+    logprob = active_values(current)
+    if not len(logprob):
+        return chosen
+
+    is_chosen = SELECTORS[config.own.loss_mode](
+        logprob,
+        active_values(terms.get("old_logprob", current)),
+        active_values(terms["advantage"]),
+        config,
+        np.random.default_rng(seed),
+    )
+    begin = 0
+    for trajectory_chosen, mask in zip(chosen, active, strict=True):
+        end = begin + mask.sum()
+        trajectory_chosen[mask] = is_chosen[begin:end]
+        begin = end
     return chosen

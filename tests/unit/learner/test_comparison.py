@@ -151,12 +151,12 @@ def test_a_breach_cancels_the_step_and_raises_once_it_is_given_up():
 @pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"lr_warmup_steps": 50}], ids=str)
 def test_the_parameters_before_the_last_update_come_back(settings):
     made = learner(**settings)
-    assert made.params_before() is None
+    assert made.previous_params() is None
     made.update(random_groups(1))
     before = jax.device_get(made.params)
     made.update(random_groups(2))
     moved = max(float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True))
-    back = made.params_before()
+    back = made.previous_params()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before)
 
 
@@ -169,7 +169,7 @@ def test_a_step_without_an_update_does_not_change_what_comes_back():
     moved = max(float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True))
     masked = random_groups(3)
     made.update(masked, masked={t.trajectory_id for group in masked for t in group.trajectories})
-    back = made.params_before()
+    back = made.previous_params()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before)
 
 

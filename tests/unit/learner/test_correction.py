@@ -95,7 +95,7 @@ def test_tokens_that_a_rule_rejects_still_count_in_the_weight_of_their_trajector
     plain = correct(RolloutCorrectionConfig(**settings), OLD, ROLLOUT, ACTIVE)
     rules = {"rollout_rs": ("token_k1",), "rollout_rs_threshold": ((0.6, 1.5),)}
     rejected = correct(RolloutCorrectionConfig(**settings, **rules), OLD, ROLLOUT, ACTIVE)
-    assert [k.astype(int).tolist() for k in rejected.kept] == REJECTED["token_k1", (0.6, 1.5)]
+    assert [k.astype(int).tolist() for k in rejected.accepted] == REJECTED["token_k1", (0.6, 1.5)]
     for got, expected in zip(rejected.importance, plain.importance, strict=True):
         np.testing.assert_array_equal(got, expected)
     if not normalized:
@@ -117,14 +117,14 @@ def test_equal_policies_need_no_correction():
     config = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs=("seq_max_k3",), rollout_rs_threshold=(0.01,))
     made = correct(config, OLD, OLD, ACTIVE)
     assert all((w == 1).all() for w in made.importance)
-    assert [k.tolist() for k in made.kept] == [m.tolist() for m in ACTIVE]
+    assert [k.tolist() for k in made.accepted] == [m.tolist() for m in ACTIVE]
     assert made.metrics["rollout_is_eff_sample_size"] == 1.0 and made.metrics["rollout_rs_rejected_fraction"] == 0.0
 
 
 def test_a_step_of_which_everything_is_rejected_has_metrics_all_the_same():
     config = RolloutCorrectionConfig(rollout_is="token", rollout_rs=("token_k2",), rollout_rs_threshold=(1e-9,))
     made = correct(config, OLD, ROLLOUT, ACTIVE)
-    assert not any(k.any() for k in made.kept) and made.metrics["rollout_rs_rejected_fraction"] == 1.0
+    assert not any(k.any() for k in made.accepted) and made.metrics["rollout_rs_rejected_fraction"] == 1.0
 
 
 def test_the_weights_of_decoupled_ppo_are_counted_as_it_takes_them():

@@ -45,7 +45,7 @@ def training(tmp_path: Path, steps: int, **options) -> Trainer:
 async def observed(trainer: Trainer) -> dict:
     runtime = trainer.runtime
     with observers(
-        runtime.config, trainer.folder, step=trainer.record.step, rows=runtime.outlines, progress=trainer.progress
+        runtime.config, trainer.folder, step=trainer.record.step, rows=runtime.training_rows, progress=trainer.progress
     ) as found:
         trainer.reporter.observers = found.each
         await trainer.run()
