@@ -17,7 +17,12 @@ class BuildWithRecipes(build_py):
         if self.editable_mode:
             return
         for file in sorted((ROOT / "configs").rglob("*.yaml")):
-            target = Path(self.build_lib) / "jax_agent_rl" / "recipes" / file.relative_to(ROOT / "configs")
+            target = (
+                Path(self.build_lib)
+                / "jax_agent_rl"
+                / "recipes"
+                / file.relative_to(ROOT / "configs")
+            )
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
 

@@ -60,7 +60,9 @@ async def rollout(context: AgentContext, names: Sequence[str]) -> float:
     row = {"prompt": PROMPT}
 
     async def one(name: str) -> None:
-        sampling = SamplingParams(max_tokens=int(LENGTHS.most), seed=derive_seed("trajectory", name))
+        sampling = SamplingParams(
+            max_tokens=int(LENGTHS.most), seed=derive_seed("trajectory", name)
+        )
         trajectory = await agent.run(row, trajectory_id=name, group_id="g", sampling=sampling)
         assert trajectory.num_turns == context.limits.max_turns + 1, trajectory.finish_reason
 
@@ -71,12 +73,19 @@ async def rollout(context: AgentContext, names: Sequence[str]) -> float:
     return seconds
 
 
-def ideal_seconds(names: Sequence[str], turns: int, *, step_seconds: float, latencies: Draws) -> dict[str, float]:
+def ideal_seconds(
+    names: Sequence[str], turns: int, *, step_seconds: float, latencies: Draws
+) -> dict[str, float]:
     """Return the seconds of each mode if only the drawn lengths and latencies cost anything."""
     decoding = (
-        np.array([[turn_length(LENGTHS, name, turn) for turn in range(turns + 1)] for name in names]) * step_seconds
+        np.array(
+            [[turn_length(LENGTHS, name, turn) for turn in range(turns + 1)] for name in names]
+        )
+        * step_seconds
     )
-    waiting = np.array([[tool_seconds(latencies, name, turn) for turn in range(turns)] for name in names])
+    waiting = np.array(
+        [[tool_seconds(latencies, name, turn) for turn in range(turns)] for name in names]
+    )
     return {
         "sync": float(decoding.max(axis=0).sum() + waiting.max(axis=0).sum()),
         "async": float((decoding.sum(axis=1) + waiting.sum(axis=1)).max()),
@@ -91,12 +100,16 @@ async def compare(
     for repeat in range(arguments.repeats):
         names = [f"{repeat}-{number}" for number in range(arguments.trajectories)]
         latencies = latencies_of(arguments.latency)
-        least = ideal_seconds(names, turns, step_seconds=arguments.step_ms / 1000, latencies=latencies)
+        least = ideal_seconds(
+            names, turns, step_seconds=arguments.step_ms / 1000, latencies=latencies
+        )
         for mode in seconds:
             context = AgentContext(
                 client=TurnLengths([AsyncServer(backend)], lengths=LENGTHS),
                 codec=LetterCodec(),
-                limits=AgentConfig.model_validate(agent_settings(url, LENGTHS, turns, rollout_mode=mode)),
+                limits=AgentConfig.model_validate(
+                    agent_settings(url, LENGTHS, turns, rollout_mode=mode)
+                ),
                 max_model_len=backend.capabilities.max_model_len,
             )
             before = await backend.metrics()
@@ -126,7 +139,10 @@ async def measure(arguments: argparse.Namespace, url: str) -> dict:
         step_seconds=arguments.step_ms / 1000,
     )
     async with running(backend):
-        return {f"turns_{turns}": await compare(backend, url, turns, arguments) for turns in arguments.turns}
+        return {
+            f"turns_{turns}": await compare(backend, url, turns, arguments)
+            for turns in arguments.turns
+        }
 
 
 def main() -> None:
@@ -134,7 +150,9 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--step-ms", type=float, default=10.0, help="milliseconds of a decode step, at least")
+    parser.add_argument(
+        "--step-ms", type=float, default=10.0, help="milliseconds of a decode step, at least"
+    )
     parser.add_argument("--latency", type=float, default=1.0, help="median seconds of a tool call")
     arguments = parser.parse_args()
     if arguments.serve:

@@ -87,7 +87,9 @@ TOTAL_STEPS = 1000
 def draw_name(trajectory_id: str) -> str:
     """Return the row of the run and the member of its group, the same for all trainers."""
     label, step, index, member = trajectory_id.split("-")
-    return f"{int(step) - (label == 'train')}-{index}-{member}"  # synchronous steps are counted from 1
+    return (
+        f"{int(step) - (label == 'train')}-{index}-{member}"  # synchronous steps are counted from 1
+    )
 
 
 class PacedLearner:
@@ -134,7 +136,9 @@ async def score(trajectory: Trajectory) -> Trajectory:
 
 def overlap(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keys of ``trainer`` that select this mode."""
-    return {"mode": mode} | ({"max_staleness": arguments.staleness} if mode == "fully_async" else {})
+    return {"mode": mode} | (
+        {"max_staleness": arguments.staleness} if mode == "fully_async" else {}
+    )
 
 
 def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -> config.Config:
@@ -169,9 +173,14 @@ def make_trainer(
     """Make the trainer of ``jax-agent-rl train``, around the paced engine and learner."""
     run, codec = settings(mode, url, folder, arguments), LetterCodec()
     client = TurnLengths([AsyncServer(backend)], lengths=LENGTHS, work=draw_name)
-    context = AgentContext(client=client, codec=codec, limits=run.agent, max_model_len=run.rollout.max_model_len)
+    context = AgentContext(
+        client=client, codec=codec, limits=run.agent, max_model_len=run.rollout.max_model_len
+    )
     collector, evaluator = (
-        RolloutCollector(context, score=score, max_in_flight=run.rollout.max_in_flight, seed=run.seed) for _ in range(2)
+        RolloutCollector(
+            context, score=score, max_in_flight=run.rollout.max_in_flight, seed=run.seed
+        )
+        for _ in range(2)
     )
     runtime = RunComponents(
         config=run,
@@ -194,7 +203,9 @@ def make_trainer(
     )
 
 
-async def train(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> dict:
+async def train(
+    mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace
+) -> dict:
     """Measure some steps of a trainer whose pipeline is full."""
     learner = PacedLearner(small_model()[1], arguments.learner_tokens_per_second)
     checkpointer = Checkpointer(folder / "checkpoints", keep=1)
@@ -216,7 +227,9 @@ async def train(mode: str, backend: PacedBackend, url: str, folder: Path, argume
     runtime.collector.accounting.check()
     batches, records = learner.batches[warm_up:], read_records(folder / "metrics.jsonl")[warm_up:]
     learning = [learner.seconds(batch) for batch in batches]
-    result = summary(batches, learning, records, arguments, seconds=seconds, engine_seconds=engine.busy_seconds)
+    result = summary(
+        batches, learning, records, arguments, seconds=seconds, engine_seconds=engine.busy_seconds
+    )
     return result | {"engine_pace_kept": round(planned / taken, 3)}
 
 
@@ -238,7 +251,12 @@ def summary(
         seconds: all steps took.
         engine_seconds: of these, those in which the engine decoded.
     """
-    decoding = sum(t.num_sampled for batch in batches for t in batch) * arguments.step_ms / 1000 / arguments.slots
+    decoding = (
+        sum(t.num_sampled for batch in batches for t in batch)
+        * arguments.step_ms
+        / 1000
+        / arguments.slots
+    )
     ideal = max(sum(learning), decoding)
     return {
         "samples_per_second": round(sum(map(len, batches)) / seconds, 3),
@@ -248,7 +266,9 @@ def summary(
         "engine_idle_share": round(1 - engine_seconds / seconds, 3),
         "slots_used": round(decoding / seconds, 3),
         "learner_idle_share": round(1 - sum(learning) / seconds, 3),
-        "weight_update_seconds": round(float(np.mean([r["weight_update_seconds"] for r in records])), 3),
+        "weight_update_seconds": round(
+            float(np.mean([r["weight_update_seconds"] for r in records])), 3
+        ),
         "staleness_mean": round(float(np.mean([r.get("staleness_mean", 0.0) for r in records])), 2),
         "staleness_max": max(r.get("staleness_max", 0) for r in records),
     }
@@ -304,9 +324,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="groups a step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--staleness", type=int, default=4, help="of fully_async")
-    parser.add_argument("--in-flight", type=int, default=112, help="most trajectories that run at the same time")
+    parser.add_argument(
+        "--in-flight", type=int, default=112, help="most trajectories that run at the same time"
+    )
     parser.add_argument("--slots", type=int, default=64, help="most that decode at the same time")
-    parser.add_argument("--step-ms", type=float, default=25.0, help="milliseconds of a decode step, at least")
+    parser.add_argument(
+        "--step-ms", type=float, default=25.0, help="milliseconds of a decode step, at least"
+    )
     parser.add_argument("--learner-tokens-per-second", type=float, default=2000.0)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -320,8 +344,12 @@ def main() -> None:
     if best := results.get("fully_async"):
         results["share_of_ideal"] = best["share_of_ideal"]
         if "sync" in results:
-            results["ratio_vs_sync"] = round(best["samples_per_second"] / results["sync"]["samples_per_second"], 2)
-    workload = {name: value for name, value in vars(arguments).items() if name not in ("modes", "serve")}
+            results["ratio_vs_sync"] = round(
+                best["samples_per_second"] / results["sync"]["samples_per_second"], 2
+            )
+    workload = {
+        name: value for name, value in vars(arguments).items() if name not in ("modes", "serve")
+    }
     print(json.dumps({**workload, **results}))
 
 

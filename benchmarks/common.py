@@ -25,11 +25,20 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime import use_compilation_cache
-from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import (
+    FinishReason,
+    SamplingParams,
+    StopReason,
+    TokenOutput,
+    Trajectory,
+    Turn,
+)
 from jax_agent_rl.utils.process import ignore_absent_tpus
 
 ROOT = Path(__file__).parents[1]
-KEEP_MEMORY = re.findall("^KEEP_MEMORY=(.*)", (ROOT / "launch" / "local.sh").read_text(), re.MULTILINE)[0]
+KEEP_MEMORY = re.findall(
+    "^KEEP_MEMORY=(.*)", (ROOT / "launch" / "local.sh").read_text(), re.MULTILINE
+)[0]
 """``GLIBC_TUNABLES`` of a run: freed memory stays, in huge pages."""
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
 
@@ -37,8 +46,12 @@ VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
 def argument_parser(docstring: str | None) -> argparse.ArgumentParser:
     """Make a parser whose ``--help`` is a script's docstring, and do not wait for TPUs that are absent."""
     ignore_absent_tpus()
-    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", ""))  # JAX is imported already
-    return argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
+    jax.config.update(
+        "jax_platforms", os.environ.get("JAX_PLATFORMS", "")
+    )  # JAX is imported already
+    return argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 # --- the machine --------------------------------------------------------------------------------------------------
@@ -47,7 +60,9 @@ def argument_parser(docstring: str | None) -> argparse.ArgumentParser:
 def cpu() -> str:
     """Return the CPU's name, its widest vectors and the cores this process may use; figures of CPUs differ."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    facts = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
     flags = facts.get("flags", "").split()
     vectors = next((name for flag, name in VECTORS.items() if flag in flags), "no AVX")
     if limit := re.search(r"--xla_cpu_max_isa=(\S+)", os.environ.get("XLA_FLAGS", "")):
@@ -105,7 +120,9 @@ async def running(backend: JetStreamBackend) -> AsyncIterator[JetStreamBackend]:
         await backend.close()
 
 
-async def rollout(backend: JetStreamBackend, prompts: np.ndarray, max_tokens: int) -> tuple[list[TokenOutput], float]:
+async def rollout(
+    backend: JetStreamBackend, prompts: np.ndarray, max_tokens: int
+) -> tuple[list[TokenOutput], float]:
     """Sample exactly ``max_tokens`` ids for every prompt at once; return the outputs and the seconds it took."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     requests = [
@@ -120,7 +137,13 @@ async def rollout(backend: JetStreamBackend, prompts: np.ndarray, max_tokens: in
 def make_learner(**settings: Any) -> Learner:
     """Make a GRPO learner of SmolLM2-135M with these settings of ``learner``."""
     config, params = load_quickstart()
-    return Learner(config, params, algorithm=AlgorithmConfig(), config=LearnerConfig(**settings), temperature=1.0)
+    return Learner(
+        config,
+        params,
+        algorithm=AlgorithmConfig(),
+        config=LearnerConfig(**settings),
+        temperature=1.0,
+    )
 
 
 def first_gradient(learner: Learner, adam_b1: float) -> Params:
@@ -129,7 +152,9 @@ def first_gradient(learner: Learner, adam_b1: float) -> Params:
     return jax.tree.map(lambda x: np.asarray(x) / (1 - adam_b1), moment)
 
 
-def make_trajectory(prompt: Sequence[int], ids: Sequence[int], *, group: str, index: int) -> Trajectory:
+def make_trajectory(
+    prompt: Sequence[int], ids: Sequence[int], *, group: str, index: int
+) -> Trajectory:
     """Make member ``index`` of a group, in which every second one is rewarded, of a prompt and sampled ids."""
     output = TokenOutput(
         token_ids=tuple(ids),

@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import argument_parser, cpu, load_quickstart, random_ids, read_bandwidth, rollout, running, sgemm_flops
+from common import (
+    argument_parser,
+    cpu,
+    load_quickstart,
+    random_ids,
+    read_bandwidth,
+    rollout,
+    running,
+    sgemm_flops,
+)
 
 from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.jetstream.backend import JetStreamBackend

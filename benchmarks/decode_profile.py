@@ -66,13 +66,17 @@ def step_seconds(part: Callable[..., Any], state: Any, *arguments: Any) -> float
     return best_seconds(dispatch, REPEATS) / STEPS
 
 
-def multiply(config: DecoderConfig, native: bool, weight: jax.Array, x: jax.Array, norm: Any = None) -> jax.Array:
+def multiply(
+    config: DecoderConfig, native: bool, weight: jax.Array, x: jax.Array, norm: Any = None
+) -> jax.Array:
     if native:
         return cpu_kernels.product(config, weight, x, norm)
     return product(weight, x if norm is None else rms_norm(config, x, norm, axis=0))
 
 
-def products(config: DecoderConfig, native: bool, step: jax.Array, x: jax.Array, params: EngineParams) -> jax.Array:
+def products(
+    config: DecoderConfig, native: bool, step: jax.Array, x: jax.Array, params: EngineParams
+) -> jax.Array:
     """Chain every layer's products, so that none is left out or moved out of the loop."""
     for layer in params.layers:
         norm = layer["post_attention_norm"]
@@ -81,17 +85,24 @@ def products(config: DecoderConfig, native: bool, step: jax.Array, x: jax.Array,
         if native:
             hidden = cpu_kernels.gated_product(config, layer["gate_up"], x, norm)
         else:
-            hidden = ACTIVATIONS[config.activation](*multiply(config, native, layer["gate_up"], x, norm))
+            hidden = ACTIVATIONS[config.activation](
+                *multiply(config, native, layer["gate_up"], x, norm)
+            )
         x = multiply(config, native, layer["down"], hidden)
     return x
 
 
-def head(config: DecoderConfig, native: bool, step: jax.Array, x: jax.Array, params: EngineParams) -> jax.Array:
+def head(
+    config: DecoderConfig, native: bool, step: jax.Array, x: jax.Array, params: EngineParams
+) -> jax.Array:
     return multiply(config, native, params.embed, x, params.final_norm)[: len(x)]
 
 
 def attention(
-    step: jax.Array, state: tuple[jax.Array, KVCache], new: tuple[jax.Array, jax.Array], positions: jax.Array
+    step: jax.Array,
+    state: tuple[jax.Array, KVCache],
+    new: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
 ) -> tuple[jax.Array, KVCache]:
     q, rows = state
     layers = []
@@ -111,7 +122,9 @@ def native_attention(
     qkv, cache = state
     layers = []
     for layer in cache.layers:
-        mixed, layer = cpu_kernels.decode_attention(config, qkv, layer, slots.positions + step, slots.pages, table)
+        mixed, layer = cpu_kernels.decode_attention(
+            config, qkv, layer, slots.positions + step, slots.pages, table
+        )
         qkv = qkv.at[:, :-2].set(mixed)
         layers.append(layer)
     return qkv, KVCache(tuple(layers))
@@ -139,7 +152,9 @@ def whole_step(engine: JaxEngine, params: EngineParams, slots: DecodeBatch) -> f
     return best_seconds(dispatch, REPEATS) / STEPS
 
 
-def attention_seconds(config: DecoderConfig, engine: JaxEngine, slots: DecodeBatch, native: bool) -> float:
+def attention_seconds(
+    config: DecoderConfig, engine: JaxEngine, slots: DecodeBatch, native: bool
+) -> float:
     """Time attention and, if it reads rows, a step's share of gathering pages and writing them back."""
     batch, heads, size = len(slots.tokens), config.num_kv_heads, config.head_dim
     group = config.num_heads // heads
@@ -151,7 +166,11 @@ def attention_seconds(config: DecoderConfig, engine: JaxEngine, slots: DecodeBat
     rows = empty_cache(config, batch, slots.pages.shape[1] * cache.length, jnp.float32)
     paged = jax.jit(
         lambda cache, slots: write_back(
-            cache, gather_pages(cache, slots.pages, slots.positions), slots.pages, slots.positions, STEPS
+            cache,
+            gather_pages(cache, slots.pages, slots.positions),
+            slots.pages,
+            slots.positions,
+            STEPS,
         ),
         donate_argnums=0,
     )
@@ -164,7 +183,9 @@ def attention_seconds(config: DecoderConfig, engine: JaxEngine, slots: DecodeBat
     return steps + best_seconds(rows_once, REPEATS) / STEPS
 
 
-def parts(config: DecoderConfig, weights: Any, kind: type[JaxEngine], batch: int, positions: int) -> dict[str, float]:
+def parts(
+    config: DecoderConfig, weights: Any, kind: type[JaxEngine], batch: int, positions: int
+) -> dict[str, float]:
     """Time each part of a step, and the whole ``step``, of an engine of this kind."""
     shapes = EngineShapes(
         max_model_len=positions,
@@ -178,7 +199,11 @@ def parts(config: DecoderConfig, weights: Any, kind: type[JaxEngine], batch: int
     params = engine.load_params(weights)
     slots = make_decode_batch(batch, shapes.context_pages)
     slots.pages[:] = 1 + np.arange(slots.pages.size).reshape(slots.pages.shape)
-    slots.positions[:], slots.remaining[:], slots.temperature[:] = positions - STEPS - 1, STEPS + 1, 1
+    slots.positions[:], slots.remaining[:], slots.temperature[:] = (
+        positions - STEPS - 1,
+        STEPS + 1,
+        1,
+    )
     slots.seed[:] = np.arange(batch)
     slots = jax.tree.map(jnp.asarray, slots)
     x = jnp.ones((config.hidden_size, batch))
@@ -214,7 +239,10 @@ def main() -> None:
         floor = step_floor(config, batch, arguments.positions, bandwidth, flops)
         milliseconds = {part: round(1000 * s, 2) for part, s in {**seconds, "floor": floor}.items()}
         share = round(floor / seconds["step"], 3)
-        result.setdefault(f"batch_{batch}", {})[name] = {"milliseconds": milliseconds, "share_of_floor": share}
+        result.setdefault(f"batch_{batch}", {})[name] = {
+            "milliseconds": milliseconds,
+            "share_of_floor": share,
+        }
         print(f"batch {batch}, {name}: {milliseconds}, {share:.1%} of the floor")
     print(json.dumps(result))
 

@@ -42,14 +42,19 @@ async def measure(batch: int) -> dict[str, float]:
     gaps: dict[str, float] = {}
     scoring = 0.0
     for name, own_table in (("deterministic", table), ("fast", None)):
-        async with running(JetStreamBackend(model, params, shapes, deterministic=own_table)) as backend:
+        async with running(
+            JetStreamBackend(model, params, shapes, deterministic=own_table)
+        ) as backend:
             outputs, seconds[name] = await rollout(backend, prompts, NEW)
         contexts = [[*p, *o.token_ids] for p, o in zip(prompts.tolist(), outputs, strict=True)]
         begin = time.perf_counter()
         scores = score(params, contexts)
         scoring = scoring or time.perf_counter() - begin
         pairs = zip(outputs, scores, strict=True)
-        gaps[name] = max(float(np.abs(np.asarray(o.log_probs, np.float32) - s[PROMPT - 1 :]).max()) for o, s in pairs)
+        gaps[name] = max(
+            float(np.abs(np.asarray(o.log_probs, np.float32) - s[PROMPT - 1 :]).max())
+            for o, s in pairs
+        )
     return {
         "batch": batch,
         "fast_seconds": seconds["fast"],

@@ -54,7 +54,11 @@ SHORTER = (0, 6, 10, 0)
 TURNS = 3
 SAMPLED = 16
 SHAPES = EngineShapes(
-    max_model_len=352, max_concurrent_decodes=8, kv_cache_tokens=4096, decode_steps=8, prefill_buckets=(64, 256)
+    max_model_len=352,
+    max_concurrent_decodes=8,
+    kv_cache_tokens=4096,
+    decode_steps=8,
+    prefill_buckets=(64, 256),
 )
 
 
@@ -79,7 +83,9 @@ class Fault:
     """
 
     causes: tuple[Cause, ...]
-    learner: Callable[[DecoderConfig, Params], tuple[DecoderConfig, Params]] = lambda model, params: (model, params)
+    learner: Callable[[DecoderConfig, Params], tuple[DecoderConfig, Params]] = (
+        lambda model, params: (model, params)
+    )
     model: Callable[[DecoderConfig], DecoderConfig] = lambda model: model
     params: Callable[[Params], Params] = lambda params: params
     options: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +93,9 @@ class Fault:
     later_prompt: Callable[[tuple[int, ...], int], tuple[int, ...]] = lambda ids, prompt: ids
     before_update: Callable[[Params], Params] | None = None
     patch: Patch = nullcontext
-    patch_update: Callable[[JetStreamBackend], AbstractContextManager[Any]] = lambda backend: nullcontext()
+    patch_update: Callable[[JetStreamBackend], AbstractContextManager[Any]] = lambda backend: (
+        nullcontext()
+    )
 
 
 def with_layers(params: Params, **changed: jax.Array) -> Params:
@@ -97,7 +105,9 @@ def with_layers(params: Params, **changed: jax.Array) -> Params:
 def with_head(model: DecoderConfig, params: Params) -> tuple[DecoderConfig, Params]:
     """The model with a head of its own."""
     noise = jax.random.normal(jax.random.key(1), params["embed"].shape) * jnp.std(params["embed"])
-    return replace(model, tie_word_embeddings=False), params | {"lm_head": params["embed"] + 0.5 * noise}
+    return replace(model, tie_word_embeddings=False), params | {
+        "lm_head": params["embed"] + 0.5 * noise
+    }
 
 
 def without_head(params: Params) -> Params:
@@ -152,7 +162,8 @@ def without_an_id(ids: tuple[int, ...], prompt: int) -> tuple[int, ...]:
 FAULTS: dict[str, Fault] = {
     # of outside reports
     "rotary base": Fault(
-        causes=(Cause.ROTARY,), model=lambda model: replace(model, rope=replace(model.rope, theta=1e4))
+        causes=(Cause.ROTARY,),
+        model=lambda model: replace(model, rope=replace(model.rope, theta=1e4)),
     ),
     "swapped tensors": Fault(causes=(Cause.MISNAMED_TENSOR,), params=exchanged),
     "wrong head": Fault(
@@ -161,8 +172,12 @@ FAULTS: dict[str, Fault] = {
         params=lambda p: p | {"lm_head": jnp.roll(p["lm_head"], 1, axis=0)},
     ),
     "temperature": Fault(causes=(Cause.TEMPERATURE,), sampling={"temperature": 0.7}),
-    "stale prefix": Fault(causes=(Cause.STALE_PREFIX,), before_update=updated, patch_update=kept_cache),
-    "int8 scales": Fault(causes=(Cause.WRONG_TENSOR,), options={"quantize": "int8"}, patch=permuted_scales),
+    "stale prefix": Fault(
+        causes=(Cause.STALE_PREFIX,), before_update=updated, patch_update=kept_cache
+    ),
+    "int8 scales": Fault(
+        causes=(Cause.WRONG_TENSOR,), options={"quantize": "int8"}, patch=permuted_scales
+    ),
     "head of embeddings": Fault(
         causes=(Cause.MISSING_TENSOR, Cause.MISNAMED_TENSOR),
         learner=with_head,
@@ -172,19 +187,26 @@ FAULTS: dict[str, Fault] = {
     "later positions": Fault(causes=(Cause.POSITION,), patch=later_positions),
     "eps": Fault(causes=(Cause.SETTING,), model=lambda model: replace(model, rms_norm_eps=1e-3)),
     # of the same kinds
-    "small eps": Fault(causes=(Cause.SETTING,), model=lambda model: replace(model, rms_norm_eps=1e-6)),
+    "small eps": Fault(
+        causes=(Cause.SETTING,), model=lambda model: replace(model, rms_norm_eps=1e-6)
+    ),
     "attention scale": Fault(
-        causes=(Cause.SETTING,), model=lambda model: replace(model, attention_scale=1 / model.head_dim)
+        causes=(Cause.SETTING,),
+        model=lambda model: replace(model, attention_scale=1 / model.head_dim),
     ),
     "window": Fault(
         causes=(Cause.WINDOW,),
-        model=lambda model: replace(model, sliding_window=128, windowed_layers=(True,) * model.num_layers),
+        model=lambda model: replace(
+            model, sliding_window=128, windowed_layers=(True,) * model.num_layers
+        ),
     ),
     "final norm": Fault(
-        causes=(Cause.MISSING_TENSOR,), params=lambda p: p | {"final_norm": jnp.ones_like(p["final_norm"])}
+        causes=(Cause.MISSING_TENSOR,),
+        params=lambda p: p | {"final_norm": jnp.ones_like(p["final_norm"])},
     ),
     "scaled keys": Fault(
-        causes=(Cause.WRONG_TENSOR,), params=lambda p: with_layers(p, k=p["layers"]["k"].at[3].multiply(1.5))
+        causes=(Cause.WRONG_TENSOR,),
+        params=lambda p: with_layers(p, k=p["layers"]["k"].at[3].multiply(1.5)),
     ),
     "missing id": Fault(causes=(Cause.TOKEN_DRIFT,), later_prompt=without_an_id),
     "min_p": Fault(causes=(Cause.TRUNCATED_SUPPORT,), sampling={"min_p": 0.1}),
@@ -215,7 +237,9 @@ def read_prompts() -> list[list[Message]]:
 
 async def conversations(backend: JetStreamBackend, fault: Fault, params: Params) -> list[Group]:
     """Let eight conversations be had; the engine's weights are updated to ``params`` after the first turn, or not."""
-    codec = ChatCodec.from_pretrained(fetch_quickstart_model(), tool_format="pythonic", tool_prompt="none")
+    codec = ChatCodec.from_pretrained(
+        fetch_quickstart_model(), tool_format="pythonic", tool_prompt="none"
+    )
     prompts = [tuple(codec.encode_prompt(messages)) for messages in read_prompts()]
     contexts = list(prompts)
     turns: list[list[Turn]] = [[] for _ in prompts]
@@ -228,7 +252,9 @@ async def conversations(backend: JetStreamBackend, fault: Fault, params: Params)
             asked = {"max_tokens": SAMPLED, "ignore_eos": True, "seed": 100 * number + i}
             prompt = context if number == 0 else fault.later_prompt(context, len(prompts[i]))
             sampling = SamplingParams(**asked | fault.sampling)
-            requests.append(GenerateRequest(request_id=f"{number}-{i}", prompt_ids=prompt, sampling=sampling))
+            requests.append(
+                GenerateRequest(request_id=f"{number}-{i}", prompt_ids=prompt, sampling=sampling)
+            )
         outputs = await asyncio.gather(*map(backend.generate, requests))
         for i, output in enumerate(outputs):
             inserted: tuple[int, ...] = ()
@@ -290,7 +316,9 @@ async def measure(fault: Fault, *, blind: bool, limit: float) -> tuple[Diagnosis
         began = time.perf_counter()
         processor_began = time.process_time()
         engine = await view(backend, blind=blind)
-        found = await asyncio.to_thread(diagnose, subject, tolerance=tolerance, engine=engine, seconds=limit)
+        found = await asyncio.to_thread(
+            diagnose, subject, tolerance=tolerance, engine=engine, seconds=limit
+        )
         return found, time.perf_counter() - began, time.process_time() - processor_began
 
 
@@ -315,7 +343,9 @@ def each_in_a_process(arguments: argparse.Namespace) -> dict[str, Any]:
     results = {}
     for name in arguments.faults:
         command = [sys.executable, __file__, "--faults", name, *options]
-        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800).stdout
+        output = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800
+        ).stdout
         *lines, result = output.splitlines()
         print("\n".join(lines), flush=True)
         results |= json.loads(result)
@@ -326,7 +356,9 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--blind", action="store_true")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no other hypothesis is tried")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="after which no other hypothesis is tried"
+    )
     parser.add_argument("--verbose", action="store_true", help="print every finding")
     arguments = parser.parse_args()
     if len(arguments.faults) > 1:
@@ -338,12 +370,17 @@ def main() -> None:
         fault = FAULTS[name]
         forget_programs(disk=False)
         with fault.patch():
-            found, seconds, used = asyncio.run(measure(fault, blind=arguments.blind, limit=arguments.seconds))
+            found, seconds, used = asyncio.run(
+                measure(fault, blind=arguments.blind, limit=arguments.seconds)
+            )
         named = found.cause in fault.causes
         times = {"seconds": round(seconds, 1), "processor_seconds": round(used, 1)}
         results[name] = {**times, "cause": str(found.cause), "named": named}
         verdict = "named" if named else "not named"
-        print(f"{name}: {seconds:.1f} s ({used:.1f} s of all threads), {verdict}: {found.line}", flush=True)
+        print(
+            f"{name}: {seconds:.1f} s ({used:.1f} s of all threads), {verdict}: {found.line}",
+            flush=True,
+        )
         if arguments.verbose:
             print("\n".join(found.lines()), flush=True)
     print(json.dumps(results))

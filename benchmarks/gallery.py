@@ -49,13 +49,19 @@ def run(command: str) -> Path:
     if not (folder / "summary.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         print("+", command, flush=True)
-        program = [] if words[0] == "env" or "/" in words[0] else [sys.executable, "-m", "jax_agent_rl.cli"]
+        program = (
+            []
+            if words[0] == "env" or "/" in words[0]
+            else [sys.executable, "-m", "jax_agent_rl.cli"]
+        )
         environment = {"JAX_PLATFORMS": "cpu"} | os.environ
         if words[1].endswith(".py"):  # a peer's script
             environment.pop("PYTHONPATH", None)  # it is for our environment
         else:
             environment.setdefault("GLIBC_TUNABLES", KEEP_MEMORY)
-        subprocess.run([*program, *words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment)
+        subprocess.run(
+            [*program, *words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment
+        )
     return folder
 
 
@@ -75,11 +81,15 @@ def measure(
         made = f"{command} seed={seed}".format(out=out, seed=seed, **places)
         folders.append(run(made if "run_dir=" in made else f"{made} run_dir={out}/{name}-{seed}"))
     records = [read_records(folder / "metrics.jsonl") for folder in folders]
-    train_seconds = sum(line["step_seconds"] for lines in records for line in lines if line["kind"] == "step")
+    train_seconds = sum(
+        line["step_seconds"] for lines in records for line in lines if line["kind"] == "step"
+    )
     steps = [line for line in records[-1] if line["kind"] == "step"]
     values = {line["step"]: line[metric] for line in records[-1] if metric in line}
     totals = json.loads((folders[-1] / "summary.json").read_text())
-    shutil.rmtree(folders[-1] / "checkpoints", ignore_errors=True)  # three gigabytes; other curves use exports
+    shutil.rmtree(
+        folders[-1] / "checkpoints", ignore_errors=True
+    )  # three gigabytes; other curves use exports
     return {
         "steps": list(values),
         "values": [round(value, 4) for value in values.values()],
@@ -87,7 +97,9 @@ def measure(
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "zero_variance": round(totals["dropped"].get("zero_variance", 0) / totals["started"], 3),
         "sampled_tokens": round(
-            sum(line["sampled_tokens_mean"] * sum(line["finish_reasons"].values()) for line in steps)
+            sum(
+                line["sampled_tokens_mean"] * sum(line["finish_reasons"].values()) for line in steps
+            )
         ),
         "logprob_gap": totals["max_logprob_gap"],
         "warnings": sorted({warning["name"] for warning in totals["warnings"]}),
@@ -115,7 +127,10 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
         if not all(shown.values()):
             continue
         lines += ["", f"## {figure['title']}", "", figure["lesson"].strip(), ""]
-        lines += [f"![{figure['title']}: {metric_of(figure)} over training steps](images/gallery/{name}.svg)", ""]
+        lines += [
+            f"![{figure['title']}: {metric_of(figure)} over training steps](images/gallery/{name}.svg)",
+            "",
+        ]
         lines += ["| curve | before | after, by seed | sampled tokens | training | no gradient |"]
         lines += ["| --- | --- | --- | --- | --- | --- |"]
         for label, seeds in shown.items():
@@ -123,20 +138,39 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
             before = float(np.mean([one["values"][0] for one in runs]))
             after = ", ".join(as_text(one["values"][-1], metric_of(figure)) for one in runs)
             minutes = (
-                f"{np.mean([one['train_seconds'] for one in runs]) / 60:.1f} min" if figure.get("timed", True) else "–"
+                f"{np.mean([one['train_seconds'] for one in runs]) / 60:.1f} min"
+                if figure.get("timed", True)
+                else "–"
             )
             lost = np.mean([one["zero_variance"] for one in runs])
-            tokens = f"{np.mean([one['sampled_tokens'] for one in runs]):,.0f}".removeprefix("0") or "–"
-            cells = [label, as_text(before, metric_of(figure)), after, tokens, minutes, f"{lost:.0%}"]
+            tokens = (
+                f"{np.mean([one['sampled_tokens'] for one in runs]):,.0f}".removeprefix("0") or "–"
+            )
+            cells = [
+                label,
+                as_text(before, metric_of(figure)),
+                after,
+                tokens,
+                minutes,
+                f"{lost:.0%}",
+            ]
             lines.append("| " + " | ".join(cells) + " |")
         lines += ["", "```bash"]
         for label in shown:
             lines += [f"# {label}"]
             lines += [as_typed(command) for command in curves[label]["commands"]]
-        facts = sorted({(one["cpu"], one["date"]) for seeds in shown.values() for one in seeds.values()})
+        facts = sorted(
+            {(one["cpu"], one["date"]) for seeds in shown.values() for one in seeds.values()}
+        )
         lines += ["```", "", "; ".join(f"{machine}, {date}" for machine, date in facts) + "."]
-        if warned := {x: n for x in shown if (n := sorted({w for one in shown[x].values() for w in one["warnings"]}))}:
-            said = "; ".join(f"{label}: {', '.join(f'`{n}`' for n in names)}" for label, names in warned.items())
+        if warned := {
+            x: n
+            for x in shown
+            if (n := sorted({w for one in shown[x].values() for w in one["warnings"]}))
+        }:
+            said = "; ".join(
+                f"{label}: {', '.join(f'`{n}`' for n in names)}" for label, names in warned.items()
+            )
             lines += ["", f"Warnings of these runs: {said}."]
     return "\n".join(lines) + "\n"
 
@@ -161,10 +195,14 @@ def draw(figure: Mapping[str, Any], results: Results, file: Path) -> None:
     drawn = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = drawn.subplots()
     for label in figure["curves"]:
-        runs = [one for one in results[label].values() if one["steps"] == results[label]["0"]["steps"]]
+        runs = [
+            one for one in results[label].values() if one["steps"] == results[label]["0"]["steps"]
+        ]
         values = np.asarray([one["values"] for one in runs])
         (line,) = axes.plot(runs[0]["steps"], values.mean(0), label=label)
-        axes.fill_between(runs[0]["steps"], values.min(0), values.max(0), color=line.get_color(), alpha=0.15)
+        axes.fill_between(
+            runs[0]["steps"], values.min(0), values.max(0), color=line.get_color(), alpha=0.15
+        )
     axes.set(xlabel="training step", ylabel=metric_of(figure))
     if metric_of(figure) == "accuracy":
         axes.set(ylim=(0, 1), ylabel="held-out accuracy")
@@ -180,27 +218,39 @@ def main() -> None:
     tree = load_yaml(GALLERY.read_text())
     figures, curves = tree["figures"], tree["curves"]
     parser = argument_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=sorted(figures), default=list(figures), metavar="FIGURE")
+    parser.add_argument(
+        "--only", nargs="+", choices=sorted(figures), default=list(figures), metavar="FIGURE"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=Path("runs/gallery"), help="where the runs are kept")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gallery"), help="where the runs are kept"
+    )
     parser.add_argument("--page", action="store_true", help="train nothing")
     for peer in ("trl", "tunix", "vllm"):
         parser.add_argument(f"--{peer}-python", help=f"interpreter of {peer}'s environment")
     parser.add_argument("--minilm", help="folder of all-MiniLM-L6-v2")
     options = parser.parse_args()
-    places = {name: value for name, value in vars(options).items() if name == "minilm" or name.endswith("_python")}
+    places = {
+        name: value
+        for name, value in vars(options).items()
+        if name == "minilm" or name.endswith("_python")
+    }
     results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     wanted = {label: figures[name] for name in options.only for label in figures[name]["curves"]}
     failed = []
     for command in [] if options.page else tree["prepare"]:
-        subprocess.run([sys.executable, *shlex.split(command)], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+        subprocess.run(
+            [sys.executable, *shlex.split(command)], check=True, stdout=subprocess.DEVNULL, cwd=ROOT
+        )
     for label, figure in {} if options.page else wanted.items():
         slug = "-".join("".join(x if x.isalnum() else " " for x in label.lower()).split())
         for seed in options.seeds:
             if str(seed) in results.get(label, {}):
                 continue
             commands = curves[label]["commands"]
-            if missing := [name for name in places if f"{{{name}}}" in " ".join(commands) and not places[name]]:
+            if missing := [
+                name for name in places if f"{{{name}}}" in " ".join(commands) and not places[name]
+            ]:
                 print(f"{label}: --{missing[0].replace('_', '-')} is not given", flush=True)
                 break
             try:
@@ -210,8 +260,12 @@ def main() -> None:
                 continue
             results.setdefault(label, {})[str(seed)] = made
             if not curves[label].get("keep"):  # two checkpoints of a run are 3 GB
-                shutil.rmtree(ROOT / options.out / f"{slug}-{seed}" / "checkpoints", ignore_errors=True)
-            print(f"{label}, seed {seed}: {made['values']} in {made['minutes']} minutes", flush=True)
+                shutil.rmtree(
+                    ROOT / options.out / f"{slug}-{seed}" / "checkpoints", ignore_errors=True
+                )
+            print(
+                f"{label}, seed {seed}: {made['values']} in {made['minutes']} minutes", flush=True
+            )
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     for name, figure in figures.items():
         if all(results.get(label) for label in figure["curves"]):

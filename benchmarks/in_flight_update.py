@@ -46,7 +46,9 @@ MODES = {"none": None, "keep": PauseMode.KEEP, "recompute": PauseMode.ABORT, "wa
 class Publications:
     """Publishes the next version after every ``every`` sampled ids."""
 
-    def __init__(self, client: LLMServerClient, weights: Sequence[dict], mode: PauseMode | None, every: float) -> None:
+    def __init__(
+        self, client: LLMServerClient, weights: Sequence[dict], mode: PauseMode | None, every: float
+    ) -> None:
         self._client, self._weights, self._mode, self._every = client, weights, mode, every
         self._sampled = 0
         self._event = asyncio.Event()
@@ -66,7 +68,11 @@ class Publications:
 
 
 async def measure(
-    backend: JetStreamBackend, prompts: np.ndarray, lengths: Sequence[int], weights: Sequence[dict], name: str
+    backend: JetStreamBackend,
+    prompts: np.ndarray,
+    lengths: Sequence[int],
+    weights: Sequence[dict],
+    name: str,
 ) -> tuple[list[TokenOutput], dict[str, float]]:
     """Run all requests at once, on an engine of their own; return outputs and figures."""
     async with running(backend):
@@ -92,7 +98,9 @@ async def measure(
         return outputs, {"seconds": seconds, "prefilled": metrics.prefill_tokens}
 
 
-def gap(model: Any, prompts: np.ndarray, outputs: Sequence[TokenOutput], weights: Sequence[dict]) -> float | None:
+def gap(
+    model: Any, prompts: np.ndarray, outputs: Sequence[TokenOutput], weights: Sequence[dict]
+) -> float | None:
     """Return the mean |log-prob of the engine - of a full pass| of ids sampled after a change in their response."""
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -107,7 +115,9 @@ def gap(model: Any, prompts: np.ndarray, outputs: Sequence[TokenOutput], weights
         ids = np.zeros(PROMPT + MAX_NEW, np.int32)  # padded, for one program
         ids[: PROMPT + len(versions)] = np.concatenate([prompt, output.token_ids])
         for version in sorted(set(versions[versions > versions[0]].tolist())):
-            exact = np.asarray(logprobs(model, weights[version], jnp.asarray(ids)))[PROMPT - 1 :][: len(versions)]
+            exact = np.asarray(logprobs(model, weights[version], jnp.asarray(ids)))[PROMPT - 1 :][
+                : len(versions)
+            ]
             at = versions == version
             distances.append(np.abs(np.asarray(output.log_probs)[at] - exact[at]))
     return float(np.concatenate(distances).mean()) if distances else None
@@ -117,7 +127,10 @@ def perturb(params: dict, size: float, key: jax.Array) -> dict:
     """Move every weight by ``size`` in a random direction."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
-    moved = [x + size * jax.random.rademacher(k, x.shape, x.dtype) for x, k in zip(leaves, keys, strict=True)]
+    moved = [
+        x + size * jax.random.rademacher(k, x.shape, x.dtype)
+        for x, k in zip(leaves, keys, strict=True)
+    ]
     return jax.tree.unflatten(tree, moved)
 
 
@@ -144,13 +157,21 @@ def main() -> None:
     base: dict[str, float] = {}
     for name in MODES:
         outputs, figures = asyncio.run(
-            measure(JetStreamBackend(model, params, shapes, compile_ahead=True), prompts, lengths, weights, name)
+            measure(
+                JetStreamBackend(model, params, shapes, compile_ahead=True),
+                prompts,
+                lengths,
+                weights,
+                name,
+            )
         )
         base = base or figures  # the first mode's: no update
         results[name] = {
             "seconds": round(figures["seconds"], 2),
             "ratio_vs_none": round(figures["seconds"] / base["seconds"], 3),
-            "seconds_per_update": round((figures["seconds"] - base["seconds"]) / arguments.updates, 2),
+            "seconds_per_update": round(
+                (figures["seconds"] - base["seconds"]) / arguments.updates, 2
+            ),
             "recomputed_ids": figures["prefilled"] - base["prefilled"],
             "logprob_gap": gap(model, prompts, outputs, weights),
             "prefilled": figures["prefilled"],

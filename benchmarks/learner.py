@@ -15,7 +15,15 @@ import json
 from typing import Any
 
 import numpy as np
-from common import argument_parser, best_seconds, cpu, make_learner, make_trajectory, random_ids, sgemm_flops
+from common import (
+    argument_parser,
+    best_seconds,
+    cpu,
+    make_learner,
+    make_trajectory,
+    random_ids,
+    sgemm_flops,
+)
 
 from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.learner.learner import Learner
@@ -31,8 +39,15 @@ def sequences() -> np.ndarray:
 
 def learner_and_group(ids: np.ndarray, **settings: Any) -> tuple[Learner, Group]:
     """Return a learner of two micro-batches per update, and a group to learn from."""
-    common = {"pack_length": LENGTH, "micro_batch_size": ROWS // 2, "share_prefixes": False, "learning_rate": 1e-6}
-    members = (make_trajectory(row[:1], row[1:], group="g", index=i) for i, row in enumerate(ids.tolist()))
+    common = {
+        "pack_length": LENGTH,
+        "micro_batch_size": ROWS // 2,
+        "share_prefixes": False,
+        "learning_rate": 1e-6,
+    }
+    members = (
+        make_trajectory(row[:1], row[1:], group="g", index=i) for i, row in enumerate(ids.tolist())
+    )
     return make_learner(**common, **settings), Group(group_id="g", trajectories=tuple(members))
 
 
@@ -42,7 +57,11 @@ def measure(ids: np.ndarray) -> tuple[float, int, float]:
     learner.update([group])
     compiled = learner.programs_compiled
     seconds = best_seconds(lambda: learner.update([group]), REPEATS)
-    return seconds, learner.programs_compiled - compiled, counted_flops(learner.model.parameter_shapes())
+    return (
+        seconds,
+        learner.programs_compiled - compiled,
+        counted_flops(learner.model.parameter_shapes()),
+    )
 
 
 def transformers_seconds(ids: np.ndarray) -> float:
@@ -50,7 +69,9 @@ def transformers_seconds(ids: np.ndarray) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(fetch_quickstart_model(), dtype=torch.float32, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        fetch_quickstart_model(), dtype=torch.float32, trust_remote_code=False
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     batch = torch.tensor(ids)
     sign = torch.tensor([1.0, -1.0] * (ROWS // 2))[:, None]

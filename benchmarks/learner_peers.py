@@ -43,7 +43,12 @@ from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.types import Group
 
 PEERS = Path(__file__).parent / "peers"
-OPTIMIZER: dict[str, Any] = {"learning_rate": 1e-6, "adam_b1": 0.9, "adam_b2": 0.95, "max_grad_norm": 1.0}
+OPTIMIZER: dict[str, Any] = {
+    "learning_rate": 1e-6,
+    "adam_b1": 0.9,
+    "adam_b2": 0.95,
+    "max_grad_norm": 1.0,
+}
 VALUES = ("loss", "grad_norm", "entropy")  # of the first update; the norm is that before the clip
 LARGEST_DIFFERENCE = 1e-3  # of a gradient, relative to its largest element; rounding is far below, other work far above
 
@@ -68,7 +73,9 @@ def write_batch(batch: list[Group], file: Path) -> None:
         file,
         prompt_ids=np.array([t.prompt_ids for t in members]),
         completion_ids=np.array([t.response_ids for t in members]),
-        advantages=np.concatenate([grpo(np.array([t.reward for t in g.trajectories])) for g in batch]),
+        advantages=np.concatenate(
+            [grpo(np.array([t.reward for t in g.trajectories])) for g in batch]
+        ),
         **OPTIMIZER,
     )
 
@@ -85,19 +92,34 @@ def ours(side: Mapping[str, Any], batch: list[Group], updates: int) -> Measured:
         jax.block_until_ready(learner.params)
         seconds.append(time.perf_counter() - begin)
     values = {name: metrics[name] for name in VALUES}
-    return Measured(seconds=min(seconds), gradient=gradient, values=values, versions={"jax": jax.__version__})
+    return Measured(
+        seconds=min(seconds), gradient=gradient, values=values, versions={"jax": jax.__version__}
+    )
 
 
 def peer(python: str, script: str, *, file: Path, updates: int) -> Measured:
     """Run a peer's script in its environment."""
     gradients = file.with_name("gradients.safetensors")
-    options = {"model": fetch_quickstart_model(), "batch": file, "updates": updates, "gradients": gradients}
-    command = [python, str(PEERS / script), *(f"--{name}={value}" for name, value in options.items())]
+    options = {
+        "model": fetch_quickstart_model(),
+        "batch": file,
+        "updates": updates,
+        "gradients": gradients,
+    }
+    command = [
+        python,
+        str(PEERS / script),
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]
     # PYTHONPATH is for our environment: in another it would bring packages of the wrong versions.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "JAX_PLATFORMS": "cpu"
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        sys.exit(f"{' '.join(command)} failed; is its environment the one this file's docstring makes?\n{done.stderr}")
+        sys.exit(
+            f"{' '.join(command)} failed; is its environment the one this file's docstring makes?\n{done.stderr}"
+        )
     line = json.loads(done.stdout.splitlines()[-1])
     return Measured(
         seconds=min(line["seconds"][1:]),
@@ -110,9 +132,14 @@ def peer(python: str, script: str, *, file: Path, updates: int) -> Measured:
 def differences(side: Measured, reference: Measured) -> dict[str, float]:
     """Compare two first updates: gradients relative to the largest element, values to theirs if above 1."""
     if side.gradient.keys() != reference.gradient.keys():
-        raise ValueError(f"other parameters: {sorted(side.gradient.keys() ^ reference.gradient.keys())[:4]}")
+        raise ValueError(
+            f"other parameters: {sorted(side.gradient.keys() ^ reference.gradient.keys())[:4]}"
+        )
     largest = max(float(np.abs(value).max()) for value in reference.gradient.values())
-    gradient = max(float(np.abs(side.gradient[name] - value).max()) for name, value in reference.gradient.items())
+    gradient = max(
+        float(np.abs(side.gradient[name] - value).max())
+        for name, value in reference.gradient.items()
+    )
     values = {
         f"{name}_diff": abs(side.values[name] - value) / max(1.0, abs(value))
         for name, value in reference.values.items()
@@ -146,9 +173,13 @@ def report(measured: Mapping[str, Measured]) -> dict[str, Any]:
     peers = [name for name in measured if name not in SIDES]
     for peer_name in peers:
         for name, suffix in (("shared", ""), ("naive", "_without_sharing")):
-            result[f"ratio_vs_{peer_name}{suffix}"] = round(measured[peer_name].seconds / measured[name].seconds, 2)
+            result[f"ratio_vs_{peer_name}{suffix}"] = round(
+                measured[peer_name].seconds / measured[name].seconds, 2
+            )
     result["differences"] = {
-        name: differences(side, measured["naive"]) for name, side in measured.items() if name != "naive"
+        name: differences(side, measured["naive"])
+        for name, side in measured.items()
+        if name != "naive"
     }
     result["versions"] = {"ours": dict(measured["naive"].versions)} | {
         name: dict(measured[name].versions) for name in peers
@@ -158,9 +189,15 @@ def report(measured: Mapping[str, Measured]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--trl-python", help="interpreter of TRL's environment; without it TRL is left out")
-    parser.add_argument("--tunix-python", help="interpreter of google-tunix' environment; without it it is left out")
-    parser.add_argument("--updates", type=int, default=5, help="updates of each side; the first is not timed")
+    parser.add_argument(
+        "--trl-python", help="interpreter of TRL's environment; without it TRL is left out"
+    )
+    parser.add_argument(
+        "--tunix-python", help="interpreter of google-tunix' environment; without it it is left out"
+    )
+    parser.add_argument(
+        "--updates", type=int, default=5, help="updates of each side; the first is not timed"
+    )
     arguments = parser.parse_args()
     if arguments.updates < 2:
         parser.error("--updates must be at least 2: the first one warms up")
@@ -168,9 +205,15 @@ def main() -> None:
     load = os.getloadavg()[0]
     result = report(measure_all(arguments))
     print(json.dumps(result | {"load_before": round(load, 2), "cpu": cpu()}))
-    other = [name for name, found in result["differences"].items() if found["max_grad_diff"] > LARGEST_DIFFERENCE]
+    other = [
+        name
+        for name, found in result["differences"].items()
+        if found["max_grad_diff"] > LARGEST_DIFFERENCE
+    ]
     if other:
-        sys.exit(f"the gradient of {', '.join(other)} is not ours: not the same work, so the ratios mean nothing")
+        sys.exit(
+            f"the gradient of {', '.join(other)} is not ours: not the same work, so the ratios mean nothing"
+        )
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ def product_seconds(timed: Callable[..., float], shapes: dict) -> dict[str, dict
     for shape in shapes["layers"].values():
         if len(shape) == 3:
             count, out, size = shape
-            layers = {name: layers[name] + count * one for name, one in directions(out, size).items()}
+            layers = {
+                name: layers[name] + count * one for name, one in directions(out, size).items()
+            }
     return {"layers": layers, "head": directions(*shapes["embed"])}
 
 
@@ -86,7 +88,10 @@ def attention_seconds(timed: Callable[..., float], model: Any) -> dict[str, floa
         return pull(out)
 
     forward = timed(lambda *x: tree_attention(*x, tree_mask), q, k, v)
-    return {"forward": model.num_layers * forward, "backward": model.num_layers * (timed(backward, q, k, v) - forward)}
+    return {
+        "forward": model.num_layers * forward,
+        "backward": model.num_layers * (timed(backward, q, k, v) - forward),
+    }
 
 
 def logprob_seconds(timed: Callable[..., float], head: jax.Array) -> dict[str, float]:
@@ -161,7 +166,10 @@ def profile(learner: Learner, group: Group, repeats: int) -> dict[str, Any]:
     show("logprobs/backward", logprobs["backward"] - head["d_input"] - head["d_weight"])
     plain, own = (body_seconds(timed, learner, name) for name in ("none", learner._objective.remat))
     show("elementwise/forward", plain["forward"] - layers["forward"] - attention["forward"])
-    show("elementwise/backward", plain["backward"] - layers["d_input"] - layers["d_weight"] - attention["backward"])
+    show(
+        "elementwise/backward",
+        plain["backward"] - layers["d_input"] - layers["d_weight"] - attention["backward"],
+    )
     show("rematerialisation", sum(own.values()) - sum(plain.values()))
     minis, made = learner._prepare([group])
     show("packing", best_seconds(lambda: learner._prepare([group]), repeats))
@@ -172,7 +180,9 @@ def profile(learner: Learner, group: Group, repeats: int) -> dict[str, Any]:
     return {
         "step_ms": round(1000 * step, 1),
         "parts_ms": milliseconds,
-        "products_share": round(sum(s for n, s in parts.items() if n.startswith("products/")) / step, 3),
+        "products_share": round(
+            sum(s for n, s in parts.items() if n.startswith("products/")) / step, 3
+        ),
         "share_of_sgemm": round(counted_flops(shapes) / step / peak, 3),
         "sgemm_gflop_s": round(peak / 1e9, 1),
         "tokens_per_second": round(ROWS * LENGTH / step, 1),

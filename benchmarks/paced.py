@@ -76,7 +76,13 @@ def serve(latencies: Draws, work: Work = str) -> None:
             steps = [extra["current_step"] for extra in body["extra_fields"]]
             await asyncio.gather(*map(run, body["trajectory_ids"], steps))
         count = len(body["actions"])
-        return JSONResponse({"observations": [OBSERVATION] * count, "dones": [False] * count, "valids": [True] * count})
+        return JSONResponse(
+            {
+                "observations": [OBSERVATION] * count,
+                "dones": [False] * count,
+                "valids": [True] * count,
+            }
+        )
 
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
@@ -116,7 +122,9 @@ class LetterCodec(ChatCodec):
     def encode_text(self, text: str) -> list[int]:
         return [3 + ord(character) % LETTERS for character in text]
 
-    def encode_prompt(self, messages: Sequence[Mapping[str, str]], tools: Sequence[object] = ()) -> list[int]:
+    def encode_prompt(
+        self, messages: Sequence[Mapping[str, str]], tools: Sequence[object] = ()
+    ) -> list[int]:
         return [1, *self.encode_text("".join(message["content"] for message in messages))]
 
     def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
@@ -145,9 +153,13 @@ def small_model() -> tuple[DecoderConfig, dict]:
         tie_word_embeddings=True,
         eos_token_ids=(2,),
     )
-    shapes, tree = jax.tree.flatten(config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
+    shapes, tree = jax.tree.flatten(
+        config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple)
+    )
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    return config, jax.tree.unflatten(tree, [0.05 * jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)])
+    return config, jax.tree.unflatten(
+        tree, [0.05 * jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    )
 
 
 class PacedEngine(JaxEngine):
@@ -199,7 +211,9 @@ class TurnLengths(LLMServerClient):
         self._lengths, self._work = lengths, work
         self._turns: dict[str, int] = {}
 
-    async def generate(self, request_id: str, *, sampling_params: SamplingParams, **fields) -> TokenOutput:
+    async def generate(
+        self, request_id: str, *, sampling_params: SamplingParams, **fields
+    ) -> TokenOutput:
         session = fields["session_id"]
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1

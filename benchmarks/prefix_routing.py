@@ -24,7 +24,9 @@ from jax_agent_rl.testing.simulate.workload import Draws, EngineSpeed, VirtualLo
 from jax_agent_rl.types import SamplingParams
 
 GROUP, GROUPS, PER_SERVER = 8, 400, 16
-SPEED = EngineSpeed(slots=PER_SERVER, step_seconds=0.01, slot_seconds=0.0002, prefill_tokens_per_step=128)
+SPEED = EngineSpeed(
+    slots=PER_SERVER, step_seconds=0.01, slot_seconds=0.0002, prefill_tokens_per_step=128
+)
 LENGTHS = Draws(median=200, sigma=1.0, least=1, most=2000)
 
 
@@ -33,12 +35,16 @@ async def measure(servers: int, prompt: int, *, routed: bool) -> tuple[int, floa
     engines = [SimulatedEngine(SPEED, max_model_len=prompt + 2000) for _ in range(servers)]
     for engine in engines:
         engine.capabilities = replace(engine.capabilities, prefix_reuse=routed)
-    client = LLMServerClient([AsyncServer(engine, name=f"engine-{i}") for i, engine in enumerate(engines)])
+    client = LLMServerClient(
+        [AsyncServer(engine, name=f"engine-{i}") for i, engine in enumerate(engines)]
+    )
 
     async def work(members: Iterator[tuple[int, int]]) -> None:
         for group, member in members:
             sampling = SamplingParams(max_tokens=round(LENGTHS.at(group, member)))
-            await client.generate(f"{group}-{member}", prompt_ids=[group] * prompt, sampling_params=sampling)
+            await client.generate(
+                f"{group}-{member}", prompt_ids=[group] * prompt, sampling_params=sampling
+            )
 
     members = ((group, member) for group in range(1, GROUPS + 1) for member in range(GROUP))
     await asyncio.gather(*(work(members) for _ in range(servers * PER_SERVER)))
@@ -47,7 +53,9 @@ async def measure(servers: int, prompt: int, *, routed: bool) -> tuple[int, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--servers", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=4096)
     arguments = parser.parse_args()
@@ -57,9 +65,15 @@ def main() -> None:
             measuring = measure(arguments.servers, arguments.prompt, routed=routed)
             results[routed] = loop.run_until_complete(measuring)
         computed, seconds = results[routed]
-        print(f"{'by prefix' if routed else 'by load  '}: {computed:>10} prompt ids computed, {seconds:8.1f} s")
+        print(
+            f"{'by prefix' if routed else 'by load  '}: {computed:>10} prompt ids computed, {seconds:8.1f} s"
+        )
     (without, slow), (with_routing, fast) = results[False], results[True]
-    print(json.dumps({"prefill_ratio": round(with_routing / without, 3), "speedup": round(slow / fast, 3)}))
+    print(
+        json.dumps(
+            {"prefill_ratio": round(with_routing / without, 3), "speedup": round(slow / fast, 3)}
+        )
+    )
 
 
 if __name__ == "__main__":

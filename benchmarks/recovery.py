@@ -40,7 +40,9 @@ def under_faults(kind: str, seconds: float, seed: int) -> dict[str, float]:
     """
     only = [] if kind == "all" else ["--only", kind]
     command = [*COMMAND, "chaos", "--json", f"--seconds={seconds}", f"--seed={seed}", *only]
-    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout.splitlines()
+    lines = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ).stdout.splitlines()
     report = json.loads(lines[-1])
     return {
         "strikes": sum(report["faults"].values()),
@@ -78,7 +80,11 @@ def kill_and_resume(folder: Path, steps: int) -> dict[str, float]:
         RuntimeError: a run ended too early, or the resumed one failed.
     """
     settings = [f"run_dir={folder}", f"trainer.steps={steps}", "trainer.checkpoint_every=1"]
-    settings += ["data.eval=null", "data.eval_limit=null", "rollout.eval_temperature=null"]  # nothing beside the steps
+    settings += [
+        "data.eval=null",
+        "data.eval_limit=null",
+        "rollout.eval_temperature=null",
+    ]  # nothing beside the steps
     command = [*COMMAND, "train", "configs/quickstart.yaml", *settings]
     begin = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
@@ -105,7 +111,9 @@ def kill_and_resume(folder: Path, steps: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="of each kind of fault, a quarter without any")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="of each kind of fault, a quarter without any"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="of the run that is killed")
     arguments = parser.parse_args()

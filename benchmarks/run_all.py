@@ -58,7 +58,11 @@ BENCHMARKS = {  # by script: its arguments
 
 def command_of(name: str, options: argparse.Namespace) -> list[str] | None:
     """Return a benchmark's arguments, those without a value left out; None if all its peers are missing."""
-    words = BENCHMARKS[name].format(**{key: value or "" for key, value in vars(options).items()}).split(" ")
+    words = (
+        BENCHMARKS[name]
+        .format(**{key: value or "" for key, value in vars(options).items()})
+        .split(" ")
+    )
     given, missing = [], 0
     for flag, value in zip(words[::2], words[1::2], strict=False):
         given += [flag, value] if value else []
@@ -75,7 +79,9 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     begin = time.monotonic()
     command = [sys.executable, "-u", str(ROOT / "benchmarks" / f"{name}.py"), *arguments]
     environment = {"GLIBC_TUNABLES": KEEP_MEMORY} | os.environ
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )
     assert process.stdout is not None
     found = []
     for line in process.stdout:
@@ -83,10 +89,16 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
         if line.startswith("{"):
             found.append(json.loads(line))
     if process.wait() or not found:
-        raise RuntimeError(f"status {process.returncode}" if process.returncode else "no JSON object was printed")
+        raise RuntimeError(
+            f"status {process.returncode}" if process.returncode else "no JSON object was printed"
+        )
     return {
         "command": " ".join(
-            ["python", f"benchmarks/{name}.py", *("PYTHON" if "/" in word else word for word in arguments)]
+            [
+                "python",
+                f"benchmarks/{name}.py",
+                *("PYTHON" if "/" in word else word for word in arguments),
+            ]
         ),
         "date": datetime.date.today().isoformat(),
         "minutes": round((time.monotonic() - begin) / 60, 1),
@@ -108,7 +120,11 @@ FIGURES = {  # of the first table: by label, the benchmark and where in its resu
         for requests in ("1 request", "8 requests", "32 requests")
     },
     **{
-        f"speculation relative to plain decoding, {requests}": ("speculation", f"batch_{requests.split()[0]}", "ratio")
+        f"speculation relative to plain decoding, {requests}": (
+            "speculation",
+            f"batch_{requests.split()[0]}",
+            "ratio",
+        )
         for requests in ("1 request", "4 requests", "8 requests", "32 requests")
     },
     "learner, tokens per second": ("learner", "tokens_per_second"),
@@ -119,9 +135,23 @@ FIGURES = {  # of the first table: by label, the benchmark and where in its resu
     "update with shared prefixes relative to TRL": ("learner_peers", "ratio_vs_trl"),
     "update with shared prefixes relative to Tunix": ("learner_peers", "ratio_vs_tunix"),
     "update with shared prefixes relative to one without": ("shared_prefix", "ratio"),
-    "supervised update with shared prefixes relative to TRL": ("supervised_peers", "sft", "shared", "ratio"),
-    "DPO update with shared prefixes relative to TRL": ("supervised_peers", "dpo", "shared", "ratio"),
-    "fully asynchronous relative to synchronous": ("async_rollout", "fully_async", "samples_per_second"),
+    "supervised update with shared prefixes relative to TRL": (
+        "supervised_peers",
+        "sft",
+        "shared",
+        "ratio",
+    ),
+    "DPO update with shared prefixes relative to TRL": (
+        "supervised_peers",
+        "dpo",
+        "shared",
+        "ratio",
+    ),
+    "fully asynchronous relative to synchronous": (
+        "async_rollout",
+        "fully_async",
+        "samples_per_second",
+    ),
     "fully asynchronous, share of the ideal": ("async_rollout", "fully_async", "share_of_ideal"),
 }
 
@@ -141,11 +171,15 @@ def figures_of(records: Mapping[str, Any]) -> dict[str, float]:
     return figures
 
 
-def machines_table(machines: Mapping[str, Mapping[str, Any]], results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def machines_table(
+    machines: Mapping[str, Mapping[str, Any]], results: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
     """Return one table of all machines: a row for each figure, the last column over all of them."""
     by_machine = {}
     for name, machine in machines.items():
-        by_machine[name] = machine["figures"] if "figures" in machine else figures_of(results[machine["results"]])
+        by_machine[name] = (
+            machine["figures"] if "figures" in machine else figures_of(results[machine["results"]])
+        )
     rows = []
     for label in FIGURES:
         values = [figures[label] for figures in by_machine.values() if label in figures]
@@ -176,7 +210,9 @@ def value_range(label: str, values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def page(results: Mapping[str, Mapping[str, Any]], machines: Mapping[str, Mapping[str, Any]]) -> str:
+def page(
+    results: Mapping[str, Mapping[str, Any]], machines: Mapping[str, Mapping[str, Any]]
+) -> str:
     """Return docs/results.md: all machines side by side, then what each benchmark measured, and how."""
     lines = [
         "# Results",
@@ -200,7 +236,9 @@ def page(results: Mapping[str, Mapping[str, Any]], machines: Mapping[str, Mappin
         "",
         *machines_table(machines, results),
     ]
-    letters = {machine["results"]: name for name, machine in machines.items() if "results" in machine}
+    letters = {
+        machine["results"]: name for name, machine in machines.items() if "results" in machine
+    }
     for name in BENCHMARKS:
         records = {machine: own[name] for machine, own in results.items() if name in own}
         if not records:
@@ -209,7 +247,9 @@ def page(results: Mapping[str, Mapping[str, Any]], machines: Mapping[str, Mappin
         title = script.partition('"""')[2].partition("\n")[0].removesuffix('"""')
         lines += ["", f"## {name}.py", "", title]
         for machine, record in records.items():
-            versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
+            versions = ", ".join(
+                f"{package} {version}" for package, version in record["versions"].items()
+            )
             place = f"machine {letters[machine]}" if machine in letters else machine
             facts = f"{place}; {record['date']}; {record['minutes']} minutes; {versions}"
             lines += ["", f"`{record['command']}`: {facts}", "", *tables(record["result"])]
@@ -250,7 +290,11 @@ def shown(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    made = [columns, ["---"] * len(columns), *([row.get(column, "") for column in columns] for row in rows)]
+    made = [
+        columns,
+        ["---"] * len(columns),
+        *([row.get(column, "") for column in columns] for row in rows),
+    ]
     return ["| " + " | ".join(cells) + " |" for cells in made]
 
 
@@ -268,7 +312,9 @@ def main() -> None:
     for number, name in enumerate([] if options.page else options.only):
         arguments = command_of(name, options)
         if arguments is None or (name in own and not options.again):
-            print(f"{name}: {'no peer is given' if arguments is None else 'has a result (--again measures anew)'}")
+            print(
+                f"{name}: {'no peer is given' if arguments is None else 'has a result (--again measures anew)'}"
+            )
             continue
         print(f"{number + 1}/{len(options.only)} {name}", flush=True)
         try:

@@ -56,8 +56,12 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", type=int, default=[1, 4, 16, 64, 256, 1024, 4096])
     parser.add_argument("--trajectories", type=int, default=2048, help="of a step, in groups of 16")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="measured, after those that fill the pipeline")
-    parser.add_argument("--modes", nargs="+", default=["sync", "one_step_off", "fully_async 1", "fully_async 4"])
+    parser.add_argument(
+        "--steps", type=int, default=3, help="measured, after those that fill the pipeline"
+    )
+    parser.add_argument(
+        "--modes", nargs="+", default=["sync", "one_step_off", "fully_async 1", "fully_async 4"]
+    )
     args = parser.parse_args()
     config = load(
         RECIPE,
@@ -78,7 +82,9 @@ def main() -> None:
                 f"agent.turns={args.turns}",
                 f"steps={args.steps}",
             ]
-            results[count] = one = simulate(config, load_assumptions(None, overrides), mode, POLICIES[mode])
+            results[count] = one = simulate(
+                config, load_assumptions(None, overrides), mode, POLICIES[mode]
+            )
             found[f"{count} engines"][f"{mode}, trajectories/s"] = one.samples_per_second
             shares = f"slots {one.slots_used:.0%}, learner {one.learner_busy:.0%}"
             speed = f"{one.samples_per_second:.1f} trajectories/s, a step {one.step_seconds:.1f} s"

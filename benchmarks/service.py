@@ -35,15 +35,30 @@ NAME = "smollm2"
 def serving(overrides: list[str]) -> Iterator[str]:
     """Run a server in a process of its own; yield its URL."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = [f"model.path={fetch_quickstart_model()}", f"model_name={NAME}", f"state_dir={folder}", "port=0"]
-        command = [sys.executable, "-u", "-m", "jax_agent_rl.cli", "tinker-server", *settings, *overrides]
+        settings = [
+            f"model.path={fetch_quickstart_model()}",
+            f"model_name={NAME}",
+            f"state_dir={folder}",
+            "port=0",
+        ]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "jax_agent_rl.cli",
+            "tinker-server",
+            *settings,
+            *overrides,
+        ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
             lines = iter(process.stdout.readline, "")
             line = next((line for line in lines if line.startswith("serving ")), None)
             if line is None:
-                raise RuntimeError(f"the server ended with status {process.wait()}: {' '.join(command)}")
+                raise RuntimeError(
+                    f"the server ended with status {process.wait()}: {' '.join(command)}"
+                )
             yield line.rpartition("=")[2].strip()
         finally:
             process.terminate()
@@ -60,9 +75,13 @@ class Client:
         together: waits for all clients.
     """
 
-    def __init__(self, url: str, number: int, arguments: argparse.Namespace, together: Barrier) -> None:
+    def __init__(
+        self, url: str, number: int, arguments: argparse.Namespace, together: Barrier
+    ) -> None:
         self._service = tinker.ServiceClient(base_url=url, api_key="tml-local")
-        self._trainer = self._service.create_lora_training_client(base_model=NAME, rank=32, seed=number).result()
+        self._trainer = self._service.create_lora_training_client(
+            base_model=NAME, rank=32, seed=number
+        ).result()
         self._number, self._arguments, self._together = number, arguments, together
 
     def round(self, seed: int) -> tuple[float, float, float]:
@@ -70,7 +89,10 @@ class Client:
         own, seed = self._arguments, 1000 * self._number + seed
         rows = random_ids(own.sequences, own.length + 1, seed=seed)
         batch = [
-            tinker.Datum(model_input=tinker.ModelInput.from_ints(row[:-1]), loss_fn_inputs={"target_tokens": row[1:]})
+            tinker.Datum(
+                model_input=tinker.ModelInput.from_ints(row[:-1]),
+                loss_fn_inputs={"target_tokens": row[1:]},
+            )
             for row in rows.tolist()
         ]
         self._together.wait()
@@ -84,7 +106,9 @@ class Client:
         trained = time.perf_counter()
         prompts = random_ids(own.prompts, own.prompt_length, seed=seed).tolist()
         asked = tinker.SamplingParams(max_tokens=own.tokens, temperature=1.0, stop=[])
-        futures = [sampler.sample(tinker.ModelInput.from_ints(ids), own.samples, asked) for ids in prompts]
+        futures = [
+            sampler.sample(tinker.ModelInput.from_ints(ids), own.samples, asked) for ids in prompts
+        ]
         answers = [future.result() for future in futures]
         end = time.perf_counter()
         assert all(len(one.tokens) == own.tokens for answer in answers for one in answer.sequences)
@@ -97,7 +121,10 @@ def measure(url: str, count: int, arguments: argparse.Namespace) -> dict[str, ob
     together = Barrier(count)
     clients = [Client(url, number, arguments, together) for number in range(count)]
     with ThreadPoolExecutor(count) as pool:
-        rounds = [list(pool.map(Client.round, clients, [seed] * count)) for seed in range(arguments.rounds + 1)][1:]
+        rounds = [
+            list(pool.map(Client.round, clients, [seed] * count))
+            for seed in range(arguments.rounds + 1)
+        ][1:]
     training, sampling, own = np.array(rounds).transpose(2, 0, 1)  # [rounds, clients] each
     trained = count * arguments.sequences * arguments.length
     sampled = count * arguments.prompts * arguments.samples * arguments.tokens
@@ -123,7 +150,9 @@ def main() -> None:
     parser.add_argument("--prompt-length", type=int, default=64)
     parser.add_argument("--samples", type=int, default=4, help="of each prompt")
     parser.add_argument("--tokens", type=int, default=32, help="of each sample")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the server")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the server"
+    )
     arguments = parser.parse_args()
     adapters = max(arguments.adapters)
     print(cpu())

@@ -14,14 +14,25 @@ from typing import Any
 
 import jax
 import numpy as np
-from common import argument_parser, best_seconds, first_gradient, make_learner, make_trajectory, random_ids
+from common import (
+    argument_parser,
+    best_seconds,
+    first_gradient,
+    make_learner,
+    make_trajectory,
+    random_ids,
+)
 
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.types import Group
 
 SAMPLES, SHARED, OWN, REPEATS = 8, 256, 40, 4
 SIDES = {
-    "naive": {"share_prefixes": False, "pack_length": SHARED + OWN, "micro_batch_size": SAMPLES // 2},
+    "naive": {
+        "share_prefixes": False,
+        "pack_length": SHARED + OWN,
+        "micro_batch_size": SAMPLES // 2,
+    },
     "shared": {"share_prefixes": True, "pack_length": SHARED + SAMPLES * OWN},
 }
 
@@ -32,15 +43,21 @@ def groups(count: int) -> list[Group]:
     return [
         Group(
             group_id=name,
-            trajectories=tuple(make_trajectory(prompt, ids, group=name, index=i) for i, ids in enumerate(own)),
+            trajectories=tuple(
+                make_trajectory(prompt, ids, group=name, index=i) for i, ids in enumerate(own)
+            ),
         )
-        for name, prompt, own in zip(map(str, range(count)), prompts.tolist(), completions.tolist(), strict=True)
+        for name, prompt, own in zip(
+            map(str, range(count)), prompts.tolist(), completions.tolist(), strict=True
+        )
     ]
 
 
 def measure(side: dict[str, Any], batch: list[Group]) -> tuple[float, list[np.ndarray], float]:
     """Return seconds of one update, the first update's gradient, and tokens computed per update."""
-    learner = make_learner(**side, learning_rate=1e-9, max_grad_norm=1e9)  # nothing moves, nothing is clipped
+    learner = make_learner(
+        **side, learning_rate=1e-9, max_grad_norm=1e9
+    )  # nothing moves, nothing is clipped
     computed = learner.update(batch).metrics["computed_tokens"]
     gradient = jax.tree.leaves(first_gradient(learner, LearnerConfig().adam_b1))
     return best_seconds(lambda: learner.update(batch), REPEATS), gradient, computed
@@ -55,7 +72,10 @@ def main() -> None:
     seconds, gradients = {}, {}
     for name, side in SIDES.items():
         seconds[name], gradients[name], computed = measure(side, batch)
-        print(f"{name}: {samples / seconds[name]:.2f} samples/s, {computed:.0f} tokens computed", flush=True)
+        print(
+            f"{name}: {samples / seconds[name]:.2f} samples/s, {computed:.0f} tokens computed",
+            flush=True,
+        )
     largest = max(float(np.abs(leaf).max()) for leaf in gradients["naive"])
     pairs = zip(gradients["naive"], gradients["shared"], strict=True)
     difference = max(float(np.abs(a - b).max()) for a, b in pairs)

@@ -48,7 +48,10 @@ def encoded_questions(count: int) -> list[tuple[int, ...]]:
     with tempfile.TemporaryDirectory() as folder:
         rows, *_ = prepare_shop(Path(folder), train=count, heldout=1)
         messages = [row["prompt"] for _, row in read_row_file(rows)]
-    texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
+    texts = [
+        tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True)
+        for m in messages
+    ]
     return [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
 
 

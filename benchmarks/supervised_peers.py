@@ -41,23 +41,36 @@ from jax_agent_rl.supervised.conversations import Encoder, Example
 from jax_agent_rl.supervised.train import Dpo, Sft
 
 PEER = Path(__file__).parent / "peers" / "trl_supervised.py"
-OPTIMIZER = {"learning_rate": 1e-5, "adam_b1": 0.9, "adam_b2": 0.999, "adam_eps": 1e-8, "max_grad_norm": 1.0}
+OPTIMIZER = {
+    "learning_rate": 1e-5,
+    "adam_b1": 0.9,
+    "adam_b2": 0.999,
+    "adam_eps": 1e-8,
+    "max_grad_norm": 1.0,
+}
 BETA = 0.1
 
 
 def read_rows(count: int) -> dict[str, list[Any]]:
     """Return examples for sft and pairs for dpo."""
-    codec = ChatCodec.from_pretrained(fetch_quickstart_model(), tool_format="pythonic", tool_prompt="none")
+    codec = ChatCodec.from_pretrained(
+        fetch_quickstart_model(), tool_format="pythonic", tool_prompt="none"
+    )
     with tempfile.TemporaryDirectory() as folder:
         *_, demonstrations = prepare_shop(Path(folder), train=count, heldout=1)
         encoder = Encoder(
-            codec=codec, config=ConversationsConfig.model_validate({"train": str(demonstrations)}), longest=1024
+            codec=codec,
+            config=ConversationsConfig.model_validate({"train": str(demonstrations)}),
+            longest=1024,
         )
         examples = encoder.examples([DataSource(path=str(demonstrations))])
         lines = [row for _, row in read_row_file(demonstrations)]
         wrong = [{"role": "assistant", "content": "I do not know."}]
         preferences = Path(folder) / "preferences.jsonl"
-        rows = [{"prompt": line["prompt"], "chosen": line["completion"][:1], "rejected": wrong} for line in lines]
+        rows = [
+            {"prompt": line["prompt"], "chosen": line["completion"][:1], "rejected": wrong}
+            for line in lines
+        ]
         write_rows(preferences, rows)
         pairs = encoder.pairs([DataSource(path=str(preferences))])
     return {"sft": examples, "dpo": pairs}
@@ -73,7 +86,10 @@ def as_trl_rows(method: str, rows: list[Any]) -> list[dict[str, list[int]]]:
 
     if method == "sft":
         return [
-            {"input_ids": s.token_ids.tolist(), "labels": np.where(s.loss_mask, s.token_ids, -100).tolist()}
+            {
+                "input_ids": s.token_ids.tolist(),
+                "labels": np.where(s.loss_mask, s.token_ids, -100).tolist(),
+            }
             for (s,) in rows
         ]
     made = []
@@ -83,10 +99,14 @@ def as_trl_rows(method: str, rows: list[Any]) -> list[dict[str, list[int]]]:
     return made
 
 
-def ours(method: str, rows: list[Any], updates: int, *, model: str, **config: Any) -> tuple[list[float], float]:
+def ours(
+    method: str, rows: list[Any], updates: int, *, model: str, **config: Any
+) -> tuple[list[float], float]:
     """Return the losses before each update, and seconds of the fastest after the first."""
     decoder, params = load_hf(model)
-    learner = SequenceLearner(decoder, params, config=LearnerConfig(**config), reference=method == "dpo")
+    learner = SequenceLearner(
+        decoder, params, config=LearnerConfig(**config), reference=method == "dpo"
+    )
     trained: Sft | Dpo = Sft(learner=learner)
     if method == "dpo":
         trained = Dpo(learner=learner, beta=BETA, label_smoothing=0.0)
@@ -107,16 +127,24 @@ def ours(method: str, rows: list[Any], updates: int, *, model: str, **config: An
     return losses, min(seconds[1:])
 
 
-def trl(python: str, method: str, rows: list[Any], updates: int, *, model: str) -> tuple[list[float], float]:
+def trl(
+    python: str, method: str, rows: list[Any], updates: int, *, model: str
+) -> tuple[list[float], float]:
     """Return the same of TRL's trainer, run in its environment."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "batch.json"
-        file.write_text(json.dumps({"method": method, "rows": as_trl_rows(method, rows), "beta": BETA} | OPTIMIZER))
+        file.write_text(
+            json.dumps(
+                {"method": method, "rows": as_trl_rows(method, rows), "beta": BETA} | OPTIMIZER
+            )
+        )
         command = [python, str(PEER), f"--model={model}", f"--batch={file}", f"--updates={updates}"]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        sys.exit(f"{' '.join(command)} failed; is its environment the one this file's docstring makes?\n{done.stderr}")
+        sys.exit(
+            f"{' '.join(command)} failed; is its environment the one this file's docstring makes?\n{done.stderr}"
+        )
     line = json.loads(done.stdout.splitlines()[-1])
     return line["losses"], min(line["seconds"][1:])
 
@@ -131,8 +159,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for method, rows in data.items()
     }
     for method, rows in data.items():
-        lengths = [len(s.token_ids) for row in rows for s in ((*row.chosen, *row.rejected) if method == "dpo" else row)]
-        alone = {"pack_length": max(lengths), "micro_batch_size": len(rows), "share_prefixes": False}
+        lengths = [
+            len(s.token_ids)
+            for row in rows
+            for s in ((*row.chosen, *row.rejected) if method == "dpo" else row)
+        ]
+        alone = {
+            "pack_length": max(lengths),
+            "micro_batch_size": len(rows),
+            "share_prefixes": False,
+        }
         sides = {
             "own_rows": ours(method, rows, arguments.updates, model=arguments.model, **alone),
             "shared": ours(method, rows, arguments.updates, model=arguments.model),
@@ -143,9 +179,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             results[method][name] = {
                 "seconds": seconds,
                 "ratio": peer_seconds / seconds,
-                "loss_difference": max(abs(a - b) for a, b in zip(losses, peer_losses, strict=True)),
+                "loss_difference": max(
+                    abs(a - b) for a, b in zip(losses, peer_losses, strict=True)
+                ),
             }
-            print(f"{method}, {name}: {seconds:.2f} s an update, TRL {peer_seconds:.2f} s", flush=True)
+            print(
+                f"{method}, {name}: {seconds:.2f} s an update, TRL {peer_seconds:.2f} s", flush=True
+            )
     return results
 
 
@@ -154,7 +194,9 @@ def main() -> None:
     parser.add_argument("--trl-python", required=True, help="Python of an environment with TRL")
     parser.add_argument("--rows", type=int, default=8, help="demonstrations, or pairs")
     parser.add_argument("--updates", type=int, default=3)
-    parser.add_argument("--model", default=None, help="Hugging Face folder; default the quickstart's")
+    parser.add_argument(
+        "--model", default=None, help="Hugging Face folder; default the quickstart's"
+    )
     arguments = parser.parse_args()
     arguments.model = str(arguments.model or fetch_quickstart_model())
     print(json.dumps(measure(arguments)))

@@ -65,9 +65,13 @@ class Report:
         if self.environments["opened"] != self.environments["closed"] + self.environments["lost"]:
             found.append(f"environments were not closed exactly once: {self.environments}")
         if self.environments["open"] or self.processes_left:
-            found.append(f"{self.environments['open']} environments and {self.processes_left} processes are left")
+            found.append(
+                f"{self.environments['open']} environments and {self.processes_left} processes are left"
+            )
         if self.descriptors[1] > self.descriptors[0]:
-            found.append(f"open descriptors grew from {self.descriptors[0]} to {self.descriptors[1]}")
+            found.append(
+                f"open descriptors grew from {self.descriptors[0]} to {self.descriptors[1]}"
+            )
         return found
 
 
@@ -110,7 +114,9 @@ async def soak(
             began = time.monotonic()
             killing = asyncio.create_task(_kill(server, kill_every)) if kill_every else None
             clients = [
-                _client(session, report, random.Random(seed * 100_003 + n), began + seconds, f"c{n}")
+                _client(
+                    session, report, random.Random(seed * 100_003 + n), began + seconds, f"c{n}"
+                )
                 for n in range(trajectories)
             ]
             await asyncio.gather(*clients)
@@ -127,7 +133,9 @@ async def soak(
     return report
 
 
-async def _client(session: aiohttp.ClientSession, report: Report, rng: random.Random, until: float, name: str) -> None:
+async def _client(
+    session: aiohttp.ClientSession, report: Report, rng: random.Random, until: float, name: str
+) -> None:
     """Run one trajectory after another."""
     weights, actions = zip(*ACTIONS, strict=True)
     count = 0
@@ -138,7 +146,9 @@ async def _client(session: aiohttp.ClientSession, report: Report, rng: random.Ra
         for _ in range(rng.randint(1, 5)):
             action = rng.choices(actions, weights)[0]
             disconnects = rng.random() < 0.02
-            answer = await _post(session, trajectory, action, seconds=rng.uniform(0, 1) if disconnects else None)
+            answer = await _post(
+                session, trajectory, action, seconds=rng.uniform(0, 1) if disconnects else None
+            )
             report.actions += 1
             if answer is None or answer["dones"][0]:
                 report.errors["disconnected" if answer is None else answer["errors"][0]] += 1
@@ -148,7 +158,12 @@ async def _client(session: aiohttp.ClientSession, report: Report, rng: random.Ra
 
 
 async def _post(
-    session: aiohttp.ClientSession, trajectory: str, action: str, *, finish: bool = False, seconds: float | None = None
+    session: aiohttp.ClientSession,
+    trajectory: str,
+    action: str,
+    *,
+    finish: bool = False,
+    seconds: float | None = None,
 ) -> dict | None:
     """Return the answer; None when the client gave up after ``seconds``."""
     body = {"trajectory_ids": [trajectory], "actions": [action], "finish": [finish]}
@@ -209,11 +224,18 @@ def _memory_mb(server: ToolServer) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--trajectories", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between deaths of workers; 0 is never")
+    parser.add_argument(
+        "--kill-every",
+        type=float,
+        default=0.0,
+        help="seconds between deaths of workers; 0 is never",
+    )
     options = parser.parse_args()
     report = asyncio.run(
         soak(
@@ -229,9 +251,15 @@ def main() -> None:
     )
     print(f"ended early: {dict(report.errors)}")
     print(f"environments: {report.environments}; processes left: {report.processes_left}")
-    print(f"workers' descriptors {report.descriptors}, memory in MiB {report.memory_mb} (before, after)")
+    print(
+        f"workers' descriptors {report.descriptors}, memory in MiB {report.memory_mb} (before, after)"
+    )
     counts = {"trajectories": report.trajectories, "ended_early": sum(report.errors.values())}
-    print(json.dumps(counts | {"actions_per_second": round(rate, 1), "processes_left": report.processes_left}))
+    print(
+        json.dumps(
+            counts | {"actions_per_second": round(rate, 1), "processes_left": report.processes_left}
+        )
+    )
     if report.problems:
         sys.exit("FAILED: " + "; ".join(report.problems))
 

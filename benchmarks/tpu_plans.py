@@ -30,19 +30,35 @@ from jax_agent_rl.jetstream.shapes import kv_cache_tokens
 
 PRICES = {"v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
 MOST_CHANGES = 5
-COLUMNS = ("model", "slice", "chips", "fullest chip", "step", "rollout", "learner", "trained tokens/s", "cost of 1M")
+COLUMNS = (
+    "model",
+    "slice",
+    "chips",
+    "fullest chip",
+    "step",
+    "rollout",
+    "learner",
+    "trained tokens/s",
+    "cost of 1M",
+)
 TRAJECTORIES = 64
 """Of a step, per chip."""
 SAVE_MEMORY = "rollout.sleep_during_update=true learner.remat=full"
 CASES = (  # with changes without which they would not fit
-    (Case("qwen2.5-1.5b", "v5e:2x2", "tensor=1", "fsdp=4"), f"{SAVE_MEMORY} rollout.jetstream.kv_cache_tokens=131072"),
+    (
+        Case("qwen2.5-1.5b", "v5e:2x2", "tensor=1", "fsdp=4"),
+        f"{SAVE_MEMORY} rollout.jetstream.kv_cache_tokens=131072",
+    ),
     (Case("qwen2.5-1.5b", "v6e:2x2", "tensor=1", "fsdp=4"), ""),
     (
         Case("qwen3-8b", "v5e:4x8", "tensor=4", "fsdp=32"),
         f"{SAVE_MEMORY} rollout.jetstream.quantize=int8 rollout.jetstream.kv_cache_tokens=98304",
     ),
     (Case("qwen3-8b", "v5p:2x2x1", "tensor=4", "fsdp=4"), ""),
-    (Case("qwen3-8b", "v6e:2x4", "tensor=4", "fsdp=8"), f"{SAVE_MEMORY} rollout.jetstream.kv_cache_tokens=262144"),
+    (
+        Case("qwen3-8b", "v6e:2x4", "tensor=4", "fsdp=8"),
+        f"{SAVE_MEMORY} rollout.jetstream.kv_cache_tokens=262144",
+    ),
     (
         Case("qwen3-32b", "v5p:2x2x4", "tensor=4", "fsdp=16"),
         "rollout.sleep_during_update=true rollout.jetstream.kv_cache_tokens=393216",
@@ -59,7 +75,9 @@ def scale_batch(case: Case) -> list[str]:
     """Return overrides that give each chip as many trajectories as the recipe does on its slice."""
     chips, rollout = Slice.parse(case.topology).chips, load(RECIPE, case.overrides).rollout
     held = TRAJECTORIES * rollout.jetstream.mesh.engine_devices
-    cache = kv_cache_tokens(rollout.max_model_len, min(rollout.jetstream.max_concurrent_decodes, held), held)
+    cache = kv_cache_tokens(
+        rollout.max_model_len, min(rollout.jetstream.max_concurrent_decodes, held), held
+    )
     return [
         f"rollout.prompts_per_step={TRAJECTORIES * chips // rollout.group_size}",
         f"rollout.max_in_flight={TRAJECTORIES * chips}",
@@ -77,20 +95,34 @@ def planned(case: Case, price: float, changes: dict[str, str]) -> dict[str, Any]
     with architecture_folder(case.model) as folder:
         task = PlanTask(
             recipe=str(RECIPE),
-            overrides=[f"model.path={folder}", *case.overrides, *scale_batch(case), *as_words(changes)],
+            overrides=[
+                f"model.path={folder}",
+                *case.overrides,
+                *scale_batch(case),
+                *as_words(changes),
+            ],
             topology=case.topology,
             utilization=0.4,
             price=price,
             width=100,
             colours=False,
         )
-        return plan_in_subprocess(task, lambda text: print(f"  {text}", file=sys.stderr, flush=True)).made
+        return plan_in_subprocess(
+            task, lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+        ).made
 
 
 def advised(made: dict[str, Any]) -> dict[str, str]:
     """Return the first changes that a plan advises; none if it fits or advises something else, as a larger slice."""
-    hints = (hint.split() for program in made["programs"] if not program["fits"] for hint in program["change"])
-    words = next((words for words in hints if all(re.fullmatch(r"[\w.]+=\S+", word) for word in words)), [])
+    hints = (
+        hint.split()
+        for program in made["programs"]
+        if not program["fits"]
+        for hint in program["change"]
+    )
+    words = next(
+        (words for words in hints if all(re.fullmatch(r"[\w.]+=\S+", word) for word in words)), []
+    )
     return as_changes(words)
 
 
@@ -117,16 +149,25 @@ def row(made: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--only", nargs="*", default=[""], help="parts of model/slice")
-    parser.add_argument("--price", nargs="*", default=[], metavar="GENERATION=PRICE", help="of a chip-hour")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of configs/tpu_8b.yaml")
+    parser.add_argument(
+        "--price", nargs="*", default=[], metavar="GENERATION=PRICE", help="of a chip-hour"
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of configs/tpu_8b.yaml"
+    )
     args = parser.parse_args()
-    prices = PRICES | {name: float(price) for name, _, price in (one.partition("=") for one in args.price)}
+    prices = PRICES | {
+        name: float(price) for name, _, price in (one.partition("=") for one in args.price)
+    }
     for cells in (COLUMNS, ["---"] * len(COLUMNS)):
         print(f"| {' | '.join(cells)} |", flush=True)
     for case, own in CASES:
         if not any(part in f"{case.model}/{case.topology}" for part in args.only):
             continue
-        price, changes = prices[case.topology.partition(":")[0]], as_changes([*own.split(), *args.set])
+        price, changes = (
+            prices[case.topology.partition(":")[0]],
+            as_changes([*own.split(), *args.set]),
+        )
         try:
             made = planned(case, price, changes)
             for _ in range(MOST_CHANGES):

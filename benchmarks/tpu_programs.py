@@ -46,7 +46,11 @@ class Case:
         """Return the changes of the recipe."""
         # The recipe splits its engine by tensor.
         meshes = {"rollout.jetstream.mesh": self.engine, "learner.mesh": self.learner}
-        return [f"{mesh}.{part}" for mesh, parts in meshes.items() for part in ("tensor=1", *parts.split())]
+        return [
+            f"{mesh}.{part}"
+            for mesh, parts in meshes.items()
+            for part in ("tensor=1", *parts.split())
+        ]
 
 
 def cases() -> Iterator[Case]:
@@ -82,8 +86,12 @@ def main() -> None:
         help="another, with its meshes: qwen3-8b v6e:2x2 tensor=4 fsdp=4",
     )
     parser.add_argument("--programs", nargs="+", default=["decode", "learner"], choices=list(MAIN))
-    parser.add_argument("--layers", nargs=2, type=int, default=[2, 4], help="layers that are compiled")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of configs/tpu_8b.yaml")
+    parser.add_argument(
+        "--layers", nargs=2, type=int, default=[2, 4], help="layers that are compiled"
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of configs/tpu_8b.yaml"
+    )
     args = parser.parse_args()
     print("| model | slice | program | chips | ideal | bound by | predicted | share |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
@@ -102,7 +110,9 @@ def main() -> None:
                 continue
             # Each resource alone: few layers may be bound by another one than all.
             fewer, own = vars(ideal_seconds(few, chip)), vars(ideal_seconds(more, chip))
-            ideal = Seconds(**{part: scaled(case, args.layers, (fewer[part], own[part])) for part in own})
+            ideal = Seconds(
+                **{part: scaled(case, args.layers, (fewer[part], own[part])) for part in own}
+            )
             predicted = scaled(case, args.layers, (few.prediction.seconds, more.prediction.seconds))
             steps = more.program.loops
             numbers = f"{ideal.total / steps * 1e3:.2f} ms | {ideal.bound} | {predicted / steps * 1e3:.2f} ms"

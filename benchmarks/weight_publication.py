@@ -33,7 +33,9 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=6 {os.environ.get('XLA_FLAGS', '')}"
+os.environ["XLA_FLAGS"] = (
+    f"--xla_force_host_platform_device_count=6 {os.environ.get('XLA_FLAGS', '')}"
+)
 os.environ.setdefault("NPROC", "16")  # simulated devices wait for each other in XLA's threads
 
 import jax
@@ -57,7 +59,11 @@ from jax_agent_rl.types import Group
 from jax_agent_rl.utils.weight_transfer import rounded
 
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=4, prefill_buckets=(32,)
+    max_model_len=64,
+    max_concurrent_decodes=2,
+    kv_cache_tokens=128,
+    decode_steps=4,
+    prefill_buckets=(32,),
 )
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -96,16 +102,28 @@ class WeightReceiver:
 
 async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
     model, whole = load_quickstart()
-    split = jax.tree.map(place, whole, parameter_shardings(make_mesh(MeshConfig(fsdp=3)), model.parameter_shapes()))
+    split = jax.tree.map(
+        place, whole, parameter_shardings(make_mesh(MeshConfig(fsdp=3)), model.parameter_shapes())
+    )
     count = sum(x.size for x in jax.tree.leaves(whole))
     files = WeightFiles(model, probe_ids=[list(range(3, 35))])
-    root = tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+    root = tempfile.mkdtemp(
+        prefix="jax_agent_rl-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    )
     one, spread = EngineMeshConfig(), EngineMeshConfig(tensor=3)
     receivers = {"arrays": WeightReceiver(model, whole, one, dtype=dtype)}
-    receivers["arrays_resharded"] = WeightReceiver(model, split, spread, device_offset=3, dtype=dtype)
-    rounded_whole, rounded_split = (jax.tree.map(lambda x: rounded(x, dtype), params) for params in (whole, split))
-    receivers |= {name: WeightReceiver(model, rounded_whole, one, dtype=dtype) for name in ("files", "upload")}
-    receivers["tensorstore"] = WeightReceiver(model, rounded_split, spread, device_offset=3, dtype=dtype)
+    receivers["arrays_resharded"] = WeightReceiver(
+        model, split, spread, device_offset=3, dtype=dtype
+    )
+    rounded_whole, rounded_split = (
+        jax.tree.map(lambda x: rounded(x, dtype), params) for params in (whole, split)
+    )
+    receivers |= {
+        name: WeightReceiver(model, rounded_whole, one, dtype=dtype) for name in ("files", "upload")
+    }
+    receivers["tensorstore"] = WeightReceiver(
+        model, rounded_split, spread, device_offset=3, dtype=dtype
+    )
     server = RolloutServer(receivers["upload"])  # type: ignore[arg-type]
     await server.start()
     remote = RemoteBackend(server.url, shares_disk=False)
@@ -113,7 +131,9 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
 
     def write_files(version: int) -> WeightUpdate:
         paths = files.write(whole, version, dtype=dtype)
-        return WeightUpdate(version=version, kind="safetensors", payload=paths, digests=files.digests)
+        return WeightUpdate(
+            version=version, kind="safetensors", payload=paths, digests=files.digests
+        )
 
     def write_shards(version: int) -> WeightUpdate:
         folder = stored.version_folder(root, version)
@@ -122,8 +142,13 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
         stored.remove(stored.version_folder(root, version - 1))
         return WeightUpdate(version=version, kind="tensorstore", payload=folder, digests=digests)
 
-    routes: dict[str, tuple[Callable[[int], WeightUpdate], Callable[[WeightUpdate], Awaitable[None]]]] = {
-        "arrays": (lambda v: WeightUpdate(version=v, kind="arrays", payload=whole), receivers["arrays"].update_weights),
+    routes: dict[
+        str, tuple[Callable[[int], WeightUpdate], Callable[[WeightUpdate], Awaitable[None]]]
+    ] = {
+        "arrays": (
+            lambda v: WeightUpdate(version=v, kind="arrays", payload=whole),
+            receivers["arrays"].update_weights,
+        ),
         "arrays_resharded": (
             lambda v: WeightUpdate(version=v, kind="arrays", payload=split),
             receivers["arrays_resharded"].update_weights,
@@ -150,7 +175,9 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
     return {
         name: {
             "seconds_per_billion": time / count * 1e9,
-            "bytes_per_parameter": 4 if name in ("memcpy", "arrays", "arrays_resharded") else jnp.dtype(dtype).itemsize,
+            "bytes_per_parameter": 4
+            if name in ("memcpy", "arrays", "arrays_resharded")
+            else jnp.dtype(dtype).itemsize,
             "gb_per_s": 4 * count / time / 1e9,
             "share_of_memcpy": best["memcpy"] / time,
         }
@@ -160,10 +187,16 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
 
 async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[float]]:
     """Return per step: share of numbers that stayed, bytes and seconds whole, and of what changed."""
-    settings = {"pack_length": 256, "micro_batch_size": 4, "share_prefixes": False, "mesh": MeshConfig(fsdp=1)}
+    settings = {
+        "pack_length": 256,
+        "micro_batch_size": 4,
+        "share_prefixes": False,
+        "mesh": MeshConfig(fsdp=1),
+    }
     learner = make_learner(learning_rate=learning_rate, **settings)
     members = (
-        make_trajectory(row[:1], row[1:], group="g", index=i) for i, row in enumerate(random_ids(8, 256).tolist())
+        make_trajectory(row[:1], row[1:], group="g", index=i)
+        for i, row in enumerate(random_ids(8, 256).tolist())
     )
     group = Group(group_id="g", trajectories=tuple(members))
     start = jax.tree.map(lambda x: x.astype(jnp.bfloat16), learner.params)
@@ -171,7 +204,9 @@ async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[flo
     async with contextlib.AsyncExitStack() as stack:
         routes = {}
         for name, full_every in (("whole", 1), ("changes", steps + 2)):
-            server = RolloutServer(WeightReceiver(learner.model, start, EngineMeshConfig(), dtype="bfloat16"))  # type: ignore[arg-type]
+            server = RolloutServer(
+                WeightReceiver(learner.model, start, EngineMeshConfig(), dtype="bfloat16")
+            )  # type: ignore[arg-type]
             await server.start()
             stack.push_async_callback(server.close)
             remote = RemoteBackend(server.url, shares_disk=False)
@@ -185,7 +220,9 @@ async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[flo
             before = jax.tree.map(lambda x: x.astype(jnp.bfloat16), learner.params)
             if version > 1:
                 learner.update([group])
-                same = jax.tree.map(lambda x, y: float((x == y.astype(x.dtype)).sum()), before, learner.params)
+                same = jax.tree.map(
+                    lambda x, y: float((x == y.astype(x.dtype)).sum()), before, learner.params
+                )
                 count = sum(x.size for x in jax.tree.leaves(before))
                 result["unchanged"].append(sum(jax.tree.leaves(same)) / count)
             for name, (publisher, remote) in routes.items():
@@ -195,7 +232,9 @@ async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[flo
                 await remote.update_weights(update)
                 if version > 1:
                     sent = update.deltas or update.payload
-                    result[f"{name}_mb"].append(sum(Path(file).stat().st_size for file in sent) / 1e6)
+                    result[f"{name}_mb"].append(
+                        sum(Path(file).stat().st_size for file in sent) / 1e6
+                    )
                     result[f"{name}_make_seconds"].append(made - begin)
                     result[f"{name}_send_seconds"].append(time.perf_counter() - made)
     return result
@@ -209,12 +248,20 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
     if options.steps:
-        print(json.dumps(asyncio.run(measure_deltas(options.steps, options.learning_rate)) | {"cpu": cpu()}))
+        print(
+            json.dumps(
+                asyncio.run(measure_deltas(options.steps, options.learning_rate)) | {"cpu": cpu()}
+            )
+        )
         return
     result = asyncio.run(measure(options.rounds, options.dtype))
     for name, numbers in result.items():
         print(f"{name:17} " + "  ".join(f"{key} {value:.3g}" for key, value in numbers.items()))
-    print(json.dumps({name: {k: round(v, 4) for k, v in numbers.items()} for name, numbers in result.items()}))
+    print(
+        json.dumps(
+            {name: {k: round(v, 4) for k, v in numbers.items()} for name, numbers in result.items()}
+        )
+    )
 
 
 if __name__ == "__main__":

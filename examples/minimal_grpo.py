@@ -21,14 +21,18 @@ RECIPE = "examples/calculator/config.yaml"
 async def train(config: Config) -> list[float]:
     """Run GRPO for ``trainer.steps`` steps and return the mean reward of each."""
     mean_rewards = []
-    sampling = SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.temperature)
+    sampling = SamplingParams(
+        max_tokens=config.rollout.max_model_len, temperature=config.rollout.temperature
+    )
     async with build(config, print_line=print) as run:
         for step in range(1, config.trainer.steps + 1):
             # 1. Rollout: every row is played group_size times. Trajectories hold the sampled ids, their log-probs and
             #    the inserted tool results; a reward function has scored each of them.
             rows = run.cursor.next_rows(config.rollout.prompts_per_step)
             group_size = config.rollout.group_size
-            stream = run.collector.collect(rows, group_size=group_size, sampling=sampling, step=step, label="train")
+            stream = run.collector.collect(
+                rows, group_size=group_size, sampling=sampling, step=step, label="train"
+            )
             groups = [group async for group in stream]
 
             # 2. Select: where all rewards of a group are equal, all its advantages are zero.
@@ -53,7 +57,9 @@ async def train(config: Config) -> list[float]:
 
             rewards = [reward for group in groups for reward in group.rewards]
             mean_rewards.append(sum(rewards) / max(len(rewards), 1))
-            print(f"step {step}: reward {mean_rewards[-1]:.3f}, loss {loss:+.4f}, {len(learnable)} groups learnt from")
+            print(
+                f"step {step}: reward {mean_rewards[-1]:.3f}, loss {loss:+.4f}, {len(learnable)} groups learnt from"
+            )
     return mean_rewards
 
 

@@ -25,8 +25,21 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from gpu_backend.launch import StartedEngine, root_cause, served_precision, start_engine, weight_dtype
-from gpu_backend.requests import LiveRequest, RequestAdmission, Span, Usage, check_conditioned, vllm_sampling
+from gpu_backend.launch import (
+    StartedEngine,
+    root_cause,
+    served_precision,
+    start_engine,
+    weight_dtype,
+)
+from gpu_backend.requests import (
+    LiveRequest,
+    RequestAdmission,
+    Span,
+    Usage,
+    check_conditioned,
+    vllm_sampling,
+)
 from gpu_backend.settings import VllmSettings, check_installation
 from gpu_backend.updates import FILES, WeightUpdater, ask_workers
 from gpu_backend.weights import Checkpoint
@@ -106,7 +119,9 @@ class VllmBackend:
             precision=served_precision(self._settings, self._started),
             weight_dtype=weight_dtype(self._settings, self._started),
             # What is broadcast needs a sender beside it: RayBackend has one.
-            weight_payloads=self._updater.kinds - {BROADCAST} if self._started else frozenset({FILES}),
+            weight_payloads=self._updater.kinds - {BROADCAST}
+            if self._started
+            else frozenset({FILES}),
         )
 
     @property
@@ -202,8 +217,12 @@ class VllmBackend:
         finally:
             await self._release(live)
 
-    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
-        raise NotImplementedError("vLLM scores given ids in a server of its own (vllm serve): see distill.teachers")
+    async def score(
+        self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
+    ) -> TokenScores:
+        raise NotImplementedError(
+            "vLLM scores given ids in a server of its own (vllm serve): see distill.teachers"
+        )
 
     async def abort(self, request_id: str) -> bool:
         live = self._live.get(request_id)
@@ -277,7 +296,10 @@ class VllmBackend:
 
     def _death(self) -> str:
         assert self._started is not None
-        cause = root_cause(self._started.log) or "its process ended without a message (killed? out of memory?)"
+        cause = (
+            root_cause(self._started.log)
+            or "its process ended without a message (killed? out of memory?)"
+        )
         return f"the vLLM engine died: {cause}; start a new one (its log: {self._started.log.file})"
 
     def _check_running(self) -> None:
@@ -320,7 +342,9 @@ class VllmBackend:
             raise
 
     async def _resume_unless_paused(self) -> None:
-        if self._paused or self._failure is not None:  # wrong weights stay paused until a whole update succeeds
+        if (
+            self._paused or self._failure is not None
+        ):  # wrong weights stay paused until a whole update succeeds
             return
         self._delivery.set()  # first: a cancellation in the next line comes after vLLM has resumed
         await self._engine.resume_generation()
@@ -335,7 +359,9 @@ class VllmBackend:
         async with self._change:
             self._check_running()
             if self._failure is not None and update.partial:
-                raise WeightUpdateError(f"a partial update cannot repair this engine: {self._failure}")
+                raise WeightUpdateError(
+                    f"a partial update cannot repair this engine: {self._failure}"
+                )
             probe = await asyncio.to_thread(self._updater.check, update, served=self._version)
             begin = time.perf_counter()
             if not self._paused:
@@ -347,7 +373,9 @@ class VllmBackend:
                 await self._refuse_to_serve(update, error)
                 if isinstance(error, WeightUpdateError) or not isinstance(error, Exception):
                     raise
-                raise WeightUpdateError(f"weights of version {update.version} could not be loaded: {error}") from error
+                raise WeightUpdateError(
+                    f"weights of version {update.version} could not be loaded: {error}"
+                ) from error
             self._version, self._failure = update.version, None
             await self._resume_unless_paused()
             self._usage.weight_update_seconds += time.perf_counter() - begin
@@ -397,7 +425,12 @@ class VllmBackend:
         except BackendError as error:
             return Health(ok=False, detail=str(error), policy_version=self._version)
         running = sum(1 for live in self._live.values() if live.run.token_ids)
-        return Health(ok=True, policy_version=self._version, running=running, waiting=len(self._live) - running)
+        return Health(
+            ok=True,
+            policy_version=self._version,
+            running=running,
+            waiting=len(self._live) - running,
+        )
 
     async def metrics(self) -> BackendMetrics:
         return self._usage.metrics()

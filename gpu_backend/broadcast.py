@@ -57,7 +57,9 @@ class Announcement:
 
 
 @contextlib.asynccontextmanager
-async def sending(update: WeightUpdate, *, receivers: int, host: str) -> AsyncIterator[WeightUpdate]:
+async def sending(
+    update: WeightUpdate, *, receivers: int, host: str
+) -> AsyncIterator[WeightUpdate]:
     """Yield an update as its engine takes it, and send its tensors meanwhile.
 
     Args:
@@ -70,7 +72,9 @@ async def sending(update: WeightUpdate, *, receivers: int, host: str) -> AsyncIt
     """
     sender = await asyncio.to_thread(_Sender, update.payload, receivers, host)
     running = asyncio.create_task(asyncio.to_thread(sender.run))
-    running.add_done_callback(lambda task: task.cancelled() or task.exception())  # where nobody waits for it any more
+    running.add_done_callback(
+        lambda task: task.cancelled() or task.exception()
+    )  # where nobody waits for it any more
     try:
         yield replace(update, payload=sender.announcement)
         await running
@@ -100,14 +104,22 @@ class _Sender:
             master_listen_fd=listener.detach(),
             timeout=timedelta(seconds=JOIN_SECONDS),
         )
-        described = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self._tensors.items()}
+        described = {
+            name: (str(t.dtype).removeprefix("torch."), tuple(t.shape))
+            for name, t in self._tensors.items()
+        }
         on_gpu = any(tensor.is_cuda for tensor in self._tensors.values())
         backend = "nccl" if on_gpu else "gloo"
-        self.announcement = Announcement(host=host, port=port, receivers=receivers, backend=backend, tensors=described)
+        self.announcement = Announcement(
+            host=host, port=port, receivers=receivers, backend=backend, tensors=described
+        )
 
     def run(self) -> None:
         """Wait for all receivers, then send everything."""
-        where, receivers = f"{self.announcement.host}:{self.announcement.port}", self.announcement.receivers
+        where, receivers = (
+            f"{self.announcement.host}:{self.announcement.port}",
+            self.announcement.receivers,
+        )
         deadline = time.monotonic() + JOIN_SECONDS
         while (arrived := self._store.add(_ARRIVALS, 0)) < receivers:
             if self.cancelled.wait(_POLL_SECONDS):
@@ -119,11 +131,15 @@ class _Sender:
                 )
         with _one_at_a_time:
             try:
-                group = _join(self._store, 0, receivers + 1, self.announcement.backend, self.announcement.host)
+                group = _join(
+                    self._store, 0, receivers + 1, self.announcement.backend, self.announcement.host
+                )
                 for tensor in self._tensors.values():
                     _broadcast(group, tensor)
             except RuntimeError as error:
-                raise WeightUpdateError(f"a worker of the engine was lost while weights were sent: {error}") from error
+                raise WeightUpdateError(
+                    f"a worker of the engine was lost while weights were sent: {error}"
+                ) from error
 
 
 def receive(announcement: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -140,7 +156,11 @@ def receive(announcement: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
         probe.connect((host, port))
         address = probe.getsockname()[0]  # of this machine, from which the other one is reached
     group = _join(store, rank, announcement["receivers"] + 1, backend, address)
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if backend == "nccl"
+        else torch.device("cpu")
+    )
     for name, (dtype, shape) in announcement["tensors"].items():
         tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
         _broadcast(group, tensor)
@@ -165,4 +185,6 @@ def _join(store: TCPStore, rank: int, size: int, backend: str, address: str) -> 
 def _broadcast(group: Any, tensor: torch.Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = options.rootTensor = 0
-    group.broadcast([tensor.reshape(-1).view(torch.uint8)], options).wait()  # bytes: gloo lacks some types
+    group.broadcast(
+        [tensor.reshape(-1).view(torch.uint8)], options
+    ).wait()  # bytes: gloo lacks some types

@@ -26,7 +26,9 @@ _TOO_LITTLE_MEMORY = re.compile(
     "available kv cache memory|desired [gc]pu memory utilization|engine's budget",
     re.IGNORECASE,
 )
-_SHARED_MEMORY = re.compile(r"/dev/shm|/psm_|\(shm\)|shared[ -]memory (?:file|object|allocation)", re.IGNORECASE)
+_SHARED_MEMORY = re.compile(
+    r"/dev/shm|/psm_|\(shm\)|shared[ -]memory (?:file|object|allocation)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,15 @@ def _start(settings: VllmSettings, log: Log) -> StartedEngine:
     from vllm.platforms import current_platform as current  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-    platform = "cpu" if current.is_cpu() else "cuda" if current.is_cuda() else "tpu" if current.is_tpu() else "other"
+    platform = (
+        "cpu"
+        if current.is_cpu()
+        else "cuda"
+        if current.is_cuda()
+        else "tpu"
+        if current.is_tpu()
+        else "other"
+    )
     if platform == "tpu":
         check_tpu_settings(settings)
     if platform == "cpu" and settings.tensor_parallel_size == 1:
@@ -102,9 +112,13 @@ def check_tpu_settings(settings: VllmSettings) -> None:
             "rollout.vllm.gpu_memory_utilization leaves; remove it"
         )
     if settings.sleep:
-        raise ConfigError("rollout.sleep_during_update=true, but vLLM cannot sleep on TPUs; set it to false")
+        raise ConfigError(
+            "rollout.sleep_during_update=true, but vLLM cannot sleep on TPUs; set it to false"
+        )
     if settings.adapters:
-        raise ConfigError(f"rollout.adapters={dict(settings.adapters)}: vLLM serves none on TPUs; set it to {{}}")
+        raise ConfigError(
+            f"rollout.adapters={dict(settings.adapters)}: vLLM serves none on TPUs; set it to {{}}"
+        )
     if settings.multi_modal:
         raise ConfigError(
             f"rollout.vllm.multi_modal={dict(settings.multi_modal)}: on TPUs vLLM reports no log-probs of prompts with "
@@ -172,4 +186,8 @@ def served_precision(settings: VllmSettings, started: StartedEngine | None) -> s
 def weight_dtype(settings: VllmSettings, started: StartedEngine | None) -> str:
     """Return ``Capabilities.weight_dtype``: the model's dtype, unless a quantization rounds what it is given."""
     model = getattr(started.engine, "model_config", None) if started is not None else None
-    return "float32" if model is None or model.quantization is not None else served_precision(settings, started)
+    return (
+        "float32"
+        if model is None or model.quantization is not None
+        else served_precision(settings, started)
+    )

@@ -74,7 +74,9 @@ class RequestAdmission:
                 "shorten the prompt or raise rollout.max_model_len"
             )
         if request.request_id in running:
-            raise BackendError(f"{name} is already running; request ids must be unique while they run")
+            raise BackendError(
+                f"{name} is already running; request ids must be unique while they run"
+            )
         if not all(0 <= i < self._vocabulary for i in request.prompt_ids):
             raise BackendError(f"{name}: prompt ids must be in [0, {self._vocabulary})")
         if request.sampling.stop and self._decode_text is None:
@@ -82,7 +84,9 @@ class RequestAdmission:
         if request.sampling.grammar is not None and not self._grammars:
             raise BackendError(f"{name} has a grammar, which this engine cannot follow")
         if request.sampling.grammar is not None and request.resumed:
-            raise BackendError(f"{name} resumes an output under a grammar, which vLLM begins anew only")
+            raise BackendError(
+                f"{name} resumes an output under a grammar, which vLLM begins anew only"
+            )
         for kind, items in request.multi_modal.items():
             if len(items) > (allowed := self._settings.multi_modal.get(kind, 0)):
                 raise BackendError(
@@ -91,7 +95,9 @@ class RequestAdmission:
                 )
         if request.lora is not None and request.lora not in self._settings.adapters:
             known = sorted(self._settings.adapters)
-            raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {known} (rollout.adapters)")
+            raise BackendError(
+                f"{name}: no LoRA adapter {request.lora!r}; there are {known} (rollout.adapters)"
+            )
         return RunningRequest(
             request,
             max_tokens=min(request.sampling.max_tokens, limit - len(request.prompt_ids)),
@@ -129,7 +135,9 @@ class RequestAdmission:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         number = 1 + list(self._settings.adapters).index(request.lora)
-        return LoRARequest(request.lora, number, str(Path(self._settings.adapters[request.lora]).expanduser()))
+        return LoRARequest(
+            request.lora, number, str(Path(self._settings.adapters[request.lora]).expanduser())
+        )
 
 
 def vllm_sampling(run: RunningRequest, *, tpu: bool = False) -> dict[str, Any]:
@@ -161,7 +169,9 @@ def vllm_sampling(run: RunningRequest, *, tpu: bool = False) -> dict[str, Any]:
     }
 
 
-def fold(ids: Sequence[int], counts: Mapping[str, int], placeholders: Mapping[str, int]) -> list[int]:
+def fold(
+    ids: Sequence[int], counts: Mapping[str, int], placeholders: Mapping[str, int]
+) -> list[int]:
     """Fold the first runs of a placeholder, as many as there are items, to one id each.
 
     Later ones are kept: they are text, as a model may sample any id.
@@ -214,7 +224,9 @@ def _timed(frames: Any) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def check_conditioned(request: GenerateRequest, ids: Sequence[int], placeholders: Mapping[str, int]) -> None:
+def check_conditioned(
+    request: GenerateRequest, ids: Sequence[int], placeholders: Mapping[str, int]
+) -> None:
     """Check that vLLM conditions on the ids of a multi-modal request; those of text reach it unchanged.
 
     Args:
@@ -232,7 +244,8 @@ def check_conditioned(request: GenerateRequest, ids: Sequence[int], placeholders
         for kind in request.multi_modal
     }
     numbers = ", ".join(
-        f"{ours} {kind} placeholders where vLLM has {theirs}" for kind, (ours, theirs) in counts.items()
+        f"{ours} {kind} placeholders where vLLM has {theirs}"
+        for kind, (ours, theirs) in counts.items()
     )
     raise TokenDriftError(
         f"request {request.request_id!r}: vLLM would condition on {len(ids)} ids, the request has "
@@ -299,8 +312,12 @@ class LiveRequest:
             if output.prompt_token_ids is not None:
                 self.prompt_ids = output.prompt_token_ids
             run.cached_tokens = output.num_cached_tokens or 0
-        if completion.routed_experts is not None:  # of all positions fed, with the last output alone
-            routed = RoutedExperts.of(run.request.routed_experts_prompt_start, completion.routed_experts)
+        if (
+            completion.routed_experts is not None
+        ):  # of all positions fed, with the last output alone
+            routed = RoutedExperts.of(
+                run.request.routed_experts_prompt_start, completion.routed_experts
+            )
             run.routed = routed.until(len(run.request.prompt_ids) + len(run.token_ids) - 1)
         if run.request.sampling.grammar is not None:
             return self._constrained_whole() if self.finished else None
@@ -310,7 +327,9 @@ class LiveRequest:
             token_ids=tuple(ids[:taken]),
             log_probs=tuple(log_probs[:taken]),
             policy_versions=tuple(versions[:taken]),
-            final=run.output([*self.prompt_ids, *run.token_ids]) if run.stop_reason is not None else None,
+            final=run.output([*self.prompt_ids, *run.token_ids])
+            if run.stop_reason is not None
+            else None,
         )
 
     def _constrained_whole(self) -> TokenChunk:
@@ -332,14 +351,18 @@ class LiveRequest:
             return StopReason.ABORTED
         if finish_reason == "length":
             return StopReason.LENGTH
-        raise BackendError(f"request {self.run.request.request_id!r}: vLLM ended it with {finish_reason!r}")
+        raise BackendError(
+            f"request {self.run.request.request_id!r}: vLLM ended it with {finish_reason!r}"
+        )
 
 
 def _log_probs(request_id: str, ids: Sequence[int], reported: Sequence[Any] | None) -> list[float]:
     """Return the sampled ids' log-probs, which vLLM reports as one mapping per position."""
     reported = reported or ()
     if ids and len(reported) != len(ids):
-        raise BackendError(f"request {request_id!r}: vLLM returned {len(ids)} ids, but {len(reported)} log-probs")
+        raise BackendError(
+            f"request {request_id!r}: vLLM returned {len(ids)} ids, but {len(reported)} log-probs"
+        )
     return [float(position[token].logprob) for token, position in zip(ids, reported, strict=False)]
 
 
@@ -359,7 +382,9 @@ def expand_versions(spans: Sequence[Span], start: int, count: int) -> list[int]:
     """
     starts = [first for _, first in spans]
     if count and (not spans or starts[0] > start):
-        raise ValueError(f"tokens {start}..{start + count} lie before the first version span {list(spans[:1])}")
+        raise ValueError(
+            f"tokens {start}..{start + count} lie before the first version span {list(spans[:1])}"
+        )
     return [spans[bisect_right(starts, index) - 1][0] for index in range(start, start + count)]
 
 
@@ -396,7 +421,8 @@ class Usage:
     def metrics(self) -> BackendMetrics:
         running = self._clock() - self._since if self._inside else 0.0
         return BackendMetrics(
-            generated_tokens=self._generated + sum(len(run.token_ids) for run in self._inside.values()),
+            generated_tokens=self._generated
+            + sum(len(run.token_ids) for run in self._inside.values()),
             prefill_tokens=self._prefilled,
             cached_tokens=self._cached,
             requests_finished=self._finished,

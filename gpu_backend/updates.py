@@ -62,12 +62,16 @@ class WeightUpdater:
         self._limits = settings.tolerances(platform)
         self._fixed = fixed
         self._tpu = platform == "tpu"
-        kinds = {"tpu": {FILES}, "cuda": {FILES, BROADCAST, CUDA_IPC}}.get(platform, {FILES, BROADCAST})
+        kinds = {"tpu": {FILES}, "cuda": {FILES, BROADCAST, CUDA_IPC}}.get(
+            platform, {FILES, BROADCAST}
+        )
         self.kinds = frozenset(kinds if fixed is None else ())
         # Tensor-parallel ranks hold slices, so reading back whole tensors works on a single rank only; and in JAX the
         # parameters have other forms.
         readable = settings.tensor_parallel_size == 1 and not self._tpu
-        self.placements = {n: tuple(p) for n, p in checkpoint.placements().items()} if readable else {}
+        self.placements = (
+            {n: tuple(p) for n, p in checkpoint.placements().items()} if readable else {}
+        )
         self.last_difference: tuple[float, float] | None = None
         """(largest, mean) log-prob difference of the last probe."""
 
@@ -88,13 +92,19 @@ class WeightUpdater:
                 f"this vLLM backend takes weights of kind {sorted(self.kinds)}, got kind={update.kind!r}"
             )
         if update.version <= served:
-            raise WeightUpdateError(f"version {update.version} is not newer than {served}, which is served")
+            raise WeightUpdateError(
+                f"version {update.version} is not newer than {served}, which is served"
+            )
         if update.partial and self._tpu:
-            raise WeightUpdateError("on TPUs vLLM takes whole updates only; send every tensor with partial=False")
+            raise WeightUpdateError(
+                "on TPUs vLLM takes whole updates only; send every tensor with partial=False"
+            )
         shapes, probe = _contents(update)
         self._checkpoint.check(shapes, partial=update.partial)
         if probe is None and (self._settings.require_probe or self._tpu):
-            way_out = ", or set rollout.vllm.require_probe=false" if self._settings.require_probe else ""
+            way_out = (
+                ", or set rollout.vllm.require_probe=false" if self._settings.require_probe else ""
+            )
             raise WeightUpdateError(
                 "the update brings no log-prob probe, so a wrong load could not be noticed; write it with "
                 f"jax_agent_rl.runtime.publishers.WeightFiles{way_out}"
@@ -121,7 +131,9 @@ class WeightUpdater:
             else:
                 await self._transfer({"paths": paths})
             if self.placements:
-                by_worker = await engine.collective_rpc("weights_not_landed", args=(paths, self.placements))
+                by_worker = await engine.collective_rpc(
+                    "weights_not_landed", args=(paths, self.placements)
+                )
                 if names := sorted({name for names in by_worker for name in names}):
                     raise WeightUpdateError(
                         f"{len(names)} tensors did not arrive in vLLM's model, e.g. {names[:3]}: its loader skipped "
@@ -180,9 +192,13 @@ class WeightUpdater:
     async def _measure(self, ids: Sequence[int], request_id: str) -> list[float]:
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+        )
         prompt = {"prompt_token_ids": list(ids)}
-        async for output in self.engine.generate(prompt, params, request_id, priority=_FIRST_IN_QUEUE):
+        async for output in self.engine.generate(
+            prompt, params, request_id, priority=_FIRST_IN_QUEUE
+        ):
             reported = output.prompt_logprobs
         return [float(reported[i][token].logprob) for i, token in enumerate(ids) if i > 0]
 
@@ -190,7 +206,9 @@ class WeightUpdater:
 def _contents(update: WeightUpdate) -> tuple[Shapes, LogprobProbe | None]:
     if update.kind == FILES:
         if isinstance(update.payload, str | bytes):
-            raise WeightUpdateError(f"payload must be a list of file paths, got {type(update.payload).__name__}")
+            raise WeightUpdateError(
+                f"payload must be a list of file paths, got {type(update.payload).__name__}"
+            )
         paths = [str(path) for path in update.payload]
         check_files(paths, update.digests)
         return read_update(paths)
@@ -201,7 +219,10 @@ def _contents(update: WeightUpdate) -> tuple[Shapes, LogprobProbe | None]:
 
 async def _transferred(engine: Any, update_info: Mapping[str, Any]) -> None:
     """Run vLLM's weight-transfer calls of one update, for ``gpu_backend.worker.InPlaceTransferEngine``."""
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest  # pyright: ignore[reportMissingImports]
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferInitRequest,
+        WeightTransferUpdateRequest,
+    )  # pyright: ignore[reportMissingImports]
 
     await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
     await engine.start_weight_update()
@@ -243,7 +264,9 @@ def plain_handle(rebuild_args: Sequence[Any]) -> list[Any]:
 
 # --- TPUs -------------------------------------------------------------------------------------------------------------
 
-IN_JAX = "Qwen2ForCausalLM, Qwen3ForCausalLM and LlamaForCausalLM"  # of our table, in tpu-inference 0.32
+IN_JAX = (
+    "Qwen2ForCausalLM, Qwen3ForCausalLM and LlamaForCausalLM"  # of our table, in tpu-inference 0.32
+)
 
 
 async def ask_workers(engine: Any) -> str | None:
@@ -283,7 +306,9 @@ def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
     if reason := why_not_replaceable(runner):
         raise RuntimeError(reason)
     model, before = runner.model, jax.tree.map(_described, runner.state)
-    runner.state = runner.state_leaves = None  # else every old array stays until the last new one is there
+    runner.state = runner.state_leaves = (
+        None  # else every old array stays until the last new one is there
+    )
     try:
         with jax.set_mesh(runner.mesh):
             _load(runner, model, tensors)
@@ -291,12 +316,16 @@ def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
         runner.state = nnx.split(model)[1]
         runner.refresh_state_leaves()
     old, new = _forms(before), _forms(runner.state)
-    if changed := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
+    if changed := sorted(
+        name for name in old.keys() | new.keys() if old.get(name) != new.get(name)
+    ):
         name = changed[0]
         raise RuntimeError(
             f"{len(changed)} parameters have another form, e.g. {name}: {new.get(name)}, was {old.get(name)}"
         )
-    runner.state = jax.tree.map(lambda x, form: jax.device_put(x, form.sharding), runner.state, before)
+    runner.state = jax.tree.map(
+        lambda x, form: jax.device_put(x, form.sharding), runner.state, before
+    )
     runner.refresh_state_leaves()
 
 

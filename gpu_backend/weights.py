@@ -47,7 +47,8 @@ class Family:
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _LLAMA = Family(fused=_FUSED)
 _GPT2 = Family(
-    transposed=frozenset({"c_attn", "c_proj", "c_fc"}), prefixes={"transformer.": "transformer.", "": "transformer."}
+    transposed=frozenset({"c_attn", "c_proj", "c_fc"}),
+    prefixes={"transformer.": "transformer.", "": "transformer."},
 )
 _QWEN_VL = Family(
     fused=_FUSED,
@@ -67,7 +68,9 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": _LLAMA,
     "Qwen3MoeForCausalLM": Family(fused=_FUSED, experts="experts.routed_experts"),
     "Gemma3ForCausalLM": _LLAMA,
-    "Glm4ForCausalLM": Family(fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}),  # gate and up are one on both sides
+    "Glm4ForCausalLM": Family(
+        fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    ),  # gate and up are one on both sides
     "GPT2LMHeadModel": _GPT2,
     "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
 }
@@ -110,7 +113,9 @@ class Checkpoint:
         """
         config_file = folder / "config.json"
         if not config_file.is_file():
-            raise ConfigError(f"model.path={str(folder)!r} holds no config.json; set it to a Hugging Face model folder")
+            raise ConfigError(
+                f"model.path={str(folder)!r} holds no config.json; set it to a Hugging Face model folder"
+            )
         config = json.loads(config_file.read_text())
         names = config.get("architectures") or ["(none)"]
         if names[0] not in FAMILIES:
@@ -119,17 +124,23 @@ class Checkpoint:
                 f"could not be updated safely; there are {', '.join(sorted(FAMILIES))} (add one there)"
             )
         if config.get("quantization_config"):
-            raise ConfigError(f"{config_file}: quantised weights cannot be trained; use the unquantised model")
+            raise ConfigError(
+                f"{config_file}: quantised weights cannot be trained; use the unquantised model"
+            )
         family = FAMILIES[names[0]]
         shapes: dict[str, tuple[int, ...]] = {}
         files = sorted(folder.glob("*.safetensors"))
         try:
             for file in files:
-                shapes |= {_renamed(n, family.aliases): shape for n, shape in read_header(file)[0].items()}
+                shapes |= {
+                    _renamed(n, family.aliases): shape for n, shape in read_header(file)[0].items()
+                }
         except WeightUpdateError as error:
             raise ConfigError(str(error)) from error
         if not shapes:
-            raise ConfigError(f"{folder} holds no *.safetensors; convert the model's weights to safetensors")
+            raise ConfigError(
+                f"{folder} holds no *.safetensors; convert the model's weights to safetensors"
+            )
         is_tied = config.get("tie_word_embeddings", False) or names[0] == "GPT2LMHeadModel"
         try:
             is_tied = is_tied and not has_own_head(files)  # vLLM unties a head that differs
@@ -150,7 +161,9 @@ class Checkpoint:
             ConfigError: it does not; or it takes some and none is wanted, when vLLM would not load its vision tower.
         """
         if unknown := sorted(set(wanted) - self.placeholders.keys()):
-            raise ConfigError(f"rollout.vllm.multi_modal names {unknown}, which this model does not take; remove them")
+            raise ConfigError(
+                f"rollout.vllm.multi_modal names {unknown}, which this model does not take; remove them"
+            )
         if self.placeholders and not wanted:
             raise ConfigError(
                 f"this model takes {' and '.join(self.placeholders)} input; say how much of it with e.g. "
@@ -165,8 +178,14 @@ class Checkpoint:
         """
         unknown = sorted(update.keys() - self.shapes.keys() - self.optional)
         if unknown:
-            raise WeightUpdateError(f"the update holds {len(unknown)} tensors the model does not have: {unknown[:3]}")
-        wrong = [n for n in sorted(update) if n in self.shapes and tuple(update[n]) != tuple(self.shapes[n])]
+            raise WeightUpdateError(
+                f"the update holds {len(unknown)} tensors the model does not have: {unknown[:3]}"
+            )
+        wrong = [
+            n
+            for n in sorted(update)
+            if n in self.shapes and tuple(update[n]) != tuple(self.shapes[n])
+        ]
         if wrong:
             name = wrong[0]
             raise WeightUpdateError(
@@ -184,7 +203,9 @@ class Checkpoint:
 
     def placements(self) -> dict[str, Placement]:
         """Return where every tensor lies after loading (on one device; tensor-parallel ranks hold slices of it)."""
-        return {n: _place(n, self.shapes, self.family) for n in self.shapes if n not in self.optional}
+        return {
+            n: _place(n, self.shapes, self.family) for n in self.shapes if n not in self.optional
+        }
 
 
 def _placeholder(config: Mapping[str, Any], file: Path, kind: str) -> int:
@@ -207,7 +228,9 @@ def _place(name: str, shapes: Shapes, family: Family) -> Placement:
     module, kind = (parts[-2], parts[-1]) if len(parts) > 1 else ("", name)
     full = _renamed(name, family.prefixes).split(".")
     if family.experts and len(parts) > 4 and parts[-4] == "experts":
-        stack, first = {"gate_proj": ("w13", 0), "up_proj": ("w13", rows), "down_proj": ("w2", 0)}[module]
+        stack, first = {"gate_proj": ("w13", 0), "up_proj": ("w13", rows), "down_proj": ("w2", 0)}[
+            module
+        ]
         parameter = ".".join([*full[:-4], family.experts, f"{stack}_{kind}"])
         return Placement(parameter=parameter, first=first, rows=rows, expert=int(parts[-3]))
     for fused, members in family.fused.items():
@@ -254,7 +277,9 @@ def read_update(paths: Sequence[str]) -> tuple[Shapes, LogprobProbe | None]:
     for path in paths:
         added, metadata = read_header(Path(path))
         if twice := sorted(shapes.keys() & added.keys()):
-            raise WeightUpdateError(f"{twice[0]} stands in two files of the update, the second is {path}")
+            raise WeightUpdateError(
+                f"{twice[0]} stands in two files of the update, the second is {path}"
+            )
         shapes |= added
         try:
             probe = probe or LogprobProbe.from_metadata(metadata)

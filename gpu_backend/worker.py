@@ -99,7 +99,9 @@ class WeightExtension:
         worker: Any = self
         return updates.why_not_replaceable(worker.model_runner)
 
-    def weights_not_landed(self, paths: Sequence[str], placements: Mapping[str, Sequence[Any]]) -> list[str]:
+    def weights_not_landed(
+        self, paths: Sequence[str], placements: Mapping[str, Sequence[Any]]
+    ) -> list[str]:
         """Return the names of tensors that differ between the model and the files.
 
         Args:
@@ -142,7 +144,9 @@ def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _opened(update: InPlaceUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor, in the memory of the GPU that holds it; ``load_weights`` copies."""
-    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    uuids = [
+        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
+    ]
     if update.device_uuid not in uuids:
         raise ValueError(
             f"this worker does not see the learner's GPU {update.device_uuid}, but {uuids}; let CUDA_VISIBLE_DEVICES "
@@ -169,7 +173,9 @@ def _plain_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace(".base_layer.", "."): tensor for name, tensor in model.named_parameters()}
 
 
-def _holds(parameters: Mapping[str, torch.Tensor], place: Sequence[Any], tensor: torch.Tensor) -> bool:
+def _holds(
+    parameters: Mapping[str, torch.Tensor], place: Sequence[Any], tensor: torch.Tensor
+) -> bool:
     name, first, rows, transposed, expert = place
     if name not in parameters:
         return False
@@ -193,10 +199,14 @@ def _keep_weights_plain() -> None:
 
     def plain_experts(self: Any, layer: Any) -> None:
         if str(layer.activation.value) != "silu" or hasattr(layer, "w13_bias"):
-            raise RuntimeError(f"experts with {layer.activation} or a bias are unknown to gpu_backend/worker.py")
+            raise RuntimeError(
+                f"experts with {layer.activation} or a bias are unknown to gpu_backend/worker.py"
+            )
 
     if not callable(getattr(utils, "dispatch_cpu_unquantized_gemm", None)):
-        raise RuntimeError("this vLLM packs CPU weights in a way gpu_backend/worker.py does not know")
+        raise RuntimeError(
+            "this vLLM packs CPU weights in a way gpu_backend/worker.py does not know"
+        )
     utils.dispatch_cpu_unquantized_gemm = plain
     kernel: Any = CPUUnquantizedExperts
     kernel.process_weights_after_loading = plain_experts

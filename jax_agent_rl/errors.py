@@ -79,7 +79,10 @@ class FinishReason(StrEnum):
 
         Otherwise the policy answered, or the tool server, the user or the environment ended it.
         """
-        return self in (FinishReason.MAX_ASSISTANT_TURNS, FinishReason.MAX_USER_TURNS) or self.out_of_tokens
+        return (
+            self in (FinishReason.MAX_ASSISTANT_TURNS, FinishReason.MAX_USER_TURNS)
+            or self.out_of_tokens
+        )
 
     @property
     def out_of_tokens(self) -> bool:

@@ -148,7 +148,9 @@ def _encode(mask: bytes) -> Support:
         bits = np.unpackbits(words[used].view(np.uint8), bitorder="little").reshape(-1, 32)
         which, bit = np.nonzero(bits)
         if len(which) < len(words) / 2:
-            return _IDS + base64.b64encode((used[which] * 32 + bit).astype("<u4").tobytes()).decode()
+            return (
+                _IDS + base64.b64encode((used[which] * 32 + bit).astype("<u4").tobytes()).decode()
+            )
     return _MASK + base64.b64encode(zlib.compress(mask, 1)).decode()
 
 
@@ -167,8 +169,12 @@ def decode_supports(supports: Sequence[Support | None], vocab_size: int) -> np.n
             continue
         try:
             kind, data = support[:1], base64.b64decode(support[1:], validate=True)
-            if kind == _MASK:  # of exactly this size, however much a damaged or hostile one claims to hold
-                mask[:] = np.frombuffer(zlib.decompressobj().decompress(data, 4 * words), "<u4", words)
+            if (
+                kind == _MASK
+            ):  # of exactly this size, however much a damaged or hostile one claims to hold
+                mask[:] = np.frombuffer(
+                    zlib.decompressobj().decompress(data, 4 * words), "<u4", words
+                )
             elif kind == _IDS and data:
                 ids = np.frombuffer(data, "<u4")
                 mask[:] = 0
@@ -176,7 +182,9 @@ def decode_supports(supports: Sequence[Support | None], vocab_size: int) -> np.n
             else:
                 raise ValueError("it is of no known form")
         except (ValueError, IndexError, zlib.error) as error:
-            raise ValueError(f"not a support of a vocabulary of {vocab_size} ids: {support[:16]!r} ({error})") from None
+            raise ValueError(
+                f"not a support of a vocabulary of {vocab_size} ids: {support[:16]!r} ({error})"
+            ) from None
     return masks
 
 
@@ -238,18 +246,26 @@ class SamplingParams:
         for text in self.stop:
             check_str("stop string", text)
             if len(text) > MAX_STOP_LENGTH:
-                raise ValueError(f"a stop string has {len(text)} characters: it may have {MAX_STOP_LENGTH}")
+                raise ValueError(
+                    f"a stop string has {len(text)} characters: it may have {MAX_STOP_LENGTH}"
+                )
         if not all(self.stop):
-            raise ValueError("stop contains an empty string, which would end every generation at once")
+            raise ValueError(
+                "stop contains an empty string, which would end every generation at once"
+            )
         for token in self.stop_token_ids:
             check_int("stop token id", token, least=0, below=ID_BOUND)
         check_bool("ignore_eos", self.ignore_eos)
         if self.grammar is not None:
             check_str("grammar", self.grammar)
             if len(self.grammar) > MAX_GRAMMAR_LENGTH:
-                raise ValueError(f"a grammar has {len(self.grammar)} characters: it may have {MAX_GRAMMAR_LENGTH}")
+                raise ValueError(
+                    f"a grammar has {len(self.grammar)} characters: it may have {MAX_GRAMMAR_LENGTH}"
+                )
             if self.ignore_eos:
-                raise ValueError("ignore_eos=True: nothing may follow the EOS that ends a grammar; leave it out")
+                raise ValueError(
+                    "ignore_eos=True: nothing may follow the EOS that ends a grammar; leave it out"
+                )
 
     @property
     def truncated(self) -> bool:
@@ -316,7 +332,9 @@ class TokenOutput:
             self.supports or self.token_ids,
         )
         if any(len(of_ids) != n for of_ids in values):
-            counts = "{} log-probs, {} versions, {} grammar marks, {} supports".format(*map(len, values))
+            counts = "{} log-probs, {} versions, {} grammar marks, {} supports".format(
+                *map(len, values)
+            )
             raise ValueError(f"TokenOutput has {n} ids, {counts}")
 
     @property
@@ -358,7 +376,8 @@ class TokenOutput:
             log_probs=self.log_probs[:count],
             policy_versions=self.policy_versions[:count],
             constrained=self.constrained[:count],
-            routed_experts=routed and routed.until(routed.end - max(0, len(self.token_ids) - count)),
+            routed_experts=routed
+            and routed.until(routed.end - max(0, len(self.token_ids) - count)),
             supports=self.supports[:count],
             **{"context_digest": "", **changes},
         )

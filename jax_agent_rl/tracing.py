@@ -78,7 +78,16 @@ class Trace:
 class OpenSpan:
     """A started span, used as a context manager. Make it with :func:`span` or :meth:`Tracer.trajectory`."""
 
-    __slots__ = ("name", "about", "_record", "_parent", "_number", "_start", "_attributes", "_token")
+    __slots__ = (
+        "name",
+        "about",
+        "_record",
+        "_parent",
+        "_number",
+        "_start",
+        "_attributes",
+        "_token",
+    )
 
     def __init__(self, record: _Record, name: SpanName, about: str, parent: int) -> None:
         self.name, self.about = name, about
@@ -99,7 +108,10 @@ class OpenSpan:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         _OPEN.reset(self._token)
         self._record.end(
@@ -111,7 +123,9 @@ class OpenSpan:
                 start_ns=self._start,
                 end_ns=self._record.now(),
                 attributes=self._attributes,
-                error=None if error is None else f"{type(error).__name__}: {error}".removesuffix(": "),
+                error=None
+                if error is None
+                else f"{type(error).__name__}: {error}".removesuffix(": "),
             ),
         )
 

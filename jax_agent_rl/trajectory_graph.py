@@ -83,10 +83,17 @@ class TrajectoryGraph:
             paths.append(tuple(path))
             ends.append(tuple(end))
         nodes = tuple(
-            Node(parent=numbers.get(piece.before), turn=piece.turn, ids=piece.ids, members=tuple(through))
+            Node(
+                parent=numbers.get(piece.before),
+                turn=piece.turn,
+                ids=piece.ids,
+                members=tuple(through),
+            )
             for piece, through in zip(found, members, strict=True)
         )
-        return cls(trajectories=tuple(trajectories), nodes=nodes, paths=tuple(paths), ends=tuple(ends))
+        return cls(
+            trajectories=tuple(trajectories), nodes=nodes, paths=tuple(paths), ends=tuple(ends)
+        )
 
     def parents_first(self) -> list[int]:
         """Return the nodes' numbers, each after its parent's.
@@ -130,7 +137,11 @@ def session_graph(trajectory: Trajectory) -> tuple[Segment, ...]:
         common = [_common(ids, c.sequence.prompt_ids + c.sequence.response_ids) for c in found]
         shared = max(common, default=0)
         parent = common.index(shared) if shared else None
-        within = 0 if parent is None else sum(end <= shared for end in _turn_ends(found[parent].sequence))
+        within = (
+            0
+            if parent is None
+            else sum(end <= shared for end in _turn_ends(found[parent].sequence))
+        )
         found.append(Segment(sequence=sequence, parent=parent, shared=shared, turns=within))
     return tuple(found)
 
@@ -150,9 +161,17 @@ def timeline(trajectory: Trajectory) -> list[tuple[int, Turn]]:
 
 def inherited(contexts: Sequence[Trajectory]) -> list[int]:
     """Return for each context of a session how much of its prompt ends with a turn of another: ids, 0 for none."""
-    ends = {whole[:end] for c in contexts for whole in (c.prompt_ids + c.response_ids,) for end in _turn_ends(c)}
+    ends = {
+        whole[:end]
+        for c in contexts
+        for whole in (c.prompt_ids + c.response_ids,)
+        for end in _turn_ends(c)
+    }
     lengths = sorted(set(map(len, ends)), reverse=True)
-    return [next((n for n in lengths if n < len(c.prompt_ids) and c.prompt_ids[:n] in ends), 0) for c in contexts]
+    return [
+        next((n for n in lengths if n < len(c.prompt_ids) and c.prompt_ids[:n] in ends), 0)
+        for c in contexts
+    ]
 
 
 def _when(turn: Turn) -> int:
@@ -201,7 +220,11 @@ def _laid_out(trajectory: Trajectory, cuts: set[tuple[int, ...]]) -> Iterator[_P
     known = inherited(sequences) if trajectory.segments else [0] * len(sequences)
     for sequence, begun in zip(sequences, known, strict=True):
         whole = sequence.prompt_ids + sequence.response_ids
-        prompt, at, before = len(sequence.prompt_ids), len(sequence.prompt_ids), sequence.prompt_ids[:begun]
+        prompt, at, before = (
+            len(sequence.prompt_ids),
+            len(sequence.prompt_ids),
+            sequence.prompt_ids[:begun],
+        )
         for number, turn in enumerate(sequence.turns):
             end = at + len(turn.output.token_ids)
             inner = [length for length in lengths if at < length < end and whole[:length] in cuts]

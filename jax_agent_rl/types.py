@@ -61,7 +61,9 @@ class ToolCallRecord:
     media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reward", as_score(self.reward, f"the reward of the call of {self.name!r:.100}"))
+        object.__setattr__(
+            self, "reward", as_score(self.reward, f"the reward of the call of {self.name!r:.100}")
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +187,9 @@ class Trajectory:
     teacher_scores: TokenScores | None = None
 
     @classmethod
-    def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
+    def from_turns(
+        cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any
+    ) -> Trajectory:
         """Build a trajectory, its turns laid out as flat response arrays.
 
         Raises:
@@ -202,7 +206,9 @@ class Trajectory:
             logprobs += out.log_probs + (0.0,) * len(turn.appended_ids)
             versions += out.policy_versions + (-1,) * len(turn.appended_ids)
         if not prompt_ids or not any(mask):
-            raise ValueError(f"a trajectory needs a prompt and a sampled id, got {len(prompt_ids)} and {sum(mask)}")
+            raise ValueError(
+                f"a trajectory needs a prompt and a sampled id, got {len(prompt_ids)} and {sum(mask)}"
+            )
         return cls(
             prompt_ids=tuple(prompt_ids),
             turns=tuple(turns),
@@ -233,7 +239,9 @@ class Trajectory:
             before = self.turns[max(0, first - window) : first]
             seen = (turn.output.token_ids + turn.appended_ids for turn in before)
             *turns, last = self.turns[first:end]
-            learned = last if last.learn_appended else replace(last, appended_ids=(), appended_media={})
+            learned = (
+                last if last.learn_appended else replace(last, appended_ids=(), appended_media={})
+            )
             yield Trajectory.from_turns(
                 prompt_ids=sum(seen, self.prompt_ids),
                 turns=(*turns, learned),
@@ -241,7 +249,9 @@ class Trajectory:
                 group_id=self.group_id,
                 agent_name=self.agent_name,
                 finish_reason=self.finish_reason,
-                prompt_media=join_media([self.prompt_media, *(turn.appended_media for turn in before)]),
+                prompt_media=join_media(
+                    [self.prompt_media, *(turn.appended_media for turn in before)]
+                ),
             )
 
     @property
@@ -274,7 +284,10 @@ class Trajectory:
         """Number of sampled ids inherited from its parent."""
         if self.fork is None:
             return 0
-        return sum(len(turn.output.token_ids) for turn in self.turns[: self.fork.turns]) + self.fork.tokens
+        return (
+            sum(len(turn.output.token_ids) for turn in self.turns[: self.fork.turns])
+            + self.fork.tokens
+        )
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
@@ -310,7 +323,12 @@ class Trajectory:
     @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
         """All tool calls, segment by segment."""
-        return tuple(call for part in (*self.segments, self) for turn in part.turns for call in turn.tool_calls)
+        return tuple(
+            call
+            for part in (*self.segments, self)
+            for turn in part.turns
+            for call in turn.tool_calls
+        )
 
     @property
     def multi_modal(self) -> dict[str, tuple[Any, ...]]:
@@ -338,7 +356,9 @@ class Group:
     def __post_init__(self) -> None:
         strangers = [t.trajectory_id for t in self.trajectories if t.group_id != self.group_id]
         if strangers:
-            raise ValueError(f"group {self.group_id!r} was given trajectories of other groups: {strangers}")
+            raise ValueError(
+                f"group {self.group_id!r} was given trajectories of other groups: {strangers}"
+            )
 
     @property
     def rewards(self) -> tuple[float, ...]:

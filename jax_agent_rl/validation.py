@@ -72,7 +72,9 @@ def as_score(value: object, what: str) -> float:
     """
     number = as_float(value, what)
     if abs(number) > FLOAT32_MAX:
-        raise ValueError(f"{what} must be a number that float32 holds, at most 3.4e38, got {shown(value)}; scale it")
+        raise ValueError(
+            f"{what} must be a number that float32 holds, at most 3.4e38, got {shown(value)}; scale it"
+        )
     return number
 
 
@@ -103,7 +105,11 @@ def shown(value: object) -> str:
 
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite real number, NumPy's included, and not a bool."""
-    return isinstance(value, Real) and not isinstance(value, bool) and -math.inf < cast(float, value) < math.inf
+    return (
+        isinstance(value, Real)
+        and not isinstance(value, bool)
+        and -math.inf < cast(float, value) < math.inf
+    )
 
 
 def check_str(name: str, value: Any) -> None:
@@ -165,7 +171,9 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
     (['max_prompt_length'], [])
     """
     found = [(_distance(name, other), other) for other in known]
-    return [other for distance, other in sorted(found, key=lambda pair: pair[0]) if distance < math.inf][:3]
+    return [
+        other for distance, other in sorted(found, key=lambda pair: pair[0]) if distance < math.inf
+    ][:3]
 
 
 def nearest_keys(path: str, keys: Collection[str]) -> list[str]:
@@ -195,7 +203,12 @@ def nearest_keys(path: str, keys: Collection[str]) -> list[str]:
     for misplaced in (in_same_part, in_other_part):
         if not near and len(misplaced) == 1:
             return misplaced
-    return [key for _, key in sorted(near, key=lambda pair: (pair[0], abs(pair[1].count(".") - path.count("."))))]
+    return [
+        key
+        for _, key in sorted(
+            near, key=lambda pair: (pair[0], abs(pair[1].count(".") - path.count(".")))
+        )
+    ]
 
 
 _MORE_LETTERS = 0.5

@@ -15,7 +15,10 @@ from jax_agent_rl.types import SamplingParams, Trajectory
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.http_service import ToolServer
 
-ROW: Mapping[str, Any] = {"prompt": [{"role": "user", "content": "what is 1 + 2 ?"}], "data_source": "calculator"}
+ROW: Mapping[str, Any] = {
+    "prompt": [{"role": "user", "content": "what is 1 + 2 ?"}],
+    "data_source": "calculator",
+}
 
 
 class AgentHarness:
@@ -56,7 +59,9 @@ class AgentHarness:
         self, row: Mapping[str, Any] = ROW, *, trajectory_id: str = "t", max_tokens: int = 1000
     ) -> Trajectory:
         sampling = SamplingParams(max_tokens=max_tokens, seed=0)
-        trajectory = await self.agent.run(row, trajectory_id=trajectory_id, group_id="g", sampling=sampling)
+        trajectory = await self.agent.run(
+            row, trajectory_id=trajectory_id, group_id="g", sampling=sampling
+        )
         assert isinstance(trajectory, Trajectory), "the agent plays several roles"
         return trajectory
 
@@ -81,7 +86,9 @@ def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
     assert not left and context == trajectory.prompt_ids + trajectory.response_ids
 
 
-def assert_forks_are_exact(trajectories: Sequence[Trajectory], requests: Sequence[GenerateRequest]) -> None:
+def assert_forks_are_exact(
+    trajectories: Sequence[Trajectory], requests: Sequence[GenerateRequest]
+) -> None:
     """A branch begins as its parent, and what it asked of the engine are exactly its turns after the fork."""
     known = {t.trajectory_id: t for t in trajectories}
     for t in trajectories:
@@ -99,8 +106,14 @@ def assert_forks_are_exact(trajectories: Sequence[Trajectory], requests: Sequenc
             for mine, its in zip(t.turns[:first], parent.turns[:first], strict=True):
                 assert mine == its
             kept = t.fork.tokens
-            assert t.turns[first].output.token_ids[:kept] == parent.turns[first].output.token_ids[:kept]
-            assert t.turns[first].output.log_probs[:kept] == parent.turns[first].output.log_probs[:kept]
+            assert (
+                t.turns[first].output.token_ids[:kept]
+                == parent.turns[first].output.token_ids[:kept]
+            )
+            assert (
+                t.turns[first].output.log_probs[:kept]
+                == parent.turns[first].output.log_probs[:kept]
+            )
 
 
 ACT = "<py> 1 + 2 </py> and more"
@@ -111,4 +124,6 @@ STOP = {"action_stop_tokens": ("</py>",)}
 
 def server_tool_stage(server: ToolServer, script: Any, **limits: Any) -> AgentHarness:
     """The server_tool agent on a tool server."""
-    return AgentHarness(ServerToolAgent, script, **{"tool_server_url": server.url, **STOP, **limits})
+    return AgentHarness(
+        ServerToolAgent, script, **{"tool_server_url": server.url, **STOP, **limits}
+    )

@@ -16,13 +16,25 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params, Rope
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend
-from jax_agent_rl.types import FinishReason, Group, SamplingParams, TokenOutput, Trajectory, Turn, digest_ids
+from jax_agent_rl.types import (
+    FinishReason,
+    Group,
+    SamplingParams,
+    TokenOutput,
+    Trajectory,
+    Turn,
+    digest_ids,
+)
 from tests.tiny import TINY, tiny_params
 
 PROMPTS = (21, 34, 17, 29)
 """Ids of the prompts."""
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=2, kv_cache_tokens=256, decode_steps=4, prefill_buckets=(32,)
+    max_model_len=64,
+    max_concurrent_decodes=2,
+    kv_cache_tokens=256,
+    decode_steps=4,
+    prefill_buckets=(32,),
 )
 LLAMA = replace(TINY, num_layers=3, max_position_embeddings=256)
 
@@ -33,7 +45,9 @@ def with_experts(base: DecoderConfig, intermediate_size: int, **fields: Any) -> 
     return replace(base, family="qwen3_moe", qk_norm=True, experts=experts, **fields)
 
 
-def as_gemma(base: DecoderConfig, windowed_layers: tuple[bool, ...], **fields: Any) -> DecoderConfig:
+def as_gemma(
+    base: DecoderConfig, windowed_layers: tuple[bool, ...], **fields: Any
+) -> DecoderConfig:
     """A Gemma 3, with windowed layers, of another model's sizes."""
     return replace(
         base,
@@ -94,7 +108,9 @@ async def rollouts(
     """One trajectory of one turn for each prompt."""
     made = []
     for i, prompt in enumerate(prompts(model, lengths)):
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True, seed=i)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, ignore_eos=True, seed=i
+        )
         request = GenerateRequest(request_id=f"r{i}", prompt_ids=prompt, sampling=sampling)
         output = between.answer(request, await backend.generate(between.ask(request)))
         made.append(
@@ -142,7 +158,9 @@ async def conversations(
             sampling = SamplingParams(
                 max_tokens=max_tokens, temperature=temperature, ignore_eos=True, seed=10 * turn + i
             )
-            request = GenerateRequest(request_id=f"r{turn}-{i}", prompt_ids=tuple(context), sampling=sampling)
+            request = GenerateRequest(
+                request_id=f"r{turn}-{i}", prompt_ids=tuple(context), sampling=sampling
+            )
             output = between.answer(request, await backend.generate(between.ask(request)))
             last = turn == turns - 1
             appended = () if last else tuple(rng.integers(3, model.vocab_size, inserted).tolist())
@@ -190,7 +208,9 @@ async def diagnosed_engine(
 ) -> Diagnosis:
     """What is said about an engine that runs ``served`` with ``served_params`` where the learner has others."""
     params = tiny_params(1, model) if params is None else params
-    backend = jax_engine(served or model, params if served_params is None else served_params, **options)
+    backend = jax_engine(
+        served or model, params if served_params is None else served_params, **options
+    )
     await backend.start()
     try:
         roll_out: Any = conversations if talks else rollouts

@@ -223,22 +223,42 @@ class Cloud:
 
     def command(self, *arguments: object) -> list[str]:
         """tpu_pod.sh with a slice of one host, looked at often; later arguments win."""
-        own = ["--name", "try", "--zone", "us-west4-a", "--topology", "v5e:2x2", "--poll", "1", "--no-install"]
+        own = [
+            "--name",
+            "try",
+            "--zone",
+            "us-west4-a",
+            "--topology",
+            "v5e:2x2",
+            "--poll",
+            "1",
+            "--no-install",
+        ]
         own += ["--logs-dir", str(self.folder / "logs")]
-        own += [] if (self.folder / "orders" / "no-project").exists() else ["--project", "my-project"]
+        own += (
+            [] if (self.folder / "orders" / "no-project").exists() else ["--project", "my-project"]
+        )
         return [str(ROOT / "launch" / "tpu_pod.sh"), *own, *map(str, arguments)]
 
     def launch(self, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Runs tpu_pod.sh to its end."""
         return subprocess.run(
-            self.command(*arguments), capture_output=True, text=True, env=self.environment, timeout=timeout
+            self.command(*arguments),
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            timeout=timeout,
         )
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         """Starts tpu_pod.sh; both outputs are one pipe."""
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            self.command(*arguments), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=self.environment
+            self.command(*arguments),
+            stdout=pipe,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environment,
         )
 
     def calls(self, *words: str) -> list[str]:
@@ -288,6 +308,11 @@ class Cloud:
 def job_of(topology: str = "v5e:4x4", **changed: object) -> Job:
     """The user's own configuration on an on-demand slice, kept in a bucket, but for what is changed."""
     chosen = parse_topology(topology)
-    fields = {"config": Path("/home/me/my.yaml"), "overrides": ("seed=1",), "bucket": "gs://b", "prepare": None}
+    fields = {
+        "config": Path("/home/me/my.yaml"),
+        "overrides": ("seed=1",),
+        "bucket": "gs://b",
+        "prepare": None,
+    }
     own = {"name": "my-run", "topology": chosen, "runtime": chosen.kind.runtime}
     return Job(**(own | fields | changed))  # type: ignore[arg-type]

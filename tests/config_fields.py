@@ -59,7 +59,10 @@ def variations(raw: Raw) -> Iterator[tuple[str, Raw]]:
         yield f"{name}={value}, added", copy.deepcopy(raw | {name: value})
     for rope in ROPES:
         yield f"rope_parameters={rope}", copy.deepcopy(raw | {"rope_parameters": rope})
-        yield f"rope_scaling={rope}", copy.deepcopy({**raw, "rope_parameters": None, "rope_scaling": rope})
+        yield (
+            f"rope_scaling={rope}",
+            copy.deepcopy({**raw, "rope_parameters": None, "rope_scaling": rope}),
+        )
 
 
 def _of_section(raw: Raw, path: tuple[str, ...]) -> Iterator[tuple[str, Raw]]:

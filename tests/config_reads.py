@@ -50,7 +50,11 @@ class Reads:
         self.sections = sections()
         self.found: set[Read] = set()
         files = [*(ROOT / "jax_agent_rl").rglob("*.py"), *(ROOT / "gpu_backend").rglob("*.py")]
-        files = [file for file in files if not any(str(file.relative_to(ROOT)).startswith(one) for one in _TELL)]
+        files = [
+            file
+            for file in files
+            if not any(str(file.relative_to(ROOT)).startswith(one) for one in _TELL)
+        ]
         own, others = [], []
         for file in sorted(files):
             tree = ast.parse(file.read_text())
@@ -63,8 +67,12 @@ class Reads:
                 if isinstance(part, ast.FunctionDef) and part.name in _CARRY_OUT:
                     carried_out.append(part)
             others.append(ast.Module(carried_out, []))
-        self._bases = {name: {base.__name__ for base in cls.__mro__} for name, cls in self.sections.items()}
-        self._holders: defaultdict[str, set[str]] = defaultdict(set)  # of sections: attributes and functions
+        self._bases = {
+            name: {base.__name__ for base in cls.__mro__} for name, cls in self.sections.items()
+        }
+        self._holders: defaultdict[str, set[str]] = defaultdict(
+            set
+        )  # of sections: attributes and functions
         for tree in others + own:
             self._learn(tree)
         self._members = {name: set(self._of_members(own, name)) for name in self.sections}
@@ -79,7 +87,10 @@ class Reads:
                 for part in node.body:
                     if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
                         self._holders[part.target.id] |= self._named(part.annotation)
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.returns is not None:
+            elif (
+                isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+                and node.returns is not None
+            ):
                 self._holders[node.name] |= self._named(node.returns)
 
     def _of_members(self, own: list[ast.Module], name: str) -> Iterator[tuple[str, str]]:
@@ -90,7 +101,9 @@ class Reads:
                     for part in cls.body:
                         if isinstance(part, ast.FunctionDef):
                             for node in ast.walk(part):
-                                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                                if isinstance(node, ast.Attribute) and isinstance(
+                                    node.value, ast.Name
+                                ):
                                     if node.value.id == "self":
                                         yield part.name, node.attr
 
@@ -104,7 +117,9 @@ class Reads:
             return self._named(annotation.left) | self._named(annotation.right)
         name = getattr(annotation, "id", getattr(annotation, "attr", None))
         return frozenset(
-            key for key, bases in self._bases.items() if name in bases and name not in ("Section", "BaseModel")
+            key
+            for key, bases in self._bases.items()
+            if name in bases and name not in ("Section", "BaseModel")
         )
 
     def _visit_block(self, body: list[ast.stmt], scope: dict[str, Types]) -> None:
@@ -132,7 +147,11 @@ class Reads:
             self._visit(child, scope)
 
     def _assign(self, target: ast.expr, value: ast.expr, scope: dict[str, Types]) -> None:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        if (
+            isinstance(target, ast.Tuple)
+            and isinstance(value, ast.Tuple)
+            and len(target.elts) == len(value.elts)
+        ):
             for one, part in zip(target.elts, value.elts, strict=True):
                 self._assign(one, part, scope)
         elif isinstance(target, ast.Name):
@@ -154,7 +173,9 @@ class Reads:
                 return NOTHING
             case ast.Call(func=func):
                 name = getattr(func, "id", getattr(func, "attr", ""))
-                return (self._named(func) if isinstance(func, ast.Name) else NOTHING) | frozenset(self._holders[name])
+                return (self._named(func) if isinstance(func, ast.Name) else NOTHING) | frozenset(
+                    self._holders[name]
+                )
             case ast.BoolOp(values=values):
                 return frozenset().union(*(self._types(value, scope) for value in values))
             case ast.IfExp(body=body, orelse=orelse):
@@ -169,7 +190,11 @@ class Reads:
         found: set[str] = set()
         for owner in owners:
             info = self.sections[owner].model_fields.get(name)
-            for field in [name] if info else [field for member, field in self._members[owner] if member == name]:
+            for field in (
+                [name]
+                if info
+                else [field for member, field in self._members[owner] if member == name]
+            ):
                 self.found.add((owner, field))
             if info and (inner := section_of(info)) is not None:
                 found.add(inner.__name__)
@@ -188,4 +213,6 @@ class Reads:
             if isinstance(item, ast.Constant)
         }
         for owner in owners:
-            self.found |= {(owner, name) for name in self.sections[owner].model_fields if name not in left_out}
+            self.found |= {
+                (owner, name) for name in self.sections[owner].model_fields if name not in left_out
+            }

@@ -36,7 +36,9 @@ def section_of(info: FieldInfo) -> type[Section] | None:
     if get_origin(info.annotation) is tuple:
         return None
     options = (info.annotation, *get_args(info.annotation))
-    return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
+    return next(
+        (one for one in options if isinstance(one, type) and issubclass(one, Section)), None
+    )
 
 
 def replaced(config: Section, path: str, value: Any) -> Section:
@@ -55,7 +57,9 @@ def _made(config: Section, name: str) -> Section:
     return section(**{key: other_value(info) for key, info in required.items()})
 
 
-def with_condition(condition: Condition, config: Section, facts: Facts, *, holding: bool) -> Section | None:
+def with_condition(
+    condition: Condition, config: Section, facts: Facts, *, holding: bool
+) -> Section | None:
     """The tree changed so that a condition holds, or does not; None if no configuration does it."""
     if condition.holds(config, facts) is holding:
         return config
@@ -66,7 +70,13 @@ def with_condition(condition: Condition, config: Section, facts: Facts, *, holdi
         return made
     if not isinstance(condition, WhenKey):
         return None
-    for value in (None, False, 0, *condition.values, *_values(_annotation(type(config), condition.path), [])):
+    for value in (
+        None,
+        False,
+        0,
+        *condition.values,
+        *_values(_annotation(type(config), condition.path), []),
+    ):
         made = replaced(config, condition.path, value)
         if condition.holds(made, facts) is holding:
             return made
@@ -108,7 +118,9 @@ def _values(annotation: Any, limits: list[Any]) -> Iterator[Any]:
         key, value = get_args(annotation)
         yield {next(_values(key, [])): next(_values(value, []))}
     elif isinstance(annotation, type) and issubclass(annotation, Section):
-        required = {key: info for key, info in annotation.model_fields.items() if info.is_required()}
+        required = {
+            key: info for key, info in annotation.model_fields.items() if info.is_required()
+        }
         yield annotation(**{key: other_value(info) for key, info in required.items()})
     elif annotation is bool:
         yield from (True, False)
@@ -116,7 +128,9 @@ def _values(annotation: Any, limits: list[Any]) -> Iterator[Any]:
         yield from ("something", "something else")
     elif annotation in (int, float):
         yield from (
-            value for value in (*range(1, 40), 0.3, 0.7, 300, 4096, 99999) if _within(annotation(value), limits)
+            value
+            for value in (*range(1, 40), 0.3, 0.7, 300, 4096, 99999)
+            if _within(annotation(value), limits)
         )
     else:
         raise AssertionError(f"no values for {annotation}")

@@ -21,7 +21,9 @@ from tests.examples import load_profile
 from tests.simulated import COMPILE_QUICKLY
 from tests.slow import is_slow
 
-if importlib.util.find_spec("libtpu"):  # it is there to compile for slices, and would complain that there is none
+if importlib.util.find_spec(
+    "libtpu"
+):  # it is there to compile for slices, and would complain that there is none
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "xla-tests"))
@@ -51,7 +53,9 @@ class FailuresAtOnce:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         screen = self._config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and screen is not None:
-            screen.write_line(f"\n{'failed' if report.when == 'call' else 'error'}: {report.nodeid}")
+            screen.write_line(
+                f"\n{'failed' if report.when == 'call' else 'error'}: {report.nodeid}"
+            )
 
 
 def pytest_configure(config: pytest.Config) -> None:

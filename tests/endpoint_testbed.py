@@ -28,7 +28,16 @@ class Stage:
     """An endpoint over a scripted engine, or that of a given context, and clients of it."""
 
     def __init__(
-        self, script=(), *, context=None, api_key=None, clock=None, limits=None, adapters=(), codec=None, **agent
+        self,
+        script=(),
+        *,
+        context=None,
+        api_key=None,
+        clock=None,
+        limits=None,
+        adapters=(),
+        codec=None,
+        **agent,
     ):
         limits = EndpointConfig(**(limits or {}))
         if context is None:
@@ -77,7 +86,9 @@ class Stage:
         )
 
     def client(self, path="/v1", key="any", retries=0) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.server.url + path, api_key=key, max_retries=retries, timeout=30)
+        return openai.AsyncOpenAI(
+            base_url=self.server.url + path, api_key=key, max_retries=retries, timeout=30
+        )
 
 
 @contextlib.asynccontextmanager

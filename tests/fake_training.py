@@ -172,7 +172,10 @@ class Versions(IdleLearner):
 
     @property
     def ages(self) -> list[set[int]]:
-        return [{step - v for g in groups for v in versions(g.trajectories)} for step, groups in enumerate(self.steps)]
+        return [
+            {step - v for g in groups for v in versions(g.trajectories)}
+            for step, groups in enumerate(self.steps)
+        ]
 
 
 async def finish(training) -> None:

@@ -18,7 +18,13 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats.base import Read, Scanner
 from jax_agent_rl.chat.reply import Reply, ToolCall
 from jax_agent_rl.errors import EngineDiedError
-from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, GenerateRequest, Health, WeightUpdate
+from jax_agent_rl.rollout.protocol import (
+    BackendMetrics,
+    Capabilities,
+    GenerateRequest,
+    Health,
+    WeightUpdate,
+)
 from jax_agent_rl.testing.fakes import FakeBackend
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
 
@@ -149,7 +155,10 @@ class FakeCodec(ChatCodec):
             media = "".join(f" <{kind}>" for kind in message.get("media", ()))
             content = message["content"]
             if isinstance(content, list):
-                content = " ".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
+                content = " ".join(
+                    part["text"] if part["type"] == "text" else f"<{part['type']}>"
+                    for part in content
+                )
             ids += [*self.encode_text(f"{message['role']}:{media} {content}"), EOS]
         return ids + self.encode_text("assistant:")
 
@@ -174,7 +183,11 @@ class ScriptedBackend(FakeBackend):
     """
 
     def __init__(
-        self, codec: FakeCodec, script: Sequence[str] | Script, *, capabilities: Capabilities | None = None
+        self,
+        codec: FakeCodec,
+        script: Sequence[str] | Script,
+        *,
+        capabilities: Capabilities | None = None,
     ) -> None:
         declared = Capabilities(
             max_model_len=4096,
@@ -193,7 +206,9 @@ class ScriptedBackend(FakeBackend):
         self.sampled = 0
         self._script = script
         self._turns: dict[str, int] = {}
-        self._plans: dict[str, tuple[list[int], int]] = {}  # request id -> its ids, length of its first prompt
+        self._plans: dict[
+            str, tuple[list[int], int]
+        ] = {}  # request id -> its ids, length of its first prompt
         self._running: set[str] = set()
         self._aborted: set[str] = set()
         self._dead: EngineDiedError | None = None
@@ -270,7 +285,12 @@ class ScriptedBackend(FakeBackend):
 
     async def _wait_for_turn(self, request_id: str) -> None:
         await asyncio.sleep(0)
-        while not self.unpaused.is_set() and request_id not in self._aborted and not self._dead and not self._closed:
+        while (
+            not self.unpaused.is_set()
+            and request_id not in self._aborted
+            and not self._dead
+            and not self._closed
+        ):
             await asyncio.sleep(0)
         self._check_alive()
 
@@ -310,10 +330,16 @@ class ScriptedBackend(FakeBackend):
         self._version = update.version
 
     async def health(self) -> Health:
-        return Health(ok=not self._dead and not self._closed, policy_version=self._version, running=len(self._running))
+        return Health(
+            ok=not self._dead and not self._closed,
+            policy_version=self._version,
+            running=len(self._running),
+        )
 
     async def metrics(self) -> BackendMetrics:
-        return BackendMetrics(generated_tokens=self.sampled, requests_finished=len(self.requests) - len(self._running))
+        return BackendMetrics(
+            generated_tokens=self.sampled, requests_finished=len(self.requests) - len(self._running)
+        )
 
     async def close(self) -> None:
         self._closed = True

@@ -119,7 +119,9 @@ class Fleet:
         self.inside: set[str] = set()
         self.start_seconds = 0.0
         self.client = LLMServerClient(
-            wait_for_server_seconds=wait_for_server_seconds, recovery_seconds=recovery_seconds, **client
+            wait_for_server_seconds=wait_for_server_seconds,
+            recovery_seconds=recovery_seconds,
+            **client,
         )
         self._number = 0
 
@@ -144,7 +146,10 @@ class Fleet:
 
     def ask(self, tokens: int, **request: Any) -> asyncio.Task[TokenOutput]:
         self._number += 1
-        fields = {"prompt_ids": (1,) * 8, "sampling_params": SamplingParams(max_tokens=tokens)} | request
+        fields = {
+            "prompt_ids": (1,) * 8,
+            "sampling_params": SamplingParams(max_tokens=tokens),
+        } | request
         return asyncio.ensure_future(self.client.generate(f"r{self._number}", **fields))
 
     async def publish(self, version: int, *, lasting: bool = True, **options: Any) -> None:

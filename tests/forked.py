@@ -26,7 +26,9 @@ from typing import Any
 
 from tests.warm import import_everything
 
-CHANGES = frozenset({"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"})
+CHANGES = frozenset(
+    {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
+)
 PR_SET_CHILD_SUBREAPER = 36
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 PATIENCE = 300.0  # seconds for a command that should end by itself
@@ -92,12 +94,19 @@ class Forker:
             [sys.executable, "-m", "tests.forked"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"} | self._environment,
+            env=os.environ
+            | {"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"}
+            | self._environment,
         )
         assert self.answer() == "ready"
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
         self._process.kill()
         self._process.communicate()
 
@@ -112,7 +121,9 @@ class Forker:
     @property
     def orphans(self) -> list[int]:
         """Processes that a command has left behind and that still live: the forker adopts them."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        )
         return [int(pid) for pid in children if _lives(pid)]
 
     def answer(self) -> Any:
@@ -165,7 +176,11 @@ def _run(main: Any, *, arguments: list[str], log: str, die_at: int | None) -> No
 
     def count(event: str, details: tuple[Any, ...]) -> None:
         nonlocal changes
-        writes = event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
+        writes = (
+            event == "open"
+            and isinstance(details[2], int)
+            and details[2] & (os.O_WRONLY | os.O_RDWR)
+        )
         if writes or event in CHANGES:
             changes += 1
             if changes == die_at:

@@ -33,7 +33,9 @@ async def serve(app: Any) -> AsyncIterator[str]:
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     listening.listen(512)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+    )
     task = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -63,7 +65,10 @@ class ToolServer:
         self.health = 200
         self.headers: list[dict[str, str]] = []
         self._answer = answer
-        routes = [Route("/get_observation", self._observe, methods=["POST"]), Route("/health", self._health)]
+        routes = [
+            Route("/get_observation", self._observe, methods=["POST"]),
+            Route("/health", self._health),
+        ]
         self._app = Starlette(routes=routes)
 
     async def __aenter__(self) -> ToolServer:
@@ -84,12 +89,16 @@ class ToolServer:
         if all(payload["finish"]):
             self.closed.update(payload["trajectory_ids"])
             count = len(payload["actions"])
-            return JSONResponse({"observations": [""] * count, "dones": [True] * count, "valids": [True] * count})
+            return JSONResponse(
+                {"observations": [""] * count, "dones": [True] * count, "valids": [True] * count}
+            )
         self.requests.append(payload)
         if self.respond:
             return await self.respond(payload)
         answers = [self._answer(action) for action in payload["actions"]]
-        triples = [answer if isinstance(answer, tuple) else (answer, False, True) for answer in answers]
+        triples = [
+            answer if isinstance(answer, tuple) else (answer, False, True) for answer in answers
+        ]
         observations, dones, valids = (list(column) for column in zip(*triples, strict=True))
         return JSONResponse({"observations": observations, "dones": dones, "valids": valids})
 

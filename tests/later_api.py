@@ -42,7 +42,9 @@ class LaterApiEngine:
 
     samples_per_slot = 1
 
-    def __init__(self, model: DecoderConfig, shapes: EngineShapes, *, return_log_prob: bool = True) -> None:
+    def __init__(
+        self, model: DecoderConfig, shapes: EngineShapes, *, return_log_prob: bool = True
+    ) -> None:
         self.inner = JaxEngine(model, shapes, table=_table(model, shapes))
         self._driven = DriverEngine(self.inner)
         self.freed: list[int] = []
@@ -54,9 +56,17 @@ class LaterApiEngine:
         return self._driven.init_decode_state()
 
     def prefill(
-        self, *, params: Any, padded_tokens: jax.Array, true_length: int, rng: jax.Array, algorithm: str
+        self,
+        *,
+        params: Any,
+        padded_tokens: jax.Array,
+        true_length: int,
+        rng: jax.Array,
+        algorithm: str,
     ) -> tuple[EnginePrefix, LaterResultTokens]:
-        prefix = self._driven.prefill(params=params, padded_tokens=padded_tokens, true_length=true_length)
+        prefix = self._driven.prefill(
+            params=params, padded_tokens=padded_tokens, true_length=true_length
+        )
         state = DecodeState(
             cache=prefix.cache,
             tokens=prefix.last_token[None],
@@ -64,7 +74,9 @@ class LaterApiEngine:
             generated=jnp.zeros(1, jnp.int32),
         )
         state, result = self._step(params, state, rng, algorithm)
-        return EnginePrefix(cache=state.cache, last_token=state.tokens[0], length=state.positions[0]), result
+        return EnginePrefix(
+            cache=state.cache, last_token=state.tokens[0], length=state.positions[0]
+        ), result
 
     def insert(self, prefix: EnginePrefix, decode_state: DecodeState, slot: int) -> DecodeState:
         return self._driven.insert(prefix, decode_state, slot)
@@ -98,7 +110,9 @@ class LaterApiEngine:
         )
         data = jnp.stack([ids, jnp.ones_like(ids), new.generated], axis=1)
         log_prob = jnp.asarray(sampled.log_probs[0])[:, None]
-        return new, LaterResultTokens(data, log_prob if self._return_log_prob else jnp.zeros_like(log_prob))
+        return new, LaterResultTokens(
+            data, log_prob if self._return_log_prob else jnp.zeros_like(log_prob)
+        )
 
 
 def make_external_engine(model: DecoderConfig, shapes: EngineShapes) -> ExternalEngine:

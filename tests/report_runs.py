@@ -18,7 +18,13 @@ from jax_agent_rl.observe.sinks.traces import TraceFileSink
 from jax_agent_rl.types import FinishReason, Fork, Trajectory
 from tests.trajectories import EPOCH, SECOND, a_trace, call, trajectory
 
-TEXTS: dict[int, str] = {1: "<|im_start|>", 2: "<|im_end|>", 3: "question ", 4: "hello ", 5: "world "}
+TEXTS: dict[int, str] = {
+    1: "<|im_start|>",
+    2: "<|im_end|>",
+    3: "question ",
+    4: "hello ",
+    5: "world ",
+}
 """Ids whose text is not ``word<id>``."""
 HOSTILE = (
     "</script><script>window.owned=1</script>",
@@ -45,13 +51,30 @@ def decode(ids: Sequence[int]) -> str:
 
 def members(step: int, *, group: str = "g") -> list[Trajectory]:
     """A group: a good answer, a branch of it, a failed call, one cut off."""
-    good = trajectory([1, 3], [4, 2, 7, 5, 2], mask=[1, 1, 0, 1, 1], reward=1.0, index=0, group=group)
-    branch = trajectory([1, 3], [4, 2, 7, 6, 2], mask=[1, 1, 0, 1, 1], reward=0.0, index=1, group=group)
+    good = trajectory(
+        [1, 3], [4, 2, 7, 5, 2], mask=[1, 1, 0, 1, 1], reward=1.0, index=0, group=group
+    )
+    branch = trajectory(
+        [1, 3], [4, 2, 7, 6, 2], mask=[1, 1, 0, 1, 1], reward=0.0, index=1, group=group
+    )
     branch = replace(branch, fork=Fork(tree_id=f"{group}-0", parent_id=f"{group}-0", turns=1))
     failed = trajectory(
-        [1, 3], [8, 2, 9, 2], mask=[1, 1, 0, 1], reward=-1.0, index=2, group=group, calls=[[call(error="timeout")]]
+        [1, 3],
+        [8, 2, 9, 2],
+        mask=[1, 1, 0, 1],
+        reward=-1.0,
+        index=2,
+        group=group,
+        calls=[[call(error="timeout")]],
     )
-    cut = trajectory([1, 3], [900, 901, 5], reward=0.25, index=3, group=group, finish=FinishReason.RESPONSE_LENGTH)
+    cut = trajectory(
+        [1, 3],
+        [900, 901, 5],
+        reward=0.25,
+        index=3,
+        group=group,
+        finish=FinishReason.RESPONSE_LENGTH,
+    )
     return [good, branch, failed, cut]
 
 
@@ -71,7 +94,12 @@ def step_line(step: int, **more: Any) -> dict[str, Any]:
         "own_metric": float(step),
         "tool_errors_by_kind": {"timeout": 1},
         "finish_reasons": {"answer": 3, "response_length": 1},
-        "accounting": {"started": 4 * step, "trained": 3 * step, "dropped": step, "dropped/zero_variance": step},
+        "accounting": {
+            "started": 4 * step,
+            "trained": 3 * step,
+            "dropped": step,
+            "dropped/zero_variance": step,
+        },
         "phase_seconds": [
             ["engine", began, began + 4],
             ["rollout", began, began + 4],
@@ -84,7 +112,9 @@ def step_line(step: int, **more: Any) -> dict[str, Any]:
 def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
     """A run folder with ``steps`` steps of four trajectories, an evaluation and two traces; no tokenizer."""
     run_dir = RunDir(path)
-    run_dir.write_json(run_dir.config, {"model": {"path": "nowhere"}, "trainer": {"steps": 5, "mode": "sync"}})
+    run_dir.write_json(
+        run_dir.config, {"model": {"path": "nowhere"}, "trainer": {"steps": 5, "mode": "sync"}}
+    )
     run_dir.add_metrics({"kind": "evaluation", "step": 0, "accuracy": 0.25})
     for step in range(1, steps + 1):
         group = f"train-{step}-0"
@@ -92,9 +122,21 @@ def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
         if hostile:
             ids = [*range(1000, 1000 + len(HOSTILE)), 2]
             bad = [[replace(call(error=HOSTILE[0]), name=HOSTILE[1])]]
-            made.append(trajectory([1, 1000], [*ids, 1001, 2], mask=[1] * 7 + [0, 1], calls=bad, index=4, group=group))
+            made.append(
+                trajectory(
+                    [1, 1000],
+                    [*ids, 1001, 2],
+                    mask=[1] * 7 + [0, 1],
+                    calls=bad,
+                    index=4,
+                    group=group,
+                )
+            )
         token_values = {
-            t.trajectory_id: {"advantages": [t.reward] * t.num_sampled, "old_logprobs": [-1.5] * t.num_sampled}
+            t.trajectory_id: {
+                "advantages": [t.reward] * t.num_sampled,
+                "old_logprobs": [-1.5] * t.num_sampled,
+            }
             for t in made[:3]
         }
         run_dir.add_trajectories(step, "train", made, token_values=token_values)
@@ -140,10 +182,14 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 @contextmanager
 def open_browser() -> Iterator[Any]:
     """A headless browser of the machine; skips the test where there is none."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (extra dev)"
+    )
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
-        pytest.skip(f"no browser on this machine: none of {', '.join(BROWSERS)} (apt-get install {BROWSERS[0]})")
+        pytest.skip(
+            f"no browser on this machine: none of {', '.join(BROWSERS)} (apt-get install {BROWSERS[0]})"
+        )
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found)
         try:

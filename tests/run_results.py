@@ -12,14 +12,25 @@ import orbax.checkpoint as ocp
 from jax_agent_rl.observe.run_dir import read_records
 
 # Parts of names of metrics that are wall time, or count what depends on it: which requests arrived together.
-TIMES = ("seconds", "per_second", "busy_share", "idle_share", "slot_occupancy", "prefill_tokens", "cached_tokens")
+TIMES = (
+    "seconds",
+    "per_second",
+    "busy_share",
+    "idle_share",
+    "slot_occupancy",
+    "prefill_tokens",
+    "cached_tokens",
+)
 
 
 def final_state(run: Path) -> dict[str, np.ndarray]:
     """Every array of the last checkpoint: parameters, optimizer moments, critic, KL coefficient, counters."""
     step = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
     tree = ocp.PyTreeCheckpointer().restore(run / "checkpoints" / str(step) / "state")
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def records(run: Path, file: str) -> list[dict[str, Any]]:
@@ -28,7 +39,11 @@ def records(run: Path, file: str) -> list[dict[str, Any]]:
 
 
 def _without_times(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in record.items() if not any(part in k for part in TIMES) and k not in ("metrics", "turns")}
+    return {
+        k: v
+        for k, v in record.items()
+        if not any(part in k for part in TIMES) and k not in ("metrics", "turns")
+    }
 
 
 def require_same(one: Path, other: Path) -> None:

@@ -12,7 +12,11 @@ from jax_agent_rl.rollout.http.server import RolloutServer
 
 @contextlib.asynccontextmanager
 async def behind_server(
-    backend: Any, *, kind: type[RemoteBackend] = RemoteBackend, client: dict[str, Any] | None = None, **server: Any
+    backend: Any,
+    *,
+    kind: type[RemoteBackend] = RemoteBackend,
+    client: dict[str, Any] | None = None,
+    **server: Any,
 ) -> AsyncIterator[tuple[RolloutServer, Any]]:
     """Start a backend, its server and a client of ``kind``, with these settings; end all three."""
     await backend.start()

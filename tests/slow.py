@@ -66,17 +66,35 @@ REPRESENTATIVES = {
         ("test_eval_of_a_checkpoint", "test_a_checkpoint_is_served", "test_view_shows"),
         "a run for every command",
     ),
-    "e2e/test_resume.py": (("test_a_run_that_was_killed_before_its_first_checkpoint",), "runs of twenty steps"),
+    "e2e/test_resume.py": (
+        ("test_a_run_that_was_killed_before_its_first_checkpoint",),
+        "runs of twenty steps",
+    ),
     "e2e/test_run.py": (
         ("test_a_run_leaves", "test_stopping_and_resuming", "test_bad_input", "test_a_row_of"),
         "several whole runs",
     ),
     "e2e/test_sigterm.py": (("[save]",), "a run for every phase"),
-    "faults/test_kill_at_every_write.py": (("writes_lines",), "a process for every write of every file"),
-    "parity/test_families_vs_transformers.py": (("[llama]", "[qwen3]"), "compiles every family three times"),
-    "unit/agents/test_clients.py": (("[openai", "[anthropic"), "frameworks that take seconds to import"),
-    "unit/agents/test_client_features.py": (("[openai", "[anthropic"), "frameworks that take seconds to import"),
-    "unit/agents/test_settings_of_tests.py": (("[pytest.ini]", "[none]"), "pytest in a sandbox for every file"),
+    "faults/test_kill_at_every_write.py": (
+        ("writes_lines",),
+        "a process for every write of every file",
+    ),
+    "parity/test_families_vs_transformers.py": (
+        ("[llama]", "[qwen3]"),
+        "compiles every family three times",
+    ),
+    "unit/agents/test_clients.py": (
+        ("[openai", "[anthropic"),
+        "frameworks that take seconds to import",
+    ),
+    "unit/agents/test_client_features.py": (
+        ("[openai", "[anthropic"),
+        "frameworks that take seconds to import",
+    ),
+    "unit/agents/test_settings_of_tests.py": (
+        ("[pytest.ini]", "[none]"),
+        "pytest in a sandbox for every file",
+    ),
     "unit/agreement/test_faults_by_kind.py": (
         ("[eps]", "[back]", "[not themselves]", "test_min_p_is_named"),
         "an engine for every fault",
@@ -119,8 +137,14 @@ REPRESENTATIVES = {
         ("[xla", "test_the_distribution_is", "test_drafts_know"),
         "an engine for every kernel and rule",
     ),
-    "unit/learner/test_image_packing.py": (("test_log_probs_are_those", "[True]"), "compiles every layout"),
-    "unit/learner/test_linear_logprobs.py": (("67", "no_array", "among_its_ids"), "compiles every layout"),
+    "unit/learner/test_image_packing.py": (
+        ("test_log_probs_are_those", "[True]"),
+        "compiles every layout",
+    ),
+    "unit/learner/test_linear_logprobs.py": (
+        ("67", "no_array", "among_its_ids"),
+        "compiles every layout",
+    ),
 }
 """Files and tests of which only some run without ``--all``: parts of these tests' names, and why not all."""
 

@@ -75,7 +75,9 @@ match phase:
         )
         engine.JaxEngine._call = blocking(engine.JaxEngine._call)
     case "compile the learner":
-        objective.scored_terms = blocking(objective.scored_terms)  # called while a program is traced
+        objective.scored_terms = blocking(
+            objective.scored_terms
+        )  # called while a program is traced
     case "rollout":
         waiting("train-")
     case "evaluate":

@@ -20,7 +20,9 @@ from tests import warm
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--times", type=Path, help="append each test's seconds to this file, as JSON lines")
+    parser.addoption(
+        "--times", type=Path, help="append each test's seconds to this file, as JSON lines"
+    )
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -59,4 +61,9 @@ def table(lines: list[str], rows: int) -> str:
 
 
 if __name__ == "__main__":
-    print(table(Path(sys.argv[1]).read_text().splitlines(), int(sys.argv[2]) if len(sys.argv) > 2 else 40))
+    print(
+        table(
+            Path(sys.argv[1]).read_text().splitlines(),
+            int(sys.argv[2]) if len(sys.argv) > 2 else 40,
+        )
+    )

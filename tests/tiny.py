@@ -27,7 +27,10 @@ TINY = DecoderConfig(
 )
 
 EXPERTS = replace(
-    TINY, num_layers=2, qk_norm=True, experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True)
+    TINY,
+    num_layers=2,
+    qk_norm=True,
+    experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True),
 )
 """A mixture of experts."""
 
@@ -38,7 +41,8 @@ def tiny_params(seed: int = 0, config: DecoderConfig = TINY) -> Params:
 
     def draw(shape: tuple[int, ...]) -> jax.Array:
         return jnp.asarray(
-            rng.standard_normal(shape, dtype=np.float32) * (0.4 if len(shape) > 1 else 1) + (len(shape) == 1)
+            rng.standard_normal(shape, dtype=np.float32) * (0.4 if len(shape) > 1 else 1)
+            + (len(shape) == 1)
         )
 
     params = jax.tree.map(draw, config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
@@ -79,7 +83,9 @@ def full_logits(params: Params, ids: Sequence[int], config: DecoderConfig = TINY
     return np.asarray(_padded_logits(config, params, padded))[: len(ids)]
 
 
-def logprobs_of(params: Params, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+def logprobs_of(
+    params: Params, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0
+) -> np.ndarray:
     """Log-probs of sampled ids by one full pass."""
     scores = full_logits(params, [*prompt, *sampled])[len(prompt) - 1 : -1] / temperature
     scores = scores.astype(np.float64)
@@ -87,7 +93,9 @@ def logprobs_of(params: Params, prompt: Sequence[int], sampled: Sequence[int], t
     return normalized[np.arange(len(sampled)), list(sampled)]
 
 
-def greedy(params: Params, prompt: Sequence[int], count: int, eos: frozenset[int] = frozenset({2})) -> list[int]:
+def greedy(
+    params: Params, prompt: Sequence[int], count: int, eos: frozenset[int] = frozenset({2})
+) -> list[int]:
     """Greedy continuation by repeated full passes."""
     ids = list(prompt)
     for _ in range(count):

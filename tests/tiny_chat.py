@@ -41,7 +41,12 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% endfor %}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
 )
-CORPUS = ["what is one plus two", "the answer is three", "user assistant tool system question", "add numbers here"]
+CORPUS = [
+    "what is one plus two",
+    "the answer is three",
+    "user assistant tool system question",
+    "add numbers here",
+]
 CONFIG = replace(TINY, vocab_size=400)
 
 
@@ -56,7 +61,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     model.train_from_iterator(CORPUS * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|end|>", chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="<|end|>", chat_template=TEMPLATE
+    )
 
 
 class TinyCodec(ChatCodec):
@@ -73,7 +80,11 @@ class TinyCodec(ChatCodec):
         context_ids: Sequence[int] | None = None,
     ) -> Reply:
         text = self.decode(sampled_ids).strip()
-        calls = (ToolCall(name="add", arguments={"a": 1, "b": len(sampled_ids)}),) if sampled_ids[0] % 3 else ()
+        calls = (
+            (ToolCall(name="add", arguments={"a": 1, "b": len(sampled_ids)}),)
+            if sampled_ids[0] % 3
+            else ()
+        )
         return Reply(content=text, tool_calls=calls)
 
     def growing_reply(self, context_ids: Sequence[int]) -> GrowingFake:
@@ -121,7 +132,9 @@ async def tiny_context(
             client=LLMServerClient([AsyncServer(backend)], decode_text=decode),
             codec=codec,
             tools=ToolRegistry(tools),
-            limits=AgentConfig(**{"max_prompt_length": longest // 2, "max_response_length": longest // 2, **limits}),
+            limits=AgentConfig(
+                **{"max_prompt_length": longest // 2, "max_response_length": longest // 2, **limits}
+            ),
             max_model_len=longest,
         )
     finally:
@@ -139,14 +152,18 @@ def reference_logprobs(ids: Sequence[int], supports: Sequence[Support | None] = 
 
     The last ids were drawn from ``supports``, those before them from the whole vocabulary.
     """
-    padded = np.zeros(LONGEST << ((len(ids) - 1) // LONGEST).bit_length(), np.int32)  # few shapes to compile for
+    padded = np.zeros(
+        LONGEST << ((len(ids) - 1) // LONGEST).bit_length(), np.int32
+    )  # few shapes to compile for
     padded[: len(ids)] = ids
     scores = np.asarray(_padded_logits(params(), padded))[: len(ids) - 1].astype(np.float64)
     if supports:
         masks = decode_supports(supports, CONFIG.vocab_size).view(np.uint8)
         kept = np.unpackbits(masks, axis=1, bitorder="little")[:, : CONFIG.vocab_size].astype(bool)
         scores[-len(supports) :][~kept] = -np.inf
-    normalized = scores - np.log(np.exp(scores - scores.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    normalized = scores - np.log(
+        np.exp(scores - scores.max(-1, keepdims=True)).sum(-1, keepdims=True)
+    )
     normalized -= scores.max(-1, keepdims=True)
     return normalized[np.arange(len(ids) - 1), list(ids)[1:]]
 
@@ -159,10 +176,14 @@ def assert_exact(trajectory: Trajectory, backend: Watched) -> None:
     for sequence in trajectory.sequences:
         context = sequence.prompt_ids
         for turn in sequence.turns:
-            answers[context].remove(turn.output.token_ids)  # raises unless sampled there; removed: trained on once
+            answers[context].remove(
+                turn.output.token_ids
+            )  # raises unless sampled there; removed: trained on once
             context += turn.output.token_ids + turn.appended_ids
         assert context == sequence.prompt_ids + sequence.response_ids
         expected = reference_logprobs(context, sequence.supports)[len(sequence.prompt_ids) - 1 :]
         mask, free = np.asarray(sequence.response_mask, bool), np.asarray(sequence.loss_mask, bool)
-        np.testing.assert_allclose(np.asarray(sequence.rollout_logprobs)[free], expected[free], atol=2e-4)
+        np.testing.assert_allclose(
+            np.asarray(sequence.rollout_logprobs)[free], expected[free], atol=2e-4
+        )
         assert not np.asarray(sequence.rollout_logprobs)[~mask].any()

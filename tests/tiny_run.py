@@ -60,12 +60,21 @@ def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
         "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "heldout.jsonl")},
         "reward": {"path": str(folder / "reward.py")},
         "agent": {"tool_format": "hermes", "max_prompt_length": 32, "max_response_length": 16},
-        "rollout": {"prompts_per_step": 2, "group_size": 4, "max_in_flight": 8, "max_model_len": 64},
+        "rollout": {
+            "prompts_per_step": 2,
+            "group_size": 4,
+            "max_in_flight": 8,
+            "max_model_len": 64,
+        },
         "learner": {"pack_length": 64, "learning_rate": 1e-3},
         "algorithm": {"filter_zero_variance": False},
         "trainer": {"steps": 4, "checkpoint_every": 1},
     }
-    tree["rollout"]["jetstream"] = {"max_concurrent_decodes": 8, "prefill_buckets": [32], "decode_steps": 4}
+    tree["rollout"]["jetstream"] = {
+        "max_concurrent_decodes": 8,
+        "prefill_buckets": [32],
+        "decode_steps": 4,
+    }
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
     file = folder / "recipe.yaml"

@@ -14,7 +14,13 @@ from PIL import Image
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.image_processor import Grid, ImageProcessor, ProcessedImage
-from jax_agent_rl.models.vision_context import ImageInputs, MultimodalContext, VisionProcessor, feature_index, layout
+from jax_agent_rl.models.vision_context import (
+    ImageInputs,
+    MultimodalContext,
+    VisionProcessor,
+    feature_index,
+    layout,
+)
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 from tests.tiny import TINY
 
@@ -43,23 +49,34 @@ def drawn(seed: int, grid: Grid, kind: str = "image") -> ProcessedImage:
     """Noise, as an image processor would have scaled it."""
     shape = (int(np.prod(grid)), TINY_VISION.patch_dim)
     return ProcessedImage(
-        kind=kind, patches=np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), grid=grid
+        kind=kind,
+        patches=np.random.default_rng(seed).standard_normal(shape, dtype=np.float32),
+        grid=grid,
     )
 
 
 @functools.cache
 def vision_processor() -> VisionProcessor:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Processor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil as Processor,
+    )
 
     processor = Processor(
-        patch_size=2, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 8 * 8, "longest_edge": 16 * 16}
+        patch_size=2,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": 8 * 8, "longest_edge": 16 * 16},
     )
-    return VisionProcessor(vision=TINY_VISION, patcher=ImageProcessor(images=processor, videos=processor))
+    return VisionProcessor(
+        vision=TINY_VISION, patcher=ImageProcessor(images=processor, videos=processor)
+    )
 
 
 def picture(seed: int, width: int = 8, height: int = 8) -> Image.Image:
     """Noise; of 8 x 8 pixels it takes 4 ids."""
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    )
 
 
 def placeholders(media: Mapping[str, Sequence[Any]]) -> list[int]:
@@ -67,30 +84,42 @@ def placeholders(media: Mapping[str, Sequence[Any]]) -> list[int]:
     ids = []
     for kind, items in media.items():
         for item in items:
-            ids += [START, *[TINY_VISION.placeholders[kind]] * vision_processor().patcher.count(kind, item), END]
+            ids += [
+                START,
+                *[TINY_VISION.placeholders[kind]] * vision_processor().patcher.count(kind, item),
+                END,
+            ]
     return ids
 
 
-def seen_logprobs(params: Params, multimodal: MultimodalContext, config: DecoderConfig = TINY_VL) -> np.ndarray:
+def seen_logprobs(
+    params: Params, multimodal: MultimodalContext, config: DecoderConfig = TINY_VL
+) -> np.ndarray:
     """Log-probs float64 [T, V] of one causal pass over a whole context: no cache, no packing."""
     patches = np.zeros((PATCHES, TINY_VISION.patch_dim), np.float32)
     joined = np.concatenate([patches[:0], *(p.patches for p in multimodal.images)])
     patches[: len(joined)] = joined
     starts = np.cumsum([0, *(span.stop - span.start for span in multimodal.spans)])[:-1]
     index = np.full(LONGEST, -1, np.int32)
-    index[: len(multimodal.ids)] = feature_index(len(multimodal.ids), multimodal.spans, starts.tolist())
+    index[: len(multimodal.ids)] = feature_index(
+        len(multimodal.ids), multimodal.spans, starts.tolist()
+    )
     positions = np.zeros((LONGEST, 3), np.int32)
     positions[: len(multimodal.ids)] = multimodal.positions
     ids = np.zeros(LONGEST, np.int32)
     ids[: len(multimodal.ids)] = multimodal.ids
     plan = layout(TINY_VISION, [p.grid for p in multimodal.images], PATCHES)
-    scores = np.asarray(_logits(config, params, ids, patches, plan, positions, index)).astype(np.float64)
+    scores = np.asarray(_logits(config, params, ids, patches, plan, positions, index)).astype(
+        np.float64
+    )
     scores -= scores.max(-1, keepdims=True)
     return (scores - np.log(np.exp(scores).sum(-1, keepdims=True)))[: len(multimodal.ids)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(config: DecoderConfig, params: Params, ids, patches, plan, positions, index) -> jax.Array:
+def _logits(
+    config: DecoderConfig, params: Params, ids, patches, plan, positions, index
+) -> jax.Array:
     model = Decoder.from_params(config, params)
     images = ImageInputs(positions[None], model.vision(patches, plan)[None], index[None])
     return model.logits(model(ids[None], images=images)[0])[0]

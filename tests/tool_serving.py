@@ -31,7 +31,9 @@ class Client:
 
     async def step(self, *actions, ids=None, **fields):
         ids = ids or [f"t{n}" for n in range(len(actions))]
-        status, body = await self.send(json={"trajectory_ids": ids, "actions": list(actions), **fields})
+        status, body = await self.send(
+            json={"trajectory_ids": ids, "actions": list(actions), **fields}
+        )
         assert status == 200, body
         return body
 
@@ -40,14 +42,22 @@ class Client:
         async with self.session.get("/metrics") as response:
             assert response.content_type == "text/plain"
             lines = (await response.text()).splitlines()
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+        return {
+            name: float(value)
+            for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+        }
 
 
 class serving:
     """``async with serving("workers=2") as client``: a server with the fake tools on a free port."""
 
     def __init__(self, *overrides, headers=None):
-        defaults = ["tools=[echo,counter,faulty]", f"tool_path={FAKES}", "port=0", "limits.wall_seconds=1"]
+        defaults = [
+            "tools=[echo,counter,faulty]",
+            f"tool_path={FAKES}",
+            "port=0",
+            "limits.wall_seconds=1",
+        ]
         self._settings = build_tree(ToolServerSettings, {}, [*defaults, *overrides])
         self._headers = headers
 
@@ -67,7 +77,11 @@ async def until_healthy(client):
 
 
 def total(metrics, what):
-    return sum(value for name, value in metrics.items() if name.startswith(f"toolserver_environments_{what}_total"))
+    return sum(
+        value
+        for name, value in metrics.items()
+        if name.startswith(f"toolserver_environments_{what}_total")
+    )
 
 
 @asynccontextmanager
@@ -79,7 +93,9 @@ async def agent(*overrides, **extra):
     await service.start()
 
     async def act(action, **fields):
-        return await service.step(ServerAction(trajectory_id="t", text=action, extra_fields=fields or extra))
+        return await service.step(
+            ServerAction(trajectory_id="t", text=action, extra_fields=fields or extra)
+        )
 
     try:
         yield act

@@ -19,7 +19,12 @@ import numpy as np
 
 from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.generation import encode_supports
-from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import (
+    Capabilities,
+    GenerateRequest,
+    RolloutBackend,
+    WeightUpdate,
+)
 from jax_agent_rl.testing.conformance.backends import (
     ADAPTED,
     ADAPTER,
@@ -120,7 +125,9 @@ class ToyBackend(BatchingEngine):
 
     name = "toy backend"
 
-    def __init__(self, *, max_concurrent: int = 4, tick_seconds: float = 0.0, **capabilities: Any) -> None:
+    def __init__(
+        self, *, max_concurrent: int = 4, tick_seconds: float = 0.0, **capabilities: Any
+    ) -> None:
         declared = Capabilities(
             max_model_len=200,
             max_concurrent=max_concurrent,
@@ -202,7 +209,9 @@ class ToyBackend(BatchingEngine):
         return token, float(log_probs[token])
 
     def stop_match(self, run: Run) -> str | None:
-        return super().stop_match(run) or next((s for s in run.request.sampling.stop if s in to_text(run.ids)), None)
+        return super().stop_match(run) or next(
+            (s for s in run.request.sampling.stop if s in to_text(run.ids)), None
+        )
 
     async def load(self, update: WeightUpdate) -> None:
         which = self.read(update)
@@ -222,7 +231,9 @@ class ToyBackend(BatchingEngine):
     async def reset_prefix_cache(self) -> None:
         self.cache.clear()
 
-    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+    async def score(
+        self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
+    ) -> TokenScores:
         if max(token_ids) >= VOCAB:
             raise BackendError(f"id {max(token_ids)} is not one of the model's {VOCAB}")
         logs = log_softmax(self.model.logits(token_ids[:-1]))[start - 1 :]
@@ -230,12 +241,16 @@ class ToyBackend(BatchingEngine):
         return TokenScores(
             log_probs=tuple(logs[np.arange(len(logs)), token_ids[start:]].tolist()),
             top_ids=tuple(map(tuple, order.tolist())) if top_k else (),
-            top_log_probs=tuple(map(tuple, np.take_along_axis(logs, order, axis=1).tolist())) if top_k else (),
+            top_log_probs=tuple(map(tuple, np.take_along_axis(logs, order, axis=1).tolist()))
+            if top_k
+            else (),
         )
 
 
 def served_toy(**client) -> ServedBackend:
-    return ServedBackend(lambda: ToyBackend(tick_seconds=0.001, weight_payloads=frozenset({"safetensors"})), **client)
+    return ServedBackend(
+        lambda: ToyBackend(tick_seconds=0.001, weight_payloads=frozenset({"safetensors"})), **client
+    )
 
 
 def toy_files(folder: Path) -> Callable[[str, str], list[str]]:

@@ -54,7 +54,9 @@ def trajectory(
             context_digest="",
         )
         made = tuple(calls[len(turns)]) if len(turns) < len(calls) else ()
-        turns.append(Turn(output=output, appended_ids=tuple(response[sampled_end:end]), tool_calls=made))
+        turns.append(
+            Turn(output=output, appended_ids=tuple(response[sampled_end:end]), tool_calls=made)
+        )
         at = end
     return Trajectory.from_turns(
         prompt_ids=prompt,
@@ -78,8 +80,16 @@ def session(*, reward: float = 1.0, group: str = "g", index: int = 0) -> Traject
     """A session of three segments and five calls: call 2 goes on after call 1, as 5 does; 3 and 4 are a sub-agent's."""
     note = "message 1 of 1 (user) has 'help' where the recorded one (user) has 'question'"
     again = numbered(trajectory([1, 3, 4, 2, 6], [8, 2], group=group, index=index), 1)
-    sub_agent = numbered(trajectory([1, 9], [20, 7, 21], mask=[1, 0, 1], group=group, index=index), 2, 3, note=note)
-    main = numbered(trajectory([1, 3], [4, 2, 7, 5], mask=[1, 1, 0, 1], group=group, index=index, reward=reward), 0, 4)
+    sub_agent = numbered(
+        trajectory([1, 9], [20, 7, 21], mask=[1, 0, 1], group=group, index=index), 2, 3, note=note
+    )
+    main = numbered(
+        trajectory(
+            [1, 3], [4, 2, 7, 5], mask=[1, 1, 0, 1], group=group, index=index, reward=reward
+        ),
+        0,
+        4,
+    )
     return replace(main, segments=(again, sub_agent))
 
 
@@ -94,7 +104,9 @@ def group_of(trajectories: Iterable[Trajectory], **fields: Any) -> Group:
     return Group(group_id=members[0].group_id, trajectories=members, **fields)
 
 
-def random_groups(seed: int, *, groups: int = 3, members: int = 4, vocabulary: int = 97) -> list[Group]:
+def random_groups(
+    seed: int, *, groups: int = 3, members: int = 4, vocabulary: int = 97
+) -> list[Group]:
     """Groups with a shared prompt, masked spans, and rewards of both kinds."""
     rng = np.random.default_rng(seed)
     common = rng.integers(3, vocabulary, 4).tolist()
@@ -109,13 +121,23 @@ def random_groups(seed: int, *, groups: int = 3, members: int = 4, vocabulary: i
             response = rng.integers(3, 8 if m % 2 else vocabulary, length).tolist()
             logprobs = (-rng.random(length) * 3).tolist()
             ts.append(
-                trajectory(prompt, response, mask=mask, logprobs=logprobs, reward=float(m % 2), index=m, group=f"g{g}")
+                trajectory(
+                    prompt,
+                    response,
+                    mask=mask,
+                    logprobs=logprobs,
+                    reward=float(m % 2),
+                    index=m,
+                    group=f"g{g}",
+                )
             )
         result.append(Group(group_id=f"g{g}", trajectories=tuple(ts)))
     return result
 
 
-def with_routed_experts(groups: Iterable[Group], *, layers: int, experts: int, per_token: int) -> list[Group]:
+def with_routed_experts(
+    groups: Iterable[Group], *, layers: int, experts: int, per_token: int
+) -> list[Group]:
     """The groups with random experts for all positions that every second trajectory fed; the others know none."""
     rng = np.random.default_rng(5)
 
@@ -124,18 +146,25 @@ def with_routed_experts(groups: Iterable[Group], *, layers: int, experts: int, p
         for turn in made.turns:
             start, at = at - 1 if turns else 0, at + len(turn.output.token_ids)
             chosen = rng.random((at - 1 - start, layers, experts)).argsort(axis=-1)[..., :per_token]
-            output = replace(turn.output, routed_experts=RoutedExperts.of(start, chosen.astype(np.uint8)))
+            output = replace(
+                turn.output, routed_experts=RoutedExperts.of(start, chosen.astype(np.uint8))
+            )
             turns.append(replace(turn, output=output))
             at += len(turn.appended_ids)
         return replace(made, turns=tuple(turns))
 
     return [
-        replace(group, trajectories=tuple(t if i % 2 else routed(t) for i, t in enumerate(group.trajectories)))
+        replace(
+            group,
+            trajectories=tuple(t if i % 2 else routed(t) for i, t in enumerate(group.trajectories)),
+        )
         for group in groups
     ]
 
 
-def with_supports(groups: Iterable[Group], *, vocabulary: int = 97, share: float = 0.2) -> list[Group]:
+def with_supports(
+    groups: Iterable[Group], *, vocabulary: int = 97, share: float = 0.2
+) -> list[Group]:
     """The groups with random supports, which hold the sampled ids; every third trajectory was sampled freely."""
     rng = np.random.default_rng(6)
 
@@ -147,10 +176,17 @@ def with_supports(groups: Iterable[Group], *, vocabulary: int = 97, share: float
         return replace(output, supports=tuple(encode_supports(masks)))
 
     def restricted(made: Trajectory) -> Trajectory:
-        return replace(made, turns=tuple(replace(turn, output=drawn(turn.output)) for turn in made.turns))
+        return replace(
+            made, turns=tuple(replace(turn, output=drawn(turn.output)) for turn in made.turns)
+        )
 
     return [
-        replace(group, trajectories=tuple(restricted(t) if i % 3 else t for i, t in enumerate(group.trajectories)))
+        replace(
+            group,
+            trajectories=tuple(
+                restricted(t) if i % 3 else t for i, t in enumerate(group.trajectories)
+            ),
+        )
         for group in groups
     ]
 
@@ -159,7 +195,16 @@ SECOND = 1_000_000_000
 EPOCH = 1_700_000_000 * SECOND
 
 
-def a_span(name: str, about: str, parent: int, begin: float, end: float, *, error: str | None = None, **facts: Any):
+def a_span(
+    name: str,
+    about: str,
+    parent: int,
+    begin: float,
+    end: float,
+    *,
+    error: str | None = None,
+    **facts: Any,
+):
     """A span from ``begin`` to ``end`` seconds after the epoch of these tests."""
     times = {"start_ns": EPOCH + round(begin * SECOND), "end_ns": EPOCH + round(end * SECOND)}
     return Span(name=name, about=about, parent=parent, attributes=facts, error=error, **times)
@@ -176,10 +221,28 @@ def a_trace(trajectory_id: str = "train-3-1-2", *, step: int = 3, validate: bool
         rollout=2,
         validate=validate,
         spans=(
-            a_span("run", trajectory_id, -1, 0, 4, messages=messages, reward=1.0, finish_reason="answer"),
+            a_span(
+                "run",
+                trajectory_id,
+                -1,
+                0,
+                4,
+                messages=messages,
+                reward=1.0,
+                finish_reason="answer",
+            ),
             a_span("wait", "slot", 0, 0, 1),
             a_span("generate", "", 0, 1, 2, text="<call>", context_tokens=7, stop_reason="eos"),
-            a_span("tool", "add", 0, 2, 3, arguments={"a": 1}, observation="Error", tool_error="timeout"),
+            a_span(
+                "tool",
+                "add",
+                0,
+                2,
+                3,
+                arguments={"a": 1},
+                observation="Error",
+                tool_error="timeout",
+            ),
             a_span("reward", "sums", 0, 3, 4, error="ValueError: no", reward=1.0),
         ),
     )

@@ -71,7 +71,9 @@ class _Responder(Responder):
     async def respond(self, episode, output, limit):
         if self.hangs(self.trajectory_id):
             await asyncio.get_running_loop().create_future()
-        if not self.goes_on(f"{self.trajectory_id}/{len(episode.turns)}/{output.policy_versions[-1]}"):
+        if not self.goes_on(
+            f"{self.trajectory_id}/{len(episode.turns)}/{output.policy_versions[-1]}"
+        ):
             return FinishReason.ANSWER
         # Before the wait: ids decide whether a real trajectory goes on, so the coin must not be tossed again.
         went_on = episode.append_ids([ID], [{"role": "tool", "content": ""}])
@@ -177,7 +179,9 @@ def make_virtual(
     backends = [SimulatedEngine(SPEED, max_model_len=4000) for _ in range(engines)]
     for backend in backends:
         backend._version = record.step  # as published when the run resumes
-    client = LLMServerClient(AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends))
+    client = LLMServerClient(
+        AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)
+    )
     codec = cast(Any, SimulatedCodec(8))
     context = AgentContext(client=client, codec=codec, limits=settings.agent, max_model_len=4000)
     collector = RolloutCollector(
@@ -185,7 +189,9 @@ def make_virtual(
     )
     _BEHAVIOUR.set(Behaviour(goes_on, hangs))
     row = {"agent_name": "virtual_for_test"}
-    data = [row | {"number": n, "prompt": [{"role": "user", "content": n + 1}]} for n in range(rows)]
+    data = [
+        row | {"number": n, "prompt": [{"role": "user", "content": n + 1}]} for n in range(rows)
+    ]
     cursor = DataCursor(data, seed=0)
     if record.cursor:
         cursor.restore(record.cursor)

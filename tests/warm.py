@@ -84,7 +84,9 @@ def _client(path: str, arguments: list[str]) -> None:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST)
     server.connect(path)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # until there is a program to forward them to
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, _FORWARDED
+    )  # until there is a program to forward them to
     order = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     socket.send_fds(server, [json.dumps(order).encode()], [0, 1, 2])
     for descriptor in (0, 1, 2):  # the program has them now
@@ -161,14 +163,19 @@ def _become(order: dict, descriptors: list[int]) -> None:
     if _read_at_import(environment) != _read_at_import(_ENVIRONMENT):
         os.execve(sys.executable, [sys.executable, "-u", *arguments], environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    environment = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT} | environment
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _ENVIRONMENT
+    } | environment
     os.environ.clear()
     os.environ.update(environment)
     random.seed()
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     sys.argv = arguments
     added = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = [order["folder"], *(folder for folder in added if folder and folder not in sys.path)]
+    sys.path[:1] = [
+        order["folder"],
+        *(folder for folder in added if folder and folder not in sys.path),
+    ]
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:

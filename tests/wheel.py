@@ -7,7 +7,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax_agent_rl", "gpu_backend")
-_OTHER_FOLDERS = ("tests", "examples", "benchmarks", "launch", "docs", "docker", "third_party", "configs")
+_OTHER_FOLDERS = (
+    "tests",
+    "examples",
+    "benchmarks",
+    "launch",
+    "docs",
+    "docker",
+    "third_party",
+    "configs",
+)
 _FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
@@ -23,6 +32,8 @@ def build_wheel(folder: Path) -> Path:
     built = folder / "wheel"
     built.mkdir()
     program = f"from setuptools import build_meta; print(build_meta.build_wheel({str(built)!r}))"
-    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=source, check=True, capture_output=True, timeout=300
+    )
     (wheel,) = built.iterdir()
     return wheel

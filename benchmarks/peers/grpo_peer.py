@@ -11,7 +11,12 @@ from typing import Any
 
 PROMPTS, GROUP, STEPS, EVAL_EVERY = 6, 8, 8, 4
 PROMPT_TOKENS, RESPONSE_TOKENS = 128, 12
-OPTIMIZER: dict[str, float] = {"learning_rate": 1e-5, "b1": 0.9, "b2": 0.95, "max_grad_norm": 1.0}  # as sums.yaml
+OPTIMIZER: dict[str, float] = {
+    "learning_rate": 1e-5,
+    "b1": 0.9,
+    "b2": 0.95,
+    "max_grad_norm": 1.0,
+}  # as sums.yaml
 
 
 def settings() -> dict[str, str]:

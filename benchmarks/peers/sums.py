@@ -24,7 +24,11 @@ def question(a: int, b: int) -> dict[str, str]:
 
 
 def row(a: int, b: int) -> dict[str, Any]:
-    worked = [x for c, d in WORKED for x in (question(c, d), {"role": "assistant", "content": f"= {c + d}"})]
+    worked = [
+        x
+        for c, d in WORKED
+        for x in (question(c, d), {"role": "assistant", "content": f"= {c + d}"})
+    ]
     prompt = [{"role": "system", "content": "You add numbers."}, *worked, question(a, b)]
     return {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": str(a + b)}}
 

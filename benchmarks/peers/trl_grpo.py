@@ -30,7 +30,10 @@ from trl_step import SETTINGS
 
 
 def reward(completions: list[list[dict[str, str]]], truth: list[str], **_: Any) -> list[float]:
-    return [compute_score("sums", one[0]["content"], true, None) for one, true in zip(completions, truth, strict=True)]
+    return [
+        compute_score("sums", one[0]["content"], true, None)
+        for one, true in zip(completions, truth, strict=True)
+    ]
 
 
 class Record(TrainerCallback):
@@ -42,7 +45,9 @@ class Record(TrainerCallback):
     def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
         self._evaluate(0, model)
 
-    def on_log(self, _: Any, state: Any, *__: Any, logs: dict[str, float], model: Any, **___: Any) -> None:
+    def on_log(
+        self, _: Any, state: Any, *__: Any, logs: dict[str, float], model: Any, **___: Any
+    ) -> None:
         if "reward" not in logs:
             return
         self._folder.step(state.global_step, logs["reward"], logs["completions/mean_length"])
@@ -60,11 +65,21 @@ class Record(TrainerCallback):
         model.eval()
         with torch.no_grad():
             made = model.generate(
-                **inputs, do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=RESPONSE_TOKENS
+                **inputs,
+                do_sample=True,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                max_new_tokens=RESPONSE_TOKENS,
             )
         model.train()
-        texts = self._tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return [compute_score("sums", text, truth(row), None) for text, row in zip(texts, some, strict=True)]
+        texts = self._tokenizer.batch_decode(
+            made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        return [
+            compute_score("sums", text, truth(row), None)
+            for text, row in zip(texts, some, strict=True)
+        ]
 
 
 def main() -> None:
@@ -91,7 +106,9 @@ def main() -> None:
         )
         train = [{"prompt": row["prompt"], "truth": truth(row)} for row in rows("train")]
         GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False),
+            model=AutoModelForCausalLM.from_pretrained(
+                model, dtype=torch.float32, trust_remote_code=False
+            ),
             reward_funcs=reward,
             args=config,
             train_dataset=Dataset.from_list(train),

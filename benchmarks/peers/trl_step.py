@@ -62,7 +62,9 @@ class Watch(TrainerCallback):
     def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
         """Comes after the clip."""
         if not self.seconds:
-            save_file({name: p.grad.contiguous() for name, p in model.named_parameters()}, self._gradients)
+            save_file(
+                {name: p.grad.contiguous() for name, p in model.named_parameters()}, self._gradients
+            )
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.seconds.append(time.perf_counter() - self._begin)
@@ -81,7 +83,9 @@ def given(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     }
 
 
-def train(arguments: argparse.Namespace, batch: dict[str, np.ndarray], folder: str) -> tuple[Watch, dict[str, float]]:
+def train(
+    arguments: argparse.Namespace, batch: dict[str, np.ndarray], folder: str
+) -> tuple[Watch, dict[str, float]]:
     """All updates; the watch, and the log of the first update."""
     rows, length = batch["completion_ids"].shape
     config = GRPOConfig(
@@ -99,7 +103,9 @@ def train(arguments: argparse.Namespace, batch: dict[str, np.ndarray], folder: s
     )
     watch = Watch(arguments.gradients)
     trainer = GivenCompletions(
-        model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, trust_remote_code=False),
+        model=AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=torch.float32, trust_remote_code=False
+        ),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),  # never called
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["given"]}),
@@ -112,7 +118,9 @@ def train(arguments: argparse.Namespace, batch: dict[str, np.ndarray], folder: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("--model", "--batch", "--gradients"):
         parser.add_argument(name, required=True)
     parser.add_argument("--updates", type=int, required=True)

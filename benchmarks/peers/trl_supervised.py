@@ -44,14 +44,18 @@ class Watch(TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("--model", "--batch"):
         parser.add_argument(name, required=True)
     parser.add_argument("--updates", type=int, required=True)
     arguments = parser.parse_args()
     with open(arguments.batch) as file:
         batch = json.load(file)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model, dtype=torch.float32, trust_remote_code=False
+    )
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         numbers: dict[str, Any] = {
@@ -84,7 +88,9 @@ def main() -> None:
             model=model,
             args=config,
             train_dataset=Dataset.from_list(batch["rows"]),
-            processing_class=AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False),
+            processing_class=AutoTokenizer.from_pretrained(
+                arguments.model, trust_remote_code=False
+            ),
             callbacks=[watch],
         )
         trainer.train()

@@ -40,11 +40,15 @@ class Comparison:
 
     def __init__(self, model: str, seed: int, folder: RunFolder) -> None:
         self._folder, self._seed = folder, 1000 * seed
-        self._tokenizer = AutoTokenizer.from_pretrained(model, pad_token="<|endoftext|>", trust_remote_code=False)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            model, pad_token="<|endoftext|>", trust_remote_code=False
+        )
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1), ("fsdp", "tp"))
         optimizer = optax.chain(
             optax.clip_by_global_norm(OPTIMIZER["max_grad_norm"]),
-            optax.adamw(OPTIMIZER["learning_rate"], b1=OPTIMIZER["b1"], b2=OPTIMIZER["b2"], weight_decay=0.0),
+            optax.adamw(
+                OPTIMIZER["learning_rate"], b1=OPTIMIZER["b1"], b2=OPTIMIZER["b2"], weight_decay=0.0
+            ),
         )
         self._rollout = RolloutConfig(
             temperature=1.0,
@@ -97,9 +101,13 @@ class Comparison:
             }
 
     def _text(self, row: dict[str, Any]) -> str:
-        return self._tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        return self._tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, tokenize=False
+        )
 
-    def _reward(self, prompts: list[str], completions: list[str], truth: list[str], **_: Any) -> list[float]:
+    def _reward(
+        self, prompts: list[str], completions: list[str], truth: list[str], **_: Any
+    ) -> list[float]:
         scores = [self._score(text, true) for text, true in zip(completions, truth, strict=True)]
         self._reward_mean = float(np.mean(scores))
         return scores

@@ -59,14 +59,19 @@ def load_model(folder: str, mesh: jax.sharding.Mesh) -> llama3.Llama3:
     return create_model_from_safe_tensors(folder, config, mesh, jnp.float32)
 
 
-def make_cluster(arguments: argparse.Namespace, batch: Mapping[str, np.ndarray]) -> clusters.RLCluster:
+def make_cluster(
+    arguments: argparse.Namespace, batch: Mapping[str, np.ndarray]
+) -> clusters.RLCluster:
     """An actor with its optimizer, and the GRPO learner's loss set on it; the rollout engine is never called."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1), ("fsdp", "tp"))
     rows, length = batch["completion_ids"].shape
     optimizer = optax.chain(
         optax.clip_by_global_norm(float(batch["max_grad_norm"])),
         optax.adamw(
-            float(batch["learning_rate"]), b1=float(batch["adam_b1"]), b2=float(batch["adam_b2"]), weight_decay=0.0
+            float(batch["learning_rate"]),
+            b1=float(batch["adam_b1"]),
+            b2=float(batch["adam_b2"]),
+            weight_decay=0.0,
         ),
     )
     training = clusters.RLTrainingConfig(
@@ -81,18 +86,24 @@ def make_cluster(arguments: argparse.Namespace, batch: Mapping[str, np.ndarray])
         actor=load_model(arguments.model, mesh),
         tokenizer=AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False),
         cluster_config=clusters.ClusterConfig(
-            role_to_mesh=dict.fromkeys(roles, mesh), training_config=training, rollout_config=rollout
+            role_to_mesh=dict.fromkeys(roles, mesh),
+            training_config=training,
+            rollout_config=rollout,
         ),
     )
     algorithm = GRPOConfig(num_generations=rows, beta=0.0, loss_agg_mode="token-mean")
-    GRPOLearner(cluster, algorithm, reward_fns=lambda prompts, completions, **_: [0.0] * len(prompts))
+    GRPOLearner(
+        cluster, algorithm, reward_fns=lambda prompts, completions, **_: [0.0] * len(prompts)
+    )
     cluster.actor_trainer.with_rl_metrics_to_log({"entropy": np.mean})
     return cluster
 
 
 def given(batch: Mapping[str, np.ndarray]) -> TrainExample:
     """What the learner makes of a rollout."""
-    prompts, completions = (jnp.asarray(batch[name], jnp.int32) for name in ("prompt_ids", "completion_ids"))
+    prompts, completions = (
+        jnp.asarray(batch[name], jnp.int32) for name in ("prompt_ids", "completion_ids")
+    )
     return TrainExample(
         prompt_ids=prompts,
         prompt_mask=jnp.ones_like(prompts, bool),
@@ -113,7 +124,9 @@ def first_moment(trainer: Any) -> dict[str, np.ndarray]:
 
 def _hf(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
     if not name.startswith("layers."):
-        return {"embedder.input_embedding": "model.embed_tokens", "final_norm.w": "model.norm"}[name] + ".weight", array
+        return {"embedder.input_embedding": "model.embed_tokens", "final_norm.w": "model.norm"}[
+            name
+        ] + ".weight", array
     _, layer, rest = name.split(".", 2)
     if array.ndim > 1:
         inputs = int(np.prod(array.shape[:-1])) if rest == "attn.o_proj.w" else array.shape[0]
@@ -122,7 +135,9 @@ def _hf(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("--model", "--batch", "--gradients"):
         parser.add_argument(name, required=True)
     parser.add_argument("--updates", type=int, required=True)
@@ -139,9 +154,14 @@ def main() -> None:
         if number == 0:
             # By now it is the clipped gradient times 1 - b1.
             scale = np.float32(1 - batch["adam_b1"])
-            save_file({name: mu / scale for name, mu in first_moment(trainer).items()}, arguments.gradients)
+            save_file(
+                {name: mu / scale for name, mu in first_moment(trainer).items()},
+                arguments.gradients,
+            )
     history = functools.partial(trainer.metrics_logger.get_metric_history, "actor", mode="train")
-    result = {name: float(history(metric_name=name)[0]) for name in ("loss", "grad_norm", "entropy")}
+    result = {
+        name: float(history(metric_name=name)[0]) for name in ("loss", "grad_norm", "entropy")
+    }
     versions = {name: importlib.metadata.version(name) for name in ("google-tunix", "flax", "jax")}
     print(json.dumps({"seconds": seconds, "versions": versions} | result))
 

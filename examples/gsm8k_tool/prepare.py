@@ -34,14 +34,25 @@ SYSTEM = (
 
 def main() -> None:
     """Writes ``train.jsonl`` and ``heldout.jsonl`` and prints their paths."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, help="GSM8K's Parquet or JSON Lines; default: download it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source", type=Path, help="GSM8K's Parquet or JSON Lines; default: download it"
+    )
     parser.add_argument("--out", type=Path, default=Path("data/gsm8k"))
-    parser.add_argument("--heldout", type=int, help="problems kept for evaluation; default: 200 of GSM8K, 8 of a file")
+    parser.add_argument(
+        "--heldout",
+        type=int,
+        help="problems kept for evaluation; default: 200 of GSM8K, 8 of a file",
+    )
     arguments = parser.parse_args()
     parts = None if arguments.source else downloaded(arguments.heldout or 200)
     if parts is None:
-        source, heldout = arguments.source or SAMPLE, 8 if arguments.heldout is None else arguments.heldout
+        source, heldout = (
+            arguments.source or SAMPLE,
+            8 if arguments.heldout is None else arguments.heldout,
+        )
         rows = rows_of(problem for _, problem in read_row_file(source))
         if not 0 < heldout < len(rows):
             parser.error(f"--heldout {heldout}: {source} has {len(rows)} problems")
@@ -57,13 +68,20 @@ def downloaded(heldout: int) -> dict[str, list[dict[str, Any]]] | None:
     """GSM8K's rows; None if the Hub cannot be reached."""
     try:
         files = {
-            split: dataset_files("openai/gsm8k", None, name="main", split=split, suffixes=(".parquet",))
+            split: dataset_files(
+                "openai/gsm8k", None, name="main", split=split, suffixes=(".parquet",)
+            )
             for split in ("train", "test")
         }
     except DataError as error:
-        print(f"{error}\nGSM8K is not here: writing the problems of {SAMPLE.name} INSTEAD", file=sys.stderr)
+        print(
+            f"{error}\nGSM8K is not here: writing the problems of {SAMPLE.name} INSTEAD",
+            file=sys.stderr,
+        )
         return None
-    train, test = ((problem for file in files[split] for _, problem in read_row_file(file)) for split in files)
+    train, test = (
+        (problem for file in files[split] for _, problem in read_row_file(file)) for split in files
+    )
     return {"train": rows_of(train), "heldout": rows_of(islice(test, heldout))}
 
 
@@ -83,9 +101,15 @@ def row_of(problem: Mapping[str, Any], index: int) -> dict[str, Any]:
         "ability": "math",
         "prompt": [
             {"role": "system", "content": SYSTEM},
-            *worked("Ann has 23 nuts and finds 45 more. How many nuts does she have?", "23 + 45", 68),
+            *worked(
+                "Ann has 23 nuts and finds 45 more. How many nuts does she have?", "23 + 45", 68
+            ),
             *worked("A box holds 14 pens. How many pens are in 6 boxes?", "14 * 6", 84),
-            *worked("Bob had 310 cents and spent 127 of them. How many cents are left?", "310 - 127", 183),
+            *worked(
+                "Bob had 310 cents and spent 127 of them. How many cents are left?",
+                "310 - 127",
+                183,
+            ),
             {"role": "user", "content": problem["question"]},
         ],
         "reward_model": {"style": "rule", "ground_truth": str(truth)},

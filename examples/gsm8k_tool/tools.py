@@ -37,7 +37,9 @@ class Gsm8kTool(BaseTool):
         self._truths[instance_id] = ground_truth
         self._best[instance_id] = 0.0
 
-    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResponse:
+    async def execute(
+        self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any
+    ) -> ToolResponse:
         right = float(last_number(arguments["answer"]) == last_number(self._truths[instance_id]))
         reward = 0.0 if right > self._best[instance_id] else self.PENALTY
         self._best[instance_id] = max(self._best[instance_id], right)

@@ -23,7 +23,9 @@ EXAMPLE = (
 
 def main() -> None:
     """Writes ``train.jsonl`` and ``heldout.jsonl``: the six deals, again and again."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train", type=int, default=60, help="training games")
     parser.add_argument("--heldout", type=int, default=24, help="held-out games")
     parser.add_argument("--out", type=Path, default=Path("data/kuhn_poker"))
@@ -40,7 +42,10 @@ def row_of(first: str, second: str) -> dict[str, Any]:
     shown = [
         message
         for question, move in EXAMPLE
-        for message in ({"role": "user", "content": question}, {"role": "assistant", "content": move})
+        for message in (
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": move},
+        )
     ]
     return {
         "data_source": "kuhn_poker",

@@ -13,13 +13,21 @@ import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.engine import EngineShapes  # also imports JetStream, without seqio where it is missing
+from jax_agent_rl.jetstream.engine import (
+    EngineShapes,
+)  # also imports JetStream, without seqio where it is missing
 from jax_agent_rl.jetstream.external_engine import ExternalEngine
 from jax_agent_rl.models.config import DecoderConfig, Params
 
 DTYPE = "bfloat16"  # of weights, activations and cache
-MAX_NEW_TOKENS = 1024  # ids a slot holds behind its prompt; MaxText keeps room for them apart from the prompt's
-BLOCKS = {"llama": "llama2", "mistral": "mistral", "qwen3": "qwen3"}  # the learner's family to MaxText's decoder_block
+MAX_NEW_TOKENS = (
+    1024  # ids a slot holds behind its prompt; MaxText keeps room for them apart from the prompt's
+)
+BLOCKS = {
+    "llama": "llama2",
+    "mistral": "mistral",
+    "qwen3": "qwen3",
+}  # the learner's family to MaxText's decoder_block
 SCALED = {"llama2", "mistral"}  # blocks whose query matrix carries the scores' 1/sqrt(head_dim)
 
 
@@ -36,7 +44,9 @@ def make(model: DecoderConfig, shapes: EngineShapes) -> ExternalEngine:
 
     def to_params(params: Params) -> Any:
         state = nnx.split(engine.model, nnx.Param, ...)[1]
-        nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: x.astype(DTYPE), to_maxtext(model, params, scale)))
+        nnx.replace_by_pure_dict(
+            state, jax.tree.map(lambda x: x.astype(DTYPE), to_maxtext(model, params, scale))
+        )
         if engine.abstract_params is None:
             return engine.load_params(params=state)
         return jax.device_put(state, jax.tree.map(lambda x: x.sharding, engine.abstract_params))
@@ -93,17 +103,29 @@ def to_maxtext(model: DecoderConfig, params: Params, query_scale: float) -> dict
         query_scale: multiplies the query matrices.
     """
     layers, k, h = params["layers"], model.num_kv_heads, model.head_dim
-    heads = {"query": ("q", model.num_heads, query_scale), "key": ("k", k, 1.0), "value": ("v", k, 1.0)}
+    heads = {
+        "query": ("q", model.num_heads, query_scale),
+        "key": ("k", k, 1.0),
+        "value": ("v", k, 1.0),
+    }
 
     def layer(i: int) -> dict[str, Any]:
         attention: dict[str, Any] = {
-            name: {"kernel": layers[ours][i].T.reshape(-1, count, h) * jnp.asarray(scale, layers[ours].dtype)}
+            name: {
+                "kernel": layers[ours][i].T.reshape(-1, count, h)
+                * jnp.asarray(scale, layers[ours].dtype)
+            }
             for name, (ours, count, scale) in heads.items()
         }
         attention["out"] = {"kernel": layers["o"][i].T.reshape(model.num_heads, h, -1)}
         if model.qk_norm:
-            attention |= {f"{name}_norm": {"scale": layers[f"{name[0]}_norm"][i]} for name in ("query", "key")}
-        norms = {"pre_self_attention_layer_norm": "input_norm", "post_self_attention_layer_norm": "post_attention_norm"}
+            attention |= {
+                f"{name}_norm": {"scale": layers[f"{name[0]}_norm"][i]} for name in ("query", "key")
+            }
+        norms = {
+            "pre_self_attention_layer_norm": "input_norm",
+            "post_self_attention_layer_norm": "post_attention_norm",
+        }
         mlp = {"wi_0": "gate", "wi_1": "up", "wo": "down"}
         return {
             "self_attention": attention,
@@ -113,12 +135,19 @@ def to_maxtext(model: DecoderConfig, params: Params, query_scale: float) -> dict
 
     decoder: dict[str, Any] = {f"layers_{i}": layer(i) for i in range(model.num_layers)}
     decoder["decoder_norm"] = {"scale": params["final_norm"]}
-    decoder["logits_dense"] = {"kernel": params["embed" if model.tie_word_embeddings else "lm_head"].T}
+    decoder["logits_dense"] = {
+        "kernel": params["embed" if model.tie_word_embeddings else "lm_head"].T
+    }
     return {"decoder": decoder, "token_embedder": {"embedding": params["embed"]}}
 
 
 def _check(model: DecoderConfig) -> None:
-    plain = model.experts is None and model.vision is None and not model.qkv_bias and not model.windowed_layers
+    plain = (
+        model.experts is None
+        and model.vision is None
+        and not model.qkv_bias
+        and not model.windowed_layers
+    )
     if model.family not in BLOCKS or not plain or model.rope.scaling is not None:
         raise ConfigError(
             f"examples/maxtext_engine maps dense {sorted(BLOCKS)} models without biases, windows and scaled positions, "

@@ -19,7 +19,9 @@ async def run(base_url, api_key, row):
     messages = [dict(message) for message in row["prompt"]]
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(MAX_TURNS):
-            answer = await client.chat.completions.create(model="policy", messages=messages, tools=[calculator.schema])
+            answer = await client.chat.completions.create(
+                model="policy", messages=messages, tools=[calculator.schema]
+            )
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
@@ -33,6 +35,8 @@ async def run(base_url, api_key, row):
 async def compute(arguments: str) -> str:
     """The calculator's answer, or what is wrong with the call, for the model to read."""
     try:
-        return str(await calculator.execute("", {"expression": str(json.loads(arguments)["expression"])}))
+        return str(
+            await calculator.execute("", {"expression": str(json.loads(arguments)["expression"])})
+        )
     except (ToolError, KeyError) as error:
         return f"Error: {error}"

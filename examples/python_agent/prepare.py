@@ -33,7 +33,9 @@ WORKED = (
 
 def main() -> None:
     """Writes ``train.jsonl`` and ``heldout.jsonl`` and prints their paths."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("data/python_agent"))
     parser.add_argument("--train", type=int, default=200)
     parser.add_argument("--heldout", type=int, default=32)

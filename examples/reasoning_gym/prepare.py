@@ -22,17 +22,30 @@ HELDOUT_SEED = 1_000_000
 
 def main() -> None:
     """Writes ``train.jsonl`` and ``heldout.jsonl`` and prints their paths."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dataset", default="chain_sum", help="a family of reasoning-gym")
-    parser.add_argument("--config", type=json.loads, help="its settings as JSON; default two terms of one digit")
+    parser.add_argument(
+        "--config", type=json.loads, help="its settings as JSON; default two terms of one digit"
+    )
     parser.add_argument("--train", type=int, default=500, help="training rows")
     parser.add_argument("--heldout", type=int, default=48, help="held-out rows")
     parser.add_argument("--out", type=Path, default=Path("data/reasoning_gym"))
     arguments = parser.parse_args()
     easy = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    config = arguments.config if arguments.config is not None else easy if arguments.dataset == "chain_sum" else {}
+    config = (
+        arguments.config
+        if arguments.config is not None
+        else easy
+        if arguments.dataset == "chain_sum"
+        else {}
+    )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, count, seed in (("train", arguments.train, 0), ("heldout", arguments.heldout, HELDOUT_SEED)):
+    for name, count, seed in (
+        ("train", arguments.train, 0),
+        ("heldout", arguments.heldout, HELDOUT_SEED),
+    ):
         rows = [row_of(arguments.dataset, config, seed, index) for index in range(count)]
         file = arguments.out / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,7 +62,13 @@ def row_of(dataset: str, config: dict[str, Any], seed: int, index: int) -> dict[
             {"role": "assistant", "content": f"<answer>{answer}</answer>"},
         )
     ]
-    question = {"name": "reasoning_gym", "dataset": dataset, "seed": seed, "index": index, "config": config}
+    question = {
+        "name": "reasoning_gym",
+        "dataset": dataset,
+        "seed": seed,
+        "index": index,
+        "config": config,
+    }
     return {
         "data_source": "environment",
         "agent_name": "environment_agent",

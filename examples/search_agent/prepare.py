@@ -20,16 +20,38 @@ ONSETS = ("B", "D", "F", "G", "K", "L", "M", "N", "P", "R", "S", "T", "V", "Br",
 VOWELS = ("a", "e", "i", "o", "u", "ia", "ei")
 ENDINGS = ("dal", "mora", "vik", "nesh", "tor", "lund", "ria", "bek", "stad", "mere")
 KINDS = {
-    "lake": ("How deep is {name}?", "{name} is a lake, {value} deep at most.", "{n} metres", (12, 480)),
-    "town": ("How many people live in {name}?", "{name} is a town in which {value} live.", "{n} people", (1200, 98000)),
-    "mountain": ("How high is {name}?", "{name} is a mountain that rises to {value}.", "{n} metres", (900, 4800)),
-    "bridge": ("How long is {name}?", "{name} is a bridge with a length of {value}.", "{n} metres", (40, 2400)),
+    "lake": (
+        "How deep is {name}?",
+        "{name} is a lake, {value} deep at most.",
+        "{n} metres",
+        (12, 480),
+    ),
+    "town": (
+        "How many people live in {name}?",
+        "{name} is a town in which {value} live.",
+        "{n} people",
+        (1200, 98000),
+    ),
+    "mountain": (
+        "How high is {name}?",
+        "{name} is a mountain that rises to {value}.",
+        "{n} metres",
+        (900, 4800),
+    ),
+    "bridge": (
+        "How long is {name}?",
+        "{name} is a bridge with a length of {value}.",
+        "{n} metres",
+        (40, 2400),
+    ),
 }
 
 
 def main() -> None:
     """Writes ``corpus.jsonl``, ``train.jsonl`` and ``heldout.jsonl`` and prints their paths."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("data/search_agent"))
     parser.add_argument("--train", type=int, default=160)
     parser.add_argument("--heldout", type=int, default=32)
@@ -38,7 +60,10 @@ def main() -> None:
     places = invent(2 + arguments.train + arguments.heldout, random.Random(arguments.seed))
     worked, asked = places[:2], places[2:]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    passages = [{"id": str(i), "contents": f"{place['name']}\n{place['fact']}"} for i, place in enumerate(places)]
+    passages = [
+        {"id": str(i), "contents": f"{place['name']}\n{place['fact']}"}
+        for i, place in enumerate(places)
+    ]
     parts = {
         "corpus": passages,
         "train": [row_of(place, worked) for place in asked[: arguments.train]],
@@ -58,7 +83,11 @@ def invent(count: int, rng: random.Random) -> list[dict[str, str]]:
         kind = rng.choice(sorted(KINDS))
         question, fact, value, span = KINDS[kind]
         value = value.format(n=rng.randint(*span))
-        place = {"question": question.format(name=name), "fact": fact.format(name=name, value=value), "answer": value}
+        place = {
+            "question": question.format(name=name),
+            "fact": fact.format(name=name, value=value),
+            "answer": value,
+        }
         places.setdefault(name, {"name": name, **place})
     return list(places.values())
 

@@ -29,7 +29,11 @@ class SolverChecker(AgentLoop):
         if (last_number(answer) == last_number(truth)) != (right := draw.random() < 0.5):
             answer = truth if right else str(int(truth) + draw.choice((-10, -2, -1, 1, 2, 10)))
         claim = {"role": "user", "content": f"{extra['question']} {answer}"}
-        seen = {**row, "prompt": [*extra["checker_prompt"], claim], "extra_info": {"answer": answer}}
+        seen = {
+            **row,
+            "prompt": [*extra["checker_prompt"], claim],
+            "extra_info": {"answer": answer},
+        }
         checker = self.start(seen, role="checker", **ids)
         await checker.generate(session_ends=True, max_tokens=4)
         return [solver.finish(FinishReason.ANSWER), checker.finish(FinishReason.ANSWER)]

@@ -17,7 +17,9 @@ CHECKED = (("3 + 4 = 7", "yes"), ("12 + 5 = 18", "no"), ("8 + 6 = 15", "no"), ("
 
 def main() -> None:
     """Writes ``train.jsonl`` and ``heldout.jsonl``, of different sums."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train", type=int, default=96)
     parser.add_argument("--heldout", type=int, default=24)
     parser.add_argument("--out", type=Path, default=Path("data/solver_checker"))
@@ -26,7 +28,10 @@ def main() -> None:
     pairs = [(a, b) for a in range(1, 13) for b in range(1, 11)]
     random.Random(0).shuffle(pairs)
     rows = [row_of(a, b) for a, b in pairs[: arguments.train + arguments.heldout]]
-    for name, part in (("heldout", rows[: arguments.heldout]), ("train", rows[arguments.heldout :])):
+    for name, part in (
+        ("heldout", rows[: arguments.heldout]),
+        ("train", rows[arguments.heldout :]),
+    ):
         write_rows(arguments.out / f"{name}.jsonl", part)
         print(f"{arguments.out / name}.jsonl: {len(part)} sums")
 
@@ -47,7 +52,10 @@ def chat(system: str, *shown: tuple[str, str]) -> list[dict[str, str]]:
     """A system message and answered questions."""
     messages = [{"role": "system", "content": system}]
     for question, answer in shown:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
     return messages
 
 

@@ -17,15 +17,49 @@ SYSTEM = (
     "You answer questions about the table books(title, author, year, pages, price). First write <sql> with a query "
     "</sql>, then read the <observation>, then answer."
 )
-AUTHORS = ("Ada Brook", "Ben Hale", "Cora Lind", "Dan Moss", "Eva Stone", "Finn Ward", "Gail Reed", "Hugo Park")
+AUTHORS = (
+    "Ada Brook",
+    "Ben Hale",
+    "Cora Lind",
+    "Dan Moss",
+    "Eva Stone",
+    "Finn Ward",
+    "Gail Reed",
+    "Hugo Park",
+)
 TITLES = (
-    ("Silver", "Quiet", "Burning", "Last", "Hidden", "Winter", "Broken", "Golden", "Distant", "Red"),
-    ("Garden", "River", "Letter", "Harbour", "Mirror", "Road", "Tower", "Island", "Orchard", "Bell"),
+    (
+        "Silver",
+        "Quiet",
+        "Burning",
+        "Last",
+        "Hidden",
+        "Winter",
+        "Broken",
+        "Golden",
+        "Distant",
+        "Red",
+    ),
+    (
+        "Garden",
+        "River",
+        "Letter",
+        "Harbour",
+        "Mirror",
+        "Road",
+        "Tower",
+        "Island",
+        "Orchard",
+        "Bell",
+    ),
 )
 QUESTIONS = (  # question, query
     ("How many books did {author} write?", "SELECT COUNT(*) FROM books WHERE author = '{author}'"),
     ("How many pages has {title}?", "SELECT pages FROM books WHERE title = '{title}'"),
-    ("How many books were published before {year}?", "SELECT COUNT(*) FROM books WHERE year < {year}"),
+    (
+        "How many books were published before {year}?",
+        "SELECT COUNT(*) FROM books WHERE year < {year}",
+    ),
     ("What does {title} cost?", "SELECT price FROM books WHERE title = '{title}'"),
     ("In which year was {title} published?", "SELECT year FROM books WHERE title = '{title}'"),
     (
@@ -36,14 +70,19 @@ QUESTIONS = (  # question, query
         "What does the most expensive book published before {year} cost?",
         "SELECT MAX(price) FROM books WHERE year < {year}",
     ),
-    ("How many pages has the longest book published after {year}?", "SELECT MAX(pages) FROM books WHERE year > {year}"),
+    (
+        "How many pages has the longest book published after {year}?",
+        "SELECT MAX(pages) FROM books WHERE year > {year}",
+    ),
 )
 WORKED = 3  # of these kinds, in the prompt
 
 
 def main() -> None:
     """Writes ``databases/books.sqlite``, ``train.jsonl`` and ``heldout.jsonl``, and prints their paths."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("data/sql_agent"))
     parser.add_argument("--train", type=int, default=160)
     parser.add_argument("--heldout", type=int, default=48)
@@ -55,10 +94,17 @@ def main() -> None:
     database.parent.mkdir(parents=True, exist_ok=True)
     database.unlink(missing_ok=True)
     with sqlite3.connect(database) as connection:
-        connection.execute("CREATE TABLE books (title TEXT, author TEXT, year INTEGER, pages INTEGER, price INTEGER)")
-        connection.executemany("INSERT INTO books VALUES (:title, :author, :year, :pages, :price)", books)
+        connection.execute(
+            "CREATE TABLE books (title TEXT, author TEXT, year INTEGER, pages INTEGER, price INTEGER)"
+        )
+        connection.executemany(
+            "INSERT INTO books VALUES (:title, :author, :year, :pages, :price)", books
+        )
         print(f"{database}: {len(books)} books")
-        worked = [ask(connection, *kind, book) for kind, book in zip(QUESTIONS[:WORKED], books, strict=False)]
+        worked = [
+            ask(connection, *kind, book)
+            for kind, book in zip(QUESTIONS[:WORKED], books, strict=False)
+        ]
         questions = ask_all(connection, books, rng, {question for question, _, _ in worked})
         for name, count in (("heldout", arguments.heldout), ("train", arguments.train)):
             file = arguments.out / f"{name}.jsonl"
@@ -83,7 +129,9 @@ def invent(rng: random.Random) -> list[dict[str, Any]]:
     ]
 
 
-def ask(connection: sqlite3.Connection, question: str, query: str, book: dict[str, Any]) -> tuple[str, str, str]:
+def ask(
+    connection: sqlite3.Connection, question: str, query: str, book: dict[str, Any]
+) -> tuple[str, str, str]:
     """A question about what a book has, its query, and the answer."""
     query = query.format(**book)
     ((answer,),) = connection.execute(query)
@@ -102,7 +150,9 @@ def ask_all(
                 yield question, query, answer
 
 
-def row_of(question: str, query: str, answer: str, worked: list[tuple[str, str, str]]) -> dict[str, Any]:
+def row_of(
+    question: str, query: str, answer: str, worked: list[tuple[str, str, str]]
+) -> dict[str, Any]:
     """One question as a row in verl's schema; the query stays with it, for whoever reads the rows."""
     return {
         "data_source": "sql_agent",

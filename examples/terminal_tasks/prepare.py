@@ -9,9 +9,7 @@ from pathlib import Path
 
 from jax_agent_rl.data.rows import write_rows
 
-NOUNS = (
-    "apple bridge candle desert engine forest garden hammer island jacket kettle ladder market needle orange".split()
-)
+NOUNS = "apple bridge candle desert engine forest garden hammer island jacket kettle ladder market needle orange".split()
 TOML = 'version = "1.0"\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
 TEST_SH = """#!/bin/bash
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1  # start seven times as fast
@@ -90,7 +88,11 @@ def main() -> None:
             task = next(stream)
             folder = arguments.out / "tasks" / f"{name}-{number:04d}"
             write_task(folder, task)
-            row = {"prompt": [{"role": "user", "content": task[0]}], "data_source": "command", "agent_name": "command"}
+            row = {
+                "prompt": [{"role": "user", "content": task[0]}],
+                "data_source": "command",
+                "agent_name": "command",
+            }
             rows.append({**row, "extra_info": {"task": str(folder.resolve())}})
         write_rows(arguments.out / f"{name}.jsonl", rows)
     print(f"{arguments.train} training and {arguments.heldout} held-out tasks in {arguments.out}")

@@ -23,14 +23,19 @@ EXAMPLE = (
         "table is a key.\n\nYou can: examine key, go west, inventory, look, take key from table",
         "take key from table",
     ),
-    ("You take the key from the table.\n\nYou can: drop key, examine key, go west, inventory, look", "go west"),
+    (
+        "You take the key from the table.\n\nYou can: drop key, examine key, go west, inventory, look",
+        "go west",
+    ),
 )
 HELDOUT_SEED = 10_000
 
 
 def main() -> None:
     """Writes games, ``train.jsonl`` and ``heldout.jsonl``, and prints the paths of the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train", type=int, default=16, help="training games")
     parser.add_argument("--heldout", type=int, default=4, help="held-out games")
     parser.add_argument("--rooms", type=int, default=1)
@@ -39,7 +44,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("data/textworld"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, count, seed in (("train", arguments.train, 1), ("heldout", arguments.heldout, HELDOUT_SEED)):
+    for name, count, seed in (
+        ("train", arguments.train, 1),
+        ("heldout", arguments.heldout, HELDOUT_SEED),
+    ):
         rows = [row_of(make_game(arguments, seed + i)) for i in range(count)]
         file = arguments.out / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -50,7 +58,9 @@ def make_game(arguments: argparse.Namespace, seed: int) -> Path:
     """The compiled game of a seed."""
     import textworld
 
-    path = arguments.out / f"{arguments.rooms}-{arguments.objects}-{arguments.quest_length}-{seed}.z8"
+    path = (
+        arguments.out / f"{arguments.rooms}-{arguments.objects}-{arguments.quest_length}-{seed}.z8"
+    )
     if path.is_file():
         return path
     options = textworld.GameOptions()
@@ -66,7 +76,10 @@ def row_of(game: Path) -> dict[str, Any]:
     shown = [
         message
         for observation, command in EXAMPLE
-        for message in ({"role": "user", "content": observation}, {"role": "assistant", "content": command})
+        for message in (
+            {"role": "user", "content": observation},
+            {"role": "assistant", "content": command},
+        )
     ]
     return {
         "data_source": "environment",

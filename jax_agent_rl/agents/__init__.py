@@ -10,7 +10,13 @@ any LangGraph graph, through ``langgraph`` · ``command`` any program.
 """
 
 from jax_agent_rl.agents.command.agent import CommandAgent
-from jax_agent_rl.agents.context import AgentContext, AgentEvent, FrozenModel, TokenClient, derive_seed
+from jax_agent_rl.agents.context import (
+    AgentContext,
+    AgentEvent,
+    FrozenModel,
+    TokenClient,
+    derive_seed,
+)
 from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop, ReactAgentLoop, openai_agent

@@ -20,7 +20,15 @@ from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
 from jax_agent_rl.environments.base import EnvironmentPools
 from jax_agent_rl.environments.users import InteractionRegistry
 from jax_agent_rl.tools.registry import ToolRegistry
-from jax_agent_rl.types import Fork, SamplingParams, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.types import (
+    Fork,
+    SamplingParams,
+    StopReason,
+    TokenOutput,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+)
 from jax_agent_rl.utils.failures import FailureLog
 
 if TYPE_CHECKING:
@@ -174,7 +182,9 @@ class AgentContext:
         """Maximum ids of one context: the engine's limit or ``agent.max_model_len``, whichever is less."""
         return min(self.limits.max_model_len or self.max_model_len, self.max_model_len)
 
-    def exceeded_limits(self, *, prompt_length: int, response_length: int, context_length: int) -> list[str]:
+    def exceeded_limits(
+        self, *, prompt_length: int, response_length: int, context_length: int
+    ) -> list[str]:
         """Return the limits, as ``key=value``, that leave no room for a sampled id; empty if there is room.
 
         A limit on prompts or responses is left out if it allows as much as a whole context: the
@@ -257,15 +267,21 @@ class Prefix:
         if fork.parent_id != parent.trajectory_id or parent.segments:
             raise ValueError(f"{fork} is no place in trajectory {parent.trajectory_id}")
         if not 0 <= fork.turns < parent.num_turns:
-            raise ValueError(f"{fork}: trajectory {parent.trajectory_id} has {parent.num_turns} turns; keep fewer")
+            raise ValueError(
+                f"{fork}: trajectory {parent.trajectory_id} has {parent.num_turns} turns; keep fewer"
+            )
         forked_output = parent.turns[fork.turns].output
         sampled_count = len(forked_output.token_ids)
         if not 0 <= fork.tokens < sampled_count:
-            raise ValueError(f"{fork}: turn {fork.turns} of {parent.trajectory_id} has {sampled_count} ids")
+            raise ValueError(
+                f"{fork}: turn {fork.turns} of {parent.trajectory_id} has {sampled_count} ids"
+            )
 
         partial_turn = None
         if fork.tokens:
-            partial_turn = forked_output.first(fork.tokens, stop_reason=StopReason.ABORTED, stop_match=None)
+            partial_turn = forked_output.first(
+                fork.tokens, stop_reason=StopReason.ABORTED, stop_match=None
+            )
         positions = turn_positions(parent.messages, parent.num_turns)
         return cls(
             fork=fork,

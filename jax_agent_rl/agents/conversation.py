@@ -70,7 +70,9 @@ def plain_messages(
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "image_url" or "image" not in modalities:
             reads = "text and images" if "image" in modalities else "text only"
-            raise ValueError(f"content part of type {kind!r} is not supported; this model reads {reads}")
+            raise ValueError(
+                f"content part of type {kind!r} is not supported; this model reads {reads}"
+            )
         if role not in ("user", "tool"):
             raise ValueError(f"images belong in messages of role user or tool, not {role!r}")
         return {"type": "image", "image": EncodedImage.from_part(part)}
@@ -112,7 +114,9 @@ def _content_key(message: Mapping[str, Any]) -> list[Any]:
     return [message["role"], parts, calls]
 
 
-def first_difference(messages: Sequence[Mapping[str, Any]], recorded: Iterable[Sequence[Mapping[str, Any]]]) -> str:
+def first_difference(
+    messages: Sequence[Mapping[str, Any]], recorded: Iterable[Sequence[Mapping[str, Any]]]
+) -> str:
     """Say where a conversation of text leaves the recorded one that it follows longest; of several, the last one.
 
     >>> recorded = [{"role": "user", "content": "look it up"}, {"role": "assistant", "content": "I will"}]
@@ -296,7 +300,12 @@ def _with_call_ids(
 
 
 def spoken_parts(
-    codec: ChatCodec, reply: Reply, *, stop: Sequence[str], with_tools: bool = False, continues: bool = False
+    codec: ChatCodec,
+    reply: Reply,
+    *,
+    stop: Sequence[str],
+    with_tools: bool = False,
+    continues: bool = False,
 ) -> tuple[ReplyPart, ...]:
     """Return the text, reasoning and, with tools, calls of a turn that a framework sees; arguments as above.
 
@@ -379,7 +388,11 @@ class TurnStream:
     """
 
     def __init__(
-        self, read: Callable[[Sequence[int]], Sequence[ReplyPart]], *, stop: Sequence[str], on_text: OnText
+        self,
+        read: Callable[[Sequence[int]], Sequence[ReplyPart]],
+        *,
+        stop: Sequence[str],
+        on_text: OnText,
     ) -> None:
         self._read = read
         self._stop = stop

@@ -22,8 +22,20 @@ from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.agents.episode import Episode, read_turn
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.prompt import row_prompt
-from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, check_replay, describe_call, run_turns
-from jax_agent_rl.environments import LeasedEnvironment, Observation, get_environment, row_environment
+from jax_agent_rl.agents.turn_loop import (
+    Responder,
+    StartEpisode,
+    TurnLoopAgent,
+    check_replay,
+    describe_call,
+    run_turns,
+)
+from jax_agent_rl.environments import (
+    LeasedEnvironment,
+    Observation,
+    get_environment,
+    row_environment,
+)
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory
 from jax_agent_rl.utils.media import text_message
@@ -37,7 +49,9 @@ class EnvironmentResponder(Responder):
 
     environment: LeasedEnvironment
 
-    async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
+    async def respond(
+        self, episode: Episode, output: TokenOutput, limit: FinishReason | None
+    ) -> FinishReason | None:
         if output.stop_reason is StopReason.LENGTH:
             return FinishReason.RESPONSE_LENGTH
         start_time = time.perf_counter()
@@ -111,7 +125,9 @@ class EnvironmentAgent(TurnLoopAgent):
             return f"environment {name!r} cannot be replayed (its `replayable` is False)"
         return super().branching_problem(row)
 
-    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+    async def play(
+        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
+    ) -> Trajectory:
         name, kwargs = row_environment(row)
         async with self.context.environments.pool(name).lease() as environment:
             opening = await environment.reset(**kwargs)

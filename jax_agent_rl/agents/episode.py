@@ -17,7 +17,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.context import AgentContext, AgentEvent, Prefix, derive_seed, turn_positions
+from jax_agent_rl.agents.context import (
+    AgentContext,
+    AgentEvent,
+    Prefix,
+    derive_seed,
+    turn_positions,
+)
 from jax_agent_rl.agents.prompt import encode_prompt, row_prompt
 from jax_agent_rl.chat.reply import Reply
 from jax_agent_rl.chat.thinking import answer_of, outside_thinking
@@ -100,7 +106,9 @@ class Episode:
         self.prefix = prefix
         self._partial_turn: TokenOutput | None = None  # the inherited part of the next turn
         self._request_id: str | None = None  # the request that is being sampled
-        self._sampled_before_request: TokenOutput | None = None  # the same turn's ids of earlier requests
+        self._sampled_before_request: TokenOutput | None = (
+            None  # the same turn's ids of earlier requests
+        )
         self._begins_thinking = False  # the context of the last turn opened a think block
 
         if prefix is None:
@@ -267,7 +275,9 @@ class Episode:
         if partial_turn is None:
             return output
 
-        turn_request = GenerateRequest(request_id=request_id, prompt_ids=tuple(context_ids), sampling=sampling)
+        turn_request = GenerateRequest(
+            request_id=request_id, prompt_ids=tuple(context_ids), sampling=sampling
+        )
         partial_turn = replace(partial_turn, cached_tokens=output.cached_tokens)
         decode = partial(self.codec.decode, skip_special_tokens=False)
         return merge_outputs(turn_request, partial_turn, output, decode)
@@ -295,7 +305,10 @@ class Episode:
             self._emit(call.seconds, tool_call=call)
 
     def append(
-        self, messages: Sequence[Mapping[str, Any]], *, media: Mapping[str, tuple[Any, ...]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        media: Mapping[str, tuple[Any, ...]] | None = None,
     ) -> bool:
         """Insert messages and the next generation prompt after the last turn.
 
@@ -354,7 +367,9 @@ class Episode:
         self.messages += messages
         return True
 
-    def extend_prompt(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int] | None = None) -> None:
+    def extend_prompt(
+        self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int] | None = None
+    ) -> None:
         """Add messages to the prompt, before the first turn.
 
         Args:
@@ -467,7 +482,9 @@ class Episode:
 
     def _check_prompt_length(self) -> None:
         length = len(self._prompt_ids)
-        exceeded = self._context.exceeded_limits(prompt_length=length, response_length=0, context_length=length)
+        exceeded = self._context.exceeded_limits(
+            prompt_length=length, response_length=0, context_length=length
+        )
         if exceeded:
             raise PromptTooLongError(
                 f"the prompt has {length} ids, which leaves no room within {' and '.join(exceeded)}; raise "
@@ -475,7 +492,11 @@ class Episode:
             )
 
     def _emit(
-        self, seconds: float, *, output: TokenOutput | None = None, tool_call: ToolCallRecord | None = None
+        self,
+        seconds: float,
+        *,
+        output: TokenOutput | None = None,
+        tool_call: ToolCallRecord | None = None,
     ) -> None:
         """Tell the listener of a generation or a tool call of the last turn."""
         event = AgentEvent(
@@ -489,7 +510,10 @@ class Episode:
 
 
 def read_turn(
-    codec: ChatCodec, prompt_ids: Sequence[int], turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
+    codec: ChatCodec,
+    prompt_ids: Sequence[int],
+    turns: Sequence[Turn],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Reply:
     """Parse the last of ``turns``, the turns of a trajectory so far; ``tools`` are the schemas it may call."""
     context_ids = list(prompt_ids)
@@ -499,7 +523,10 @@ def read_turn(
 
 
 def spoken_messages(
-    codec: ChatCodec, messages: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], turns: Sequence[Turn]
+    codec: ChatCodec,
+    messages: Sequence[Mapping[str, Any]],
+    prompt_ids: Sequence[int],
+    turns: Sequence[Turn],
 ) -> list[Mapping[str, Any]]:
     """Return a conversation as whoever talks to the policy hears it: without its thoughts and its calls.
 

@@ -103,7 +103,9 @@ class OpenAIAgentLoop(AgentLoop):
             agent_row = {**row, "prompt": openai_prompt(row)}
             work = self._call(base_url, session.api_key or "", agent_row)
             output = await run_user_agent(work, recorder, timeout=self.context.limits.run_timeout)
-        return to_trajectory(recorder, row=row, output=output, group_id=group_id, agent_name=self.name)
+        return to_trajectory(
+            recorder, row=row, output=output, group_id=group_id, agent_name=self.name
+        )
 
     async def close(self) -> None:
         """Close the endpoint and all its sessions."""
@@ -121,13 +123,17 @@ class OpenAIAgentLoop(AgentLoop):
         function = type(self).function
         if inspect.iscoroutinefunction(function):
             return await function(base_url, api_key, row)
-        result = await self._threads.run(lambda: function(base_url, api_key, row), name=f"agent {self.name!r}")
+        result = await self._threads.run(
+            lambda: function(base_url, api_key, row), name=f"agent {self.name!r}"
+        )
         if inspect.isawaitable(result):
             return await result
         return result
 
     @contextmanager
-    def _session(self, row: Mapping[str, Any], trajectory_id: str, sampling: SamplingParams) -> Iterator[Session]:
+    def _session(
+        self, row: Mapping[str, Any], trajectory_id: str, sampling: SamplingParams
+    ) -> Iterator[Session]:
         """Hand out a session, with a key of its own, that ends with the block."""
         from jax_agent_rl.agents.endpoint.sessions import Session
 
@@ -231,7 +237,9 @@ class ReactAgentLoop(AgentLoop):
         graph.add_edge("tools", "agent")
         return graph.compile()
 
-    async def run_graph(self, row: Mapping[str, Any], model: ChatModel, tools: Sequence[TrajectoryTool]) -> Any:
+    async def run_graph(
+        self, row: Mapping[str, Any], model: ChatModel, tools: Sequence[TrajectoryTool]
+    ) -> Any:
         """Run the graph on the row's prompt.
 
         Returns:

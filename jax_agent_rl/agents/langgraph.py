@@ -80,7 +80,9 @@ class ChatModel(BaseChatModel):
     sampling: SkipValidation[SamplingParams]
     max_tokens: int | None = None
     stop: list[str] | None = None
-    loop: SkipValidation[asyncio.AbstractEventLoop] = Field(default_factory=asyncio.get_running_loop, exclude=True)
+    loop: SkipValidation[asyncio.AbstractEventLoop] = Field(
+        default_factory=asyncio.get_running_loop, exclude=True
+    )
 
     @property
     def _llm_type(self) -> str:
@@ -113,7 +115,10 @@ class ChatModel(BaseChatModel):
         not be the policy's own sampling.
         """
         if tool_choice not in (None, "auto", "none"):
-            logger.warning("tool_choice=%r does not force the policy to call a tool; ask for it in words", tool_choice)
+            logger.warning(
+                "tool_choice=%r does not force the policy to call a tool; ask for it in words",
+                tool_choice,
+            )
         schemas = []
         if tool_choice != "none":
             schemas = [convert_to_openai_tool(tool) for tool in tools]
@@ -153,7 +158,9 @@ class ChatModel(BaseChatModel):
         **unknown: Any,
     ) -> Coroutine[Any, Any, RecordedTurn]:
         if unknown:
-            raise ValueError(f"{sorted(unknown)}: a call may set tools, max_tokens and stop; the run sets the rest")
+            raise ValueError(
+                f"{sorted(unknown)}: a call may set tools, max_tokens and stop; the run sets the rest"
+            )
         return self.recorder.chat(
             _openai_messages(messages),
             tools=tools,
@@ -180,7 +187,9 @@ class ChatModel(BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         events: asyncio.Queue[Event] = asyncio.Queue()
         emit = partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
-        pump = asyncio.run_coroutine_threadsafe(self._pump(emit, messages, stop, **kwargs), self.loop)
+        pump = asyncio.run_coroutine_threadsafe(
+            self._pump(emit, messages, stop, **kwargs), self.loop
+        )
         try:
             while True:
                 event = await events.get()
@@ -271,7 +280,9 @@ def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
         plain_messages.append(message)
 
     converted = to_openai(plain_messages)
-    openai_messages: list[dict[str, Any]] = converted if isinstance(converted, list) else [converted]
+    openai_messages: list[dict[str, Any]] = (
+        converted if isinstance(converted, list) else [converted]
+    )
     replies = [message for message in openai_messages if message["role"] == "assistant"]
     for reply, reasoning in zip(replies, reasonings, strict=False):
         if reasoning:
@@ -282,7 +293,9 @@ def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
 def _result(turn: RecordedTurn) -> ChatResult:
     calls = []
     for call in turn.reply.tool_calls:
-        calls.append(ToolCall(name=call.name, args=dict(call.arguments), id=call.id, type="tool_call"))
+        calls.append(
+            ToolCall(name=call.name, args=dict(call.arguments), id=call.id, type="tool_call")
+        )
     invalid_calls = []
     for call in turn.reply.malformed:
         invalid_calls.append(
@@ -317,8 +330,14 @@ def _chunk(event: Event) -> ChatGenerationChunk:
         else:
             name = call.name
             arguments = json.dumps(call.arguments)
-        calls.append(ToolCallChunk(name=name, args=arguments, id=call.id, index=index, type="tool_call_chunk"))
-    message = AIMessageChunk(content="", tool_call_chunks=calls, chunk_position="last", **_metadata(event))
+        calls.append(
+            ToolCallChunk(
+                name=name, args=arguments, id=call.id, index=index, type="tool_call_chunk"
+            )
+        )
+    message = AIMessageChunk(
+        content="", tool_call_chunks=calls, chunk_position="last", **_metadata(event)
+    )
     return ChatGenerationChunk(message=message)
 
 
@@ -377,7 +396,14 @@ class TrajectoryTool(LangChainTool):
     max_parallel_calls: int
 
     @classmethod
-    def wrap(cls, tool: BaseTool, *, session: ToolSession, recorder: ChatRecorder, max_parallel_calls: int):
+    def wrap(
+        cls,
+        tool: BaseTool,
+        *,
+        session: ToolSession,
+        recorder: ChatRecorder,
+        max_parallel_calls: int,
+    ):
         """Return a tool as a LangChain tool."""
         return cls(
             name=tool.name,
@@ -453,9 +479,13 @@ class CallNode:
         turn = self._find_turn({call["id"] for call in message.invalid_tool_calls})
         for index, call in enumerate(turn.reply.calls):
             if isinstance(call, MalformedCall):
-                record = malformed_call(self._recorder.context, self._session, wrote=turn.text, problem=call.problem)
+                record = malformed_call(
+                    self._recorder.context, self._session, wrote=turn.text, problem=call.problem
+                )
                 turn.results[index] = record
-                by_id[call.id] = ToolMessage(record.observation, tool_call_id=call.id, status="error")
+                by_id[call.id] = ToolMessage(
+                    record.observation, tool_call_id=call.id, status="error"
+                )
         return {"messages": [by_id[call.id or ""] for call in turn.reply.calls]}
 
     def _find_turn(self, malformed_ids: set[str | None]) -> RecordedTurn:

@@ -84,7 +84,13 @@ class AgentLoop(ABC):
         )
 
     async def resume(
-        self, prefix: Prefix, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
+        self,
+        prefix: Prefix,
+        row: Mapping[str, Any],
+        *,
+        trajectory_id: str,
+        group_id: str,
+        sampling: SamplingParams,
     ) -> Trajectory:
         """Run a trajectory from its prefix to its end; see :meth:`run` for the other arguments.
 
@@ -95,7 +101,9 @@ class AgentLoop(ABC):
             ReplayError: a replay gave other answers than the recorded ones.
             TrajectoryError: as :meth:`run`.
         """
-        raise NotImplementedError(f"agent {self.name!r} cannot go on from the middle of a trajectory")
+        raise NotImplementedError(
+            f"agent {self.name!r} cannot go on from the middle of a trajectory"
+        )
 
     @classmethod
     def can_branch(cls) -> bool:
@@ -154,7 +162,9 @@ class AgentLoop(ABC):
         context = self.context
         if role is not None:
             if role not in self.roles:
-                raise ValueError(f"agent {self.name!r} starts role {role!r}, its roles are {self.roles}; add it there")
+                raise ValueError(
+                    f"agent {self.name!r} starts role {role!r}, its roles are {self.roles}; add it there"
+                )
             context = context.as_role(role)
             trajectory_id = role_id(trajectory_id, role)
             if sampling.seed is not None:
@@ -216,7 +226,9 @@ def get_agent(name: str) -> type[AgentLoop]:
             register_agent(name)(cls)
     if name not in _AGENTS:
         guess = did_you_mean(name, agent_names())
-        raise ConfigError(f"no agent is called {name!r}; {guess}there are {agent_names()} (see @register_agent)")
+        raise ConfigError(
+            f"no agent is called {name!r}; {guess}there are {agent_names()} (see @register_agent)"
+        )
     return _AGENTS[name]
 
 

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.chat.messages import normalize_messages, openai_message
 from jax_agent_rl.errors import DataError, TemplateError
-from jax_agent_rl.utils.media import MAX_TOTAL_PIXELS, data_url, read_images, read_media, text_message, without_sources
+from jax_agent_rl.utils.media import (
+    MAX_TOTAL_PIXELS,
+    data_url,
+    read_images,
+    read_media,
+    text_message,
+    without_sources,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -92,14 +99,18 @@ def _openai_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
     if part["type"] == "text":
         return part
     if part["type"] == "video":
-        raise DataError("the prompt shows a video, which OpenAI's API has no part for; show its frames as images")
+        raise DataError(
+            "the prompt shows a video, which OpenAI's API has no part for; show its frames as images"
+        )
     try:
         return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
     except ValueError as error:
         raise DataError(f"the prompt shows what cannot be read: {error}") from None
 
 
-def row_prompt(row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
+def row_prompt(
+    row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()
+) -> list[Mapping[str, Any]]:
     """Return the row's conversation and ``opening``; raise DataError if the prompt is not a list of messages."""
     prompt = row.get("prompt")
     messages = []
@@ -142,7 +153,9 @@ class EncodedImage:
             )
         detail = image.get("detail")
         if detail not in (None, "auto", "high"):
-            raise ValueError(f"an image's detail={detail!r} is not supported; model.max_pixels limits its size")
+            raise ValueError(
+                f"an image's detail={detail!r} is not supported; model.max_pixels limits its size"
+            )
         return cls(url, hashlib.blake2b(url.encode(), digest_size=16).hexdigest())
 
 
@@ -175,7 +188,9 @@ class SessionImages:
         used_pixels = sum(image.width * image.height for image in self._decoded.values())
         pixels_left = self._max_pixels - used_pixels
         try:
-            decoded = read_images(list(new_urls.values()), max_total_pixels=min(pixels_left, MAX_TOTAL_PIXELS))
+            decoded = read_images(
+                list(new_urls.values()), max_total_pixels=min(pixels_left, MAX_TOTAL_PIXELS)
+            )
         except ValueError as error:
             limit = f"agent.endpoint.max_session_pixels={self._max_pixels}"
             raise TemplateError(f"{error} ({limit}, of which {pixels_left} are left)") from None

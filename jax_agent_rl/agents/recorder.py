@@ -50,7 +50,13 @@ from jax_agent_rl.agents.conversation import (
 from jax_agent_rl.agents.prompt import SessionImages, for_template, without_data
 from jax_agent_rl.agents.session_tree import RecordedTurn, TurnRequest
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TemplateError, TrajectoryError, TurnRefusedError
+from jax_agent_rl.errors import (
+    HistoryEditedError,
+    PromptTooLongError,
+    TemplateError,
+    TrajectoryError,
+    TurnRefusedError,
+)
 from jax_agent_rl.rollout.merge_outputs import check_output
 from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, TokenOutput, digest_ids
@@ -81,7 +87,9 @@ class ChatRecorder:
         failure: the error of the last request, if it failed: the reason of a drop.
     """
 
-    def __init__(self, context: AgentContext, *, session_id: str, adapter: str | None = None) -> None:
+    def __init__(
+        self, context: AgentContext, *, session_id: str, adapter: str | None = None
+    ) -> None:
         self.turns: list[RecordedTurn] = []
         self.metrics: dict[str, float] = dict.fromkeys(_METRICS, 0.0)
         self.refused: FinishReason | None = None
@@ -92,8 +100,12 @@ class ChatRecorder:
         self._span = current()  # requests come in tasks of the HTTP server
         self._by_conversation: dict[str, list[RecordedTurn]] = {}
         self._images = SessionImages(max_pixels=context.limits.endpoint.max_session_pixels)
-        self._requests: Counter[str] = Counter()  # requests so far by their context, which seeds derive from
-        self._hidden: set[tuple[str, ...]] = set()  # tools looked for in a prompt that does not describe them
+        self._requests: Counter[str] = (
+            Counter()
+        )  # requests so far by their context, which seeds derive from
+        self._hidden: set[tuple[str, ...]] = (
+            set()
+        )  # tools looked for in a prompt that does not describe them
         self._open = 0  # requests that are being sampled
 
     async def chat(
@@ -145,7 +157,12 @@ class ChatRecorder:
                 )
             output = await self._sample(request, sampling, stream, adapter)
             reply = read_reply(
-                codec, output, tools=tools, stop=sampling.stop, context_ids=context_ids, continues=continue_last
+                codec,
+                output,
+                tools=tools,
+                stop=sampling.stop,
+                context_ids=context_ids,
+                continues=continue_last,
             )
             if stream is not None:
                 reply = stream.finish(reply)
@@ -204,7 +221,9 @@ class ChatRecorder:
                 stream = TurnStream.of_text(codec, stop=sampling.stop, on_text=on_text)
             output = await self._sample(request, sampling, stream, adapter)
 
-            reply = read_reply(codec, output, tools=(), stop=sampling.stop, context_ids=request.prompt_ids)
+            reply = read_reply(
+                codec, output, tools=(), stop=sampling.stop, context_ids=request.prompt_ids
+            )
             # A client that renders prompts itself reads turns itself as well: it gets all of the text.
             parts = raw_parts(codec.decode(output.token_ids), sampling.stop)
             reply = replace(reply, parts=parts)
@@ -298,7 +317,9 @@ class ChatRecorder:
             inserted_media=media,
         )
 
-    def _difference(self, plain: Sequence[Mapping[str, Any]], parent: RecordedTurn | None = None) -> str:
+    def _difference(
+        self, plain: Sequence[Mapping[str, Any]], parent: RecordedTurn | None = None
+    ) -> str:
         """Say where a conversation leaves those on record; nothing if it is the first.
 
         It is compared with all of them, or with those that go through ``parent``, the turn that it continues.
@@ -323,7 +344,9 @@ class ChatRecorder:
             return ()
         return tuple(tools)
 
-    def _warn_if_hidden(self, tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> None:
+    def _warn_if_hidden(
+        self, tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Warn if no message mentions one of the tools; conversations grow, so only their first request is read."""
         names = tuple(str((tool.get("function") or tool).get("name")) for tool in tools)
         if names in self._hidden:
@@ -361,7 +384,9 @@ class ChatRecorder:
         new_text = self.context.codec.decode(new_ids, skip_special_tokens=False)
         return self._raw_request(parent, new_ids, new_text)
 
-    def _raw_request(self, parent: RecordedTurn | None, ids: tuple[int, ...], text: str) -> TurnRequest:
+    def _raw_request(
+        self, parent: RecordedTurn | None, ids: tuple[int, ...], text: str
+    ) -> TurnRequest:
         """Return a request that inserts ids after a turn; ``text`` is theirs."""
         inserted = ({"role": "user", "content": text},)
         note = "" if parent else self._difference(inserted)
@@ -370,7 +395,11 @@ class ChatRecorder:
     # --- sampling ---------------------------------------------------------------------------------------------
 
     async def _sample(
-        self, request: TurnRequest, sampling: SamplingParams, stream: TurnStream | None, adapter: str | None
+        self,
+        request: TurnRequest,
+        sampling: SamplingParams,
+        stream: TurnStream | None,
+        adapter: str | None,
     ) -> TokenOutput:
         """Sample the turn of a request; its pieces go to ``stream`` as they come."""
         prompt_ids = request.prompt_ids
@@ -410,7 +439,9 @@ class ChatRecorder:
             self._open -= 1
         seconds = time.perf_counter() - start_time
 
-        check_output(output, prompt_ids, sampling.max_tokens, what=f"{self.session_id}: request {number}")
+        check_output(
+            output, prompt_ids, sampling.max_tokens, what=f"{self.session_id}: request {number}"
+        )
         self.metrics["lost_requests"] -= 1
         self.metrics["generate_seconds"] += seconds
         self.metrics["prompt_tokens"] += len(prompt_ids)
@@ -424,7 +455,9 @@ class ChatRecorder:
         self.context.on_event(event)
         return output
 
-    def _record(self, request: TurnRequest, output: TokenOutput, reply: ChatReply, *, max_tokens: int) -> RecordedTurn:
+    def _record(
+        self, request: TurnRequest, output: TokenOutput, reply: ChatReply, *, max_tokens: int
+    ) -> RecordedTurn:
         """Add a turn to the session; ``max_tokens`` is what the client asked for."""
         is_cut = output.stop_reason is StopReason.LENGTH and len(output.token_ids) >= max_tokens
         request_fields = {field.name: getattr(request, field.name) for field in fields(request)}
@@ -495,7 +528,9 @@ class ChatRecorder:
         message = f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the last one"
         if request.note:
             message += f": {request.note}"
-        raise HistoryEditedError(f"{message}; set agent.edited_history=segment to train on both contexts")
+        raise HistoryEditedError(
+            f"{message}; set agent.edited_history=segment to train on both contexts"
+        )
 
 
 def _take_prefill(plain: list[dict[str, Any]]) -> dict[str, Any]:
@@ -506,12 +541,17 @@ def _take_prefill(plain: list[dict[str, Any]]) -> dict[str, Any]:
     """
     role = plain[-1]["role"]
     if role != "assistant":
-        raise TemplateError(f"the last message is of role {role!r}; only an assistant's can be continued")
+        raise TemplateError(
+            f"the last message is of role {role!r}; only an assistant's can be continued"
+        )
     return plain.pop()
 
 
 def _with_prefill(
-    request: TurnRequest, prefill: Mapping[str, Any], codec: ChatCodec, schemas: Sequence[Mapping[str, Any]]
+    request: TurnRequest,
+    prefill: Mapping[str, Any],
+    codec: ChatCodec,
+    schemas: Sequence[Mapping[str, Any]],
 ) -> TurnRequest:
     """Return a request whose turn begins with an assistant message."""
     ids = codec.encode_prefill(prefill, schemas)

@@ -41,8 +41,21 @@ from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tools.base import truncate_text
-from jax_agent_rl.tools.client import Lockstep, ServerObservation, ToolEnvironment, ToolServerClient, observation_url
-from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory
+from jax_agent_rl.tools.client import (
+    Lockstep,
+    ServerObservation,
+    ToolEnvironment,
+    ToolServerClient,
+    observation_url,
+)
+from jax_agent_rl.types import (
+    DropReason,
+    FinishReason,
+    StopReason,
+    TokenOutput,
+    ToolCallRecord,
+    Trajectory,
+)
 from jax_agent_rl.utils.network import JsonService, bearer
 
 if TYPE_CHECKING:
@@ -138,7 +151,11 @@ class ObservationCodec:
         prefix, _, suffix = limits.mtrl_sep.partition("{obs}")
         if limits.turn_end_token and not turn_has_ended:
             prefix = limits.turn_end_token + prefix
-        return [*codec.encode_markup(prefix), *codec.encode_text(text), *codec.encode_markup(suffix)]
+        return [
+            *codec.encode_markup(prefix),
+            *codec.encode_text(text),
+            *codec.encode_markup(suffix),
+        ]
 
     def _has_ended(self, output: TokenOutput) -> bool:
         """Return whether the model wrote the end of its turn itself."""
@@ -155,7 +172,9 @@ class ObservationCodec:
         return ids
 
     def _cut(self, text: str, limit: int, side: Any) -> str:
-        return truncate_text(text, limit, side, encode=self._codec.encode_text, decode=self._codec.decode)
+        return truncate_text(
+            text, limit, side, encode=self._codec.encode_text, decode=self._codec.decode
+        )
 
 
 @dataclass
@@ -188,13 +207,19 @@ class ServerResponder(Responder):
             check_replay(0, record.name, recorded, record.observation, remedy=SERVER_REMEDY)
             return
         if observation.done:
-            raise ToolServerError("the tool server ended the trajectory before its first turn (agent.call_tool_first)")
+            raise ToolServerError(
+                "the tool server ended the trajectory before its first turn (agent.call_tool_first)"
+            )
         if observation.media:
-            raise ToolServerError("images before the first turn (agent.call_tool_first) cannot be shown")
+            raise ToolServerError(
+                "images before the first turn (agent.call_tool_first) cannot be shown"
+            )
         episode.add_metrics({"tool_seconds": record.seconds, **_metrics(observation)})
         self.observations.add_to_prompt(episode, record.observation)
 
-    async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
+    async def respond(
+        self, episode: Episode, output: TokenOutput, limit: FinishReason | None
+    ) -> FinishReason | None:
         step = len(episode.turns) - 1
         action = self._action(episode, output, step)
         if action is None:
@@ -232,7 +257,9 @@ class ServerResponder(Responder):
             "turns_left": max_turns - step,
         }
         start_time = time.perf_counter()
-        observation = await self.environment.step(action, name="tool_server", extra_fields=extra_fields)
+        observation = await self.environment.step(
+            action, name="tool_server", extra_fields=extra_fields
+        )
         seconds = time.perf_counter() - start_time
         record = ToolCallRecord(
             name="tool_server",
@@ -315,12 +342,16 @@ class ServerToolAgent(TurnLoopAgent):
         if self._server:
             await self._server.close()
 
-    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+    async def play(
+        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
+    ) -> Trajectory:
         limits = self.context.limits
         async with self._slots:
             episode = start()
             if self._server is None:
-                output = await episode.generate(session_ends=True, max_tokens=limits.max_action_length)
+                output = await episode.generate(
+                    session_ends=True, max_tokens=limits.max_action_length
+                )
                 reason = _finish_reason(episode, output, limits)
             else:
                 reason = await self._play_with_server(self._server, episode, row, trajectory_id)

@@ -141,7 +141,9 @@ def to_trajectory(
         TrajectoryError: nothing was sampled, or ``output`` is not JSON, so it cannot be saved with the trajectory.
     """
     if not recorder.turns:
-        raise TrajectoryError(f"{recorder.session_id}: the agent ended without asking the model anything")
+        raise TrajectoryError(
+            f"{recorder.session_id}: the agent ended without asking the model anything"
+        )
     main_path, *other_paths = paths_to_train(recorder.turns)
 
     counts = Counter(segments=len(other_paths), malformed_calls=0, tool_calls=0, tool_errors=0)
@@ -159,7 +161,9 @@ def to_trajectory(
         while path[first_new] in trained:
             first_new += 1
         trained.update(path)
-        segment = _sequence(path, first_new, trajectory_id=f"{recorder.session_id}#{number}", **labels)
+        segment = _sequence(
+            path, first_new, trajectory_id=f"{recorder.session_id}#{number}", **labels
+        )
         segments.append(replace(segment, finish_reason=_finish_reason(path[-1], None)))
 
     if output is not None:
@@ -201,7 +205,9 @@ def _with_output(row: Mapping[str, Any], output: Any) -> Mapping[str, Any]:
     try:
         json.dumps(output)
     except (TypeError, ValueError) as error:
-        raise TrajectoryError(f"the agent returned {type(output).__name__}, which is not JSON: {error}") from None
+        raise TrajectoryError(
+            f"the agent returned {type(output).__name__}, which is not JSON: {error}"
+        ) from None
     extra_info = row.get("extra_info") or {}
     return {**row, "extra_info": {**extra_info, "agent_output": output}}
 

@@ -79,7 +79,9 @@ class MarkerResponder(Responder):
     def generate_options(self, *, last: bool) -> Mapping[str, Any]:
         return {"action_stops": [self.closing]}
 
-    async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
+    async def respond(
+        self, episode: Episode, output: TokenOutput, limit: FinishReason | None
+    ) -> FinishReason | None:
         text, closing, _ = episode.outside_thinking(output).partition(self.closing)
         if not closing:
             return answer_or_cut(output)
@@ -153,10 +155,14 @@ class TextToolAgent(TurnLoopAgent):
     async def close(self) -> None:
         await self.client.close()
 
-    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+    async def play(
+        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
+    ) -> Trajectory:
         episode = start()
         extra_info = row.get("extra_info") or {}
-        async with ToolEnvironment(self.client.server, self.client.execute, trajectory_id) as environment:
+        async with ToolEnvironment(
+            self.client.server, self.client.execute, trajectory_id
+        ) as environment:
 
             async def call(code: str) -> ServerObservation:
                 action = f"<python>{textwrap.dedent(code)}</python>"
@@ -194,7 +200,9 @@ class SearchAgent(TurnLoopAgent):
     async def close(self) -> None:
         await self.client.close()
 
-    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+    async def play(
+        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
+    ) -> Trajectory:
         episode = start()
         responder = MarkerResponder(
             self.context,
@@ -215,7 +223,9 @@ class SearchAgent(TurnLoopAgent):
                 passages = await self.client.search(query.strip())
                 traced.set(observation="\n".join(passages))
         except TimeoutError:
-            return ServerObservation(text="Error: the search did not answer in time.", error="timeout")
+            return ServerObservation(
+                text="Error: the search did not answer in time.", error="timeout"
+            )
         if not passages:
             return ServerObservation(text="No results found.")
         numbered = [f"[{number}] {passage}" for number, passage in enumerate(passages, 1)]
@@ -322,8 +332,12 @@ class ToolClient:
                 "text_tool_agent needs a tool server; set tool_config.server_url (or TOOL_SERVER_URL), e.g. "
                 "http://localhost:5000, or tool_config.enabled=false"
             )
-        self.server = ToolServerClient(_service(config, observation_url(config.server_url), section="tool_config"))
-        self._limiter = RateLimiter(max_workers=config.max_workers, interval=config.request_interval)
+        self.server = ToolServerClient(
+            _service(config, observation_url(config.server_url), section="tool_config")
+        )
+        self._limiter = RateLimiter(
+            max_workers=config.max_workers, interval=config.request_interval
+        )
 
     async def execute(self, action: ServerAction) -> ServerObservation:
         """Run one piece of code.

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.agents.context import AgentContext, Prefix
 from jax_agent_rl.agents.episode import Episode, media_kinds, spoken_messages
 from jax_agent_rl.agents.loop import register_agent
-from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, check_replay, describe_call, run_turns
+from jax_agent_rl.agents.turn_loop import (
+    Responder,
+    StartEpisode,
+    TurnLoopAgent,
+    check_replay,
+    describe_call,
+    run_turns,
+)
 from jax_agent_rl.chat.grammar import GrammarError
 from jax_agent_rl.chat.grammar_limits import in_grammar_thread
 from jax_agent_rl.environments.users import InteractionSession
@@ -32,7 +39,14 @@ from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import list_schemas
 from jax_agent_rl.tools.session import ToolSession
 from jax_agent_rl.tracing import span
-from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, join_media
+from jax_agent_rl.types import (
+    FinishReason,
+    StopReason,
+    TokenOutput,
+    ToolCallRecord,
+    Trajectory,
+    join_media,
+)
 from jax_agent_rl.validation import is_number
 
 if TYPE_CHECKING:
@@ -42,7 +56,9 @@ if TYPE_CHECKING:
 _NOT_EXECUTED = frozenset({"malformed", "unknown_tool", "bad_arguments", "over_parallel_limit"})
 _FORMAT_REMEDY = "if the model writes calls in another format, set agent.tool_format"
 _GRAMMAR_REMEDY = "if it only makes mistakes, agent.constrain_tool_calls=true rules them out"
-_TOOL_REMEDY = "give the tool a seed, or set its `stateful` to False if trajectories share its state"
+_TOOL_REMEDY = (
+    "give the tool a seed, or set its `stateful` to False if trajectories share its state"
+)
 
 
 @dataclass
@@ -100,7 +116,9 @@ class ToolResponder(Responder):
         )
         return 1
 
-    async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
+    async def respond(
+        self, episode: Episode, output: TokenOutput, limit: FinishReason | None
+    ) -> FinishReason | None:
         if output.stop_reason is StopReason.LENGTH:
             return FinishReason.RESPONSE_LENGTH
 
@@ -161,7 +179,9 @@ class ToolResponder(Responder):
             for index, part in enumerate(reply.calls):
                 call = part.call
                 if call is None:
-                    records[index] = malformed_call(self.context, session, wrote=text, problem=part.problem)
+                    records[index] = malformed_call(
+                        self.context, session, wrote=text, problem=part.problem
+                    )
                 elif len(tasks) < limit:
                     work = session.call(call.name, call.arguments, call_id=call.id)
                     tasks[index] = group.create_task(work)
@@ -180,7 +200,9 @@ class ToolAgent(TurnLoopAgent):
 
     describes_tools = True
 
-    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+    async def play(
+        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
+    ) -> Trajectory:
         context = self.context
         extra_info = row.get("extra_info") or {}
         tools = context.tools.select(extra_info.get("tool_selection"))
@@ -189,7 +211,9 @@ class ToolAgent(TurnLoopAgent):
 
         async with (
             self._user(row, trajectory_id) as user,
-            tool_session(context, tools, row, trajectory_id, modalities=context.modalities) as session,
+            tool_session(
+                context, tools, row, trajectory_id, modalities=context.modalities
+            ) as session,
         ):
             grammar = await self._turn_grammar(schemas, episode.codec)
             responder = ToolResponder(context, session, schemas, user, grammar)
@@ -210,13 +234,17 @@ class ToolAgent(TurnLoopAgent):
                 "set it to false, or use a model or agent.tool_format whose calls have an opening tag, such as hermes"
             ) from None
 
-    async def _turn_grammar(self, schemas: Sequence[Mapping[str, Any]], codec: ChatCodec) -> str | None:
+    async def _turn_grammar(
+        self, schemas: Sequence[Mapping[str, Any]], codec: ChatCodec
+    ) -> str | None:
         """Return the grammar of a turn with these tools; None without ``agent.constrain_tool_calls``."""
         limits = self.context.limits
         if not limits.constrain_tool_calls or not schemas:
             return None
         several_calls = limits.max_parallel_calls > 1
-        return await in_grammar_thread(lambda: codec.free_turn_grammar(tools=schemas, several=several_calls))
+        return await in_grammar_thread(
+            lambda: codec.free_turn_grammar(tools=schemas, several=several_calls)
+        )
 
     def _user(
         self, row: Mapping[str, Any], trajectory_id: str
@@ -279,14 +307,18 @@ def tool_session(
     )
 
 
-def over_the_limit(session: ToolSession, name: str, arguments: Mapping[str, Any] | None, limit: int) -> ToolCallRecord:
+def over_the_limit(
+    session: ToolSession, name: str, arguments: Mapping[str, Any] | None, limit: int
+) -> ToolCallRecord:
     """Return the answer to a call that ``agent.max_parallel_calls``, the ``limit``, leaves out."""
     text = f"Error: {name} was not run: at most {limit} tool calls in one turn"
     record = _refused(session, text, "over_parallel_limit")
     return replace(record, name=name, arguments=arguments)
 
 
-def malformed_call(context: AgentContext, session: ToolSession, *, wrote: str, problem: str) -> ToolCallRecord:
+def malformed_call(
+    context: AgentContext, session: ToolSession, *, wrote: str, problem: str
+) -> ToolCallRecord:
     """Return the answer to a call that could not be decoded, and report it.
 
     ``wrote`` is the text of the turn, ``problem`` what is wrong with the call.

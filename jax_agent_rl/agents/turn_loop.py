@@ -41,7 +41,9 @@ from jax_agent_rl.types import (
     Trajectory,
 )
 
-SERVER_REMEDY = "make the tool server answer the same actions alike (rollout.strategy branches trajectories)"
+SERVER_REMEDY = (
+    "make the tool server answer the same actions alike (rollout.strategy branches trajectories)"
+)
 
 
 @dataclass
@@ -68,7 +70,9 @@ class Responder(ABC):
         return {}
 
     @abstractmethod
-    async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
+    async def respond(
+        self, episode: Episode, output: TokenOutput, limit: FinishReason | None
+    ) -> FinishReason | None:
         """Answer the turn just generated, and append the response to the episode.
 
         ``limit`` is the limit that allows no further turn, or None.
@@ -121,7 +125,9 @@ async def _replay(episode: Episode, prefix: Prefix, responder: Responder) -> Non
     episode.add_metrics({"replayed_calls": calls, "replay_seconds": seconds})
 
 
-def check_replay(turn: int, source: str, recorded: object, replayed: object, *, remedy: str) -> None:
+def check_replay(
+    turn: int, source: str, recorded: object, replayed: object, *, remedy: str
+) -> None:
     """Check that a replayed answer is the recorded one.
 
     Args:
@@ -185,7 +191,13 @@ class TurnLoopAgent(AgentLoop):
         )
 
     async def resume(
-        self, prefix: Prefix, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
+        self,
+        prefix: Prefix,
+        row: Mapping[str, Any],
+        *,
+        trajectory_id: str,
+        group_id: str,
+        sampling: SamplingParams,
     ) -> Trajectory:
         start = partial(
             self.start,
@@ -198,7 +210,9 @@ class TurnLoopAgent(AgentLoop):
         return await self.play(start, row, trajectory_id)
 
     @abstractmethod
-    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+    async def play(
+        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
+    ) -> Trajectory:
         """Open what the responder works on, start the episode, run its turns, and finish it."""
 
 
@@ -206,7 +220,9 @@ class TurnLoopAgent(AgentLoop):
 class SingleTurnAgent(TurnLoopAgent):
     """One prompt, one answer, no tools."""
 
-    async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
+    async def play(
+        self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str
+    ) -> Trajectory:
         episode = start()
         output = await episode.generate(session_ends=True)
         return episode.finish(answer_or_cut(output))

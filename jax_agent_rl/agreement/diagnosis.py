@@ -39,7 +39,14 @@ from jax_agent_rl.agreement.inspection import (
     tensor_faults,
 )
 from jax_agent_rl.agreement.report import Cause, Diagnosis, HypothesisResult, Tolerance, coarsest
-from jax_agent_rl.agreement.search import SECONDS, Examined, Search, TimeLimit, examine, order_families
+from jax_agent_rl.agreement.search import (
+    SECONDS,
+    Examined,
+    Search,
+    TimeLimit,
+    examine,
+    order_families,
+)
 from jax_agent_rl.agreement.subject import Context, DiagnosisSubject
 from jax_agent_rl.learner.metrics import Comparison
 from jax_agent_rl.models.hf import hf_tensors
@@ -90,7 +97,9 @@ def diagnose(
         clock: seconds, monotonic.
     """
     limit = TimeLimit(seconds, clock)
-    return explain(subject, examine(subject, tolerance, limit), tolerance=tolerance, engine=engine, limit=limit)
+    return explain(
+        subject, examine(subject, tolerance, limit), tolerance=tolerance, engine=engine, limit=limit
+    )
 
 
 def explain(
@@ -164,11 +173,15 @@ class _Diagnosing:
                     return self._conclude(Cause.ROUNDING, rounding.detail)
         return self._search(search, difference, layers)
 
-    def _search(self, search: Search, difference: LayerDifference | None, layers: HypothesisResult) -> Diagnosis:
+    def _search(
+        self, search: Search, difference: LayerDifference | None, layers: HypothesisResult
+    ) -> Diagnosis:
         """Try what explains the numbers."""
         if difference is not None and difference.is_late:
             search.note_where_it_begins(difference.begin)
-        may_be_rounding = _may_be_rounding(self._examined) and (difference is None or not difference.is_late)
+        may_be_rounding = _may_be_rounding(self._examined) and (
+            difference is None or not difference.is_late
+        )
         rounding_seconds = 2 * self._examined.seconds  # a pass in each coarser dtype
         if may_be_rounding and rounding_seconds <= LAST * self._limit.seconds:
             self._limit.reserve(rounding_seconds)
@@ -205,7 +218,9 @@ class _Diagnosing:
             search.untried.append("a coarser dtype in other kernels")
         return self._conclude(Cause.UNKNOWN, self._describe_unknown(search, difference))
 
-    def _order_families(self, difference: LayerDifference | None, layers: HypothesisResult) -> list[Cause]:
+    def _order_families(
+        self, difference: LayerDifference | None, layers: HypothesisResult
+    ) -> list[Cause]:
         """Return the families in the order in which they are tried."""
         suggested = []
         if difference is not None:
@@ -233,7 +248,9 @@ class _Diagnosing:
             detail += f"; the nearest is {nearest.name} ({nearest.detail})"
         return f"{detail}{untried}"
 
-    def _suspect_layers(self, difference: LayerDifference | None, layers: HypothesisResult) -> list[int]:
+    def _suspect_layers(
+        self, difference: LayerDifference | None, layers: HypothesisResult
+    ) -> list[int]:
         """Return the layers that may hold a wrong tensor."""
         if difference is not None:
             return [max(difference.layer, 0)]
@@ -266,7 +283,9 @@ def _is_late(examined: Examined) -> bool:
     late = []
     for context in examined.subject.contexts:
         if context.breach is not None:
-            late.append(context.sampled_from(context.breach) > context.sampled_from(int(context.at[0])))
+            late.append(
+                context.sampled_from(context.breach) > context.sampled_from(int(context.at[0]))
+            )
     return bool(late) and all(late)
 
 
@@ -283,7 +302,9 @@ def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
     count = len(subject.contexts)
     drifted = [context for context in subject.contexts if context.drifted]
     if not drifted:
-        return HypothesisResult("ids", "ruled out", f"all {count} contexts are those that the engine reported")
+        return HypothesisResult(
+            "ids", "ruled out", f"all {count} contexts are those that the engine reported"
+        )
     detail = (
         f"in {len(drifted)} of {count} contexts the engine saw other ids than are trained on, first in "
         f"{drifted[0].name}"
@@ -297,7 +318,9 @@ def _check_learner(subject: DiagnosisSubject, examined: Examined) -> HypothesisR
     contexts: Sequence[Context] = subject.contexts
     if subject.packed is not None and all(context.learner is None for context in contexts):
         contexts = subject.packed()
-    gaps = [context.learner - context.rollout for context in contexts if context.learner is not None]
+    gaps = [
+        context.learner - context.rollout for context in contexts if context.learner is not None
+    ]
     packed = Comparison.of(np.concatenate(gaps)) if gaps else None
     if packed is not None and packed.largest > max(10 * gap.largest, 1e-5):
         detail = (
@@ -326,11 +349,16 @@ def _find_tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[T
         square = array.ndim == 2 and array.shape[0] == array.shape[1]
         return TensorSample.of(array.T) if square else None
 
-    older = {name: lambda make=make: sample_tensors(model, make()) for name, make in subject.older.items()}
+    older = {
+        name: lambda make=make: sample_tensors(model, make())
+        for name, make in subject.older.items()
+    }
     learner_samples = sample_tensors(model, params)
     engines = (engine.tensors, *engine.replicas)
     for number, samples in enumerate(engines, 1):
-        faults = tensor_faults(samples, learner_samples, precision=engine.precision, transposed=transposed, older=older)
+        faults = tensor_faults(
+            samples, learner_samples, precision=engine.precision, transposed=transposed, older=older
+        )
         if faults and len(engines) > 1:
             which = f"of engine {number} of {len(engines)}"
             return [replace(fault, name=f"{fault.name} ({which})") for fault in faults]
@@ -342,10 +370,14 @@ def _find_tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[T
 def _check_tensors(engine: EngineView, faults: Sequence[TensorFault]) -> HypothesisResult:
     count = len(engine.tensors)
     if not count:
-        return HypothesisResult("tensors", "not tested", "the engine's tensors cannot be read from here")
+        return HypothesisResult(
+            "tensors", "not tested", "the engine's tensors cannot be read from here"
+        )
     if not faults:
         whose = f"each of {1 + len(engine.replicas)} engines" if engine.replicas else "the engine"
-        return HypothesisResult("tensors", "ruled out", f"all {count} tensors of {whose} are the learner's")
+        return HypothesisResult(
+            "tensors", "ruled out", f"all {count} tensors of {whose} are the learner's"
+        )
     return HypothesisResult("tensors", "found", _describe(faults, count))
 
 
@@ -357,27 +389,37 @@ def _describe(faults: Sequence[TensorFault], count: int) -> str:
     return shown if len(faults) <= 3 else f"{len(faults)} of {count} tensors: {shown}; …"
 
 
-def _check_layers(search: Search, engine: EngineView) -> tuple[LayerDifference | None, HypothesisResult]:
+def _check_layers(
+    search: Search, engine: EngineView
+) -> tuple[LayerDifference | None, HypothesisResult]:
     """Compare the layers on the probe."""
     probe = search.probe.contexts[0]
     ids = probe.token_ids[:MAX_IDS]
     engine_outputs = engine.layers(ids)
     if not engine_outputs:
-        return None, HypothesisResult("layers", "not tested", "the engine's activations cannot be read from here")
+        return None, HypothesisResult(
+            "layers", "not tested", "the engine's activations cannot be read from here"
+        )
 
     learner_outputs = outputs_of_layers(search.activations, len(ids))
     difference = first_difference(engine_outputs, learner_outputs, precision=engine.precision)
     if difference is not None:
         weights = weights_in(search.probe, engine.precision)
         if weights is not None:  # what that precision costs at each position is measured
-            activations = forward.activations(search.probe.model, weights, search.probe.inputs(search.probe.rows))
+            activations = forward.activations(
+                search.probe.model, weights, search.probe.inputs(search.probe.rows)
+            )
             rounded = outputs_of_layers(activations, len(ids))
-            difference = first_difference(engine_outputs, learner_outputs, precision=engine.precision, rounded=rounded)
+            difference = first_difference(
+                engine_outputs, learner_outputs, precision=engine.precision, rounded=rounded
+            )
     if difference is not None:
         return difference, HypothesisResult("layers", "found", difference.describe())
     detail = f"the embeddings and all {len(learner_outputs) - 1} layers agree on a prefilled context of {len(ids)} ids"
     if probe.breach is not None and probe.breach >= len(ids):
-        return None, HypothesisResult("layers", "not tested", f"{detail}, but all of these are before the gap")
+        return None, HypothesisResult(
+            "layers", "not tested", f"{detail}, but all of these are before the gap"
+        )
     return None, HypothesisResult("layers", "ruled out", detail)
 
 
@@ -403,14 +445,18 @@ def _check_rounding(examined: Examined, precision: str) -> HypothesisResult | No
     scores = subject.tokens(subject.hidden(weights=weights), weights).plain
     cost = Comparison.of(scores - examined.tokens.plain)
     gap = examined.gap
-    is_as_small = gap.mean <= ROUNDING_COSTS * cost.mean and gap.largest <= 2 * ROUNDING_COSTS * cost.largest
+    is_as_small = (
+        gap.mean <= ROUNDING_COSTS * cost.mean and gap.largest <= 2 * ROUNDING_COSTS * cost.largest
+    )
     detail = (
         f"{precision} makes a gap of {cost.mean:.1e} nats on average, {cost.largest:.1e} at most, in the learner's own "
         "pass over these contexts"
     )
     if is_as_small and _may_be_rounding(examined):
         return HypothesisResult(
-            "rounding", "explains", f"{detail}; the engine's is {gap.mean:.1e} and {gap.largest:.1e}"
+            "rounding",
+            "explains",
+            f"{detail}; the engine's is {gap.mean:.1e} and {gap.largest:.1e}",
         )
     return HypothesisResult("rounding", "ruled out", detail)
 
@@ -430,7 +476,9 @@ def _describe_rounding(examined: Examined, precision: str) -> str | None:
         weights = subject.weights(dtype=name)
         change = subject.tokens(subject.hidden(weights=weights), weights).plain - plain
         times = float(np.abs(gap).mean() / max(np.abs(change).mean(), 1e-30))
-        correlation = float(np.corrcoef(gap, change)[0, 1]) if gap.std() > 0 and change.std() > 0 else 0.0
+        correlation = (
+            float(np.corrcoef(gap, change)[0, 1]) if gap.std() > 0 and change.std() > 0 else 0.0
+        )
         if 1 / 3 <= times <= 3 and correlation > 0.2:
             return (
                 f"the gap is {times:.1f} times what computing in {name} makes, has no direction, and lies where that "

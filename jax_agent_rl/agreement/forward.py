@@ -173,7 +173,13 @@ def _run(
     old_kv = None if old is None else (old.keys, old.values)
     changed = None if change is None else (change.before, change.first, change.tensors)
     weights = {name: params[name] for name in ("embed", "layers", "final_norm")}
-    arguments = (_numbers(config, inputs, prefix), tuple(map(jnp.asarray, places)), old_kv, changed, prefix)
+    arguments = (
+        _numbers(config, inputs, prefix),
+        tuple(map(jnp.asarray, places)),
+        old_kv,
+        changed,
+        prefix,
+    )
     return _layers(program_of(config), weights, *arguments, keep=keep)
 
 
@@ -194,7 +200,9 @@ def _numbers(config: DecoderConfig, inputs: Inputs, prefix: ComputedPrefix | Non
         embed_scale=float(config.embed_scale),
         frequencies=jnp.stack([rope_frequencies(rope, config.head_dim) for rope in ropes]),
         magnitudes=jnp.asarray(magnitudes, jnp.float32),
-        windowed=jnp.asarray([config.is_windowed(layer) for layer in range(config.num_layers)], jnp.int32),
+        windowed=jnp.asarray(
+            [config.is_windowed(layer) for layer in range(config.num_layers)], jnp.int32
+        ),
         windows=jnp.asarray(windows, jnp.int32),
     )
 
@@ -223,7 +231,9 @@ def _layers(
     key = jnp.arange(key_positions.shape[1])
     seen = (key <= query) & (begins[:, None] <= query) & (query < ends[:, None])
     distance = positions[:, :, None] - key_positions[:, None]
-    own_config = replace(config, rms_norm_eps=numbers.rms_norm_eps, attention_scale=numbers.attention_scale)
+    own_config = replace(
+        config, rms_norm_eps=numbers.rms_norm_eps, attention_scale=numbers.attention_scale
+    )
 
     def compute(x: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
         number, tensors, windowed, window, old_kv, prefix_kv = scanned
@@ -255,10 +265,19 @@ def _layers(
 
     def compute_from_first(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
         assert changed is not None
-        return jax.lax.cond(scanned[0] >= changed[1], lambda: compute(x, scanned)[0], lambda: x), None
+        return jax.lax.cond(
+            scanned[0] >= changed[1], lambda: compute(x, scanned)[0], lambda: x
+        ), None
 
     prefix_kv = None if prefix is None else (prefix.keys, prefix.values)
-    layers = (jnp.arange(config.num_layers), params["layers"], numbers.windowed, numbers.windows, old, prefix_kv)
+    layers = (
+        jnp.arange(config.num_layers),
+        params["layers"],
+        numbers.windowed,
+        numbers.windows,
+        old,
+        prefix_kv,
+    )
     if changed is None:
         x = embed(config, params["embed"], ids)
         x = x * jnp.asarray(numbers.embed_scale, x.dtype)
@@ -268,7 +287,9 @@ def _layers(
     return rms_norm(own_config, x, params["final_norm"]), outputs
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, visible: jax.Array) -> jax.Array:
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, visible: jax.Array
+) -> jax.Array:
     """Attend, a row at a time.
 
     Args:

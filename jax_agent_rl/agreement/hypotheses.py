@@ -22,7 +22,14 @@ from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.inspection import ROUNDED
 from jax_agent_rl.agreement.logits import head_of, logprobs
 from jax_agent_rl.agreement.report import Cause
-from jax_agent_rl.agreement.subject import LENGTH, MAX_INSERTED, Context, DiagnosisSubject, Row, Scores
+from jax_agent_rl.agreement.subject import (
+    LENGTH,
+    MAX_INSERTED,
+    Context,
+    DiagnosisSubject,
+    Row,
+    Scores,
+)
 from jax_agent_rl.agreement.variations import ConfigField, config_fields, fitted_params
 from jax_agent_rl.models.config import (
     DecoderConfig,
@@ -84,7 +91,12 @@ class Trial:
         return self.place is not None and not any(others)
 
     def _scores_since(
-        self, subject: DiagnosisSubject, row: Row, first: int, plain: np.ndarray, activations: forward.Activations
+        self,
+        subject: DiagnosisSubject,
+        row: Row,
+        first: int,
+        plain: np.ndarray,
+        activations: forward.Activations,
     ) -> np.ndarray:
         """Score a single context of which only ids from ``first`` on differ."""
         later = row.at > first
@@ -95,11 +107,16 @@ class Trial:
         supports = [context.supports[i] for i in np.flatnonzero(later)] if context.supports else []
         ids = np.asarray(context.token_ids)[context.at[later]]
         scores = plain.copy()
-        scores[later] = logprobs(subject.weights(), states, ids, (subject.temperature,), supports)[0]
+        scores[later] = logprobs(subject.weights(), states, ids, (subject.temperature,), supports)[
+            0
+        ]
         return scores
 
     def scores(
-        self, subject: DiagnosisSubject, plain: Scores, activations: forward.Activations | None = None
+        self,
+        subject: DiagnosisSubject,
+        plain: Scores,
+        activations: forward.Activations | None = None,
     ) -> Scores:
         """Score all contexts.
 
@@ -115,10 +132,15 @@ class Trial:
             change = forward.LayerChange(
                 before=activations.before(first), first=first, tensors=subject.weights(tensors)
             )
-            return subject.split(subject.tokens(subject.hidden(weights=weights, change=change), weights).plain)
+            return subject.split(
+                subject.tokens(subject.hidden(weights=weights, change=change), weights).plain
+            )
         rows = [Row.of(context) for context in subject.contexts]
         if self.place is not None:
-            rows = [self.place(context, row) for context, row in zip(subject.contexts, rows, strict=True)]
+            rows = [
+                self.place(context, row)
+                for context, row in zip(subject.contexts, rows, strict=True)
+            ]
         if activations is not None and self.changes_places_only:
             first = rows[0].first_change(Row.of(subject.contexts[0]))
             first -= first % LENGTH  # what is computed again has one of few shapes
@@ -143,7 +165,9 @@ Trials = Generator[Trial, float, None]
 Family = Callable[[DiagnosisSubject], Trials]
 
 
-def with_one_in_memory(older: Mapping[str, Callable[[], Params]]) -> dict[str, Callable[[], Params]]:
+def with_one_in_memory(
+    older: Mapping[str, Callable[[], Params]],
+) -> dict[str, Callable[[], Params]]:
     """Return makers of other versions' parameters that keep the latest ones they made: one version is in memory."""
     latest: dict[str, Params] = {}
 
@@ -188,7 +212,9 @@ def adapter_scale(subject: DiagnosisSubject) -> Trials:
         for scale in ADAPTER_SCALES:
 
             def scaled(make: Callable[[], Params] = make, scale: float = scale) -> Params:
-                return jax.tree.map(lambda base, own: base + scale * (own - base), make(), subject.params)
+                return jax.tree.map(
+                    lambda base, own: base + scale * (own - base), make(), subject.params
+                )
 
             label = f"applies the adapters with {scale:g} times their scale (alpha / rank)"
             yield Trial(cause=Cause.ADAPTER, label=label, params=scaled)
@@ -261,7 +287,9 @@ def _describe_place(context: Context, index: int, last: int = 0) -> str:
     return f"turn {number // 2 + 1}" if number % 2 == 0 else f"what follows turn {number // 2 + 1}"
 
 
-def _at_boundary(kind: str, change: Callable[[Context, Row, int], Row]) -> Callable[[Context, Row], Row]:
+def _at_boundary(
+    kind: str, change: Callable[[Context, Row, int], Row]
+) -> Callable[[Context, Row], Row]:
     """Return a change of rows at a boundary; contexts without it stay as they are."""
 
     def place(context: Context, row: Row) -> Row:
@@ -271,7 +299,9 @@ def _at_boundary(kind: str, change: Callable[[Context, Row, int], Row]) -> Calla
     return place
 
 
-def _each_boundary(subject: DiagnosisSubject, *, only_starts: bool = False) -> Iterator[tuple[str, int]]:
+def _each_boundary(
+    subject: DiagnosisSubject, *, only_starts: bool = False
+) -> Iterator[tuple[str, int]]:
     """Yield the kind of each boundary, and where it is in the first context.
 
     Args:
@@ -281,7 +311,9 @@ def _each_boundary(subject: DiagnosisSubject, *, only_starts: bool = False) -> I
     context = subject.contexts[0]
     seen = set()
     for kind, index in _boundaries(context).items():
-        if index not in seen and (not only_starts or index in (context.starts or (context.prompt,))):
+        if index not in seen and (
+            not only_starts or index in (context.starts or (context.prompt,))
+        ):
             seen.add(index)
             yield kind, index
 
@@ -296,12 +328,18 @@ def token_drift(subject: DiagnosisSubject) -> Trials:
         where = _describe_place(context, index)
         changes: dict[str, Callable[[Context, Row, int], Row]] = {
             f"saw no id before {where}": lambda context, row, at: _forget(row, at - 1, at),
-            f"saw the id before {where} twice": lambda context, row, at: row.insert(at, [row.token_ids[at - 1]]),
+            f"saw the id before {where} twice": lambda context, row, at: row.insert(
+                at, [row.token_ids[at - 1]]
+            ),
         }
         if bos is not None:
-            changes[f"saw BOS (id {bos}) before {where}"] = lambda context, row, at: row.insert(at, [bos])
+            changes[f"saw BOS (id {bos}) before {where}"] = lambda context, row, at: row.insert(
+                at, [bos]
+            )
         for eos in subject.model.eos_token_ids[:1]:
-            changes[f"saw EOS (id {eos}) before {where}"] = lambda context, row, at, eos=eos: row.insert(at, [eos])
+            changes[f"saw EOS (id {eos}) before {where}"] = lambda context, row, at, eos=eos: (
+                row.insert(at, [eos])
+            )
         for label, change in changes.items():
             yield Trial(cause=Cause.TOKEN_DRIFT, label=label, place=_at_boundary(kind, change))
     for kind, index in _each_boundary(subject, only_starts=True):
@@ -310,9 +348,17 @@ def token_drift(subject: DiagnosisSubject) -> Trials:
         if all(count + 1 < context.prompt for context in subject.contexts):
             first = "id" if count == 1 else f"{count} ids"
             label = f"saw no first {first} of the context"
-            yield Trial(cause=Cause.TOKEN_DRIFT, label=label, place=lambda c, row, count=count: row.drop(0, count))
+            yield Trial(
+                cause=Cause.TOKEN_DRIFT,
+                label=label,
+                place=lambda c, row, count=count: row.drop(0, count),
+            )
     label = "saw the context's first id (BOS) twice"
-    yield Trial(cause=Cause.TOKEN_DRIFT, label=label, place=lambda c, row: row.insert(0, row.token_ids[:1].tolist()))
+    yield Trial(
+        cause=Cause.TOKEN_DRIFT,
+        label=label,
+        place=lambda c, row: row.insert(0, row.token_ids[:1].tolist()),
+    )
     if bos is not None:
         label = f"saw BOS (id {bos}) before the context"
         yield Trial(cause=Cause.TOKEN_DRIFT, label=label, place=lambda c, row: row.insert(0, [bos]))
@@ -342,7 +388,9 @@ def _changed_insertions(first: Context, kind: str, index: int) -> Trials:
 
         changes[f"saw {what} without its first {count} ids"] = beheaded
         changes[f"saw {what} without its last {count} ids"] = cut
-    changes[f"did not see {what}"] = lambda context, row, at: _forget(row, at, _end_of_stretch(context, at))
+    changes[f"did not see {what}"] = lambda context, row, at: _forget(
+        row, at, _end_of_stretch(context, at)
+    )
     for number in range(min(length, MAX_CHANGED)):
 
         def twice(context: Context, row: Row, at: int, number: int = number) -> Row:
@@ -364,7 +412,9 @@ def _forget(row: Row, begin: int, end: int) -> Row:
         return row.drop(begin, end)
     ends = row.ends.copy()
     ends[begin:end] = end
-    positions = np.where(np.arange(len(row.token_ids)) >= end, row.positions - (end - begin), row.positions)
+    positions = np.where(
+        np.arange(len(row.token_ids)) >= end, row.positions - (end - begin), row.positions
+    )
     return replace(row, ends=ends, positions=positions)
 
 
@@ -377,22 +427,30 @@ def padding(subject: DiagnosisSubject) -> Trials:
                 continue
             for count, shift in itertools.product((1, 2, 3, 4, 8), (True, False)):
 
-                def place(context: Context, row: Row, at: int, count: int = count, shift: bool = shift) -> Row:
+                def place(
+                    context: Context, row: Row, at: int, count: int = count, shift: bool = shift
+                ) -> Row:
                     return row.insert(at, [pad] * count, shift_positions=shift)  # noqa: B023
 
                 label = f"sees {_count(count, 'padding id')} ({pad}) before {where}"
                 yield Trial(cause=Cause.PADDING, label=label, place=_at_boundary(kind, place))
             for size, shift in itertools.product(BUCKETS, (True, False)):
 
-                def fill(context: Context, row: Row, at: int, size: int = size, shift: bool = shift) -> Row:
+                def fill(
+                    context: Context, row: Row, at: int, size: int = size, shift: bool = shift
+                ) -> Row:
                     return row.insert(at, [pad] * _missing(at, size), shift_positions=shift)  # noqa: B023
 
-                label = f"sees the padding ids ({pad}) that fill contexts up to {size} before {where}"
+                label = (
+                    f"sees the padding ids ({pad}) that fill contexts up to {size} before {where}"
+                )
                 yield Trial(cause=Cause.PADDING, label=label, place=_at_boundary(kind, fill))
         for count in (1, 2, 3, 4, 6, 8, 16, 32, 64):
             label = f"sees {_count(count, 'padding id')} ({pad}) before the prompt"
             yield Trial(
-                cause=Cause.PADDING, label=label, place=lambda c, row, n=count, pad=pad: row.insert(0, [pad] * n)
+                cause=Cause.PADDING,
+                label=label,
+                place=lambda c, row, n=count, pad=pad: row.insert(0, [pad] * n),
             )
         for size in BUCKETS:
             label = f"sees the padding ids ({pad}) that fill prompts up to {size}"
@@ -403,7 +461,13 @@ def padding(subject: DiagnosisSubject) -> Trials:
             yield Trial(cause=Cause.PADDING, label=f"{label} from the left", place=left)
             for shift in (True, False):
 
-                def between(context: Context, row: Row, size: int = size, pad: int = pad, shift: bool = shift) -> Row:
+                def between(
+                    context: Context,
+                    row: Row,
+                    size: int = size,
+                    pad: int = pad,
+                    shift: bool = shift,
+                ) -> Row:
                     ids = [pad] * _missing(context.prompt, size)
                     return row.insert(context.prompt, ids, shift_positions=shift)
 
@@ -425,7 +489,9 @@ def position(subject: DiagnosisSubject) -> Trials:
 
             def restart(context: Context, row: Row, at: int, last: int = last) -> Row:
                 later = np.arange(len(row.token_ids)) >= at - last
-                return replace(row, positions=np.where(later, row.positions - (at - last), row.positions))
+                return replace(
+                    row, positions=np.where(later, row.positions - (at - last), row.positions)
+                )
 
             label = f"lets positions begin again at 0 at {_describe_place(first, index, last)}"
             yield Trial(cause=Cause.POSITION, label=label, place=_at_boundary(kind, restart))
@@ -440,7 +506,9 @@ def position(subject: DiagnosisSubject) -> Trials:
     for offset in OFFSETS:
 
         def only_sampled(context: Context, row: Row, offset: int = offset) -> Row:
-            return replace(row, positions=np.where(_is_sampled(context), row.positions + offset, row.positions))
+            return replace(
+                row, positions=np.where(_is_sampled(context), row.positions + offset, row.positions)
+            )
 
         label = f"puts sampled tokens, and no others, {_describe_offset(offset)}"
         yield Trial(cause=Cause.POSITION, label=label, place=only_sampled)
@@ -463,7 +531,9 @@ def _shifted(first: Context, kind: str, index: int, offsets: Sequence[int]) -> T
     is_prompt = index <= first.prompt
     for offset, last in itertools.product(offsets, _lasts(kind)):
 
-        def shift(context: Context, row: Row, at: int, offset: int = offset, last: int = last) -> Row:
+        def shift(
+            context: Context, row: Row, at: int, offset: int = offset, last: int = last
+        ) -> Row:
             later = np.arange(len(row.token_ids)) >= at - last
             return replace(row, positions=np.where(later, row.positions + offset, row.positions))
 
@@ -481,7 +551,12 @@ def _stand_still(context: Context, row: Row, at: int) -> Row:
     starts = context.starts
     number = starts.index(at) if at in starts else 0
     count = at - starts[number - 1] if number else 0
-    return replace(row, positions=np.where(np.arange(len(row.token_ids)) >= at, row.positions - count, row.positions))
+    return replace(
+        row,
+        positions=np.where(
+            np.arange(len(row.token_ids)) >= at, row.positions - count, row.positions
+        ),
+    )
 
 
 def _is_sampled(context: Context) -> np.ndarray:
@@ -502,7 +577,11 @@ def mask(subject: DiagnosisSubject) -> Trials:
         sampled = _is_sampled(context) & (index > 0)
         return replace(row, begins=np.where(sampled, index + 1, row.begins))
 
-    yield Trial(cause=Cause.MASK, label="computes as if sampled tokens do not attend to themselves", place=themselves)
+    yield Trial(
+        cause=Cause.MASK,
+        label="computes as if sampled tokens do not attend to themselves",
+        place=themselves,
+    )
     for kind, index in _each_boundary(subject):
         first = subject.contexts[0]
         where = _describe_place(first, index)
@@ -559,7 +638,9 @@ def settings_of(cause: Cause) -> Family:
         left: dict[str, dict[float, float]] = {}
         for kind in ("usual", "derived"):
             for field in fields:
-                values = [value for value in getattr(field, kind) if _has_effect(field, value, longest)]
+                values = [
+                    value for value in getattr(field, kind) if _has_effect(field, value, longest)
+                ]
                 for value in values:
                     trial = _setting(subject, cause, field, value)
                     if trial is None:
@@ -590,7 +671,9 @@ def _has_effect(field: ConfigField, value: Any, longest: int) -> bool:
     return True
 
 
-def _setting(subject: DiagnosisSubject, cause: Cause, field: ConfigField, value: Any) -> Trial | None:
+def _setting(
+    subject: DiagnosisSubject, cause: Cause, field: ConfigField, value: Any
+) -> Trial | None:
     model = field.config_with(value)
     if fitted_params(subject.model, subject.params, model) is None:
         return None
@@ -605,7 +688,10 @@ def _exchanged_ropes(model: DecoderConfig) -> Trial:
 
 
 def _between(
-    subject: DiagnosisSubject, cause: Cause, fields: Sequence[ConfigField], left: dict[str, dict[float, float]]
+    subject: DiagnosisSubject,
+    cause: Cause,
+    fields: Sequence[ConfigField],
+    left: dict[str, dict[float, float]],
 ) -> Trials:
     """Try values between those of the number that left least, if it left less than there was."""
     best = {path: min(gaps.values()) for path, gaps in left.items()}
@@ -642,21 +728,29 @@ def _describe_setting(model: DecoderConfig, field: ConfigField, value: Any) -> s
             return "rotates by the full layers' settings everywhere"
         case "rope.interleaved":
             pairs = "neighbouring numbers, not halves of a head"
-            return f"rotates {pairs}" if value else "rotates halves of a head, not neighbouring numbers"
+            return (
+                f"rotates {pairs}"
+                if value
+                else "rotates halves of a head, not neighbouring numbers"
+            )
         case "sliding_window":
             return f"has {_describe_window(model, changed)}"
         case "windowed_layers":
             return f"has {_describe_windowed(value)}"
         case "experts.per_token":
             assert model.experts is not None
-            return f"takes {_count(value, 'expert')} a token (the model has {model.experts.per_token})"
+            return (
+                f"takes {_count(value, 'expert')} a token (the model has {model.experts.per_token})"
+            )
         case "experts.normalize":
             return f"takes experts with weights{'' if value else ' not'} normalized"
     right_value = field.value
     if field.path == "attention_scale":  # None stands for a number
         right_value = model.score_scale
         value = changed.score_scale
-    return f"computes with {field.path}={_describe_value(value)}, not {_describe_value(right_value)}"
+    return (
+        f"computes with {field.path}={_describe_value(value)}, not {_describe_value(right_value)}"
+    )
 
 
 def _describe_value(value: Any) -> str:
@@ -751,18 +845,24 @@ def tensors_of_all_layers(subject: DiagnosisSubject) -> Trials:
         return Trial(cause=cause, label=label, params=lambda: params | {"layers": layers | make()})
 
     for one, other in names.pairs():
-        label = f"holds {names.any(one)} and {names.any(other)} in each other's place in every layer"
+        label = (
+            f"holds {names.any(one)} and {names.any(other)} in each other's place in every layer"
+        )
         exchanged = {one: layers[other], other: layers[one]}
         yield change(Cause.MISNAMED_TENSOR, label, lambda exchanged=exchanged: exchanged)
     for key, x in layers.items():
         if x.shape[-1] == x.shape[-2] and parameter_at(["layers", key]).is_matrix:
             label = f"holds {names.any(key)} transposed in every layer"
-            yield change(Cause.TRANSPOSED_TENSOR, label, lambda key=key, x=x: {key: x.swapaxes(-1, -2)})
+            yield change(
+                Cause.TRANSPOSED_TENSOR, label, lambda key=key, x=x: {key: x.swapaxes(-1, -2)}
+            )
     for order, make in _head_orders(subject.model, layers).items():
         yield change(Cause.MISNAMED_TENSOR, f"computes as if {order}", make)
     for key, x in layers.items():
         label = f"has no {names.any(key)} in any layer"
-        yield change(Cause.MISSING_TENSOR, label, lambda key=key, x=x: {key: _blank(subject.model, key, x)})
+        yield change(
+            Cause.MISSING_TENSOR, label, lambda key=key, x=x: {key: _blank(subject.model, key, x)}
+        )
     for step, what in ((1, "holds the one before it"), (-1, "holds the one after it")):
         label = f"has the layers in another order: each layer {what}"
         rolled = lambda step=step: {key: jnp.roll(x, step, axis=0) for key, x in layers.items()}  # noqa: E731
@@ -780,30 +880,53 @@ def tensors_of_one_layer(layers: Sequence[int]) -> Family:
             pair = [layer, min(layer + 1, model.num_layers - 1)]
 
             def trial(
-                cause: Cause, label: str, change: Callable[[Params], Params], pair: Sequence[int] = pair
+                cause: Cause,
+                label: str,
+                change: Callable[[Params], Params],
+                pair: Sequence[int] = pair,
             ) -> Trial:
                 def tensors() -> tuple[int, Params]:
                     both = {key: x[jnp.asarray(pair)] for key, x in stacked.items()}
                     return pair[0], both | change(both)
 
-                return Trial(cause=cause, label=label, change=tensors, params=lambda: _with_layers(subject, *tensors()))
+                return Trial(
+                    cause=cause,
+                    label=label,
+                    change=tensors,
+                    params=lambda: _with_layers(subject, *tensors()),
+                )
 
             for key in stacked:
-                kept = {key: lambda both, key=key: _first(both[key], _blank(model, key, both[key][0]))}
+                kept = {
+                    key: lambda both, key=key: _first(both[key], _blank(model, key, both[key][0]))
+                }
                 label = f"has no {names.one(key, layer)}"
-                yield trial(Cause.MISSING_TENSOR, label, lambda both, kept=kept: {k: f(both) for k, f in kept.items()})
+                yield trial(
+                    Cause.MISSING_TENSOR,
+                    label,
+                    lambda both, kept=kept: {k: f(both) for k, f in kept.items()},
+                )
             label = f"leaves out layer {layer}"
-            outputs = [key for key in ("o", "down", "expert_down", "o_bias", "expert_down_bias") if key in stacked]
+            outputs = [
+                key
+                for key in ("o", "down", "expert_down", "o_bias", "expert_down_bias")
+                if key in stacked
+            ]
             yield trial(
                 Cause.MISSING_TENSOR,
                 label,
-                lambda both, outputs=outputs: {key: _first(both[key], both[key][0] * 0) for key in outputs},
+                lambda both, outputs=outputs: {
+                    key: _first(both[key], both[key][0] * 0) for key in outputs
+                },
             )
             for one, other in names.pairs():
                 label = f"holds {names.one(one, layer)} and {names.one(other, layer)} in each other's place"
 
                 def exchange(both: Params, one: str = one, other: str = other) -> Params:
-                    return {one: _first(both[one], both[other][0]), other: _first(both[other], both[one][0])}
+                    return {
+                        one: _first(both[one], both[other][0]),
+                        other: _first(both[other], both[one][0]),
+                    }
 
                 yield trial(Cause.MISNAMED_TENSOR, label, exchange)
             for key, x in stacked.items():
@@ -812,16 +935,22 @@ def tensors_of_one_layer(layers: Sequence[int]) -> Family:
                     yield trial(
                         Cause.TRANSPOSED_TENSOR,
                         label,
-                        lambda both, key=key: {key: _first(both[key], both[key][0].swapaxes(-1, -2))},
+                        lambda both, key=key: {
+                            key: _first(both[key], both[key][0].swapaxes(-1, -2))
+                        },
                     )
                 if parameter_at(["layers", key]).is_of_experts:
                     label = f"holds the experts of {names.one(key, layer)} in another order (the last one first)"
                     yield trial(
-                        Cause.MISNAMED_TENSOR, label, lambda both, key=key: {key: _first(both[key], both[key][0][::-1])}
+                        Cause.MISNAMED_TENSOR,
+                        label,
+                        lambda both, key=key: {key: _first(both[key], both[key][0][::-1])},
                     )
                 if layer + 1 < model.num_layers:
                     label = f"holds {names.one(key, layer)} and {names.one(key, layer + 1)} in each other's place"
-                    yield trial(Cause.MISNAMED_TENSOR, label, lambda both, key=key: {key: both[key][::-1]})
+                    yield trial(
+                        Cause.MISNAMED_TENSOR, label, lambda both, key=key: {key: both[key][::-1]}
+                    )
 
     return family
 
@@ -835,7 +964,9 @@ def _with_layers(subject: DiagnosisSubject, first: int, tensors: Params) -> Para
     """Return all parameters with those of one layer and the next replaced."""
     count = min(2, subject.model.num_layers - first)
     layers = subject.params["layers"]
-    changed = {key: x.at[first : first + count].set(tensors[key][:count]) for key, x in layers.items()}
+    changed = {
+        key: x.at[first : first + count].set(tensors[key][:count]) for key, x in layers.items()
+    }
     return subject.params | {"layers": changed}
 
 
@@ -846,7 +977,9 @@ def _blank(model: DecoderConfig, key: str, x: jax.Array) -> jax.Array:
     return jnp.zeros_like(x)
 
 
-def _head_orders(model: DecoderConfig, layers: Params) -> dict[str, Callable[[], dict[str, jax.Array]]]:
+def _head_orders(
+    model: DecoderConfig, layers: Params
+) -> dict[str, Callable[[], dict[str, jax.Array]]]:
     """Return other orders of the heads."""
     heads = model.num_heads
     kv_heads = model.num_kv_heads
@@ -887,7 +1020,9 @@ class _LayerNames:
     def pairs(self) -> list[tuple[str, str]]:
         """Return the parameters of a layer that can be exchanged."""
         keys = list(self._shapes)
-        return [(a, b) for a, b in itertools.combinations(keys, 2) if self._shapes[a] == self._shapes[b]]
+        return [
+            (a, b) for a, b in itertools.combinations(keys, 2) if self._shapes[a] == self._shapes[b]
+        ]
 
 
 FAMILIES: dict[Cause, Family] = {
@@ -905,5 +1040,7 @@ FAMILIES: dict[Cause, Family] = {
     Cause.DTYPE: dtype,
 }
 """In the order in which they are tried, unless something speaks for others."""
-PER_CONTEXT = frozenset({Cause.STALE_PREFIX, Cause.POSITION, Cause.PADDING, Cause.TOKEN_DRIFT, Cause.MASK})
+PER_CONTEXT = frozenset(
+    {Cause.STALE_PREFIX, Cause.POSITION, Cause.PADDING, Cause.TOKEN_DRIFT, Cause.MASK}
+)
 """Causes whose best trial is chosen for each context."""

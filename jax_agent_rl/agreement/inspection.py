@@ -116,7 +116,10 @@ def _common_faults(
     if are_most_wrong and largest < MAX_TRAINING_CHANGE:
         detail = f"differs a little (at most by {largest:.1e} of its size), as weights of another version do"
         return [TensorFault(name, Cause.STALE_VERSION, detail) for name in wrong]
-    return [TensorFault(name, *_fault(name, engine[name], learner, precision, transposed)) for name in wrong]
+    return [
+        TensorFault(name, *_fault(name, engine[name], learner, precision, transposed))
+        for name in wrong
+    ]
 
 
 def _fault(
@@ -132,7 +135,10 @@ def _fault(
     if not found.values.any():
         return Cause.MISSING_TENSOR, "is all zeros"
     if len(set(found.values.tolist())) == 1 and len(set(wanted.values.tolist())) > 1:
-        return Cause.MISSING_TENSOR, f"is {found.values[0]:g} everywhere, as it is made before it is loaded"
+        return (
+            Cause.MISSING_TENSOR,
+            f"is {found.values[0]:g} everywhere, as it is made before it is loaded",
+        )
     turned = transposed(name)
     if turned is not None and _alike(found, turned, precision):
         return Cause.TRANSPOSED_TENSOR, "is transposed"
@@ -152,7 +158,10 @@ def _tensor_difference(found: TensorSample, wanted: TensorSample) -> float:
 def _rounded(engine: Samples, learner: Samples, names: Sequence[str]) -> str | None:
     """Return the dtype that every tensor was rounded to, if rounding is the only difference."""
     for dtype, kind in ROUNDED.items():
-        if all(np.array_equal(engine[n].values, learner[n].values.astype(kind).astype(np.float32)) for n in names):
+        if all(
+            np.array_equal(engine[n].values, learner[n].values.astype(kind).astype(np.float32))
+            for n in names
+        ):
             return dtype
     return None
 
@@ -190,7 +199,11 @@ def outputs_of_layers(activations: forward.Activations, count: int) -> list[Laye
     values_LKTh = on_host(activations.values[:, 0, :, :count])
     for hidden_TD, keys_KTh, values_KTh in zip(hidden_LTD, keys_LKTh, values_LKTh, strict=True):
         outputs.append(
-            LayerOutput(hidden=hidden_TD, keys=keys_KTh.transpose(1, 0, 2), values=values_KTh.transpose(1, 0, 2))
+            LayerOutput(
+                hidden=hidden_TD,
+                keys=keys_KTh.transpose(1, 0, 2),
+                values=values_KTh.transpose(1, 0, 2),
+            )
         )
     return outputs
 
@@ -240,12 +253,20 @@ class LayerDifference:
             before = f"the embeddings and layers 0 to {self.layer - 1} agree"
         what = {
             (True, True): "its keys and values differ: their weights, or the norm before them",
-            (True, False): "its keys differ and its values do not: rotary settings, positions, or the keys' weights",
+            (
+                True,
+                False,
+            ): "its keys differ and its values do not: rotary settings, positions, or the keys' weights",
             (False, True): "its values differ and its keys do not: the values' weights",
-            (False, False): "its keys and values agree and its output does not: queries, window, output projection, or "
+            (
+                False,
+                False,
+            ): "its keys and values agree and its output does not: queries, window, output projection, or "
             "what follows",
         }["keys" in self.parts, "values" in self.parts]
-        layer = f"layer {self.layer} is the first that differs, by {self.difference:.1%} of its size"
+        layer = (
+            f"layer {self.layer} is the first that differs, by {self.difference:.1%} of its size"
+        )
         if self.is_late:
             layer += f", from id {self.begin} on"
         return f"{before}; {layer}: {what}"

@@ -63,10 +63,14 @@ class Tokens:
             sampled_before=self.sampled_before[at],
         )
 
-    def logprobs(self, *, params: Params | None = None, hidden: np.ndarray | None = None) -> np.ndarray:
+    def logprobs(
+        self, *, params: Params | None = None, hidden: np.ndarray | None = None
+    ) -> np.ndarray:
         """Compute log-probs float64 [S] with another head, or of other hidden states."""
         states = self.hidden if hidden is None else hidden
-        return logprobs(params or self.params, states, self.ids, (self.temperature,), self.supports)[0]
+        return logprobs(
+            params or self.params, states, self.ids, (self.temperature,), self.supports
+        )[0]
 
     def at_temperatures(self, temperatures: Sequence[float] | np.ndarray) -> np.ndarray:
         """Compute log-probs float64 [C, S] at several temperatures."""
@@ -80,13 +84,21 @@ class Tokens:
             forbidden: ids that a change may forbid.
         """
         table = [asdict(change) for change in changes]
-        columns = {name: jnp.asarray([row[name] for row in table], jnp.float32) for name in table[0]}
+        columns = {
+            name: jnp.asarray([row[name] for row in table], jnp.float32) for name in table[0]
+        }
         head = head_of(self.params)
         is_forbidden = np.zeros(len(head), bool)
         is_forbidden[[i for i in forbidden if i < len(head)]] = True
-        parts = (_chunks(self.hidden), _chunks(self.ids.astype(np.int32)), _masks(self.supports, len(head)))
+        parts = (
+            _chunks(self.hidden),
+            _chunks(self.ids.astype(np.int32)),
+            _masks(self.supports, len(head)),
+        )
         before = (_chunks(self.before), _chunks(self.sampled_before))
-        found = _changed_logprobs((*parts, *before), head, columns, jnp.asarray(is_forbidden), self.temperature)
+        found = _changed_logprobs(
+            (*parts, *before), head, columns, jnp.asarray(is_forbidden), self.temperature
+        )
         return np.asarray(found, np.float64)[:, : len(self.ids)]
 
 
@@ -137,10 +149,14 @@ def logprobs(
     """
     head = head_of(params)
     parts = (_chunks(hidden), head, _chunks(ids.astype(np.int32)), _masks(supports, len(head)))
-    return np.asarray(_chosen_logprobs(*parts, jnp.asarray(temperatures, jnp.float32)), np.float64)[:, : len(ids)]
+    return np.asarray(_chosen_logprobs(*parts, jnp.asarray(temperatures, jnp.float32)), np.float64)[
+        :, : len(ids)
+    ]
 
 
-def sorted_mass(params: Params, hidden: np.ndarray, temperature: float, ks: np.ndarray, mass: np.ndarray) -> np.ndarray:
+def sorted_mass(
+    params: Params, hidden: np.ndarray, temperature: float, ks: np.ndarray, mass: np.ndarray
+) -> np.ndarray:
     """Compute the probability mass of the likeliest ids.
 
     Args:
@@ -166,18 +182,24 @@ def sorted_mass(params: Params, hidden: np.ndarray, temperature: float, ks: np.n
         below_S1 = np.where(nearest_S1 > 0, less_S1, 0.0)
         share_S1 = np.take_along_axis(sorted_SV, nearest_S1, axis=1) / sorted_SV[:, :1]
         by_k_SC = total_SV[:, np.clip(ks - 1, 0, total_SV.shape[1] - 1)]
-        columns.append(np.concatenate([by_k_SC, nearest_S1 + 1.0, reached_S1, below_S1, share_S1], axis=1).T)
+        columns.append(
+            np.concatenate([by_k_SC, nearest_S1 + 1.0, reached_S1, below_S1, share_S1], axis=1).T
+        )
     return np.concatenate(columns, axis=1)
 
 
-def likely_mass(params: Params, hidden: np.ndarray, temperature: float, shares: Sequence[float]) -> np.ndarray:
+def likely_mass(
+    params: Params, hidden: np.ndarray, temperature: float, shares: Sequence[float]
+) -> np.ndarray:
     """Compute the mass float64 [C, S] of the ids at least ``shares`` [C] times as likely as the likeliest."""
     columns = []
     for probabilities_SV, _ in _probabilities(params, hidden, temperature, np.zeros(len(hidden))):
         relative_SV = probabilities_SV / probabilities_SV.max(axis=-1, keepdims=True)
         by_share = []
         for share in shares:
-            by_share.append(np.sum(probabilities_SV, axis=-1, where=relative_SV >= share, dtype=np.float64))
+            by_share.append(
+                np.sum(probabilities_SV, axis=-1, where=relative_SV >= share, dtype=np.float64)
+            )
         columns.append(np.stack(by_share))
     return np.concatenate(columns, axis=1)
 
@@ -229,7 +251,11 @@ def _within(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
 
 @jax.jit
 def _chosen_logprobs(
-    hidden: jax.Array, head: jax.Array, ids: jax.Array, masks: jax.Array | None, temperatures: jax.Array
+    hidden: jax.Array,
+    head: jax.Array,
+    ids: jax.Array,
+    masks: jax.Array | None,
+    temperatures: jax.Array,
 ) -> jax.Array:
     def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         hidden, ids, mask = part
@@ -247,7 +273,11 @@ def _chosen_logprobs(
 
 @jax.jit
 def _changed_logprobs(
-    parts: tuple[Any, ...], head: jax.Array, changes: dict[str, jax.Array], forbidden: jax.Array, temperature: float
+    parts: tuple[Any, ...],
+    head: jax.Array,
+    changes: dict[str, jax.Array],
+    forbidden: jax.Array,
+    temperature: float,
 ) -> jax.Array:
     def chunk(part: tuple[Any, ...]) -> jax.Array:
         hidden, ids, mask, before, sampled = part

@@ -90,7 +90,9 @@ def _heads(subject: DiagnosisSubject, few: Tokens) -> Iterator[Reading]:
             return tokens.logprobs(params={"embed": tokens.params["embed"]})
 
         label = f"reads logits from {names['embed']}, not {names['lm_head']}"
-        yield Reading(cause=Cause.MISNAMED_TENSOR, label=label, few=read_embeddings(few), read=read_embeddings)
+        yield Reading(
+            cause=Cause.MISNAMED_TENSOR, label=label, few=read_embeddings(few), read=read_embeddings
+        )
     norm = np.asarray(subject.params["final_norm"], np.float32) + subject.model.norm_offset
     if (norm == 1).all() or (norm == 0).any():
         return
@@ -99,7 +101,9 @@ def _heads(subject: DiagnosisSubject, few: Tokens) -> Iterator[Reading]:
         return tokens.logprobs(hidden=(tokens.hidden / norm).astype(tokens.hidden.dtype))
 
     label = f"has no {names['final_norm']}"
-    yield Reading(cause=Cause.MISSING_TENSOR, label=label, few=read_unscaled(few), read=read_unscaled)
+    yield Reading(
+        cause=Cause.MISSING_TENSOR, label=label, few=read_unscaled(few), read=read_unscaled
+    )
 
 
 def _supports(few: Tokens) -> Iterator[Reading]:
@@ -121,7 +125,9 @@ def _supports(few: Tokens) -> Iterator[Reading]:
         yield _restricted(few, label, reached, lambda tokens: _mass(tokens, [1])[2])
     smallest = float(np.median(share[less]))
     shares = sorted({*MIN_PS, float(f"{smallest:.3g}")})
-    for least, kept in zip(shares, likely_mass(few.params, few.hidden, few.temperature, shares), strict=True):
+    for least, kept in zip(
+        shares, likely_mass(few.params, few.hidden, few.temperature, shares), strict=True
+    ):
 
         def read(tokens: Tokens, least: float = least) -> np.ndarray:
             return likely_mass(tokens.params, tokens.hidden, tokens.temperature, [least])[0]
@@ -135,7 +141,9 @@ def _mass(tokens: Tokens, ks: Sequence[int]) -> np.ndarray:
     return sorted_mass(tokens.params, tokens.hidden, tokens.temperature, np.asarray(ks), mass)
 
 
-def _restricted(few: Tokens, label: str, kept: np.ndarray, mass: Callable[[Tokens], np.ndarray]) -> Reading:
+def _restricted(
+    few: Tokens, label: str, kept: np.ndarray, mass: Callable[[Tokens], np.ndarray]
+) -> Reading:
     """Return a reading of draws from ids of that probability mass."""
 
     def read(tokens: Tokens) -> np.ndarray:
@@ -151,7 +159,9 @@ def _changed_logits(subject: DiagnosisSubject, few: Tokens) -> Iterator[Reading]
     tried: dict[str, LogitChange] = {}
     if eos:
         ids = ", ".join(map(str, eos))
-        tried[f"never samples EOS (id {ids}), as with min_tokens or ignore_eos"] = LogitChange(forbids=1.0)
+        tried[f"never samples EOS (id {ids}), as with min_tokens or ignore_eos"] = LogitChange(
+            forbids=1.0
+        )
     for cap in CAPS:
         tried[f"caps logits at {cap:g}"] = LogitChange(cap=cap)
     for penalty in REPETITIONS:

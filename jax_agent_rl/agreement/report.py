@@ -33,7 +33,9 @@ class Tolerance:
 
     def holds(self, comparison: Comparison) -> bool:
         """Whether the gaps are within it; nothing compared is no breach."""
-        return not comparison.tokens or (comparison.largest <= self.token and comparison.mean <= self.mean)
+        return not comparison.tokens or (
+            comparison.largest <= self.token and comparison.mean <= self.mean
+        )
 
 
 JAX_ENGINE: dict[str, Tolerance] = {
@@ -57,7 +59,9 @@ def coarsest(precisions: Collection[str]) -> str:
     'int8'
     """
     known = list(JAX_ENGINE)
-    return max((p if p in known else "bfloat16" for p in precisions), key=known.index, default="float32")
+    return max(
+        (p if p in known else "bfloat16" for p in precisions), key=known.index, default="float32"
+    )
 
 
 def product_precision(dtype: str, platform: str) -> str:
@@ -83,7 +87,9 @@ def run_tolerance(config: Config, precisions: Sequence[str]) -> Tolerance:
     """Return the tolerance of a run whose engines have these precisions."""
     if (own := config.trainer.agreement_tolerance) is not None:
         return Tolerance(token=own[0], mean=own[1])
-    jax_engine = config.rollout.backend == "jetstream" and config.rollout.jetstream.engine_factory is None
+    jax_engine = (
+        config.rollout.backend == "jetstream" and config.rollout.jetstream.engine_factory is None
+    )
     both = [*precisions, config.learner.compute_dtype]
     return tolerance(both, jax_engine=jax_engine, platform=jax.default_backend())
 
@@ -103,7 +109,10 @@ class Cause(StrEnum):
         "send the engine the trajectory's ids as they are: no second tokenization, no BOS added, nothing cut off; "
         "`jax-agent-rl conformance` tests it",
     )
-    PADDING = "padding is attended to", "mask padding in the engine's attention, or send prompts unpadded"
+    PADDING = (
+        "padding is attended to",
+        "mask padding in the engine's attention, or send prompts unpadded",
+    )
     POSITION = (
         "position offset",
         "correct the positions of sampled tokens in the engine, or which token a log-prob is returned with",
@@ -126,19 +135,31 @@ class Cause(StrEnum):
         "missing tensor",
         "add the tensor to what is published, or to the names that the engine's loader knows",
     )
-    MISNAMED_TENSOR = "misnamed tensor", "correct the table that maps the learner's names to the engine's"
+    MISNAMED_TENSOR = (
+        "misnamed tensor",
+        "correct the table that maps the learner's names to the engine's",
+    )
     TRANSPOSED_TENSOR = (
         "transposed tensor",
         "transpose the tensor where weights are exported or loaded, in one of the two places",
     )
-    WRONG_TENSOR = "wrong tensor", "look at how the tensor is split, fused or converted on its way to the engine"
+    WRONG_TENSOR = (
+        "wrong tensor",
+        "look at how the tensor is split, fused or converted on its way to the engine",
+    )
     DTYPE = (
         "dtype",
         "set in rollout.jetstream or rollout.vllm the dtype that the engine really computes in, or give it the one "
         "that is configured; a tolerance of that precision then applies",
     )
-    ROTARY = "rotary settings", "give the engine the rope_theta and rope_scaling of the model's config.json"
-    WINDOW = "attention window", "give the engine the sliding_window and layer_types of the model's config.json"
+    ROTARY = (
+        "rotary settings",
+        "give the engine the rope_theta and rope_scaling of the model's config.json",
+    )
+    WINDOW = (
+        "attention window",
+        "give the engine the sliding_window and layer_types of the model's config.json",
+    )
     EXPERTS = (
         "expert routing",
         "give the engine the num_experts_per_tok and norm_topk_prob of the model's config.json",
@@ -151,7 +172,10 @@ class Cause(StrEnum):
         "attention mask",
         "correct which cached ids the engine's decode steps attend to, and which of them its cache keeps between turns",
     )
-    ADAPTER = "adapter scale", "give the engine the lora_alpha and r that the adapters were published with"
+    ADAPTER = (
+        "adapter scale",
+        "give the engine the lora_alpha and r that the adapters were published with",
+    )
     LOGITS = (
         "changed logits",
         "turn off penalties, caps and forbidden ids in the engine, also in its generation_config.json, and mask ids "
@@ -314,7 +338,9 @@ class Evidence:
             saved: dict[str, Any] = read_json_object(file)
             saved["contexts"] = [Context.from_json(context) for context in saved["contexts"]]
             saved["tensors"] = _samples_from_json(saved["tensors"])
-            saved["replicas"] = [_samples_from_json(samples) for samples in saved.get("replicas", ())]
+            saved["replicas"] = [
+                _samples_from_json(samples) for samples in saved.get("replicas", ())
+            ]
             saved["tolerance"] = Tolerance(**saved["tolerance"])
             return cls(**saved)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

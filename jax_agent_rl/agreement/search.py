@@ -133,7 +133,11 @@ def examine(subject: DiagnosisSubject, tolerance: Tolerance, limit: TimeLimit) -
     """
 
     def known_gap(context: Context) -> float:
-        return 0.0 if context.learner is None else float(np.abs(context.learner - context.rollout).mean())
+        return (
+            0.0
+            if context.learner is None
+            else float(np.abs(context.learner - context.rollout).mean())
+        )
 
     half = limit.part(0.5)
     quick = limit.part(QUICK)
@@ -158,7 +162,12 @@ def examine(subject: DiagnosisSubject, tolerance: Tolerance, limit: TimeLimit) -
                 breaches += 1
             mean_gap = float(np.abs(gap).mean())
             examined.append(
-                _Scored(context=replace(context, breach=breach), hidden=part, scores=own, mean_gap=mean_gap)
+                _Scored(
+                    context=replace(context, breach=breach),
+                    hidden=part,
+                    scores=own,
+                    mean_gap=mean_gap,
+                )
             )
 
     by_gap = sorted(examined, key=lambda scored: -scored.mean_gap)
@@ -174,7 +183,9 @@ def examine(subject: DiagnosisSubject, tolerance: Tolerance, limit: TimeLimit) -
         scored=len(examined),
         others=[scored.scores for scored in examined],
         seconds=seconds,
-        gap_of_all=Comparison.of(np.concatenate([scored.context.rollout - scored.scores for scored in examined])),
+        gap_of_all=Comparison.of(
+            np.concatenate([scored.context.rollout - scored.scores for scored in examined])
+        ),
     )
 
 
@@ -192,12 +203,16 @@ def _first_breach(context: Context, gap: np.ndarray, tolerance: Tolerance) -> in
 def probe_of(examined: Examined) -> DiagnosisSubject:
     """Return the shortest beginning of one context that shows the gap."""
     cuts = []
-    for context, gap in zip(examined.subject.contexts, examined.subject.gaps(examined.plain), strict=True):
+    for context, gap in zip(
+        examined.subject.contexts, examined.subject.gaps(examined.plain), strict=True
+    ):
         sizes = np.abs(gap)
         shows = int(np.argmax(sizes >= SHOWS * sizes.max()))
         last = min(shows + MARGIN, len(sizes) - 1)
         cuts.append(context.cut(int(context.at[last]) + 1))
-    return replace(examined.subject, contexts=[min(cuts, key=lambda context: len(context.token_ids))])
+    return replace(
+        examined.subject, contexts=[min(cuts, key=lambda context: len(context.token_ids))]
+    )
 
 
 @dataclass(kw_only=True)
@@ -232,7 +247,10 @@ class Search:
 
     def _plain_of(self, probe: Context) -> Scores:
         """Return the plain scores of the probe: those of its context, as far as it goes."""
-        names = [(context.name, context.token_ids[: len(probe.token_ids)]) for context in self.subject.contexts]
+        names = [
+            (context.name, context.token_ids[: len(probe.token_ids)])
+            for context in self.subject.contexts
+        ]
         number = names.index((probe.name, probe.token_ids))
         return [self.examined.plain[number][: len(probe.at)]]
 
@@ -241,7 +259,9 @@ class Search:
         """The learner's activations in the probe."""
         if self._activations is None:
             probe = self.probe
-            self._activations = forward.activations(probe.model, probe.weights(), probe.inputs(probe.rows))
+            self._activations = forward.activations(
+                probe.model, probe.weights(), probe.inputs(probe.rows)
+            )
         return self._activations
 
     def note_where_it_begins(self, index: int) -> None:
@@ -319,7 +339,11 @@ class Search:
 
     def _best_other(self, context: Context) -> np.ndarray:
         """Return the scores of the tokens of another context that are nearest to what the engine reported."""
-        candidates = [other[: len(context.at)] for other in self.examined.others if len(other) >= len(context.at)]
+        candidates = [
+            other[: len(context.at)]
+            for other in self.examined.others
+            if len(other) >= len(context.at)
+        ]
         return min(candidates, key=lambda other: float(np.abs(context.rollout - other).mean()))
 
     def _record(self, cause: Cause, label: str, scores: Scores) -> Comparison:
@@ -378,7 +402,9 @@ class Search:
             yield trial, left
             answer = left.mean
 
-    def _confirm(self, family: Family, trial: Trial, *, per_context: bool) -> tuple[Comparison, str]:
+    def _confirm(
+        self, family: Family, trial: Trial, *, per_context: bool
+    ) -> tuple[Comparison, str]:
         """Score all contexts, each by the trial that explains it if they may differ.
 
         Returns:
@@ -391,7 +417,9 @@ class Search:
         if per_context and not self.explains(left, self.gap):
             labels = []
             alone = []
-            for number, (context, own) in enumerate(zip(self.subject.contexts, scores, strict=True)):
+            for number, (context, own) in enumerate(
+                zip(self.subject.contexts, scores, strict=True)
+            ):
                 best_scores, best = self._score_alone(family, number, context, own)
                 alone.append(best_scores)
                 labels.append(trial.label if best is None else best.label)
@@ -426,7 +454,9 @@ class Search:
     def nearest(self) -> HypothesisResult | None:
         """Return the finding that leaves the smallest part of its gap."""
         tried = [finding for finding in self.findings if finding.left is not None]
-        return min(tried, key=lambda finding: finding.left.mean if finding.left else 0.0, default=None)
+        return min(
+            tried, key=lambda finding: finding.left.mean if finding.left else 0.0, default=None
+        )
 
 
 @dataclass

@@ -83,20 +83,29 @@ class Context:
         return max((start for start in (0, *self.starts) if start <= index), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        return {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in vars(self).items()}
+        return {
+            name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in vars(self).items()
+        }
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Context:
         """Invert :meth:`to_json`."""
         learner = None if saved["learner"] is None else np.asarray(saved["learner"], np.float64)
-        arrays = {"at": np.asarray(saved["at"], np.int64), "rollout": np.asarray(saved["rollout"], np.float64)}
+        arrays = {
+            "at": np.asarray(saved["at"], np.int64),
+            "rollout": np.asarray(saved["rollout"], np.float64),
+        }
         # files of earlier versions have neither supports nor starts
         tuples = {name: tuple(saved.get(name, ())) for name in ("token_ids", "supports", "starts")}
         return cls(**{**saved, **arrays, **tuples, "learner": learner})
 
 
 def collect_contexts(
-    groups: Sequence[Group], since: int, learner: Sequence[np.ndarray] | None = None, *, before: int | None = None
+    groups: Sequence[Group],
+    since: int,
+    learner: Sequence[np.ndarray] | None = None,
+    *,
+    before: int | None = None,
 ) -> list[Context]:
     """Return every text context with comparable tokens, cut to ``MAX_CONTEXT_LEN`` ids.
 
@@ -120,7 +129,11 @@ def collect_contexts(
 
 
 def sequence_context(
-    sequence: Trajectory, *, since: int, before: int | None = None, learner: np.ndarray | None = None
+    sequence: Trajectory,
+    *,
+    since: int,
+    before: int | None = None,
+    learner: np.ndarray | None = None,
 ) -> Context | None:
     """Return the context of one sequence of ids; None without comparable tokens, or with images.
 
@@ -247,7 +260,9 @@ class Row:
         """Leave out the ids from ``begin`` to ``end``, none of which is compared; later positions are lower for it."""
         stays = np.ones(len(self.token_ids), bool)
         stays[begin:end] = False
-        positions = np.where(np.arange(len(stays)) >= end, self.positions - (end - begin), self.positions)
+        positions = np.where(
+            np.arange(len(stays)) >= end, self.positions - (end - begin), self.positions
+        )
         return replace(
             self,
             token_ids=self.token_ids[stays],
@@ -363,7 +378,9 @@ class DiagnosisSubject:
             fresh[i, :count] = ~row.stale
             begins[i, :count] = row.begins
             ends[i, :count] = row.ends
-        return forward.Inputs(token_ids=ids, positions=positions, fresh=fresh, begins=begins, ends=ends)
+        return forward.Inputs(
+            token_ids=ids, positions=positions, fresh=fresh, begins=begins, ends=ends
+        )
 
     def hidden_since(self, row: Row, first: int, activations: forward.Activations) -> np.ndarray:
         """Return the hidden states before the compared tokens after ``first`` of a single context.
@@ -388,11 +405,17 @@ class DiagnosisSubject:
         begins[0, :count] = np.where(rest.begins > 0, rest.begins + moved, 0)
         later_ends[0, :count] = np.where(rest.ends < _FOREVER, rest.ends + moved, _FOREVER)
         inputs = replace(inputs, begins=begins, ends=later_ends)
-        prefix = forward.ComputedPrefix(keys=activations.keys, values=activations.values, positions=place, ends=ends)
-        states = np.asarray(forward.hidden_states(self.model, self.weights(), inputs, prefix=prefix))
+        prefix = forward.ComputedPrefix(
+            keys=activations.keys, values=activations.values, positions=place, ends=ends
+        )
+        states = np.asarray(
+            forward.hidden_states(self.model, self.weights(), inputs, prefix=prefix)
+        )
         return states[0, rest.at - 1 - first]
 
-    def tokens(self, hidden: np.ndarray, params: Params | None = None, *, plain: np.ndarray | None = None) -> Tokens:
+    def tokens(
+        self, hidden: np.ndarray, params: Params | None = None, *, plain: np.ndarray | None = None
+    ) -> Tokens:
         """Return the compared tokens with their hidden states, and their log-probs by a head.
 
         Args:
@@ -465,7 +488,9 @@ def make_subject(
         older["the version before (the last optimizer update undone)"] = lambda: before
     if version:
         shardings = jax.tree.map(lambda x: x.sharding, params)
-        older["version 0 (the model's files)"] = lambda: load_hf(config.model.path, shardings=shardings)[1]
+        older["version 0 (the model's files)"] = lambda: load_hf(
+            config.model.path, shardings=shardings
+        )[1]
     return DiagnosisSubject(
         model=learner.model,
         params=params,

@@ -76,7 +76,11 @@ def _embed_scales(model: DecoderConfig) -> Sequence[float]:
 
 def _scalings(model: DecoderConfig) -> Sequence[Any]:
     longest = model.max_position_embeddings
-    llama = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
+    llama = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192.0,
+    }
     return (
         *(LinearScaling(factor=factor) for factor in (2.0, 4.0, 8.0)),
         *(Llama3Scaling(factor=factor, **llama) for factor in (8.0, 32.0)),
@@ -97,7 +101,10 @@ USUAL: Mapping[str, Callable[[DecoderConfig], Sequence[Any]]] = {
     "DecoderConfig.norm_offset": lambda model: (0.0, 1.0),
     "DecoderConfig.embed_scale": _embed_scales,
     "DecoderConfig.attention_scale": _attention_scales,
-    "DecoderConfig.sliding_window": lambda model: (*(2**i for i in range(1, 17)), *(2**i - 1 for i in range(3, 17))),
+    "DecoderConfig.sliding_window": lambda model: (
+        *(2**i for i in range(1, 17)),
+        *(2**i - 1 for i in range(3, 17)),
+    ),
     "DecoderConfig.experts": lambda model: (),
     "Rope.theta": lambda model: THETAS,
     "Rope.scaling": _scalings,
@@ -179,7 +186,11 @@ def _walk(
 
 def _derived(hint: Any, value: Any) -> Iterator[Any]:
     """Yield other values of a field's type; none of types that nothing is known of."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType)
+        else (hint,)
+    )
     if type(None) in options and value is not None:
         yield None
     for option in options:
@@ -194,7 +205,9 @@ def _derived(hint: Any, value: Any) -> Iterator[Any]:
                 yield from (float(f"{value * times:.12g}") for times in (2.0, 0.5, 10.0, 0.1))
         elif option is int:
             if value is not None:
-                yield from (number for number in (value + 1, value - 1, 2 * value, value // 2) if number > 0)
+                yield from (
+                    number for number in (value + 1, value - 1, 2 * value, value // 2) if number > 0
+                )
         elif typing.get_origin(option) is tuple and typing.get_args(option) == (bool, ...):
             layers = value or ()
             yield from (layers[-i:] + layers[:-i] for i in range(1, min(len(layers), 9)))
@@ -210,14 +223,21 @@ def _completed(config: DecoderConfig) -> DecoderConfig:
     if config.sliding_window is not None and not config.windowed_layers:
         config = replace(config, windowed_layers=(True,) * config.num_layers)
     if config.local_rope is not None:
-        layout = {"partial_rotary": config.rope.partial_rotary, "interleaved": config.rope.interleaved}
+        layout = {
+            "partial_rotary": config.rope.partial_rotary,
+            "interleaved": config.rope.interleaved,
+        }
         config = replace(config, local_rope=replace(config.local_rope, **layout))
     return config
 
 
 def _normalized(config: DecoderConfig) -> DecoderConfig:
     """Return the one config of all that compute the same."""
-    windowed = config.windowed_layers if config.sliding_window is not None and any(config.windowed_layers) else ()
+    windowed = (
+        config.windowed_layers
+        if config.sliding_window is not None and any(config.windowed_layers)
+        else ()
+    )
     return replace(
         config,
         attention_scale=config.score_scale,
@@ -230,7 +250,10 @@ def _normalized(config: DecoderConfig) -> DecoderConfig:
 def is_complete(config: DecoderConfig) -> bool:
     """Return whether a config can be computed."""
     ropes = [config.rope, config.local_rope or config.rope]
-    if any(not 0 < rope.partial_rotary <= 1 or int(config.head_dim * rope.partial_rotary) % 2 for rope in ropes):
+    if any(
+        not 0 < rope.partial_rotary <= 1 or int(config.head_dim * rope.partial_rotary) % 2
+        for rope in ropes
+    ):
         return False
     experts = config.experts
     if experts is not None and experts.per_token > experts.count:

@@ -79,23 +79,31 @@ class ChatCodec:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not tokenizer.chat_template:
-            raise ModelError("the tokenizer has no chat template; choose an instruction-tuned model")
+            raise ModelError(
+                "the tokenizer has no chat template; choose an instruction-tuned model"
+            )
         self._tokenizer = tokenizer
         template = str(tokenizer.chat_template)
         self._no_format: ConfigError | None = None
         try:
-            self._format = detect_format(template) if tool_format == "auto" else get_format(tool_format)
+            self._format = (
+                detect_format(template) if tool_format == "auto" else get_format(tool_format)
+            )
         except ConfigError as error:
             if tool_format != "auto":
                 raise
             self._no_format, self._format = error, get_format("hermes")
-        self.eos_token_ids = tuple(eos_token_ids if eos_token_ids is not None else [tokenizer.eos_token_id])
+        self.eos_token_ids = tuple(
+            eos_token_ids if eos_token_ids is not None else [tokenizer.eos_token_id]
+        )
         self._control = ControlTokens(tokenizer)
         self._tool_prompt: ToolPrompt = tool_prompt
         self._media = media
         self._modalities: frozenset[str] | None = None
         self._variants: OrderedDict[str, ChatCodec] = OrderedDict()
-        self._grammar_compilers: list[GrammarCompiler] = []  # one, made when it is first used, of all variants
+        self._grammar_compilers: list[
+            GrammarCompiler
+        ] = []  # one, made when it is first used, of all variants
         try:
             self._use_template(check_template_kwargs(template_kwargs or {}))
         except ValueError as error:
@@ -169,7 +177,11 @@ class ChatCodec:
     # --- messages to ids --------------------------------------------------------------------------------------
 
     def encode_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, continue_last: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        continue_last: bool = False,
     ) -> list[int]:
         """Return the ids of a conversation up to and including the generation prompt.
 
@@ -184,11 +196,17 @@ class ChatCodec:
             TemplateError: the template refuses the conversation.
         """
         if continue_last:
-            return self.encode_prompt(messages[:-1], tools) + self.encode_prefill(messages[-1], tools)
+            return self.encode_prompt(messages[:-1], tools) + self.encode_prefill(
+                messages[-1], tools
+            )
         messages, tools, mark = self._marked(messages, tools)
-        return self._control.encode_rendered(self._template.render(messages, tools, generation_prompt=True), mark)
+        return self._control.encode_rendered(
+            self._template.render(messages, tools, generation_prompt=True), mark
+        )
 
-    def encode_prefill(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode_prefill(
+        self, message: Message, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Return the ids of an assistant message that the model is to continue, for after the generation prompt.
 
         They are those of :meth:`encode_turn` up to the end of the message's text, without white space behind it.
@@ -199,7 +217,9 @@ class ChatCodec:
         (message,) = normalize_messages([message])
         content = message["content"]
         if message.get("tool_calls") or not isinstance(content, str):
-            raise TemplateError("only an assistant's text can be continued; leave out calls and images")
+            raise TemplateError(
+                "only an assistant's text can be continued; leave out calls and images"
+            )
         try:
             return self._prefill_ids(message, tools)
         except TemplateError:
@@ -214,7 +234,9 @@ class ChatCodec:
         marked = self._control.mark_message({"role": "assistant", "content": said}, mark)["content"]
         end = text.rfind(marked)
         if said and end < 0:
-            raise TemplateError(f"the chat template rewrites the text to be continued: {said[-80:]!r}")
+            raise TemplateError(
+                f"the chat template rewrites the text to be continued: {said[-80:]!r}"
+            )
         return self._control.encode_rendered(text[: end + len(marked)], mark) if said else []
 
     def encode_turn(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
@@ -287,7 +309,9 @@ class ChatCodec:
         end = sampled_ids[-1] if sampled_ids else None
         if end not in self.eos_token_ids or not ids:
             return ids
-        written_twice = ids[0] == end or (ids[0] in self._boundary.ends and end not in self._boundary.openings)
+        written_twice = ids[0] == end or (
+            ids[0] in self._boundary.ends and end not in self._boundary.openings
+        )
         return ids[1:] if written_twice else ids
 
     def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
@@ -299,7 +323,10 @@ class ChatCodec:
         if len(sampled_ids) < 2 or sampled_ids[-1] not in self.eos_token_ids or not appended_ids:
             return False
         boundary = self._boundary
-        return sampled_ids[-1] in boundary.openings and appended_ids[0] in boundary.openings | boundary.ends
+        return (
+            sampled_ids[-1] in boundary.openings
+            and appended_ids[0] in boundary.openings | boundary.ends
+        )
 
     def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
         """Repeat each media placeholder as often as the model reads it for its item; items are in their order.
@@ -351,7 +378,9 @@ class ChatCodec:
     def modalities(self) -> frozenset[str]:
         """Kinds of media (``image``, ``video``) that the chat template can show in a tool result."""
         if self._modalities is None:
-            self._modalities = frozenset(kind for kind in ("image", "video") if self._template.shows(kind))
+            self._modalities = frozenset(
+                kind for kind in ("image", "video") if self._template.shows(kind)
+            )
         return self._modalities
 
     @functools.cached_property
@@ -395,7 +424,11 @@ class ChatCodec:
         reply = self._format.parse(text, tools, thinking=thinking)
         if not self._special_ids.isdisjoint(ids):
             reply = reply.with_text(self.without_special_tokens)
-        return reply.with_calls(functools.partial(_typed, tools)) if tools and reply.tool_calls else reply
+        return (
+            reply.with_calls(functools.partial(_typed, tools))
+            if tools and reply.tool_calls
+            else reply
+        )
 
     def growing_reply(self, context_ids: Sequence[int]) -> GrowingReply:
         """Return the reader of a turn without tools that is sampled after a context, for while it is."""
@@ -416,7 +449,9 @@ class ChatCodec:
         """Return the opening tag of the think block in which a turn begins after a context; "" if it begins in none."""
         header = self._boundary.header
         tail = self.decode(context_ids[-_TAIL_IDS:], skip_special_tokens=False)
-        if header and header not in tail and len(context_ids) > _TAIL_IDS:  # the text to be continued is long
+        if (
+            header and header not in tail and len(context_ids) > _TAIL_IDS
+        ):  # the text to be continued is long
             tail = self.decode(context_ids, skip_special_tokens=False)
         if not header or header not in tail:  # a prompt that was rendered elsewhere
             tail = tail.rstrip()
@@ -475,7 +510,9 @@ class ChatCodec:
 
     # --- grammars ---------------------------------------------------------------------------------------------
 
-    def turn_grammar(self, *, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, answer: Any = None) -> str:
+    def turn_grammar(
+        self, *, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, answer: Any = None
+    ) -> str:
         """Return the checked grammar of a turn: calls of tools, or an answer in JSON, whichever are given.
 
         Args:
@@ -516,12 +553,16 @@ class ChatCodec:
     @functools.cached_property
     def _turns(self) -> TurnGrammar:
         thinking = self._boundary.thinking(str(self._tokenizer.chat_template))
-        return TurnGrammar(self._control.ids, is_special=self._grammars.is_special, thinking=thinking)
+        return TurnGrammar(
+            self._control.ids, is_special=self._grammars.is_special, thinking=thinking
+        )
 
     @property
     def _grammars(self) -> GrammarCompiler:
         if not self._grammar_compilers:
-            self._grammar_compilers.append(GrammarCompiler(self._tokenizer, eos_ids=self.eos_token_ids))
+            self._grammar_compilers.append(
+                GrammarCompiler(self._tokenizer, eos_ids=self.eos_token_ids)
+            )
         return self._grammar_compilers[0]
 
     def grammar_compiler(self, *, eos_ids: Sequence[int], vocab_size: int) -> GrammarCompiler:
@@ -542,7 +583,9 @@ def _with_reasoning_apart(message: Message) -> Message | None:
     if not blocks or blocks[0].start or not blocks[0].is_closed:
         return None
     said = content[blocks[0].end :].lstrip()
-    return {**message, "content": said, "reasoning_content": blocks[0].text.strip()} if said else None
+    return (
+        {**message, "content": said, "reasoning_content": blocks[0].text.strip()} if said else None
+    )
 
 
 def _typed(tools: Sequence[Mapping[str, Any]], call: ToolCall) -> ToolCall:
@@ -550,7 +593,9 @@ def _typed(tools: Sequence[Mapping[str, Any]], call: ToolCall) -> ToolCall:
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == call.name:
-            return replace(call, arguments=convert_arguments(function.get("parameters") or {}, call.arguments))
+            return replace(
+                call, arguments=convert_arguments(function.get("parameters") or {}, call.arguments)
+            )
     return call
 
 
@@ -571,9 +616,13 @@ def _eos_ids(folder: Path, tokenizer: Any) -> list[int]:
         try:
             content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         except ValueError as error:
-            raise ModelError(f"{file} is not valid JSON ({error}); download the model again") from None
+            raise ModelError(
+                f"{file} is not valid JSON ({error}); download the model again"
+            ) from None
         if isinstance(content, dict) and (eos := content.get("eos_token_id")) is not None:
             return list(eos) if isinstance(eos, list) else [eos]
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"{folder} names no eos_token_id, so no turn would ever end; add it to generation_config.json")
+        raise ModelError(
+            f"{folder} names no eos_token_id, so no turn would ever end; add it to generation_config.json"
+        )
     return [tokenizer.eos_token_id]

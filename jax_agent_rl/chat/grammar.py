@@ -26,7 +26,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.chat.grammar_limits import GrammarBusyError, GrammarError, check_grammar, parser_limits
+from jax_agent_rl.chat.grammar_limits import (
+    GrammarBusyError,
+    GrammarError,
+    check_grammar,
+    parser_limits,
+)
 from jax_agent_rl.utils.text import any_of
 
 if TYPE_CHECKING:
@@ -90,7 +95,11 @@ class TurnGrammar:
     """
 
     def __init__(
-        self, control_ids: Mapping[str, int], *, is_special: Callable[[int], bool], thinking: Thinking | None
+        self,
+        control_ids: Mapping[str, int],
+        *,
+        is_special: Callable[[int], bool],
+        thinking: Thinking | None,
     ) -> None:
         self._control_ids = control_ids
         self._special = is_special
@@ -120,14 +129,19 @@ class TurnGrammar:
         if tools and syntax is not None:
             kinds.append("calls")
             calls = f"call{self._further(syntax, several)} {self._text(syntax.end)}"
-            rules += [f"calls: {self._text(syntax.begin)} {calls}", *self._call_rules("call", syntax, tools)]
+            rules += [
+                f"calls: {self._text(syntax.begin)} {calls}",
+                *self._call_rules("call", syntax, tools),
+            ]
         if answer is not None:
             kinds.append("answer")
             rules.append(f"answer: {self._text(syntax.answer if syntax else '')} {_json(answer)}")
         before, thinking = self._thinking_rules(syntax)
         return "\n".join([f"start: {before} ({' | '.join(kinds)})", *rules, *thinking])
 
-    def free_turn(self, *, syntax: CallSyntax, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
+    def free_turn(
+        self, *, syntax: CallSyntax, tools: Sequence[Mapping[str, Any]], several: bool
+    ) -> str:
         """Return the grammar of a turn of any text, in which what begins as a call is one of ``tools``.
 
         Args:
@@ -149,11 +163,17 @@ class TurnGrammar:
             rules = [f"TEXT: {text}"]
         else:
             start, opened = "(TEXT | calls)?", "opened"
-            rules = [f"TEXT: {text}", rf"opened[lazy]: /(.|\n)*{_pattern(tag)}/"]  # to the first tag
+            rules = [
+                f"TEXT: {text}",
+                rf"opened[lazy]: /(.|\n)*{_pattern(tag)}/",
+            ]  # to the first tag
         calls = f"first{self._further(syntax, several)} {self._text(syntax.end)}"
         rules.append(f"calls: {opened} {self._text(syntax.begin.removeprefix(tag))} {calls}")
         closed = list(map(_closed, tools))
-        rules += [*self._call_rules("first", first, closed), *self._call_rules("call", syntax, closed)]
+        rules += [
+            *self._call_rules("first", first, closed),
+            *self._call_rules("call", syntax, closed),
+        ]
         before, thinking = self._thinking_rules(syntax)
         return "\n".join([f"start: {before} {start}", *rules, *thinking])
 
@@ -164,17 +184,30 @@ class TurnGrammar:
 
     def _further(self, syntax: CallSyntax, several: bool) -> str:
         """Return the expression for calls after the first one."""
-        return f" ({self._text(syntax.between)} call)*" if several and syntax.between is not None else ""
+        return (
+            f" ({self._text(syntax.between)} call)*"
+            if several and syntax.between is not None
+            else ""
+        )
 
-    def _call_rules(self, kind: str, syntax: CallSyntax, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _call_rules(
+        self, kind: str, syntax: CallSyntax, tools: Sequence[Mapping[str, Any]]
+    ) -> list[str]:
         """Return the rule of a call of any of these tools, and one for each of them."""
-        numbered = {f"{kind}_{number}": self._call(syntax, tool) for number, tool in enumerate(tools)}
-        return [f"{kind}: {' | '.join(numbered)}", *(f"{name}: {call}" for name, call in numbered.items())]
+        numbered = {
+            f"{kind}_{number}": self._call(syntax, tool) for number, tool in enumerate(tools)
+        }
+        return [
+            f"{kind}: {' | '.join(numbered)}",
+            *(f"{name}: {call}" for name, call in numbered.items()),
+        ]
 
     def _call(self, syntax: CallSyntax, tool: Mapping[str, Any]) -> str:
         function = tool["function"]
         if not _NAME.fullmatch(name := function["name"]):
-            raise GrammarError(f"the tool name {name!r} has characters other than letters, digits, '_', '-' and '.'")
+            raise GrammarError(
+                f"the tool name {name!r} has characters other than letters, digits, '_', '-' and '.'"
+            )
         parameters = function.get("parameters") or {}
         schema = {"type": "object", **parameters}
         return f"{self._text(syntax.before.replace('NAME', name))} {_json(schema)} {self._text(syntax.after)}"
@@ -187,7 +220,10 @@ class TurnGrammar:
         begin, end = thinking.tags
         tag = _pattern(end)
         if self._is_special(end):
-            words = [rf"WORDS: /(.|\n)*/ & ~/(.|\n)*{tag}(.|\n)*/", f"thought: WORDS {self._text(end)} SPACE"]
+            words = [
+                rf"WORDS: /(.|\n)*/ & ~/(.|\n)*{tag}(.|\n)*/",
+                f"thought: WORDS {self._text(end)} SPACE",
+            ]
         else:
             words = [rf"words[lazy]: /(.|\n)*{tag}/", "thought: words SPACE"]  # to the first tag
         rules = [*words, r"SPACE: /[ \n]{0,8}/"]
@@ -199,7 +235,10 @@ class TurnGrammar:
         """Return the expression for a text of a format."""
         parts = [part for part in self._control.split(text) if part]
         ids = self._control_ids
-        terms = [f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts]
+        terms = [
+            f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
+            for part in parts
+        ]
         return " ".join(terms) or '""'
 
 
@@ -209,7 +248,10 @@ def _closed(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = function.get("parameters") or {}
     if "properties" not in parameters:
         return tool
-    return {**tool, "function": {**function, "parameters": {"additionalProperties": False, **parameters}}}
+    return {
+        **tool,
+        "function": {**function, "parameters": {"additionalProperties": False, **parameters}},
+    }
 
 
 def _pattern(text: str) -> str:
@@ -259,7 +301,9 @@ class GrammarCompiler:
         vocab_size: ids of the model; None: of the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, *, eos_ids: Sequence[int], vocab_size: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, *, eos_ids: Sequence[int], vocab_size: int | None = None
+    ) -> None:
         self._hf_tokenizer = tokenizer
         self._eos_ids = sorted(eos_ids)
         self._vocab_size = vocab_size
@@ -337,7 +381,9 @@ class GrammarCompiler:
         import llguidance
 
         size = check_grammar(grammar)
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        matcher = llguidance.LLMatcher(
+            self._tokenizer, grammar, log_level=0, limits=parser_limits()
+        )
         if matcher.is_error():
             raise GrammarError(_reason(matcher))
         return _Compiled(matcher=matcher, size=size)

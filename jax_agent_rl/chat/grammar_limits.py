@@ -143,7 +143,9 @@ def parser_limits() -> LLParserLimits:
     """Return the limits that llguidance has itself, for the children and here."""
     import llguidance
 
-    return llguidance.LLParserLimits(max_grammar_size=MAX_SYMBOLS, max_lexer_states=MAX_LEXER_STATES)
+    return llguidance.LLParserLimits(
+        max_grammar_size=MAX_SYMBOLS, max_lexer_states=MAX_LEXER_STATES
+    )
 
 
 def warm_up() -> None:
@@ -221,7 +223,9 @@ def _parts(text: str) -> Iterator[_Part]:
         try:
             schema, position = json.JSONDecoder().raw_decode(text, position)
         except RecursionError:
-            raise GrammarError(f"a schema has more than {MAX_DEPTH} levels: a flatter one is needed") from None
+            raise GrammarError(
+                f"a schema has more than {MAX_DEPTH} levels: a flatter one is needed"
+            ) from None
         except ValueError as error:
             raise GrammarError(f"a schema is no JSON: {error}") from None
         yield _Part(text[begin:position], schema, is_lark=False)
@@ -229,7 +233,9 @@ def _parts(text: str) -> Iterator[_Part]:
     yield _Part(text[begin:])
 
 
-_LARK = re.compile(r'"(?:[^"\\\n]|\\.)*+"|/((?:[^/\\\n]|\\.)++)/|[{~]\s*(\d+)\s*(?:(?:,|\.\.)\s*(\d*))?|(<[^<>\s]+>)')
+_LARK = re.compile(
+    r'"(?:[^"\\\n]|\\.)*+"|/((?:[^/\\\n]|\\.)++)/|[{~]\s*(\d+)\s*(?:(?:,|\.\.)\s*(\d*))?|(<[^<>\s]+>)'
+)
 
 
 def _weigh_lark(text: str) -> int:
@@ -262,7 +268,8 @@ class _Kind(Enum):
 _KINDS = {
     **dict.fromkeys(("enum", "const", "default", "examples", "required"), _Kind.VALUE),
     **dict.fromkeys(
-        ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"), _Kind.SCHEMAS_BY_NAME
+        ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"),
+        _Kind.SCHEMAS_BY_NAME,
     ),
 }
 
@@ -274,7 +281,9 @@ def _weigh_schema(schema: Any) -> int:
     while waiting:
         node, depth, kind = waiting.pop()
         if depth > MAX_DEPTH:
-            raise GrammarError(f"a schema has more than {MAX_DEPTH} levels: a flatter one is needed")
+            raise GrammarError(
+                f"a schema has more than {MAX_DEPTH} levels: a flatter one is needed"
+            )
         weight += 1
         if isinstance(node, list):
             waiting += [(item, depth + 1, kind) for item in node]
@@ -302,7 +311,9 @@ def _weigh_keyword(key: str, value: Any) -> int:
         return _count(key, _multiple(value), MAX_WEIGHT // 2)
     if _KINDS.get(key) is _Kind.SCHEMAS_BY_NAME and isinstance(value, Mapping):
         if len(value) > MAX_PROPERTIES:
-            raise GrammarError(f"{key} has {len(value)} entries: a grammar can follow {MAX_PROPERTIES}; leave some out")
+            raise GrammarError(
+                f"{key} has {len(value)} entries: a grammar can follow {MAX_PROPERTIES}; leave some out"
+            )
         weight = len(value) ** 2 // 1000
         if key == "patternProperties":
             weight += sum(_weigh_pattern(pattern) for pattern in value)
@@ -317,7 +328,9 @@ def _count(key: str, value: Any, limit: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0
     if not 0 <= value <= limit:
-        raise GrammarError(f"{key}={value!s:.40}: a grammar can follow 0 to {limit}; leave it out, or lower it")
+        raise GrammarError(
+            f"{key}={value!s:.40}: a grammar can follow 0 to {limit}; leave it out, or lower it"
+        )
     return int(value)
 
 
@@ -348,7 +361,9 @@ def _weigh_pattern(pattern: str) -> int:
         GrammarError: it is too long, or repeats too much.
     """
     if len(pattern) > MAX_PATTERN:
-        raise GrammarError(f"a pattern has {len(pattern)} characters: a grammar can follow {MAX_PATTERN}")
+        raise GrammarError(
+            f"a pattern has {len(pattern)} characters: a grammar can follow {MAX_PATTERN}"
+        )
     groups: list[int] = []
     weight = last = 0  # of the group so far, and of the last thing in it, which a count repeats
     for found in _PATTERN.finditer(pattern):
@@ -403,7 +418,9 @@ class GrammarChild:
             WorkerFailedError: not within the memory.
         """
         if not self._waiting.acquire(blocking=False):
-            raise GrammarBusyError(f"{self._max_waiting} grammars like this one are being compiled already; try again")
+            raise GrammarBusyError(
+                f"{self._max_waiting} grammars like this one are being compiled already; try again"
+            )
         try:
             answer = self._workers.ask({"grammar": text}, timeout=self._seconds, wait=WAIT_SECONDS)
         except WorkersBusyError:
@@ -444,20 +461,29 @@ def serve_checks() -> None:
 def _compile(request: Mapping[str, Any]) -> Mapping[str, Any]:
     import llguidance
 
-    text = "".join(_without_ids(part.text) if part.is_lark else part.text for part in _parts(request["grammar"]))
+    text = "".join(
+        _without_ids(part.text) if part.is_lark else part.text
+        for part in _parts(request["grammar"])
+    )
     before = _memory_bytes(resident=True)
     try:
-        matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), text, log_level=0, limits=parser_limits())
+        matcher = llguidance.LLMatcher(
+            llguidance.LLTokenizer("byte"), text, log_level=0, limits=parser_limits()
+        )
         began = time.thread_time()
         if not matcher.is_error():
             matcher.compute_bitmask()
         seconds = time.thread_time() - began
     except MemoryError:
-        return {"error": f"it cannot be compiled within {CHECK_BYTES >> 20} megabytes: simplify its schemas"}
+        return {
+            "error": f"it cannot be compiled within {CHECK_BYTES >> 20} megabytes: simplify its schemas"
+        }
     if matcher.is_error():
         return {"error": matcher.get_error().partition("\n")[0]}
     if seconds > MASK_SECONDS:
-        return {"error": f"it takes {seconds:.1f} seconds to find what a token may be: simplify its schemas"}
+        return {
+            "error": f"it takes {seconds:.1f} seconds to find what a token may be: simplify its schemas"
+        }
     return {"bytes": max(0, _memory_bytes(resident=True) - before)}
 
 

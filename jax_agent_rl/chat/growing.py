@@ -29,7 +29,9 @@ class GrowingText:
         self._decode = decode
         self._text = ""
         self._ids: list[int] = []
-        self._context_start = 0  # from here on ids are decoded again, as text may depend on the ids before it
+        self._context_start = (
+            0  # from here on ids are decoded again, as text may depend on the ids before it
+        )
         self._read_end = 0  # of the ids whose text is known
 
     def add(self, ids: Sequence[int]) -> str:

@@ -48,7 +48,10 @@ ReadPart = Callable[[Any, str], Mapping[str, Any]]
 
 
 def normalize_messages(
-    messages: Iterable[Mapping[str, Any]], *, read_part: ReadPart | None = None, roles: Mapping[str, str] | None = None
+    messages: Iterable[Mapping[str, Any]],
+    *,
+    read_part: ReadPart | None = None,
+    roles: Mapping[str, str] | None = None,
 ) -> list[Message]:
     """Return messages in the form of this module's docstring; normal messages come back unchanged.
 
@@ -195,7 +198,9 @@ def _content(content: Any, role: str, read_part: ReadPart) -> str | list[Mapping
 def _plain_part(part: Any, role: str) -> Mapping[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in KINDS:
-        raise ValueError(f"content part of type {kind!r} is not supported; there are text, {' and '.join(KINDS)}")
+        raise ValueError(
+            f"content part of type {kind!r} is not supported; there are text, {' and '.join(KINDS)}"
+        )
     return part
 
 
@@ -220,7 +225,9 @@ def _check_values(value: Any) -> None:
     """Raise ValueError for what no JSON can say: a lone surrogate, or a number that is not finite."""
     if isinstance(value, str):
         if has_lone_surrogate(value):
-            raise ValueError(f"the text {value[:80]!r} holds a lone surrogate, which nothing can encode; replace it")
+            raise ValueError(
+                f"the text {value[:80]!r} holds a lone surrogate, which nothing can encode; replace it"
+            )
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{value} is not a finite number")

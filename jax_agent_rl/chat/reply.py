@@ -84,7 +84,9 @@ class Reply:
         if parts is None:
             parts = views
         elif any(views):
-            raise TypeError("a reply is made of its parts, or of content, calls and reasoning; give one of the two")
+            raise TypeError(
+                "a reply is made of its parts, or of content, calls and reasoning; give one of the two"
+            )
         object.__setattr__(self, "parts", tuple(parts))
 
     @property
@@ -101,7 +103,9 @@ class Reply:
     @property
     def ends_thinking(self) -> bool:
         """Whether the turn was cut while thinking."""
-        return bool(self.parts) and self.parts[-1].kind == "reasoning" and not self.parts[-1].is_closed
+        return (
+            bool(self.parts) and self.parts[-1].kind == "reasoning" and not self.parts[-1].is_closed
+        )
 
     @property
     def calls(self) -> tuple[ReplyPart, ...]:
@@ -124,7 +128,10 @@ class Reply:
 
     def with_calls(self, change: Callable[[ToolCall], ToolCall]) -> Reply:
         """Return the turn with each decoded call changed."""
-        parts = [part if part.call is None else replace(part, call=change(part.call)) for part in self.parts]
+        parts = [
+            part if part.call is None else replace(part, call=change(part.call))
+            for part in self.parts
+        ]
         return Reply(parts=parts)
 
     def with_text(self, change: Callable[[str], str]) -> Reply:

@@ -61,12 +61,16 @@ class ControlTokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items()
-        self.ids: dict[str, int] = {token.content: number for number, token in added if _is_control(token)}
+        self.ids: dict[str, int] = {
+            token.content: number for number, token in added if _is_control(token)
+        }
         self._numbers = frozenset(self.ids.values())
         self._own = re.compile(any_of(self.ids))
         self._begins = re.compile(_beginning(self.ids), re.DOTALL)
         thinking = any_of(tag for tags in ALL_THINK_TAGS for tag in tags)
-        self._begins_unless_thinking = re.compile(f"(?!{thinking})(?:{_beginning(self.ids)})", re.DOTALL)
+        self._begins_unless_thinking = re.compile(
+            f"(?!{thinking})(?:{_beginning(self.ids)})", re.DOTALL
+        )
 
     def __contains__(self, number: object) -> bool:
         return number in self._numbers
@@ -105,7 +109,9 @@ class ControlTokens:
         """
         unmarked = text.replace(mark, "")
         if mark in unmarked.lower():
-            raise TemplateError("the chat template changes the case of a message that holds a control token")
+            raise TemplateError(
+                "the chat template changes the case of a message that holds a control token"
+            )
         own = self._own.findall(text)
         ids = self._tokenizer.encode(unmarked, add_special_tokens=False)
         if [i for i in ids if i in self._numbers] == [self.ids[token] for token in own]:
@@ -135,10 +141,14 @@ class ControlTokens:
         for token in file["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
         _rename_vocabulary(file["model"], names)
-        renamed = Tokenizer.from_str(json.dumps(file | {"truncation": None, "padding": None, "post_processor": None}))
+        renamed = Tokenizer.from_str(
+            json.dumps(file | {"truncation": None, "padding": None, "post_processor": None})
+        )
         for token, name in names.items():
             if renamed.token_to_id(name) != self.ids[token]:
-                raise ModelError(f"the tokenizer's added token {token!r} cannot be distinguished from text")
+                raise ModelError(
+                    f"the tokenizer's added token {token!r} cannot be distinguished from text"
+                )
         return names, lambda text: renamed.encode(text, add_special_tokens=False).ids
 
 
@@ -159,8 +169,14 @@ def _marked(value: Any, mark: str, begins: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return begins.sub(rf"\g<0>{mark}", value)
     if isinstance(value, Mapping):
-        return {_marked(key, mark, begins): _marked(item, mark, begins) for key, item in value.items()}
-    return [_marked(item, mark, begins) for item in value] if isinstance(value, list | tuple) else value
+        return {
+            _marked(key, mark, begins): _marked(item, mark, begins) for key, item in value.items()
+        }
+    return (
+        [_marked(item, mark, begins) for item in value]
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def _is_control(token: Any) -> bool:
@@ -260,7 +276,9 @@ class MediaTokens:
                 continue
             repeat = next(counts[kind], 0) if kind in counts else 0
             if not repeat:
-                raise TemplateError(f"the text shows more of kind {kind!r} than the {len(media.get(kind, ()))} given")
+                raise TemplateError(
+                    f"the text shows more of kind {kind!r} than the {len(media.get(kind, ()))} given"
+                )
             expanded += [i] * repeat
         for kind, left in counts.items():
             if (unseen := sum(1 for _ in left)) > 0:
@@ -272,4 +290,6 @@ class MediaTokens:
             try:
                 yield self._image_processor.count(kind, item)
             except ValueError as error:
-                raise TemplateError(f"{kind} {number + 1} of {len(items)} cannot be shown: {error}") from None
+                raise TemplateError(
+                    f"{kind} {number + 1} of {len(items)} cannot be shown: {error}"
+                ) from None

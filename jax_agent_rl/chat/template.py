@@ -60,7 +60,9 @@ def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
         ValueError: they are no object of JSON values, too long, or would replace the conversation or the template.
     """
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
-        raise ValueError(f"must be an object of arguments for the chat template, got {kwargs!r:.120}")
+        raise ValueError(
+            f"must be an object of arguments for the chat template, got {kwargs!r:.120}"
+        )
     try:
         size = len(json.dumps(kwargs, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -111,7 +113,11 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: Any, tool_format: ToolFormat, tool_prompt: ToolPrompt, kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        tool_format: ToolFormat,
+        tool_prompt: ToolPrompt,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._format = tool_format
@@ -122,7 +128,9 @@ class ChatTemplate:
         self._has_tools_section = "tools" in source
         self._mentions_tool_calls = "tool_calls" in source
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping], *, generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping], *, generation_prompt: bool
+    ) -> str:
         """Return the conversation as text.
 
         Raises:
@@ -131,28 +139,43 @@ class ChatTemplate:
         tools = tools if self._tool_prompt == "template" else ()
         if tools and not self._has_tools_section:
             messages, tools = self._with_tools_as_text(messages, tools), ()
-        adapted = [_in_parts(m) if self._needs_parts or m.get("media") else m for m in self.adapt(messages)]
+        adapted = [
+            _in_parts(m) if self._needs_parts or m.get("media") else m for m in self.adapt(messages)
+        ]
         try:
             return self._apply(adapted, list(tools) or None, generation_prompt=generation_prompt)
         except TemplateError:
             if not any(_reasons_and_speaks_before_a_call(message) for message in adapted):
                 raise
-        adapted = [_with_text_as_reasoning(m) if _reasons_and_speaks_before_a_call(m) else m for m in adapted]
+        adapted = [
+            _with_text_as_reasoning(m) if _reasons_and_speaks_before_a_call(m) else m
+            for m in adapted
+        ]
         return self._apply(adapted, list(tools) or None, generation_prompt=generation_prompt)
 
     def _apply(
-        self, messages: Sequence[Message], tools: list[Mapping] | None = None, *, generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: list[Mapping] | None = None,
+        *,
+        generation_prompt: bool = True,
     ) -> str:
         """Apply the template to messages unchanged."""
         import jinja2
 
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **self._kwargs
+                list(messages),
+                tools=tools,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self._kwargs,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             roles = [m["role"] for m in messages]
-            raise TemplateError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
+            raise TemplateError(
+                f"the chat template refuses a conversation of roles {roles}: {error}"
+            ) from error
 
     @functools.cached_property
     def _needs_parts(self) -> bool:
@@ -180,9 +203,13 @@ class ChatTemplate:
         messages = [_with_reasoning_under_all_names(message) for message in messages]
         if any(message.get("tool_calls") for message in messages):
             if self._call_form == "none":
-                messages = [self._with_calls_as_text(m) if m.get("tool_calls") else m for m in messages]
+                messages = [
+                    self._with_calls_as_text(m) if m.get("tool_calls") else m for m in messages
+                ]
             elif self._call_form == "text":
-                messages = [_with_arguments_as_text(m) if m.get("tool_calls") else m for m in messages]
+                messages = [
+                    _with_arguments_as_text(m) if m.get("tool_calls") else m for m in messages
+                ]
         if self._has_tool_role:
             return list(messages)
         adapted: list[Message] = []
@@ -192,7 +219,10 @@ class ChatTemplate:
                 adapted.append(message)
                 joining = False
                 continue
-            text, media = self._format.tool_result(message["content"]), list(message.get("media", ()))
+            text, media = (
+                self._format.tool_result(message["content"]),
+                list(message.get("media", ())),
+            )
             if joining:
                 before = adapted.pop()
                 text, media = f"{before['content']}\n{text}", [*before.get("media", ()), *media]
@@ -233,7 +263,9 @@ class ChatTemplate:
         result = {"role": "tool", "content": _PROBE, "name": "f", "tool_call_id": "0" * 9}
         try:
             plain = self.render([question, answer, result], (), generation_prompt=False)
-            shown = self.render([question, answer, {**result, "media": [kind]}], (), generation_prompt=False)
+            shown = self.render(
+                [question, answer, {**result, "media": [kind]}], (), generation_prompt=False
+            )
         except TemplateError:
             return False
         special = self._tokenizer.get_added_vocab()
@@ -246,11 +278,18 @@ class ChatTemplate:
                 "the chat template shows no tool calls of earlier turns, and agent.tool_format="
                 f"{self._format.name} cannot write them as text; set it to hermes or text_tag"
             )
-        calls = [write(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+        calls = [
+            write(call["function"]["name"], call["function"]["arguments"])
+            for call in message["tool_calls"]
+        ]
         text = "\n".join([message["content"], *calls] if message["content"] else calls)
-        return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
+        return {key: value for key, value in message.items() if key != "tool_calls"} | {
+            "content": text
+        }
 
-    def _with_tools_as_text(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> list[Message]:
+    def _with_tools_as_text(
+        self, messages: Sequence[Message], tools: Sequence[Mapping]
+    ) -> list[Message]:
         section = self._format.system_section(tools)
         messages = list(messages)
         if messages and messages[0]["role"] == "system":
@@ -276,7 +315,9 @@ def _with_reasoning_under_all_names(message: Message) -> Message:
 
 
 def _reasons_and_speaks_before_a_call(message: Message) -> bool:
-    return bool(message.get("tool_calls") and message.get("reasoning_content") and message.get("content"))
+    return bool(
+        message.get("tool_calls") and message.get("reasoning_content") and message.get("content")
+    )
 
 
 def _with_text_as_reasoning(message: Message) -> Message:
@@ -330,7 +371,9 @@ class TurnBoundary:
         anchors = ((self._plain_anchor, messages), (self._calling_anchor, with_call_ids))
         known = self._anchor_of.get(key)
         problems = []
-        for number in sorted(range(len(anchors)), key=lambda number: number != known):  # the known one first
+        for number in sorted(
+            range(len(anchors)), key=lambda number: number != known
+        ):  # the known one first
             anchor, following = anchors[number]
             try:
                 if number != known:
@@ -388,13 +431,23 @@ class TurnBoundary:
     def think_tag(self) -> str:
         """The tag of a think block that the generation prompt leaves open, in which every turn then begins; or ""."""
         prompt = self.generation_prompt
-        return max((begin for begin, _ in ALL_THINK_TAGS), key=prompt.rfind) if ends_thinking(prompt) else ""
+        return (
+            max((begin for begin, _ in ALL_THINK_TAGS), key=prompt.rfind)
+            if ends_thinking(prompt)
+            else ""
+        )
 
     def thinking(self, template: str) -> Thinking | None:
         """Return the reasoning that a turn begins with, or may begin with; ``template`` is the template's source."""
         if self.think_tag:
-            return Thinking(tags=next(tags for tags in ALL_THINK_TAGS if tags[0] == self.think_tag), opened=True)
-        shown = (tags for tags in ALL_THINK_TAGS if tags[0] in template and tags[1] not in self.generation_prompt)
+            return Thinking(
+                tags=next(tags for tags in ALL_THINK_TAGS if tags[0] == self.think_tag), opened=True
+            )
+        shown = (
+            tags
+            for tags in ALL_THINK_TAGS
+            if tags[0] in template and tags[1] not in self.generation_prompt
+        )
         tags = next(shown, None)
         return Thinking(tags=tags) if tags else None
 
@@ -412,36 +465,48 @@ class TurnBoundary:
         found = []
         for messages in (last, followed):
             try:
-                _, written, text = self._template.render(messages, (), generation_prompt=False).rpartition(_WORD)
+                _, written, text = self._template.render(
+                    messages, (), generation_prompt=False
+                ).rpartition(_WORD)
             except TemplateError:
                 return None
             token = self._control.first(self._after_call(text) if before_another else text)
             if not written or token is None:
                 return None
             rest = token.string[token.end() :].lstrip()
-            if before_another and rest and not ((following := self._control.first(rest)) and following.start() == 0):
+            if (
+                before_another
+                and rest
+                and not ((following := self._control.first(rest)) and following.start() == 0)
+            ):
                 return None
             found.append(token.group())
         return self._control.ids[found[0]] if found[0] == found[1] else None
 
-    def _plain_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
+    def _plain_anchor(
+        self, messages: Sequence[Message], tools: Sequence[Mapping], word: str
+    ) -> str:
         """Return the text after an assistant turn without calls."""
         anchor = [ASKED, {"role": "assistant", "content": word}]
-        before, found, after = self._template.render([*anchor, *messages], tools, generation_prompt=True).rpartition(
-            word
-        )
+        before, found, after = self._template.render(
+            [*anchor, *messages], tools, generation_prompt=True
+        ).rpartition(word)
         if not found or word in before:
             raise TemplateError("the chat template does not write an assistant turn exactly once")
         return after
 
-    def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
+    def _calling_anchor(
+        self, messages: Sequence[Message], tools: Sequence[Mapping], word: str
+    ) -> str:
         """Return the text after an assistant turn with calls, for templates that require one before a tool result."""
         results = [message for message in messages if message["role"] == "tool"]
         anchor = [ASKED, _calling_message(results or [_RESULT], word)]
         text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
         rest = self._after_call(text[text.rindex(word) :] if word in text else "")
         if (end := self._control.first(rest)) is None:
-            raise TemplateError("the chat template does not mark the end of an assistant turn that calls a tool")
+            raise TemplateError(
+                "the chat template does not mark the end of an assistant turn that calls a tool"
+            )
         return rest[end.start() :]
 
     def _after_call(self, rest: str) -> str:
@@ -464,7 +529,9 @@ def _calling_message(results: Sequence[Message], word: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _check_keeps(anchor: Anchor, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> None:
+def _check_keeps(
+    anchor: Anchor, messages: Sequence[Message], tools: Sequence[Mapping], word: str
+) -> None:
     """Check with marked contents that an anchor makes the template write every message.
 
     Raises:
@@ -475,4 +542,6 @@ def _check_keeps(anchor: Anchor, messages: Sequence[Message], tools: Sequence[Ma
     text = anchor(marked, tools, word)
     for message in marked:
         if message["content"] not in text:
-            raise TemplateError(f"the chat template leaves out a message of role {message['role']!r}")
+            raise TemplateError(
+                f"the chat template leaves out a message of role {message['role']!r}"
+            )

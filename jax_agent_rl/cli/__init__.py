@@ -61,7 +61,10 @@ def _print_version(wanted: bool) -> None:
 
 
 Version = Annotated[
-    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    bool,
+    typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Print the version and end."
+    ),
 ]
 
 
@@ -70,8 +73,12 @@ def main_options(version: Version = False) -> None:
     """Take the options that stand before a command."""
 
 
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of run_dir.")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue from the newest checkpoint of run_dir.")
+]
 AutoResume = Annotated[
     bool,
     typer.Option(
@@ -97,7 +104,9 @@ ResumeStep = Annotated[
 ]
 
 
-@command(app, Panel.TRAIN, "quickstart", "quickstart trainer.steps=12 seed=1", "quickstart --resume")
+@command(
+    app, Panel.TRAIN, "quickstart", "quickstart trainer.steps=12 seed=1", "quickstart --resume"
+)
 def quickstart(overrides: Overrides = None, resume: Resume = False) -> None:
     """Train a small agent in this folder: fetch its model, write its data, train the recipe quickstart."""
     from jax_agent_rl.config import load
@@ -107,7 +116,10 @@ def quickstart(overrides: Overrides = None, resume: Resume = False) -> None:
     settings = load(RECIPE, overrides or [])
     check_quickstart(settings)
     prepare_quickstart()
-    print("training (two to three minutes on two cores, one more the first time, for compilation)", flush=True)
+    print(
+        "training (two to three minutes on two cores, one more the first time, for compilation)",
+        flush=True,
+    )
     _train(settings, resume, auto_resume=False, step=None, accept_change=None)
 
 
@@ -119,7 +131,9 @@ def init(folder: Annotated[Path, typer.Argument(help="A new or empty folder.")])
     for file in write_task(folder.expanduser()):
         print(file)
     place = shlex.quote(str(folder))
-    print(f"next: cd {place} && jax-agent-rl fetch-model && jax-agent-rl train config.yaml (README.md says more)")
+    print(
+        f"next: cd {place} && jax-agent-rl fetch-model && jax-agent-rl train config.yaml (README.md says more)"
+    )
 
 
 @command(
@@ -174,14 +188,22 @@ def distill(
 
 
 def _train(
-    settings: Config, resume: bool, auto_resume: bool, step: int | None, accept_change: list[str] | None
+    settings: Config,
+    resume: bool,
+    auto_resume: bool,
+    step: int | None,
+    accept_change: list[str] | None,
 ) -> None:
     from jax_agent_rl.errors import ConfigError
 
     if step is not None and not resume:
-        raise ConfigError(f"--step {step} names the checkpoint to resume from; add --resume, or leave it out")
+        raise ConfigError(
+            f"--step {step} names the checkpoint to resume from; add --resume, or leave it out"
+        )
     if resume and auto_resume:
-        raise ConfigError("--resume requires a checkpoint and --auto-resume does not; give one of them")
+        raise ConfigError(
+            "--resume requires a checkpoint and --auto-resume does not; give one of them"
+        )
     accepted = _accepted_changes(accept_change, resume or auto_resume)
     from jax_agent_rl.deploy.preflight import check_training, joins_processes
 
@@ -202,7 +224,11 @@ def _train(
             check_training(settings)
         settings = with_resolved_model(settings)
     how = "if_any" if auto_resume else resume
-    _run_trainer(lambda **options: run(settings, resume=how, from_step=step, accept_changes=accepted, **options))
+    _run_trainer(
+        lambda **options: run(
+            settings, resume=how, from_step=step, accept_changes=accepted, **options
+        )
+    )
 
 
 def _accepted_changes(options: list[str] | None, resume: bool) -> list[str]:
@@ -211,7 +237,9 @@ def _accepted_changes(options: list[str] | None, resume: bool) -> list[str]:
 
     keys = [key.strip() for option in options or () for key in option.split(",") if key.strip()]
     if keys and not resume:
-        raise ConfigError(f"--accept-change {','.join(keys)} is about a checkpoint; add --resume, or leave it out")
+        raise ConfigError(
+            f"--accept-change {','.join(keys)} is about a checkpoint; add --resume, or leave it out"
+        )
     return keys
 
 
@@ -253,7 +281,9 @@ def dpo(
     _train_supervised("dpo", given_config(config, overrides, config_file), resume, accept_change)
 
 
-def _train_supervised(name: str, given: GivenConfig, resume: bool, accept_change: list[str] | None) -> None:
+def _train_supervised(
+    name: str, given: GivenConfig, resume: bool, accept_change: list[str] | None
+) -> None:
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.deploy.preflight import check_supervised
 
@@ -275,7 +305,9 @@ def _run_trainer(train: Callable[..., Coroutine[Any, Any, object]]) -> None:
 
     console = Console()
     with exit_if_interrupted():
-        asyncio.run(train(console=console, exit_within=functools.partial(exit_within, console.print)))
+        asyncio.run(
+            train(console=console, exit_within=functools.partial(exit_within, console.print))
+        )
 
 
 for register in (register_eval, register_servers, register_config):
@@ -304,7 +336,9 @@ def prepare(
     agent: Annotated[str, typer.Option(help="The rows' agent_name.")] = "tool_agent",
     calls: Annotated[
         Literal["python", "json"],
-        typer.Option(help="With shop: how its prompts write calls, for agent.tool_format pythonic or hermes."),
+        typer.Option(
+            help="With shop: how its prompts write calls, for agent.tool_format pythonic or hermes."
+        ),
     ] = "python",
 ) -> None:
     """Write the training and held-out rows of a built-in task."""
@@ -314,7 +348,9 @@ def prepare(
 
     tasks = {"shop": functools.partial(prepare_shop, calls=calls), "calculator": prepare_calculator}
     if task not in tasks:
-        raise ConfigError(f"no built-in task is called {task!r}; {did_you_mean(task, tasks)}there are {sorted(tasks)}")
+        raise ConfigError(
+            f"no built-in task is called {task!r}; {did_you_mean(task, tasks)}there are {sorted(tasks)}"
+        )
     if task != "shop" and calls != "python":
         raise ConfigError(
             f"--calls {calls} is of the task shop; the calculator's prompts write calls as JSON; remove it"
@@ -346,9 +382,15 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run folder with a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the Hugging Face model to.")],
     dtype: Dtype = "float32",
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the LoRA adapters, in PEFT's format.")] = False,
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default the newest.")] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (learner.ema_decay).")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the LoRA adapters, in PEFT's format.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint; default the newest.")
+    ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The moving average of the weights (learner.ema_decay).")
+    ] = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face model folder; LoRA adapters are merged in."""
     from jax_agent_rl.deploy.preflight import check_checkpoint
@@ -367,24 +409,47 @@ def export(
     "conformance --backend my_project.engine:make --json",
 )
 def conformance(
-    backend: Annotated[str, typer.Option(help="jetstream, vllm, remote, ray, or your own as package.module:function.")],
-    model: Annotated[Path | None, typer.Option(help="Model folder; default a tiny random one.")] = None,
+    backend: Annotated[
+        str,
+        typer.Option(help="jetstream, vllm, remote, ray, or your own as package.module:function."),
+    ],
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder; default a tiny random one.")
+    ] = None,
     url: Annotated[
-        str | None, typer.Option(help="Address of a running rollout server, for remote; default one is started.")
+        str | None,
+        typer.Option(
+            help="Address of a running rollout server, for remote; default one is started."
+        ),
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="What serves behind the rollout server that is started, or in the Ray actor.")
+        str,
+        typer.Option(
+            help="What serves behind the rollout server that is started, or in the Ray actor."
+        ),
     ] = "jetstream",
     engine_factory: Annotated[
         str | None,
         typer.Option(help="For jetstream: its rollout.jetstream.engine_factory."),
     ] = None,
-    adapters: Annotated[bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")] = False,
-    data_parallel: Annotated[int, typer.Option(min=1, help="For jetstream: engines, each on a device of its own.")] = 1,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
-    tolerance: Annotated[float, typer.Option(help="Largest log-prob error in nats; 0.1 suits bfloat16.")] = 1e-3,
-    max_model_len: Annotated[int, typer.Option(help="Context length to serve with, at least 128.")] = 256,
-    only: Annotated[list[str] | None, typer.Option(help="Only this check; may be repeated.")] = None,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")
+    ] = False,
+    data_parallel: Annotated[
+        int, typer.Option(min=1, help="For jetstream: engines, each on a device of its own.")
+    ] = 1,
+    token_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the server's token.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="Largest log-prob error in nats; 0.1 suits bfloat16.")
+    ] = 1e-3,
+    max_model_len: Annotated[
+        int, typer.Option(help="Context length to serve with, at least 128.")
+    ] = 256,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this check; may be repeated.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Test a rollout backend against the protocol. A server it is pointed at has its weights changed and put back."""
@@ -424,35 +489,54 @@ def conformance(
     "plan tpu_8b --topology v5p:2x2x1 --profile decode",
 )
 def plan(
-    topology: Annotated[str, typer.Option(help="The slice: v5e:4x4, v5p:4x4x4, or 2*v6e:16x16 for two.")],
+    topology: Annotated[
+        str, typer.Option(help="The slice: v5e:4x4, v5p:4x4x4, or 2*v6e:16x16 for two.")
+    ],
     config: ConfigArgument = None,
     overrides: Overrides = None,
     config_file: ConfigOption = None,
     architecture: Annotated[
         str | None,
-        typer.Option(help="Well-known model instead of model.path, without its files: qwen3-8b, llama-3.1-70b, …"),
+        typer.Option(
+            help="Well-known model instead of model.path, without its files: qwen3-8b, llama-3.1-70b, …"
+        ),
     ] = None,
     utilization: Annotated[
         float,
-        typer.Option(min=0.01, max=1, help="Assumed share of the ideal time, for programs that the compiler refuses."),
+        typer.Option(
+            min=0.01,
+            max=1,
+            help="Assumed share of the ideal time, for programs that the compiler refuses.",
+        ),
     ] = 0.4,
     profile: Annotated[
         Literal["decode", "prefill", "learner"] | None,
-        typer.Option(help="Compile these programs only; show what their predicted time is made of, by line of code."),
+        typer.Option(
+            help="Compile these programs only; show what their predicted time is made of, by line of code."
+        ),
     ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Find meshes, micro-batches and decode slots that fit.")
     ] = False,
     budget: Annotated[
         int,
-        typer.Option(min=1, help="With --search: number of layouts to find; at most three times as many are compiled."),
+        typer.Option(
+            min=1,
+            help="With --search: number of layouts to find; at most three times as many are compiled.",
+        ),
     ] = 3,
-    price_per_chip_hour: Annotated[float | None, typer.Option(min=0, help="Price, for the cost of a step.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="File for a plot of the chips' memory (.png, .svg, …).")] = None,
+    price_per_chip_hour: Annotated[
+        float | None, typer.Option(min=0, help="Price, for the cost of a step.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="File for a plot of the chips' memory (.png, .svg, …).")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Compile a run's programs for a TPU slice on this machine: memory, speed, cost, and which keys to change."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described
+    os.environ["JAX_PLATFORMS"] = (
+        "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described
+    )
     from jax_agent_rl.config import load
     from jax_agent_rl.deploy.preflight import check_model
 
@@ -477,27 +561,36 @@ def plan(
             width=console.width,
             colours=console.is_terminal and not console.no_color,
         )
-        made = run_command(task, console, budget=budget if search else None, picture=plot, as_json=json)
+        made = run_command(
+            task, console, budget=budget if search else None, picture=plot, as_json=json
+        )
     if not made.fits:
         raise typer.Exit(1)
 
 
-@command(app, Panel.CHECK, "chaos", "chaos --seconds 120 --seed 3 --soak", "chaos --only kill_engine")
+@command(
+    app, Panel.CHECK, "chaos", "chaos --seconds 120 --seed 3 --soak", "chaos --only kill_engine"
+)
 def chaos(
     seconds: Annotated[
         float, typer.Option(help="Total time of the run without faults and the run with faults.")
     ] = 45.0,
     seed: Annotated[int, typer.Option(help="Seed of faults, rows and tokens.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="Only this fault; may be repeated.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this fault; may be repeated.")
+    ] = None,
     soak: Annotated[
-        bool, typer.Option("--soak", help="Measure memory, descriptors and tasks, with fewer faults.")
+        bool,
+        typer.Option("--soak", help="Measure memory, descriptors and tasks, with fewer faults."),
     ] = False,
     json: JsonOption = False,
 ) -> None:
     """Run a small system of real processes under injected faults, and check what must hold."""
     from jax_agent_rl.testing.chaos.run import run_command
 
-    logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are expected
+    logging.getLogger("jax_agent_rl").setLevel(
+        logging.CRITICAL
+    )  # lost servers and calls are expected
     with exit_if_interrupted():
         report = run_command(seconds, seed, only or [], soak=soak, console=console_of(json))
     if json:

@@ -85,11 +85,20 @@ def complete_path(context: typer.Context, incomplete: str) -> list[tuple[str, st
     return [(path, key.description) for path, key in keys.items() if path.startswith(incomplete)]
 
 
-@command(app, Panel.CHECK, "config explain", "config explain learner.lora", "config explain group_size", name="explain")
+@command(
+    app,
+    Panel.CHECK,
+    "config explain",
+    "config explain learner.lora",
+    "config explain group_size",
+    name="explain",
+)
 def explain_key(
     key: Annotated[
         str | None,
-        typer.Argument(help="A key or a section: group_size, learner.lora.", autocompletion=complete_path),
+        typer.Argument(
+            help="A key or a section: group_size, learner.lora.", autocompletion=complete_path
+        ),
     ] = None,
     command: CommandOption = "train",
 ) -> None:
@@ -130,7 +139,11 @@ def schema(command: CommandOption = "train") -> None:
     from jax_agent_rl.config.reference import editor_schema
 
     title = f"jax-agent-rl {command}"
-    print(json.dumps(editor_schema(settings_model(command), title=title), indent=1, ensure_ascii=False))
+    print(
+        json.dumps(
+            editor_schema(settings_model(command), title=title), indent=1, ensure_ascii=False
+        )
+    )
 
 
 @command(app, Panel.CHECK, "config reference > docs/config.md")
@@ -140,7 +153,10 @@ def reference() -> None:
 
     server = "Keys of `jax-agent-rl {}`, and of the YAML file that it may be given."
     pages = {
-        "train": ("A run", "Keys of `jax-agent-rl train` and of every command that takes a recipe."),
+        "train": (
+            "A run",
+            "Keys of `jax-agent-rl train` and of every command that takes a recipe.",
+        ),
         "sft": ("Supervised fine-tuning", "Keys of `jax-agent-rl sft`."),
         "dpo": ("Preferences", "Keys of `jax-agent-rl dpo`."),
         "tool-server": ("The tool server", server.format("tool-server")),
@@ -150,11 +166,18 @@ def reference() -> None:
 
 
 def import_config(
-    framework: Annotated[Literal["verl"], typer.Argument(help="Whose settings: verl's, or verl-tool's.")],
-    files: Annotated[
-        list[Path], typer.Argument(help="Shell scripts, overrides or YAML files; a later file takes precedence.")
+    framework: Annotated[
+        Literal["verl"], typer.Argument(help="Whose settings: verl's, or verl-tool's.")
     ],
-    out: Annotated[Path | None, typer.Option("--out", help="File to write; default standard output.")] = None,
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Shell scripts, overrides or YAML files; a later file takes precedence."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write; default standard output.")
+    ] = None,
 ) -> None:
     """Translate another framework's settings into a configuration, and list what needs a decision.
 
@@ -195,13 +218,17 @@ def _print_key(key: KeyInfo, keys: Mapping[str, KeyInfo], console: Console) -> N
     if not key.is_section or key.default is not None:
         facts = Table.grid(padding=(0, 2))
         facts.add_row("type", escape(key.type))
-        facts.add_row("default", escape(key.default) if key.default is not None else "none, it must be set")
+        facts.add_row(
+            "default", escape(key.default) if key.default is not None else "none, it must be set"
+        )
         console.print(Padding(facts, (0, 2)))
     parts = key.path.split(".")
     for one in (keys[".".join(parts[:end])] for end in range(1, len(parts) + 1)):
         if one.used_only:
             whose = "" if one is key else f"{one.path}: "
-            console.print(Padding(escape(f"{whose}used only {one.used_only}"), (0, 2)), highlight=False)
+            console.print(
+                Padding(escape(f"{whose}used only {one.used_only}"), (0, 2)), highlight=False
+            )
     if key.is_section:
         _print_section(key.path, keys, console)
 
@@ -243,7 +270,9 @@ def doctor(
     given = given_config(config, overrides, config_file)
     if given.file is None and given.overrides:
         keys = " ".join(given.overrides)
-        raise ConfigError(f"{keys}: without a configuration there are no keys to change; give its file, too")
+        raise ConfigError(
+            f"{keys}: without a configuration there are no keys to change; give its file, too"
+        )
     settings = load(given.file, given.overrides) if given.file else None
     findings = run_to_end(_show(settings, console_of(json)))
     failed = [finding for finding in findings if finding.status == "fail"]
@@ -257,8 +286,12 @@ def certify(
     config: ConfigArgument = None,
     overrides: Overrides = None,
     config_file: ConfigOption = None,
-    only: Annotated[list[str] | None, typer.Option(help="Only this check; may be repeated.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for certify.json and certify.html.")] = Path("certify"),
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this check; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for certify.json and certify.html.")] = Path(
+        "certify"
+    ),
     json: JsonOption = False,
 ) -> None:
     """Measure this machine, and compare it with what the documentation claims, in about ten minutes.
@@ -268,7 +301,9 @@ def certify(
     CONFIG, of the quickstart's model and task. The report (certify.json, certify.html) says for each deviation which
     claim it concerns; it is meant to be sent to us. Exits with 1 if there are deviations.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on GPUs, other engines need room beside JAX
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+    )  # on GPUs, other engines need room beside JAX
     from jax_agent_rl.config import load
     from jax_agent_rl.deploy.preflight import check_certification
 
@@ -280,7 +315,12 @@ def certify(
     arguments = ["jax-agent-rl", *sys.argv[1:]]
     with exit_if_interrupted():  # the report then ends before the check that was running
         report = run_command(
-            given.file, given.overrides, only=only or [], out=out, arguments=arguments, console=console_of(json)
+            given.file,
+            given.overrides,
+            only=only or [],
+            out=out,
+            arguments=arguments,
+            console=console_of(json),
         )
     if json:
         print_object(report)
@@ -301,8 +341,12 @@ async def _show(config: Config | None, console: Console) -> list[Finding]:
     async for finding in examine(config):
         findings.append(finding)
         line = Text(f"{finding.status:<5}", style=_STYLES[finding.status])
-        line.append(f"{finding.check}: ", style="bold").append(printable(finding.text), style="default")
+        line.append(f"{finding.check}: ", style="bold").append(
+            printable(finding.text), style="default"
+        )
         console.print(line, soft_wrap=True)
     counts = Counter(finding.status for finding in findings)
-    console.print(f"{counts['ok']} ok, {counts['warn']} warned, {counts['fail']} failed", highlight=False)
+    console.print(
+        f"{counts['ok']} ok, {counts['warn']} warned, {counts['fail']} failed", highlight=False
+    )
     return findings

@@ -81,23 +81,38 @@ def evaluate(
     run: RunOption = None,
     step: StepOption = None,
     ema: EmaOption = False,
-    data: Annotated[str | None, typer.Option(help="Rows (file, glob or Hub dataset) instead of data.eval.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to use, from the first.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Rows (file, glob or Hub dataset) instead of data.eval.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Number of rows to use, from the first.")
+    ] = None,
     n: Annotated[int, typer.Option("-n", "--samples", help="Trajectories per prompt.")] = 8,
     k: Annotated[
-        str | None, typer.Option("-k", help="Values of k for pass@k, separated by commas; default 1, 4, 16, … and -n.")
+        str | None,
+        typer.Option(
+            "-k", help="Values of k for pass@k, separated by commas; default 1, 4, 16, … and -n."
+        ),
     ] = None,
-    pass_reward: Annotated[float, typer.Option(help="Minimum reward of a trajectory that passes.")] = 1.0,
+    pass_reward: Annotated[
+        float, typer.Option(help="Minimum reward of a trajectory that passes.")
+    ] = 1.0,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Default rollout.eval_temperature, or rollout.temperature if that is 0 and -n above 1."),
+        typer.Option(
+            help="Default rollout.eval_temperature, or rollout.temperature if that is 0 and -n above 1."
+        ),
     ] = None,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1: off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Top-k sampling; 0: off.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Least probability relative to the likeliest id's; 0: off.")] = 0.0,
+    min_p: Annotated[
+        float, typer.Option(help="Least probability relative to the likeliest id's; 0: off.")
+    ] = 0.0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for samples and summary; default RUN_DIR-eval, with a number if it exists."),
+        typer.Option(
+            help="Folder for samples and summary; default RUN_DIR-eval, with a number if it exists."
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -114,7 +129,13 @@ def evaluate(
 
     given = given_config(config, overrides, config_file)
     choice = PolicyChoice(
-        config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema, data=data
+        config=given.file,
+        overrides=given.overrides,
+        model=model,
+        run=run,
+        step=step,
+        ema=ema,
+        data=data,
     )
     ks = parse_ks(k, n)
     settings = choose(choice)
@@ -151,7 +172,12 @@ def evaluate(
 
 
 def rollout(
-    out: Annotated[Path, typer.Option(help="FILE.parquet, FILE.jsonl, or a FOLDER that datasets.load_dataset reads.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="FILE.parquet, FILE.jsonl, or a FOLDER that datasets.load_dataset reads."
+        ),
+    ],
     config: ConfigArgument = None,
     overrides: Overrides = None,
     config_file: ConfigOption = None,
@@ -159,10 +185,17 @@ def rollout(
     run: RunOption = None,
     step: StepOption = None,
     ema: EmaOption = False,
-    data: Annotated[str | None, typer.Option(help="Rows (file, glob or Hub dataset) instead of data.train.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to use, from the first.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Rows (file, glob or Hub dataset) instead of data.train.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Number of rows to use, from the first.")
+    ] = None,
     n: Annotated[
-        int | None, typer.Option("-n", "--samples", min=1, help="Trajectories per row; default rollout.group_size.")
+        int | None,
+        typer.Option(
+            "-n", "--samples", min=1, help="Trajectories per row; default rollout.group_size."
+        ),
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Default rollout.temperature.")] = None,
     json: JsonOption = False,
@@ -178,7 +211,13 @@ def rollout(
 
     given = given_config(config, overrides, config_file)
     choice = PolicyChoice(
-        config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema, data=data
+        config=given.file,
+        overrides=given.overrides,
+        model=model,
+        run=run,
+        step=step,
+        ema=ema,
+        data=data,
     )
     settings = choose(choice)
     sources = collection_sources(settings, data)
@@ -194,7 +233,10 @@ def rollout(
     console = console_of(json)
     with open_policy(choice) as subject:
         summary = run_to_end(collect(subject, request, out=out, console=console))
-    lost = ", ".join(f"{reason} {count}" for reason, count in sorted(summary["dropped"].items())) or "none"
+    lost = (
+        ", ".join(f"{reason} {count}" for reason, count in sorted(summary["dropped"].items()))
+        or "none"
+    )
     print_line(
         console,
         f"{summary['started']} trajectories started = {summary['kept']} in {out} + lost ({lost}), "
@@ -218,7 +260,9 @@ def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
-        raise ConfigError(f"-k {text!r}: give numbers separated by commas, such as -k 1,4,8") from None
+        raise ConfigError(
+            f"-k {text!r}: give numbers separated by commas, such as -k 1,4,8"
+        ) from None
 
 
 def headline(summary: Mapping[str, Any]) -> str:
@@ -238,7 +282,16 @@ def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
 
     ks = next(iter(scores.values()))["pass"]
     made = Table(box=None, padding=(0, 2, 0, 0))
-    headings = ("data source", "prompts", *(f"pass@{k}" for k in ks), "reward", "turns", "tools", "errors", "cut")
+    headings = (
+        "data source",
+        "prompts",
+        *(f"pass@{k}" for k in ks),
+        "reward",
+        "turns",
+        "tools",
+        "errors",
+        "cut",
+    )
     for heading in (*headings, "lost"):
         made.add_column(heading, justify="left" if heading == "data source" else "right")
     for name, row in scores.items():
@@ -258,7 +311,9 @@ def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _interval(value: Mapping[str, float | None], form: str) -> str:
     mean = format(value["mean"], form)
-    return mean if value["low"] is None else f"{mean} [{value['low']:{form}}, {value['high']:{form}}]"
+    return (
+        mean if value["low"] is None else f"{mean} [{value['low']:{form}}, {value['high']:{form}}]"
+    )
 
 
 def view(
@@ -269,19 +324,31 @@ def view(
     max_step: Annotated[int | None, typer.Option(help="Last step to show.")] = None,
     min_reward: Annotated[float | None, typer.Option(help="Minimum reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Maximum reward.")] = None,
-    tool_error: Annotated[str | None, typer.Option(help="Kind of tool error (timeout, …), 'any' or 'none'.")] = None,
+    tool_error: Annotated[
+        str | None, typer.Option(help="Kind of tool error (timeout, …), 'any' or 'none'.")
+    ] = None,
     finish_reason: Annotated[
         FinishReason | None, typer.Option(help="Finish reason of the trajectory (answer, …).")
     ] = None,
     stop_reason: Annotated[
         StopReason | None, typer.Option(help="Stop reason of one of its turns (eos, length, …).")
     ] = None,
-    text: Annotated[str | None, typer.Option(help="Text in the response or the id, ignoring case.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Text in the response or the id, ignoring case.")
+    ] = None,
     sort: Annotated[Sort, typer.Option(help="'time', 'best' or 'worst' first.")] = "time",
-    limit: Annotated[int, typer.Option(min=1, help="Number of trajectories to show, the last ones.")] = 5,
-    whole_prompt: Annotated[bool, typer.Option("--whole-prompt", help="Show prompts in full.")] = False,
-    tree: Annotated[bool, typer.Option("--tree", help="Show groups as trees of turns, with rewards.")] = False,
-    color: Annotated[Colour, typer.Option(help="Meaning of the colour of sampled tokens.")] = "mask",
+    limit: Annotated[
+        int, typer.Option(min=1, help="Number of trajectories to show, the last ones.")
+    ] = 5,
+    whole_prompt: Annotated[
+        bool, typer.Option("--whole-prompt", help="Show prompts in full.")
+    ] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Show groups as trees of turns, with rewards.")
+    ] = False,
+    color: Annotated[
+        Colour, typer.Option(help="Meaning of the colour of sampled tokens.")
+    ] = "mask",
 ) -> None:
     """Show a run's trajectories in the terminal, with sampled and inserted tokens in different styles."""
     from jax_agent_rl.evaluate.export import read_recorded
@@ -299,16 +366,28 @@ def view(
         stop_reason=stop_reason,
         text=text,
     )
-    view_run(read_recorded(run), wanted, sort=sort, limit=limit, whole_prompt=whole_prompt, trees=tree, colour=color)
+    view_run(
+        read_recorded(run),
+        wanted,
+        sort=sort,
+        limit=limit,
+        whole_prompt=whole_prompt,
+        trees=tree,
+        colour=color,
+    )
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder, also of a run in progress, or what rollout wrote.")],
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, also of a run in progress, or what rollout wrote.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="File to write; default report.html in the folder, or FILE.report.html.")
+        Path | None,
+        typer.Option(help="File to write; default report.html in the folder, or FILE.report.html."),
     ] = None,
     limit: Annotated[
-        int, typer.Option(help="Number of trajectories on the page, fewer if they are long; 0: all.")
+        int,
+        typer.Option(help="Number of trajectories on the page, fewer if they are long; 0: all."),
     ] = 2000,
 ) -> None:
     """Write a run as one HTML page: curves, timeline, and every trajectory token by token. It loads nothing."""
@@ -316,7 +395,13 @@ def report(
     from jax_agent_rl.observe.report.command import write_page
 
     data = read_recorded(run)
-    print(write_page(data, out or (run / "report.html" if run.is_dir() else Path(f"{run}.report.html")), limit=limit))
+    print(
+        write_page(
+            data,
+            out or (run / "report.html" if run.is_dir() else Path(f"{run}.report.html")),
+            limit=limit,
+        )
+    )
 
 
 def simulate(
@@ -337,4 +422,6 @@ def simulate(
     from jax_agent_rl.testing.simulate.run import run_command
 
     given = given_config(config, overrides, config_file)
-    run_command(given.required("simulate"), given.overrides, assume, as_json=json, console=console_of(json))
+    run_command(
+        given.required("simulate"), given.overrides, assume, as_json=json, console=console_of(json)
+    )

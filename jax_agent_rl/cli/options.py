@@ -17,7 +17,16 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -55,7 +64,9 @@ def command(
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-        explanation = "\n\n".join(" ".join(text.split()) for text in paragraphs)  # or lines would stay broken
+        explanation = "\n\n".join(
+            " ".join(text.split()) for text in paragraphs
+        )  # or lines would stay broken
         epilog = _shown(examples)
         _name_values(function)
         return app.command(
@@ -70,9 +81,13 @@ def command(
     return register
 
 
-def add_group(app: typer.Typer, group: typer.Typer, panel: Panel, *examples: str, name: str) -> None:
+def add_group(
+    app: typer.Typer, group: typer.Typer, panel: Panel, *examples: str, name: str
+) -> None:
     """Register several commands under one name; examples as for :func:`command`."""
-    app.add_typer(group, name=name, cls=PlainGroup, rich_help_panel=panel.value, epilog=_shown(examples))
+    app.add_typer(
+        group, name=name, cls=PlainGroup, rich_help_panel=panel.value, epilog=_shown(examples)
+    )
 
 
 _REFUSED = {
@@ -141,7 +156,9 @@ def _name_values(function: Callable[..., None]) -> None:
     """Name the arguments and values of a command that have no name of their own: in capitals, as in its examples."""
     hints = get_type_hints(function, include_extras=True)
     for name in inspect.signature(function).parameters:
-        function.__annotations__[name] = hints[name]  # not evaluated again, or the name would be lost
+        function.__annotations__[name] = hints[
+            name
+        ]  # not evaluated again, or the name would be lost
         kind, info = get_args(hints[name])
         if info.metavar is not None:
             continue
@@ -165,7 +182,9 @@ def _value_name(kind: Any) -> str | None:
 
 
 def _shown(examples: Iterable[str]) -> str:
-    lines = [f"jax-agent-rl {example}".replace("[", "\\[") for example in examples]  # no markup of rich's
+    lines = [
+        f"jax-agent-rl {example}".replace("[", "\\[") for example in examples
+    ]  # no markup of rich's
     return "\n\n".join(["Examples:", *lines])
 
 
@@ -198,10 +217,15 @@ def key_completer(trees: Mapping[str, str]) -> Completer:
         for prefix, command in trees.items():
             model = settings_model(command)
             for key, text in valid_keys(model).items():
-                texts[f"{prefix}{key}"], values[f"{prefix}{key}"] = text, _values(model, key.split("."))
+                texts[f"{prefix}{key}"], values[f"{prefix}{key}"] = (
+                    text,
+                    _values(model, key.split(".")),
+                )
         key, equals, begun = incomplete.partition("=")
         if equals and key:
-            return [(f"{key}={value}", "") for value in values.get(key, ()) if value.startswith(begun)]
+            return [
+                (f"{key}={value}", "") for value in values.get(key, ()) if value.startswith(begun)
+            ]
         before = next((word for word in reversed(_words(context)) if word != "="), "")
         if before in values:
             return [(value, "") for value in values[before] if value.startswith(begun or key)]
@@ -213,7 +237,11 @@ def key_completer(trees: Mapping[str, str]) -> Completer:
 def _words(context: typer.Context) -> list[str]:
     """Return the words before the incomplete one where settings may stand."""
     given = (context.params.get(name) or () for name in ("config", "overrides"))
-    return [str(word) for value in given for word in (value if isinstance(value, list | tuple) else [value])]
+    return [
+        str(word)
+        for value in given
+        for word in (value if isinstance(value, list | tuple) else [value])
+    ]
 
 
 def file_or_key_completer(command: str) -> Completer:
@@ -234,7 +262,9 @@ def _values(model: Any, path: list[str]) -> list[str]:
     kinds = [info.annotation, *get_args(info.annotation)]
     if len(path) > 1:
         return [value for kind in kinds for value in _values(kind, path[1:])]
-    named = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    named = [
+        str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)
+    ]
     return named or (["true", "false"] if bool in kinds else [])
 
 
@@ -263,21 +293,35 @@ _KEY_EXAMPLES = {
     "tinker-server": "port=8001 lora.rank=8.",
 }
 Overrides = Annotated[list[str] | None, overrides_of("train")]
-ConfigArgument = Annotated[str | None, config_of("train")]  # a path would fold the slashes of key=http://…
-ConfigOption = Annotated[str | None, typer.Option("--config", metavar="FILE", help="CONFIG, given as an option.")]
+ConfigArgument = Annotated[
+    str | None, config_of("train")
+]  # a path would fold the slashes of key=http://…
+ConfigOption = Annotated[
+    str | None, typer.Option("--config", metavar="FILE", help="CONFIG, given as an option.")
+]
 ModelOption = Annotated[
-    Path | None, typer.Option("--model", help="Hugging Face folder instead of the configuration's model.")
+    Path | None,
+    typer.Option("--model", help="Hugging Face folder instead of the configuration's model."),
 ]
 RunOption = Annotated[
-    Path | None, typer.Option("--run", help="Run folder: use its checkpoint and, without CONFIG, its configuration.")
+    Path | None,
+    typer.Option(
+        "--run", help="Run folder: use its checkpoint and, without CONFIG, its configuration."
+    ),
 ]
 StepOption = Annotated[
-    int | None, typer.Option("--step", help="With --run: step of the checkpoint; default the newest.")
+    int | None,
+    typer.Option("--step", help="With --run: step of the checkpoint; default the newest."),
 ]
 EmaOption = Annotated[
-    bool, typer.Option("--ema", help="With --run: the moving average of the weights (learner.ema_decay).")
+    bool,
+    typer.Option(
+        "--ema", help="With --run: the moving average of the weights (learner.ema_decay)."
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")
+]
 
 
 def console_of(json: bool) -> Console:
@@ -315,7 +359,9 @@ class GivenConfig:
         from jax_agent_rl.errors import ConfigError
 
         if self.file is None:
-            recipe = {"sft": "supervised/sft", "dpo": "supervised/dpo", "distill": "distill"}.get(command, "quickstart")
+            recipe = {"sft": "supervised/sft", "dpo": "supervised/dpo", "distill": "distill"}.get(
+                command, "quickstart"
+            )
             raise ConfigError(
                 f"{command} needs a configuration: a YAML file, or a recipe by name, as in "
                 f"`jax-agent-rl {command} {recipe}`; --config FILE says the same"
@@ -323,7 +369,9 @@ class GivenConfig:
         return self.file
 
 
-def given_config(argument: str | None, overrides: Iterable[str] | None, option: str | None) -> GivenConfig:
+def given_config(
+    argument: str | None, overrides: Iterable[str] | None, option: str | None
+) -> GivenConfig:
     """Return the configuration that a command line names, by ``CONFIG`` or ``--config FILE``, and its keys.
 
     Raises:
@@ -359,7 +407,9 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     from jax_agent_rl.utils.process import Interruption, InterruptStage, exit_within
 
     async def interruptible() -> T:
-        with Interruption(print, functools.partial(exit_within, print), stage=InterruptStage.SAMPLING):
+        with Interruption(
+            print, functools.partial(exit_within, print), stage=InterruptStage.SAMPLING
+        ):
             return await main
 
     with exit_if_interrupted():

@@ -40,7 +40,9 @@ engines = typer.Typer(
     no_args_is_help=True,
 )
 
-TrainingRun = Annotated[Path, typer.Argument(help="The folder of a run that trains on this machine.")]
+TrainingRun = Annotated[
+    Path, typer.Argument(help="The folder of a run that trains on this machine.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -83,7 +85,9 @@ def register(app: typer.Typer) -> None:
         "engines remove runs/quickstart http://10.0.0.5:8100 --drain",
         name="engines",
     )
-    command(app, Panel.CHECK, "diagnose runs/quickstart", "diagnose runs/quickstart --version 4 --json")(diagnose)
+    command(
+        app, Panel.CHECK, "diagnose runs/quickstart", "diagnose runs/quickstart --version 4 --json"
+    )(diagnose)
 
 
 def tool_server(
@@ -124,7 +128,9 @@ def tinker_server(
     except ModuleNotFoundError as error:
         from jax_agent_rl.errors import ConfigError
 
-        raise ConfigError("tinker-server needs the extra `tinker`: pip install jax_agent_rl[tinker]") from error
+        raise ConfigError(
+            "tinker-server needs the extra `tinker`: pip install jax_agent_rl[tinker]"
+        ) from error
     use_compilation_cache()
     run_server(run(chosen, print_line=print))
 
@@ -137,7 +143,9 @@ def rollout_server(
     run: RunOption = None,
     step: StepOption = None,
     ema: EmaOption = False,
-    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but loopback needs a token.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8100,
 ) -> None:
     """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
@@ -145,9 +153,13 @@ def rollout_server(
     from jax_agent_rl.runtime.choice import PolicyChoice, choose
 
     given = given_config(config, overrides, config_file)
-    choice = PolicyChoice(config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema)
+    choice = PolicyChoice(
+        config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema
+    )
     settings = choose(choice)
-    check_policy(choice, settings, listens=(host, port, settings.rollout.token_env, "rollout.token_env"))
+    check_policy(
+        choice, settings, listens=(host, port, settings.rollout.token_env, "rollout.token_env")
+    )
     from jax_agent_rl.runtime.serve import serve_rollouts
 
     _serve(choice, functools.partial(serve_rollouts, host=host, port=port))
@@ -161,9 +173,13 @@ def serve(
     run: RunOption = None,
     step: StepOption = None,
     ema: EmaOption = False,
-    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but loopback needs a token.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key of clients.")] = None,
+    token_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the API key of clients.")
+    ] = None,
     model_name: Annotated[str, typer.Option(help="Name of the model in /v1/models.")] = "policy",
 ) -> None:
     """Serve a model to OpenAI clients: chat and plain completions, tool calls, log-probs, streaming.
@@ -177,7 +193,9 @@ def serve(
     from jax_agent_rl.runtime.choice import PolicyChoice, choose
 
     given = given_config(config, overrides, config_file)
-    choice = PolicyChoice(config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema)
+    choice = PolicyChoice(
+        config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema
+    )
     check_policy(choice, choose(choice), listens=(host, port, token_env, "--token-env"))
     from jax_agent_rl.runtime.serve import serve_openai
 
@@ -187,7 +205,9 @@ def serve(
         port=port,
         token_env=token_env,
         model_name=model_name,
-        fixed_length=any(key.partition("=")[0] == "rollout.max_model_len" for key in given.overrides),
+        fixed_length=any(
+            key.partition("=")[0] == "rollout.max_model_len" for key in given.overrides
+        ),
     )
     _serve(choice, serving)
 
@@ -199,13 +219,19 @@ def list_engines(run: TrainingRun, json: JsonOption = False) -> None:
 
 
 @command(
-    engines, Panel.SERVE, "engines add runs/quickstart http://10.0.0.7:8100", "engines add runs/on_ray", name="add"
+    engines,
+    Panel.SERVE,
+    "engines add runs/quickstart http://10.0.0.7:8100",
+    "engines add runs/on_ray",
+    name="add",
 )
 def add_engine(
     run: TrainingRun,
     url: Annotated[
         str | None,
-        typer.Argument(help="A rollout server, for rollout.backend=remote; without it, one more Ray actor is started."),
+        typer.Argument(
+            help="A rollout server, for rollout.backend=remote; without it, one more Ray actor is started."
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -217,7 +243,9 @@ def add_engine(
 def remove_engine(
     run: TrainingRun,
     name: Annotated[str, typer.Argument(help="Name of the engine, as listed.")],
-    drain: Annotated[bool, typer.Option("--drain", help="Wait until it has finished its requests.")] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Wait until it has finished its requests.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Remove an engine from a run. Its requests continue on the others."""
@@ -251,7 +279,13 @@ def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None
 
     use_compilation_cache()
     with open_policy(choice) as subject:
-        run_server(serving(subject.config, policy=subject.name, print_line=functools.partial(print_line, Console())))
+        run_server(
+            serving(
+                subject.config,
+                policy=subject.name,
+                print_line=functools.partial(print_line, Console()),
+            )
+        )
 
 
 def diagnose(
@@ -263,7 +297,10 @@ def diagnose(
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1.0, help="After so long no other hypothesis is tried; a larger model needs more.")
+        float,
+        typer.Option(
+            min=1.0, help="After so long no other hypothesis is tried; a larger model needs more."
+        ),
     ] = 45.0,
     json: JsonOption = False,
 ) -> None:
@@ -298,6 +335,12 @@ def diagnose(
             print_line(console, f"while it ran, with the engine to look into: {found.then['line']}")
     if json:
         diagnosis = None if found.diagnosis is None else found.diagnosis.to_json()
-        print_object({"version": found.version, "comparison": asdict(found.comparison), "diagnosis": diagnosis})
+        print_object(
+            {
+                "version": found.version,
+                "comparison": asdict(found.comparison),
+                "diagnosis": diagnosis,
+            }
+        )
     if found.diagnosis is not None:
         raise typer.Exit(1)

@@ -89,10 +89,18 @@ class RolloutBuffer:
     """
 
     def __init__(
-        self, *, batch: int, staleness: int, stragglers: Stragglers = "wait", oversample: int = 0, version: int = 0
+        self,
+        *,
+        batch: int,
+        staleness: int,
+        stragglers: Stragglers = "wait",
+        oversample: int = 0,
+        version: int = 0,
     ) -> None:
         if batch < 1 or staleness < 0 or oversample < 0:
-            raise ValueError(f"batch={batch} must be >= 1, staleness={staleness} and oversample={oversample} >= 0")
+            raise ValueError(
+                f"batch={batch} must be >= 1, staleness={staleness} and oversample={oversample} >= 0"
+            )
         if oversample and stragglers == "wait":
             raise ValueError(
                 f"oversample={oversample} groups exist to be dropped; set stragglers='drop', or oversample=0"
@@ -109,7 +117,9 @@ class RolloutBuffer:
         self._running: dict[int, Ticket] = {}
         self._ready: dict[int, _Ready] = {}
         self._taken: set[int] = set()
-        self._versions: dict[int, int] = {}  # at admission, of open groups and of those that a resumed run continues
+        self._versions: dict[
+            int, int
+        ] = {}  # at admission, of open groups and of those that a resumed run continues
 
     @property
     def running(self) -> int:
@@ -153,7 +163,9 @@ class RolloutBuffer:
             ValueError: there is no room, or a group of this number is open.
         """
         if self.room < 1:
-            raise ValueError(f"group {number}: all {self.capacity} slots are taken until a step finishes")
+            raise ValueError(
+                f"group {number}: all {self.capacity} slots are taken until a step finishes"
+            )
         if number in self.open:
             raise ValueError(f"group {number} was admitted twice")
         # A group that a resumed run continues keeps the version of its first admission.
@@ -201,7 +213,9 @@ class RolloutBuffer:
         """
         unknown = set(numbers) - self._taken
         if unknown:
-            raise ValueError(f"groups {sorted(unknown)} were not taken, so they cannot be discarded")
+            raise ValueError(
+                f"groups {sorted(unknown)} were not taken, so they cannot be discarded"
+            )
         self._taken.difference_update(numbers)
         self._forget(numbers)
         self.dropped[reason] += len(numbers)
@@ -222,7 +236,9 @@ class RolloutBuffer:
         if len(self._taken) < self.batch:
             raise ValueError(f"a step of {len(self._taken)} groups: it has to consume {self.batch}")
         if version != self.version + 1:
-            raise ValueError(f"version {version} does not follow {self.version}: every step is one version")
+            raise ValueError(
+                f"version {version} does not follow {self.version}: every step is one version"
+            )
 
         self.trained += len(self._taken)
         self._forget(self._taken)

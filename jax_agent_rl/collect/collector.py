@@ -136,7 +136,9 @@ class RolloutCollector:
         # In order, so that the members of a group run together and share their prompt in the engine.
         tasks = []
         for index, row in enumerate(rows):
-            work = self.collect_one(row, group_size=group_size, sampling=sampling, step=step, index=index, label=label)
+            work = self.collect_one(
+                row, group_size=group_size, sampling=sampling, step=step, index=index, label=label
+            )
             tasks.append(asyncio.create_task(work))
 
         yielded: set[str] = set()
@@ -184,7 +186,9 @@ class RolloutCollector:
             record=record or GroupRecord(),
         )
         if self.accounting.is_open(group.group_id):
-            raise ValueError(f"{label} trajectories of step {step} are still in flight: group {group.group_id}")
+            raise ValueError(
+                f"{label} trajectories of step {step} are still in flight: group {group.group_id}"
+            )
         try:
             return await self._grow(group)
         except BaseException:
@@ -242,7 +246,9 @@ class RolloutCollector:
             frozen=tuple(sorted(group.frozen, key=_number)),
         )
 
-    async def _run(self, group: OpenGroup, number: int, start: Start, deadlines: GroupDeadlines) -> Outcome:
+    async def _run(
+        self, group: OpenGroup, number: int, start: Start, deadlines: GroupDeadlines
+    ) -> Outcome:
         """Run one trajectory; count it if it is lost."""
         trajectory_id = f"{group.group_id}-{number}"
         record = group.record
@@ -285,7 +291,9 @@ class RolloutCollector:
         group.started.update(trained_ids)
         return Outcome(trajectory_id=trajectory_id, start=start, trajectories=tuple(trained))
 
-    def _recall(self, group: OpenGroup, trajectory_id: str, start: Start, recorded: Trajectory | DropReason) -> Outcome:
+    def _recall(
+        self, group: OpenGroup, trajectory_id: str, start: Start, recorded: Trajectory | DropReason
+    ) -> Outcome:
         """Return the outcome of a member that had ended before the run was interrupted."""
         if isinstance(recorded, DropReason):
             group.dropped[recorded] += 1
@@ -293,7 +301,9 @@ class RolloutCollector:
 
         self.accounting.start(trajectory_id)
         group.started.add(trajectory_id)
-        trajectory = replace(recorded, row=group.row, trajectory_id=trajectory_id, group_id=group.group_id)
+        trajectory = replace(
+            recorded, row=group.row, trajectory_id=trajectory_id, group_id=group.group_id
+        )
         return Outcome(trajectory_id=trajectory_id, start=start, trajectories=(trajectory,))
 
     def _progress(self, group: OpenGroup, trajectory_id: str, number: int) -> Prefix | None:
@@ -339,18 +349,24 @@ class RolloutCollector:
                 place = raised_by_user(error)
                 if place:
                     message = f"{message} ({place})"
-            self._report_loss(trajectory_id, error.drop_reason, message, place=place, error=error.__cause__)
+            self._report_loss(
+                trajectory_id, error.drop_reason, message, place=place, error=error.__cause__
+            )
             return error.drop_reason
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # counted by collect, as everything that was not yielded
-            self._report_loss(trajectory_id, DropReason.AGENT_ERROR, "a cancelled future was awaited", error=error)
+            self._report_loss(
+                trajectory_id, DropReason.AGENT_ERROR, "a cancelled future was awaited", error=error
+            )
             return DropReason.AGENT_ERROR
         except Exception as error:
             message = f"its agent raised {describe_error(error)}"
             place = error_place(error)
-            self._report_loss(trajectory_id, DropReason.AGENT_ERROR, message, place=place, error=error)
+            self._report_loss(
+                trajectory_id, DropReason.AGENT_ERROR, message, place=place, error=error
+            )
             return DropReason.AGENT_ERROR
         finally:
             if not self._strategy.branches:
@@ -359,7 +375,9 @@ class RolloutCollector:
 
         timed = []
         for trajectory in scored:
-            timed.append(replace(trajectory, metrics={**trajectory.metrics, "total_seconds": seconds}))
+            timed.append(
+                replace(trajectory, metrics={**trajectory.metrics, "total_seconds": seconds})
+            )
         return tuple(timed)
 
     def _report_loss(
@@ -376,7 +394,9 @@ class RolloutCollector:
         kind = f"dropped ({reason})"
         if place:
             kind += f" at {place}"
-        self._context.failures.report(kind, f"{trajectory_id} dropped ({reason}): {message}", error=error)
+        self._context.failures.report(
+            kind, f"{trajectory_id} dropped ({reason}): {message}", error=error
+        )
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
         with span("reward", str(trajectory.row.get("data_source") or "")) as scoring:
@@ -400,7 +420,9 @@ class RolloutCollector:
 
         roles = [trajectory.role for trajectory in trajectories]
         if not any(self._context.is_trained(role) for role in roles):
-            raise TrajectoryError(f"{episode_id}: no role that is trained took a turn; these did: {roles}")
+            raise TrajectoryError(
+                f"{episode_id}: no role that is trained took a turn; these did: {roles}"
+            )
 
     async def _continue(
         self, group: OpenGroup, trajectory_id: str, number: int, sampling: SamplingParams
@@ -440,7 +462,9 @@ class RolloutCollector:
             self._client.fork_session(fork.parent_id, trajectory_id)
             parent = group.survivor(fork.parent_id)
             with _named(loop):
-                branch = await loop.branch(parent, fork, trajectory_id=trajectory_id, sampling=sampling)
+                branch = await loop.branch(
+                    parent, fork, trajectory_id=trajectory_id, sampling=sampling
+                )
             return [branch]
 
         try:

@@ -117,7 +117,9 @@ def _logprobs_are_valid(sequence: Trajectory) -> bool:
     return math.isfinite(sum(log_probs)) and max(log_probs, default=0.0) <= MAX_LOGPROB
 
 
-def _no_gradient(group: Group, config: AlgorithmConfig, masked: Mapping[str, DropReason]) -> DropReason | None:
+def _no_gradient(
+    group: Group, config: AlgorithmConfig, masked: Mapping[str, DropReason]
+) -> DropReason | None:
     """Return why all members of a role, or of a group without roles, would have no gradient, if so."""
     ids = [trajectory.trajectory_id for trajectory in group.trajectories]
     if all(trajectory_id in masked for trajectory_id in ids):

@@ -242,7 +242,9 @@ class GroupDeadlines:
     def _start(self) -> None:
         self._not_started -= 1
         if self._not_started == 0 and self._limits.min_group_size is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._limits.group_timeout, self._time_out)
+            self._timer = asyncio.get_running_loop().call_later(
+                self._limits.group_timeout, self._time_out
+            )
 
     def _time_out(self) -> None:
         self._overdue = True
@@ -386,7 +388,9 @@ class GroupStream:
     async def _run(self, ticket: Ticket, row: Any, growing: _Growing) -> None:
         try:
             group = await self._grow(ticket, row, lambda: growing.reason)
-        except Exception as error:  # outside a trajectory: raised to the caller that waits for groups
+        except (
+            Exception
+        ) as error:  # outside a trajectory: raised to the caller that waits for groups
             self._error = self._error or error
             self._growing.pop(ticket.number, None)
             self._notify()

@@ -48,7 +48,9 @@ Side = Literal["left", "middle", "right"]
 _SERVER_TOOL = UsedByAgents("server_tool_agent")
 _WITH_TOOLS = _SERVER_TOOL | SwitchedOff("agent.enable_agent")
 _TURNS = UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
-_TOOL_RESULTS = UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent")
+_TOOL_RESULTS = UsedByAgents(
+    "tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent"
+)
 
 
 _MAX_TEXT_BYTES = 2**20
@@ -65,7 +67,9 @@ def _named_text(value: str) -> str:
     try:
         return read_regular_file(path, _MAX_TEXT_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise ValueError(f"names the file {value!r}, which cannot be read as text in UTF-8: {error}") from None
+        raise ValueError(
+            f"names the file {value!r}, which cannot be read as text in UTF-8: {error}"
+        ) from None
 
 
 class ServerToolConfig(Section):
@@ -96,7 +100,8 @@ class ServerToolConfig(Section):
         default=5, description="Maximum number of tool calls in a server_tool_agent trajectory."
     )
     min_turns: Annotated[NonNegative, _WITH_TOOLS] = Field(
-        default=0, description="Number of turns that are sent to the tool server even without an action stop token."
+        default=0,
+        description="Number of turns that are sent to the tool server even without an action stop token.",
     )
     action_stop_tokens: Annotated[tuple[str, ...], _WITH_TOOLS] = Field(
         default=(),
@@ -105,7 +110,8 @@ class ServerToolConfig(Section):
         json_schema_extra={"type": ["array", "string"]},
     )
     max_action_length: Annotated[Positive | None, _SERVER_TOOL] = Field(
-        default=None, description="Maximum number of tokens per turn; null: limited by the other budgets only."
+        default=None,
+        description="Maximum number of tokens per turn; null: limited by the other budgets only.",
     )
     max_obs_length: Annotated[Positive, _WITH_TOOLS] = Field(
         default=256, description="Maximum number of tokens per observation of the tool server."
@@ -143,7 +149,8 @@ class ServerToolConfig(Section):
         default=False, description="Ask the tool server for an observation before the first turn."
     )
     force_finish_for_last_turn: Annotated[bool, _WITH_TOOLS] = Field(
-        default=False, description="The turn after the last tool call does not stop at action stop tokens."
+        default=False,
+        description="The turn after the last tool call does not stop at action stop tokens.",
     )
     mask_overlong_loss: Annotated[bool, _SERVER_TOOL] = Field(
         default=False,
@@ -164,14 +171,18 @@ class ServerToolConfig(Section):
         description="Maximum number of concurrent server_tool_agent trajectories, besides rollout.max_in_flight.",
     )
     max_model_len: Positive | None = Field(
-        default=None, description="Maximum context length of an agent in tokens; null: the engine's."
+        default=None,
+        description="Maximum context length of an agent in tokens; null: the engine's.",
     )
-    n: Positive | None = Field(default=None, description="Trajectories per row: an alias of rollout.group_size.")
+    n: Positive | None = Field(
+        default=None, description="Trajectories per row: an alias of rollout.group_size."
+    )
     val_max_turns: Annotated[NonNegative | None, _SERVER_TOOL] = Field(
         default=None, description="max_turns in evaluations; null: the same as in training."
     )
     val_max_response_length: Positive | None = Field(
-        default=None, description="max_response_length in evaluations; null: the same as in training."
+        default=None,
+        description="max_response_length in evaluations; null: the same as in training.",
     )
 
     @field_validator("action_stop_tokens", mode="before")
@@ -193,12 +204,17 @@ class ServerToolConfig(Section):
     @model_validator(mode="after")
     def _turns(self) -> Self:
         if self.min_turns > self.max_turns:
-            raise ValueError(f"min_turns={self.min_turns} is more than max_turns={self.max_turns}; raise the latter")
+            raise ValueError(
+                f"min_turns={self.min_turns} is more than max_turns={self.max_turns}; raise the latter"
+            )
         return self
 
     def for_validation(self) -> Self:
         """Return these settings with the overrides for evaluations applied."""
-        named = {"max_turns": self.val_max_turns, "max_response_length": self.val_max_response_length}
+        named = {
+            "max_turns": self.val_max_turns,
+            "max_response_length": self.val_max_response_length,
+        }
         changed = {key: value for key, value in named.items() if value is not None}
         if "max_turns" in changed:
             changed["min_turns"] = min(self.min_turns, changed["max_turns"])
@@ -212,10 +228,12 @@ class EndpointConfig(Section):
         default=300.0, gt=0, description="Timeout of one request in seconds, queueing included."
     )
     max_body_bytes: Positive = Field(
-        default=8_000_000, description="Maximum size of a request body; larger ones are answered with 413."
+        default=8_000_000,
+        description="Maximum size of a request body; larger ones are answered with 413.",
     )
     max_concurrent_requests: Positive = Field(
-        default=1024, description="Maximum number of concurrent requests; more are answered with 429."
+        default=1024,
+        description="Maximum number of concurrent requests; more are answered with 429.",
     )
     max_choices: Positive = Field(default=16, description="Maximum `n` of a request.")
     max_sessions: Positive = Field(
@@ -247,7 +265,8 @@ class CommandConfig(Section):
         description="Program and arguments, run in the task's working folder; `{instruction}` is the task's text.",
     )
     program_dir: str | None = Field(
-        default=None, description="Folder with the program, copied into the sandbox or container as /tmp/agent."
+        default=None,
+        description="Folder with the program, copied into the sandbox or container as /tmp/agent.",
     )
     container: Literal["docker", "podman"] | None = Field(
         default=None,
@@ -259,12 +278,20 @@ class CommandConfig(Section):
         default=None, description="Image of tasks without a Dockerfile or an image of their own."
     )
     verifier_timeout: float = Field(
-        default=60.0, gt=0, description="Seconds the tests of a task may take, unless the task says so."
+        default=60.0,
+        gt=0,
+        description="Seconds the tests of a task may take, unless the task says so.",
     )
     cpu_seconds: Positive = Field(default=120, description="CPU time of each process.")
-    memory_mb: Positive = Field(default=1024, description="Memory of all processes of a program together.")
-    processes: Positive = Field(default=64, description="Most processes and threads at the same time.")
-    disk_mb: Positive = Field(default=64, description="Size of the working folder (it is in memory).")
+    memory_mb: Positive = Field(
+        default=1024, description="Memory of all processes of a program together."
+    )
+    processes: Positive = Field(
+        default=64, description="Most processes and threads at the same time."
+    )
+    disk_mb: Positive = Field(
+        default=64, description="Size of the working folder (it is in memory)."
+    )
     workspace_mb: Annotated[Positive, Unless("agent.command.container")] = Field(
         default=8,
         description="Size of the working folder in the end that is handed to the tests, names included; a larger one "
@@ -273,7 +300,9 @@ class CommandConfig(Section):
     workspace_entries: Annotated[Positive, Unless("agent.command.container")] = Field(
         default=4096, description="Number of files, folders and links in it."
     )
-    max_running: Positive = Field(default=16, description="Most programs at the same time; further ones wait.")
+    max_running: Positive = Field(
+        default=16, description="Most programs at the same time; further ones wait."
+    )
 
 
 class AgentConfig(ServerToolConfig):
@@ -318,7 +347,13 @@ class AgentConfig(ServerToolConfig):
     )
     history_window: Annotated[
         Positive | None,
-        UsedByAgents("tool_agent", "environment_agent", "server_tool_agent", "text_tool_agent", "search_agent"),
+        UsedByAgents(
+            "tool_agent",
+            "environment_agent",
+            "server_tool_agent",
+            "text_tool_agent",
+            "search_agent",
+        ),
     ] = Field(
         default=None,
         description="Number of earlier turns in the context of a turn, besides the prompt; null: all. Each turn that "
@@ -343,7 +378,9 @@ class AgentConfig(ServerToolConfig):
     tool_timeout: Annotated[float, UsedByAgents("tool_agent", "react_agent")] = Field(
         default=10.0, gt=0, description="Timeout of one tool call, in seconds."
     )
-    module: str | None = Field(default=None, description="Python file or module that registers more agents.")
+    module: str | None = Field(
+        default=None, description="Python file or module that registers more agents."
+    )
     adapter: str | None = Field(
         default=None,
         description="LoRA adapter to sample with, a name in rollout.adapters; a row's `adapter` takes precedence. "
@@ -365,12 +402,16 @@ class AgentConfig(ServerToolConfig):
         gt=0,
         description="Seconds a LangGraph or OpenAI-client agent may take; then its trajectory is dropped.",
     )
-    edited_history: Annotated[Literal["segment", "drop"], UsedByAgents("react_agent", "openai_agent")] = Field(
+    edited_history: Annotated[
+        Literal["segment", "drop"], UsedByAgents("react_agent", "openai_agent")
+    ] = Field(
         default="segment",
         description="What happens when a LangGraph or OpenAI-client agent requests a turn that does not extend its "
         "last one. segment: train on both contexts. drop: drop the trajectory, with its reason.",
     )
-    endpoint: Annotated[EndpointConfig, UsedByAgents("openai_agent") | WhenCommand("serve")] = Field(
-        default_factory=EndpointConfig
+    endpoint: Annotated[EndpointConfig, UsedByAgents("openai_agent") | WhenCommand("serve")] = (
+        Field(default_factory=EndpointConfig)
     )
-    command: Annotated[CommandConfig, UsedByAgents("command")] = Field(default_factory=CommandConfig)
+    command: Annotated[CommandConfig, UsedByAgents("command")] = Field(
+        default_factory=CommandConfig
+    )

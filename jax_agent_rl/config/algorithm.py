@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field
 
-from jax_agent_rl.config.base import Expression, NonNegative, OrInstalled, Positive, Section, Unless, WhenKey
+from jax_agent_rl.config.base import (
+    Expression,
+    NonNegative,
+    OrInstalled,
+    Positive,
+    Section,
+    Unless,
+    WhenKey,
+)
 from jax_agent_rl.config.kl import KLConfig, kl_problems
 from jax_agent_rl.config.learner import OptimizerSection
 
@@ -36,15 +44,31 @@ Bounds = tuple[float, float]
 
 ADV_ESTIMATORS: tuple[str, ...] = get_args(get_args(AdvEstimator)[0])
 LOSS_MODES: tuple[str, ...] = get_args(get_args(LossMode)[0])
-FILTER_NAMES: tuple[str, ...] = ("void_turn", "void_trajectory", "all_tool_calls_failed", "overlong", "repetition")
+FILTER_NAMES: tuple[str, ...] = (
+    "void_turn",
+    "void_trajectory",
+    "all_tool_calls_failed",
+    "overlong",
+    "repetition",
+)
 
-WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax", "rae", "none"})
+WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset(
+    {"gae", "reinforce_plus_plus", "remax", "rae", "none"}
+)
 """Estimators with advantages even in a group of one, or of equal rewards."""
 
 _with_estimator = functools.partial(WhenKey, "algorithm.adv_estimator")
 _with_loss = functools.partial(WhenKey, "algorithm.policy_loss.loss_mode")
 _CLIPPED = _with_loss(
-    "vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", plugins=True
+    "vanilla",
+    "decoupled",
+    "gspo",
+    "geo_mean",
+    "cispo",
+    "clip_cov",
+    "dppo_tv",
+    "dppo_kl",
+    plugins=True,
 )
 _PER_SEQUENCE = Unless("algorithm.loss_agg_mode", "token-mean", "token-sum")
 _WEIGHTED = Unless("algorithm.rollout_correction.rollout_is", "none")
@@ -58,26 +82,38 @@ class GigpoConfig(Section):
         default=1.0, ge=0, description="Weight of the step advantage relative to the episode's."
     )
     mode: Literal["mean_norm", "mean_std_norm"] = Field(
-        default="mean_norm", description="Subtract the group's mean, or also divide by its standard deviation."
+        default="mean_norm",
+        description="Subtract the group's mean, or also divide by its standard deviation.",
     )
     similarity: float = Field(
-        default=1.0, gt=0, le=1, description="Observations at least this similar share an anchor; 1: equal ids only."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Observations at least this similar share an anchor; 1: equal ids only.",
     )
 
 
 class GdpoConfig(Section):
     """GDPO (adv_estimator: gdpo): each named part of the reward is normalized separately."""
 
-    reward_keys: tuple[str, ...] = Field(default=(), description="Keys of the reward function's dict.")
-    reward_weights: tuple[float, ...] = Field(default=(), description="One weight per key; empty: all 1.")
+    reward_keys: tuple[str, ...] = Field(
+        default=(), description="Keys of the reward function's dict."
+    )
+    reward_weights: tuple[float, ...] = Field(
+        default=(), description="One weight per key; empty: all 1."
+    )
 
 
 class PolicyLossConfig(Section):
     """The policy loss, and keys of individual losses."""
 
-    loss_mode: LossMode = Field(default="vanilla", description="Policy loss; vanilla is PPO's clipped surrogate.")
+    loss_mode: LossMode = Field(
+        default="vanilla", description="Policy loss; vanilla is PPO's clipped surrogate."
+    )
     behav_imp_weight_cap: Annotated[float, _with_loss("decoupled")] = Field(
-        default=5.0, gt=0, description="decoupled: tokens with a larger proximal/behaviour ratio are excluded."
+        default=5.0,
+        gt=0,
+        description="decoupled: tokens with a larger proximal/behaviour ratio are excluded.",
     )
     tau_pos: Annotated[float, _with_loss("sapo")] = Field(
         default=1.0, gt=0, description="sapo: temperature of the gate for positive advantages."
@@ -101,7 +137,9 @@ class PolicyLossConfig(Section):
         default=1.0, ge=0, description="kl_cov: weight of |log-ratio| on the penalized tokens."
     )
     dppo_ratio_cap: Annotated[float, _with_loss("dppo_tv", "dppo_kl")] = Field(
-        default=20.0, gt=1, description="dppo_tv, dppo_kl: upper bound at which the ratio is truncated."
+        default=20.0,
+        gt=1,
+        description="dppo_tv, dppo_kl: upper bound at which the ratio is truncated.",
     )
     dro_beta: Annotated[float, _with_loss("dro")] = Field(
         default=0.05, gt=0, description="dro: weight of the quadratic log-ratio penalty."
@@ -130,7 +168,8 @@ class RolloutCorrectionConfig(Section):
         "high].",
     )
     bypass_mode: bool = Field(
-        default=False, description="Use the rollout's log-probs as old log-probs, without the learner's scoring pass."
+        default=False,
+        description="Use the rollout's log-probs as old log-probs, without the learner's scoring pass.",
     )
 
 
@@ -138,9 +177,12 @@ class FiltersConfig(Section):
     """Trajectories to exclude from training. mask: the reward still counts in the baseline of its group; drop: not."""
 
     void_turn: FilterAction = Field(
-        default="off", description="Some turn has neither a tool call nor a final answer (SimpleTIR)."
+        default="off",
+        description="Some turn has neither a tool call nor a final answer (SimpleTIR).",
     )
-    void_trajectory: FilterAction = Field(default="off", description="No turn has a tool call or a final answer.")
+    void_trajectory: FilterAction = Field(
+        default="off", description="No turn has a tool call or a final answer."
+    )
     all_tool_calls_failed: FilterAction = Field(
         default="off", description="There are tool calls, and each ended in an error."
     )
@@ -155,7 +197,8 @@ class FiltersConfig(Section):
     )
     final_answer: Annotated[
         Expression | None,
-        Unless("algorithm.filters.void_turn", "off") | Unless("algorithm.filters.void_trajectory", "off"),
+        Unless("algorithm.filters.void_turn", "off")
+        | Unless("algorithm.filters.void_trajectory", "off"),
     ] = Field(
         default=None,
         description="void_turn, void_trajectory: regular expression of a final answer; null: any text.",
@@ -176,18 +219,26 @@ class ShapingConfig(Section):
         default=0.0, ge=0, description="Penalty of a response that consists of repetitions only."
     )
     repetition_ngram: Annotated[
-        Positive, WhenKey("algorithm.shaping.repetition_factor") | Unless("algorithm.filters.repetition", "off")
-    ] = Field(default=20, description="Length in tokens of an n-gram, for the penalty and the filter.")
+        Positive,
+        WhenKey("algorithm.shaping.repetition_factor")
+        | Unless("algorithm.filters.repetition", "off"),
+    ] = Field(
+        default=20, description="Length in tokens of an n-gram, for the penalty and the filter."
+    )
 
 
 class AlgorithmConfig(Section):
     """The objective."""
 
     adv_estimator: AdvEstimator = Field(
-        default="grpo", description="Advantage estimator; none: rewards are not learned from, only `kl` is."
+        default="grpo",
+        description="Advantage estimator; none: rewards are not learned from, only `kl` is.",
     )
     gamma: Annotated[float, _with_estimator("gae", "reinforce_plus_plus", plugins=True)] = Field(
-        default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="gae, reinforce_plus_plus: discount from token to token.",
     )
     lam: Annotated[float, _with_estimator("gae", plugins=True)] = Field(
         default=1.0, ge=0, le=1, description="gae: lambda."
@@ -223,17 +274,19 @@ class AlgorithmConfig(Section):
         default=0.28, gt=0, description="Clip range above 1 (clip-higher)."
     )
     clip_ratio_c: Annotated[float | None, _with_loss("vanilla", "decoupled", plugins=True)] = Field(
-        default=3.0, gt=1, description="Dual clip: bound on the ratio of negative advantages; null: no bound."
+        default=3.0,
+        gt=1,
+        description="Dual clip: bound on the ratio of negative advantages; null: no bound.",
     )
     loss_agg_mode: LossAggMode = Field(
         default="token-mean",
         description="How token losses are averaged. The average is over the whole batch, however it is split.",
     )
-    loss_scale_factor: Annotated[Positive | None, WhenKey("algorithm.loss_agg_mode", "seq-mean-token-sum-norm")] = (
-        Field(
-            default=None,
-            description="seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO).",
-        )
+    loss_scale_factor: Annotated[
+        Positive | None, WhenKey("algorithm.loss_agg_mode", "seq-mean-token-sum-norm")
+    ] = Field(
+        default=None,
+        description="seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO).",
     )
     segment_weight: Annotated[Literal["session", "segment"], _PER_SEQUENCE] = Field(
         default="session",
@@ -248,13 +301,13 @@ class AlgorithmConfig(Section):
         description="Exclude groups whose members did equally well, before any `shaping`; see `filter_metric`. null: "
         "where the estimator compares their total rewards.",
     )
-    filter_metric: Annotated[Literal["accuracy", "reward"] | None, Unless("algorithm.filter_zero_variance", False)] = (
-        Field(
-            default=None,
-            description="What filter_zero_variance compares. accuracy: whether the answer was right, the part "
-            "`accuracy` or `acc` of the reward (without one, its score); reward: the score and the rewards of turns. "
-            "null: accuracy with filter_zero_variance=true (DAPO), else reward.",
-        )
+    filter_metric: Annotated[
+        Literal["accuracy", "reward"] | None, Unless("algorithm.filter_zero_variance", False)
+    ] = Field(
+        default=None,
+        description="What filter_zero_variance compares. accuracy: whether the answer was right, the part "
+        "`accuracy` or `acc` of the reward (without one, its score); reward: the score and the rewards of turns. "
+        "null: accuracy with filter_zero_variance=true (DAPO), else reward.",
     )
     max_resample_rounds: NonNegative = Field(
         default=0,
@@ -276,7 +329,9 @@ class AlgorithmConfig(Section):
     @property
     def filters_zero_variance(self) -> bool:
         """Resolved ``filter_zero_variance``."""
-        return self.compares_totals if self.filter_zero_variance is None else self.filter_zero_variance
+        return (
+            self.compares_totals if self.filter_zero_variance is None else self.filter_zero_variance
+        )
 
     @property
     def filters_by_accuracy(self) -> bool:
@@ -289,12 +344,18 @@ class AlgorithmConfig(Section):
 class CriticConfig(OptimizerSection):
     """The value model of adv_estimator gae: the policy's architecture with a scalar head, and its own optimizer."""
 
-    learning_rate: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic's AdamW.")
-    path: str | None = Field(default=None, description="Initial weights (Hugging Face folder); null: the policy's.")
+    learning_rate: float = Field(
+        default=1e-5, gt=0, description="Peak learning rate of the critic's AdamW."
+    )
+    path: str | None = Field(
+        default=None, description="Initial weights (Hugging Face folder); null: the policy's."
+    )
     critic_warmup: NonNegative = Field(
         default=0, description="Number of initial steps in which only the critic learns."
     )
-    cliprange_value: float = Field(default=0.5, gt=0, description="Clip range of a value around the old one.")
+    cliprange_value: float = Field(
+        default=0.5, gt=0, description="Clip range of a value around the old one."
+    )
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -328,7 +389,9 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             "filters no groups by itself; set algorithm.filter_zero_variance=true, or remove filter_metric"
         )
     drops = "drop" in (getattr(algorithm.filters, name) for name in FILTER_NAMES)
-    if algorithm.max_resample_rounds and not (algorithm.filters_zero_variance or algorithm.needs_group or drops):
+    if algorithm.max_resample_rounds and not (
+        algorithm.filters_zero_variance or algorithm.needs_group or drops
+    ):
         yield (
             f"algorithm.max_resample_rounds={algorithm.max_resample_rounds}, but no group is filtered that could be "
             "replaced; set algorithm.filter_zero_variance=true, or max_resample_rounds=0"
@@ -357,7 +420,9 @@ def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.rollout_correction has {len(rules)} rollout_rs rules and {len(bounds)} rollout_rs_threshold "
             "values; give one per rule, or one for all"
         )
-    for rule, bound in zip(rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False):
+    for rule, bound in zip(
+        rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False
+    ):
         yield from _bound_problems(rule, bound)
     limit = correction.rollout_is_threshold
     low, high = limit if isinstance(limit, tuple) else (0.0, limit)
@@ -369,7 +434,9 @@ def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as the old ones, so rollout_is and "
             "rollout_rs would compare them with themselves; drop one or the other"
         )
-    if algorithm.policy_loss.loss_mode == "decoupled" and (correction.bypass_mode or correction.rollout_is != "none"):
+    if algorithm.policy_loss.loss_mode == "decoupled" and (
+        correction.bypass_mode or correction.rollout_is != "none"
+    ):
         yield (
             "policy_loss.loss_mode=decoupled has its own behaviour weights and proximal log-probs; set "
             "algorithm.rollout_correction.rollout_is=none and bypass_mode=false"

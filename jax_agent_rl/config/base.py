@@ -65,10 +65,17 @@ class OrInstalled:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         self._own = get_args(source)
-        return core_schema.no_info_after_validator_function(self._check, core_schema.str_schema(strict=True))
+        return core_schema.no_info_after_validator_function(
+            self._check, core_schema.str_schema(strict=True)
+        )
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"anyOf": [{"type": "string", "enum": list(self._own)}, {"type": "string", "format": INSTALLED_FORMAT}]}
+        return {
+            "anyOf": [
+                {"type": "string", "enum": list(self._own)},
+                {"type": "string", "format": INSTALLED_FORMAT},
+            ]
+        }
 
     def _check(self, value: str) -> str:
         if value in self._own:
@@ -98,17 +105,25 @@ class Section(BaseModel):
         """Refuse booleans where a number is expected: pydantic, like Python, takes them for 1 and 0."""
         assert info.field_name is not None
         annotation = cls.model_fields[info.field_name].annotation
-        if _holds_bool(value) and _mentions(annotation, (int, float)) and not _mentions(annotation, (bool, Any)):
+        if (
+            _holds_bool(value)
+            and _mentions(annotation, (int, float))
+            and not _mentions(annotation, (bool, Any))
+        ):
             raise ValueError("true and false are no numbers; give a number")
         return value
 
     def changed(self, key: str) -> bool:
         """Return whether a key differs from its default."""
-        return getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True)
+        return getattr(self, key) != type(self).model_fields[key].get_default(
+            call_default_factory=True
+        )
 
 
 def _holds_bool(value: Any) -> bool:
-    return isinstance(value, bool) or isinstance(value, (list, tuple)) and any(map(_holds_bool, value))
+    return (
+        isinstance(value, bool) or isinstance(value, (list, tuple)) and any(map(_holds_bool, value))
+    )
 
 
 def _mentions(annotation: Any, types: tuple[Any, ...]) -> bool:
@@ -178,12 +193,20 @@ class WhenKey(Condition):
         value = value_at(config, self.path)
         if not self.values:
             return bool(value)
-        if self.plugins and any(isinstance(x, InstalledName) for x in (value if isinstance(value, tuple) else [value])):
+        if self.plugins and any(
+            isinstance(x, InstalledName) for x in (value if isinstance(value, tuple) else [value])
+        ):
             return None
-        return not set(self.values).isdisjoint(value) if isinstance(value, tuple) else value in self.values
+        return (
+            not set(self.values).isdisjoint(value)
+            if isinstance(value, tuple)
+            else value in self.values
+        )
 
     def words(self) -> str:
-        return f"with {self.path}" + (f"={' or '.join(map(_yaml, self.values))}" if self.values else "")
+        return f"with {self.path}" + (
+            f"={' or '.join(map(_yaml, self.values))}" if self.values else ""
+        )
 
     def instead(self, config: Section, facts: Facts) -> str:
         return f"{self.path} is {_yaml(value_at(config, self.path))}"
@@ -277,7 +300,9 @@ class Both(Condition):
     """Each of several conditions holds."""
 
     def __init__(self, *parts: Condition) -> None:
-        self.parts = tuple(one for part in parts for one in (part.parts if isinstance(part, Both) else (part,)))
+        self.parts = tuple(
+            one for part in parts for one in (part.parts if isinstance(part, Both) else (part,))
+        )
 
     def holds(self, config: Section, facts: Facts) -> bool | None:
         each = [part.holds(config, facts) for part in self.parts]
@@ -322,7 +347,9 @@ def _unused(
             continue
         path, value, wanted = prefix + name, getattr(section, name), above + own
         failed = next((one for one in wanted if one.holds(config, facts) is False), None)
-        optional = type(section).model_fields[name].default is None  # giving such a section is a choice, as of a key
+        optional = (
+            type(section).model_fields[name].default is None
+        )  # giving such a section is a choice, as of a key
         if isinstance(value, Section) and not (optional and failed):
             yield from _unused(config, value, facts, path + ".", wanted)
         elif failed:

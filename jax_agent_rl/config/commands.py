@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from jax_agent_rl.config.agent import ToolFormatName
-from jax_agent_rl.config.base import Condition, Distinct, NonNegative, Positive, Section, WhenKey, unused
+from jax_agent_rl.config.base import (
+    Condition,
+    Distinct,
+    NonNegative,
+    Positive,
+    Section,
+    WhenKey,
+    unused,
+)
 from jax_agent_rl.config.learner import LoraConfig, RowsConfig
 from jax_agent_rl.config.task import DataSources, ModelPathConfig
 from jax_agent_rl.utils.network import token_from
@@ -22,7 +30,9 @@ Seconds = Annotated[float, Field(gt=0)]
 class LimitSettings(Section):
     """Resource limits of one model-written program."""
 
-    wall_seconds: Seconds = Field(default=10.0, description="Wall time of one run, or of one command in a session.")
+    wall_seconds: Seconds = Field(
+        default=10.0, description="Wall time of one run, or of one command in a session."
+    )
     cpu_seconds: Positive = Field(default=10, description="CPU time of each process of a run.")
     session_cpu_seconds: Positive = Field(
         default=300, description="CPU time of each process of a session, over its whole life."
@@ -30,9 +40,15 @@ class LimitSettings(Section):
     memory_mb: Positive = Field(
         default=1024, description="Memory of all processes of a program together, and of each one."
     )
-    processes: Positive = Field(default=64, description="Maximum number of processes and threads at the same time.")
-    disk_mb: Positive = Field(default=64, description="Size of each writable folder (they are in memory).")
-    output_kb: Positive = Field(default=256, description="Output limit of one run or command; more ends the program.")
+    processes: Positive = Field(
+        default=64, description="Maximum number of processes and threads at the same time."
+    )
+    disk_mb: Positive = Field(
+        default=64, description="Size of each writable folder (they are in memory)."
+    )
+    output_kb: Positive = Field(
+        default=256, description="Output limit of one run or command; more ends the program."
+    )
 
 
 class SearchSettings(Section):
@@ -42,7 +58,8 @@ class SearchSettings(Section):
         default=None, description='JSON Lines of {"id", "contents"}; the first line is the title.'
     )
     encoder: str | None = Field(
-        default=None, description="Folder of a sentence-transformers model: search by meaning; null: by words (BM25)."
+        default=None,
+        description="Folder of a sentence-transformers model: search by meaning; null: by words (BM25).",
     )
     query_prompt: Annotated[str, WhenKey("search.encoder")] = Field(
         default="", description="Prefix of a query for the encoder, e.g. 'query: ' (E5)."
@@ -60,7 +77,9 @@ class SearchSettings(Section):
 class SqlSettings(Section):
     """The SQL tool."""
 
-    databases: str | None = Field(default=None, description="Folder of SQLite files; extra_fields.db_id selects one.")
+    databases: str | None = Field(
+        default=None, description="Folder of SQLite files; extra_fields.db_id selects one."
+    )
     max_rows: Positive = Field(default=50, description="Maximum number of rows in an answer.")
 
 
@@ -68,7 +87,8 @@ class PageSettings(Section):
     """The text page tool."""
 
     root: str | None = Field(
-        default=None, description="Folder of the .html, .md and .txt pages; nothing else can be opened."
+        default=None,
+        description="Folder of the .html, .md and .txt pages; nothing else can be opened.",
     )
     page_chars: Positive = Field(default=3000, description="Characters shown at a time.")
 
@@ -76,16 +96,23 @@ class PageSettings(Section):
 class ImageSettings(Section):
     """The image zoom tool."""
 
-    root: str | None = Field(default=None, description="Folder of the files that extra_fields.images may name.")
-    max_pixels: Positive = Field(default=16_000_000, description="Maximum number of pixels of an image that is opened.")
-    max_side: Positive = Field(default=1024, description="Maximum side length in pixels of an image that is returned.")
+    root: str | None = Field(
+        default=None, description="Folder of the files that extra_fields.images may name."
+    )
+    max_pixels: Positive = Field(
+        default=16_000_000, description="Maximum number of pixels of an image that is opened."
+    )
+    max_side: Positive = Field(
+        default=1024, description="Maximum side length in pixels of an image that is returned."
+    )
 
 
 class JudgeSettings(Section):
     """The judge tool, which runs tests."""
 
     max_tests: Positive = Field(
-        default=32, description="Maximum number of tests of extra_fields that are run, from the first."
+        default=32,
+        description="Maximum number of tests of extra_fields that are run, from the first.",
     )
 
 
@@ -93,7 +120,8 @@ class McpSettings(Section):
     """The MCP gateway. Its servers run outside the sandbox: they are trusted."""
 
     servers: dict[str, str | list[str]] = Field(
-        default_factory=dict, description="Name -> URL of a streamable HTTP server, or the command of a stdio one."
+        default_factory=dict,
+        description="Name -> URL of a streamable HTTP server, or the command of a stdio one.",
     )
     call_seconds: Seconds = Field(default=30.0, description="Timeout of one call, in seconds.")
 
@@ -106,44 +134,64 @@ def _when_tool(name: str) -> Condition:
 class ToolServerSettings(Section):
     """A tool server."""
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on; any but loopback needs token_env.")
+    host: str = Field(
+        default="127.0.0.1", description="Address to listen on; any but loopback needs token_env."
+    )
     port: Annotated[int, Field(ge=0, le=65535)] = Field(
         default=5000, description="Port to listen on; 0 takes a free one."
     )
     token_env: str | None = Field(
         default=None, description="Environment variable with the token that clients must send."
     )
-    workers: Positive = Field(default=1, description="Number of worker processes; a trajectory stays with one.")
+    workers: Positive = Field(
+        default=1, description="Number of worker processes; a trajectory stays with one."
+    )
     tools: tuple[str, ...] = Field(
         default=("python",), description="Tools in order; the first that accepts an action runs it."
     )
-    tool_path: str | None = Field(default=None, description="Python file or module with further ServerTool classes.")
-    done_if_invalid: bool = Field(default=False, description="An action that no tool accepts ends its trajectory.")
+    tool_path: str | None = Field(
+        default=None, description="Python file or module with further ServerTool classes."
+    )
+    done_if_invalid: bool = Field(
+        default=False, description="An action that no tool accepts ends its trajectory."
+    )
     sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
         default="bubblewrap",
         description="bubblewrap, or unsafe_local: models' programs run with this user's rights, unprotected.",
     )
-    python: str | None = Field(default=None, description="Python interpreter for programs; default: the server's own.")
+    python: str | None = Field(
+        default=None, description="Python interpreter for programs; default: the server's own."
+    )
     max_running: Positive = Field(
-        default=16, description="Maximum number of concurrent programs per worker; further ones wait."
+        default=16,
+        description="Maximum number of concurrent programs per worker; further ones wait.",
     )
     max_environments: Positive = Field(
-        default=1024, description="Maximum number of open environments per worker; further ones are refused."
+        default=1024,
+        description="Maximum number of open environments per worker; further ones are refused.",
     )
-    idle_seconds: Seconds = Field(default=1800.0, description="Seconds after which an unused environment is closed.")
+    idle_seconds: Seconds = Field(
+        default=1800.0, description="Seconds after which an unused environment is closed."
+    )
     step_seconds: Seconds = Field(
-        default=120.0, description="Timeout of one action in seconds, waiting for its turn included."
+        default=120.0,
+        description="Timeout of one action in seconds, waiting for its turn included.",
     )
-    max_batch: Positive = Field(default=1024, description="Maximum number of actions in one request.")
+    max_batch: Positive = Field(
+        default=1024, description="Maximum number of actions in one request."
+    )
     max_request_mb: Positive = Field(default=64, description="Maximum size of a request.")
     stuck_seconds: Seconds = Field(
-        default=20.0, description="Seconds without a response after which a worker is killed and replaced."
+        default=20.0,
+        description="Seconds without a response after which a worker is killed and replaced.",
     )
     max_action_chars: Positive = Field(
-        default=262_144, description="Maximum length of an action; longer ones are invalid and not parsed."
+        default=262_144,
+        description="Maximum length of an action; longer ones are invalid and not parsed.",
     )
     max_observation_chars: Positive = Field(
-        default=20_000, description="Maximum length of an observation; longer ones lose their middle."
+        default=20_000,
+        description="Maximum length of an observation; longer ones lose their middle.",
     )
     limits: LimitSettings = Field(default_factory=LimitSettings)
     search: Annotated[SearchSettings, _when_tool("search")] = Field(default_factory=SearchSettings)
@@ -203,21 +251,31 @@ class TinkerServerSettings(Section):
         "name.",
     )
     state_dir: str = Field(
-        default="runs/tinker-server", description="Folder of the database, checkpoints and training states."
+        default="runs/tinker-server",
+        description="Folder of the database, checkpoints and training states.",
     )
-    host: str = Field(default="127.0.0.1", description="Address to listen on; others than loopback need token_env.")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port; 0 takes a free one.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address to listen on; others than loopback need token_env.",
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=8000, description="Port; 0 takes a free one."
+    )
     token_env: str | None = Field(
         default=None,
         description="Environment variable with the API key that clients must send (TINKER_API_KEY there; it begins "
         "with tml-); null: none, on loopback only.",
     )
-    max_body_mb: Positive = Field(default=64, description="Maximum size of a request, in megabytes.")
+    max_body_mb: Positive = Field(
+        default=64, description="Maximum size of a request, in megabytes."
+    )
     lora: LoraConfig | None = Field(
         default=LoraConfig(rank=32, alpha=32.0),
         description="The adapters that clients train, all of this rank; null: clients train the whole model.",
     )
-    pack_length: Positive = Field(default=1024, description="Tokens per packed row, and of the longest sequence.")
+    pack_length: Positive = Field(
+        default=1024, description="Tokens per packed row, and of the longest sequence."
+    )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Precision of matrix products and activations in training."
     )
@@ -236,10 +294,15 @@ class TinkerServerSettings(Section):
         description="Seconds after which a session whose client is not heard of is removed with the training states of "
         "its models; null: never. Checkpoints that a client named stay.",
     )
-    max_model_len: Positive = Field(default=1024, description="Maximum tokens of a prompt and its samples.")
-    max_concurrent_decodes: Positive = Field(default=32, description="Maximum number of sequences decoded at a time.")
+    max_model_len: Positive = Field(
+        default=1024, description="Maximum tokens of a prompt and its samples."
+    )
+    max_concurrent_decodes: Positive = Field(
+        default=32, description="Maximum number of sequences decoded at a time."
+    )
     max_sampled_adapters: Annotated[Positive, WhenKey("lora")] = Field(
-        default=8, description="Adapters that the engine holds at a time; others wait until one of them is idle."
+        default=8,
+        description="Adapters that the engine holds at a time; others wait until one of them is idle.",
     )
 
 
@@ -253,11 +316,16 @@ class ConversationsConfig(Section):
         description="Rows to train on, as in the configuration of `train`: conversations (`messages`, and `tools`), "
         "for dpo preferences (`prompt`, `chosen`, `rejected`), or trajectories that `jax-agent-rl rollout` wrote."
     )
-    eval: DataSources | None = Field(default=None, description="Rows to compute the loss on, never trained on.")
-    max_length: Positive | None = Field(
-        default=None, description="Leave out sequences of more tokens; null: one of more than a packed row is an error."
+    eval: DataSources | None = Field(
+        default=None, description="Rows to compute the loss on, never trained on."
     )
-    min_reward: float | None = Field(default=None, description="Leave out trajectories with a lower reward.")
+    max_length: Positive | None = Field(
+        default=None,
+        description="Leave out sequences of more tokens; null: one of more than a packed row is an error.",
+    )
+    min_reward: float | None = Field(
+        default=None, description="Leave out trajectories with a lower reward."
+    )
 
 
 class SftDataConfig(ConversationsConfig):
@@ -279,9 +347,12 @@ class SftDataConfig(ConversationsConfig):
 class TemplateConfig(Section):
     """How conversations become ids, with the keys of the configuration of `train`."""
 
-    tool_format: ToolFormatName = Field(default="auto", description="See `train`: how tool calls are written.")
+    tool_format: ToolFormatName = Field(
+        default="auto", description="See `train`: how tool calls are written."
+    )
     tool_prompt: Literal["template", "none"] = Field(
-        default="template", description="template: the prompt describes the row's tools. none: it does not."
+        default="template",
+        description="template: the prompt describes the row's tools. none: it does not.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
@@ -294,14 +365,21 @@ class EpochsConfig(Section):
 
     epochs: Positive = Field(default=1, description="Passes over the rows, each in another order.")
     steps: Positive | None = Field(
-        default=None, description="Stop after this many steps, unless `epochs` end before; null: no limit."
+        default=None,
+        description="Stop after this many steps, unless `epochs` end before; null: no limit.",
     )
-    batch_size: Positive = Field(default=32, description="Conversations, or pairs of them, per optimizer update.")
+    batch_size: Positive = Field(
+        default=32, description="Conversations, or pairs of them, per optimizer update."
+    )
     eval_every: Annotated[NonNegative, WhenKey("data.eval")] = Field(
         default=0, description="Steps between evaluations; 0: before and after training only."
     )
-    checkpoint_every: NonNegative = Field(default=0, description="Steps between checkpoints; 0: at the end only.")
-    keep_checkpoints: Positive = Field(default=2, description="Number of checkpoints to keep, the newest ones.")
+    checkpoint_every: NonNegative = Field(
+        default=0, description="Steps between checkpoints; 0: at the end only."
+    )
+    keep_checkpoints: Positive = Field(
+        default=2, description="Number of checkpoints to keep, the newest ones."
+    )
 
 
 class SftConfig(Section):
@@ -318,8 +396,12 @@ class SftConfig(Section):
     @model_validator(mode="after")
     def _used(self) -> SftConfig:
         found = [*unused(self), *self.learner.problems("learner")]
-        if weighted := [source.path for source in (*self.data.train, *(self.data.eval or ())) if source.weight]:
-            found.append(f"data gives a weight to {weighted}, but every row is used once per epoch; remove it")
+        if weighted := [
+            source.path for source in (*self.data.train, *(self.data.eval or ())) if source.weight
+        ]:
+            found.append(
+                f"data gives a weight to {weighted}, but every row is used once per epoch; remove it"
+            )
         if found:
             raise ValueError("\n".join(found))
         return self
@@ -328,9 +410,14 @@ class SftConfig(Section):
 class PreferenceConfig(Section):
     """The preference loss: Rafailov et al. 2023, arXiv 2305.18290."""
 
-    beta: float = Field(default=0.1, gt=0, description="Weight of staying close to the initial model.")
+    beta: float = Field(
+        default=0.1, gt=0, description="Weight of staying close to the initial model."
+    )
     label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="Probability that a preference is the wrong way round."
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="Probability that a preference is the wrong way round.",
     )
 
 

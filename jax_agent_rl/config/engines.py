@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from jax_agent_rl.config.base import NonNegative, Positive, Section, Unless, WhenKey, WhenModelHasVision
+from jax_agent_rl.config.base import (
+    NonNegative,
+    Positive,
+    Section,
+    Unless,
+    WhenKey,
+    WhenModelHasVision,
+)
 
 _BUILT_IN = Unless("rollout.jetstream.engine_factory")
 
@@ -78,7 +85,9 @@ class JetStreamConfig(Section):
         description="Host memory of an engine in GiB, for the KV of waiting trajectories for which the cache has no "
         "room. It is copied back, bit by bit, when they return. 0: none.",
     )
-    decode_steps: Positive = Field(default=16, description="Maximum number of decode steps per device dispatch.")
+    decode_steps: Positive = Field(
+        default=16, description="Maximum number of decode steps per device dispatch."
+    )
     num_speculative_tokens: Annotated[NonNegative, _BUILT_IN] = Field(
         default=0,
         description="Maximum number of ids drafted for a context and verified in one step, from the prompt and from "
@@ -131,8 +140,18 @@ VLLM_ARGUMENTS_SET: Mapping[str, str] = {
     **dict.fromkeys(
         (
             *("enable_prefix_caching", "scheduling_policy", "logprobs_mode", "generation_config"),
-            *("skip_tokenizer_init", "worker_extension_cls", "disable_log_stats", "enable_log_requests"),
-            *("use_tqdm_on_load", "mm_device_do_normalize", "weight_transfer_config", "moe_backend"),
+            *(
+                "skip_tokenizer_init",
+                "worker_extension_cls",
+                "disable_log_stats",
+                "enable_log_requests",
+            ),
+            *(
+                "use_tqdm_on_load",
+                "mm_device_do_normalize",
+                "weight_transfer_config",
+                "moe_backend",
+            ),
             *("structured_outputs_config", "trust_remote_code"),
         ),
         "",
@@ -148,7 +167,9 @@ class VllmConfig(Section):
         default="auto",
         description="Precision of weights and activations; auto: float32 on CPUs, else the checkpoint's.",
     )
-    max_num_seqs: Positive = Field(default=64, description="Maximum number of requests decoded together.")
+    max_num_seqs: Positive = Field(
+        default=64, description="Maximum number of requests decoded together."
+    )
     tensor_parallel_size: Positive = Field(
         default=1, description="Number of devices over which one copy of the model is sharded."
     )
@@ -163,37 +184,50 @@ class VllmConfig(Section):
         gt=0,
         description="Size of the KV cache in GiB; null: what gpu_memory_utilization leaves (on CPUs 1).",
     )
-    enforce_eager: bool | None = Field(default=None, description="Disable compiled graphs; null: on CPUs only.")
+    enforce_eager: bool | None = Field(
+        default=None, description="Disable compiled graphs; null: on CPUs only."
+    )
     multi_modal: dict[Literal["image", "video"], Positive] = Field(
-        default_factory=dict, description="Maximum number of images and videos in one context, by kind; {}: none."
+        default_factory=dict,
+        description="Maximum number of images and videos in one context, by kind; {}: none.",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's engine (`AsyncEngineArgs`), such as `{max_num_batched_tokens: "
         "4096}`; names that another key sets or vLLM does not know are refused.",
         json_schema_extra={
-            "additionalProperties": {"type": ["boolean", "number", "string", "array", "object", "null"]}
+            "additionalProperties": {
+                "type": ["boolean", "number", "string", "array", "object", "null"]
+            }
         },
     )
-    require_probe: bool = Field(default=True, description="Refuse weights that come without log-probs to verify them.")
+    require_probe: bool = Field(
+        default=True, description="Refuse weights that come without log-probs to verify them."
+    )
     max_logprob_difference: float | None = Field(
         default=None,
         gt=0,
         description="Maximum log-prob difference allowed by the verification; null: 1e-3 in float32, else 0.5.",
     )
     mean_logprob_difference: float | None = Field(
-        default=None, gt=0, description="Maximum mean log-prob difference; null: 1e-4 in float32, else 0.05."
+        default=None,
+        gt=0,
+        description="Maximum mean log-prob difference; null: 1e-4 in float32, else 0.05.",
     )
 
     @field_validator("engine_args")
     @classmethod
     def _decided_nowhere_else(cls, value: dict[str, Any]) -> dict[str, Any]:
         taken = {
-            name: f"set {key}" if (key := VLLM_ARGUMENTS_SET[name]) else "the backend depends on its own value"
+            name: f"set {key}"
+            if (key := VLLM_ARGUMENTS_SET[name])
+            else "the backend depends on its own value"
             for name in value
             if name in VLLM_ARGUMENTS_SET
         }
         if taken:
             fixes = "; ".join(f"{name}: {fix}" for name, fix in taken.items())
-            raise ValueError(f"names arguments that are decided elsewhere ({fixes}); remove {', '.join(taken)}")
+            raise ValueError(
+                f"names arguments that are decided elsewhere ({fixes}); remove {', '.join(taken)}"
+            )
         return value

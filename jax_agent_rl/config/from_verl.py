@@ -57,7 +57,11 @@ class Imported:
     @property
     def defaults(self) -> list[str]:
         """Lines about verl's defaults that were written because ours differ."""
-        return [f"{key}={_flow(self.values[key])}" for key, source in self.sources.items() if source == _DEFAULT]
+        return [
+            f"{key}={_flow(self.values[key])}"
+            for key, source in self.sources.items()
+            if source == _DEFAULT
+        ]
 
     def put(self, key: str, value: Any, source: str) -> None:
         """Set a key of ours."""
@@ -92,8 +96,13 @@ def import_verl(given: Mapping[str, Override]) -> Imported:
             continue  # verl's way to leave a key unset
         if key == CONFIG_NAME:
             file = f"{one.value}.yaml"
-            if not (file in _DEFAULT_FILES or any(other.where.startswith(f"{file}:") for other in given.values())):
-                made.leave("choice", f"{line}: the script changes {file}; give that file before the script")
+            if not (
+                file in _DEFAULT_FILES
+                or any(other.where.startswith(f"{file}:") for other in given.values())
+            ):
+                made.leave(
+                    "choice", f"{line}: the script changes {file}; give that file before the script"
+                )
             continue
         try:
             derived = _derive(key, one.value, known)
@@ -102,7 +111,9 @@ def import_verl(given: Mapping[str, Override]) -> Imported:
             continue
         if derived is not None:
             for name, value in derived.items():
-                made.leave("choice", f"{line}: {value}") if name == "choice" else made.put(name, value, key)
+                made.leave("choice", f"{line}: {value}") if name == "choice" else made.put(
+                    name, value, key
+                )
         elif ours:
             made.put(ours, one.value, key)
         else:
@@ -140,9 +151,14 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
         return {}
     if match and given.get(f"{match[1]}enable", False):
         factor = given.get(f"{match[1]}penalty_factor", 1.0)
-        return {"algorithm.shaping.overlong_buffer": value, "algorithm.shaping.overlong_factor": factor}
+        return {
+            "algorithm.shaping.overlong_buffer": value,
+            "algorithm.shaping.overlong_factor": factor,
+        }
     if key == f"{ROLLOUT}name":
-        other = {"choice": "set rollout.backend (jetstream, vllm, remote); jetstream is the default"}
+        other = {
+            "choice": "set rollout.backend (jetstream, vllm, remote); jetstream is the default"
+        }
         return {"rollout.backend": "vllm"} if value == "vllm" else other
     if key == f"{TURNS}enable":
         named = f"{ROLLOUT}agent.default_agent_loop" in given
@@ -155,7 +171,11 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
     if key == f"{ROLLOUT}top_k":
         return {"rollout.top_k": max(value, 0)}
     if key == f"{ROLLOUT}val_kwargs.temperature":
-        return {"rollout.eval_temperature": value} if given.get(f"{ROLLOUT}val_kwargs.do_sample") else {}
+        return (
+            {"rollout.eval_temperature": value}
+            if given.get(f"{ROLLOUT}val_kwargs.do_sample")
+            else {}
+        )
     if key == f"{TURNS}tool_response_truncate_side":
         return {"agent.tool_response_truncate_side": _SIDES.get(value, value)}
     if key == f"{AGENT}tool_server_url":
@@ -163,7 +183,9 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
     if key == f"{ACTOR}ppo_mini_batch_size":
         batch = given.get("data.train_batch_size", 1024)
         if batch % value:
-            return {"choice": f"{batch} prompts are not a multiple of it; set learner.num_minibatches"}
+            return {
+                "choice": f"{batch} prompts are not a multiple of it; set learner.num_minibatches"
+            }
         return {"learner.num_minibatches": batch // value}
     if key == f"{ACTOR}optim.lr_warmup_steps":
         return {"learner.lr_warmup_steps": max(value, 0)}
@@ -175,12 +197,17 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
         return {"algorithm.loss_agg_mode": "token-mean" if value else "seq-mean-token-mean"}
     if key in (f"{ACTOR}use_kl_loss", "algorithm.use_kl_in_reward"):
         return _kl(given, key) if value else {}
-    if key in (f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type", "algorithm.kl_penalty") or "kl_ctrl." in key:
+    if (
+        key in (f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type", "algorithm.kl_penalty")
+        or "kl_ctrl." in key
+    ):
         return {}  # read with the switches above; without them, verl does not use them either
     if key in (f"{ROLLOUT}val_kwargs.do_sample", "algorithm.norm_adv_by_std_in_grpo"):
         return {}  # read with the keys that it changes
     if key in (f"{MODEL}lora_rank", f"{MODEL}lora_alpha", f"{MODEL}target_modules"):
-        lora = given.get(f"{MODEL}lora_rank", 0) > 0 and not (leaf == "target_modules" and value == "all-linear")
+        lora = given.get(f"{MODEL}lora_rank", 0) > 0 and not (
+            leaf == "target_modules" and value == "all-linear"
+        )
         ours = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets"}[leaf]
         return {f"learner.lora.{ours}": value} if lora else {}
     if key == "algorithm.adv_estimator":
@@ -194,7 +221,9 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
     if key == "trainer.logger":
         known = [name for name in value if name in ("tensorboard", "wandb", "trackio")]
         rest = [name for name in value if name not in (*known, "console")]
-        return {"trainer.logger": known} | ({"choice": f"there is no logger {', '.join(rest)}"} if rest else {})
+        return {"trainer.logger": known} | (
+            {"choice": f"there is no logger {', '.join(rest)}"} if rest else {}
+        )
     if key == "trainer.remove_previous_ckpt_in_save":
         return {"trainer.keep_checkpoints": 1} if value else {}
     if key == "trainer.total_epochs" and "trainer.total_training_steps" in given:
@@ -235,7 +264,9 @@ def _filter_groups(given: Mapping[str, Any]) -> dict[str, Any]:
     elif metric in ("score", "seq_reward", "seq_final_reward"):
         made["algorithm.filter_metric"] = "reward"
     elif metric is not None:
-        choices.append(f"groups are not filtered by {metric}; set algorithm.filter_metric to accuracy or reward")
+        choices.append(
+            f"groups are not filtered by {metric}; set algorithm.filter_metric to accuracy or reward"
+        )
     batches = given.get("algorithm.filter_groups.max_num_gen_batches", 0)
     if batches < 1:
         choices.append("verl generates without limit; set algorithm.max_resample_rounds")
@@ -256,16 +287,26 @@ def _complete(made: Imported, given: Mapping[str, Override]) -> None:
         made.put("run_dir", "runs/imported", "a name of the importer's")
         if named:
             made.leave("choice", f"{named.where}: {named.key}={named.value}: set run_dir")
-    longest = sum(made.values.get(f"agent.max_{part}_length", 512) for part in ("prompt", "response"))
+    longest = sum(
+        made.values.get(f"agent.max_{part}_length", 512) for part in ("prompt", "response")
+    )
     made.values.setdefault("rollout.max_model_len", longest)
-    made.sources.setdefault("rollout.max_model_len", "max_prompt_length + max_response_length, as in verl")
-    made.put("learner.pack_length", longest, "max_prompt_length + max_response_length, which must fit")
+    made.sources.setdefault(
+        "rollout.max_model_len", "max_prompt_length + max_response_length, as in verl"
+    )
+    made.put(
+        "learner.pack_length", longest, "max_prompt_length + max_response_length, which must fit"
+    )
     missing = [key for key in ("model.path", "data.train") if key not in made.values]
     if missing:
         theirs = {"model.path": f"{MODEL}path", "data.train": "data.train_files"}
-        raise ConfigError([f"{key}: the overrides lack {theirs[key]}; add it to the file" for key in missing])
+        raise ConfigError(
+            [f"{key}: the overrides lack {theirs[key]}; add it to the file" for key in missing]
+        )
     for key, value in DEFAULTS.items():
-        if key in made.values or (key == "learner.num_minibatches" and f"{ACTOR}ppo_mini_batch_size" in given):
+        if key in made.values or (
+            key == "learner.num_minibatches" and f"{ACTOR}ppo_mini_batch_size" in given
+        ):
             continue
         if key == "learner.num_minibatches":
             batch = made.values["rollout.prompts_per_step"]
@@ -284,14 +325,21 @@ def _drop_refused(made: Imported) -> None:
             build({}, [f"{key}={_flow(value)}" for key, value in made.values.items()])
             return
         except ConfigError as error:
-            refused = {m[0]: p for p in error.problems if (m := re.match(r"[\w.]+", p)) and m[0] in made.values}
+            refused = {
+                m[0]: p
+                for p in error.problems
+                if (m := re.match(r"[\w.]+", p)) and m[0] in made.values
+            }
             if not refused:
                 raise
             for key, problem in refused.items():
                 del made.values[key]
                 source = made.sources.pop(key)
                 if source != _DEFAULT:
-                    made.leave("no effect" if " is used only " in problem else "choice", f"{source}: {problem}")
+                    made.leave(
+                        "no effect" if " is used only " in problem else "choice",
+                        f"{source}: {problem}",
+                    )
 
 
 def _flow(value: Any) -> str:

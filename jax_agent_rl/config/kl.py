@@ -50,7 +50,8 @@ class KLConfig(Section):
         default=0.1, gt=0, description="adaptive: target KL per token, in nats."
     )
     horizon: Annotated[Positive, _ADAPTIVE] = Field(
-        default=10_000, description="adaptive: trajectories over which the coefficient may change by 20%."
+        default=10_000,
+        description="adaptive: trajectories over which the coefficient may change by 20%.",
     )
 
 
@@ -66,10 +67,18 @@ class TeacherConfig(Section):
         description="Where it is served instead: `http://HOST:8000/v1` of vLLM or another server whose completions "
         "have vLLM's `prompt_logprobs`, or `http://HOST:8100` of `jax-agent-rl rollout-server`.",
     )
-    model: str | None = Field(default=None, description="Its name at an address with /v1; null: its path.")
-    token_env: str | None = Field(default=None, description="Environment variable with the server's token.")
-    max_in_flight: Positive = Field(default=16, description="Maximum number of concurrent requests to its server.")
-    timeout: float = Field(default=300.0, gt=0, description="Timeout of a request to its server, in seconds.")
+    model: str | None = Field(
+        default=None, description="Its name at an address with /v1; null: its path."
+    )
+    token_env: str | None = Field(
+        default=None, description="Environment variable with the server's token."
+    )
+    max_in_flight: Positive = Field(
+        default=16, description="Maximum number of concurrent requests to its server."
+    )
+    timeout: float = Field(
+        default=300.0, gt=0, description="Timeout of a request to its server, in seconds."
+    )
     data_sources: tuple[str, ...] = Field(
         default=("*",),
         min_length=1,
@@ -123,7 +132,15 @@ def with_teachers(sections: Mapping[str, Any]) -> Mapping[str, Any]:
     if not exact:
         kl = {"estimator": "k1+" if kl["where"] == "loss" else "k1", **kl}
     # Groups of equal rewards have a gradient, too: the teacher's.
-    return {**sections, "algorithm": {"adv_estimator": "none", "filter_zero_variance": False, **algorithm, "kl": kl}}
+    return {
+        **sections,
+        "algorithm": {
+            "adv_estimator": "none",
+            "filter_zero_variance": False,
+            **algorithm,
+            "kl": kl,
+        },
+    }
 
 
 def kl_problems(config: Config) -> Iterator[str]:

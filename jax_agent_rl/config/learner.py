@@ -7,7 +7,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jax_agent_rl.config.base import Distinct, Expression, NonNegative, Positive, Section, WhenKey, WhenModelHasVision
+from jax_agent_rl.config.base import (
+    Distinct,
+    Expression,
+    NonNegative,
+    Positive,
+    Section,
+    WhenKey,
+    WhenModelHasVision,
+)
 
 
 class MeshConfig(Section):
@@ -15,8 +23,12 @@ class MeshConfig(Section):
 
     data: Positive = Field(default=1, description="Data-parallel replicas.")
     fsdp: Positive = Field(default=1, description="Shards of every parameter (and of the batch).")
-    expert: Positive = Field(default=1, description="Shards of every layer's experts (and of the batch).")
-    context: Positive = Field(default=1, description="Shards of the tokens of every row, for long contexts.")
+    expert: Positive = Field(
+        default=1, description="Shards of every layer's experts (and of the batch)."
+    )
+    context: Positive = Field(
+        default=1, description="Shards of the tokens of every row, for long contexts."
+    )
     tensor: Positive = Field(default=1, description="Tensor-parallel shards.")
 
     @property
@@ -33,11 +45,15 @@ class MultihostConfig(Section):
         description="host:port of process 0. auto: as JAX detects it (Cloud TPU, Slurm, Kubernetes). null: "
         "$JAX_COORDINATOR_ADDRESS; if unset, one process.",
     )
-    num_processes: Positive | None = Field(default=None, description="Number of processes; null: as JAX detects it.")
+    num_processes: Positive | None = Field(
+        default=None, description="Number of processes; null: as JAX detects it."
+    )
     process_id: NonNegative | None = Field(
         default=None, description="Number of this process; process 0 also runs agents and tools."
     )
-    timeout: Positive = Field(default=300, description="Seconds processes wait for each other at the start.")
+    timeout: Positive = Field(
+        default=300, description="Seconds processes wait for each other at the start."
+    )
 
     @model_validator(mode="after")
     def _process_id_in_range(self) -> MultihostConfig:
@@ -64,7 +80,8 @@ class LoraConfig(Section):
         description="Linear layers that get adapters, by their Hugging Face names.",
     )
     quantize: Literal["none", "int8", "nf4"] = Field(
-        default="none", description="Precision of the targets' frozen weights (QLoRA); needs the extra `qlora`."
+        default="none",
+        description="Precision of the targets' frozen weights (QLoRA); needs the extra `qlora`.",
     )
     seed: NonNegative = Field(default=0, description="Seed of the adapters' initial values.")
 
@@ -85,7 +102,8 @@ class OptimizerSection(Section):
         "use the same rate.",
     )
     lr_warmup_steps: NonNegative = Field(
-        default=0, description="Training steps of linear warm-up; the first step has 1/lr_warmup_steps of the peak."
+        default=0,
+        description="Training steps of linear warm-up; the first step has 1/lr_warmup_steps of the peak.",
     )
     lr_decay_ratio: float = Field(
         default=0.1,
@@ -94,9 +112,14 @@ class OptimizerSection(Section):
         description="wsd: share of all training steps, the last ones, in which the rate decays.",
     )
     min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="linear, cosine, wsd: final share of the peak learning rate."
+        default=0.0,
+        ge=0,
+        le=1,
+        description="linear, cosine, wsd: final share of the peak learning rate.",
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="Decoupled weight decay, times the learning rate."
+    )
     no_weight_decay: tuple[Expression, ...] = Field(
         default=("norm",),
         description="Regular expressions: parameters whose path (embed, layers.q, layers.input_norm) has a match are "
@@ -104,7 +127,9 @@ class OptimizerSection(Section):
     )
     adam_b1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
     adam_b2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
-    adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon, added to the root of the second moment.")
+    adam_eps: float = Field(
+        default=1e-8, gt=0, description="AdamW epsilon, added to the root of the second moment."
+    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient-norm clip.")
 
     @property
@@ -137,8 +162,12 @@ class RowsConfig(OptimizerSection):
         description="Tokens per packed row, the unit of gradient micro-batches. On a CPU, rows of 512 tokens "
         "or more that are at most half full are halved.",
     )
-    micro_batch_size: Positive = Field(default=1, description="Packed rows in one forward/backward (per data shard).")
-    share_prefixes: bool = Field(default=True, description="Compute tokens shared by several sequences of a row once.")
+    micro_batch_size: Positive = Field(
+        default=1, description="Packed rows in one forward/backward (per data shard)."
+    )
+    share_prefixes: bool = Field(
+        default=True, description="Compute tokens shared by several sequences of a row once."
+    )
     remat: Literal["none", "dots", "full"] = Field(
         default="dots",
         description="What the backward pass recomputes. none: nothing. dots: all but matrix products and attention. "
@@ -161,7 +190,8 @@ class RowsConfig(OptimizerSection):
         "gradient and was skipped. The policy, the critic and each adapter count their own.",
     )
     lora: LoraConfig | None = Field(
-        default=None, description="Train adapters and freeze the model; null trains the whole model."
+        default=None,
+        description="Train adapters and freeze the model; null trains the whole model.",
     )
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 

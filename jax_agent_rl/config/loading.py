@@ -36,11 +36,15 @@ def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
     path = _existing_file(path)
     if path in _readers:
-        raise ConfigError(f"{path}: base leads back to the file itself, by {', '.join(map(str, _readers))}")
+        raise ConfigError(
+            f"{path}: base leads back to the file itself, by {', '.join(map(str, _readers))}"
+        )
     try:
         tree = load_yaml(read_regular_file(path, MAX_CONFIG_BYTES).decode())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}; a configuration is text in UTF-8") from None
+        raise ConfigError(
+            f"{path} is not valid YAML: {error}; a configuration is text in UTF-8"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
     if tree is None:  # an empty file
@@ -51,7 +55,9 @@ def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise ConfigError(f"{path}: base={shown(base)} must be text: a file, or the name of a recipe")
+        raise ConfigError(
+            f"{path}: base={shown(base)} must be text: a file, or the name of a recipe"
+        )
     try:
         base_file = (path.parent / base).resolve()
         if not base_file.is_file():
@@ -72,18 +78,29 @@ def _existing_file(path: Path) -> Path:
         if found.is_file():
             return found
         is_folder = found.is_dir()
-    except (OSError, ValueError) as error:  # too long a name, one with a NUL, a folder that must not be read
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # too long a name, one with a NUL, a folder that must not be read
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
     if is_folder:
-        raise ConfigError(f"{str(path)!r} is a folder, not a configuration; name a YAML file, e.g. {path}/config.yaml")
+        raise ConfigError(
+            f"{str(path)!r} is a folder, not a configuration; name a YAML file, e.g. {path}/config.yaml"
+        )
     recipes = recipe_files()
     guess = did_you_mean(str(path).removesuffix(".yaml"), recipes)
     names = ", ".join(recipes)
-    raise ConfigError(f"config file {str(path)!r} does not exist; {guess}the recipes found by name are {names}")
+    raise ConfigError(
+        f"config file {str(path)!r} does not exist; {guess}the recipes found by name are {names}"
+    )
 
 
 def build_tree(
-    model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[str] = (), *, file: Path | None = None
+    model: type[Tree],
+    tree: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    file: Path | None = None,
 ) -> Tree:
     """Validate a nested mapping plus overrides.
 
@@ -111,16 +128,23 @@ def build_tree(
     return made
 
 
-def load_tree(model: type[Tree], path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Tree:
+def load_tree(
+    model: type[Tree], path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()
+) -> Tree:
     """Read a YAML file, if any, apply overrides and validate; raise :class:`ConfigError` with all problems at once."""
     if path is None:
         return build_tree(model, {}, overrides)
     return build_tree(model, read_tree(Path(path)), overrides, file=Path(path))
 
 
-def _require_its_command(tree: Mapping[str, Any], model: type[BaseModel], file: Path | None) -> None:
+def _require_its_command(
+    tree: Mapping[str, Any], model: type[BaseModel], file: Path | None
+) -> None:
     """Raise ConfigError if a tree that is not valid is the configuration of another command."""
-    from jax_agent_rl.config.roots import command_of, meant_command  # which name the models that are read here
+    from jax_agent_rl.config.roots import (
+        command_of,
+        meant_command,
+    )  # which name the models that are read here
 
     command = meant_command(tree, model)
     if command is None:
@@ -137,7 +161,11 @@ def _require_its_command(tree: Mapping[str, Any], model: type[BaseModel], file: 
 
 def valid_keys(model: type[BaseModel]) -> dict[str, str]:
     """Return every path that takes a value, with its description; a section that may be null is one of them."""
-    return {key.path: key.description for key in _keys(model).values() if not key.is_section or key.default}
+    return {
+        key.path: key.description
+        for key in _keys(model).values()
+        if not key.is_section or key.default
+    }
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +173,11 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = (
+            _merge(below, value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return merged
 
 
@@ -178,16 +210,22 @@ def _apply_override(tree: dict[str, Any], item: str) -> str | None:
     return None
 
 
-def _explain_all(error: ValidationError, model: type[BaseModel], tree: Mapping[str, Any]) -> list[str]:
+def _explain_all(
+    error: ValidationError, model: type[BaseModel], tree: Mapping[str, Any]
+) -> list[str]:
     """Return a line for each wrong key: its path, its value, and what to write."""
-    lines: dict[str, None] = {}  # of a choice between types, each has its own error about the same key
+    lines: dict[
+        str, None
+    ] = {}  # of a choice between types, each has its own error about the same key
     for problem in error.errors(include_url=False):
         for line in _explain(problem, model, tree):
             lines[line] = None
     return list(lines)
 
 
-def _explain(problem: Mapping[str, Any], model: type[BaseModel], tree: Mapping[str, Any]) -> list[str]:
+def _explain(
+    problem: Mapping[str, Any], model: type[BaseModel], tree: Mapping[str, Any]
+) -> list[str]:
     """Translate one error; a check between keys may have found several things."""
     path = place_of(problem)
     said = describe_value(problem)
@@ -198,9 +236,14 @@ def _explain(problem: Mapping[str, Any], model: type[BaseModel], tree: Mapping[s
     if not path:
         return said.split("\n")
     if problem["type"] == "missing":
-        return [f"{path}: {said}" + ("" if key is None or key.path != path else f"; {_what_to_write(key)}")]
+        return [
+            f"{path}: {said}"
+            + ("" if key is None or key.path != path else f"; {_what_to_write(key)}")
+        ]
     if problem["type"] in OUR_CHECKS:
-        if isinstance(problem["input"], Mapping):  # a check of the whole section, which names its keys
+        if isinstance(
+            problem["input"], Mapping
+        ):  # a check of the whole section, which names its keys
             return [f"{path}: {said}"]
         return [f"{path}={shown(problem['input'])}: {said}"]
     if key is None:

@@ -31,14 +31,25 @@ _TOKEN = re.compile(
     rf"|(?P<parenthesis>[()])|(?P<text>[^\s'\"\\$`;&|()]+|\$)",
     re.S,
 )
-_IN_DOUBLE = re.compile(rf'\\(?P<escaped>["$`\\])|\\(?P<newline>\n)|(?P<expansion>{_EXPANSION})', re.S)
+_IN_DOUBLE = re.compile(
+    rf'\\(?P<escaped>["$`\\])|\\(?P<newline>\n)|(?P<expansion>{_EXPANSION})', re.S
+)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 CONFIG_NAME = "--config-name"
 """Hydra's option for the YAML file that the overrides change; read like a key."""
-_OVERRIDE = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w/@-]*(?:\.[\w/@-]+)+)(?:=(?P<value>.*))?", re.S)
+_OVERRIDE = re.compile(
+    r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w/@-]*(?:\.[\w/@-]+)+)(?:=(?P<value>.*))?", re.S
+)
 _TRAINER = re.compile(r"[\w.]+\.main_\w+|\S*main_\w+\.py")
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
-_MARK = "\0"  # surrounds text that only a shell could replace, and keeps its place through variables
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+}
+_MARK = (
+    "\0"  # surrounds text that only a shell could replace, and keeps its place through variables
+)
 MAX_CHARACTERS = 1_000_000
 """Limit of a file, and of all text that its variables are replaced by."""
 MAX_WORDS = 50_000
@@ -72,7 +83,9 @@ def read_overrides(path: Path) -> dict[str, Override]:
         raise ConfigError(f"{path}: there is no such file")
     text = path.read_text(encoding="utf-8", errors="replace")
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(f"{path} has {len(text)} characters, more than {MAX_CHARACTERS}: it is no script of settings")
+        raise ConfigError(
+            f"{path} has {len(text)} characters, more than {MAX_CHARACTERS}: it is no script of settings"
+        )
     if path.suffix in (".yaml", ".yml"):
         return _read_yaml(text, path)
     reader = _ScriptReader(text, path)
@@ -118,7 +131,9 @@ def _read_yaml(text: str, path: Path) -> dict[str, Override]:
                     written = load_yaml(yaml.serialize(value))
                 except yaml.YAMLError as error:
                     line = key.start_mark.line + 1
-                    raise ConfigError(f"{path.name}:{line}: the value of {name} is not valid YAML: {error}") from None
+                    raise ConfigError(
+                        f"{path.name}:{line}: the value of {name} is not valid YAML: {error}"
+                    ) from None
                 unresolved = tuple(re.findall(r"\$\{[^}]*\}", str(written)))
                 where = f"{path.name}:{key.start_mark.line + 1}"
                 found[name] = Override(key=name, value=written, where=where, unresolved=unresolved)
@@ -139,7 +154,11 @@ def _read_yaml(text: str, path: Path) -> dict[str, Override]:
             origins[key] = origins[last]
     for name, origin in origins.items():
         found[name] = replace(found[name], value=origin.value, unresolved=origin.unresolved)
-    return {name: one for name, one in found.items() if "." in name and not name.startswith(("defaults.", "hydra."))}
+    return {
+        name: one
+        for name, one in found.items()
+        if "." in name and not name.startswith(("defaults.", "hydra."))
+    }
 
 
 class _ScriptReader:
@@ -165,7 +184,9 @@ class _ScriptReader:
         while position < len(self.text):
             match = _TOKEN.match(self.text, position)
             if match is None:
-                raise ConfigError(f"{self.path.name}:{line}: {self.text[position]!r} opens what is never closed")
+                raise ConfigError(
+                    f"{self.path.name}:{line}: {self.text[position]!r} opens what is never closed"
+                )
             kind, text = match.lastgroup, match[match.lastgroup or 0]
             if self._word is None:
                 self._line = line
@@ -216,7 +237,16 @@ class _ScriptReader:
             self.variables[name] = [before + value]
             return
         if self._array is None:
-            self._may_assign &= word in ("export", "local", "declare", "readonly", "then", "else", "do", "{")
+            self._may_assign &= word in (
+                "export",
+                "local",
+                "declare",
+                "readonly",
+                "then",
+                "else",
+                "do",
+                "{",
+            )
             if _TRAINER.fullmatch(word):
                 if self._trainer is not None:
                     raise ConfigError(
@@ -290,6 +320,18 @@ class _ScriptReader:
             return int(ast.literal_eval(node))
 
         try:
-            return str(value(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", text[3:-2]).strip(), mode="eval").body))
-        except (SyntaxError, LookupError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):
+            return str(
+                value(
+                    ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", text[3:-2]).strip(), mode="eval").body
+                )
+            )
+        except (
+            SyntaxError,
+            LookupError,
+            ValueError,
+            TypeError,
+            ArithmeticError,
+            RecursionError,
+            MemoryError,
+        ):
             return _MARK + text + _MARK

@@ -17,7 +17,8 @@ def recipe_files() -> dict[str, Path]:
     for folder in _FOLDERS:
         if (folder / "quickstart.yaml").is_file():
             return {
-                file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))
+                file.relative_to(folder).with_suffix("").as_posix(): file
+                for file in sorted(folder.rglob("*.yaml"))
             }
     return {}
 

@@ -18,7 +18,12 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.validation import nearest_keys
 
 Schema = Mapping[str, Any]
-_NUMBER_LIMITS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
+_NUMBER_LIMITS = (
+    ("minimum", ">="),
+    ("exclusiveMinimum", ">"),
+    ("maximum", "<="),
+    ("exclusiveMaximum", "<"),
+)
 _NAMES = {"string": "text", "boolean": "true or false"}
 _HEAD = """\
 # Configuration keys
@@ -112,7 +117,9 @@ def find(name: str, keys: Mapping[str, KeyInfo]) -> list[KeyInfo]:
         return ends
     guesses = nearest_keys(name, keys)
     guess = f"did you mean {', '.join(guesses[:4])}? " if guesses else ""
-    raise ConfigError(f"there is no key {name!r}; {guess}'jax-agent-rl config explain' lists the sections")
+    raise ConfigError(
+        f"there is no key {name!r}; {guess}'jax-agent-rl config explain' lists the sections"
+    )
 
 
 def reference(trees: Sequence[tuple[str, str, type[BaseModel]]]) -> str:
@@ -174,7 +181,10 @@ def _without(node: Any, names: set[str]) -> Any:
     if not isinstance(node, dict):
         return node
     if condition := node.get(SCHEMA_KEY):
-        node = {**node, "description": f"{node.get('description', '')} Used only {condition}.".lstrip()}
+        node = {
+            **node,
+            "description": f"{node.get('description', '')} Used only {condition}.".lstrip(),
+        }
     return {
         key: {name: _without(field, names) for name, field in value.items()}
         if key in ("properties", "$defs")
@@ -200,10 +210,14 @@ def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Ite
         description = field.get("description", "")
         if inner is None:
             type_ = describe_type(field)
-            default = None if name in required else json.dumps(field.get("default", {}))  # only mappings have a factory
+            default = (
+                None if name in required else json.dumps(field.get("default", {}))
+            )  # only mappings have a factory
         else:
             type_, default = ("section, or null", "null") if optional else ("section", None)
-            description = " ".join((description or inner.get("description", "")).split()).replace("``", "`")
+            description = " ".join((description or inner.get("description", "")).split()).replace(
+                "``", "`"
+            )
         path = f"{prefix}{name}"
         yield KeyInfo(
             path=path,

@@ -244,7 +244,11 @@ def defining_values(config: BaseModel, names: Collection[str]) -> dict[str, Any]
         names: keys, or sections of keys, that are looked at.
     """
     tree = config.model_dump(mode="json")
-    chosen = {path: key for path, key in _keys(type(config)).items() if path in DEFINES and is_named(path, names)}
+    chosen = {
+        path: key
+        for path, key in _keys(type(config)).items()
+        if path in DEFINES and is_named(path, names)
+    }
     return {path: _lookup(tree, key).value for path, key in chosen.items()}
 
 
@@ -293,7 +297,9 @@ def require_known_keys(model: type[BaseModel], names: Collection[str]) -> None:
     keys = _keys(model)
     for name in names:
         if name not in keys:
-            raise ConfigError(f"--accept-change {name}: there is no such key; {did_you_mean(name, list(keys))}")
+            raise ConfigError(
+                f"--accept-change {name}: there is no such key; {did_you_mean(name, list(keys))}"
+            )
 
 
 def is_named(key: str, names: Collection[str]) -> bool:

@@ -32,7 +32,9 @@ class TreeGrpoConfig(Section):
     """`tree_grpo`, arXiv 2509.21240. A group has m * k trajectories."""
 
     m: Positive = Field(default=2, description="Trees per group: initial chains.")
-    n: Positive = Field(default=2, description="Nodes of each tree drawn per round; each is continued once.")
+    n: Positive = Field(
+        default=2, description="Nodes of each tree drawn per round; each is continued once."
+    )
     l: Positive = Field(default=1, description="Rounds of expansion.")  # noqa: E741
     k: Positive = Field(default=3, description="Leaves kept of the 1 + l * n leaves of each tree.")
 
@@ -41,7 +43,9 @@ class TreerlConfig(Section):
     """`treerl`, arXiv 2506.11902. A group has m * (1 + l * n * t) trajectories."""
 
     m: Positive = Field(default=6, description="Trees per group: initial chains.")
-    n: Positive = Field(default=2, description="Tokens of each tree forked per round, the most uncertain ones.")
+    n: Positive = Field(
+        default=2, description="Tokens of each tree forked per round, the most uncertain ones."
+    )
     l: Positive = Field(default=1, description="Rounds of forking.")  # noqa: E741
     t: Positive = Field(default=2, description="Branches per forked token.")
 
@@ -49,18 +53,28 @@ class TreerlConfig(Section):
 class ArpoConfig(Section):
     """`arpo`, arXiv 2507.19849. A group has rollout.group_size trajectories."""
 
-    initial_rollouts: Positive = Field(default=4, description="Initial chains per group; the rest are branches.")
+    initial_rollouts: Positive = Field(
+        default=4, description="Initial chains per group; the rest are branches."
+    )
     beam_size: int = Field(
-        default=2, ge=2, description="Maximum number of continuations of a turn, the original included."
+        default=2,
+        ge=2,
+        description="Maximum number of continuations of a turn, the original included.",
     )
     branch_probability: float = Field(
-        default=0.5, ge=0, le=1, description="Probability of branching where the entropy does not change."
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Probability of branching where the entropy does not change.",
     )
     entropy_weight: float = Field(
-        default=0.2, ge=0, description="Weight of an increase in entropy, in nats per token, in that probability."
+        default=0.2,
+        ge=0,
+        description="Weight of an increase in entropy, in nats per token, in that probability.",
     )
     entropy_tokens: Positive = Field(
-        default=20, description="Number of tokens, from the start of a turn, over which entropy is estimated."
+        default=20,
+        description="Number of tokens, from the start of a turn, over which entropy is estimated.",
     )
 
 
@@ -75,8 +89,12 @@ class StrategyConfig(Section):
     tree_grpo: Annotated[TreeGrpoConfig, WhenKey("rollout.strategy.name", "tree_grpo")] = Field(
         default_factory=TreeGrpoConfig
     )
-    treerl: Annotated[TreerlConfig, WhenKey("rollout.strategy.name", "treerl")] = Field(default_factory=TreerlConfig)
-    arpo: Annotated[ArpoConfig, WhenKey("rollout.strategy.name", "arpo")] = Field(default_factory=ArpoConfig)
+    treerl: Annotated[TreerlConfig, WhenKey("rollout.strategy.name", "treerl")] = Field(
+        default_factory=TreerlConfig
+    )
+    arpo: Annotated[ArpoConfig, WhenKey("rollout.strategy.name", "arpo")] = Field(
+        default_factory=ArpoConfig
+    )
 
 
 class RolloutConfig(Section):
@@ -109,17 +127,19 @@ class RolloutConfig(Section):
     urls: tuple[str, ...] = Field(
         default=(), description="Rollout servers, for backend: remote, e.g. http://10.0.0.5:8100."
     )
-    token_env: Annotated[str | None, WhenKey("rollout.backend", "remote") | WhenCommand("rollout-server")] = Field(
+    token_env: Annotated[
+        str | None, WhenKey("rollout.backend", "remote") | WhenCommand("rollout-server")
+    ] = Field(
         default=None,
         description="Environment variable with the token of the rollout servers.",
     )
-    weight_dir: Annotated[str | None, WhenKey("rollout.backend", "vllm", "remote") | WhenCommand("rollout-server")] = (
-        Field(
-            default=None,
-            description="Folder through which weights reach vllm and remote engines. Engines must see it, and rollout "
-            "servers read weights from nowhere else. null: shared memory, or an upload to rollout servers on other "
-            "machines. With weight_transport: tensorstore also a bucket, gs://bucket/path.",
-        )
+    weight_dir: Annotated[
+        str | None, WhenKey("rollout.backend", "vllm", "remote") | WhenCommand("rollout-server")
+    ] = Field(
+        default=None,
+        description="Folder through which weights reach vllm and remote engines. Engines must see it, and rollout "
+        "servers read weights from nowhere else. null: shared memory, or an upload to rollout servers on other "
+        "machines. With weight_transport: tensorstore also a bucket, gs://bucket/path.",
     )
     weight_transport: Annotated[
         Literal["files", "tensorstore", "broadcast"], WhenKey("rollout.backend", "remote", "vllm")
@@ -131,7 +151,8 @@ class RolloutConfig(Section):
         "gloo (backend: vllm with placement: separate; a trusted network).",
     )
     full_weights_every: Annotated[
-        Positive, WhenKey("rollout.backend", "remote") & WhenKey("rollout.weight_transport", "files")
+        Positive,
+        WhenKey("rollout.backend", "remote") & WhenKey("rollout.weight_transport", "files"),
     ] = Field(
         default=20,
         description="Uploads to rollout servers hold the numbers that changed since the version before, and every so "
@@ -141,7 +162,9 @@ class RolloutConfig(Section):
     prompts_per_step: Positive = Field(default=8, description="Dataset rows per training step.")
     group_size: Positive = Field(default=8, description="Trajectories per row (a GRPO group).")
     strategy: StrategyConfig = Field(default_factory=StrategyConfig)
-    max_in_flight: Positive = Field(default=64, description="Maximum number of trajectories in flight.")
+    max_in_flight: Positive = Field(
+        default=64, description="Maximum number of trajectories in flight."
+    )
     trajectory_timeout: float | None = Field(
         default=3600.0,
         gt=0,
@@ -171,7 +194,9 @@ class RolloutConfig(Section):
         "embedded jetstream engine of a single-process run is not restarted.",
     )
     wait_for_server_seconds: float = Field(
-        default=300.0, ge=0, description="Seconds requests wait while all servers are lost and one is being recovered."
+        default=300.0,
+        ge=0,
+        description="Seconds requests wait while all servers are lost and one is being recovered.",
     )
     stall_seconds: float | None = Field(
         default=300.0,
@@ -217,10 +242,12 @@ class RolloutConfig(Section):
         description="Run prefill, decoding and the learner's old log-probs in one program (jetstream): bit-identical "
         "in any batch, and several times slower.",
     )
-    jetstream: Annotated[JetStreamConfig, WhenKey("rollout.backend", "jetstream", "remote")] = Field(
-        default_factory=JetStreamConfig
+    jetstream: Annotated[JetStreamConfig, WhenKey("rollout.backend", "jetstream", "remote")] = (
+        Field(default_factory=JetStreamConfig)
     )
-    vllm: Annotated[VllmConfig, WhenKey("rollout.backend", "vllm", "remote")] = Field(default_factory=VllmConfig)
+    vllm: Annotated[VllmConfig, WhenKey("rollout.backend", "vllm", "remote")] = Field(
+        default_factory=VllmConfig
+    )
 
     @property
     def restricts_sampling(self) -> bool:
@@ -237,8 +264,12 @@ def rollout_problems(config: Config) -> Iterator[str]:
             "it out"
         )
     custom_engine = rollout.backend == "jetstream" and rollout.jetstream.engine_factory is not None
-    if rollout.adapters and (custom_engine or (rollout.backend == "jetstream" and rollout.deterministic)):
-        key = "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine_factory"
+    if rollout.adapters and (
+        custom_engine or (rollout.backend == "jetstream" and rollout.deterministic)
+    ):
+        key = (
+            "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine_factory"
+        )
         yield f"rollout.adapters cannot be served with {key}; remove one of them"
     if (rollout.backend == "remote") != bool(rollout.urls):
         yield (
@@ -260,24 +291,36 @@ def rollout_problems(config: Config) -> Iterator[str]:
             f"{rollout.max_model_len}; raise it, or lower rollout.max_model_len"
         )
     if isinstance(rollout.backend, InstalledName):
-        for key, value in (("adapters", sorted(rollout.adapters)), ("placement", rollout.placement)):
+        for key, value in (
+            ("adapters", sorted(rollout.adapters)),
+            ("placement", rollout.placement),
+        ):
             if value not in ([], "colocated"):
                 yield f"rollout.{key}={value} does not go with rollout.backend={rollout.backend}; remove it"
     weight_dir = rollout.weight_dir
-    if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or weight_dir is None):
+    if rollout.weight_transport == "tensorstore" and (
+        rollout.backend != "remote" or weight_dir is None
+    ):
         yield (
             f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and rollout.weight_dir="
             f"{weight_dir}: it is for remote servers that see a folder or bucket; set rollout.weight_dir, or "
             "rollout.weight_transport=files"
         )
-    if rollout.weight_transport == "broadcast" and (rollout.backend, rollout.placement) != ("vllm", "separate"):
+    if rollout.weight_transport == "broadcast" and (rollout.backend, rollout.placement) != (
+        "vllm",
+        "separate",
+    ):
         yield (
             f"rollout.weight_transport=broadcast with rollout.backend={rollout.backend} and rollout.placement="
             f"{rollout.placement}: it is for vllm engines in Ray actors; set rollout.placement=separate, or "
             "rollout.weight_transport=files"
         )
     # A rollout server with a jetstream engine reads from buckets.
-    if "://" in (weight_dir or "") and rollout.weight_transport == "files" and rollout.backend != "jetstream":
+    if (
+        "://" in (weight_dir or "")
+        and rollout.weight_transport == "files"
+        and rollout.backend != "jetstream"
+    ):
         yield (
             f"rollout.weight_dir={weight_dir} is no folder of this machine; set rollout.weight_transport=tensorstore, "
             "which writes to buckets"

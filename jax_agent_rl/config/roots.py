@@ -51,7 +51,9 @@ def meant_command(tree: Mapping[str, Any], model: type[BaseModel]) -> str | None
     if 2 * unknown[best] >= unknown[given]:
         return None
     is_variant = issubclass(model, root_model(best)) or issubclass(root_model(best), model)
-    if is_variant and tree.keys() <= model.model_fields.keys():  # dpo of sft: a key too many in a section of both
+    if (
+        is_variant and tree.keys() <= model.model_fields.keys()
+    ):  # dpo of sft: a key too many in a section of both
         return None
     return best
 

@@ -25,13 +25,20 @@ from jax_agent_rl.config.task import (
     ToolClientConfig,
     ToolsConfig,
 )
-from jax_agent_rl.config.trainer import TraceConfig, TrainerConfig, trainer_problems, with_correction
+from jax_agent_rl.config.trainer import (
+    TraceConfig,
+    TrainerConfig,
+    trainer_problems,
+    with_correction,
+)
 
 
 class Config(Section):
     """A whole run."""
 
-    seed: NonNegative = Field(default=0, description="Seed of the data order, sampling and everything else.")
+    seed: NonNegative = Field(
+        default=0, description="Seed of the data order, sampling and everything else."
+    )
     run_dir: str = Field(description="Run folder: config, metrics, trajectories, checkpoints.")
     model: ModelConfig
     data: DataConfig
@@ -39,7 +46,9 @@ class Config(Section):
     agent: AgentConfig = Field(default_factory=AgentConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     tool_config: ToolClientConfig = Field(default_factory=ToolClientConfig)
-    search: Annotated[SearchConfig, UsedByAgents("search_agent")] = Field(default_factory=SearchConfig)
+    search: Annotated[SearchConfig, UsedByAgents("search_agent")] = Field(
+        default_factory=SearchConfig
+    )
     interactions: Annotated[InteractionsConfig, UsedByAgents("interaction_agent")] = Field(
         default_factory=InteractionsConfig
     )
@@ -48,9 +57,13 @@ class Config(Section):
         default_factory=EnvironmentsConfig
     )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    distill: DistillConfig | None = Field(default=None, description="Teachers to distill from; null: none.")
+    distill: DistillConfig | None = Field(
+        default=None, description="Teachers to distill from; null: none."
+    )
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
-    critic: Annotated[CriticConfig, WhenKey("algorithm.adv_estimator", "gae")] = Field(default_factory=CriticConfig)
+    critic: Annotated[CriticConfig, WhenKey("algorithm.adv_estimator", "gae")] = Field(
+        default_factory=CriticConfig
+    )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)
 
@@ -66,7 +79,10 @@ class Config(Section):
         if not isinstance(tree, Mapping):
             return tree
         tree = with_teachers(with_correction(tree))
-        sections = {"tool_config": {}, **tree}  # validated even if not given: the environment may hold some of it
+        sections = {
+            "tool_config": {},
+            **tree,
+        }  # validated even if not given: the environment may hold some of it
         agent, rollout = sections.get("agent"), sections.get("rollout") or {}
         n = agent.get("n") if isinstance(agent, Mapping) else None
         if n is None or not isinstance(rollout, Mapping):
@@ -100,7 +116,12 @@ def build(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 
 def _group_problems(config: Config) -> Iterator[str]:
-    rollout, agent, algorithm, learner = config.rollout, config.agent, config.algorithm, config.learner
+    rollout, agent, algorithm, learner = (
+        config.rollout,
+        config.agent,
+        config.algorithm,
+        config.learner,
+    )
     if agent.history_window is not None and rollout.strategy.name == "treerl":
         yield (
             "agent.history_window does not go with rollout.strategy.name=treerl, which finds its forks within a "
@@ -123,7 +144,10 @@ def _group_problems(config: Config) -> Iterator[str]:
 def _schedule_problems(config: Config) -> Iterator[str]:
     steps = config.trainer.steps
     policy_steps = steps - config.critic.critic_warmup
-    for name, optimizer, total in (("learner", config.learner, policy_steps), ("critic", config.critic, steps)):
+    for name, optimizer, total in (
+        ("learner", config.learner, policy_steps),
+        ("critic", config.critic, steps),
+    ):
         kind, warm_up = optimizer.lr_scheduler_type, optimizer.lr_warmup_steps
         yield from optimizer.problems(name)
         if kind != "constant" and warm_up >= total:
@@ -192,9 +216,17 @@ def _role_adapter_problems(config: Config) -> Iterator[str]:
         ("rollout.backend", rollout.backend, rollout.backend == "jetstream"),
         ("rollout.placement", rollout.placement, rollout.placement == "colocated"),
         ("rollout.deterministic", rollout.deterministic, not rollout.deterministic),
-        ("rollout.jetstream.engine_factory", rollout.jetstream.engine_factory, not rollout.jetstream.engine_factory),
+        (
+            "rollout.jetstream.engine_factory",
+            rollout.jetstream.engine_factory,
+            not rollout.jetstream.engine_factory,
+        ),
         ("rollout.adapters", dict(rollout.adapters), not rollout.adapters),
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator, config.algorithm.adv_estimator != "gae"),
+        (
+            "algorithm.adv_estimator",
+            config.algorithm.adv_estimator,
+            config.algorithm.adv_estimator != "gae",
+        ),
     ):
         if not fits:
             yield f"agent.role_adapters does not go with {key}={value}; leave one of them out"
@@ -220,7 +252,9 @@ def _deterministic_problems(config: Config) -> Iterator[str]:
             f"rollout.deterministic scores all ids, but rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k} and "
             f"min_p={rollout.min_p:g} sample from some; set top_p=1, top_k=0 and min_p=0, or deterministic=false"
         )
-    spread = config.learner.mesh != MeshConfig() or engine.mesh.devices > 1 or engine.device_offset > 0
+    spread = (
+        config.learner.mesh != MeshConfig() or engine.mesh.devices > 1 or engine.device_offset > 0
+    )
     if spread or config.algorithm.rollout_correction.bypass_mode:
         yield (
             "rollout.deterministic runs on one device and compares the learner's own log-probs: remove "
@@ -255,8 +289,14 @@ def _placement_problems(config: Config) -> Iterator[str]:
     key, mesh = "rollout.jetstream.mesh", rollout.jetstream.mesh
     devices, is_open = mesh.devices, mesh.data is None or mesh.tensor is None
     if backend == "vllm":
-        key, devices, is_open = "rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, False
-    if rollout.gpus_per_engine not in (0, devices) and (rollout.gpus_per_engine % devices or not is_open):
+        key, devices, is_open = (
+            "rollout.vllm.tensor_parallel_size",
+            rollout.vllm.tensor_parallel_size,
+            False,
+        )
+    if rollout.gpus_per_engine not in (0, devices) and (
+        rollout.gpus_per_engine % devices or not is_open
+    ):
         yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"
 
 
@@ -309,7 +349,9 @@ _KEYS_OF_AGENTS = {
 """Keys of the configuration, and fields of rows, that plain generation does not read, with what selects an agent."""
 
 
-def report_idle_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> tuple[str, str] | None:
+def report_idle_tools(
+    config: Config, rows: Collection[Mapping[str, Any]]
+) -> tuple[str, str] | None:
     """Report rows that run as plain generation although the configuration or the rows ask for tools.
 
     With ``agent.default_agent`` set, plain generation is taken as intended.
@@ -318,9 +360,15 @@ def report_idle_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> tu
         The observation and its fix; None if nothing is wrong.
     """
     unnamed = [row for row in rows if not row.get("agent_name")]
-    if not unnamed or config.agent.default_agent or default_agent(config.agent, config.tool_config) != PLAIN_AGENT:
+    if (
+        not unnamed
+        or config.agent.default_agent
+        or default_agent(config.agent, config.tool_config) != PLAIN_AGENT
+    ):
         return None
-    fields = {key for row in unnamed for key, value in (row.get("extra_info") or {}).items() if value}
+    fields = {
+        key for row in unnamed for key, value in (row.get("extra_info") or {}).items() if value
+    }
 
     def is_set(key: str) -> bool:
         section, _, field = key.partition(".")
@@ -334,7 +382,10 @@ def report_idle_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> tu
         f"{', '.join(idle)}"
     )
     fixes = " or ".join(dict.fromkeys(idle.values()))
-    return seen, f"set {fixes}, or agent_name in the rows; if that is intended, set agent.default_agent={PLAIN_AGENT}"
+    return (
+        seen,
+        f"set {fixes}, or agent_name in the rows; if that is intended, set agent.default_agent={PLAIN_AGENT}",
+    )
 
 
 def uses_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> bool:
@@ -343,7 +394,9 @@ def uses_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> bool:
     Environment steps need not be tool calls.
     """
     default = default_agent(config.agent, config.tool_config)
-    served = {"text_tool_agent", "search_agent"} | ({"server_tool_agent"} if config.agent.enable_agent else set())
+    served = {"text_tool_agent", "search_agent"} | (
+        {"server_tool_agent"} if config.agent.enable_agent else set()
+    )
     named = {row.get("agent_name") or default for row in rows}
     return bool(config.tools.function_tool_path or config.tools.tool_config_path or named & served)
 
@@ -351,5 +404,8 @@ def uses_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> bool:
 def has_own_devices(config: Config) -> bool:
     """Return whether engines compute without taking time from the learner."""
     rollout = config.rollout
-    beside = rollout.backend == "jetstream" and rollout.jetstream.device_offset >= config.learner.mesh.devices
+    beside = (
+        rollout.backend == "jetstream"
+        and rollout.jetstream.device_offset >= config.learner.mesh.devices
+    )
     return rollout.placement != "colocated" or rollout.backend == "remote" or beside

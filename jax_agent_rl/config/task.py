@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
 
-from jax_agent_rl.config.base import NonNegative, Positive, Section, Unless, UsedByAgents, WhenKey, WhenModelHasVision
+from jax_agent_rl.config.base import (
+    NonNegative,
+    Positive,
+    Section,
+    Unless,
+    UsedByAgents,
+    WhenKey,
+    WhenModelHasVision,
+)
 
 
 class ModelPathConfig(Section):
@@ -38,7 +46,11 @@ class ModelConfig(ModelPathConfig):
     @property
     def pixels(self) -> tuple[int, int] | None:
         """``(min_pixels, max_pixels)``; None leaves both to the model's processor files."""
-        return None if self.min_pixels is None or self.max_pixels is None else (self.min_pixels, self.max_pixels)
+        return (
+            None
+            if self.min_pixels is None or self.max_pixels is None
+            else (self.min_pixels, self.max_pixels)
+        )
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
@@ -70,12 +82,18 @@ class DataSource(Section):
     )
 
     def __str__(self) -> str:
-        chosen = ", ".join(f"{key}={value}" for key, value in (("name", self.name), ("split", self.split)) if value)
+        chosen = ", ".join(
+            f"{key}={value}" for key, value in (("name", self.name), ("split", self.split)) if value
+        )
         return f"{self.path} ({chosen})" if chosen else self.path
 
     @model_serializer
     def _short(self) -> str | dict[str, Any]:
-        given = {key: value for key in type(self).model_fields if (value := getattr(self, key)) is not None}
+        given = {
+            key: value
+            for key in type(self).model_fields
+            if (value := getattr(self, key)) is not None
+        }
         return given if len(given) > 1 else self.path
 
 
@@ -83,13 +101,17 @@ def _listed(value: Any) -> Any:
     """Return sources as a list of mappings; a text is a source's path."""
     items = value if isinstance(value, (list, tuple)) else [value]
     if not items or not all(isinstance(item, (str, Mapping, DataSource)) for item in items):
-        raise ValueError("give a file, a glob, a Hub dataset, or a list of these and of mappings with a path")
+        raise ValueError(
+            "give a file, a glob, a Hub dataset, or a list of these and of mappings with a path"
+        )
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
 
 _ONE_SOURCE = [{"type": "string"}, {"type": "object"}]
 _SOURCES = [*_ONE_SOURCE, {"type": "array", "items": {"anyOf": _ONE_SOURCE}}]
-DataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_listed), WithJsonSchema({"anyOf": _SOURCES})]
+DataSources = Annotated[
+    tuple[DataSource, ...], BeforeValidator(_listed), WithJsonSchema({"anyOf": _SOURCES})
+]
 
 
 class DataConfig(Section):
@@ -99,8 +121,11 @@ class DataConfig(Section):
         description="Rows to train on: a .jsonl or .parquet file, a glob, a Hub dataset (`owner/name`), or a list of "
         "these. A mapping `{path, name, split, weight}` chooses a Hub dataset's files, and each source's share.",
     )
-    eval: Annotated[DataSources | None, WithJsonSchema({"anyOf": [*_SOURCES, {"type": "null"}]})] = Field(
-        default=None, description="Rows to evaluate on, likewise but without weights; never trained on."
+    eval: Annotated[
+        DataSources | None, WithJsonSchema({"anyOf": [*_SOURCES, {"type": "null"}]})
+    ] = Field(
+        default=None,
+        description="Rows to evaluate on, likewise but without weights; never trained on.",
     )
     eval_limit: Annotated[Positive | None, WhenKey("data.eval")] = Field(
         default=None, description="Evaluate on this many rows, from the first."
@@ -120,9 +145,13 @@ class DataConfig(Section):
         given = [source.weight is not None for source in self.train]
         if any(given) and not all(given):
             missing = [source.path for source in self.train if source.weight is None]
-            raise ValueError(f"data.train gives a weight to some sources, but not to {missing}; set it there, too")
+            raise ValueError(
+                f"data.train gives a weight to some sources, but not to {missing}; set it there, too"
+            )
         if any(source.weight is not None for source in self.eval or ()):
-            raise ValueError("data.eval has a weight, but is read as a whole; remove it, or set data.eval_limit")
+            raise ValueError(
+                "data.eval has a weight, but is read as a whole; remove it, or set data.eval_limit"
+            )
         return self
 
 
@@ -132,11 +161,19 @@ class RemoteRewardConfig(Section):
     url: str = Field(
         description="URL to which each trajectory is POSTed as JSON; the answer is a number or {score: …}."
     )
-    data_sources: tuple[str, ...] = Field(min_length=1, description="Data sources of the rows it scores (* matches).")
+    data_sources: tuple[str, ...] = Field(
+        min_length=1, description="Data sources of the rows it scores (* matches)."
+    )
     timeout: float = Field(default=30.0, gt=0, description="Timeout of one attempt, in seconds.")
-    max_retries: NonNegative = Field(default=3, description="Retries after connection errors, 429 and 5xx.")
-    retry_delay: float = Field(default=1.0, ge=0, description="Seconds before the first retry; doubled each time.")
-    max_concurrency: Positive = Field(default=16, description="Maximum number of concurrent requests.")
+    max_retries: NonNegative = Field(
+        default=3, description="Retries after connection errors, 429 and 5xx."
+    )
+    retry_delay: float = Field(
+        default=1.0, ge=0, description="Seconds before the first retry; doubled each time."
+    )
+    max_concurrency: Positive = Field(
+        default=16, description="Maximum number of concurrent requests."
+    )
     requests_per_second: float | None = Field(
         default=None, gt=0, description="Maximum number of requests per second; null: no limit."
     )
@@ -145,13 +182,20 @@ class RemoteRewardConfig(Section):
 class JudgeConfig(Section):
     """The model of the `judge` that reward functions may request."""
 
-    model: str = Field(description="Folder of a frozen model (Hugging Face), or `policy`: the model in training.")
-    max_tokens: Positive = Field(default=256, description="Maximum number of tokens per judgement.")
-    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0 is deterministic.")
-    max_model_len: Annotated[Positive, Unless("reward.judge.model", "policy")] = Field(
-        default=2048, description="Maximum number of tokens of prompt and judgement (a frozen model's engine)."
+    model: str = Field(
+        description="Folder of a frozen model (Hugging Face), or `policy`: the model in training."
     )
-    max_in_flight: Positive = Field(default=16, description="Maximum number of concurrent judgements.")
+    max_tokens: Positive = Field(default=256, description="Maximum number of tokens per judgement.")
+    temperature: float = Field(
+        default=0.0, ge=0, description="Sampling temperature; 0 is deterministic."
+    )
+    max_model_len: Annotated[Positive, Unless("reward.judge.model", "policy")] = Field(
+        default=2048,
+        description="Maximum number of tokens of prompt and judgement (a frozen model's engine).",
+    )
+    max_in_flight: Positive = Field(
+        default=16, description="Maximum number of concurrent judgements."
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of the judge's chat template, such as `enable_thinking: false`.",
@@ -161,9 +205,13 @@ class JudgeConfig(Section):
 class RewardConfig(Section):
     """Scoring of trajectories; each row's `data_source` selects the reward function."""
 
-    path: str | None = Field(default=None, description="Python file or module that registers more reward functions.")
+    path: str | None = Field(
+        default=None, description="Python file or module that registers more reward functions."
+    )
     timeout: float = Field(
-        default=60.0, gt=0, description="Timeout of scoring in seconds; then the trajectory is dropped."
+        default=60.0,
+        gt=0,
+        description="Timeout of scoring in seconds; then the trajectory is dropped.",
     )
     workers: NonNegative = Field(
         default=4,
@@ -181,7 +229,11 @@ class RewardConfig(Section):
 # --- what agents use -------------------------------------------------------------------------------------------------
 
 _TEXT_TOOL = UsedByAgents("text_tool_agent")
-_ENVIRONMENT = {"enabled": "ENABLE_TOOLS", "server_url": "TOOL_SERVER_URL", "max_tool_turns": "MAX_TOOL_TURNS"}
+_ENVIRONMENT = {
+    "enabled": "ENABLE_TOOLS",
+    "server_url": "TOOL_SERVER_URL",
+    "max_tool_turns": "MAX_TOOL_TURNS",
+}
 
 
 class ToolsConfig(Section):
@@ -219,7 +271,9 @@ class ToolClientConfig(Section):
     max_retries: Annotated[NonNegative, _TEXT_TOOL] = Field(
         default=3, description="Retries of a request that failed or timed out."
     )
-    retry_delay: Annotated[float, _TEXT_TOOL] = Field(default=1.0, ge=0, description="Seconds before each retry.")
+    retry_delay: Annotated[float, _TEXT_TOOL] = Field(
+        default=1.0, ge=0, description="Seconds before each retry."
+    )
     timeout: Annotated[float, _TEXT_TOOL] = Field(
         default=30.0, gt=0, description="Timeout of a request in seconds; each retry has its own."
     )
@@ -238,7 +292,9 @@ class ToolClientConfig(Section):
     def _from_environment(cls, tree: Any) -> Any:
         if not isinstance(tree, Mapping):
             return tree
-        return {key: os.environ[name] for key, name in _ENVIRONMENT.items() if os.environ.get(name)} | dict(tree)
+        return {
+            key: os.environ[name] for key, name in _ENVIRONMENT.items() if os.environ.get(name)
+        } | dict(tree)
 
     def changed(self, key: str) -> bool:
         """Return whether a key differs from its default and from the environment's value, which is for any run."""
@@ -252,11 +308,19 @@ class SearchConfig(Section):
     server_url: str | None = Field(
         default=None, description="Address of a server that accepts {queries, topk, return_scores}."
     )
-    token_env: str | None = Field(default=None, description="Environment variable with the token of the server.")
+    token_env: str | None = Field(
+        default=None, description="Environment variable with the token of the server."
+    )
     topk: Positive = Field(default=3, description="Passages per query.")
-    max_turns: NonNegative = Field(default=3, description="Maximum number of queries in one trajectory.")
-    timeout: float = Field(default=30.0, gt=0, description="Timeout of a request in seconds; each retry has its own.")
-    max_retries: NonNegative = Field(default=3, description="Retries of a request that failed or timed out.")
+    max_turns: NonNegative = Field(
+        default=3, description="Maximum number of queries in one trajectory."
+    )
+    timeout: float = Field(
+        default=30.0, gt=0, description="Timeout of a request in seconds; each retry has its own."
+    )
+    max_retries: NonNegative = Field(
+        default=3, description="Retries of a request that failed or timed out."
+    )
     retry_delay: float = Field(default=1.0, ge=0, description="Seconds before each retry.")
 
 
@@ -266,18 +330,25 @@ class InteractionsConfig(Section):
     interaction_config_path: str | None = Field(
         default=None, description="YAML file: interaction: [{name, class_name, config}]."
     )
-    timeout: float = Field(default=60.0, gt=0, description="Timeout of one reply of a simulated user, in seconds.")
+    timeout: float = Field(
+        default=60.0, gt=0, description="Timeout of one reply of a simulated user, in seconds."
+    )
 
 
 class EnvironmentsConfig(Section):
     """Environments of rows with agent_name `environment_agent`; `extra_info.environment_kwargs.name` selects one."""
 
-    path: str | None = Field(default=None, description="Python file or module with @register_environment classes.")
+    path: str | None = Field(
+        default=None, description="Python file or module with @register_environment classes."
+    )
     scope: Literal["rollout", "global"] = Field(
         default="rollout",
         description="rollout: a new instance for each rollout. global: instances are reset and reused.",
     )
     max_instances: Positive = Field(
-        default=64, description="Maximum number of concurrent instances of one environment; further rollouts wait."
+        default=64,
+        description="Maximum number of concurrent instances of one environment; further rollouts wait.",
     )
-    timeout: float = Field(default=30.0, gt=0, description="Timeout of one reset, step, score or close, in seconds.")
+    timeout: float = Field(
+        default=30.0, gt=0, description="Timeout of one reset, step, score or close, in seconds."
+    )

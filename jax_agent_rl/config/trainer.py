@@ -35,7 +35,9 @@ class TrainerConfig(Section):
         description="fully_async: what happens to groups that would become too old. wait: the learner waits for them. "
         "drop: it never waits, and such groups are dropped, which favours short trajectories.",
     )
-    oversample_prompts: Annotated[NonNegative, _FULLY_ASYNC & WhenKey("trainer.stragglers", "drop")] = Field(
+    oversample_prompts: Annotated[
+        NonNegative, _FULLY_ASYNC & WhenKey("trainer.stragglers", "drop")
+    ] = Field(
         default=0,
         description="stragglers: drop: number of extra rows to start, so that as many of the slowest may be dropped.",
     )
@@ -48,8 +50,12 @@ class TrainerConfig(Section):
     eval_every: Annotated[NonNegative, WhenKey("data.eval")] = Field(
         default=0, description="Steps between evaluations; 0: before and after training only."
     )
-    checkpoint_every: NonNegative = Field(default=10, description="Steps between checkpoints; 0: at the end only.")
-    keep_checkpoints: Positive = Field(default=2, description="Number of checkpoints to keep, the newest ones.")
+    checkpoint_every: NonNegative = Field(
+        default=10, description="Steps between checkpoints; 0: at the end only."
+    )
+    keep_checkpoints: Positive = Field(
+        default=2, description="Number of checkpoints to keep, the newest ones."
+    )
     checkpoint_dir: str | None = Field(
         default=None,
         description="Folder of this run's checkpoints, the same for all processes; gs://… for a bucket. null: "
@@ -76,21 +82,34 @@ class TrainerConfig(Section):
         description="Maximum difference in nats: [of one token, on average]; null: set by engine and precision, see "
         "docs/agreement.md.",
     )
-    target_accuracy: Annotated[float | None, WhenKey("data.eval") & WhenKey("trainer.eval_every")] = Field(
-        default=None, gt=0, le=1, description="Stop early once an evaluation during training reaches this accuracy."
+    target_accuracy: Annotated[
+        float | None, WhenKey("data.eval") & WhenKey("trainer.eval_every")
+    ] = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Stop early once an evaluation during training reaches this accuracy.",
     )
     logger: Annotated[
-        tuple[Annotated[Literal["tensorboard", "wandb", "trackio"], OrInstalled("metric_sinks")], ...], Distinct
+        tuple[
+            Annotated[Literal["tensorboard", "wandb", "trackio"], OrInstalled("metric_sinks")], ...
+        ],
+        Distinct,
     ] = Field(
         default=(),
         description="Where metrics go besides the console and metrics.jsonl; each needs the extra of its name.",
         json_schema_extra={"type": ["array", "string"], "uniqueItems": True},
     )
-    project_name: Annotated[str, WhenKey("trainer.logger", "wandb", "trackio", plugins=True)] = Field(
-        default="jax_agent_rl", min_length=1, description="Project of the run in wandb and trackio."
+    project_name: Annotated[str, WhenKey("trainer.logger", "wandb", "trackio", plugins=True)] = (
+        Field(
+            default="jax_agent_rl",
+            min_length=1,
+            description="Project of the run in wandb and trackio.",
+        )
     )
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
-        default=None, description="Port on this machine that serves the newest metrics; 0 takes a free one."
+        default=None,
+        description="Port on this machine that serves the newest metrics; 0 takes a free one.",
     )
 
     @property
@@ -110,7 +129,9 @@ class TrainerConfig(Section):
     @classmethod
     def _positive(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
         if value is not None and not 0 < value[1] <= value[0]:
-            raise ValueError(f"must be [largest of one token, largest mean], both above 0, got {list(value)}")
+            raise ValueError(
+                f"must be [largest of one token, largest mean], both above 0, got {list(value)}"
+            )
         return value
 
 
@@ -118,7 +139,11 @@ class TraceConfig(Section):
     """Traces: spans of trajectories (run, generate, tool, reward, wait), and their sinks."""
 
     sinks: Annotated[
-        tuple[Annotated[Literal["files", "mlflow", "trackio", "weave"], OrInstalled("trace_sinks")], ...], Distinct
+        tuple[
+            Annotated[Literal["files", "mlflow", "trackio", "weave"], OrInstalled("trace_sinks")],
+            ...,
+        ],
+        Distinct,
     ] = Field(
         default=(),
         description="Where traces go. files: traces.jsonl in the run folder, shown by `jax-agent-rl report`; mlflow, "
@@ -130,10 +155,14 @@ class TraceConfig(Section):
         "start first; of a larger group, its first members.",
     )
     max_text_length: Annotated[Positive, WhenKey("trace.sinks")] = Field(
-        default=4000, description="Maximum number of characters of a text; a longer one keeps both ends."
+        default=4000,
+        description="Maximum number of characters of a text; a longer one keeps both ends.",
     )
-    project: Annotated[str, WhenKey("trace.sinks", "mlflow", "trackio", "weave", plugins=True)] = Field(
-        default="jax-agent-rl", description="MLflow experiment, trackio or Weave project (entity/project)."
+    project: Annotated[str, WhenKey("trace.sinks", "mlflow", "trackio", "weave", plugins=True)] = (
+        Field(
+            default="jax-agent-rl",
+            description="MLflow experiment, trackio or Weave project (entity/project).",
+        )
     )
     mlflow_tracking_uri: Annotated[str | None, WhenKey("trace.sinks", "mlflow")] = Field(
         default=None, description="MLflow server or database; null: mlflow.db in the run folder."

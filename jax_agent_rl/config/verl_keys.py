@@ -123,7 +123,9 @@ CHOICES: Mapping[str, str] = {
     ),
     rf"{MODEL}enable_gradient_checkpointing": "set learner.remat (default dots) by the memory",
     rf"{TURNS}max_tool_response_length": "verl counts characters; set agent.max_tool_response_length in tokens",
-    "|".join(map(re.escape, VLLM)): "a setting of vLLM's engine: set rollout.backend=vllm and its key in rollout.vllm",
+    "|".join(
+        map(re.escape, VLLM)
+    ): "a setting of vLLM's engine: set rollout.backend=vllm and its key in rollout.vllm",
     rf"{ACTOR}clip_ratio": "set algorithm.clip_ratio_low and algorithm.clip_ratio_high",
     rf"{ACTOR}optim\.lr_warmup_steps_ratio": "set learner.lr_warmup_steps in training steps",
     r"trainer\.total_epochs": "set trainer.steps = epochs * rows / rollout.prompts_per_step",

@@ -99,7 +99,10 @@ class DataCursor(Generic[T]):
         self._blocks = _Blocks(self._weights, seed)
         self._seed = seed
         alone = len(self._parts) == 1
-        self._orders = [_EpochOrder(part, seed, () if alone else (number,)) for number, part in enumerate(self._parts)]
+        self._orders = [
+            _EpochOrder(part, seed, () if alone else (number,))
+            for number, part in enumerate(self._parts)
+        ]
         self._shuffle = shuffle
         self._drawn = 0
         self._again: list[int] = []
@@ -108,7 +111,8 @@ class DataCursor(Generic[T]):
     def fingerprints(self) -> list[str]:
         """The fingerprint of each source's rows."""
         return [
-            part.fingerprint if isinstance(part, FingerprintedRows) else fingerprint(list(part)) for part in self._parts
+            part.fingerprint if isinstance(part, FingerprintedRows) else fingerprint(list(part))
+            for part in self._parts
         ]
 
     def next_rows(self, count: int) -> list[T]:
@@ -151,7 +155,9 @@ class DataCursor(Generic[T]):
         """
         now = self.state()
         for name, key, what in _ORDER:
-            if key in accepted or state.get(name, now[name]) == now[name]:  # older checkpoints lack some
+            if (
+                key in accepted or state.get(name, now[name]) == now[name]
+            ):  # older checkpoints lack some
                 continue
             raise CheckpointError(
                 f"the checkpoint was made with {what} = {state[name]}, now {now[name]}; restore the old value or start "
@@ -185,7 +191,9 @@ class _EpochOrder:
     """
 
     def __init__(self, rows: Sequence[Any], seed: int, key: tuple[int, ...]) -> None:
-        groups, held = (rows.row_groups, rows.held) if isinstance(rows, GroupedRows) else ((len(rows),), 1)
+        groups, held = (
+            (rows.row_groups, rows.held) if isinstance(rows, GroupedRows) else ((len(rows),), 1)
+        )
         self._rows, self._seed, self._key = len(rows), seed, key
         self._sizes, self._held = np.asarray(groups), held
         self._begins = np.cumsum([0, *groups[:-1]])
@@ -204,7 +212,9 @@ class _EpochOrder:
         window = int(np.searchsorted(self._ends, position, side="right"))
         if self._shuffled[0] != window:
             chosen = self._windows[window]
-            rows = np.concatenate([self._begins[g] + np.arange(int(self._sizes[g])) for g in chosen])
+            rows = np.concatenate(
+                [self._begins[g] + np.arange(int(self._sizes[g])) for g in chosen]
+            )
             key = (*self._key, window) if len(self._windows) > 1 else self._key
             self._shuffled = window, rows[self._generator(epoch, *key).permutation(len(rows))]
         return int(self._shuffled[1][position - (self._ends[window - 1] if window else 0)])
@@ -228,7 +238,9 @@ class _Blocks:
         self._ends = np.cumsum(weights) / sum(weights)
         self._ends[-1] = 1.0  # whatever it was rounded to
         self._seed = seed
-        self._before = [np.zeros(len(weights), np.int64)]  # draws from each source before each block
+        self._before = [
+            np.zeros(len(weights), np.int64)
+        ]  # draws from each source before each block
         self._block: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def locate(self, number: int) -> tuple[int, int]:
@@ -239,12 +251,17 @@ class _Blocks:
             self._before.append(self._before[-1] + drawn)
         sources = self._sources(block)
         source = int(sources[place])
-        return source, int(self._before[block][source] + np.count_nonzero(sources[:place] == source))
+        return source, int(
+            self._before[block][source] + np.count_nonzero(sources[:place] == source)
+        )
 
     def _sources(self, block: int) -> np.ndarray:
         """Return the source of each draw of a block: systematic sampling, then shuffled."""
         if self._block[0] != block:
             random = np.random.default_rng([self._seed, block])
             points = (np.arange(_BLOCK) + random.random()) / _BLOCK
-            self._block = block, random.permutation(np.searchsorted(self._ends, points, side="right"))
+            self._block = (
+                block,
+                random.permutation(np.searchsorted(self._ends, points, side="right")),
+            )
         return self._block[1]

@@ -40,7 +40,9 @@ _CHUNK = 1024
 def _add(content: RowFingerprint, row: Row, checked: Row, place: str) -> None:
     """Add a row as it was read to a fingerprint, and the images, videos and task that it names."""
     task = task_folder(checked)
-    is_task = task is not None and (task / "task.toml").is_file()  # other agents may mean something else by it
+    is_task = (
+        task is not None and (task / "task.toml").is_file()
+    )  # other agents may mean something else by it
     try:
         content.add(row, media_files(checked), task if is_task else None)
     except OSError as error:
@@ -64,14 +66,18 @@ class JsonLines:
         DataError: the file or a row is invalid.
     """
 
-    def __init__(self, file: Path, checks: RowChecks, content: RowFingerprint, *, limit: int | None = None) -> None:
+    def __init__(
+        self, file: Path, checks: RowChecks, content: RowFingerprint, *, limit: int | None = None
+    ) -> None:
         self._rows: list[PlacedRow] = []
         for place, row in itertools.islice(read_row_file(file), limit):
             checked = checks.read(row, place, file.parent)
             _add(content, row, checked, place)
             self._rows.append(PlacedRow(place, checked))
         self.modalities = frozenset[str]().union(*(media_kinds(row) for _, row in self._rows))
-        self.row_groups = [min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)]
+        self.row_groups = [
+            min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)
+        ]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -82,7 +88,9 @@ class JsonLines:
     def outlines(self) -> Iterator[PlacedRow]:
         """Yield every row without what only agents read."""
         for place, row in self._rows:
-            yield PlacedRow(place, {column: value for column, value in row.items() if column not in _LARGE})
+            yield PlacedRow(
+                place, {column: value for column, value in row.items() if column not in _LARGE}
+            )
 
 
 _LARGE = ("prompt", "images", "videos")
@@ -107,7 +115,9 @@ class RowGroups:
         """Return a row group, from memory if it is there."""
         key = file.path, group
         if key not in self._tables:
-            while len(self._tables) >= self._held:  # before the next is read, or there would be one more
+            while (
+                len(self._tables) >= self._held
+            ):  # before the next is read, or there would be one more
                 self._tables.popitem(last=False)
             self._tables[key] = file.read_group(group)
         self._tables.move_to_end(key)
@@ -133,7 +143,13 @@ class ParquetRows:
     """
 
     def __init__(
-        self, file: Path, checks: RowChecks, groups: RowGroups, content: RowFingerprint, *, limit: int | None = None
+        self,
+        file: Path,
+        checks: RowChecks,
+        groups: RowGroups,
+        content: RowFingerprint,
+        *,
+        limit: int | None = None,
     ) -> None:
         self._file = ParquetFile(file)
         self._checks = checks
@@ -201,7 +217,9 @@ class Dataset(Sequence[Row]):
         self.fingerprint = fingerprint
         self.row_groups: list[int] = [size for part in self.parts for size in part.row_groups]
         streamed = sum(len(part.row_groups) for part in self.parts if isinstance(part, ParquetRows))
-        self.held = held if streamed > held else len(self.row_groups)  # what fits is shuffled as a whole
+        self.held = (
+            held if streamed > held else len(self.row_groups)
+        )  # what fits is shuffled as a whole
         self._ends = np.cumsum([len(part) for part in self.parts])
 
     def __len__(self) -> int:
@@ -276,7 +294,10 @@ def open_dataset(
             file, the row and the fix.
     """
     groups, left, parts, content = RowGroups(row_groups), limit, [], RowFingerprint()
-    sources = [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources]
+    sources = [
+        source if isinstance(source, DataSource) else DataSource(path=str(source))
+        for source in sources
+    ]
     for file in (file for source in sources for file in find_files(source)):
         if left == 0:
             break
@@ -292,7 +313,9 @@ def evaluation_sources(config: Config, data: str | None) -> tuple[DataSource, ..
     """Return the sources of an evaluation: ``--data``, or ``data.eval``; raise ConfigError if there are none."""
     named = (DataSource(path=data),) if data else config.data.eval
     if named is None:
-        raise ConfigError("no rows to evaluate: data.eval is not set; give --data FILE (.jsonl or .parquet)")
+        raise ConfigError(
+            "no rows to evaluate: data.eval is not set; give --data FILE (.jsonl or .parquet)"
+        )
     return named
 
 
@@ -300,7 +323,9 @@ def collection_sources(config: Config, data: str | None) -> tuple[DataSource, ..
     """Return the sources of a collection: ``--data``, or ``data.train``; raise ConfigError if there are none."""
     named = (DataSource(path=data),) if data else config.data.train
     if not all(source.path for source in named):
-        raise ConfigError("no rows are named; give --data FILE (.jsonl or .parquet), or set data.train")
+        raise ConfigError(
+            "no rows are named; give --data FILE (.jsonl or .parquet), or set data.train"
+        )
     return named
 
 
@@ -319,16 +344,27 @@ def find_files(source: DataSource) -> list[Path]:
     if hub := _hub_dataset(source.path):
         repository, revision, pattern = hub
         return dataset_files(
-            repository, revision, pattern=pattern, name=source.name, split=source.split or "train", suffixes=SUFFIXES
+            repository,
+            revision,
+            pattern=pattern,
+            name=source.name,
+            split=source.split or "train",
+            suffixes=SUFFIXES,
         )
     if source.name or source.split:
-        raise DataError(f"data source {source}: name and split select files of Hub datasets; remove them")
+        raise DataError(
+            f"data source {source}: name and split select files of Hub datasets; remove them"
+        )
     if file.is_file():
         return [file]
     if file.is_dir():
-        raise DataError(f"dataset {source.path!r} is a folder; name its files, e.g. {str(file / '*.parquet')!r}")
+        raise DataError(
+            f"dataset {source.path!r} is a folder; name its files, e.g. {str(file / '*.parquet')!r}"
+        )
     if glob.has_magic(source.path):
-        if found := sorted(Path(name) for name in glob.glob(str(file), recursive=True) if Path(name).is_file()):
+        if found := sorted(
+            Path(name) for name in glob.glob(str(file), recursive=True) if Path(name).is_file()
+        ):
             return found
         raise DataError(f"no file matches {source.path!r}; correct data.train / data.eval")
     raise DataError(
@@ -342,12 +378,16 @@ def _hub_dataset(path: str) -> tuple[str, str | None, str | None] | None:
     if path.startswith("hf://"):
         if found := _HUB.fullmatch(path):
             return found["id"], found["revision"], found["files"]
-        raise DataError(f"{path!r} names no dataset; write hf://datasets/owner/name[@revision][/GLOB]")
+        raise DataError(
+            f"{path!r} names no dataset; write hf://datasets/owner/name[@revision][/GLOB]"
+        )
     named = None if path.endswith(SUFFIXES) or glob.has_magic(path) else hub_name(path)
     return named and (*named, None)
 
 
-def _open(file: Path, checks: RowChecks, groups: RowGroups, content: RowFingerprint, limit: int | None) -> Part:
+def _open(
+    file: Path, checks: RowChecks, groups: RowGroups, content: RowFingerprint, limit: int | None
+) -> Part:
     if file.suffix == ".parquet":
         return ParquetRows(file, checks, groups, content, limit=limit)
     return JsonLines(file, checks, content, limit=limit)

@@ -94,7 +94,9 @@ def read_row_file(file: Path, wanted: Collection[int] | None = None) -> Iterator
         case ".parquet":
             yield from ParquetFile(file).read_rows(wanted)
         case other:
-            raise DataError(f"{file}: files ending in {other!r} are not read; use {' or '.join(SUFFIXES)}")
+            raise DataError(
+                f"{file}: files ending in {other!r} are not read; use {' or '.join(SUFFIXES)}"
+            )
 
 
 @contextmanager
@@ -116,7 +118,9 @@ def read_json_lines(file: Path, wanted: Collection[int] | None = None) -> Iterat
         for number, (_, line) in enumerate(read_lines(file, MAX_LINE_BYTES), 1):
             place = f"{file}, line {number}"
             if line is None:
-                raise DataError(f"{place}: has more than {MAX_LINE_BYTES} bytes; write one row per line")
+                raise DataError(
+                    f"{place}: has more than {MAX_LINE_BYTES} bytes; write one row per line"
+                )
             if not line.strip():
                 continue
             if wanted is None or index in wanted:
@@ -177,7 +181,8 @@ class ParquetFile:
         if (twice := _first_repeated(self.columns)) is not None:
             raise DataError(f"{path}: two columns are called {twice!r}; rename one")
         self.group_sizes = [
-            self._metadata.row_group(number).num_rows for number in range(self._metadata.num_row_groups)
+            self._metadata.row_group(number).num_rows
+            for number in range(self._metadata.num_row_groups)
         ]
         self.group_begins: list[int] = np.cumsum([0, *self.group_sizes])[:-1].tolist()
 
@@ -186,13 +191,20 @@ class ParquetFile:
         import pyarrow.parquet
 
         chosen = None if columns is None else list(columns)
-        with self._reading(), pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata) as file:
+        with (
+            self._reading(),
+            pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata) as file,
+        ):
             return file.read_row_group(group, columns=chosen)
 
     def read_rows(self, wanted: Collection[int] | None = None) -> Iterator[PlacedRow]:
         """Yield rows of the file, see :func:`read_row_file`; row groups may be as large as the file."""
         for begin, table in self._parts(wanted):
-            chosen = None if wanted is None else [index for index in range(table.num_rows) if begin + index in wanted]
+            chosen = (
+                None
+                if wanted is None
+                else [index for index in range(table.num_rows) if begin + index in wanted]
+            )
             if chosen != []:
                 yield from self.rows(table, begin, chosen)
 
@@ -203,7 +215,9 @@ class ParquetFile:
         # Buffered, a column is read page by page; otherwise all of it that is in a row group is in memory.
         with (
             self._reading(),
-            pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata, buffer_size=_BUFFER_BYTES) as file,
+            pyarrow.parquet.ParquetFile(
+                self.path, metadata=self._metadata, buffer_size=_BUFFER_BYTES
+            ) as file,
         ):
             for group, begin in enumerate(self.group_begins):
                 end = begin + self.group_sizes[group]
@@ -213,7 +227,9 @@ class ParquetFile:
                     yield begin, pyarrow.Table.from_batches([batch])
                     begin += batch.num_rows
 
-    def rows(self, table: pyarrow.Table, begin: int, chosen: Iterable[int] | None = None) -> Iterator[PlacedRow]:
+    def rows(
+        self, table: pyarrow.Table, begin: int, chosen: Iterable[int] | None = None
+    ) -> Iterator[PlacedRow]:
         """Yield the rows of a part of the file.
 
         Args:
@@ -224,7 +240,10 @@ class ParquetFile:
         Raises:
             DataError: a row cannot be held.
         """
-        columns = [(name, _Column(values)) for name, values in zip(table.column_names, table.columns, strict=True)]
+        columns = [
+            (name, _Column(values))
+            for name, values in zip(table.column_names, table.columns, strict=True)
+        ]
         for index in range(table.num_rows) if chosen is None else chosen:
             place = f"{self.path}, row {begin + index + 1}"
             raw: Row = {}
@@ -253,7 +272,9 @@ class _Column:
         self._values = values
         self._converted: list[Any] | None = None
         if _is_converted(values.type):
-            with suppress(ValueError):  # text that is no UTF-8; the row with it is named when it is converted
+            with suppress(
+                ValueError
+            ):  # text that is no UTF-8; the row with it is named when it is converted
                 self._converted = values.to_pylist()
 
     def value(self, index: int) -> Any:
@@ -356,13 +377,23 @@ def _time_text(scalar: pyarrow.Scalar) -> str:
     kind = scalar.type
     nanoseconds = 0
     if not types.is_date(kind) and kind.unit == "ns":
-        coarser = pyarrow.timestamp("us", tz=kind.tz) if types.is_timestamp(kind) else pyarrow.time64("us")
+        coarser = (
+            pyarrow.timestamp("us", tz=kind.tz)
+            if types.is_timestamp(kind)
+            else pyarrow.time64("us")
+        )
         microseconds, nanoseconds = divmod(scalar.value, 1000)
         scalar = pyarrow.scalar(microseconds, pyarrow.int64()).cast(coarser)
     try:
         time = scalar.as_py()
-    except (ValueError, OverflowError, LookupError) as error:  # a year or a time zone that Python does not have
-        raise _UnusableError(f"no {kind} that can be read ({error}); correct it", scalar.value) from None
+    except (
+        ValueError,
+        OverflowError,
+        LookupError,
+    ) as error:  # a year or a time zone that Python does not have
+        raise _UnusableError(
+            f"no {kind} that can be read ({error}); correct it", scalar.value
+        ) from None
     if not nanoseconds:
         return time.isoformat()
     text = time.isoformat(timespec="microseconds")
@@ -450,7 +481,9 @@ def _plain(value: Any, depth: int, *, keeps_bytes: bool, media_keys: frozenset[s
     if isinstance(value, float):
         return _number(value)
     if depth > MAX_DEPTH:
-        raise _UnusableError(f"inside more than {MAX_DEPTH} objects and lists; write it as JSON text", "…")
+        raise _UnusableError(
+            f"inside more than {MAX_DEPTH} objects and lists; write it as JSON text", "…"
+        )
     if isinstance(value, bytes):
         return value if keeps_bytes else _decoded(value)
     if isinstance(value, list):
@@ -460,7 +493,9 @@ def _plain(value: Any, depth: int, *, keeps_bytes: bool, media_keys: frozenset[s
     return _plain(_in_json(value), depth, keeps_bytes=keeps_bytes, media_keys=media_keys)
 
 
-def _plain_list(value: list[Any], depth: int, *, keeps_bytes: bool, media_keys: frozenset[str]) -> list[Any]:
+def _plain_list(
+    value: list[Any], depth: int, *, keeps_bytes: bool, media_keys: frozenset[str]
+) -> list[Any]:
     if {int}.issuperset(map(type, value)):  # token ids, of which there are many
         return value
     items = []
@@ -479,7 +514,9 @@ def _plain_object(value: Row, depth: int, *, keeps_bytes: bool, media_keys: froz
         for key, item in value.items():
             if item is not None:
                 is_media = keeps_bytes or key in media_keys
-                found[_text(key)] = _plain(item, depth + 1, keeps_bytes=is_media, media_keys=media_keys)
+                found[_text(key)] = _plain(
+                    item, depth + 1, keeps_bytes=is_media, media_keys=media_keys
+                )
     except _UnusableError as error:
         raise error.inside(key) from None
     return found
@@ -487,7 +524,9 @@ def _plain_object(value: Row, depth: int, *, keeps_bytes: bool, media_keys: froz
 
 def _text(value: str) -> str:
     if not value.isascii() and has_lone_surrogate(value):
-        raise _UnusableError("text with half of a surrogate pair, which is no character; remove it", value)
+        raise _UnusableError(
+            "text with half of a surrogate pair, which is no character; remove it", value
+        )
     return value
 
 
@@ -518,7 +557,9 @@ def _in_json(value: Any) -> Any:
             return value.item()
         case tuple():
             return list(value)
-    raise _UnusableError(f"of type {type(value).__name__}, which a row cannot hold; write it as text", value)
+    raise _UnusableError(
+        f"of type {type(value).__name__}, which a row cannot hold; write it as text", value
+    )
 
 
 def _first_repeated(names: Sequence[str]) -> str | None:

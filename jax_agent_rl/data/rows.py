@@ -76,7 +76,9 @@ class RowChecks:
         with located(place):
             self._check(row)
             prompt = prompt_with_media(row, folder)
-        return {key: row[key] for key in row if key not in ("images", "videos")} | {"prompt": prompt}
+        return {key: row[key] for key in row if key not in ("images", "videos")} | {
+            "prompt": prompt
+        }
 
     def _check(self, row: Row) -> None:
         require_columns(row, ("prompt", "data_source"))
@@ -90,9 +92,13 @@ class RowChecks:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise DataError(f"every message of 'prompt' needs a 'role', got {message!r:.80}")
             if not isinstance(_content(message), str | list):
-                raise DataError(f"every message of 'prompt' needs a 'content' of text or of parts, got {message!r:.80}")
+                raise DataError(
+                    f"every message of 'prompt' needs a 'content' of text or of parts, got {message!r:.80}"
+                )
         if not isinstance(row.get("data_source"), str):
-            raise DataError(f"'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}")
+            raise DataError(
+                f"'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}"
+            )
         for field, known in (("agent_name", self.agents), ("adapter", self.adapters)):
             name = row.get(field)
             if name is not None and not isinstance(name, str):
@@ -110,7 +116,9 @@ def require_columns(row: Row, names: Sequence[str]) -> None:
     for name in names:
         if row.get(name) is None:
             guess = did_you_mean(name, [column for column in row if column not in names])
-            raise DataError(f"has no {name!r}; {guess}{describe_columns(row)}{_COLUMN_HINTS.get(name, '')}")
+            raise DataError(
+                f"has no {name!r}; {guess}{describe_columns(row)}{_COLUMN_HINTS.get(name, '')}"
+            )
 
 
 def describe_columns(row: Row) -> str:
@@ -136,7 +144,9 @@ def _check_tools(extra_info: Mapping[str, Any], tools: Collection[str] | None) -
     if selection is None:
         return
     if not isinstance(selection, list) or not all(isinstance(name, str) for name in selection):
-        raise DataError(f"'extra_info.tool_selection' must be a list of tool names, got {selection!r:.80}")
+        raise DataError(
+            f"'extra_info.tool_selection' must be a list of tool names, got {selection!r:.80}"
+        )
     for name in selection:
         _check_known("extra_info.tool_selection", name, tools)
 
@@ -150,7 +160,9 @@ def _check_object(holder: Mapping[str, Any], name: str) -> None:
 def _check_known(field: str, name: str, known: Collection[str] | None) -> None:
     if known is None or name in known:
         return
-    raise DataError(f"{field} {name!r} is not known; {did_you_mean(name, known)}there are {sorted(known)}")
+    raise DataError(
+        f"{field} {name!r} is not known; {did_you_mean(name, known)}there are {sorted(known)}"
+    )
 
 
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -179,7 +191,11 @@ def prompt_with_media(row: Mapping[str, Any], folder: Path) -> list[Mapping[str,
     prompt = []
     for index, message in enumerate(row["prompt"]):
         content = _content(message)
-        parts = _split(content, given) if isinstance(content, str) else [_part(p, f"prompt[{index}]") for p in content]
+        parts = (
+            _split(content, given)
+            if isinstance(content, str)
+            else [_part(p, f"prompt[{index}]") for p in content]
+        )
         for number, part in enumerate(parts):
             if part["type"] == "text":
                 continue
@@ -223,7 +239,9 @@ def media_files(row: Mapping[str, Any]) -> Iterator[Path]:
         for part in parts:
             source = part.get(part["type"])
             frames = source if isinstance(source, list) else [source]
-            yield from (Path(frame) for frame in frames if isinstance(frame, str) and part["type"] in KINDS)
+            yield from (
+                Path(frame) for frame in frames if isinstance(frame, str) and part["type"] in KINDS
+            )
 
 
 def _content(message: Mapping[str, Any]) -> Any:
@@ -240,13 +258,18 @@ def _split(text: str, given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]
     kinds = pieces[1::2]
     parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}] if pieces[0] else []
     for kind, after in zip(kinds, pieces[2::2], strict=True):
-        parts += [{"type": kind, "source": None}, *([{"type": "text", "text": after}] if after else [])]
+        parts += [
+            {"type": kind, "source": None},
+            *([{"type": "text", "text": after}] if after else []),
+        ]
     return parts or [{"type": "text", "text": ""}]
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
     if not isinstance(part, Mapping):
-        raise DataError(f"{where}: a part of 'content' must be an object with a 'type', got {part!r:.80}")
+        raise DataError(
+            f"{where}: a part of 'content' must be an object with a 'type', got {part!r:.80}"
+        )
     if found := media_source(part):
         return {"type": found[0], "source": found[1]}
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -261,15 +284,25 @@ def _usable(kind: str, item: Any, folder: Path) -> Source:
     """Return the source of an item in one of three forms; raise ValueError if it has none of them."""
     if isinstance(item, Mapping):
         keys = ("bytes", "path", kind, f"{kind}_url", "url")
-        if unknown := sorted(key for key, value in item.items() if value is not None and key not in (*keys, "type")):
-            raise ValueError(f"{unknown} have no effect here; remove them (model.max_pixels limits sizes)")
-        return _usable(kind, next((item[key] for key in keys if item.get(key) is not None), None), folder)
+        if unknown := sorted(
+            key for key, value in item.items() if value is not None and key not in (*keys, "type")
+        ):
+            raise ValueError(
+                f"{unknown} have no effect here; remove them (model.max_pixels limits sizes)"
+            )
+        return _usable(
+            kind, next((item[key] for key in keys if item.get(key) is not None), None), folder
+        )
     if isinstance(item, list) and kind == "video":
         if not 0 < len(item) <= MAX_FRAMES:
             raise ValueError(f"a video must have 1 to {MAX_FRAMES} frames, got {len(item)}")
-        return [frame for one in item if isinstance(frame := _usable("image", one, folder), str | bytes)]
+        return [
+            frame for one in item if isinstance(frame := _usable("image", one, folder), str | bytes)
+        ]
     if kind == "video" and item and isinstance(item, str | bytes) and not is_installed("av"):
-        raise ValueError("a video file needs PyAV: pip install 'jax_agent_rl[video]', or give a list of its frames")
+        raise ValueError(
+            "a video file needs PyAV: pip install 'jax_agent_rl[video]', or give a list of its frames"
+        )
     if isinstance(item, bytes) and item:
         return item
     if not isinstance(item, str) or not item:
@@ -278,8 +311,12 @@ def _usable(kind: str, item: Any, folder: Path) -> Source:
         return data_url_bytes(item)
     scheme, separator, rest = item.partition("://")
     if separator and scheme != "file":
-        raise ValueError(f"{item[:200]!r} is not downloaded in a run; download it and name the file")
+        raise ValueError(
+            f"{item[:200]!r} is not downloaded in a run; download it and name the file"
+        )
     path = folder / Path(rest if separator else item).expanduser()
     if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}; paths are relative to the dataset file's folder")
+        raise ValueError(
+            f"there is no file {str(path)!r}; paths are relative to the dataset file's folder"
+        )
     return str(path)

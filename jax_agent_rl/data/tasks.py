@@ -91,7 +91,9 @@ def prepare_shop(
     kept = round(len(items) * HELDOUT_SHARE)
     seen: set[str] = set()
     files = (out / "heldout.jsonl", out / "train.jsonl")
-    for file, count, named in zip(files, (heldout, train), (items[:kept], items[kept:]), strict=True):
+    for file, count, named in zip(
+        files, (heldout, train), (items[:kept], items[kept:]), strict=True
+    ):
         questions = _questions(rng, named, seen)
         chosen = [next(questions) for _ in range(count)]
         write_rows(file, [_row(question, agent_name, write) for question in chosen])
@@ -144,7 +146,9 @@ def _python_call(call: Call) -> str:
 
 def _json_call(call: Call) -> str:
     """Format a call in agent.tool_format ``hermes``."""
-    return f"<tool_call>\n{json.dumps({'name': call.tool, 'arguments': call.arguments})}\n</tool_call>"
+    return (
+        f"<tool_call>\n{json.dumps({'name': call.tool, 'arguments': call.arguments})}\n</tool_call>"
+    )
 
 
 WriteCall = Callable[[Call], str]
@@ -182,27 +186,38 @@ def _answered(question: Question, write: WriteCall) -> list[Message]:
     """Return the calls that answer a question, each with its result, and the answer, as the policy should."""
     messages = []
     for call in question.calls:
-        messages += [{"role": "assistant", "content": write(call)}, {"role": "tool", "content": str(call.result)}]
+        messages += [
+            {"role": "assistant", "content": write(call)},
+            {"role": "tool", "content": str(call.result)},
+        ]
     return [*messages, {"role": "assistant", "content": f"= {question.calls[-1].result}"}]
 
 
 # --- calculator -------------------------------------------------------------------------------------------------------
 
-CALCULATOR_SYSTEM = (
-    "You answer questions with a calculator. First write a <tool_call>, then read the <tool_response>, then answer."
-)
+CALCULATOR_SYSTEM = "You answer questions with a calculator. First write a <tool_call>, then read the <tool_response>, then answer."
 
 # words, symbol, ranges of the two numbers, result
 Operation = tuple[tuple[str, ...], tuple[int, int], tuple[int, int], Callable[[int, int], int]]
 OPERATIONS: tuple[Operation, ...] = (
-    (("What is {a} times {b}?", "What is {a} multiplied by {b}?"), (112, 999), (12, 99), lambda a, b: a * b),
+    (
+        ("What is {a} times {b}?", "What is {a} multiplied by {b}?"),
+        (112, 999),
+        (12, 99),
+        lambda a, b: a * b,
+    ),
     (("What is {a} minus {b}?",), (1000, 9999), (100, 999), lambda a, b: a - b),
     (("What is {a} plus {b}?",), (1000, 9999), (1000, 9999), lambda a, b: a + b),
 )
 
 
 def prepare_calculator(
-    out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0, agent_name: str = "tool_agent"
+    out: Path,
+    *,
+    train: int = 2000,
+    heldout: int = 200,
+    seed: int = 0,
+    agent_name: str = "tool_agent",
 ) -> tuple[Path, Path]:
     """Write the rows of the calculator task, as :func:`prepare_shop` does."""
     make_folder(out)

@@ -59,8 +59,12 @@ class ReasoningGymEnvironment(Environment):
                 answers that contain the right one, which a policy soon learns to exploit.
         """
         self._partial_credit = partial_credit
-        settings = config if isinstance(config, str) else json.dumps(dict(config or {}), sort_keys=True)
-        self._dataset, self._entry = await in_thread(lambda: _question(dataset, seed, settings, index), name="question")
+        settings = (
+            config if isinstance(config, str) else json.dumps(dict(config or {}), sort_keys=True)
+        )
+        self._dataset, self._entry = await in_thread(
+            lambda: _question(dataset, seed, settings, index), name="question"
+        )
         return Observation.say(self._entry["question"])
 
     async def step(self, reply: Reply) -> Observation:
@@ -68,9 +72,15 @@ class ReasoningGymEnvironment(Environment):
         answer = tagged(reply.content)
         value = 0.0
         if answer:
-            value = float(await in_thread(lambda: self._dataset.score_answer(answer, self._entry), name="verifier"))
+            value = float(
+                await in_thread(
+                    lambda: self._dataset.score_answer(answer, self._entry), name="verifier"
+                )
+            )
         score = value if self._partial_credit else float(value >= 1.0)
-        return Observation(score=score, done=True, metrics={"reasoning_gym/answered": float(answer is not None)})
+        return Observation(
+            score=score, done=True, metrics={"reasoning_gym/answered": float(answer is not None)}
+        )
 
 
 def _question(dataset: str, seed: int, settings: str, index: int) -> tuple[Any, dict[str, Any]]:
@@ -89,7 +99,9 @@ def _open_dataset(name: str, seed: int, settings: str) -> Any:
     try:
         return reasoning_gym.create_dataset(name, seed=seed, **json.loads(settings))
     except (ValueError, TypeError, AssertionError) as error:
-        raise EnvironmentFailedError(f"reasoning_gym: dataset {name!r} with {settings}: {error}") from None
+        raise EnvironmentFailedError(
+            f"reasoning_gym: dataset {name!r} with {settings}: {error}"
+        ) from None
 
 
 _LOCK = threading.Lock()
@@ -128,7 +140,9 @@ class TextWorldEnvironment(Environment):
         self._score = 0.0
         state = await in_thread(lambda: self._start(Path(game).expanduser()), name="game start")
         self._max_score = float(state.max_score or 1)
-        return Observation.say(self._with_commands(f"{state.objective}\n\n{_clean(state.description)}", state))
+        return Observation.say(
+            self._with_commands(f"{state.objective}\n\n{_clean(state.description)}", state)
+        )
 
     async def step(self, reply: Reply) -> Observation:
         """Play a command: the text in ``<command>…</command>``, else the last line.
@@ -137,8 +151,14 @@ class TextWorldEnvironment(Environment):
         """
         command = parse_command(reply.content)
         if not command or command.split()[0] in _INTERPRETER:
-            nothing = f"{command!r} is not a command of this game." if command else "Say what you want to do."
-            return Observation.say(nothing, metrics={"textworld/won": 0.0, "textworld/inadmissible": 1.0})
+            nothing = (
+                f"{command!r} is not a command of this game."
+                if command
+                else "Say what you want to do."
+            )
+            return Observation.say(
+                nothing, metrics={"textworld/won": 0.0, "textworld/inadmissible": 1.0}
+            )
         known = command in self._admissible
         state, points, done = await in_thread(lambda: self._play(command), name="game step")
         score, self._score = (points - self._score) / self._max_score, float(points)
@@ -146,7 +166,10 @@ class TextWorldEnvironment(Environment):
             _clean(state.feedback) if done else self._with_commands(_clean(state.feedback), state),
             score=score,
             done=done,
-            metrics={"textworld/won": float(bool(state.won)), "textworld/inadmissible": float(not known)},
+            metrics={
+                "textworld/won": float(bool(state.won)),
+                "textworld/inadmissible": float(not known),
+            },
         )
 
     async def close(self) -> None:
@@ -198,7 +221,9 @@ def _load(path: Path) -> Any:
             "textworld is not installed; install the extra: pip install 'jax_agent_rl[environments]'"
         ) from None
     if not path.is_file():
-        raise EnvironmentFailedError(f"game {str(path)!r} does not exist; make it with tw-make … --output {path}")
+        raise EnvironmentFailedError(
+            f"game {str(path)!r} does not exist; make it with tw-make … --output {path}"
+        )
     wanted = textworld.EnvInfos(
         objective=True,
         description=True,
@@ -209,7 +234,9 @@ def _load(path: Path) -> Any:
         won=True,
     )
     with _LOCK, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "not fully supported": TextWorld itself keeps the score, not the interpreter
+        warnings.simplefilter(
+            "ignore"
+        )  # "not fully supported": TextWorld itself keeps the score, not the interpreter
         return textworld.start(str(path), request_infos=wanted)
 
 

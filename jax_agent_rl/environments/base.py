@@ -77,7 +77,9 @@ class Observation:
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {key: as_float(value, f"an environment's metric {key!r}") for key, value in metrics.items()}
+    return {
+        key: as_float(value, f"an environment's metric {key!r}") for key, value in metrics.items()
+    }
 
 
 class Environment(ABC):
@@ -106,7 +108,9 @@ class Environment(ABC):
     async def step(self, reply: Reply) -> Observation:
         """Answer a reply: text without reasoning, and decoded calls. Those that were cut off do not get here."""
 
-    async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
+    async def conclude(
+        self, messages: Sequence[Mapping[str, Any]], reason: FinishReason
+    ) -> Mapping[str, float]:
         """Finish the episode with the whole conversation; called once when the trajectory is over, for any reason.
 
         Returns:
@@ -137,7 +141,9 @@ def register_environment(name: str) -> Callable[[_Class], _Class]:
 
     def register(cls: _Class) -> _Class:
         if name in _ENVIRONMENTS:
-            raise ConfigError(f"two environments are called {name!r}: {_ENVIRONMENTS[name]!r} and {cls!r}; rename one")
+            raise ConfigError(
+                f"two environments are called {name!r}: {_ENVIRONMENTS[name]!r} and {cls!r}; rename one"
+            )
         cls.name = name
         _ENVIRONMENTS[name] = cls
         return cls
@@ -152,7 +158,9 @@ def get_environment(name: str) -> type[Environment]:
         ConfigError: there is none; the message lists the nearest name and all names.
     """
     if name not in _ENVIRONMENTS:
-        cls = load_installed("environments", name, fits=_is_environment, expected="a subclass of Environment")
+        cls = load_installed(
+            "environments", name, fits=_is_environment, expected="a subclass of Environment"
+        )
         if cls is not None and name not in _ENVIRONMENTS:  # its module may have registered it
             register_environment(name)(cls)
     if name not in _ENVIRONMENTS:
@@ -226,7 +234,9 @@ async def _bounded(call: Callable[[], Awaitable[T]], where: str, timeout: float,
             call,
             timeout,
             what=where,
-            late=lambda: EnvironmentTimeoutError(f"{where} did not return within {key}={timeout:g} seconds"),
+            late=lambda: EnvironmentTimeoutError(
+                f"{where} did not return within {key}={timeout:g} seconds"
+            ),
             error=lambda problem: EnvironmentFailedError(f"{where} {problem}"),
         )
     except TrajectoryError:
@@ -257,7 +267,9 @@ class LeasedEnvironment:
     async def step(self, reply: Reply) -> Observation:
         return await self._call("step", lambda: self._environment.step(reply))
 
-    async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
+    async def conclude(
+        self, messages: Sequence[Mapping[str, Any]], reason: FinishReason
+    ) -> Mapping[str, float]:
         async def checked() -> Mapping[str, float]:
             outcome = await self._environment.conclude(messages, reason)
             metrics = {key: value for key, value in outcome.items() if key != "score"}
@@ -266,7 +278,9 @@ class LeasedEnvironment:
         return await self._call("conclude", checked)
 
     async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        return await _bounded(call, f"environment {self.name!r}: {what}", self._timeout, "environments.timeout")
+        return await _bounded(
+            call, f"environment {self.name!r}: {what}", self._timeout, "environments.timeout"
+        )
 
 
 class EnvironmentPool(Generic[E]):
@@ -349,9 +363,16 @@ class EnvironmentPool(Generic[E]):
     async def _close(self, environment: E) -> None:
         """Close an instance; a failure is logged, not raised: the trajectory is over."""
         try:
-            await _bounded(environment.close, f"environment {self._name!r}: close", self._timeout, self._timeout_key)
+            await _bounded(
+                environment.close,
+                f"environment {self._name!r}: close",
+                self._timeout,
+                self._timeout_key,
+            )
         except TrajectoryError as error:
-            self._failures.report(f"environment {self._name!r} could not be closed", str(error), error=error.__cause__)
+            self._failures.report(
+                f"environment {self._name!r} could not be closed", str(error), error=error.__cause__
+            )
 
     def _make(self) -> E:
         try:
@@ -359,7 +380,9 @@ class EnvironmentPool(Generic[E]):
         except TrajectoryError:
             raise
         except Exception as error:
-            raise user_code_error(EnvironmentFailedError, f"environment {self._name!r}: making it", error) from error
+            raise user_code_error(
+                EnvironmentFailedError, f"environment {self._name!r}: making it", error
+            ) from error
 
 
 class EnvironmentPools:

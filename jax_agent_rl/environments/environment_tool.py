@@ -85,10 +85,18 @@ class EnvironmentLeases:
     """Leases of one pool, for all trajectories; see :func:`environment_tool`."""
 
     def __init__(
-        self, create: Callable[[], Resettable], *, name: str, pool_size: int, shared: bool, close_timeout: float
+        self,
+        create: Callable[[], Resettable],
+        *,
+        name: str,
+        pool_size: int,
+        shared: bool,
+        close_timeout: float,
     ):
         self.shared = shared
-        self.in_use_message = f"all {pool_size} of its {name} environments are in use (pool_size={pool_size})"
+        self.in_use_message = (
+            f"all {pool_size} of its {name} environments are in use (pool_size={pool_size})"
+        )
         self._new_pool: Callable[[], _Pool] = lambda: EnvironmentPool(
             lambda: _Instance(create()),
             name=name,
@@ -141,7 +149,11 @@ class EnvironmentLeases:
             EnvironmentFailedError: none can be made.
         """
         trajectory = self._trajectories[instance_id]
-        async with self._of_call(trajectory) if self.shared else self._of_trajectory(trajectory) as environment:
+        async with (
+            self._of_call(trajectory)
+            if self.shared
+            else self._of_trajectory(trajectory) as environment
+        ):
             yield environment
 
     async def close(self) -> None:
@@ -176,7 +188,9 @@ class EnvironmentLeases:
             except ToolError:
                 raise
             except BaseException as error:
-                await self._end_lease(trajectory, f"a call raised {type(error).__name__}: {error}", reusable=False)
+                await self._end_lease(
+                    trajectory, f"a call raised {type(error).__name__}: {error}", reusable=False
+                )
                 raise
 
     async def _acquire(self, trajectory: _Trajectory) -> tuple[_Pool, _Instance]:
@@ -197,7 +211,10 @@ class EnvironmentLeases:
 
     async def _end_lease(self, trajectory: _Trajectory, why: str, *, reusable: bool) -> None:
         trajectory.lost = why
-        lease, trajectory.lease = trajectory.lease, None  # before anything is awaited: a lease ends once
+        lease, trajectory.lease = (
+            trajectory.lease,
+            None,
+        )  # before anything is awaited: a lease ends once
         if lease is not None:
             pool, instance = lease
             await pool.release(instance, reusable=reusable)
@@ -217,14 +234,18 @@ class EnvironmentTool(FunctionTool):
     def __init__(self, function: Callable[..., Any], leases: EnvironmentLeases):
         super().__init__(function, given=("env",))
         if "env" not in inspect.signature(function).parameters:
-            raise ToolDefinitionError(f"tool function {function.__qualname__} must take its environment as env")
+            raise ToolDefinitionError(
+                f"tool function {function.__qualname__} must take its environment as env"
+            )
         self.stateful = not leases.shared
         self._leases = leases
 
     async def create(self, instance_id: str, **create_kwargs: Any) -> None:
         self._leases.join(instance_id, self.name, create_kwargs)
 
-    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResult:
+    async def execute(
+        self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any
+    ) -> ToolResult:
         async with self._leases.lease(instance_id) as environment:
             return await super().execute(instance_id, arguments, env=environment, **execute_kwargs)
 

@@ -46,7 +46,9 @@ class VerifiersEnvironment(Environment):
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
         return [tool.schema for tool in self._tools.values()]
 
-    async def reset(self, *, taskset: str, index: int, config: Mapping[str, Any] | str | None = None) -> Observation:
+    async def reset(
+        self, *, taskset: str, index: int, config: Mapping[str, Any] | str | None = None
+    ) -> Observation:
         """Begin a task.
 
         Args:
@@ -54,7 +56,9 @@ class VerifiersEnvironment(Environment):
             index: position of the task in the taskset.
             config: the taskset's configuration (JSON text where a Parquet file cannot hold a mapping).
         """
-        settings = config if isinstance(config, str) else json.dumps(dict(config or {}), sort_keys=True)
+        settings = (
+            config if isinstance(config, str) else json.dumps(dict(config or {}), sort_keys=True)
+        )
         self._task = await in_thread(lambda: _tasks(taskset, settings)[index], name="taskset")
         _require_supported(self._task)
         self._trace = _new_trace(self._task)
@@ -64,7 +68,9 @@ class VerifiersEnvironment(Environment):
         messages = _opening(self._task.data)
         for message in messages:
             self._record(message)
-        return Observation(messages=tuple({"role": m.role, "content": _text(m.content)} for m in messages))
+        return Observation(
+            messages=tuple({"role": m.role, "content": _text(m.content)} for m in messages)
+        )
 
     async def step(self, reply: Reply) -> Observation:
         """Run the reply's tool calls; a reply without calls is the answer."""
@@ -77,44 +83,67 @@ class VerifiersEnvironment(Environment):
         for part in reply.calls:
             if part.call is None:
                 text = f"Error: Failed to decode tool call: {part.problem:.200}"
-                records.append(ToolCallRecord(name="", arguments=None, observation=text, error="malformed"))
+                records.append(
+                    ToolCallRecord(name="", arguments=None, observation=text, error="malformed")
+                )
                 continue
             call_id = f"call_{number}_{len(calls)}"
-            calls.append(VerifiersCall(id=call_id, name=part.call.name, arguments=json.dumps(part.call.arguments)))
+            calls.append(
+                VerifiersCall(
+                    id=call_id, name=part.call.name, arguments=json.dumps(part.call.arguments)
+                )
+            )
             records.append(replace(await self._call(part.call), call_id=call_id))
-        self._record(AssistantMessage(content=reply.content, tool_calls=calls or None), sampled=True)
+        self._record(
+            AssistantMessage(content=reply.content, tool_calls=calls or None), sampled=True
+        )
         if records and not calls:
             return Observation.say(records[0].observation)
         messages: list[Mapping[str, Any]] = []
         for record in records:
             if record.call_id is not None:
-                self._record(ToolMessage(tool_call_id=record.call_id, name=record.name, content=record.observation))
+                self._record(
+                    ToolMessage(
+                        tool_call_id=record.call_id, name=record.name, content=record.observation
+                    )
+                )
             named = {"name": record.name} if record.name else {}
             messages.append({"role": "tool", "content": record.observation, **named})
         done = not records or await self._stopped()
         return Observation(messages=tuple(messages), tool_calls=tuple(records), done=done)
 
-    async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
+    async def conclude(
+        self, messages: Sequence[Mapping[str, Any]], reason: FinishReason
+    ) -> Mapping[str, float]:
         """Return the weighted sum of the task's rewards, and each reward and metric by name."""
         from verifiers.v1 import AssistantMessage
 
         if reason is FinishReason.RESPONSE_LENGTH and messages[-1]["role"] == "assistant":
-            self._record(AssistantMessage(content=answer_of(str(messages[-1]["content"]))), sampled=True)
+            self._record(
+                AssistantMessage(content=answer_of(str(messages[-1]["content"]))), sampled=True
+            )
         self._trace.ok = True
         self._trace.stop(_STOP_CONDITIONS.get(reason, "agent_completed"))
         for hook in _own_hooks(self._task, "finalize"):
             await hook(trace=self._trace)
         await self._task.score(self._trace)
-        parts = {name: reward.score for name, reward in self._trace.rewards.items() if reward is not None}
+        parts = {
+            name: reward.score for name, reward in self._trace.rewards.items() if reward is not None
+        }
         parts |= {name: value for name, value in self._trace.metrics.items() if value is not None}
-        return {"score": self._trace.reward, **{f"verifiers/{name}": value for name, value in parts.items()}}
+        return {
+            "score": self._trace.reward,
+            **{f"verifiers/{name}": value for name, value in parts.items()},
+        }
 
     def _record(self, message: Any, *, sampled: bool = False) -> None:
         """Add a message to the trace that rewards read."""
         from verifiers.v1 import MessageNode
 
         nodes = self._trace.nodes
-        nodes.append(MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
+        nodes.append(
+            MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled)
+        )
 
     async def _call(self, call: ToolCall) -> ToolCallRecord:
         """Run one tool call; the model reads any failure."""
@@ -128,14 +157,24 @@ class VerifiersEnvironment(Environment):
         except Exception as failure:
             text, error = f"Error: {call.name} raised {type(failure).__name__}: {failure}", "raised"
         seconds = time.perf_counter() - began
-        return ToolCallRecord(name=call.name, arguments=call.arguments, observation=text, error=error, seconds=seconds)
+        return ToolCallRecord(
+            name=call.name, arguments=call.arguments, observation=text, error=error, seconds=seconds
+        )
 
     async def _execute(self, call: ToolCall) -> str:
         tool = self._tools.get(call.name)
         if tool is None:
-            raise ToolNotFoundError(f"there is no tool {call.name[:100]!r}; available tools: {', '.join(self._tools)}")
-        result = await tool.execute(self._trace.id, check_arguments(tool.parameters, call.arguments))
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            raise ToolNotFoundError(
+                f"there is no tool {call.name[:100]!r}; available tools: {', '.join(self._tools)}"
+            )
+        result = await tool.execute(
+            self._trace.id, check_arguments(tool.parameters, call.arguments)
+        )
+        return (
+            result
+            if isinstance(result, str)
+            else json.dumps(result, ensure_ascii=False, default=str)
+        )
 
     async def _stopped(self) -> bool:
         for predicate in self._task.hooks("stop"):
@@ -163,7 +202,9 @@ class _LazyTasks:
     def __getitem__(self, index: int) -> Any:
         self._loaded += itertools.islice(self._tasks, max(0, index + 1 - len(self._loaded)))
         if not 0 <= index < len(self._loaded):
-            raise EnvironmentFailedError(f"taskset {self._name!r} has {len(self._loaded)} tasks, not number {index}")
+            raise EnvironmentFailedError(
+                f"taskset {self._name!r} has {len(self._loaded)} tasks, not number {index}"
+            )
         return self._loaded[index]
 
 
@@ -193,12 +234,24 @@ def _require_supported(task: Any) -> None:
     from verifiers.v1.state import state_cls
     from verifiers.v1.utils.decorators import discover_decorated
 
-    hooks = [*_own_hooks(task, "setup"), *_own_hooks(task, "finalize"), *task.hooks("reward"), *task.hooks("metric")]
+    hooks = [
+        *_own_hooks(task, "setup"),
+        *_own_hooks(task, "finalize"),
+        *task.hooks("reward"),
+        *task.hooks("metric"),
+    ]
     hooks += [judge.score for judge in task.plugged_judges()]
     problems = [f"{hook.__name__} takes a runtime" for hook in hooks if _needs_runtime(hook)]
     problems += ["it needs a container"] * bool(task.NEEDS_CONTAINER or task.data.image)
-    problems += [f"it intercepts messages ({hook.__name__})" for hook in discover_decorated(task, "intercept")]
-    problems += [f"{stop.__name__} looks at requests" for stop in task.hooks("stop") if not _reads_trace(stop)]
+    problems += [
+        f"it intercepts messages ({hook.__name__})"
+        for hook in discover_decorated(task, "intercept")
+    ]
+    problems += [
+        f"{stop.__name__} looks at requests"
+        for stop in task.hooks("stop")
+        if not _reads_trace(stop)
+    ]
     if task.toolsets(task.config) and state_cls(type(task)) is not State:
         problems.append("its tools share state with its rewards")
     if problems:
@@ -244,9 +297,15 @@ def _opening(data: Any) -> list[Any]:
     """Return system prompt and prompt as verifiers' messages."""
     from verifiers.v1 import SystemMessage, UserMessage
 
-    prompt = [UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt or ())
+    prompt = (
+        [UserMessage(content=data.prompt)]
+        if isinstance(data.prompt, str)
+        else list(data.prompt or ())
+    )
     if not prompt:
-        raise EnvironmentFailedError(f"verifiers task {data.idx} has no prompt: its user opens the conversation")
+        raise EnvironmentFailedError(
+            f"verifiers task {data.idx} has no prompt: its user opens the conversation"
+        )
     return [*([SystemMessage(content=data.system_prompt)] if data.system_prompt else []), *prompt]
 
 
@@ -255,5 +314,7 @@ def _text(content: Any) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     if others := [part.type for part in content if part.type != "text"]:
-        raise EnvironmentFailedError(f"a message of the task holds {others[0]}, which cannot be shown here")
+        raise EnvironmentFailedError(
+            f"a message of the task holds {others[0]}, which cannot be shown here"
+        )
     return "\n".join(part.text for part in content)

@@ -34,8 +34,23 @@ from jax_agent_rl.types import DropReason, Group, SamplingParams
 from jax_agent_rl.utils.bounded_json import read_json_object
 
 _DEFINING = (
-    *("seed", "model", "agent", "tools", "tool_config", "search", "interactions", "reward", "environments"),
-    *("rollout.max_model_len", "rollout.min_group_size", "rollout.group_timeout", "rollout.strategy"),
+    *(
+        "seed",
+        "model",
+        "agent",
+        "tools",
+        "tool_config",
+        "search",
+        "interactions",
+        "reward",
+        "environments",
+    ),
+    *(
+        "rollout.max_model_len",
+        "rollout.min_group_size",
+        "rollout.group_timeout",
+        "rollout.strategy",
+    ),
     *("rollout.jetstream", "rollout.vllm"),
 )
 """Keys and sections on which trajectories depend, besides the policy, its sampling and the rows.
@@ -67,7 +82,11 @@ class CollectionRequest:
         """Return the sampling parameters of training, with this temperature; raises ConfigError if it is invalid."""
         chosen = training_sampling(config)
         try:
-            return chosen if self.temperature is None else replace(chosen, temperature=self.temperature)
+            return (
+                chosen
+                if self.temperature is None
+                else replace(chosen, temperature=self.temperature)
+            )
         except ValueError as error:
             raise ConfigError(f"--temperature: {error}") from None
 
@@ -95,7 +114,10 @@ class _Collection:
     async def run(self) -> None:
         """Collect all unfinished rows; however this ends, the journal holds or counts everything started."""
         pending = (n for n in range(len(self.rollouts.rows)) if n not in self.journal.sizes)
-        slots = [asyncio.create_task(self._slot(pending)) for _ in range(self.rollouts.config.rollout.max_in_flight)]
+        slots = [
+            asyncio.create_task(self._slot(pending))
+            for _ in range(self.rollouts.config.rollout.max_in_flight)
+        ]
         accounting = self._collector.accounting
         try:
             await asyncio.gather(*slots)
@@ -122,11 +144,15 @@ class _Collection:
             self.counted.update(group.dropped)
             self.batch.append(group)
             if len(self.batch) == self.rollouts.config.rollout.prompts_per_step:
-                self._guard.check(self.batch, self._collector.latest_losses)  # stops a collection that loses everything
+                self._guard.check(
+                    self.batch, self._collector.latest_losses
+                )  # stops a collection that loses everything
                 self.batch.clear()
 
 
-async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Path, console: Console) -> dict[str, Any]:
+async def collect(
+    subject: ServedPolicy, request: CollectionRequest, *, out: Path, console: Console
+) -> dict[str, Any]:
     """Collect what is missing and write the file; return the summary, which is also written next to it.
 
     Args:
@@ -150,18 +176,28 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
     with Journal(target.journal, settings) as journal, Progress(console, total_steps=0) as progress:
         source = sources, request.limit
         try:
-            async with open_rollouts(config, source, version=subject.step, print_line=progress.phase) as rollouts:
+            async with open_rollouts(
+                config, source, version=subject.step, print_line=progress.phase
+            ) as rollouts:
                 rollouts.agents.collector.require_branching(rollouts.rows)
                 if config.rollout.backend == "remote":
                     client = rollouts.client
-                    journal.require_served({"version": client.policy_version, "weights": client.weights_fingerprint})
+                    journal.require_served(
+                        {"version": client.policy_version, "weights": client.weights_fingerprint}
+                    )
                 _show(progress, journal, len(rollouts.rows))
                 await _Collection(
-                    rollouts=rollouts, journal=journal, group_size=group_size, sampling=sampling, step=subject.step
+                    rollouts=rollouts,
+                    journal=journal,
+                    group_size=group_size,
+                    sampling=sampling,
+                    step=subject.step,
                 ).run()
         except BaseException:
             if done := len(journal.sizes):
-                progress.print_line(f"{done} prompts are in {target.journal}; the same command continues from there")
+                progress.print_line(
+                    f"{done} prompts are in {target.journal}; the same command continues from there"
+                )
             raise
         summary = {
             "policy": subject.name,
@@ -221,7 +257,9 @@ def _finished(target: Target, settings: dict[str, Any]) -> dict[str, Any] | None
     if target.journal.exists() or not target.is_taken:
         return None
     if not target.summary.is_file():
-        raise ConfigError(f"--out {target.path} exists and was not collected by this command; choose another")
+        raise ConfigError(
+            f"--out {target.path} exists and was not collected by this command; choose another"
+        )
     try:
         summary = read_json_object(target.summary)
         recorded = summary["settings"]

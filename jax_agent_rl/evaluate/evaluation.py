@@ -61,7 +61,9 @@ class EvaluationRequest:
         if self.samples < 1:
             raise ConfigError(f"-n {self.samples}: at least one sample per prompt is needed")
         if not self.ks or min(self.ks) < 1 or max(self.ks) > self.samples:
-            raise ConfigError(f"-k {','.join(map(str, self.ks))}: pass@k needs 1 <= k <= {self.samples} samples (-n)")
+            raise ConfigError(
+                f"-k {','.join(map(str, self.ks))}: pass@k needs 1 <= k <= {self.samples} samples (-n)"
+            )
 
 
 def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
@@ -86,11 +88,17 @@ def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
 
 def select_rows(config: Config, request: EvaluationRequest) -> Source:
     """Return the rows to evaluate; raises ConfigError if none are named."""
-    limits = [limit for limit in (request.limit, None if request.data else config.data.eval_limit) if limit]
+    limits = [
+        limit
+        for limit in (request.limit, None if request.data else config.data.eval_limit)
+        if limit
+    ]
     return evaluation_sources(config, request.data), min(limits, default=None)
 
 
-async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Path, console: Console) -> dict[str, Any]:
+async def evaluate(
+    subject: ServedPolicy, request: EvaluationRequest, *, out: Path, console: Console
+) -> dict[str, Any]:
     """Sample and score; return the summary, which is also ``summary.json`` in ``out``.
 
     Args:
@@ -108,12 +116,16 @@ async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Pa
     begin = time.monotonic()
     fingerprint = subject.fingerprint()
     with Progress(console, total_steps=0) as progress:
-        async with open_rollouts(config, source, version=subject.step, print_line=progress.phase) as rollouts:
+        async with open_rollouts(
+            config, source, version=subject.step, print_line=progress.phase
+        ) as rollouts:
             run_dir = RunDir(out)
             recorded = subject.recorded.model_copy(update={"run_dir": str(out)})
             run_dir.write_json(run_dir.config, recorded.model_dump(mode="json"))
             groups = await _sample(rollouts, subject, request, chosen, run_dir, progress)
-            weights = sorted({v for t in all_trajectories(groups) for v in t.policy_versions if v >= 0})
+            weights = sorted(
+                {v for t in all_trajectories(groups) for v in t.policy_versions if v >= 0}
+            )
     seconds = time.monotonic() - begin
     run_dir.add_metrics(evaluation_record(subject.step, groups, seconds=seconds))
     summary = {
@@ -160,7 +172,9 @@ async def _sample(
         run_dir.add_trajectories(subject.step, "heldout", recorded([group]))
 
     total = len(rollouts.rows) * request.samples
-    progress.phase("sampling", lambda: f"{done}/{total} trajectories, mean reward {rewards / max(1, done):.3f}")
+    progress.phase(
+        "sampling", lambda: f"{done}/{total} trajectories, mean reward {rewards / max(1, done):.3f}"
+    )
     groups = await gather(
         evaluator,
         rollouts.client,
@@ -211,12 +225,14 @@ def scores(
         of_source = [g for g, source in zip(groups, sources, strict=True) if source == name]
         for role in sorted({t.role or "" for g in of_source for t in g.trajectories} or {""}):
             parts[f"{name}/{role}" if role else name] = [
-                replace(g, trajectories=tuple(t for t in g.trajectories if (t.role or "") == role)) for g in of_source
+                replace(g, trajectories=tuple(t for t in g.trajectories if (t.role or "") == role))
+                for g in of_source
             ]
     if len(parts) > 1:
         parts[ALL] = [group for part in parts.values() for group in part]
     return {
-        name: _scores(part, samples=samples, ks=ks, pass_reward=pass_reward, seed=seed) for name, part in parts.items()
+        name: _scores(part, samples=samples, ks=ks, pass_reward=pass_reward, seed=seed)
+        for name, part in parts.items()
     }
 
 
@@ -235,7 +251,9 @@ def _scores(
         "lost": dict(lost),
         "reward": vars(rewards),
         "pass": {
-            str(k): vars(estimate([pass_at_k(samples, count, k) for count in passed], seed=seed, share=True))
+            str(k): vars(
+                estimate([pass_at_k(samples, count, k) for count in passed], seed=seed, share=True)
+            )
             for k in ks
         },
         "reward_parts": _part_means([t.reward_parts for t in members]),
@@ -306,7 +324,9 @@ def estimate(values: Sequence[float], *, seed: int, share: bool = False) -> Esti
         raise ValueError("no prompts to take a mean of")
     array = np.asarray(values, np.float64)
     if array.min() == array.max():
-        return wilson(float(array[0]), len(array)) if share else Estimate(float(array[0]), None, None)
+        return (
+            wilson(float(array[0]), len(array)) if share else Estimate(float(array[0]), None, None)
+        )
     low, high = bootstrap(
         (array,),
         np.mean,
@@ -330,4 +350,6 @@ def wilson(share: float, trials: int) -> Estimate:
     centre = (share + square / 2) / (1 + square)
     half = _Z * math.sqrt((share * (1 - share) + square / 4) / trials) / (1 + square)
     low, high = max(0.0, centre - half), min(1.0, centre + half)
-    return Estimate(share, low if share > 0 else 0.0, high if share < 1 else 1.0)  # exact despite rounding
+    return Estimate(
+        share, low if share > 0 else 0.0, high if share < 1 else 1.0
+    )  # exact despite rounding

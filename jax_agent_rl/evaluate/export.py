@@ -33,7 +33,16 @@ from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.observe.report.command import RunData, read_run
 from jax_agent_rl.observe.run_dir import Record, trajectory_record
-from jax_agent_rl.types import FinishReason, Fork, Group, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.types import (
+    FinishReason,
+    Fork,
+    Group,
+    StopReason,
+    TokenOutput,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+)
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import replacing, write_atomically, writing
 from jax_agent_rl.validation import as_score, shown
@@ -68,7 +77,9 @@ class Target:
     def from_path(cls, path: Path) -> Target:
         """Return the target of a path; raises ConfigError for an unknown suffix."""
         if path.suffix not in ("", ".parquet", ".jsonl"):
-            raise ConfigError(f"--out {path}: write FILE.parquet, FILE.jsonl, or a FOLDER (a name without an ending)")
+            raise ConfigError(
+                f"--out {path}: write FILE.parquet, FILE.jsonl, or a FOLDER (a name without an ending)"
+            )
         return cls(path)
 
     @property
@@ -120,7 +131,9 @@ def write(target: Target, journal: Journal, summary: Mapping[str, Any]) -> None:
     target.journal.unlink()
 
 
-def _write_dir(path: Path, journal: Journal, numbers: Sequence[int], summary: Mapping[str, Any]) -> None:
+def _write_dir(
+    path: Path, journal: Journal, numbers: Sequence[int], summary: Mapping[str, Any]
+) -> None:
     shards = list(_portions(numbers, journal.sizes)) or [[]]
     temporary, replaced, final = path / ".data", path / ".data.old", path / "data"
     with writing(path):
@@ -144,7 +157,9 @@ def _write_parquet(file: IO[bytes], journal: Journal, numbers: Sequence[int]) ->
     with pyarrow.parquet.ParquetWriter(file, schema()) as writer:
         for portion in _portions(numbers, journal.sizes):
             rows = [record for records in journal.lines(portion) for record in records]
-            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema()), row_group_size=ROW_GROUP_SIZE)
+            writer.write_table(
+                pyarrow.Table.from_pylist(rows, schema=schema()), row_group_size=ROW_GROUP_SIZE
+            )
 
 
 def _write_lines(file: IO[bytes], journal: Journal, numbers: Sequence[int]) -> None:
@@ -176,7 +191,9 @@ def _columns() -> list[tuple[str, pyarrow.DataType, Callable[[Trajectory, Trajec
 
     text, integer, number, ids = pa.string(), pa.int32(), pa.float64(), pa.list_(pa.int32())
     message = pa.struct([("role", text), ("content", text)])
-    call = pa.struct([(name, number if name in ("reward", "seconds") else text) for name in CALL_FIELDS])
+    call = pa.struct(
+        [(name, number if name in ("reward", "seconds") else text) for name in CALL_FIELDS]
+    )
     return [
         ("data_source", text, lambda t, s: str(t.row.get("data_source"))),
         ("agent_name", text, lambda t, s: t.agent_name),
@@ -184,25 +201,53 @@ def _columns() -> list[tuple[str, pyarrow.DataType, Callable[[Trajectory, Trajec
         ("trajectory_id", text, lambda t, s: t.trajectory_id),
         ("prompt_ids", ids, lambda t, s: list(s.prompt_ids)),
         ("response_ids", ids, lambda t, s: list(s.response_ids)),
-        ("response_mask", pa.list_(pa.int8()), lambda t, s: list(s.response_mask)),  # 1: sampled by the policy
+        (
+            "response_mask",
+            pa.list_(pa.int8()),
+            lambda t, s: list(s.response_mask),
+        ),  # 1: sampled by the policy
         # 1: carries loss; differs with agent.mask_observations=false, and where a grammar decided
         ("loss_mask", pa.list_(pa.int8()), lambda t, s: list(s.loss_mask)),
         # 0 where not sampled; rounded here, so that a file of text has the same numbers
-        ("rollout_logprobs", pa.list_(pa.float32()), lambda t, s: np.asarray(s.rollout_logprobs, np.float32).tolist()),
+        (
+            "rollout_logprobs",
+            pa.list_(pa.float32()),
+            lambda t, s: np.asarray(s.rollout_logprobs, np.float32).tolist(),
+        ),
         ("policy_versions", ids, lambda t, s: list(s.policy_versions)),  # -1 where not sampled
         ("num_turns", integer, lambda t, s: s.num_turns),
-        ("stop_reasons", pa.list_(text), lambda t, s: [str(turn.output.stop_reason) for turn in s.turns]),
+        (
+            "stop_reasons",
+            pa.list_(text),
+            lambda t, s: [str(turn.output.stop_reason) for turn in s.turns],
+        ),
         ("finish_reason", text, lambda t, s: str(s.finish_reason)),
-        ("no_loss", text, lambda t, s: t.no_loss and str(t.no_loss)),  # why none of it carries loss, or null
+        (
+            "no_loss",
+            text,
+            lambda t, s: t.no_loss and str(t.no_loss),
+        ),  # why none of it carries loss, or null
         ("reward", number, lambda t, s: t.reward),
         ("reward_parts", text, lambda t, s: _json(t.reward_parts)),
-        ("ground_truth", text, lambda t, s: _json((t.row.get("reward_model") or {}).get("ground_truth"))),
+        (
+            "ground_truth",
+            text,
+            lambda t, s: _json((t.row.get("reward_model") or {}).get("ground_truth")),
+        ),
         ("extra_info", text, lambda t, s: _json(t.row.get("extra_info") or {})),
         ("messages", pa.list_(message), lambda t, s: [_message(one) for one in t.messages]),
         ("tool_calls", pa.list_(call), lambda t, s: [_call(one) for one in t.tool_calls]),
         # numbers of images and videos in the prompt, by kind
-        ("media", text, lambda t, s: _json({kind: len(items) for kind, items in s.prompt_media.items()})),
-        ("fork_parent", text, lambda t, s: t.fork and t.fork.parent_id),  # branches: parent, and what they inherited
+        (
+            "media",
+            text,
+            lambda t, s: _json({kind: len(items) for kind, items in s.prompt_media.items()}),
+        ),
+        (
+            "fork_parent",
+            text,
+            lambda t, s: t.fork and t.fork.parent_id,
+        ),  # branches: parent, and what they inherited
         ("fork_turns", integer, lambda t, s: t.fork and t.fork.turns),
         ("fork_tokens", integer, lambda t, s: t.fork and t.fork.tokens),
     ]
@@ -212,13 +257,23 @@ def schema() -> pyarrow.Schema:
     """Return names and types of the columns; ``row`` is the number of the prompt in its file, from 0."""
     import pyarrow as pa
 
-    return pa.schema([("row", pa.int64()), ("sequence", pa.int32()), *((name, kind) for name, kind, _ in _columns())])
+    return pa.schema(
+        [
+            ("row", pa.int64()),
+            ("sequence", pa.int32()),
+            *((name, kind) for name, kind, _ in _columns()),
+        ]
+    )
 
 
 def records(group: Group, number: int) -> list[dict[str, Any]]:
     """Return the rows of a group; ``number`` is that of the prompt in its file."""
     return [
-        {"row": number, "sequence": position, **{name: value(trajectory, part) for name, _, value in _columns()}}
+        {
+            "row": number,
+            "sequence": position,
+            **{name: value(trajectory, part) for name, _, value in _columns()},
+        }
         for trajectory in group.trajectories
         for position, part in enumerate(trajectory.sequences)
     ]
@@ -229,7 +284,10 @@ def _message(message: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    return {name: _json(call.arguments) if name == "arguments" else getattr(call, name) for name in CALL_FIELDS}
+    return {
+        name: _json(call.arguments) if name == "arguments" else getattr(call, name)
+        for name in CALL_FIELDS
+    }
 
 
 def _json(value: Any) -> str:
@@ -270,7 +328,10 @@ def read_table(path: Path) -> RunData:
     except (OSError, ValueError) as error:
         raise trajectories.unreadable(error) from None
     return RunData(
-        name=path.name, trajectories=trajectories, config={"model": {"path": summary.get("model")}}, summary=summary
+        name=path.name,
+        trajectories=trajectories,
+        config={"model": {"path": summary.get("model")}},
+        summary=summary,
     )
 
 
@@ -318,10 +379,18 @@ class TableRecords:
 
     def _read_portion(self, chosen: Collection[int]) -> dict[int, Record]:
         # The tree of a branch is known from its parents, which come before it in its group.
-        needed = sorted({other for number in chosen for other in range(self._group_begins[number], number + 1)})
-        wanted = {row for number in needed for row in range(self._begins[number], self._begins[number + 1])}
+        needed = sorted(
+            {other for number in chosen for other in range(self._group_begins[number], number + 1)}
+        )
+        wanted = {
+            row
+            for number in needed
+            for row in range(self._begins[number], self._begins[number + 1])
+        }
         trajectories = zip(needed, restore(self._rows(wanted)), strict=True)
-        return {number: _record(trajectory) for number, trajectory in trajectories if number in chosen}
+        return {
+            number: _record(trajectory) for number, trajectory in trajectories if number in chosen
+        }
 
     def _all_rows(self) -> Iterator[Row]:
         self._file_begins = []
@@ -334,12 +403,16 @@ class TableRecords:
 
     def _rows(self, wanted: Collection[int]) -> Iterator[Row]:
         for file, begin in zip(self._files, self._file_begins, strict=True):
-            for _, row in read_row_file(file, {index - begin for index in wanted if index >= begin}):
+            for _, row in read_row_file(
+                file, {index - begin for index in wanted if index >= begin}
+            ):
                 yield row
 
     def unreadable(self, reason: object) -> DataError:
         """Return the error that the table cannot be read."""
-        return DataError(f"{self._path} cannot be read as a table of jax-agent-rl rollout: {reason}")
+        return DataError(
+            f"{self._path} cannot be read as a table of jax-agent-rl rollout: {reason}"
+        )
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
@@ -365,7 +438,9 @@ def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
     """
     roots: dict[str, str] = {}  # of trees of one prompt: branches follow their parents
     prompt: int | None = None
-    for (number, _), same in itertools.groupby(rows, key=lambda row: (row["row"], row["trajectory_id"])):
+    for (number, _), same in itertools.groupby(
+        rows, key=lambda row: (row["row"], row["trajectory_id"])
+    ):
         if number != prompt:
             prompt = number
             roots = {}
@@ -374,7 +449,9 @@ def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
         parent: str | None = row.get("fork_parent")
         if parent:
             roots[row["trajectory_id"]] = tree = roots.get(parent, parent)
-            fork = Fork(tree_id=tree, parent_id=parent, turns=row["fork_turns"], tokens=row["fork_tokens"])
+            fork = Fork(
+                tree_id=tree, parent_id=parent, turns=row["fork_turns"], tokens=row["fork_tokens"]
+            )
         trajectory = _sequence(row)
         *turns, last = trajectory.turns
         calls = tuple(map(_restore_call, row["tool_calls"]))
@@ -384,7 +461,9 @@ def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
             segments=tuple(map(_sequence, segments)),
             fork=fork,
             reward=as_score(row["reward"], "a reward"),
-            reward_parts={key: as_score(part, key) for key, part in json.loads(row["reward_parts"]).items()},
+            reward_parts={
+                key: as_score(part, key) for key, part in json.loads(row["reward_parts"]).items()
+            },
             messages=tuple(row["messages"]),
             row={
                 "data_source": row["data_source"],

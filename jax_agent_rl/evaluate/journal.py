@@ -56,7 +56,9 @@ class Journal:
             self._read(settings)
         except BlockingIOError:
             self._stream.close()
-            raise ConfigError(f"{file}: another process writes to it; choose another --out") from None
+            raise ConfigError(
+                f"{file}: another process writes to it; choose another --out"
+            ) from None
         except BaseException:
             self._stream.close()
             raise
@@ -72,7 +74,9 @@ class Journal:
         """Trajectories started, in all processes that ended by themselves."""
         return self.kept + self.dropped.total()
 
-    def add(self, number: int, records: Sequence[Mapping[str, Any]], dropped: Mapping[DropReason, int]) -> None:
+    def add(
+        self, number: int, records: Sequence[Mapping[str, Any]], dropped: Mapping[DropReason, int]
+    ) -> None:
         """Record a finished prompt.
 
         Args:
@@ -80,7 +84,11 @@ class Journal:
             records: its rows; empty if every trajectory was lost.
             dropped: lost trajectories by reason.
         """
-        line = {"row": number, "records": records, "dropped": {str(k): v for k, v in dropped.items()}}
+        line = {
+            "row": number,
+            "records": records,
+            "dropped": {str(k): v for k, v in dropped.items()},
+        }
         offset = self._stream.seek(0, 2)
         self._append(line)
         self._count(line, offset, self._stream.tell() - offset)
@@ -133,7 +141,9 @@ class Journal:
             offset += len(raw)
         if before is not None and self.sizes:
             require_same(settings, before, self.file)
-        elif before != json.loads(json.dumps(settings)):  # nothing was collected with the other settings: start over
+        elif before != json.loads(
+            json.dumps(settings)
+        ):  # nothing was collected with the other settings: start over
             offset = 0
             self.dropped.clear()
         self._stream.truncate(offset)
@@ -161,7 +171,9 @@ def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: 
     now, then = _flat(json.loads(json.dumps(settings))), _flat(before)
     differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
     if differing:
-        named = "; ".join(f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in differing[:5])
+        named = "; ".join(
+            f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in differing[:5]
+        )
         raise ConfigError(
             f"{where} contains trajectories collected with other settings ({named}); choose another --out, or use the "
             "same settings to continue"
@@ -171,5 +183,9 @@ def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return flat

@@ -46,7 +46,9 @@ AdapterStacks = tuple[LayerAdapters, ...]
 """All adapters of an engine, layer by layer, without the matrices that none adapts."""
 
 
-def stack_adapters(config: DecoderConfig, adapters: Sequence[PeftAdapter], *, dtype: jnp.dtype) -> AdapterStacks:
+def stack_adapters(
+    config: DecoderConfig, adapters: Sequence[PeftAdapter], *, dtype: jnp.dtype
+) -> AdapterStacks:
     """Lay adapters out as the engine's matrices are.
 
     Args:
@@ -66,7 +68,9 @@ def stack_adapters(config: DecoderConfig, adapters: Sequence[PeftAdapter], *, dt
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stacks: AdapterStacks, new: AdapterStacks, index: jax.Array) -> AdapterStacks:
-    return jax.tree.map(lambda stack, one: stack.at[index].set(one.astype(stack.dtype)), stacks, new)
+    return jax.tree.map(
+        lambda stack, one: stack.at[index].set(one.astype(stack.dtype)), stacks, new
+    )
 
 
 def replace_adapters(
@@ -88,7 +92,9 @@ def replace_adapters(
             then.
     """
     if stacks is None or not set(names).issuperset(adapters):
-        raise ValueError(f"no LoRA adapters {sorted(set(adapters) - set(names))}; there are {list(names)}")
+        raise ValueError(
+            f"no LoRA adapters {sorted(set(adapters) - set(names))}; there are {list(names)}"
+        )
     kinds = list(stacks[0])
     rank = stacks[0][kinds[0]].b[0].shape[-1]
     parts = {part for kind in kinds for part in FUSED[kind]}
@@ -104,7 +110,9 @@ def replace_adapters(
     return stacks
 
 
-def add_low_rank(out: jax.Array, adapters: LowRank, x: jax.Array, adapter: jax.Array, *, native: bool) -> jax.Array:
+def add_low_rank(
+    out: jax.Array, adapters: LowRank, x: jax.Array, adapter: jax.Array, *, native: bool
+) -> jax.Array:
     """Add ``b a x`` of each context's adapter to a product [..., out, B T].
 
     Args:
@@ -117,22 +125,34 @@ def add_low_rank(out: jax.Array, adapters: LowRank, x: jax.Array, adapter: jax.A
     a, parts = adapters.a, len(adapters.b)
     if native:
         low = cpu_kernels.grouped_product(a, x, adapter).reshape(parts, -1, x.shape[1])
-        added = [cpu_kernels.grouped_product(b, part, adapter) for b, part in zip(adapters.b, low, strict=True)]
+        added = [
+            cpu_kernels.grouped_product(b, part, adapter)
+            for b, part in zip(adapters.b, low, strict=True)
+        ]
     elif len(adapter) == x.shape[1]:
         chosen = jax.nn.one_hot(adapter - 1, len(a), axis=0, dtype=x.dtype)
-        low = (jnp.einsum("nrd,db->nrb", a, x) * chosen[:, None]).reshape(len(a), parts, -1, x.shape[1])
-        added = [jnp.einsum("n...or,nrb->...ob", b, low[:, part]) for part, b in enumerate(adapters.b)]
+        low = (jnp.einsum("nrd,db->nrb", a, x) * chosen[:, None]).reshape(
+            len(a), parts, -1, x.shape[1]
+        )
+        added = [
+            jnp.einsum("n...or,nrb->...ob", b, low[:, part]) for part, b in enumerate(adapters.b)
+        ]
     else:
         own, is_adapted = jnp.maximum(adapter - 1, 0), (adapter > 0).astype(x.dtype)
         rows = x.reshape(len(x), len(adapter), -1)
         low = jnp.einsum("crd,dct->crt", a[own], rows) * is_adapted[:, None, None]
         low = low.reshape(len(adapter), parts, -1, rows.shape[2])
-        added = [jnp.einsum("c...or,crt->...oct", b[own], low[:, part]) for part, b in enumerate(adapters.b)]
+        added = [
+            jnp.einsum("c...or,crt->...oct", b[own], low[:, part])
+            for part, b in enumerate(adapters.b)
+        ]
         added = [x.reshape(*x.shape[:-2], -1) for x in added]
     return out + jnp.concatenate(added, axis=-2).reshape(out.shape)
 
 
-def _lay_out(config: DecoderConfig, adapter: PeftAdapter, kinds: Sequence[str], rank: int) -> AdapterStacks:
+def _lay_out(
+    config: DecoderConfig, adapter: PeftAdapter, kinds: Sequence[str], rank: int
+) -> AdapterStacks:
     """Return one adapter's matrices without the axis of adapters, float32 on the host."""
 
     def part(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:

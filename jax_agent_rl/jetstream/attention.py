@@ -26,7 +26,11 @@ from jax_agent_rl.models.tree_kernel import MASK_VALUE, TreeMask
 DEVICES = ("expert", "tensor")
 """The axes of an engine's mesh that are not 1."""
 
-_HEADS_FIRST, _HEADS_SECOND, _WHOLE = PartitionSpec(DEVICES), PartitionSpec(None, DEVICES), PartitionSpec()
+_HEADS_FIRST, _HEADS_SECOND, _WHOLE = (
+    PartitionSpec(DEVICES),
+    PartitionSpec(None, DEVICES),
+    PartitionSpec(),
+)
 
 
 def decode_attention(
@@ -56,7 +60,10 @@ def decode_attention(
         [B, K, G, h], and the updated cache.
     """
     run = functools.partial(_plain_decode if pages is None else _decode_by_kernels, window=window)
-    specs, out = (*[_HEADS_SECOND] * 3, _WHOLE, _WHOLE, _HEADS_FIRST), (_HEADS_SECOND, _HEADS_SECOND)
+    specs, out = (
+        (*[_HEADS_SECOND] * 3, _WHOLE, _WHOLE, _HEADS_FIRST),
+        (_HEADS_SECOND, _HEADS_SECOND),
+    )
     return _on_each_device(run, mesh, specs, out)(q, cached, new, positions, pages, sinks)
 
 
@@ -84,7 +91,9 @@ def chunk_attention(
     Returns:
         [K, G, h, R, T].
     """
-    tpu, default = (functools.partial(one, window=window) for one in (_chunk_by_kernel, _plain_chunk))
+    tpu, default = (
+        functools.partial(one, window=window) for one in (_chunk_by_kernel, _plain_chunk)
+    )
     run = functools.partial(by_platform, tpu=tpu, default=default)
     specs = (_HEADS_FIRST, _HEADS_SECOND, _HEADS_SECOND, _WHOLE, _HEADS_FIRST)
     return _on_each_device(run, mesh, specs, _HEADS_FIRST)(q, cached, new, starts, sinks)
@@ -94,7 +103,11 @@ def _on_each_device(
     run: Callable[..., Any], mesh: Mesh | None, specs: tuple[PartitionSpec, ...], out: Any
 ) -> Callable[..., Any]:
     """Run per device of a mesh, as XLA cannot split a kernel."""
-    return run if mesh is None else jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    return (
+        run
+        if mesh is None
+        else jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    )
 
 
 def _plain_decode(
@@ -115,7 +128,9 @@ def _plain_decode(
     length, scales = cached.values.shape[2], cached.scales
     distance = positions[:, None] - jnp.arange(length)  # [B, S]
     visible = (distance >= 0) & (distance < (window or length))
-    keys, values = (x if scales is None else x.astype(q.dtype) for x in (cached.keys, cached.values))
+    keys, values = (
+        x if scales is None else x.astype(q.dtype) for x in (cached.keys, cached.values)
+    )
     scores = jnp.einsum("bkgh,bkhs->bkgs", q, keys, preferred_element_type=jnp.float32)
     if scales is not None:
         scores = scores * scales[:, :, :1]
@@ -168,7 +183,9 @@ def _plain_chunk(
     visible = _chunk_mask(starts, new.values.shape[2], cached.values.shape[2], window)
     keys, values = _joined(cached, new, q.dtype)
     scores = jnp.einsum("kghrt,rkhs->rkgts", q, keys, preferred_element_type=jnp.float32)
-    weights = _softmax(jnp.where(visible, scores, MASK_VALUE), None if sinks is None else sinks[..., None, None])
+    weights = _softmax(
+        jnp.where(visible, scores, MASK_VALUE), None if sinks is None else sinks[..., None, None]
+    )
     weights = weights.astype(values.dtype)
     return jnp.einsum("rkgts,rksh->kghrt", weights, values)
 

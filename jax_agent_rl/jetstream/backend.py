@@ -27,7 +27,11 @@ from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, ignore_line
 from jax_agent_rl.jetstream.engine_core import ChunkSink, EngineCore, EngineThread
-from jax_agent_rl.jetstream.external_engine import ExternalEngineAdapter, ExternalScheduler, MakeEngine
+from jax_agent_rl.jetstream.external_engine import (
+    ExternalEngineAdapter,
+    ExternalScheduler,
+    MakeEngine,
+)
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
@@ -116,10 +120,14 @@ class JetStreamBackend:
         self._replica = replica
         self._mesh = replica.mesh if replica else mesh or make_engine_mesh(EngineMeshConfig())
         self._weights = ServedWeights(config, params, self._mesh)
-        if deterministic is not None or external_engine is not None:  # neither takes images, or masks of ids
+        if (
+            deterministic is not None or external_engine is not None
+        ):  # neither takes images, or masks of ids
             vision_processor = grammars = None
         self._grammars = grammars
-        self._image_reader = ImageReader(vision_processor, max_patches=max(shapes.patch_buckets, default=0))
+        self._image_reader = ImageReader(
+            vision_processor, max_patches=max(shapes.patch_buckets, default=0)
+        )
         self._streams: dict[str, ChunkSink] = {}
         self._preparing: dict[str, asyncio.Event] = {}  # requests that are not queued yet
         self._thread = EngineThread(self._fail_streams)
@@ -143,8 +151,12 @@ class JetStreamBackend:
             lora=bool(self._adapters),
             scoring=self._external_engine is None and not self._image_reader.kinds,
             routed_experts=self._config.experts is not None and self._external_engine is None,
-            precision=self._eight_bits["quantize"] or self._eight_bits["kv_dtype"] or self._dtype.name,
-            weight_dtype=weight_dtype(self._dtype.name, self._eight_bits["quantize"], self._external_engine),
+            precision=self._eight_bits["quantize"]
+            or self._eight_bits["kv_dtype"]
+            or self._dtype.name,
+            weight_dtype=weight_dtype(
+                self._dtype.name, self._eight_bits["quantize"], self._external_engine
+            ),
             weight_payloads=WEIGHT_PAYLOADS,
             multi_modal=self._image_reader.kinds,
         )
@@ -174,7 +186,9 @@ class JetStreamBackend:
         else:
             external = self._external_engine(self._config, self._shapes)
             engine = ExternalEngineAdapter(external, self._config, self._shapes)
-            scheduler = ExternalScheduler(engine, engine.load_params(self._take_initial_params()), **start)
+            scheduler = ExternalScheduler(
+                engine, engine.load_params(self._take_initial_params()), **start
+            )
         scheduler.cache = engine.warm_up(scheduler.params, scheduler.cache, self._compiling)
         return scheduler
 
@@ -191,8 +205,16 @@ class JetStreamBackend:
             kind = DeterministicEngine
         elif self._image_reader.kinds:
             kind = VisionEngine
-        options: dict[str, Any] = {"dtype": self._dtype, "mesh": self._mesh, "table": self._deterministic}
-        options |= {"adapters": self._adapters, "compile_ahead": self._compile_ahead, **self._eight_bits}
+        options: dict[str, Any] = {
+            "dtype": self._dtype,
+            "mesh": self._mesh,
+            "table": self._deterministic,
+        }
+        options |= {
+            "adapters": self._adapters,
+            "compile_ahead": self._compile_ahead,
+            **self._eight_bits,
+        }
         options["replica"] = self._replica
         return kind(self._config, self._shapes, **options)
 
@@ -251,16 +273,24 @@ class JetStreamBackend:
         if (grammar := request.sampling.grammar) is None:
             return None
         if self._grammars is None:
-            raise BackendError(f"request {request.request_id!r} has a grammar, which this engine cannot follow")
+            raise BackendError(
+                f"request {request.request_id!r} has a grammar, which this engine cannot follow"
+            )
         try:
             sampled = request.prompt_ids[len(request.prompt_ids) - request.resumed :]
-            return await in_grammar_thread(functools.partial(self._grammars.start, grammar, sampled))
+            return await in_grammar_thread(
+                functools.partial(self._grammars.start, grammar, sampled)
+            )
         except GrammarError as error:
             raise BackendError(f"request {request.request_id!r}: {error}") from None
 
-    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+    async def score(
+        self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
+    ) -> TokenScores:
         if not self.capabilities.scoring:
-            raise NotImplementedError("an external engine, and one that reads images, scores no given ids")
+            raise NotImplementedError(
+                "an external engine, and one that reads images, scores no given ids"
+            )
         check_ids("the context to score", tuple(token_ids))
         check_int("start", start, least=1, below=len(token_ids))
         check_int("top_k", top_k, least=0, below=self._config.vocab_size + 1)
@@ -336,10 +366,14 @@ class JetStreamBackend:
     # --- diagnosis --------------------------------------------------------------------------------------
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
-        return await self._thread.call(lambda: inspection.tensor_samples(self._config, self._core.scheduler))
+        return await self._thread.call(
+            lambda: inspection.tensor_samples(self._config, self._core.scheduler)
+        )
 
     async def replica_samples(self) -> Sequence[Mapping[str, TensorSample]]:
         return ()
 
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
-        return await self._thread.call(lambda: inspection.layer_outputs(self._core.scheduler, token_ids))
+        return await self._thread.call(
+            lambda: inspection.layer_outputs(self._core.scheduler, token_ids)
+        )

@@ -57,7 +57,9 @@ class _Page:
     children: list[_Page] = field(default_factory=list)
     ref_count: int = 0  # running contexts
     last_used: int = 0
-    sessions: set[str] = field(default_factory=set)  # sessions between turns whose context includes this page
+    sessions: set[str] = field(
+        default_factory=set
+    )  # sessions between turns whose context includes this page
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +95,9 @@ class BlockManager:
         return_rate: Callable[[str], float] = lambda session: 0.0,
     ) -> None:
         self.size = size
-        self.saved: list[tuple[int, int]] = []  # pages to copy to host pages before anything is written
+        self.saved: list[
+            tuple[int, int]
+        ] = []  # pages to copy to host pages before anything is written
         self._max_context_pages = max_context_pages
         self._total = pages
         self._return_rate = return_rate
@@ -131,16 +135,24 @@ class BlockManager:
                 not taken if that is more than a slot until it returns, unless the request's own session is in the
                 cache. 0 takes any.
         """
-        ids, root = np.asarray(prompt).tolist()[:-1], self._roots.setdefault(adapter, _Page(NULL_PAGE, None))
+        ids, root = (
+            np.asarray(prompt).tolist()[:-1],
+            self._roots.setdefault(adapter, _Page(NULL_PAGE, None)),
+        )
         shared, part, common = self._common_prefix(ids, root)
         if part is not None and common == len(part.ids) and not part.ref_count:
             shared, part, common = [*shared, part], None, 0  # append to it: nothing is lost
-        own, returning = len(ids) // self.size + 1 - len(shared), [page for page in shared if page.on_host]
+        own, returning = (
+            len(ids) // self.size + 1 - len(shared),
+            [page for page in shared if page.on_host],
+        )
         need = own + len(returning)
         protected: set[_Page] = set()
         if need + self._growing > len(self._free) and not self.holds_most(session, len(ids)):
             protected = self._protected_pages(recompute_cost)
-        if part is not None and (part.on_host or not self._has_space(need, {*shared, part, *protected})):
+        if part is not None and (
+            part.on_host or not self._has_space(need, {*shared, part, *protected})
+        ):
             part, common = None, 0  # no space for the page and its copy
         if not self._has_space(need, {*shared, *protected}):
             return None
@@ -158,7 +170,9 @@ class BlockManager:
         self._allocated += 1
         self._contexts[context] = _Context([*shared, *new], session, reused)
         copy = None if part is None else (part.number, new[0].number)
-        return Allocation(context=context, pages=self.pages(context), reused=reused, copy=copy, restored=restored)
+        return Allocation(
+            context=context, pages=self.pages(context), reused=reused, copy=copy, restored=restored
+        )
 
     def holds_most(self, session: str | None, count: int) -> bool:
         """Whether the cache holds most of the ``count`` ids of a session's next context."""
@@ -254,7 +268,9 @@ class BlockManager:
             parent, begin = places.pop()
             rest = ids[begin : begin + self.size]
             for page in parent.children:
-                common = _common(page.ids, rest) if page.ids[:1] == rest[:1] else 0  # most of many differ at once
+                common = (
+                    _common(page.ids, rest) if page.ids[:1] == rest[:1] else 0
+                )  # most of many differ at once
                 if common == self.size:
                     places.append((page, begin + self.size))
                 score = begin + common, common == len(page.ids) and not page.ref_count
@@ -270,13 +286,19 @@ class BlockManager:
 
     def _has_space(self, count: int, keep: set[_Page]) -> bool:
         """Whether ``count`` pages can be allocated besides those kept, and one more for each running context."""
-        spare = len(self._free) + self._idle - sum(not (page.ref_count or page.on_host) for page in keep)
+        spare = (
+            len(self._free)
+            + self._idle
+            - sum(not (page.ref_count or page.on_host) for page in keep)
+        )
         return count + self._growing <= spare
 
     @property
     def _growing(self) -> int:
         """Running contexts that may need another page."""
-        return sum(len(context.pages) < self._max_context_pages for context in self._contexts.values())
+        return sum(
+            len(context.pages) < self._max_context_pages for context in self._contexts.values()
+        )
 
     def _protected_pages(self, recompute_cost: float) -> set[_Page]:
         """Return the pages of waiting sessions that are worth a slot until these return."""
@@ -343,7 +365,11 @@ class BlockManager:
 
     def _offer_eviction(self, page: _Page) -> bool:
         """Make a page evictable if it is an unreferenced leaf of the tree on the device."""
-        if page.parent is None or page.ref_count or not all(child.on_host for child in page.children):
+        if (
+            page.parent is None
+            or page.ref_count
+            or not all(child.on_host for child in page.children)
+        ):
             return False
         self._leaves[page.number] = page
         return True
@@ -363,7 +389,9 @@ class BlockManager:
     def _make_host_room(self, rank: tuple[bool, float, int]) -> bool:
         """Free a host page of no higher rank; False if there is none."""
         if not self._host_free:
-            leaves = (page for page in self._on_host.values() if not (page.children or page.ref_count))
+            leaves = (
+                page for page in self._on_host.values() if not (page.children or page.ref_count)
+            )
             least = min(leaves, key=self._rank, default=None)
             if least is not None and self._rank(least) <= rank:
                 self._drop(least)
@@ -396,4 +424,6 @@ class BlockManager:
 
 def _common(a: list[int], b: list[int]) -> int:
     """Return the length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

@@ -60,16 +60,27 @@ def _registered() -> str | None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     slower = "decoding takes XLA's own products, which are two to three times slower"
     if compiler is None:
-        logger.warning("no C++ compiler (%s) on the PATH: %s; install one", ", ".join(COMPILERS), slower)
+        logger.warning(
+            "no C++ compiler (%s) on the PATH: %s; install one", ", ".join(COMPILERS), slower
+        )
         return None
     try:
         # The macros name the compiler's version and every extension of this CPU.
         macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
-        parts = (*(file.read_text() for file in (SOURCE, *HEADERS)), macros, " ".join(FLAGS), version("jaxlib"))
+        parts = (
+            *(file.read_text() for file in (SOURCE, *HEADERS)),
+            macros,
+            " ".join(FLAGS),
+            version("jaxlib"),
+        )
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         library = ctypes.CDLL(str(_built(compiler, digest)))
     except (OSError, subprocess.SubprocessError) as error:
-        why = error.stderr.strip().splitlines()[:1] if isinstance(error, subprocess.CalledProcessError) else error
+        why = (
+            error.stderr.strip().splitlines()[:1]
+            if isinstance(error, subprocess.CalledProcessError)
+            else error
+        )
         logger.warning("%s could not build the decode kernels (%s): %s", compiler, why, slower)
         return None
     for target in TARGETS:
@@ -89,15 +100,21 @@ def _built(compiler: str, digest: str) -> Path:
             made = Path(temporary) / file.name
             _run(compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made))
             os.replace(made, file)  # other processes may build it at the same time
-        logger.info("built the decode kernels for this CPU in %.1f s: %s", time.perf_counter() - begin, file)
+        logger.info(
+            "built the decode kernels for this CPU in %.1f s: %s", time.perf_counter() - begin, file
+        )
     return file
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILER_SECONDS).stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=COMPILER_SECONDS
+    ).stdout
 
 
-def product(config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Array | None = None) -> jax.Array:
+def product(
+    config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Array | None = None
+) -> jax.Array:
     """Multiply [..., out, in] x [in, B] -> [..., out, B].
 
     Args:
@@ -110,11 +127,15 @@ def product(config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Ar
     return _call("product", out)(weight, x, _or_empty(norm), **_norm_settings(config))
 
 
-def gated_product(config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Array | None = None) -> jax.Array:
+def gated_product(
+    config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Array | None = None
+) -> jax.Array:
     """Apply the activation to the two products of [2, out, in] x [in, B] -> [out, B]; arguments as :func:`product`."""
     out = jax.ShapeDtypeStruct((weight.shape[1], x.shape[1]), x.dtype)
     activation = np.int64(list(ACTIVATIONS).index(config.activation))
-    return _call("gated_product", out)(weight, x, _or_empty(norm), activation=activation, **_norm_settings(config))
+    return _call("gated_product", out)(
+        weight, x, _or_empty(norm), activation=activation, **_norm_settings(config)
+    )
 
 
 def grouped_product(weight: jax.Array, x: jax.Array, group: jax.Array) -> jax.Array:

@@ -60,7 +60,9 @@ class ReplicaGroup:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.replicas = [Replica(self, number, part) for number, part in enumerate(split_mesh(mesh))]
+        self.replicas = [
+            Replica(self, number, part) for number, part in enumerate(split_mesh(mesh))
+        ]
         self._given: list[Any] = [None] * len(self.replicas)
         self._results: list[Any] = []
         self._work: Callable[[list[Any]], list[Any]] = list
@@ -82,7 +84,10 @@ class ReplicaGroup:
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise EngineDiedError(_ENDED) from None
-        result, self._results[number] = self._results[number], None  # nothing here keeps weights in memory
+        result, self._results[number] = (
+            self._results[number],
+            None,
+        )  # nothing here keeps weights in memory
         if isinstance(result, Exception):
             raise result
         return result
@@ -99,7 +104,9 @@ class ReplicaGroup:
         except Exception as error:  # raised in every engine's thread
             self._results = [error] * len(given)
 
-    def load(self, load: WeightLoader, params: Params, old: list[EngineParams | None]) -> list[EngineParams]:
+    def load(
+        self, load: WeightLoader, params: Params, old: list[EngineParams | None]
+    ) -> list[EngineParams]:
         """Load parameters into all engines, in the memory of their old weights if all have some on devices."""
         whole = None
         if not any(x is None or not isinstance(x.embed, jax.Array) for x in old):
@@ -121,7 +128,10 @@ class ReplicaGroup:
             shards = [s.data for s in x.addressable_shards if s.device in sharding.device_set]
             return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
-        return [jax.tree.map(own, params, engine_shardings(params, replica.mesh)) for replica in self.replicas]
+        return [
+            jax.tree.map(own, params, engine_shardings(params, replica.mesh))
+            for replica in self.replicas
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +142,9 @@ class Replica:
     number: int
     mesh: Mesh
 
-    def load(self, load: WeightLoader, params: Params, old: EngineParams | None = None) -> EngineParams:
+    def load(
+        self, load: WeightLoader, params: Params, old: EngineParams | None = None
+    ) -> EngineParams:
         """Load parameters together with the other engines, see :class:`WeightLoader`."""
         # Engine 0's loader, whoever runs it: the programs are compiled once.
         loader = load if self.number == 0 else None
@@ -179,7 +191,9 @@ class DataParallelBackend:
         for replica in self._group.replicas:
             printing = {"print_line": print_line} if print_line and replica.number == 0 else {}
             number = str(replica.number)
-            self._engines[number] = make(replica=replica, seed=seed + replica.number * _SEED_STRIDE, **printing)
+            self._engines[number] = make(
+                replica=replica, seed=seed + replica.number * _SEED_STRIDE, **printing
+            )
         self._balancer = Balancer(max_in_flight=shapes.max_concurrent_decodes)
         for name in self._engines:
             self._balancer.add(name)
@@ -200,7 +214,9 @@ class DataParallelBackend:
         return min(engine.policy_version for engine in self.engines)
 
     async def start(self) -> None:
-        results = await asyncio.gather(*(engine.start() for engine in self.engines), return_exceptions=True)
+        results = await asyncio.gather(
+            *(engine.start() for engine in self.engines), return_exceptions=True
+        )
         if any(results):
             await self.close()
             _raise_first(results)
@@ -220,7 +236,9 @@ class DataParallelBackend:
                 async for chunk in chunks:
                     yield chunk
 
-    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+    async def score(
+        self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
+    ) -> TokenScores:
         engine = min(self._balancer.servers, key=self._balancer.in_flight)
         return await self._engines[engine].score(token_ids, start=start, top_k=top_k)
 
@@ -295,9 +313,14 @@ class DataParallelBackend:
 
     async def metrics(self) -> BackendMetrics:
         """Return the sums over all engines; of the time they take weights together, the longest."""
-        each = [asdict(one) for one in await asyncio.gather(*(engine.metrics() for engine in self.engines))]
+        each = [
+            asdict(one)
+            for one in await asyncio.gather(*(engine.metrics() for engine in self.engines))
+        ]
         sums = {name: sum(one[name] for one in each) for name in each[0]}
-        return BackendMetrics(**sums | {"weight_update_seconds": max(one["weight_update_seconds"] for one in each)})
+        return BackendMetrics(
+            **sums | {"weight_update_seconds": max(one["weight_update_seconds"] for one in each)}
+        )
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
         """Return the first engine's."""

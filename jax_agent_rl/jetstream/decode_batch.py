@@ -17,7 +17,9 @@ from jax_agent_rl.models.vision_context import MultimodalContext
 from jax_agent_rl.types import SamplingParams
 
 MAX_STOP_IDS = 8
-PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
+PREFILL_ROWS = (
+    4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
+)
 ALL_ALLOWED = np.uint32(0xFFFFFFFF)
 
 
@@ -61,7 +63,9 @@ class Sampled:
     @classmethod
     def of(cls, out: np.ndarray) -> Sampled:
         """Read the output of :func:`~jax_agent_rl.jetstream.programs.decode`."""
-        return cls(out[0], out[1].view(np.float32), out[2:].view(np.uint32) if len(out) > 2 else None)
+        return cls(
+            out[0], out[1].view(np.float32), out[2:].view(np.uint32) if len(out) > 2 else None
+        )
 
     def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return ids [S], log-probs [S] and bits of kept ids [S, ceil(V / 32)] of one slot."""
@@ -117,7 +121,10 @@ def truncation_of(slots: Sequence[SamplingParams]) -> Truncation | None:
 
 
 def slots_of(
-    runs: Sequence[RunningRequest], pages: Sequence[Sequence[int]], context_pages: int, vocab_size: int
+    runs: Sequence[RunningRequest],
+    pages: Sequence[Sequence[int]],
+    context_pages: int,
+    vocab_size: int,
 ) -> DecodeBatch:
     """Return a slot for each of some requests, without their adapters.
 
@@ -184,7 +191,11 @@ def columns_of(
     place = np.arange(len(context)) - np.repeat(np.cumsum(counts) - counts, counts)
     columns = jax.tree.map(lambda x: x[context], slots)
     tokens = np.concatenate([np.asarray(own, np.int32) for own in ids])
-    return replace(columns, tokens=tokens, positions=columns.positions + place.astype(np.int32)), context, place
+    return (
+        replace(columns, tokens=tokens, positions=columns.positions + place.astype(np.int32)),
+        context,
+        place,
+    )
 
 
 def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
@@ -192,7 +203,9 @@ def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
     if not extra:
         return slots
     optional: dict[str, Any] = {
-        name: np.zeros(extra, np.int32) for name in ("offsets", "adapter") if getattr(slots, name) is not None
+        name: np.zeros(extra, np.int32)
+        for name in ("offsets", "adapter")
+        if getattr(slots, name) is not None
     }
     if slots.truncation is not None:
         optional["truncation"] = Truncation(

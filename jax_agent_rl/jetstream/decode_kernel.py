@@ -58,7 +58,8 @@ def _write_each(at: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV)
         before, after = [0] * (axis - 1), [0] * (x.ndim - axis - 1)
         width = shape[axis - 1]
         return pl.BlockSpec(
-            (None, *shape), lambda b, at, within: (at[b], *before, jax.lax.div(within[b], width), *after)
+            (None, *shape),
+            lambda b, at, within: (at[b], *before, jax.lax.div(within[b], width), *after),
         )
 
     def one(_: int, x: jax.Array) -> pl.BlockSpec:
@@ -74,7 +75,10 @@ def _write_each(at: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV)
 
     parts = cached.by_position(part)
     specs = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=2, grid=at.shape, in_specs=[parts, new.by_position(one)], out_specs=parts
+        num_scalar_prefetch=2,
+        grid=at.shape,
+        in_specs=[parts, new.by_position(one)],
+        out_specs=parts,
     )
     return _call(write, specs, at, within, cached, new)
 
@@ -102,31 +106,45 @@ def _write_together(at: jax.Array, within: jax.Array, cached: LayerKV, new: Laye
             pltpu.SemaphoreType.DMA((2, 2, arrays, per_step)),
         ],
     )
-    return _call(functools.partial(_write_slots, per_step, slots // per_step), specs, at, within, cached, new)
+    return _call(
+        functools.partial(_write_slots, per_step, slots // per_step), specs, at, within, cached, new
+    )
 
 
-def _call(kernel: Any, specs: Any, at: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
+def _call(
+    kernel: Any, specs: Any, at: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV
+) -> LayerKV:
     """Run a kernel that changes the cache in its own memory."""
-    parts = jax.tree.leaves(cached.by_position(lambda axis, x: math.prod(_part_shape(axis, x)) * x.dtype.itemsize))
+    parts = jax.tree.leaves(
+        cached.by_position(lambda axis, x: math.prod(_part_shape(axis, x)) * x.dtype.itemsize)
+    )
     return pl.pallas_call(
         kernel,
         grid_spec=specs,
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cached),
         input_output_aliases={2 + i: i for i in range(len(parts))},  # counted from ``at`` on
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * len(at) * sum(parts)),
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=2 * len(at) * sum(parts)
+        ),
     )(at, within, cached, new)
 
 
 def _with_token(axis: int, old: jax.Array, token: jax.Array, position: Any) -> jax.Array:
     """Return a part of a page with the token at its position, which counts from the page's begin."""
-    here = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis - 1) == jax.lax.rem(position, old.shape[axis - 1])
+    here = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis - 1) == jax.lax.rem(
+        position, old.shape[axis - 1]
+    )
     wide = old.dtype if old.dtype.itemsize > 1 else jnp.float32  # TPUs cannot select 8-bit values
     return jnp.where(here, token.astype(wide), old.astype(wide)).astype(old.dtype)
 
 
 def _part_shape(axis: int, x: jax.Array) -> tuple[int, ...]:
     """Return the shape of the part of a page that is read and written with one position."""
-    return (*x.shape[1:axis], min(LANES if axis == 3 else ROWS, x.shape[axis]), *x.shape[axis + 1 :])
+    return (
+        *x.shape[1:axis],
+        min(LANES if axis == 3 else ROWS, x.shape[axis]),
+        *x.shape[axis + 1 :],
+    )
 
 
 def _write_slots(
@@ -168,7 +186,9 @@ def _write_slots(
                 begin = pl.multiple_of(jax.lax.div(within[slot], width) * width, width)
                 place = whole.at[(at[slot], *[slice(None)] * (axis - 1), pl.ds(begin, width))]
                 mine, ready = buffer.at[turn, i], done.at[int(write), turn, number, i]
-                found.append(pltpu.make_async_copy(*((mine, place) if write else (place, mine)), ready))
+                found.append(
+                    pltpu.make_async_copy(*((mine, place) if write else (place, mine)), ready)
+                )
 
         cached.by_position(copy, parts)
         return found
@@ -189,7 +209,9 @@ def _write_slots(
     def change(axis: int, old: Any, one: Any) -> None:
         turn = jax.lax.rem(step, 2)
         for i in range(per_step):
-            token = jnp.expand_dims(one[i].astype(jnp.float32), axis - 1)  # TPUs insert no axis into 8 or 16 bits
+            token = jnp.expand_dims(
+                one[i].astype(jnp.float32), axis - 1
+            )  # TPUs insert no axis into 8 or 16 bits
             old[turn, i] = _with_token(axis, old[turn, i], token, within[step * per_step + i])
 
     parts.by_position(change, new)
@@ -290,19 +312,25 @@ def _attend(
     for i, page in enumerate(cached):
         first = (j * len(cached) + i) * size
         visible_page = (first <= position) & (begin < first + size)
-        pl.when(visible_page)(functools.partial(_add, q, page, first, position, begin, mixed, peak, total))
+        pl.when(visible_page)(
+            functools.partial(_add, q, page, first, position, begin, mixed, peak, total)
+        )
 
     @pl.when(j == pl.num_programs(1) - 1)
     def finish() -> None:
         out[...] = (mixed[...] / total[...]).astype(out.dtype)
 
 
-def _add(q: Any, page: LayerKV, first: Any, position: Any, begin: Any, mixed: Any, peak: Any, total: Any) -> None:
+def _add(
+    q: Any, page: LayerKV, first: Any, position: Any, begin: Any, mixed: Any, peak: Any, total: Any
+) -> None:
     """Add one page to the running attention of K heads."""
     queries, scales = q[...], page.scales
     keys, values = page.keys[...].astype(queries.dtype), page.values[...].astype(queries.dtype)
     by_head = ((0,), (0,))
-    scores = jax.lax.dot_general(queries, keys, (((2,), (1,)), by_head), preferred_element_type=jnp.float32)
+    scores = jax.lax.dot_general(
+        queries, keys, (((2,), (1,)), by_head), preferred_element_type=jnp.float32
+    )
     if scales is not None:
         scores *= scales[:, :1]
     at = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
@@ -318,5 +346,7 @@ def _add(q: Any, page: LayerKV, first: Any, position: Any, begin: Any, mixed: An
     place = first + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
     values = jnp.where(place <= position, values, 0)
     weights = weights.astype(queries.dtype)
-    new = jax.lax.dot_general(weights, values, (((2,), (1,)), by_head), preferred_element_type=jnp.float32)
+    new = jax.lax.dot_general(
+        weights, values, (((2,), (1,)), by_head), preferred_element_type=jnp.float32
+    )
     mixed[...] = mixed[...] * shrink + new

@@ -55,7 +55,9 @@ class DeterministicEngine(JaxEngine):
             )
         super().__init__(config, shapes, **options)
 
-    def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
+    def extend(
+        self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
+    ) -> KVCache:
         """Feed ids into pages, one by one."""
         waiting = [extension for extension in extensions if len(extension.ids)]
         for some in _batches(waiting, self.max_concurrent_decodes):
@@ -78,7 +80,12 @@ class DeterministicEngine(JaxEngine):
         return self.max_concurrent_decodes
 
     def force(
-        self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension], *, temperature: float
+        self,
+        params: EngineParams,
+        cache: KVCache,
+        extensions: Sequence[Extension],
+        *,
+        temperature: float,
     ) -> tuple[KVCache, list[np.ndarray]]:
         """Feed ids into the pages of at most ``max_concurrent_decodes`` contexts.
 
@@ -92,27 +99,39 @@ class DeterministicEngine(JaxEngine):
             The cache, and for each extension of n ids float32 [n - 1]: the log-prob of every id but the first.
         """
         scored: list[list[np.ndarray]] = [[] for _ in extensions]
-        for done in range(0, max((len(e.ids) for e in extensions), default=0), self.shapes.decode_steps):
-            slots, forced = self._forced_slots([e.after(min(done, len(e.ids))) for e in extensions], temperature)
+        for done in range(
+            0, max((len(e.ids) for e in extensions), default=0), self.shapes.decode_steps
+        ):
+            slots, forced = self._forced_slots(
+                [e.after(min(done, len(e.ids))) for e in extensions], temperature
+            )
             limits = np.array([self.shapes.decode_steps, len(extensions) + 1], np.int32)
             cache, sampled = self._run(params, cache, slots, limits, forced)
             for slot, own in enumerate(scored):
                 own.append(sampled.log_probs[sampled.ids[:, slot] >= 0, slot])
-        return cache, [np.concatenate(own)[: len(e.ids) - 1] for own, e in zip(scored, extensions, strict=True)]
+        return cache, [
+            np.concatenate(own)[: len(e.ids) - 1] for own, e in zip(scored, extensions, strict=True)
+        ]
 
-    def warm_up(self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line) -> KVCache:
+    def warm_up(
+        self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line
+    ) -> KVCache:
         """Compile and run the one program."""
         print_line("compiling the one program (1 of 1)")
         slots = make_decode_batch(self.max_concurrent_decodes, self.shapes.context_pages)
         cache, _ = self.decode(params, cache, slots, self.shapes.decode_steps, 1)
         return self._end_warm_up(cache, print_line)
 
-    def _forced_slots(self, rest: Sequence[Extension], temperature: float) -> tuple[DecodeBatch, np.ndarray]:
+    def _forced_slots(
+        self, rest: Sequence[Extension], temperature: float
+    ) -> tuple[DecodeBatch, np.ndarray]:
         steps = self.shapes.decode_steps
         slots = make_decode_batch(len(rest), self.shapes.context_pages)
         forced = np.full((steps, self.max_concurrent_decodes), -1, np.int32)
         for slot, extension in enumerate(rest):
-            following = [*extension.ids[1 : steps + 1], ANY_ID][:steps]  # the id after the last one is not read
+            following = [*extension.ids[1 : steps + 1], ANY_ID][
+                :steps
+            ]  # the id after the last one is not read
             forced[: len(following), slot] = following
             slots.pages[slot, : len(extension.pages)] = extension.pages
             slots.tokens[slot] = extension.ids[0] if len(extension.ids) else ANY_ID
@@ -122,14 +141,23 @@ class DeterministicEngine(JaxEngine):
         return slots, forced
 
     def _run(
-        self, params: EngineParams, cache: KVCache, slots: DecodeBatch, limits: np.ndarray, forced: np.ndarray
+        self,
+        params: EngineParams,
+        cache: KVCache,
+        slots: DecodeBatch,
+        limits: np.ndarray,
+        forced: np.ndarray,
     ) -> tuple[KVCache, Sampled]:
         count = len(slots.tokens)
-        program = programs.decode_program(self.config, self.shapes.decode_steps, self.split, self.kernels)
+        program = programs.decode_program(
+            self.config, self.shapes.decode_steps, self.split, self.kernels
+        )
         padded = pad_decode_batch(slots, self.max_concurrent_decodes - count)
         key = ("deterministic", cache.count, *["truncated"][: slots.truncation is not None])
         places = (self.cache_sharding, self.replicated)
-        cache, out = self._call(key, program, (1,), params, cache, padded, limits, forced, out=places)
+        cache, out = self._call(
+            key, program, (1,), params, cache, padded, limits, forced, out=places
+        )
         return cache, Sampled.of(np.asarray(out)[:, :, :count])
 
 
@@ -162,11 +190,17 @@ class DeterministicScorer:
         # As large as the engine's, since the program is compiled for that; freed on return.
         cache = self._engine.init_cache()
         scored: list[np.ndarray] = []
-        order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))  # similar lengths together
+        order = sorted(
+            range(len(contexts)), key=lambda i: len(contexts[i])
+        )  # similar lengths together
         shapes = self._engine.shapes
-        for some in _batches(order, min(shapes.max_concurrent_decodes, shapes.pages // shapes.context_pages)):
+        for some in _batches(
+            order, min(shapes.max_concurrent_decodes, shapes.pages // shapes.context_pages)
+        ):
             fed = [
-                Extension(self._engine.shapes.pages_of_slot(slot), 0, np.asarray(contexts[i], np.int32))
+                Extension(
+                    self._engine.shapes.pages_of_slot(slot), 0, np.asarray(contexts[i], np.int32)
+                )
                 for slot, i in enumerate(some)
             ]
             cache, own = self._engine.force(weights, cache, fed, temperature=self._temperature)

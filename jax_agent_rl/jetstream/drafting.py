@@ -88,7 +88,9 @@ class SuffixIndex:
     def __init__(self, max_ids: int = MAX_INDEXED_IDS) -> None:
         self._max_ids = max_ids
         self._following: dict[bytes, list[Draw]] = {}  # by random number
-        self._parts: deque[tuple[bytes, Sequence[Draw]]] = deque()  # draws, and their ids with those before
+        self._parts: deque[tuple[bytes, Sequence[Draw]]] = (
+            deque()
+        )  # draws, and their ids with those before
         self._count = 0
 
     def __len__(self) -> int:
@@ -163,10 +165,17 @@ def _reach(draw: Draw, number: float, low: float, high: float) -> float:
 
     Its interval is as long as the id is probable, contains the draw's own number, and may lie anywhere in [low, high].
     """
-    first, last = max(low, draw.uniform - draw.probability), min(draw.uniform, high - draw.probability)  # its beginning
+    first, last = (
+        max(low, draw.uniform - draw.probability),
+        min(draw.uniform, high - draw.probability),
+    )  # its beginning
     if last <= first:
         return float(first <= number < first + draw.probability)
-    fitting = last - max(first, number - draw.probability) if number > draw.uniform else min(last, number) - first
+    fitting = (
+        last - max(first, number - draw.probability)
+        if number > draw.uniform
+        else min(last, number) - first
+    )
     return max(0.0, fitting / (last - first))
 
 
@@ -188,7 +197,9 @@ def look_up(prompt: Sequence[int], ids: Sequence[int], count: int) -> Draft:
         if (places := np.flatnonzero(found)).size:
             begin = places[-1] + match
             own = there[begin : begin + count].tolist()
-            return Draft(own, [f"prompt {min(match + i, PROMPT_MATCHES[0])}" for i in range(len(own))])
+            return Draft(
+                own, [f"prompt {min(match + i, PROMPT_MATCHES[0])}" for i in range(len(own))]
+            )
     return Draft([], [])
 
 
@@ -198,7 +209,9 @@ class LookupDrafter:
     def __init__(self) -> None:
         self._index = SuffixIndex()
         self._uniform, self._device = jax.jit(uniform), _host()
-        self._known: WeakKeyDictionary[RunningRequest, list[float]] = WeakKeyDictionary()  # of each id to sample
+        self._known: WeakKeyDictionary[RunningRequest, list[float]] = (
+            WeakKeyDictionary()
+        )  # of each id to sample
         self._block(0, 0)  # compile it
 
     def propose(self, runs: Sequence[RunningRequest], count: int) -> list[Draft]:
@@ -211,7 +224,10 @@ class LookupDrafter:
 
     def observe(self, run: RunningRequest, new: int) -> None:
         done = len(run.token_ids)
-        numbers, chances = self._numbers(run, done - new, done), map(math.exp, run.log_probs[done - new :])
+        numbers, chances = (
+            self._numbers(run, done - new, done),
+            map(math.exp, run.log_probs[done - new :]),
+        )
         draws = [*map(Draw, numbers, run.token_ids[done - new :], chances)]
         self._index.add(run.tail(MATCHES[0] + new), draws)
 

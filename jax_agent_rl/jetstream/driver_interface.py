@@ -127,9 +127,15 @@ class DriverEngine(engine_api.Engine):
             cache = jax.tree.map(jnp.copy, existing_prefix.cache)
             ids = np.concatenate([np.asarray(existing_prefix.last_token)[None], ids])
         if start + len(ids) > self._engine.shapes.max_model_len:
-            raise ValueError(f"{start + len(ids)} ids do not fit max_model_len={self._engine.shapes.max_model_len}")
-        cache = self._engine.extend(params, cache, [Extension(self._engine.shapes.pages_of_slot(0), start, ids[:-1])])
-        return EnginePrefix(cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(start + len(ids) - 1))
+            raise ValueError(
+                f"{start + len(ids)} ids do not fit max_model_len={self._engine.shapes.max_model_len}"
+            )
+        cache = self._engine.extend(
+            params, cache, [Extension(self._engine.shapes.pages_of_slot(0), start, ids[:-1])]
+        )
+        return EnginePrefix(
+            cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(start + len(ids) - 1)
+        )
 
     def init_decode_state(self) -> DecodeState:
         """Return a state of ``max_concurrent_decodes`` empty slots."""
@@ -142,7 +148,9 @@ class DriverEngine(engine_api.Engine):
         """Put a prefilled context into a slot."""
         return _insert(prefix, decode_state, jnp.int32(slot))
 
-    def generate(self, params: EngineParams, decode_state: DecodeState) -> tuple[DecodeState, ResultTokens]:
+    def generate(
+        self, params: EngineParams, decode_state: DecodeState
+    ) -> tuple[DecodeState, ResultTokens]:
         """Run one greedy step for every slot; ``ResultTokens`` also carries log-probs."""
         state, data = self._generate_step(params, decode_state)
         return state, ResultTokens(
@@ -152,8 +160,12 @@ class DriverEngine(engine_api.Engine):
     @functools.cached_property
     def _generate_step(self) -> Any:
         slots, length = self.max_concurrent_decodes, self._engine.shapes.cache_length
-        step_once = programs.decode_program(self._engine.config, 1, self._engine.split, self._engine.kernels)
-        pages = np.array([self._engine.shapes.pages_of_slot(slot) for slot in range(slots)], np.int32)
+        step_once = programs.decode_program(
+            self._engine.config, 1, self._engine.split, self._engine.kernels
+        )
+        pages = np.array(
+            [self._engine.shapes.pages_of_slot(slot) for slot in range(slots)], np.int32
+        )
 
         def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
             batch = DecodeBatch(
@@ -172,7 +184,9 @@ class DriverEngine(engine_api.Engine):
             positions = jnp.minimum(state.positions + 1, length - 1)
             generated = state.generated + 1
             data = jnp.stack([ids, jnp.ones_like(ids), generated, bits], axis=1)
-            return DecodeState(cache=cache, tokens=ids, positions=positions, generated=generated), data
+            return DecodeState(
+                cache=cache, tokens=ids, positions=positions, generated=generated
+            ), data
 
         return jax.jit(step, donate_argnums=(1,))
 
@@ -180,7 +194,9 @@ class DriverEngine(engine_api.Engine):
         """Return the shardings of a prefix: those of the engine's cache."""
         shardings: Any = EnginePrefix  # a tree of shardings in place of arrays
         return shardings(
-            cache=self._engine.cache_sharding, last_token=self._engine.replicated, length=self._engine.replicated
+            cache=self._engine.cache_sharding,
+            last_token=self._engine.replicated,
+            length=self._engine.replicated,
         )
 
     def get_tokenizer(self) -> Any:
@@ -217,7 +233,9 @@ class DriverEngine(engine_api.Engine):
 def _insert(prefix: EnginePrefix, state: DecodeState, slot: jax.Array) -> DecodeState:
     first = 1 + slot * (prefix.cache.count - 1)
     cache = jax.tree.map(
-        lambda pages, own: jax.lax.dynamic_update_slice_in_dim(pages, own[1:], first, axis=0), state.cache, prefix.cache
+        lambda pages, own: jax.lax.dynamic_update_slice_in_dim(pages, own[1:], first, axis=0),
+        state.cache,
+        prefix.cache,
     )
     return DecodeState(
         cache=cache,

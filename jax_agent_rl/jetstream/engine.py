@@ -114,10 +114,17 @@ class JaxEngine(VerifyingEngine):
         platform = self.mesh.devices.flat[0].platform
         self._platform, self._quantize = platform, quantize
         if self._suits_cpu_kernels():  # build them while weights load and prefill programs compile
-            threading.Thread(target=cpu_kernels.kernels_digest, name="cpu-kernels", daemon=True).start()
+            threading.Thread(
+                target=cpu_kernels.kernels_digest, name="cpu-kernels", daemon=True
+            ).start()
         self._compile_ahead = platform != "cpu" if compile_ahead is None else compile_ahead
-        eight_bits, whole = quantize and DTYPES[quantize], replica.group.mesh if replica else self.mesh
-        load = WeightLoader(config, self.config, whole, dtype=dtype, quantize=eight_bits, call=self.table.call)
+        eight_bits, whole = (
+            quantize and DTYPES[quantize],
+            replica.group.mesh if replica else self.mesh,
+        )
+        load = WeightLoader(
+            config, self.config, whole, dtype=dtype, quantize=eight_bits, call=self.table.call
+        )
         self._load = functools.partial(replica.load, load) if replica else load
         self.offload_params = replica.offload if replica else to_host
         self.adapters = tuple(adapters or ())
@@ -147,34 +154,55 @@ class JaxEngine(VerifyingEngine):
 
     def empty_cache(self, pages: int) -> KVCache:
         """Return an empty cache of as many pages, and the null page."""
-        make = functools.partial(empty_cache, self.config, 1 + pages, self.shapes.page, self.kv_dtype)
+        make = functools.partial(
+            empty_cache, self.config, 1 + pages, self.shapes.page, self.kv_dtype
+        )
         return self._call(("empty", pages), make, (), out=self.cache_sharding)
 
     def _call(
-        self, key: tuple, function: Any, donate: tuple[int, ...], *args: Any, out: Any, next_call: Any = None
+        self,
+        key: tuple,
+        function: Any,
+        donate: tuple[int, ...],
+        *args: Any,
+        out: Any,
+        next_call: Any = None,
     ) -> Any:
         """Run a program on the engine's mesh, see :meth:`ProgramTable.call`."""
-        return self.table.call(key, function, donate, *args, place=self.replicated, out=out, next_call=next_call)
+        return self.table.call(
+            key, function, donate, *args, place=self.replicated, out=out, next_call=next_call
+        )
 
     # --- prefill ----------------------------------------------------------------------------------------------
 
-    def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
+    def extend(
+        self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
+    ) -> KVCache:
         """Prefill ids into pages, those of each context in order."""
         waiting = [extension for extension in extensions if len(extension.ids)]
         extend = self._extend_columns if self._prefills_columns else self._extend_chunks
         return extend(params, cache, waiting) if waiting else cache
 
-    def _extend_chunks(self, params: EngineParams, cache: KVCache, waiting: Sequence[Extension]) -> KVCache:
+    def _extend_chunks(
+        self, params: EngineParams, cache: KVCache, waiting: Sequence[Extension]
+    ) -> KVCache:
         """Prefill in as many bucketed chunks as it takes; chunks of a size run several at a time."""
         while waiting:
             by_size: dict[int, list[Extension]] = {}
             for extension in waiting:
-                by_size.setdefault(bucket(self.shapes.chunk_buckets, len(extension.ids)), []).append(extension)
+                by_size.setdefault(
+                    bucket(self.shapes.chunk_buckets, len(extension.ids)), []
+                ).append(extension)
             for size, same in by_size.items():
                 same.sort(key=lambda extension: extension.start)  # similar spans together
                 for rows in batches_of(same):
                     cache = self._prefill_chunks(params, cache, rows, size)
-            waiting = [rest for size, same in by_size.items() for e in same if len((rest := e.after(size)).ids)]
+            waiting = [
+                rest
+                for size, same in by_size.items()
+                for e in same
+                if len((rest := e.after(size)).ids)
+            ]
         return cache
 
     def _prefill_chunks(
@@ -200,17 +228,25 @@ class JaxEngine(VerifyingEngine):
             adapter[: len(extensions)] = [extension.adapter for extension in extensions]
         inputs = (params, cache, tokens, starts, before, into, images, self._stacks, adapter)
         sharding = self.cache_sharding
-        new = self._call(("chunks", cache.count, rows, size, span), program, (), *inputs, out=sharding)
-        return self._call(("write", cache.count, rows, size), write_pages, (0,), cache, new, into, out=sharding)
+        new = self._call(
+            ("chunks", cache.count, rows, size, span), program, (), *inputs, out=sharding
+        )
+        return self._call(
+            ("write", cache.count, rows, size), write_pages, (0,), cache, new, into, out=sharding
+        )
 
-    def _image_inputs(self, extensions: Sequence[Extension], rows: int, size: int) -> ImageInputs | None:
+    def _image_inputs(
+        self, extensions: Sequence[Extension], rows: int, size: int
+    ) -> ImageInputs | None:
         """Return the images in chunks; None for text models."""
         return None
 
     def copy_page(self, cache: KVCache, source: int, target: int) -> KVCache:
         """Copy one page over another, on the device."""
         place = np.array([source, target], np.int32)
-        return self._call(("copy", cache.count), copy_page, (0,), cache, place, out=self.cache_sharding)
+        return self._call(
+            ("copy", cache.count), copy_page, (0,), cache, place, out=self.cache_sharding
+        )
 
     def read_routed(self, cache: KVCache, pages: Sequence[int]) -> np.ndarray:
         """Return the experts chosen at the positions of some pages of a context, unsigned [positions, L, k]."""
@@ -232,8 +268,12 @@ class JaxEngine(VerifyingEngine):
         for i in range(0, len(pages), most):
             some = pages[i : i + most]
             padded = _padded(some, bucket(MOVED_TOGETHER, len(some)))
-            index = np.minimum(i + np.arange(len(padded)), len(pages) - 1)  # what goes to the null page is dropped
-            own = jax.device_put(jax.tree.map(lambda x, index=index: x[index], content), self.cache_sharding)
+            index = np.minimum(
+                i + np.arange(len(padded)), len(pages) - 1
+            )  # what goes to the null page is dropped
+            own = jax.device_put(
+                jax.tree.map(lambda x, index=index: x[index], content), self.cache_sharding
+            )
             cache = self.overwrite_pages(cache, own, padded)
         return cache
 
@@ -246,7 +286,10 @@ class JaxEngine(VerifyingEngine):
 
     def _suits_cpu_kernels(self) -> bool:
         """Whether ``jetstream.cpu_kernels`` compute what this engine does: in float32, on one CPU."""
-        whole = self._quantize is None and jnp.dtype(self.dtype) == jnp.dtype(self.kv_dtype) == jnp.float32
+        whole = (
+            self._quantize is None
+            and jnp.dtype(self.dtype) == jnp.dtype(self.kv_dtype) == jnp.float32
+        )
         return self._platform == "cpu" and self.split is None and whole
 
     @functools.cached_property
@@ -283,9 +326,19 @@ class JaxEngine(VerifyingEngine):
 
         def call_of(width: int, span: int) -> tuple[tuple, tuple]:
             """Return a program's key and arguments, cut to its shape: the next program needs only shapes."""
-            own = jax.tree.map(lambda x: x[:width], replace(slots, pages=slots.pages[:, : span // self.shapes.page]))
+            own = jax.tree.map(
+                lambda x: x[:width],
+                replace(slots, pages=slots.pages[:, : span // self.shapes.page]),
+            )
             padded = pad_decode_batch(own, max(0, width - count))
-            return (kind, cache.count, width, span), (params, cache, padded, limits, None, self._stacks)
+            return (kind, cache.count, width, span), (
+                params,
+                cache,
+                padded,
+                limits,
+                None,
+                self._stacks,
+            )
 
         def next_call() -> programs.NextCall:
             shape = None if self._compile_ahead else self._next_decode_shape(width, span)
@@ -332,19 +385,31 @@ class JaxEngine(VerifyingEngine):
         count = 1 + self.shapes.pages
         keys = {("copy", count)} | {("decode", count, *shape) for shape in decode}
         if self.config.experts is not None:
-            keys |= {("routed", count, span // self.shapes.page) for span in self.shapes.span_buckets}
+            keys |= {
+                ("routed", count, span // self.shapes.page) for span in self.shapes.span_buckets
+            }
         if self.shapes.kv_offloading_bytes:
             keys |= {(name, count, moved) for name in ("get", "put") for moved in MOVED_TOGETHER}
         keys |= self._column_keys() | self._verification_keys()
-        return keys | {key for r, t, s in prefill for key in (("chunks", count, r, t, s), ("write", count, r, t))}
+        return keys | {
+            key
+            for r, t, s in prefill
+            for key in (("chunks", count, r, t, s), ("write", count, r, t))
+        }
 
     def _restricted_keys(self) -> set[tuple]:
         """Return the keys of the programs for restricted slots."""
-        kinds = [_decode_kind(*which) for which in itertools.product((False, True), repeat=2) if any(which)]
+        kinds = [
+            _decode_kind(*which)
+            for which in itertools.product((False, True), repeat=2)
+            if any(which)
+        ]
         shapes = itertools.product(kinds, self._program_shapes()[0])
         return {(kind, 1 + self.shapes.pages, *shape) for kind, shape in shapes}
 
-    def warm_up(self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line) -> KVCache:
+    def warm_up(
+        self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line
+    ) -> KVCache:
         """Compile and run every program the shapes allow, but for restricted slots, if ``compile_ahead``.
 
         Any other program compiled from here on counts as a recompilation.
@@ -361,11 +426,15 @@ class JaxEngine(VerifyingEngine):
         columns, steps = self._column_widths, self.shapes.decode_steps
         total, number = len(decode) + len(prefill) + len(columns), itertools.count(1)
         for width, span in decode:
-            print_line(f"compiling decode {width} slots of {span} positions ({next(number)} of {total})")
+            print_line(
+                f"compiling decode {width} slots of {span} positions ({next(number)} of {total})"
+            )
             slots = make_decode_batch(width, self.shapes.context_pages, span - steps)
             cache, _ = self.decode(params, cache, slots, steps, 1)
         for rows, size, span in prefill:
-            print_line(f"compiling prefill {rows} x {size} of {span} positions ({next(number)} of {total})")
+            print_line(
+                f"compiling prefill {rows} x {size} of {span} positions ({next(number)} of {total})"
+            )
             unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
             cache = self._prefill_chunks(params, cache, [unused] * rows, size)
         for width in columns:
@@ -383,7 +452,9 @@ class JaxEngine(VerifyingEngine):
                 self.read_routed(cache, [NULL_PAGE] * (span // self.shapes.page))
         for count in MOVED_TOGETHER if self.shapes.kv_offloading_bytes else ():
             unused = [NULL_PAGE] * count
-            cache = self.put_pages(cache, jax.tree.map(np.asarray, self.get_pages(cache, unused)), unused)
+            cache = self.put_pages(
+                cache, jax.tree.map(np.asarray, self.get_pages(cache, unused)), unused
+            )
         self.table.end_warm_up(later=self._restricted_keys())
         print_line(self.table.summary())
         return cache

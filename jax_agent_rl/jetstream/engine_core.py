@@ -75,7 +75,9 @@ class EngineThread:
             raise BackendError("the backend was already started")
         self._loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(core, ready), name="jetstream-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(core, ready), name="jetstream-engine", daemon=True
+        )
         self._thread.start()
         await ready
 
@@ -102,7 +104,9 @@ class EngineThread:
                 raise EngineDiedError(self._failure)
             if self.closing or self._thread is None:
                 raise BackendClosedError(
-                    "the backend is closed" if self.closing else "the backend was not started: call start()"
+                    "the backend is closed"
+                    if self.closing
+                    else "the backend was not started: call start()"
                 )
             if promise is not None:
                 self._promises.add(promise)
@@ -127,7 +131,9 @@ class EngineThread:
 
     # --- the thread -------------------------------------------------------------------------------------------
 
-    def settle(self, future: asyncio.Future, result: Any = None, *, error: Exception | None = None) -> None:
+    def settle(
+        self, future: asyncio.Future, result: Any = None, *, error: Exception | None = None
+    ) -> None:
         """Settle a future of the asyncio side."""
         self.call_soon(_settle, future, result, error)
 
@@ -177,7 +183,11 @@ class EngineThread:
         while not (self.closing or self._commands):
             self._wake.wait()
         deadline = time.perf_counter() + BURST_SECONDS
-        while not self.closing and self._wake.wait(BURST_GAP_SECONDS) and time.perf_counter() < deadline:
+        while (
+            not self.closing
+            and self._wake.wait(BURST_GAP_SECONDS)
+            and time.perf_counter() < deadline
+        ):
             pass
 
     def _end(self, error: BackendError) -> None:
@@ -236,7 +246,11 @@ class EngineCore:
         """Whether a step would do something without a command."""
         if self._asleep or (self._paused and not self._drains):
             return False
-        return bool(self.scheduler.started if self._drains else self.scheduler.running or self.scheduler.waiting)
+        return bool(
+            self.scheduler.started
+            if self._drains
+            else self.scheduler.running or self.scheduler.waiting
+        )
 
     def step(self) -> None:
         if self.has_work():
@@ -260,7 +274,9 @@ class EngineCore:
             self._thread.call_soon(sink.put_nowait, error)
         except Exception as error:  # one request must not end the others
             logger.exception("request %r could not be queued", request.request_id)
-            refusal = BackendError(f"request {request.request_id!r} cannot be taken: {type(error).__name__}: {error}")
+            refusal = BackendError(
+                f"request {request.request_id!r} cannot be taken: {type(error).__name__}: {error}"
+            )
             self._thread.call_soon(sink.put_nowait, refusal)
 
     def score(self, run: Callable[[Scheduler], TokenScores]) -> TokenScores:
@@ -282,7 +298,9 @@ class EngineCore:
     def _publish(self, progress: Progress) -> None:
         if progress:
             sinks = [
-                self._sinks[run] if isinstance(event, TokenChunk) and event.final is None else self._sinks.pop(run)
+                self._sinks[run]
+                if isinstance(event, TokenChunk) and event.final is None
+                else self._sinks.pop(run)
                 for run, event in progress
             ]
             self._thread.call_soon(_deliver, sinks, [event for _, event in progress])
@@ -295,7 +313,9 @@ class EngineCore:
         if mode is PauseMode.ABORT:
             self._abort_started()
         elif self.scheduler.running:
-            self._fail_drains("pause(keep) froze the requests this pause(wait) waited for; resume(), then pause again")
+            self._fail_drains(
+                "pause(keep) froze the requests this pause(wait) waited for; resume(), then pause again"
+            )
 
     def drain(self, drained: asyncio.Future[None]) -> None:
         """Let running and frozen requests finish, then settle ``drained``."""
@@ -359,7 +379,9 @@ class EngineCore:
             what = f"weights of version {update.version} could not be loaded ({type(error).__name__}: {error})"
             on_device = (x for x in jax.tree.leaves(scheduler.params) if isinstance(x, jax.Array))
             if not any(x.is_deleted() for x in on_device):
-                raise WeightUpdateError(f"{what}; version {self.version} is still served") from error
+                raise WeightUpdateError(
+                    f"{what}; version {self.version} is still served"
+                ) from error
             what += f" after those of version {self.version} had made room for them; send a whole update"
             self._lose_weights(what)
             raise WeightUpdateError(what) from error

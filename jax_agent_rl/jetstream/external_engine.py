@@ -73,7 +73,9 @@ def load_engine_function(where: str) -> MakeEngine:
     """
     module_name, colon, name = where.rpartition(":")
     if not colon:
-        raise ConfigError(f"{KEY}={where!r} names no function; write package.module:function or file.py:function")
+        raise ConfigError(
+            f"{KEY}={where!r} names no function; write package.module:function or file.py:function"
+        )
     function = getattr(load_user_module(module_name, key=KEY), name, None)
     if not callable(function):
         raise ConfigError(f"{KEY}={where!r}: {module_name} has no function {name!r}")
@@ -94,7 +96,9 @@ class ExternalEngineAdapter:
 
     adapters: tuple[str, ...] = ()
 
-    def __init__(self, external: ExternalEngine, config: DecoderConfig, shapes: EngineShapes) -> None:
+    def __init__(
+        self, external: ExternalEngine, config: DecoderConfig, shapes: EngineShapes
+    ) -> None:
         self.config = config
         self.shapes = shapes
         self.engine = external.engine
@@ -115,7 +119,9 @@ class ExternalEngineAdapter:
         """
         leaves, tree = jax.tree.flatten(self.external.to_params(params))
         for i, leaf in enumerate(leaves):
-            leaves[i] = jnp.copy(leaf)  # leaves may share the learner's memory, which its next step donates
+            leaves[i] = jnp.copy(
+                leaf
+            )  # leaves may share the learner's memory, which its next step donates
         return jax.tree.unflatten(tree, leaves)
 
     def offload_params(self, params: Any) -> Any:
@@ -126,12 +132,18 @@ class ExternalEngineAdapter:
         """Return an empty decode state."""
         return self.engine.init_decode_state()
 
-    def prefill(self, params: Any, ids: np.ndarray, key: jax.Array, *, greedy: bool) -> tuple[Any, Any]:
+    def prefill(
+        self, params: Any, ids: np.ndarray, key: jax.Array, *, greedy: bool
+    ) -> tuple[Any, Any]:
         """Prefill one prompt, int32 [n]; return its prefix and a result with the first sampled id."""
         padded = np.zeros(bucket(self._buckets, len(ids)), np.int32)
         padded[: len(ids)] = ids
         return self.engine.prefill(
-            params=params, padded_tokens=jnp.asarray(padded), true_length=len(ids), rng=key, **self._sampling(greedy)
+            params=params,
+            padded_tokens=jnp.asarray(padded),
+            true_length=len(ids),
+            rng=key,
+            **self._sampling(greedy),
         )
 
     def generate(self, params: Any, state: Any, key: jax.Array, *, greedy: bool) -> tuple[Any, Any]:
@@ -153,9 +165,13 @@ class ExternalEngineAdapter:
         jobs = [(size, greedy) for greedy in modes for size in self._buckets]
         found: list[np.ndarray] = []
         for number, (size, greedy) in enumerate(jobs, 1):
-            print_line(f"compiling prompts of {size}{', greedy' if greedy else ''} ({number} of {len(jobs)})")
+            print_line(
+                f"compiling prompts of {size}{', greedy' if greedy else ''} ({number} of {len(jobs)})"
+            )
             key = jax.random.key_data(jax.random.key(number))
-            prefix, first = self.prefill(params, np.arange(size, dtype=np.int32) % 2, key, greedy=greedy)
+            prefix, first = self.prefill(
+                params, np.arange(size, dtype=np.int32) % 2, key, greedy=greedy
+            )
             state = self.engine.insert(prefix, state, 0)
             state, second = self.generate(params, state, key, greedy=greedy)
             found += [log_probs for _, log_probs in read_results([first, second])]
@@ -171,7 +187,10 @@ class ExternalEngineAdapter:
     def _buckets(self) -> tuple[int, ...]:
         """Padded prompt lengths; the last holds any prompt."""
         longest = self.shapes.max_model_len - 1
-        return (*(b for b in self.shapes.prefill_buckets if b < longest), self.engine.max_prefill_length)
+        return (
+            *(b for b in self.shapes.prefill_buckets if b < longest),
+            self.engine.max_prefill_length,
+        )
 
     def _sampling(self, greedy: bool) -> Mapping[str, Any]:
         arguments = self.external.greedy if greedy else self.external.sampled
@@ -194,7 +213,9 @@ class ExternalEngineAdapter:
                 "(MaxText: max_prefill_predict_length)"
             )
         if engine.samples_per_slot != 1:
-            raise ConfigError(f"{KEY}: the engine decodes {engine.samples_per_slot} samples per slot; it must be 1")
+            raise ConfigError(
+                f"{KEY}: the engine decodes {engine.samples_per_slot} samples per slot; it must be 1"
+            )
         for name in ("prefill", "generate"):
             if "rng" not in inspect.signature(getattr(engine, name)).parameters:
                 raise ConfigError(
@@ -210,7 +231,9 @@ def read_results(results: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
         ConfigError: there are no log-probs.
     """
     if any(result.log_prob is None for result in results):
-        raise ConfigError(f"{KEY}: ResultTokens.log_prob is None; switch log-probs on (MaxText: return_log_prob=true)")
+        raise ConfigError(
+            f"{KEY}: ResultTokens.log_prob is None; switch log-probs on (MaxText: return_log_prob=true)"
+        )
     arrays = jax.device_get([(result.data, result.log_prob) for result in results])
     columns = [result.tokens_idx[0] for result in results]
     return [
@@ -276,7 +299,10 @@ class ExternalScheduler(Scheduler):
         return SlotTable(self.engine.max_concurrent_decodes)
 
     def submit(
-        self, request: GenerateRequest, multimodal: MultimodalContext | None = None, grammar: GrammarState | None = None
+        self,
+        request: GenerateRequest,
+        multimodal: MultimodalContext | None = None,
+        grammar: GrammarState | None = None,
     ) -> RunningRequest:
         """Queue a request as :meth:`Scheduler.submit` does.
 
@@ -291,8 +317,12 @@ class ExternalScheduler(Scheduler):
                 "top_p to 1, top_k and min_p to 0"
             )
         if sampling.temperature == 0 and self.engine.external.greedy is None:
-            raise BackendError(f"{name}: temperature=0, but this external engine has no greedy mode")
-        max_tokens = min(sampling.max_tokens, self.engine.shapes.max_model_len - len(request.prompt_ids))
+            raise BackendError(
+                f"{name}: temperature=0, but this external engine has no greedy mode"
+            )
+        max_tokens = min(
+            sampling.max_tokens, self.engine.shapes.max_model_len - len(request.prompt_ids)
+        )
         if max_tokens > (most := self.engine.external.max_new_tokens):
             raise BackendError(
                 f"{name} may sample {max_tokens} ids, but a slot holds {most} after its prompt; "
@@ -329,7 +359,9 @@ class ExternalScheduler(Scheduler):
             results.append(self._prefill(run))
             runs.append(run)
         first = read_results(results) if results else []
-        return self._take_all((run, ids[:1], logs[:1]) for run, (ids, logs) in zip(runs, first, strict=True))
+        return self._take_all(
+            (run, ids[:1], logs[:1]) for run, (ids, logs) in zip(runs, first, strict=True)
+        )
 
     def _prefill(self, run: RunningRequest) -> object:
         prompt = np.asarray(run.request.prompt_ids, np.int32)
@@ -337,7 +369,9 @@ class ExternalScheduler(Scheduler):
         assert slot is not None  # fewer requests run than there are slots
         run.context = slot
         self.running[run.request.request_id] = run
-        prefix, result = self.engine.prefill(self.params, prompt, self._next_key(), greedy=_is_greedy(run))
+        prefix, result = self.engine.prefill(
+            self.params, prompt, self._next_key(), greedy=_is_greedy(run)
+        )
         self.cache = self.engine.engine.insert(prefix, self.cache, slot)
         self.counters.prefill_tokens += len(prompt)
         return result
@@ -354,11 +388,19 @@ class ExternalScheduler(Scheduler):
             )
             results.append(result)
         self.counters.slot_steps += len(results) * self.engine.max_concurrent_decodes
-        ids, logs = (np.stack(column) for column in zip(*read_results(results), strict=True))  # [steps, slots]
+        ids, logs = (
+            np.stack(column) for column in zip(*read_results(results), strict=True)
+        )  # [steps, slots]
         return self._take_all((run, ids[:, run.context], logs[:, run.context]) for run in runs)
 
-    def _take_all(self, sampled: Iterable[tuple[RunningRequest, np.ndarray, np.ndarray]]) -> Progress:
-        return [(run, chunk) for run, ids, logs in sampled if (chunk := self._take(run, ids, logs)) is not None]
+    def _take_all(
+        self, sampled: Iterable[tuple[RunningRequest, np.ndarray, np.ndarray]]
+    ) -> Progress:
+        return [
+            (run, chunk)
+            for run, ids, logs in sampled
+            if (chunk := self._take(run, ids, logs)) is not None
+        ]
 
     def _finish(self, run: RunningRequest, new: int) -> TokenChunk:
         slot = run.context

@@ -40,7 +40,11 @@ from jax_agent_rl.models.layers import (
     rope_tables,
     rotate,
 )
-from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts, transpose_matrices
+from jax_agent_rl.models.moe import (
+    mixture_of_experts,
+    replicated_mixture_of_experts,
+    transpose_matrices,
+)
 from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
@@ -98,15 +102,21 @@ def engine_params(
         quantize: int8 or float8 for the layers' matrices, with a scale per output; None keeps ``dtype``.
     """
     layers = params["layers"]
-    rest = jax.tree.map(lambda x: x.astype(dtype), {name: x for name, x in params.items() if name != "layers"})
+    rest = jax.tree.map(
+        lambda x: x.astype(dtype), {name: x for name, x in params.items() if name != "layers"}
+    )
 
     def layer(i: int) -> Params:
         fused = _fuse(config, {name: x[i] for name, x in layers.items()})
         arranged = {
-            name: x.astype(dtype) if quantize is None or name not in QUANTIZED else quantized(x, quantize, axis=-1)
+            name: x.astype(dtype)
+            if quantize is None or name not in QUANTIZED
+            else quantized(x, quantize, axis=-1)
             for name, x in fused.items()
         }
-        return arranged | {name: transpose_matrices(arranged[name]) for name in EXPERTS & arranged.keys()}
+        return arranged | {
+            name: transpose_matrices(arranged[name]) for name in EXPERTS & arranged.keys()
+        }
 
     return EngineParams(
         # + 0 makes a new buffer: the learner donates its own to the next optimizer step.
@@ -122,7 +132,9 @@ def _fuse(config: DecoderConfig, layer: Params) -> Params:
     layer = dict(layer)
     for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):
         if parts[0] in layer:
-            layer[fused] = jnp.concatenate([_by_kv_head(config, layer.pop(part)) for part in parts], axis=1)
+            layer[fused] = jnp.concatenate(
+                [_by_kv_head(config, layer.pop(part)) for part in parts], axis=1
+            )
     if "sinks" in layer:
         layer["sinks"] = layer["sinks"].reshape(config.num_kv_heads, -1)
     if "gate" in layer:
@@ -134,7 +146,9 @@ def _by_kv_head(config: DecoderConfig, x: jax.Array) -> jax.Array:
     """Group [n h, ...] -> [K, m h, ...] with m = n / K heads each; repeat fewer than K key/value heads."""
     heads = len(x) // config.head_dim
     kv_heads = min(heads, config.num_kv_heads)
-    return jnp.repeat(x.reshape(kv_heads, -1, *x.shape[1:]), config.num_kv_heads // kv_heads, axis=0)
+    return jnp.repeat(
+        x.reshape(kv_heads, -1, *x.shape[1:]), config.num_kv_heads // kv_heads, axis=0
+    )
 
 
 def decode_step(
@@ -168,7 +182,9 @@ def decode_step(
     adapted = _adapted_layers(params, adapters, slots.adapter, native)
     for i, (layer, cached) in enumerate(zip(adapted, cache.layers, strict=True)):
         windowed = config.is_windowed(i)
-        x, cached, chosen = _decode_layer(config, mesh, windowed, layer, x, tables[windowed], cached, positions, pages)
+        x, cached, chosen = _decode_layer(
+            config, mesh, windowed, layer, x, tables[windowed], cached, positions, pages
+        )
         layers.append(cached)
         routed.append(chosen)
     cache = KVCache(tuple(layers), write_routed(cache, routed, positions, pages))
@@ -181,7 +197,11 @@ def head_of(params: EngineParams) -> jax.Array:
 
 
 def next_logits(
-    config: DecoderConfig, params: EngineParams, x: jax.Array, mesh: Mesh | None, native: bool = False
+    config: DecoderConfig,
+    params: EngineParams,
+    x: jax.Array,
+    mesh: Mesh | None,
+    native: bool = False,
 ) -> jax.Array:
     """Return the logits float32 [V, B] of the ids after residual streams [D, B], on a mesh split by id."""
     head = head_of(params)
@@ -236,10 +256,18 @@ def prefill_chunks(
         cos, sin = mrope_tables(config.rope, config.head_dim, images.rope_positions.reshape(-1, 3))
         tables = ((cos.T, sin.T),)  # no vision model has windowed layers
     layers = []
-    for i, (layer, cached) in enumerate(zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)):
+    for i, (layer, cached) in enumerate(
+        zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)
+    ):
         windowed = config.is_windowed(i)
-        x, own, chosen = _chunk_layer(config, mesh, windowed, layer, x, tables[windowed], cached, starts)
-        if images is not None and config.vision is not None and i < len(config.vision.deepstack_layers):
+        x, own, chosen = _chunk_layer(
+            config, mesh, windowed, layer, x, tables[windowed], cached, starts
+        )
+        if (
+            images is not None
+            and config.vision is not None
+            and i < len(config.vision.deepstack_layers)
+        ):
             more = deepstack_features(images, i, config.hidden_size).astype(x.dtype)
             x = x + constrain(more.reshape(rows * count, -1).T, mesh)
         layers.append((x, own, chosen))
@@ -261,7 +289,9 @@ class _AdaptedLayer:
     adapter: jax.Array | None
     native: bool = field(default=False, metadata={"static": True})
 
-    def multiply(self, config: DecoderConfig, name: str, x: jax.Array, norm: str | None = None) -> jax.Array:
+    def multiply(
+        self, config: DecoderConfig, name: str, x: jax.Array, norm: str | None = None
+    ) -> jax.Array:
         """Multiply a matrix, by name, with x [in, B], after the RMS norm of that name -> [..., out, B]."""
         scale = None if norm is None else self.params[norm]
         if scale is not None and (self.is_adapted(name) or not self.native):
@@ -277,11 +307,17 @@ class _AdaptedLayer:
 
 
 def _adapted_layers(
-    params: EngineParams, adapters: AdapterStacks | None, adapter: jax.Array | None, native: bool = False
+    params: EngineParams,
+    adapters: AdapterStacks | None,
+    adapter: jax.Array | None,
+    native: bool = False,
 ) -> list[_AdaptedLayer]:
     """Return all layers; ``adapter`` is int32 [B]."""
     stacks = [{}] * len(params.layers) if adapters is None else adapters
-    return [_AdaptedLayer(layer, own, adapter, native) for layer, own in zip(params.layers, stacks, strict=True)]
+    return [
+        _AdaptedLayer(layer, own, adapter, native)
+        for layer, own in zip(params.layers, stacks, strict=True)
+    ]
 
 
 # Separate jitted functions are traced and lowered once for all layers of a kind; XLA inlines them.
@@ -312,7 +348,9 @@ def _decode_layer(
     else:
         q, k, v = _rotated(config, _project(config, layer, x), *table)
         q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
-        mixed, cached = decode_attention(q, cached, new, positions, pages, sinks, window=window, mesh=mesh)
+        mixed, cached = decode_attention(
+            q, cached, new, positions, pages, sinks, window=window, mesh=mesh
+        )
         mixed = mixed.reshape(len(positions), -1).T
     x, chosen = _finish_layer(config, layer, x, mixed, mesh)
     return x, cached, chosen
@@ -334,7 +372,9 @@ def _chunk_layer(
     q, k, v = _rotated(config, _project(config, layer, x), *table)
     q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
     own = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
-    mixed = chunk_attention(q, cached, own, starts, layer.params.get("sinks"), window=window, mesh=mesh)
+    mixed = chunk_attention(
+        q, cached, own, starts, layer.params.get("sinks"), window=window, mesh=mesh
+    )
     x, chosen = _finish_layer(config, layer, x, mixed.reshape(-1, x.shape[1]), mesh)
     return x, own, chosen
 
@@ -390,9 +430,13 @@ def _feed_forward(
     if config.experts is not None:
         x = rms_norm(config, x, layer.params[norm], axis=0)
         if mesh is None:
-            out, chosen = mixture_of_experts(config.experts, layer.params, x.T, activation, transposed=True)
+            out, chosen = mixture_of_experts(
+                config.experts, layer.params, x.T, activation, transposed=True
+            )
         else:
-            out, chosen = replicated_mixture_of_experts(config.experts, layer.params, x.T, activation, mesh)
+            out, chosen = replicated_mixture_of_experts(
+                config.experts, layer.params, x.T, activation, mesh
+            )
         return out.T, chosen
     if layer.native and not layer.is_adapted("gate_up"):
         hidden = cpu_kernels.gated_product(config, layer.params["gate_up"], x, layer.params[norm])

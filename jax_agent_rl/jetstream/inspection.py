@@ -22,7 +22,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_agent_rl.errors import BackendError
-from jax_agent_rl.jetstream.forward import EXPERTS, EngineParams, head_of, next_logits, prefill_chunks
+from jax_agent_rl.jetstream.forward import (
+    EXPERTS,
+    EngineParams,
+    head_of,
+    next_logits,
+    prefill_chunks,
+)
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache, from_cache
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
@@ -52,7 +58,9 @@ def score(scheduler: Scheduler, token_ids: Sequence[int], *, start: int, top_k: 
     """
     engine, params, count = scheduler.engine, scheduler.params, len(token_ids)
     if count > engine.shapes.max_model_len:
-        raise BackendError(f"a context of {count} ids is longer than max_model_len={engine.shapes.max_model_len}")
+        raise BackendError(
+            f"a context of {count} ids is longer than max_model_len={engine.shapes.max_model_len}"
+        )
     if isinstance(params.embed, np.ndarray):
         raise BackendError("the engine sleeps: its weights are on the host; wake it to score")
     length = max(CHUNK, 1 << (count - 1).bit_length())
@@ -67,7 +75,9 @@ def score(scheduler: Scheduler, token_ids: Sequence[int], *, start: int, top_k: 
         constants = (engine.config, engine.split, top_k)
         cache, scores = _score_chunk(*constants, params, cache, ids, following, wanted, starts)
         found.append(scores)
-    log_probs, ids, top = (np.concatenate(x)[start - 1 : count - 1] for x in zip(*jax.device_get(found), strict=True))
+    log_probs, ids, top = (
+        np.concatenate(x)[start - 1 : count - 1] for x in zip(*jax.device_get(found), strict=True)
+    )
     return TokenScores(
         log_probs=tuple(log_probs.tolist()),
         top_ids=tuple(map(tuple, ids.tolist())) if top_k else (),
@@ -94,7 +104,9 @@ def _score_chunk(
     layers = prefill_chunks(config, params, cache, tokens, starts, mesh=mesh)
     size = min(BLOCK, len(following))
 
-    def block(part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def block(
+        part: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         x, following, wanted = part  # [D, N], [N], [N]
 
         def scores() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -103,9 +115,13 @@ def _score_chunk(
             return jnp.take_along_axis(logs, following[:, None], axis=1)[:, 0], ids, top
 
         nothing = jnp.zeros((size, top_k))
-        return jax.lax.cond(jnp.any(wanted), scores, lambda: (jnp.zeros(size), nothing.astype(jnp.int32), nothing))
+        return jax.lax.cond(
+            jnp.any(wanted), scores, lambda: (jnp.zeros(size), nothing.astype(jnp.int32), nothing)
+        )
 
-    hidden = jnp.moveaxis(layers[-1][0].reshape(-1, len(following) // size, size), 1, 0)  # [n, D, N]
+    hidden = jnp.moveaxis(
+        layers[-1][0].reshape(-1, len(following) // size, size), 1, 0
+    )  # [n, D, N]
     parts = (hidden, following.reshape(-1, size), wanted.reshape(-1, size))
     own, ids, top = (x.reshape(len(following), *x.shape[2:]) for x in jax.lax.map(block, parts))
 
@@ -113,7 +129,9 @@ def _score_chunk(
         return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), starts[0], axis)
 
     written = [
-        LayerKV(keys=place(old.keys, new.keys, 3), values=place(old.values, new.values, 2), scales=None)
+        LayerKV(
+            keys=place(old.keys, new.keys, 3), values=place(old.values, new.values, 2), scales=None
+        )
         for old, (_, new, _) in zip(cache.layers, layers, strict=True)
     ]
     return KVCache(tuple(written), cache.routed), (own, ids, top)
@@ -138,7 +156,11 @@ def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, T
         HEAD: TensorSample.of(np.asarray(head_of(params))),
     }
     if params.vision is not None:
-        stored = zip(jax.tree.leaves(names["vision"], is_leaf=_is_list), jax.tree.leaves(params.vision), strict=True)
+        stored = zip(
+            jax.tree.leaves(names["vision"], is_leaf=_is_list),
+            jax.tree.leaves(params.vision),
+            strict=True,
+        )
         tower = [(name, np.asarray(x)) for name, x in stored]
         samples |= {name: TensorSample.of(array) for name, array in named_tensors(tower)}
     for i, layer in enumerate(params.layers):
@@ -160,10 +182,14 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
     ids = jnp.asarray(token_ids, jnp.int32)
 
     @jax.jit
-    def run(params: EngineParams) -> tuple[jax.Array, list[tuple[jax.Array, LayerKV, jax.Array | None]]]:
+    def run(
+        params: EngineParams,
+    ) -> tuple[jax.Array, list[tuple[jax.Array, LayerKV, jax.Array | None]]]:
         # An empty page: all of the context is in the chunk.
         cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.kv_dtype)
-        layers = prefill_chunks(config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh)
+        layers = prefill_chunks(
+            config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh
+        )
         return embed(config, params.embed, ids), layers
 
     embedded, layers = jax.device_get(run(params))
@@ -192,7 +218,9 @@ def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarr
         if fused in arrays:
             by_head = arrays.pop(fused)  # [K, (G + 2) h, ...]
             repeats, size = len(by_head) // model.num_kv_heads, model.head_dim
-            queries, keys, values = np.split(by_head, [by_head.shape[1] - 2 * size, by_head.shape[1] - size], axis=1)
+            queries, keys, values = np.split(
+                by_head, [by_head.shape[1] - 2 * size, by_head.shape[1] - size], axis=1
+            )
             for name, x in zip(parts, (queries, keys[::repeats], values[::repeats]), strict=True):
                 arrays[name] = x.reshape(-1, *x.shape[2:])
     if "sinks" in arrays:

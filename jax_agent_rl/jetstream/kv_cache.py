@@ -81,7 +81,11 @@ class KVCache:
     def by_position(self, function: Callable[..., Any], *others: KVCache) -> KVCache:
         """Map a function over all arrays, see :meth:`LayerKV.by_position`."""
         layer = jax.jit(lambda own, *rest: own.by_position(function, *rest))
-        routed = None if self.routed is None else function(2, self.routed, *(other.routed for other in others))
+        routed = (
+            None
+            if self.routed is None
+            else function(2, self.routed, *(other.routed for other in others))
+        )
         return KVCache(tuple(map(layer, self.layers, *(other.layers for other in others))), routed)
 
     @property
@@ -103,7 +107,9 @@ def empty_cache(config: DecoderConfig, count: int, length: int, dtype: jnp.dtype
         return LayerKV(
             keys=jnp.zeros((count, heads, size, length), dtype),
             values=jnp.zeros((count, heads, length, size), dtype),
-            scales=jnp.zeros((count, heads, 2, length), jnp.float32) if is_quantized(dtype) else None,
+            scales=jnp.zeros((count, heads, 2, length), jnp.float32)
+            if is_quantized(dtype)
+            else None,
         )
 
     routed, experts = None, config.experts
@@ -180,7 +186,10 @@ def write_routed(
     """
     if cache.routed is None:
         return None
-    slots, new = jnp.arange(len(positions)), jnp.concatenate(chosen, axis=1).astype(cache.routed.dtype)  # [B, L k]
+    slots, new = (
+        jnp.arange(len(positions)),
+        jnp.concatenate(chosen, axis=1).astype(cache.routed.dtype),
+    )  # [B, L k]
     if pages is None:
         return cache.routed.at[slots, 0, positions].set(new)
     page = pages[slots, positions // cache.length]
@@ -188,7 +197,9 @@ def write_routed(
     return cache.routed.at[page, 0, positions % cache.length].set(new, mode="drop")
 
 
-def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.Array, steps: int) -> KVCache:
+def write_back(
+    cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.Array, steps: int
+) -> KVCache:
     """Write the positions that ``steps`` decode steps may have changed from gathered rows back to the cache.
 
     Args:
@@ -235,7 +246,9 @@ def align_to_pages(cache: KVCache, chunks: KVCache, starts: jax.Array, first: ja
         shifted = jax.vmap(shift)(jnp.pad(chunk, sides), size - before)
         sides[axis] = 0, width - size
         held = jnp.pad(x.at[first].get(mode="clip"), sides)
-        mine = jnp.expand_dims(jnp.arange(width) >= before[:, None], [i for i in (1, 2, 3) if i != axis])
+        mine = jnp.expand_dims(
+            jnp.arange(width) >= before[:, None], [i for i in (1, 2, 3) if i != axis]
+        )
         return jnp.where(mine, shifted, held)
 
     return cache.by_position(array, chunks)

@@ -25,7 +25,13 @@ from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.adapters import AdapterStacks
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, Kernels, decode_step, prefill_chunks
-from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, align_to_pages, gather_pages, write_back
+from jax_agent_rl.jetstream.kv_cache import (
+    KVCache,
+    LayerKV,
+    align_to_pages,
+    gather_pages,
+    write_back,
+)
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision_context import ImageInputs
@@ -89,7 +95,9 @@ def decode(
             allowed=slots.allowed,
             mesh=mesh,
         )
-        new = jnp.stack([jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)])
+        new = jnp.stack(
+            [jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)]
+        )
         if kept is not None:
             new = jnp.concatenate([new, jax.lax.bitcast_convert_type(kept.T, jnp.int32)])
         out = jax.lax.dynamic_update_index_in_dim(out, new, step, axis=1)
@@ -97,13 +105,22 @@ def decode(
         if forced is not None:
             stopped &= forced[step] < 0
         remaining = jnp.where(running, jnp.where(stopped, 0, remaining - 1), remaining)
-        return step + 1, jnp.where(running, ids, tokens), positions + running, remaining, worked, out
+        return (
+            step + 1,
+            jnp.where(running, ids, tokens),
+            positions + running,
+            remaining,
+            worked,
+            out,
+        )
 
     words = mask_words(config.vocab_size) if slots.restricted else 0
     out = jnp.full((2 + words, max_steps, len(slots.tokens)), -1, jnp.int32)
     carry = (jnp.int32(0), slots.tokens, slots.positions, slots.remaining, worked, out)
     _, _, _, _, worked, out = jax.lax.while_loop(go_on, body, carry)
-    return worked if in_place else write_back(cache, worked, slots.pages, slots.positions, max_steps), out
+    return worked if in_place else write_back(
+        cache, worked, slots.pages, slots.positions, max_steps
+    ), out
 
 
 def compute_chunks(
@@ -154,7 +171,9 @@ def chunk_pages(
     """Return the pages ``into`` of chunks computed by :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`."""
     routed = None
     if cache.routed is not None:
-        chosen = jnp.concatenate([chosen for *_, chosen in layers if chosen is not None], axis=1)  # [R T, L k]
+        chosen = jnp.concatenate(
+            [chosen for *_, chosen in layers if chosen is not None], axis=1
+        )  # [R T, L k]
         routed = chosen.astype(cache.routed.dtype).reshape(len(tokens), 1, tokens.shape[1], -1)
     new = KVCache(tuple(kv for _, kv, _ in layers), routed)
     return align_to_pages(cache, new, starts, into[:, 0])
@@ -281,7 +300,11 @@ Engines run in threads of their own, so each access is one atomic operation."""
 
 
 def _compiled(
-    function: Callable[..., Any], donate: tuple[int, ...], *args: Any, place: NamedSharding, out: Any
+    function: Callable[..., Any],
+    donate: tuple[int, ...],
+    *args: Any,
+    place: NamedSharding,
+    out: Any,
 ) -> tuple[Callable[..., Any], bool]:
     """Return the program, and whether this process or JAX's compilation cache had it."""
     key: tuple | None = None
@@ -305,16 +328,26 @@ def _identity(function: Callable[..., Any]) -> tuple | None:
     if isinstance(function, functools.partial):
         static = (*function.args, *sorted(function.keywords.items()))
         return (function.func, static) if _identity(function.func) else None
-    return (function,) if inspect.isfunction(function) and "<" not in function.__qualname__ else None
+    return (
+        (function,) if inspect.isfunction(function) and "<" not in function.__qualname__ else None
+    )
 
 
 def _sharding_or(x: Any, place: NamedSharding) -> NamedSharding:
     """Return an argument's sharding, or ``place`` if it is on no device yet."""
-    return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else place
+    return (
+        x.sharding
+        if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False)
+        else place
+    )
 
 
 def traced(
-    function: Callable[..., Any], donate: tuple[int, ...], *args: Any, place: NamedSharding, out: Any
+    function: Callable[..., Any],
+    donate: tuple[int, ...],
+    *args: Any,
+    place: NamedSharding,
+    out: Any,
 ) -> jax.stages.Traced:
     """Trace ``function(*args)`` for compilation, see :meth:`ProgramTable.call`; arguments may be shapes."""
     jitted = jax.jit(
@@ -327,6 +360,8 @@ def traced(
     return jitted.trace(*args)
 
 
-def decode_program(config: DecoderConfig, max_steps: int, mesh: Mesh | None, kernels: Kernels) -> Callable[..., Any]:
+def decode_program(
+    config: DecoderConfig, max_steps: int, mesh: Mesh | None, kernels: Kernels
+) -> Callable[..., Any]:
     """Bind the static arguments of :func:`decode`."""
     return functools.partial(decode, config, max_steps, mesh, kernels)

@@ -56,7 +56,9 @@ def check_request(request: GenerateRequest, engine: JaxEngine, *, stop_strings: 
         )
     if request.lora is not None and request.lora not in engine.adapters:
         there = sorted(engine.adapters)
-        raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {there} (rollout.adapters)")
+        raise BackendError(
+            f"{name}: no LoRA adapter {request.lora!r}; there are {there} (rollout.adapters)"
+        )
     if request.sampling.stop and not stop_strings:
         raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
     vocab_size = engine.config.vocab_size
@@ -96,7 +98,9 @@ class RunningRequest:
         self.seed = seed
         self.multimodal = multimodal
         self.grammar = grammar
-        self.offset = multimodal.offset if multimodal else 0  # added to rotary positions after images
+        self.offset = (
+            multimodal.offset if multimodal else 0
+        )  # added to rotary positions after images
         self.keys: np.ndarray | None = None  # of a prompt with images, see ImageKeys
         self.context: int | None = None  # number in the block manager (or slot table) while it runs
         self.cached_tokens = 0
@@ -105,8 +109,12 @@ class RunningRequest:
         self.log_probs: list[float] = []
         self.versions: list[int] = []
         self.constrained: list[bool] = []  # of all ids or of none
-        self.supports: list[Support | None] = []  # of all ids or, if they are drawn from the whole vocabulary, of none
-        self.routed: RoutedExperts | None = None  # of positions up to the last preemption, or all at the end
+        self.supports: list[
+            Support | None
+        ] = []  # of all ids or, if they are drawn from the whole vocabulary, of none
+        self.routed: RoutedExperts | None = (
+            None  # of positions up to the last preemption, or all at the end
+        )
         self.stop_reason: StopReason | None = None
         self.stop_match: str | None = None
         sampling = request.sampling
@@ -134,7 +142,10 @@ class RunningRequest:
     def tail(self, count: int) -> list[int]:
         """Return the last ``count`` ids of the context, or all."""
         rest = max(0, count - len(self.token_ids))
-        return [*self.request.prompt_ids[max(0, len(self.request.prompt_ids) - rest) :], *self.token_ids[-count:]]
+        return [
+            *self.request.prompt_ids[max(0, len(self.request.prompt_ids) - rest) :],
+            *self.token_ids[-count:],
+        ]
 
     @property
     def context_keys(self) -> np.ndarray:
@@ -146,7 +157,9 @@ class RunningRequest:
     def remaining(self) -> int:
         return self.max_tokens - len(self.token_ids)
 
-    def accept(self, ids: np.ndarray, log_probs: np.ndarray, version: int, kept: np.ndarray | None = None) -> int:
+    def accept(
+        self, ids: np.ndarray, log_probs: np.ndarray, version: int, kept: np.ndarray | None = None
+    ) -> int:
         """Append sampled ids up to the one that ends the generation; return how many were appended.
 
         Args:
@@ -166,7 +179,9 @@ class RunningRequest:
             self._check_stop(token)
         if kept is not None and self.request.sampling.restricted:
             self.supports += encode_supports(kept[:taken])
-        if self.grammar is not None and self.stop_reason is None:  # the end of an output is none of the grammar's
+        if (
+            self.grammar is not None and self.stop_reason is None
+        ):  # the end of an output is none of the grammar's
             self.grammar.consume(self.token_ids[len(self.token_ids) - taken :])
         return taken
 
@@ -191,7 +206,9 @@ class RunningRequest:
             return held
         prompt = held[: len(self.keys)]
         mine = np.asarray(self.request.prompt_ids, np.int32)[: len(prompt)]
-        return np.concatenate([np.where(prompt == self.keys[: len(prompt)], mine, prompt), held[len(prompt) :]])
+        return np.concatenate(
+            [np.where(prompt == self.keys[: len(prompt)], mine, prompt), held[len(prompt) :]]
+        )
 
     def output(self, context_ids: Sequence[int]) -> TokenOutput:
         """Return the result, with a digest of ``context_ids``: prompt and output as cached."""

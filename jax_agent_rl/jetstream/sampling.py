@@ -75,7 +75,13 @@ def sample(
         return _sample(_Shards(()), logits_VB, *settings)
     draw = functools.partial(_sample, _Shards(DEVICES))
     split, whole = PartitionSpec(DEVICES), PartitionSpec()
-    run = jax.shard_map(draw, mesh=mesh, in_specs=(split, *[whole] * len(settings)), out_specs=whole, check_vma=False)
+    run = jax.shard_map(
+        draw,
+        mesh=mesh,
+        in_specs=(split, *[whole] * len(settings)),
+        out_specs=whole,
+        check_vma=False,
+    )
     return run(logits_VB, *settings)
 
 
@@ -157,14 +163,18 @@ def _packed(shards: _Shards, kept_VB: jax.Array) -> jax.Array:
 
 def _pack(kept: jax.Array) -> jax.Array:
     """Return [N, B] as bits, uint32 [ceil(N / 32), B]."""
-    padded = jnp.pad(kept.astype(jnp.uint32), ((0, -len(kept) % 32), (0, 0))).reshape(-1, 32, kept.shape[1])
+    padded = jnp.pad(kept.astype(jnp.uint32), ((0, -len(kept) % 32), (0, 0))).reshape(
+        -1, 32, kept.shape[1]
+    )
     return jnp.sum(padded << jnp.arange(32, dtype=jnp.uint32)[:, None], axis=1, dtype=jnp.uint32)
 
 
 def _unpacked(shards: _Shards, bits: jax.Array, vocab: int) -> jax.Array:
     """Return bits [B, n] of 32 ids each as bool [vocab, B], of this device's ``vocab`` ids."""
     each = (bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    own = jax.lax.dynamic_slice_in_dim(each.reshape(len(bits), -1), shards.index() * vocab, vocab, axis=1)
+    own = jax.lax.dynamic_slice_in_dim(
+        each.reshape(len(bits), -1), shards.index() * vocab, vocab, axis=1
+    )
     return own.T.astype(bool)
 
 
@@ -177,7 +187,9 @@ def _argmax(shards: _Shards, x: jax.Array) -> jax.Array:
     """Return the first of the largest, int32 [B]."""
     largest, first = jnp.max(x, axis=0), jnp.argmax(x, axis=0).astype(jnp.int32)
     none = jnp.iinfo(jnp.int32).max
-    return shards.min(jnp.where(largest == shards.max(largest), first + shards.index() * len(x), none))
+    return shards.min(
+        jnp.where(largest == shards.max(largest), first + shards.index() * len(x), none)
+    )
 
 
 def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -189,7 +201,9 @@ def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     return jax.vmap(one)(seed, position)
 
 
-def _inverse_cdf(shards: _Shards, weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _inverse_cdf(
+    shards: _Shards, weights: jax.Array, uniform: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the ids where the running sum of ``weights`` [V, B] passes ``uniform`` of its total, and totals [B]."""
     vocab, slots = weights.shape
     blocks = jnp.pad(weights, ((0, -vocab % _BLOCK), (0, 0))).reshape(-1, _BLOCK, slots)
@@ -197,7 +211,9 @@ def _inverse_cdf(shards: _Shards, weights: jax.Array, uniform: jax.Array) -> tup
     total = block_cdf[-1]
     target = uniform * total
     block = jnp.minimum(jnp.sum(block_cdf <= target, axis=0), len(block_cdf) - 1)
-    before = jnp.where(block > 0, jnp.take_along_axis(block_cdf, jnp.maximum(block - 1, 0)[None], axis=0)[0], 0.0)
+    before = jnp.where(
+        block > 0, jnp.take_along_axis(block_cdf, jnp.maximum(block - 1, 0)[None], axis=0)[0], 0.0
+    )
     inside = shards.take(blocks, block)  # [_BLOCK, B]
     offset = jnp.sum(jnp.cumsum(inside, axis=0) <= target - before, axis=0)
     # Rounding may push the target past the block's own sum; the last id with any weight is then the answer.
@@ -216,7 +232,9 @@ def _truncate(shards: _Shards, scaled: jax.Array, truncation: Truncation) -> jax
     kth = _largest_key(keys, lambda kept: shards.sum(jnp.sum(kept, axis=0)) >= k)
     scaled = jnp.where(keys >= kth, scaled, -jnp.inf)
     probs = _softmax(shards, scaled)
-    nucleus = _largest_key(keys, lambda kept: shards.sum(jnp.sum(jnp.where(kept, probs, 0.0), axis=0)) >= top_p)
+    nucleus = _largest_key(
+        keys, lambda kept: shards.sum(jnp.sum(jnp.where(kept, probs, 0.0), axis=0)) >= top_p
+    )
     # top_p = 1 keeps everything: rounding of the mass must not cut the tail.
     return jnp.where((keys >= nucleus) | (top_p >= 1), scaled, -jnp.inf)
 

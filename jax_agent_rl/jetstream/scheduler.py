@@ -81,7 +81,9 @@ class Scheduler:
         self._eos = frozenset(self.engine.config.eos_token_ids)
         self._patience = Patience(self.clock)
         speculates = self.engine.shapes.num_speculative_tokens > 0
-        self.speculation = Speculation(self.engine, LookupDrafter(), self.counters) if speculates else None
+        self.speculation = (
+            Speculation(self.engine, LookupDrafter(), self.counters) if speculates else None
+        )
 
     def _make_block_manager(self) -> BlockManager:
         shapes = self.engine.shapes
@@ -101,10 +103,16 @@ class Scheduler:
     @property
     def started(self) -> list[str]:
         """Ids of running and preempted requests."""
-        return [*self.running, *(run.request.request_id for _, run in self._waiting if run.num_preempted)]
+        return [
+            *self.running,
+            *(run.request.request_id for _, run in self._waiting if run.num_preempted),
+        ]
 
     def submit(
-        self, request: GenerateRequest, multimodal: MultimodalContext | None = None, grammar: GrammarState | None = None
+        self,
+        request: GenerateRequest,
+        multimodal: MultimodalContext | None = None,
+        grammar: GrammarState | None = None,
     ) -> RunningRequest:
         """Queue a request; return its handle in the results of :meth:`step` and :meth:`abort`.
 
@@ -119,13 +127,16 @@ class Scheduler:
         """
         limit, sampling = self.engine.shapes.max_model_len, request.sampling
         if request.request_id in self._known:
-            raise BackendError(f"request {request.request_id!r} is already running; request ids must be unique")
+            raise BackendError(
+                f"request {request.request_id!r} is already running; request ids must be unique"
+            )
         check_request(request, self.engine, stop_strings=self.decode_text is not None)
         run = RunningRequest(
             request,
             max_tokens=min(sampling.max_tokens, limit - len(request.prompt_ids)),
             eos_ids=self._eos,
-            seed=(sampling.seed if sampling.seed is not None else int(self._rng.integers(2**32))) % 2**32,
+            seed=(sampling.seed if sampling.seed is not None else int(self._rng.integers(2**32)))
+            % 2**32,
             decode_text=self.decode_text,
             multimodal=multimodal,
             grammar=grammar,
@@ -133,7 +144,9 @@ class Scheduler:
         )
         if len(run.stop_ids) > MAX_STOP_IDS:
             name = f"request {request.request_id!r}"
-            raise BackendError(f"{name}: at most {MAX_STOP_IDS} stop ids (EOS included), got {len(run.stop_ids)}")
+            raise BackendError(
+                f"{name}: at most {MAX_STOP_IDS} stop ids (EOS included), got {len(run.stop_ids)}"
+            )
         self._known.add(request.request_id)
         heapq.heappush(self._waiting, (run.order, run))
         if request.session_id is not None:
@@ -182,7 +195,9 @@ class Scheduler:
 
     def metrics(self) -> BackendMetrics:
         moved = {"offloaded_pages": self._host.saved, "restored_pages": self._host.restored}
-        return BackendMetrics(**vars(self.counters), **moved, recompilations=self.engine.table.recompilations)
+        return BackendMetrics(
+            **vars(self.counters), **moved, recompilations=self.engine.table.recompilations
+        )
 
     def health(self) -> Health:
         return Health(
@@ -222,7 +237,11 @@ class Scheduler:
             return first, allocation
         for order, run in sorted(self._waiting)[1:] if cost else ():
             holds_most = self.block_manager.holds_most(run.request.session_id, len(run.context_ids))
-            if order[0] == first.order[0] and holds_most and (allocation := self._allocate(run, cost)) is not None:
+            if (
+                order[0] == first.order[0]
+                and holds_most
+                and (allocation := self._allocate(run, cost)) is not None
+            ):
                 self._waiting.remove((order, run))
                 heapq.heapify(self._waiting)
                 return run, allocation
@@ -240,7 +259,9 @@ class Scheduler:
         if run.multimodal is not None:
             run.keys = self._keys(run.multimodal)
         session, adapter = run.request.session_id, run.request.lora
-        allocation = self.block_manager.allocate(run.context_keys, session, adapter, recompute_cost=recompute_cost)
+        allocation = self.block_manager.allocate(
+            run.context_keys, session, adapter, recompute_cost=recompute_cost
+        )
         self._host.save(self.cache, self.block_manager.saved)
         return allocation
 
@@ -249,7 +270,11 @@ class Scheduler:
         run.context = allocation.context
         self.running[run.request.request_id] = run
         new = np.asarray(run.context_ids[allocation.reused : -1], np.int32)
-        restored = self._host.read([page for page, _ in allocation.restored]) if allocation.restored else None
+        restored = (
+            self._host.read([page for page, _ in allocation.restored])
+            if allocation.restored
+            else None
+        )
         plan.add(allocation, new, run.multimodal, self._adapter_number(run), restored)
         self.block_manager.append(allocation.context, run.context_keys[allocation.reused : -1])
         self.counters.prefill_tokens += len(new)
@@ -263,7 +288,9 @@ class Scheduler:
     def _make_room(self, steps: Callable[[RunningRequest], int]) -> None:
         """Allocate pages for a dispatch, first requests first; preempt the last ones if there are too few."""
         for run in sorted(self.running.values(), key=lambda run: run.order):
-            while run.context is not None and not self.block_manager.grow(run.context, min(steps(run), run.remaining)):
+            while run.context is not None and not self.block_manager.grow(
+                run.context, min(steps(run), run.remaining)
+            ):
                 self._preempt(max(self.running.values(), key=lambda run: run.order))
         self._host.save(self.cache, self.block_manager.saved)
 
@@ -293,7 +320,9 @@ class Scheduler:
             return self._dispatch(steps, None)
         drafts = self.speculation.choose(list(self.running.values()))
         progress = self._dispatch(min(steps, self.speculation.steps), drafts)
-        self.speculation.measure([len(news.token_ids) for _, news in progress if isinstance(news, TokenChunk)])
+        self.speculation.measure(
+            [len(news.token_ids) for _, news in progress if isinstance(news, TokenChunk)]
+        )
         return progress
 
     def _dispatch(self, steps: int, drafts: Mapping[RunningRequest, list[int]] | None) -> Progress:
@@ -302,7 +331,9 @@ class Scheduler:
         runs = list(self.running.values())
         slots = self._slots(runs)
         if drafts is None:
-            self.cache, sampled = self.engine.decode(self.params, self.cache, slots, steps, self._exit_after(len(runs)))
+            self.cache, sampled = self.engine.decode(
+                self.params, self.cache, slots, steps, self._exit_after(len(runs))
+            )
             steps = int((sampled.ids >= 0).any(axis=1).sum())
         else:
             own, steps = [drafts[run] for run in runs], 1
@@ -314,9 +345,13 @@ class Scheduler:
     def _slots(self, runs: Sequence[RunningRequest]) -> DecodeBatch:
         """Return a slot for each of some running requests."""
         pages = [self.block_manager.pages(run.context) for run in runs if run.context is not None]
-        slots = slots_of(runs, pages, self.engine.shapes.context_pages, self.engine.config.vocab_size)
+        slots = slots_of(
+            runs, pages, self.engine.shapes.context_pages, self.engine.config.vocab_size
+        )
         if self.engine.adapters:
-            slots = replace(slots, adapter=np.array([self._adapter_number(run) for run in runs], np.int32))
+            slots = replace(
+                slots, adapter=np.array([self._adapter_number(run) for run in runs], np.int32)
+            )
         return slots
 
     def _exit_after(self, running: int) -> int:
@@ -331,12 +366,18 @@ class Scheduler:
         return max(1, min(running - fewer, running // 4))
 
     def _take(
-        self, run: RunningRequest, ids: np.ndarray, log_probs: np.ndarray, kept: np.ndarray | None = None
+        self,
+        run: RunningRequest,
+        ids: np.ndarray,
+        log_probs: np.ndarray,
+        kept: np.ndarray | None = None,
     ) -> TokenChunk | BackendError | None:
         """Append one slot's output to its request, which a stop string may end earlier."""
         ran = ids >= 0
         last = run.last_id
-        taken = run.accept(ids[ran], log_probs[ran], self.version, None if kept is None else kept[ran])
+        taken = run.accept(
+            ids[ran], log_probs[ran], self.version, None if kept is None else kept[ran]
+        )
         if not taken:
             return None
         assert run.context is not None  # it ran
@@ -348,8 +389,12 @@ class Scheduler:
         if run.stop_reason is None:
             return self._chunk(run, taken)
         chunk = self._finish(run, taken)
-        if run.grammar is not None and run.grammar.error:  # the ids that end it were then the only ones allowed
-            return BackendError(f"request {run.request.request_id!r}: its grammar failed: {run.grammar.error}")
+        if (
+            run.grammar is not None and run.grammar.error
+        ):  # the ids that end it were then the only ones allowed
+            return BackendError(
+                f"request {run.request.request_id!r}: its grammar failed: {run.grammar.error}"
+            )
         return chunk
 
     def _chunk(self, run: RunningRequest, new: int, final: TokenOutput | None = None) -> TokenChunk:
@@ -388,5 +433,7 @@ class Scheduler:
             return run.routed
         first = start // size
         pages = self.block_manager.pages(context)[first : -(-end // size)]
-        chosen = self.engine.read_routed(self.cache, pages)[start - first * size : end - first * size]
+        chosen = self.engine.read_routed(self.cache, pages)[
+            start - first * size : end - first * size
+        ]
         return join_routed(run.routed, RoutedExperts.of(start, chosen))

@@ -64,7 +64,10 @@ class EngineShapes:
     @property
     def slot_buckets(self) -> tuple[int, ...]:
         """Slot counts compiled for, the maximum included."""
-        return (*(s for s in SLOT_COUNTS if s < self.max_concurrent_decodes), self.max_concurrent_decodes)
+        return (
+            *(s for s in SLOT_COUNTS if s < self.max_concurrent_decodes),
+            self.max_concurrent_decodes,
+        )
 
     @property
     def span_buckets(self) -> tuple[int, ...]:
@@ -85,7 +88,9 @@ class EngineShapes:
     @property
     def chunk_buckets(self) -> tuple[int, ...]:
         """Prefill buckets that can occur: up to the first that holds a whole context."""
-        enough = next((i for i, b in enumerate(self.prefill_buckets) if b >= self.max_model_len), None)
+        enough = next(
+            (i for i, b in enumerate(self.prefill_buckets) if b >= self.max_model_len), None
+        )
         return self.prefill_buckets if enough is None else self.prefill_buckets[: enough + 1]
 
 

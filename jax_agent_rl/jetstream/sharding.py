@@ -92,10 +92,16 @@ def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
     expert = mesh.shape["expert"]
     devices = expert * mesh.shape["tensor"]
     if expert > 1 and model.experts is None:
-        raise ConfigError(f"{KEY}.expert={expert}, but a {model.family} model has no experts; set {KEY}.tensor instead")
+        raise ConfigError(
+            f"{KEY}.expert={expert}, but a {model.family} model has no experts; set {KEY}.tensor instead"
+        )
     kv_heads = math.lcm(model.num_kv_heads, devices)
     if model.num_heads % kv_heads:
-        fitting = [n for n in range(1, model.num_heads + 1) if model.num_heads % math.lcm(model.num_kv_heads, n) == 0]
+        fitting = [
+            n
+            for n in range(1, model.num_heads + 1)
+            if model.num_heads % math.lcm(model.num_kv_heads, n) == 0
+        ]
         raise ConfigError(
             f"{KEY} gives an engine {devices} devices, but {model.num_heads} query heads with {model.num_kv_heads} "
             f"key/value heads can be shared evenly by {fitting} devices only"

@@ -134,7 +134,9 @@ class Speculation:
         self._proposed.update(zip(runs, drafts, strict=True))
         self._drafting = self._clock() - self._begin
         plain = self._pace(self._plain, self._slots)
-        if plain is None or self._since_plain >= (REFRESH_CLOSE if self._gain < CLOSE else REFRESH_PLAIN):
+        if plain is None or self._since_plain >= (
+            REFRESH_CLOSE if self._gain < CLOSE else REFRESH_PLAIN
+        ):
             self.steps = 1
             return None
         # Every drafted id with the probability that it is taken; that never rises along a draft.
@@ -206,7 +208,9 @@ class Speculation:
 
     def _learn(self, paces: dict[int, _Pace], key: int, seconds: float) -> None:
         old = self._pace(paces, key)
-        paces[key] = _Pace(seconds if old is None else old + 0.2 * (seconds - old), self._dispatches)
+        paces[key] = _Pace(
+            seconds if old is None else old + 0.2 * (seconds - old), self._dispatches
+        )
 
     def _pace(self, paces: dict[int, _Pace], key: int) -> float | None:
         pace = paces.get(key)

@@ -67,7 +67,9 @@ class VerifyingEngine(abc.ABC):
     def _completed(self, slots: DecodeBatch) -> DecodeBatch: ...
 
     @abc.abstractmethod
-    def _call(self, key: tuple, function: Any, donate: tuple[int, ...], *args: Any, out: Any) -> Any: ...
+    def _call(
+        self, key: tuple, function: Any, donate: tuple[int, ...], *args: Any, out: Any
+    ) -> Any: ...
 
     @abc.abstractmethod
     def width(self, count: int) -> int: ...
@@ -82,24 +84,37 @@ class VerifyingEngine(abc.ABC):
     def _prefills_columns(self) -> bool:
         return self._by_column and self.config.vision is None
 
-    def _extend_columns(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
+    def _extend_columns(
+        self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
+    ) -> KVCache:
         """Prefill ids into pages, those of each context in order."""
         slots = make_decode_batch(len(extensions), self.shapes.context_pages)
         for slot, extension in enumerate(extensions):
             slots.pages[slot, : len(extension.pages)] = extension.pages
             slots.positions[slot] = extension.start
         if self._stacks is not None:
-            slots = replace(slots, adapter=np.array([extension.adapter for extension in extensions], np.int32))
+            slots = replace(
+                slots, adapter=np.array([extension.adapter for extension in extensions], np.int32)
+            )
         columns, *_ = columns_of(slots, [extension.ids for extension in extensions])
         for i in range(0, len(columns.tokens), COLUMNS[-1]):
-            cache = self._feed(params, cache, jax.tree.map(lambda x, i=i: x[i : i + COLUMNS[-1]], columns))
+            cache = self._feed(
+                params, cache, jax.tree.map(lambda x, i=i: x[i : i + COLUMNS[-1]], columns)
+            )
         return cache
 
     def _feed(self, params: EngineParams, cache: KVCache, columns: DecodeBatch) -> KVCache:
         width = bucket(COLUMNS, len(columns.tokens))
-        inputs = (params, cache, pad_decode_batch(columns, width - len(columns.tokens)), self._stacks)
+        inputs = (
+            params,
+            cache,
+            pad_decode_batch(columns, width - len(columns.tokens)),
+            self._stacks,
+        )
         program = functools.partial(programs.feed_columns, self.config)
-        return self._call(("columns", cache.count, width), program, (1,), *inputs, out=self.cache_sharding)
+        return self._call(
+            ("columns", cache.count, width), program, (1,), *inputs, out=self.cache_sharding
+        )
 
     @property
     def _column_widths(self) -> tuple[int, ...]:
@@ -109,7 +124,9 @@ class VerifyingEngine(abc.ABC):
         return {("columns", 1 + self.shapes.pages, width) for width in self._column_widths}
 
     def _warm_up_columns(self, params: EngineParams, cache: KVCache, width: int) -> KVCache:
-        return self._feed(params, cache, self._completed(make_decode_batch(width, self.shapes.context_pages)))
+        return self._feed(
+            params, cache, self._completed(make_decode_batch(width, self.shapes.context_pages))
+        )
 
     # --- verification ------------------------------------------------------------------------------------------
 
@@ -122,7 +139,9 @@ class VerifyingEngine(abc.ABC):
     def _column_counts(self) -> list[int]:
         """Columns compiled for with CPU kernels."""
         most, fewer = self._longest * self.max_concurrent_decodes, (0, *VERIFIED_COLUMNS)
-        return [columns for columns, less in zip(VERIFIED_COLUMNS, fewer, strict=False) if less < most]
+        return [
+            columns for columns, less in zip(VERIFIED_COLUMNS, fewer, strict=False) if less < most
+        ]
 
     def verified_columns(self, count: int) -> list[int]:
         """Return how many positions of ``count`` contexts the programs can feed, ascending."""
@@ -131,7 +150,11 @@ class VerifyingEngine(abc.ABC):
         return [self._longest * self.width(count)]
 
     def verify(
-        self, params: EngineParams, cache: KVCache, slots: DecodeBatch, drafts: Sequence[Sequence[int]]
+        self,
+        params: EngineParams,
+        cache: KVCache,
+        slots: DecodeBatch,
+        drafts: Sequence[Sequence[int]],
     ) -> tuple[KVCache, Sampled]:
         """Draw the ids after each context and after the ids of its draft, as far as these are accepted.
 
@@ -148,10 +171,16 @@ class VerifyingEngine(abc.ABC):
         return cache, Sampled(ids, log_probs)
 
     def _verify_columns(
-        self, params: EngineParams, cache: KVCache, slots: DecodeBatch, drafts: Sequence[Sequence[int]]
+        self,
+        params: EngineParams,
+        cache: KVCache,
+        slots: DecodeBatch,
+        drafts: Sequence[Sequence[int]],
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """Return the cache and the draws [longest, slots]: ids and log-probs."""
-        columns, slot, place = columns_of(slots, [(t, *draft) for t, draft in zip(slots.tokens, drafts, strict=True)])
+        columns, slot, place = columns_of(
+            slots, [(t, *draft) for t, draft in zip(slots.tokens, drafts, strict=True)]
+        )
         width = bucket(VERIFIED_COLUMNS, len(slot))
         columns = pad_decode_batch(columns, width - len(slot))
         program = programs.decode_program(self.config, 1, self.split, self.kernels)
@@ -161,11 +190,18 @@ class VerifyingEngine(abc.ABC):
         drawn = Sampled.of(np.asarray(out))
         ids = np.full((self._longest, len(drafts)), -1, np.int32)
         log_probs = np.zeros(ids.shape, np.float32)
-        ids[place, slot], log_probs[place, slot] = drawn.ids[0, : len(slot)], drawn.log_probs[0, : len(slot)]
+        ids[place, slot], log_probs[place, slot] = (
+            drawn.ids[0, : len(slot)],
+            drawn.log_probs[0, : len(slot)],
+        )
         return cache, ids, log_probs
 
     def _verify_chunks(
-        self, params: EngineParams, cache: KVCache, slots: DecodeBatch, drafts: Sequence[Sequence[int]]
+        self,
+        params: EngineParams,
+        cache: KVCache,
+        slots: DecodeBatch,
+        drafts: Sequence[Sequence[int]],
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """Return the cache and the draws [longest, slots]: ids and log-probs."""
         count, size, page = len(drafts), self._longest, self.shapes.page
@@ -177,7 +213,9 @@ class VerifyingEngine(abc.ABC):
         for row, (pages, position) in enumerate(zip(slots.pages, slots.positions, strict=True)):
             own = pages[position // page :][: into.shape[1]]
             into[row, : len(own)] = own
-        before = pad_decode_batch(replace(slots, pages=slots.pages[:, : span // page]), width - count)
+        before = pad_decode_batch(
+            replace(slots, pages=slots.pages[:, : span // page]), width - count
+        )
         program = functools.partial(verify_chunks, self.config, self.split)
         inputs, sharding = (params, cache, tokens, before, into, self._stacks), self.cache_sharding
         out = (sharding, self.replicated)
@@ -185,7 +223,9 @@ class VerifyingEngine(abc.ABC):
         key = ("write", cache.count, width, size)
         cache = self._call(key, write_pages, (0,), cache, new, into, out=sharding)
         drawn = Sampled.of(np.array(out))
-        ids, log_probs = (x.reshape(width, size)[:count].T.copy() for x in (drawn.ids, drawn.log_probs))
+        ids, log_probs = (
+            x.reshape(width, size)[:count].T.copy() for x in (drawn.ids, drawn.log_probs)
+        )
         return cache, ids, log_probs
 
     @property
@@ -201,7 +241,9 @@ class VerifyingEngine(abc.ABC):
         if self._by_column:
             return {("verify", count, columns) for columns in self._column_counts}
         written = {("write", count, width, self._longest) for width in widths}
-        return written | {("verify", count, *shape) for shape in itertools.product(widths, self._verified_spans)}
+        return written | {
+            ("verify", count, *shape) for shape in itertools.product(widths, self._verified_spans)
+        }
 
     def _warm_up_verification(self, params: EngineParams, cache: KVCache) -> KVCache:
         """Compile and run every program the shapes allow."""

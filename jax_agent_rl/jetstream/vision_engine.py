@@ -34,7 +34,13 @@ from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.image_processor import ProcessedImage
-from jax_agent_rl.models.vision_context import ImageInputs, Layout, MultimodalContext, VisionProcessor, layout
+from jax_agent_rl.models.vision_context import (
+    ImageInputs,
+    Layout,
+    MultimodalContext,
+    VisionProcessor,
+    layout,
+)
 from jax_agent_rl.models.vision_tower import VisionTower
 from jax_agent_rl.rollout.protocol import GenerateRequest
 
@@ -54,7 +60,9 @@ class ImageReader:
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds of media the engine takes."""
-        return frozenset(self._vision_processor.vision.placeholders if self._vision_processor else ())
+        return frozenset(
+            self._vision_processor.vision.placeholders if self._vision_processor else ()
+        )
 
     async def read(self, request: GenerateRequest) -> MultimodalContext | None:
         """Process a request's images; None if it has none.
@@ -71,7 +79,9 @@ class ImageReader:
         name = f"request {request.request_id!r}"
         if self._vision_processor is None or request.multi_modal.keys() - self.kinds:
             supported = sorted(self.kinds) or "no images"
-            raise BackendError(f"{name} contains {sorted(request.multi_modal)}, but this engine takes {supported}")
+            raise BackendError(
+                f"{name} contains {sorted(request.multi_modal)}, but this engine takes {supported}"
+            )
         try:
             images = self._vision_processor.read(request.multi_modal)
         except ValueError as error:
@@ -87,7 +97,9 @@ class ImageReader:
                 f"{largest} to rollout.jetstream.patch_buckets, or lower model.max_pixels"
             )
         if multimodal.spans[-1].stop == len(request.prompt_ids):
-            raise BackendError(f"{name} ends with an image; text must follow it, such as a generation prompt")
+            raise BackendError(
+                f"{name} ends with an image; text must follow it, such as a generation prompt"
+            )
         return multimodal
 
 
@@ -98,8 +110,12 @@ class VisionEngine(JaxEngine):
         super().__init__(config, shapes, **options)
         assert config.vision is not None  # the backend checks
         self._vision = config.vision
-        self._encoded: dict[bytes, tuple[jax.Array, int]] = {}  # digest: features [N, D], index of the first
-        self._blank = functools.cache(lambda rows, size: jnp.zeros((rows, size, self._vision.feature_size), self.dtype))
+        self._encoded: dict[
+            bytes, tuple[jax.Array, int]
+        ] = {}  # digest: features [N, D], index of the first
+        self._blank = functools.cache(
+            lambda rows, size: jnp.zeros((rows, size, self._vision.feature_size), self.dtype)
+        )
 
     @property
     def patch_buckets(self) -> tuple[int, ...]:
@@ -107,7 +123,9 @@ class VisionEngine(JaxEngine):
         window = self._vision.window_patches
         return tuple(sorted({-(-size // window) * window for size in self.shapes.patch_buckets}))
 
-    def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
+    def extend(
+        self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
+    ) -> KVCache:
         """Encode the new images, then prefill as :meth:`JaxEngine.extend` does."""
         new = {
             image.digest: image
@@ -129,23 +147,32 @@ class VisionEngine(JaxEngine):
             slots = replace(slots, offsets=np.zeros(len(slots.tokens), np.int32))
         return super()._completed(slots)
 
-    def warm_up(self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line) -> KVCache:
+    def warm_up(
+        self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line
+    ) -> KVCache:
         """Warm up as :meth:`JaxEngine.warm_up` does, with the image programs first."""
         shapes = self._image_program_shapes() if self._compile_ahead else []
         for number, (size, rows, chunk) in enumerate(shapes, 1):
-            print_line(f"compiling {size} image patches for {rows} x {chunk} ({number} of {len(shapes)})")
+            print_line(
+                f"compiling {size} image patches for {rows} x {chunk} ({number} of {len(shapes)})"
+            )
             encoded = self._features(params, [], size)
             self._scatter(self._blank(rows, chunk), encoded, np.full(chunk, -1, np.int32), 0)
         return super().warm_up(params, cache, print_line)
 
     def _image_program_shapes(self) -> list[tuple[int, int, int]]:
         """Return (patches, rows, ids) of all programs that scatter features."""
-        return list(itertools.product(self.patch_buckets, (1, PREFILL_ROWS), self.shapes.chunk_buckets))
+        return list(
+            itertools.product(self.patch_buckets, (1, PREFILL_ROWS), self.shapes.chunk_buckets)
+        )
 
     def program_keys(self) -> set[tuple]:
         """Return the keys of all programs, those for images included."""
         merged = self._vision.merge_size**2
-        scatter = {("scatter", rows, chunk, size // merged) for size, rows, chunk in self._image_program_shapes()}
+        scatter = {
+            ("scatter", rows, chunk, size // merged)
+            for size, rows, chunk in self._image_program_shapes()
+        }
         return super().program_keys() | scatter | {("tower", size) for size in self.patch_buckets}
 
     def _encode(self, params: EngineParams, images: Sequence[ProcessedImage]) -> None:
@@ -156,7 +183,9 @@ class VisionEngine(JaxEngine):
             self._encoded[image.digest] = encoded, first
             first += len(image.patches) // self._vision.merge_size**2
 
-    def _features(self, params: EngineParams, images: Sequence[ProcessedImage], size: int) -> jax.Array:
+    def _features(
+        self, params: EngineParams, images: Sequence[ProcessedImage], size: int
+    ) -> jax.Array:
         """Return features [N, D] of images padded to ``size`` patches."""
         patches = np.zeros((size, self._vision.patch_dim), np.float32)
         if images:
@@ -167,11 +196,17 @@ class VisionEngine(JaxEngine):
         def program(vision: Params, patches: jax.Array, where: Layout) -> jax.Array:
             return VisionTower.from_params(self._vision, vision)(patches, where)
 
-        return self._call(("tower", size), program, (), params.vision, patches, where, out=self.replicated)
+        return self._call(
+            ("tower", size), program, (), params.vision, patches, where, out=self.replicated
+        )
 
-    def _scatter(self, chunks: jax.Array, encoded: jax.Array, index: np.ndarray, row: int) -> jax.Array:
+    def _scatter(
+        self, chunks: jax.Array, encoded: jax.Array, index: np.ndarray, row: int
+    ) -> jax.Array:
         key = ("scatter", *chunks.shape[:2], len(encoded))
-        return self._call(key, _scattered, (), chunks, encoded, index, np.int32(row), out=self.replicated)
+        return self._call(
+            key, _scattered, (), chunks, encoded, index, np.int32(row), out=self.replicated
+        )
 
     def _image_inputs(self, extensions: Sequence[Extension], rows: int, size: int) -> ImageInputs:
         positions = np.zeros((rows, size, 3), np.int32)
@@ -183,7 +218,9 @@ class VisionEngine(JaxEngine):
                 positions[row] = start + np.arange(size)[:, None]
                 continue
             own = context.positions[start : start + size]
-            positions[row] = (start + context.offset + np.arange(size))[:, None]  # of ids sampled after the prompt
+            positions[row] = (start + context.offset + np.arange(size))[
+                :, None
+            ]  # of ids sampled after the prompt
             positions[row, : len(own)] = own
             for encoded, index in self._indices(extension, size):
                 chunks = self._scatter(chunks, encoded, index, row)
@@ -200,13 +237,19 @@ class VisionEngine(JaxEngine):
             if begin < end:
                 encoded, first = self._encoded[image.digest]
                 _, index = indices.setdefault(id(encoded), (encoded, np.full(size, -1, np.int32)))
-                index[begin - start : end - start] = first + np.arange(begin - span.start, end - span.start)
+                index[begin - start : end - start] = first + np.arange(
+                    begin - span.start, end - span.start
+                )
         yield from indices.values()
 
 
-def _scattered(chunks: jax.Array, encoded: jax.Array, index: jax.Array, row: jax.Array) -> jax.Array:
+def _scattered(
+    chunks: jax.Array, encoded: jax.Array, index: jax.Array, row: jax.Array
+) -> jax.Array:
     """Return chunks [R, T, D] with features [N, D] in one row, where ``index`` int32 [T] is not negative."""
-    return chunks.at[row].set(jnp.where(index[:, None] >= 0, encoded[index].astype(chunks.dtype), chunks[row]))
+    return chunks.at[row].set(
+        jnp.where(index[:, None] >= 0, encoded[index].astype(chunks.dtype), chunks[row])
+    )
 
 
 def _batches(images: Sequence[ProcessedImage], max_patches: int) -> Iterator[list[ProcessedImage]]:

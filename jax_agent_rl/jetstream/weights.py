@@ -31,7 +31,14 @@ from jax_agent_rl.jetstream.sharding import engine_shardings, learner_shardings
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import verify_probe
 from jax_agent_rl.models.hf import load_params
-from jax_agent_rl.models.sharding import MESH_AXES, Device, local_bounds, place, replicated, shard_bounds
+from jax_agent_rl.models.sharding import (
+    MESH_AXES,
+    Device,
+    local_bounds,
+    place,
+    replicated,
+    shard_bounds,
+)
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.utils.weight_transfer import check_files, read_probe
@@ -96,11 +103,15 @@ class ServedWeights:
                 kind = type(update.payload).__name__
                 raise WeightUpdateError(f"payload must be the address of a folder, got {kind}")
             stored = StoredParams(update.payload, manifest_digest=update.digests.get(MANIFEST))
-            params = stored.read(self._config.parameter_shapes(), dtype=dtype, shardings=self._shardings)
+            params = stored.read(
+                self._config.parameter_shapes(), dtype=dtype, shardings=self._shardings
+            )
             return replace(update, kind="arrays", payload=params)
         check_files(update.payload, update.digests)
         try:
-            params = load_params(update.payload, self._config, dtype=dtype, shardings=self._shardings)
+            params = load_params(
+                update.payload, self._config, dtype=dtype, shardings=self._shardings
+            )
         except ModelError as error:
             raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
         return replace(update, kind="arrays", payload=params, probe=read_probe(update.payload))
@@ -118,7 +129,9 @@ class ServedWeights:
                 f"the jetstream backend takes whole updates of {sorted(WEIGHT_PAYLOADS)}, got {kind}"
             )
         if update.version <= version:
-            raise WeightUpdateError(f"version {update.version} is not newer than {version}, which is served")
+            raise WeightUpdateError(
+                f"version {update.version} is not newer than {version}, which is served"
+            )
         if not update.partial:
             self._check_structure(update.payload)
 
@@ -132,11 +145,19 @@ class ServedWeights:
 def _difference(old: Any, new: Any) -> str:
     """Describe the first parameter in which two trees of (shape, dtype) differ."""
     is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
-    before = {jax.tree_util.keystr(p): v for p, v in jax.tree_util.tree_leaves_with_path(old, is_leaf=is_leaf)}
-    after = {jax.tree_util.keystr(p): v for p, v in jax.tree_util.tree_leaves_with_path(new, is_leaf=is_leaf)}
+    before = {
+        jax.tree_util.keystr(p): v
+        for p, v in jax.tree_util.tree_leaves_with_path(old, is_leaf=is_leaf)
+    }
+    after = {
+        jax.tree_util.keystr(p): v
+        for p, v in jax.tree_util.tree_leaves_with_path(new, is_leaf=is_leaf)
+    }
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
-            return f"{name} is {after.get(name, 'missing')}, served is {before.get(name, 'nothing')}"
+            return (
+                f"{name} is {after.get(name, 'missing')}, served is {before.get(name, 'nothing')}"
+            )
     return "the trees are nested differently"
 
 
@@ -188,9 +209,14 @@ class WeightLoader:
             arrange = lambda old, params: self._arrange(params)  # noqa: E731
             return self._call(("weights", layouts), arrange, (0,), old, params, **to_engine)
         stage = staging_mesh(self._mesh, source)
-        to_stage: dict[str, Any] = {"place": replicated(stage), "out": engine_shardings(shapes, stage)}
+        to_stage: dict[str, Any] = {
+            "place": replicated(stage),
+            "out": engine_shardings(shapes, stage),
+        }
         staged = self._call(("staged weights", layouts), self._arrange, (), params, **to_stage)
-        jax.block_until_ready(staged)  # a failure on the learner's devices leaves the old weights intact
+        jax.block_until_ready(
+            staged
+        )  # a failure on the learner's devices leaves the old weights intact
         for x in jax.tree.leaves(old):
             x.delete()
         return jax.tree.map(transfer, staged, shardings)
@@ -212,7 +238,9 @@ def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
     tensor = math.gcd(engine.shape["tensor"], len(devices) // expert) if whole else 1
     sizes = {"data": len(devices) // (expert * tensor), "expert": expert, "tensor": tensor}
     shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
-    return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
+    return Mesh(
+        np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(shape)
+    )
 
 
 def transfer(x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -223,7 +251,10 @@ def transfer(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return place(x, sharding)
-    held = [(shard_bounds(shard.index, x.shape), shard.device, shard.data) for shard in x.addressable_shards]
+    held = [
+        (shard_bounds(shard.index, x.shape), shard.device, shard.data)
+        for shard in x.addressable_shards
+    ]
     parts = []
     for number, (device, wanted) in enumerate(local_bounds(sharding, x.shape).items()):
         sources = [
@@ -234,7 +265,9 @@ def transfer(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         own = next((source for source in sources if source[1] == device), None)
         bounds, _, data = own or sources[number % len(sources)]
         if wanted != bounds:
-            data = data[tuple(slice(w[0] - b[0], w[1] - b[0]) for w, b in zip(wanted, bounds, strict=True))]
+            data = data[
+                tuple(slice(w[0] - b[0], w[1] - b[0]) for w, b in zip(wanted, bounds, strict=True))
+            ]
         parts.append(jax.device_put(data, device))
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
@@ -279,7 +312,9 @@ class GatherParams:
 
 def all_process_mesh(engine: Mesh) -> Mesh:
     """Return a mesh of all devices of all processes, made of copies of an engine's mesh."""
-    owners = (tuple(jax.local_devices(process_index=number)) for number in range(jax.process_count()))
+    owners = (
+        tuple(jax.local_devices(process_index=number)) for number in range(jax.process_count())
+    )
     parts = [staging_mesh(engine, devices).devices for devices in owners]
     devices = np.concatenate(parts, axis=MESH_AXES.index("data"))
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

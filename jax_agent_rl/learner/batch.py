@@ -382,7 +382,9 @@ class TrainingSequence:
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.loss_mask):
-            raise ValueError(f"{len(self.token_ids)} token ids, but a loss mask of {len(self.loss_mask)}")
+            raise ValueError(
+                f"{len(self.token_ids)} token ids, but a loss mask of {len(self.loss_mask)}"
+            )
         if not np.any(self.loss_mask) or self.loss_mask[0]:
             first = "among" if self.loss_mask[0] else "not among"
             raise ValueError(
@@ -488,7 +490,9 @@ def sequence_terms(loss: str, data: Sequence[TrainingSequence]) -> dict[str, lis
             only ``cross_entropy`` takes.
     """
     if loss != "cross_entropy" and any(sequence.per_token for sequence in data):
-        raise ValueError(f"the loss {loss} takes one target per token; give it a sequence for each, see `columns`")
+        raise ValueError(
+            f"the loss {loss} takes one target per token; give it a sequence for each, see `columns`"
+        )
 
     terms: dict[str, list[np.ndarray]] = {"scored": [], "weight": []}
     for sequence in data:
@@ -504,11 +508,15 @@ def sequence_terms(loss: str, data: Sequence[TrainingSequence]) -> dict[str, lis
                 continue
             values = getattr(sequence, name)
             if values is None:
-                raise ValueError(f"the loss {loss} needs {name} of every sequence, which sequence {number} lacks")
+                raise ValueError(
+                    f"the loss {loss} needs {name} of every sequence, which sequence {number} lacks"
+                )
             terms[name].append(values)
 
     for number, mask in enumerate(terms["ratio_mask"]):
         if not np.any(mask):
-            raise ValueError(f"the ratio mask of sequence {number} is 0 everywhere; mark the tokens that were sampled")
+            raise ValueError(
+                f"the ratio mask of sequence {number} is 0 everywhere; mark the tokens that were sampled"
+            )
         terms["ratio_mask"][number] = (mask != 0).astype(np.float32)
     return terms

@@ -160,7 +160,9 @@ class Checkpointer:
         if not isinstance(self._folder, Path):  # looking into a bucket takes a request per file
             return f"{total} GB on their way"
 
-        unfinished = [path for path in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*") if path.is_dir()]
+        unfinished = [
+            path for path in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*") if path.is_dir()
+        ]
         if not unfinished:
             return ""
         written = sum(_size(file) for folder in unfinished for file in folder.rglob("*"))
@@ -180,7 +182,9 @@ class Checkpointer:
         step = self._existing(step)
 
         def load() -> Any:
-            return self._manager.restore(step, args=ocp.args.Composite(state=_reading(like)))["state"]
+            return self._manager.restore(step, args=ocp.args.Composite(state=_reading(like)))[
+                "state"
+            ]
 
         restored, progress = self._load(step, like, load, is_complete=True)
         return step, restored, progress
@@ -246,7 +250,9 @@ class Checkpointer:
                 if notes.arrays[name] != entry:
                     damaged.append(name)
             if damaged:
-                raise ValueError(f"checksums of {len(damaged)} arrays are wrong, e.g. of {damaged[0]}")
+                raise ValueError(
+                    f"checksums of {len(damaged)} arrays are wrong, e.g. of {damaged[0]}"
+                )
         except CheckpointError:
             raise
         except Exception as error:  # Orbax raises bare Exception, too
@@ -553,5 +559,7 @@ class SharedWrites:
         met.result()
 
     def _listen(self) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordination service has ended, with the run
+        with contextlib.suppress(
+            jax.errors.JaxRuntimeError
+        ):  # the coordination service has ended, with the run
             self._failed.set_result(self._client.blocking_key_value_get(FAILED, FOREVER))

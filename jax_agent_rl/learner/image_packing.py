@@ -59,7 +59,9 @@ class ImagePacking:
         return tuple(sorted(sizes))
 
 
-def image_packing(vision_processor: VisionProcessor | None, config: LearnerConfig) -> ImagePacking | None:
+def image_packing(
+    vision_processor: VisionProcessor | None, config: LearnerConfig
+) -> ImagePacking | None:
     """Return how a learner's rows hold images; None for a text model.
 
     Raises:
@@ -316,7 +318,9 @@ def _padded(array: np.ndarray, length: int, value: float) -> np.ndarray:
     return np.pad(array, padding, constant_values=value)
 
 
-def encode_images(model: Decoder, batch: Arrays, *, remat: str, mesh: Mesh | None) -> ImageInputs | None:
+def encode_images(
+    model: Decoder, batch: Arrays, *, remat: str, mesh: Mesh | None
+) -> ImageInputs | None:
     """Encode a micro-batch's images inside the differentiated program; None if it holds none."""
     if "patches" not in batch:
         return None

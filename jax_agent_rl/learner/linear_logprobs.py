@@ -240,8 +240,12 @@ def _backward(
                 d_in_block = jnp.where(in_block, d_candidate_scores, 0.0)
                 d_scores = jax.vmap(_add_at)(d_scores, column, d_in_block)
             d_scores = d_scores.astype(hidden.dtype)
-            d_hidden = d_hidden + jnp.einsum("nb,bd->nd", d_scores, block[0], preferred_element_type=jnp.float32)
-            d_block = d_block + jnp.einsum("nb,nd->bd", d_scores, hidden, preferred_element_type=jnp.float32)
+            d_hidden = d_hidden + jnp.einsum(
+                "nb,bd->nd", d_scores, block[0], preferred_element_type=jnp.float32
+            )
+            d_block = d_block + jnp.einsum(
+                "nb,nd->bd", d_scores, hidden, preferred_element_type=jnp.float32
+            )
             return d_hidden, d_block
 
         parts = (jnp.arange(len(blocks[1])), blocks, scores, d_blocks)
@@ -396,7 +400,11 @@ def _blocks(head: jax.Array, shards: int) -> Arrays:
     ids = jnp.arange(len(padded), dtype=jnp.int32)
 
     def split(x: jax.Array) -> jax.Array:
-        return x.reshape(shards, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
+        return (
+            x.reshape(shards, count, -1, *x.shape[1:])
+            .swapaxes(0, 1)
+            .reshape(count, -1, *x.shape[1:])
+        )
 
     return split(padded), split(ids)
 

@@ -134,7 +134,9 @@ def objective_config(
     )
 
 
-def routed(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, jax.Array | None]:
+def routed(
+    objective: ObjectiveConfig, model: Decoder, batch: Arrays
+) -> tuple[jax.Array, jax.Array | None]:
     """Return hidden states [R, T, D], and the load of the experts, float32 [2, E].
 
     The load is None if no loss needs it.
@@ -342,10 +344,14 @@ def router_balance(batch: Arrays, load: jax.Array | None) -> Arrays:
     """Return the load-balancing loss of a mixture of experts by name; empty without one."""
     if load is None:
         return {}
-    return {"router_aux": load_balancing_loss(load[1], batch["router_share"], batch["router_tokens"])}
+    return {
+        "router_aux": load_balancing_loss(load[1], batch["router_share"], batch["router_tokens"])
+    }
 
 
-def policy_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, Statistics]:
+def policy_loss(
+    objective: ObjectiveConfig, model: Decoder, batch: Arrays
+) -> tuple[jax.Array, Statistics]:
     """Return a micro-batch's share of the loss.
 
     It is the policy loss, minus the entropy bonus, plus the KL to the reference and the

@@ -110,7 +110,9 @@ class UpdatePrograms:
         # result.
         self.everywhere = everywhere
         self.state_shardings = _state_shardings(transformation, params, shardings, everywhere)
-        self.init = jax.jit(bind(_init, optimizer), out_shardings=self.state_shardings, donate_argnums=0)
+        self.init = jax.jit(
+            bind(_init, optimizer), out_shardings=self.state_shardings, donate_argnums=0
+        )
         self.zeros = jax.jit(_zeros, out_shardings=shardings)
         self.accumulate = jax.jit(
             bind(_accumulate, loss, view),
@@ -183,7 +185,9 @@ class OptimizedParams:
         section: str = "learner",
     ) -> None:
         # A copy: the buffers are donated, so they must be our own.
-        self.state: TrainState = programs.init(jax.tree.map(place, params, programs.state_shardings.params))
+        self.state: TrainState = programs.init(
+            jax.tree.map(place, params, programs.state_shardings.params)
+        )
         self.frozen = frozen
         self.nonfinite_steps = 0
         self.applied_rate: float | None = None
@@ -279,7 +283,9 @@ class OptimizedParams:
         """
         for update in updates:
             if not update.finite:
-                logger.warning("%s: gradient norm is %s: the update was skipped", self._name, update.norm)
+                logger.warning(
+                    "%s: gradient norm is %s: the update was skipped", self._name, update.norm
+                )
         if any(update.finite for update in updates):
             self.nonfinite_steps = 0
         elif updates:

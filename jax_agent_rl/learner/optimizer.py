@@ -48,7 +48,9 @@ class TrainState:
     updates: jax.Array
 
 
-def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerSection, rate: jax.Array | float
+) -> optax.GradientTransformation:
     """Return global-norm clipping, the configured optimizer, and the average of parameters if any.
 
     References: AdamW: Loshchilov and Hutter 2019, arXiv 1711.05101. Muon: Jordan et al. 2024; its
@@ -124,7 +126,9 @@ class AveragingState(NamedTuple):
     average: Params
 
 
-def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+def with_average(
+    optimizer: optax.GradientTransformation, decay: float
+) -> optax.GradientTransformation:
     """Return the optimizer with an exponential moving average of the updated parameters.
 
     The average starts from the initial parameters, and changes no update. A skipped update leaves

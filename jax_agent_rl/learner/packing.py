@@ -82,7 +82,9 @@ def pack(
             paths.append((index, member.number, path))
 
         row_candidates = None if candidate_ids is None else candidate_ids[index]
-        row_places, row_supports = _fill_terms(arrays, index, row, row_paths, sequences, targets, row_candidates)
+        row_places, row_supports = _fill_terms(
+            arrays, index, row, row_paths, sequences, targets, row_candidates
+        )
         places |= row_places
         supports.append(row_supports)
 

@@ -90,7 +90,9 @@ def new_adapters(lora: LoraConfig, model: DecoderConfig) -> Params:
     return {"adapters": adapters}
 
 
-def frozen_base(lora: LoraConfig, model: DecoderConfig, params: Params, compute_dtype: str) -> Params:
+def frozen_base(
+    lora: LoraConfig, model: DecoderConfig, params: Params, compute_dtype: str
+) -> Params:
     """Return the frozen parameters below adapters: untrained, they need no float32 masters."""
     base = compute_params(params, compute_dtype)
     if lora.quantize == "none":
@@ -101,7 +103,9 @@ def frozen_base(lora: LoraConfig, model: DecoderConfig, params: Params, compute_
     return {**base, "layers": layers}
 
 
-def with_adapters(lora: LoraConfig, model: DecoderConfig, base: Params, adapters: Params) -> Decoder:
+def with_adapters(
+    lora: LoraConfig, model: DecoderConfig, base: Params, adapters: Params
+) -> Decoder:
     """Return a model over a frozen base with adapters as :func:`new_adapters` returns them."""
     decoder = Decoder.from_params(model, base)
     scale = lora.alpha / lora.rank
@@ -143,7 +147,9 @@ class Parameterization:
     merge: Callable[[Params, Params], Params]
 
     @classmethod
-    def policy(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Parameterization:
+    def policy(
+        cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh
+    ) -> Parameterization:
         """Return the parameterization of a policy.
 
         All parameters are trained, with ``learner.freeze_vision`` all but the vision tower, with
@@ -181,7 +187,9 @@ class Parameterization:
         )
 
     @classmethod
-    def critic(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Parameterization:
+    def critic(
+        cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh
+    ) -> Parameterization:
         """Return the parameterization of a critic; ``learner.freeze_vision`` freezes its tower.
 
         Args:

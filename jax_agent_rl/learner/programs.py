@@ -123,7 +123,9 @@ class LearnerPrograms:
         values = bind(state_values, remat=self.objective.remat, mesh=model_mesh)
         self.values = forward(values, critic_view)
 
-    def critic(self, critic: Parameterization, config: CriticConfig, *, rate: optax.Schedule) -> UpdatePrograms:
+    def critic(
+        self, critic: Parameterization, config: CriticConfig, *, rate: optax.Schedule
+    ) -> UpdatePrograms:
         """Return the critic's update.
 
         Args:

@@ -88,7 +88,9 @@ class Scorer:
 
         self.rows = config.micro_batch_size * row_shards(self._mesh)
         is_cpu = self._mesh.size == 1 and self._mesh.devices.flat[0].platform == "cpu"
-        is_cut = is_cpu and config.pack_length >= MIN_CUT_LENGTH and config.pack_length % lengths == 0
+        is_cut = (
+            is_cpu and config.pack_length >= MIN_CUT_LENGTH and config.pack_length % lengths == 0
+        )
         self._lengths = lengths if is_cut else 1
 
         self.pack_one = functools.partial(
@@ -143,7 +145,9 @@ class Scorer:
         results = self._run(self._programs.score, weights, batch)
         return batch.gather_terms(stack(results, batch.term_target.shape))
 
-    def top_logprobs(self, weights: Weights, batch: Batch, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def top_logprobs(
+        self, weights: Weights, batch: Batch, count: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the likeliest ids in the context of each token with loss, and their log-probs.
 
         Args:
@@ -315,7 +319,9 @@ def teacher_programs(
         vocab_size: vocabulary size of the policy.
         mesh: of the learner; its devices need not be present.
     """
-    frozen_config = config.model_copy(update={"lora": None, "freeze_vision": False, "router_aux_loss_coef": 0.0})
+    frozen_config = config.model_copy(
+        update={"lora": None, "freeze_vision": False, "router_aux_loss_coef": 0.0}
+    )
     parameters = Parameterization.policy(model, params, frozen_config, mesh=mesh)
     programs = LearnerPrograms(
         model,
@@ -350,7 +356,9 @@ def score_by_teachers(teachers: Sequence[Teacher], trajectories: Sequence[Trajec
         teacher_number = first_teacher(data_sources, trajectory.row)
         if teacher_number is None:
             source = str(trajectory.row.get("data_source"))
-            raise ValueError(f"trajectory {trajectory.trajectory_id} of data_source {source!r} has no teacher")
+            raise ValueError(
+                f"trajectory {trajectory.trajectory_id} of data_source {source!r} has no teacher"
+            )
         numbers_of[teacher_number].append(number)
 
     for teacher, numbers in zip(teachers, numbers_of, strict=True):

@@ -126,7 +126,9 @@ class SequenceLearner:
             loss=sequence_loss,
         )
         self._scorer = Scorer(self._programs, None, lengths=lengths)
-        self._policy = OptimizedParams(policy.params, frozen=policy.frozen, programs=self._programs.policy)
+        self._policy = OptimizedParams(
+            policy.params, frozen=policy.frozen, programs=self._programs.policy
+        )
         self._merge = policy.merge
         self._reference = policy.reference() if reference or config.lora else None
         self._gradients: Params | None = None  # since the last update
@@ -269,7 +271,9 @@ class SequenceLearner:
         results = []
         for arrays in self._scorer.micro_batches(batch):
             programs.widths.add(arrays["token_ids"].shape[1])
-            gradients, statistics = programs.accumulate(params, self._policy.frozen, gradients, arrays | shared)
+            gradients, statistics = programs.accumulate(
+                params, self._policy.frozen, gradients, arrays | shared
+            )
             results.append(statistics)
         self._gradients = gradients
 
@@ -278,7 +282,9 @@ class SequenceLearner:
         for name in results[0]["sum"]:
             values = [result["sum"][name] for result in results]
             sums[name] = float(np.sum(values, dtype=np.float64))
-        logprobs = stack([result["terms"]["logprob"] for result in results], batch.term_target.shape)
+        logprobs = stack(
+            [result["terms"]["logprob"] for result in results], batch.term_target.shape
+        )
         return ForwardBackward(
             loss=sums["loss"],
             logprobs=batch.gather_terms(logprobs),
@@ -334,12 +340,16 @@ class SequenceLearner:
             largest = ids.max()
             if smallest < 0 or largest >= vocab_size:
                 wrong_id = int(smallest if smallest < 0 else largest)
-                raise ValueError(f"sequence {number} has the id {wrong_id}; the model's are 0 to {vocab_size - 1}")
+                raise ValueError(
+                    f"sequence {number} has the id {wrong_id}; the model's are 0 to {vocab_size - 1}"
+                )
 
         targets_per_token = {sequence.per_token for sequence in data}
         if len(targets_per_token) > 1:
             counts = ", ".join(str(count or 1) for count in targets_per_token)
-            raise ValueError(f"sequences of one batch have {counts} targets per token; make them equal")
+            raise ValueError(
+                f"sequences of one batch have {counts} targets per token; make them equal"
+            )
 
         trajectories = [sequence.trajectory(number) for number, sequence in enumerate(data)]
         if all(sequence.targets is None for sequence in data):
@@ -366,7 +376,9 @@ def _metrics(loss: str, sums: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
-def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, Statistics]:
+def sequence_loss(
+    objective: ObjectiveConfig, model: Decoder, batch: Arrays
+) -> tuple[jax.Array, Statistics]:
     """Return the micro-batch's share of the loss that ``batch["loss"]`` numbers, and statistics.
 
     Statistics are sums, and under ``terms`` numbers of each term, float32 [R, K], or [R, K, k] with
@@ -419,7 +431,9 @@ def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
 
 def _apply(config: LearnerConfig, state: Any, gradients: Params, numbers: Arrays) -> Any:
     rate = numbers["learning_rate"]
-    return apply_update(config.model_copy(update=numbers), lambda _: rate, state, gradients, jnp.int32(0))
+    return apply_update(
+        config.model_copy(update=numbers), lambda _: rate, state, gradients, jnp.int32(0)
+    )
 
 
 _UNUSED_CONSTANTS = {

@@ -43,7 +43,9 @@ def sharded_tree_attention(
     if mesh is None:
         return tree_attention(q, k, v, tree_mask, sinks)
 
-    def shard(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None) -> jax.Array:
+    def shard(
+        q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None
+    ) -> jax.Array:
         if mesh.shape["context"] == 1:
             return tree_attention(q, k, v, tree_mask, sinks)
         keys, values = (jax.lax.all_gather(x, "context", axis=2, tiled=True) for x in (k, v))
@@ -90,11 +92,15 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output, and the log of each softmax's normalizer, float32 [B, H, Q]."""
-    output, normalizer = by_platform(q, k, v, tree_mask, tpu=tree_kernel.forward, default=_forward_by_blocks)
+    output, normalizer = by_platform(
+        q, k, v, tree_mask, tpu=tree_kernel.forward, default=_forward_by_blocks
+    )
     return (output, normalizer) if sinks is None else add_sinks(output, normalizer, sinks)
 
 
-def add_sinks(output: jax.Array, normalizer: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+def add_sinks(
+    output: jax.Array, normalizer: jax.Array, sinks: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Add sinks to finished softmaxes.
 
     Args:
@@ -109,7 +115,9 @@ def add_sinks(output: jax.Array, normalizer: jax.Array, sinks: jax.Array) -> tup
     return (output * jnp.exp(normalizer - total)[..., None]).astype(output.dtype), total
 
 
-def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> tuple[jax.Array, jax.Array]:
+def _forward_by_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask
+) -> tuple[jax.Array, jax.Array]:
     outputs, normalizers = [], []
     for begin, end, seen in _blocks(q, k, tree_mask):
         queries = _fold(q[:, :, begin:end], k.shape[1])
@@ -117,7 +125,9 @@ def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: Tree
         peak = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        mixed = jnp.einsum("bkms,bksh->bkmh", weights.astype(v.dtype), v[:, :, :seen]) / total.astype(v.dtype)
+        mixed = jnp.einsum(
+            "bkms,bksh->bkmh", weights.astype(v.dtype), v[:, :, :seen]
+        ) / total.astype(v.dtype)
         outputs.append(_unfold(mixed, q.shape[1]))
         normalizers.append(_unfold(peak + jnp.log(total), q.shape[1]))
     return jnp.concatenate(outputs, axis=2), jnp.concatenate(normalizers, axis=2)[..., 0]
@@ -126,12 +136,16 @@ def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: Tree
 def _save(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None
 ) -> tuple[jax.Array, tuple]:
-    output, normalizer = (checkpoint_name(x, ATTENTION_OUTPUT) for x in _forward(q, k, v, tree_mask, sinks))
+    output, normalizer = (
+        checkpoint_name(x, ATTENTION_OUTPUT) for x in _forward(q, k, v, tree_mask, sinks)
+    )
     q, k, v = (checkpoint_name(x, ATTENTION_INPUTS) for x in (q, k, v))
     return output, ((q, k, v, tree_mask, output, normalizer), sinks)
 
 
-def _backward(saved: tuple, d_output: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
+def _backward(
+    saved: tuple, d_output: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
     saved, sinks = saved
     # With the sinks in output and normalizer, weights and gradients of the other scores are right as they are.
     gradients = by_platform(*saved, d_output, tpu=tree_kernel.backward, default=_backward_by_blocks)
@@ -158,11 +172,16 @@ def _backward_by_blocks(
     dk, dv = jnp.zeros_like(k), jnp.zeros_like(v)
     for begin, end, seen in _blocks(q, k, tree_mask):
         queries, d_out, out, log_total = (
-            _fold(x[:, :, begin:end], kv_heads) for x in (q, d_output, output, normalizer[..., None])
+            _fold(x[:, :, begin:end], kv_heads)
+            for x in (q, d_output, output, normalizer[..., None])
         )
         weights = jnp.exp(_scores(queries, k[:, :, :seen], tree_mask, (begin, end)) - log_total)
-        d_weights = jnp.einsum("bkmh,bksh->bkms", d_out, v[:, :, :seen], preferred_element_type=jnp.float32)
-        d_scores = weights * (d_weights - jnp.sum(d_out * out, axis=-1, keepdims=True, dtype=jnp.float32))
+        d_weights = jnp.einsum(
+            "bkmh,bksh->bkms", d_out, v[:, :, :seen], preferred_element_type=jnp.float32
+        )
+        d_scores = weights * (
+            d_weights - jnp.sum(d_out * out, axis=-1, keepdims=True, dtype=jnp.float32)
+        )
         d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
         dq.append(_unfold(jnp.einsum("bkms,bksh->bkmh", d_scores, k[:, :, :seen]), q.shape[1]))
         # Written with the long axis last on both sides: CPUs run this product half again as fast.
@@ -181,7 +200,9 @@ def _blocks(q: jax.Array, k: jax.Array, tree_mask: TreeMask) -> list[tuple[int, 
     return [(begin, end, end if tree_mask.offset is None else k.shape[2]) for begin, end in ends]
 
 
-def _scores(queries: jax.Array, keys: jax.Array, tree_mask: TreeMask, span: tuple[int, int]) -> jax.Array:
+def _scores(
+    queries: jax.Array, keys: jax.Array, tree_mask: TreeMask, span: tuple[int, int]
+) -> jax.Array:
     """Return masked scores float32 [B, K, G·block, S] of the folded queries from ``span[0]`` to ``span[1]``."""
     batch, kv_heads, folded, _ = queries.shape
     length, block = keys.shape[2], span[1] - span[0]
@@ -194,7 +215,9 @@ def _scores(queries: jax.Array, keys: jax.Array, tree_mask: TreeMask, span: tupl
 def _visible(tree_mask: TreeMask, span: tuple[int, int], keys: int) -> jax.Array:
     """Return bool [B, block, keys]: which of the first keys the queries of a block attend to."""
     index = jnp.arange(*span) + (0 if tree_mask.offset is None else tree_mask.offset)
-    visible = (jnp.arange(keys) <= index[:, None]) & (index[:, None] < tree_mask.subtree_end[:, None, :keys])
+    visible = (jnp.arange(keys) <= index[:, None]) & (
+        index[:, None] < tree_mask.subtree_end[:, None, :keys]
+    )
     if tree_mask.window is None or tree_mask.positions is None:
         return visible
     distance = tree_mask.positions[:, index][:, :, None] - tree_mask.positions[:, None, :keys]

@@ -50,7 +50,11 @@ class YarnScaling:
     @property
     def magnitude(self) -> float:
         """Factor of cos and sin."""
-        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+        return (
+            0.1 * math.log(self.factor) + 1.0
+            if self.attention_factor is None
+            else self.attention_factor
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +195,11 @@ class VisionConfig:
     @property
     def window_side(self) -> int:
         """Features of a window's side; more than an image's without windows."""
-        return 1 << 20 if self.window_size is None else self.window_size // (self.patch_size * self.merge_size)
+        return (
+            1 << 20
+            if self.window_size is None
+            else self.window_size // (self.patch_size * self.merge_size)
+        )
 
     @property
     def window_patches(self) -> int:
@@ -202,8 +210,16 @@ class VisionConfig:
         """Return shapes as :meth:`DecoderConfig.parameter_shapes` does."""
         d, merged = self.hidden_size, self.hidden_size * self.merge_size**2
         shapes: Params = {
-            "patch_embed": (d, self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size),
-            "layers": {name: (self.num_layers, *shape) for name, shape in self.layer_shapes().items()},
+            "patch_embed": (
+                d,
+                self.in_channels,
+                self.temporal_patch_size,
+                self.patch_size,
+                self.patch_size,
+            ),
+            "layers": {
+                name: (self.num_layers, *shape) for name, shape in self.layer_shapes().items()
+            },
             "merger_norm": (d,),
             "merger_in": (merged, merged),
             "merger_in_bias": (merged,),
@@ -218,14 +234,25 @@ class VisionConfig:
             shapes["positions"] = (self.position_grid**2, d)
         if count := len(self.deepstack_layers):
             shapes |= {"deepstack_norm": (count, merged), "deepstack_norm_bias": (count, merged)}
-            shapes |= {"deepstack_in": (count, merged, merged), "deepstack_in_bias": (count, merged)}
-            shapes |= {"deepstack_out": (count, self.out_size, merged), "deepstack_out_bias": (count, self.out_size)}
+            shapes |= {
+                "deepstack_in": (count, merged, merged),
+                "deepstack_in_bias": (count, merged),
+            }
+            shapes |= {
+                "deepstack_out": (count, self.out_size, merged),
+                "deepstack_out_bias": (count, self.out_size),
+            }
         return shapes
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter of one layer."""
         d, f = self.hidden_size, self.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {"qkv": (3 * d, d), "qkv_bias": (3 * d,), "o": (d, d), "o_bias": (d,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "qkv": (3 * d, d),
+            "qkv_bias": (3 * d,),
+            "o": (d, d),
+            "o_bias": (d,),
+        }
         shapes |= {"up": (f, d), "down": (d, f), "up_bias": (f,), "down_bias": (d,)}
         if self.gated:
             shapes |= {"gate": (f, d), "gate_bias": (f,)}
@@ -308,7 +335,9 @@ class DecoderConfig:
         """Return the shape of every parameter, nested as the parameter tree; layers are stacked, [L, ...]."""
         shapes: Params = {
             "embed": (self.vocab_size, self.hidden_size),
-            "layers": {name: (self.num_layers, *shape) for name, shape in self.layer_shapes().items()},
+            "layers": {
+                name: (self.num_layers, *shape) for name, shape in self.layer_shapes().items()
+            },
             "final_norm": (self.hidden_size,),
         }
         if not self.tie_word_embeddings:
@@ -321,7 +350,12 @@ class DecoderConfig:
         """Return the shape of every parameter of one layer."""
         d, h = self.hidden_size, self.head_dim
         query, key = self.num_heads * h, self.num_kv_heads * h
-        shapes: dict[str, tuple[int, ...]] = {"q": (query, d), "k": (key, d), "v": (key, d), "o": (d, query)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "q": (query, d),
+            "k": (key, d),
+            "v": (key, d),
+            "o": (d, query),
+        }
         if self.qkv_bias:
             shapes |= {"q_bias": (query,), "k_bias": (key,), "v_bias": (key,)}
         if self.o_bias:
@@ -335,9 +369,18 @@ class DecoderConfig:
             shapes |= {"gate": (f, d), "up": (f, d), "down": (d, f)}
         else:
             e, f = self.experts.count, self.experts.intermediate_size
-            shapes |= {"router": (e, d), "expert_gate": (e, f, d), "expert_up": (e, f, d), "expert_down": (e, d, f)}
+            shapes |= {
+                "router": (e, d),
+                "expert_gate": (e, f, d),
+                "expert_up": (e, f, d),
+                "expert_down": (e, d, f),
+            }
             if self.experts.bias:
-                shapes |= {"router_bias": (e,), "expert_gate_bias": (e, f), "expert_up_bias": (e, f)}
+                shapes |= {
+                    "router_bias": (e,),
+                    "expert_gate_bias": (e, f),
+                    "expert_up_bias": (e, f),
+                }
                 shapes["expert_down_bias"] = (e, d)
         shapes |= {"input_norm": (d,), "post_attention_norm": (d,)}
         if self.sandwich_norms:

@@ -19,7 +19,13 @@ import numpy as np
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.hf import LAYER, TOP, load_hf, save_hf
 from jax_agent_rl.models.tensors import HEAD, save_tensors
-from jax_agent_rl.utils.files import make_folder, make_temp_folder, remove_temp_folder, require_new, whole_folder
+from jax_agent_rl.utils.files import (
+    make_folder,
+    make_temp_folder,
+    remove_temp_folder,
+    require_new,
+    whole_folder,
+)
 
 _LAYER_NAMES = {
     "attn_q": LAYER["q"],
@@ -32,7 +38,11 @@ _LAYER_NAMES = {
     "attn_norm": LAYER["input_norm"],
     "ffn_norm": LAYER["post_attention_norm"],
 }
-_TOP_NAMES = {"token_embd": f"model.{TOP['embed']}", "output_norm": f"model.{TOP['final_norm']}", "output": HEAD}
+_TOP_NAMES = {
+    "token_embd": f"model.{TOP['embed']}",
+    "output_norm": f"model.{TOP['final_norm']}",
+    "output": HEAD,
+}
 _CONTROL_TOKEN, _USER_TOKEN = 3, 4
 T = TypeVar("T")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -115,8 +125,14 @@ _INERT_KEYS = frozenset(
         "llama.rope.scaling.finetuned",  # how the model was made
         "tokenizer.chat_templates",
         "tokenizer.huggingface.json",
-        *(f"tokenizer.ggml.{name}_token_id" for name in ("cls", "mask", "middle", "prefix", "seperator", "suffix")),
-        *(f"tokenizer.ggml.fim_{name}_token_id" for name in ("mid", "pad", "pre", "rep", "sep", "suf")),
+        *(
+            f"tokenizer.ggml.{name}_token_id"
+            for name in ("cls", "mask", "middle", "prefix", "seperator", "suffix")
+        ),
+        *(
+            f"tokenizer.ggml.fim_{name}_token_id"
+            for name in ("mid", "pad", "pre", "rep", "sep", "suf")
+        ),
         "tokenizer.ggml.scores",  # of other kinds of tokenizers
         "tokenizer.ggml.token_type_count",
     }
@@ -162,7 +178,9 @@ class Metadata:
         self._read.add(name)
         value = self._content.get(name, supported)
         if value != supported:
-            raise ModelError(f"{self.source}: {name}={value!r} is not supported, only {supported!r}")
+            raise ModelError(
+                f"{self.source}: {name}={value!r} is not supported, only {supported!r}"
+            )
 
     def require_known(self) -> None:
         """Refuse keys that were not read, unless they are known to have no effect.
@@ -197,23 +215,31 @@ def _read_tensors(reader: Any, fields: Metadata) -> tuple[dict[str, np.ndarray],
         if role == "weight" and is_layer:
             if kind in heads:
                 weight = unpermute(weight, heads[kind])
-            tensors[f"model.layers.{block[1]}.{_LAYER_NAMES[kind]}.weight"] = np.ascontiguousarray(weight)
+            tensors[f"model.layers.{block[1]}.{_LAYER_NAMES[kind]}.weight"] = np.ascontiguousarray(
+                weight
+            )
         elif role == "weight" and not block and kind in _TOP_NAMES:
             tensors[_TOP_NAMES[kind]] = np.ascontiguousarray(weight)
         elif tensor.name == "rope_freqs.weight":
             rope_factors = weight
         else:
-            raise ModelError(f"{fields.source}: tensor {tensor.name!r} is not part of a Llama model")
+            raise ModelError(
+                f"{fields.source}: tensor {tensor.name!r} is not part of a Llama model"
+            )
     return tensors, rope_factors
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorder [heads·h, D] from interleaved rotary pairs (llama.cpp) to consecutive halves (Hugging Face)."""
     rows, columns = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
 
 
-def _write_configs(fields: Metadata, target: Path, *, tied: bool, rope_factors: np.ndarray | None) -> None:
+def _write_configs(
+    fields: Metadata, target: Path, *, tied: bool, rope_factors: np.ndarray | None
+) -> None:
     hidden = fields.get("llama.embedding_length", int)
     heads = fields.get("llama.attention.head_count", int)
     head_dim = fields.get("llama.attention.key_length", int, hidden // heads)
@@ -295,12 +321,16 @@ def _read_scaling(
         fields.require(f"{prefix}.{name}", 0.0)
     if rope_factors is not None:
         if kind != "none":
-            raise ModelError(f"{fields.source}: rope_freqs.weight and {prefix}.type={kind!r} scale positions twice")
+            raise ModelError(
+                f"{fields.source}: rope_freqs.weight and {prefix}.type={kind!r} scale positions twice"
+            )
         return _llama3_scaling(fields, rope_factors, head_dim=head_dim, theta=theta)
     match kind:
         case "none":
             if factor != 1:
-                raise ModelError(f"{fields.source}: {prefix}.factor={factor:g} without a {prefix}.type")
+                raise ModelError(
+                    f"{fields.source}: {prefix}.factor={factor:g} without a {prefix}.type"
+                )
             return None
         case "linear":
             return {"rope_type": "linear", "factor": factor}
@@ -311,24 +341,36 @@ def _read_scaling(
             return {
                 "rope_type": "yarn",
                 "factor": factor,
-                "original_max_position_embeddings": fields.get(f"{prefix}.original_context_length", int),
+                "original_max_position_embeddings": fields.get(
+                    f"{prefix}.original_context_length", int
+                ),
                 "beta_fast": fields.get(f"{prefix}.yarn_beta_fast", float, 32.0),
                 "beta_slow": fields.get(f"{prefix}.yarn_beta_slow", float, 1.0),
                 "attention_factor": sharpened * (1 + 0.1 * math.log(factor)),
             }
-    raise ModelError(f"{fields.source}: {prefix}.type={kind!r} is not supported, only 'linear' and 'yarn'")
+    raise ModelError(
+        f"{fields.source}: {prefix}.type={kind!r} is not supported, only 'linear' and 'yarn'"
+    )
 
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """Of all Llama 3.1 and 3.2 models; the file has no other trace of it than its effect."""
 
 
-def _llama3_scaling(fields: Metadata, rope_factors: np.ndarray, *, head_dim: int, theta: float) -> dict[str, Any]:
+def _llama3_scaling(
+    fields: Metadata, rope_factors: np.ndarray, *, head_dim: int, theta: float
+) -> dict[str, Any]:
     """Return the scaling of Llama 3.1 that has these factors; see :func:`_read_scaling`."""
     factor = float(rope_factors.max())
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    smooth = np.clip((_LLAMA3["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+    smooth = np.clip(
+        (_LLAMA3["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1
+    )
     expected = 1 / ((1 - smooth) / factor + smooth)
     if rope_factors.shape != expected.shape or not np.allclose(rope_factors, expected, rtol=1e-4):
         raise ModelError(
@@ -354,7 +396,9 @@ def _write_tokenizer(fields: Metadata, target: Path) -> None:
     tokens = fields.get("tokenizer.ggml.tokens", list)
     kinds = fields.get("tokenizer.ggml.token_type", list)
     merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges", list)]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     control_tokens = []

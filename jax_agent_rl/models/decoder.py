@@ -108,10 +108,17 @@ class DecoderLayer(Module):
         if copies is not None and config.experts is not None:
             load = moe.router_load(config.experts, self._experts(), inputs, copies, routed)
         out = self._feed_forward(inputs, linear, mesh, routed)
-        return x + (rms_norm(config, out, self.post_feedforward_norm[...]) if config.sandwich_norms else out), load
+        return x + (
+            rms_norm(config, out, self.post_feedforward_norm[...]) if config.sandwich_norms else out
+        ), load
 
     def _attention(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, linear: Callable[..., jax.Array]
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        attend: Attend,
+        linear: Callable[..., jax.Array],
     ) -> jax.Array:
         config = self.config
         rows, count, _ = x.shape
@@ -130,19 +137,34 @@ class DecoderLayer(Module):
         return linear("o", mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1))
 
     def _feed_forward(
-        self, x: jax.Array, linear: Callable[..., jax.Array], mesh: Mesh | None, routed: jax.Array | None
+        self,
+        x: jax.Array,
+        linear: Callable[..., jax.Array],
+        mesh: Mesh | None,
+        routed: jax.Array | None,
     ) -> jax.Array:
         experts, activation = self.config.experts, ACTIVATIONS[self.config.activation]
         if experts is None:
             return linear("down", activation(linear("gate", x), linear("up", x)))
         if mesh is not None:
-            return moe.sharded_mixture_of_experts(experts, self._experts(), x, activation, mesh, routed)
-        flat, routed = x.reshape(-1, x.shape[-1]), None if routed is None else routed.reshape(-1, experts.per_token)
-        return moe.mixture_of_experts(experts, self._experts(), flat, activation, routed)[0].reshape(x.shape)
+            return moe.sharded_mixture_of_experts(
+                experts, self._experts(), x, activation, mesh, routed
+            )
+        flat, routed = (
+            x.reshape(-1, x.shape[-1]),
+            None if routed is None else routed.reshape(-1, experts.per_token),
+        )
+        return moe.mixture_of_experts(experts, self._experts(), flat, activation, routed)[
+            0
+        ].reshape(x.shape)
 
     def _experts(self) -> Params:
         """Return the parameters of router and experts."""
-        return {name: getattr(self, name)[...] for name in moe.WEIGHTS if name in self.config.layer_shapes()}
+        return {
+            name: getattr(self, name)[...]
+            for name in moe.WEIGHTS
+            if name in self.config.layer_shapes()
+        }
 
 
 class Decoder(Module):
@@ -207,12 +229,18 @@ class Decoder(Module):
         def body(x: jax.Array, scanned: tuple[Any, ...]) -> tuple[jax.Array, jax.Array | None]:
             state, view, number, routed = scanned
             layer, adapters = nnx.merge(graphdef, state)
-            cos, sin, tree_mask = views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
+            cos, sin, tree_mask = (
+                views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
+            )
 
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+            def attend(
+                q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None
+            ) -> jax.Array:
                 return sharded_tree_attention(q, k, v, tree_mask, mesh, sinks)
 
-            x, load = layer(x, cos, sin, attend, adapters=adapters, copies=copies, routed=routed, mesh=mesh)
+            x, load = layer(
+                x, cos, sin, attend, adapters=adapters, copies=copies, routed=routed, mesh=mesh
+            )
             if deep and images is not None:
                 more = functools.partial(deepstack_features, images, size=config.hidden_size)
                 x = jax.lax.cond(number < deep, lambda: x + more(number).astype(x.dtype), lambda: x)
@@ -220,12 +248,20 @@ class Decoder(Module):
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
-        kinds = [config.attention_kinds.index(config.is_windowed(i)) for i in range(config.num_layers)]
+        kinds = [
+            config.attention_kinds.index(config.is_windowed(i)) for i in range(config.num_layers)
+        ]
         x = embed(config, self.embed[...], token_ids)
-        x = constrain(x if images is None else place_features(x, images), mesh, ROWS, "context", None)
+        x = constrain(
+            x if images is None else place_features(x, images), mesh, ROWS, "context", None
+        )
         routed = None if routed_experts is None else jnp.moveaxis(routed_experts, 2, 0)
-        x, loads = jax.lax.scan(body, x, (state, jnp.array(kinds, jnp.int32), jnp.arange(config.num_layers), routed))
-        return rms_norm(config, x, self.final_norm[...]), None if loads is None else jnp.sum(loads, axis=0)
+        x, loads = jax.lax.scan(
+            body, x, (state, jnp.array(kinds, jnp.int32), jnp.arange(config.num_layers), routed)
+        )
+        return rms_norm(config, x, self.final_norm[...]), None if loads is None else jnp.sum(
+            loads, axis=0
+        )
 
     @property
     def head(self) -> jax.Array:
@@ -242,14 +278,23 @@ def _views(
 ) -> list[tuple[jax.Array, jax.Array, TreeMask]]:
     """Return rotary tables [B, T, r/2] and mask of each of ``config.attention_kinds``."""
     if images is not None:
-        return [(*mrope_tables(config.rope, config.head_dim, images.rope_positions), TreeMask(subtree_end))]
+        return [
+            (
+                *mrope_tables(config.rope, config.head_dim, images.rope_positions),
+                TreeMask(subtree_end),
+            )
+        ]
     kinds = config.attention_kinds
     views = []
     for windowed in kinds:
         rope = config.local_rope or config.rope if windowed else config.rope
         # Without a window: no two positions of a row are that far apart.
         window = config.sliding_window if windowed else positions.shape[1]
-        mask = TreeMask(subtree_end) if kinds == (False,) else TreeMask(subtree_end, positions, jnp.int32(window))
+        mask = (
+            TreeMask(subtree_end)
+            if kinds == (False,)
+            else TreeMask(subtree_end, positions, jnp.int32(window))
+        )
         views.append((*rope_tables(rope, config.head_dim, positions), mask))
     return views
 
@@ -259,7 +304,11 @@ _MAX_LARGEST, _MAX_MEAN = 1e-2, 1e-3
 
 
 def score_probe(
-    config: DecoderConfig, params: Params, sequences: Sequence[Sequence[int]], *, dtype: str = AS_THEY_ARE
+    config: DecoderConfig,
+    params: Params,
+    sequences: Sequence[Sequence[int]],
+    *,
+    dtype: str = AS_THEY_ARE,
 ) -> LogprobProbe:
     """Return sequences of token ids with their log-probs.
 
@@ -270,7 +319,10 @@ def score_probe(
         dtype: what the parameters are rounded to first, as in the transfer. The model computes in float32.
     """
     params = jax.tree.map(lambda x: rounded(x, dtype), params)
-    rows = [tuple(np.asarray(_logprobs(config, params, jnp.asarray(ids, jnp.int32))).tolist()) for ids in sequences]
+    rows = [
+        tuple(np.asarray(_logprobs(config, params, jnp.asarray(ids, jnp.int32))).tolist())
+        for ids in sequences
+    ]
     return LogprobProbe(ids=tuple(map(tuple, sequences)), log_probs=tuple(rows))
 
 
@@ -298,7 +350,9 @@ def verify_probe(config: DecoderConfig, params: Params, probe: LogprobProbe) -> 
 def _logprobs(config: DecoderConfig, params: Params, ids_T: jax.Array) -> jax.Array:
     """float32 [T - 1]: log-prob of every id but the first, given those before it."""
     # The layers compute in the dtype of their input: no other weights are copied.
-    wide = {name: params[name].astype(jnp.float32) for name in ("embed", "lm_head") if name in params}
+    wide = {
+        name: params[name].astype(jnp.float32) for name in ("embed", "lm_head") if name in params
+    }
     with jax.default_matmul_precision("highest"):
         model = Decoder.from_params(config, params | wide)
         logprobs_TV = jax.nn.log_softmax(model.logits(model(ids_T[None])[0][0, :-1]))

@@ -141,7 +141,12 @@ def check_files(path: str | Path) -> DecoderConfig:
         else:
             read_slice(tensors, names, tuple(slice(0, 0) for _ in shape), shape, str(folder))
 
-    jax.tree.map(check, tensor_names(config), config.parameter_shapes(), is_leaf=lambda x: isinstance(x, (list, tuple)))
+    jax.tree.map(
+        check,
+        tensor_names(config),
+        config.parameter_shapes(),
+        is_leaf=lambda x: isinstance(x, (list, tuple)),
+    )
     _require_none_left(tensors, config, str(folder))
     return config
 
@@ -161,7 +166,9 @@ def load_params(
     where = str(Path(files[0]).parent) if files else "an empty list of files"
     tensors = _tensors(files, config)
     if config.tie_word_embeddings and HEAD in tensors and has_own_head(files):
-        raise ModelError(f"{where}: {HEAD} differs from the embeddings, to which this model's output matrix is tied")
+        raise ModelError(
+            f"{where}: {HEAD} differs from the embeddings, to which this model's output matrix is tied"
+        )
     shapes = config.parameter_shapes()
     if shardings is None:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -178,7 +185,11 @@ def load_params(
 
 
 def save_hf(
-    path: str | Path, config: DecoderConfig, params: Params, *, tokenizer_from: str | Path | None = None
+    path: str | Path,
+    config: DecoderConfig,
+    params: Params,
+    *,
+    tokenizer_from: str | Path | None = None,
 ) -> None:
     """Write ``config.json``, ``generation_config.json`` and ``model.safetensors``: all of them, or nothing.
 
@@ -238,13 +249,19 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # also undecodable bytes
-        raise ModelError(f"{file} is not valid JSON ({error}); download or convert the model again") from None
+        raise ModelError(
+            f"{file} is not valid JSON ({error}); download or convert the model again"
+        ) from None
     if not isinstance(content, dict):
-        raise ModelError(f"{file} must hold a JSON object, got {type(content).__name__}; download the model again")
+        raise ModelError(
+            f"{file} must hold a JSON object, got {type(content).__name__}; download the model again"
+        )
     return content
 
 
-def hf_tensors(config: DecoderConfig, params: Params, *, dtype: str = AS_THEY_ARE) -> Iterator[tuple[str, np.ndarray]]:
+def hf_tensors(
+    config: DecoderConfig, params: Params, *, dtype: str = AS_THEY_ARE
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every tensor on the host under its Hugging Face name, stacked ones layer by layer.
 
     Args:
@@ -258,7 +275,9 @@ def hf_tensors(config: DecoderConfig, params: Params, *, dtype: str = AS_THEY_AR
     )
 
 
-def device_tensors(config: DecoderConfig, params: Params, *, dtype: str = AS_THEY_ARE) -> dict[str, jax.Array] | None:
+def device_tensors(
+    config: DecoderConfig, params: Params, *, dtype: str = AS_THEY_ARE
+) -> dict[str, jax.Array] | None:
     """Return every tensor under its Hugging Face name on one device; None if a file's tensor holds several parameters.
 
     Args:
@@ -304,7 +323,10 @@ def _layer_names(config: DecoderConfig, key: str) -> Names:
     if "{expert}" not in name:
         return [f"{layer}.{name}.{kind}" for layer in layers]
     assert config.experts is not None
-    return [[f"{layer}.{name.format(expert=e)}.{kind}" for e in range(config.experts.count)] for layer in layers]
+    return [
+        [f"{layer}.{name.format(expert=e)}.{kind}" for e in range(config.experts.count)]
+        for layer in layers
+    ]
 
 
 def _leaves(names: Params) -> list[Names]:
@@ -314,7 +336,10 @@ def _leaves(names: Params) -> list[Names]:
 def _published(config: DecoderConfig, name: str) -> str:
     """Return a tensor's published name, whatever a newer file calls it."""
     prefixes = FAMILIES[config.family].prefixes
-    return next((old + name.removeprefix(new) for new, old in prefixes.items() if name.startswith(new)), name)
+    return next(
+        (old + name.removeprefix(new) for new, old in prefixes.items() if name.startswith(new)),
+        name,
+    )
 
 
 def _tensors(files: Sequence[str | Path], config: DecoderConfig) -> Tensors:
@@ -326,7 +351,9 @@ def _require_none_left(tensors: Tensors, config: DecoderConfig, where: str) -> N
     known = {tensor_name(stored) for stored in jax.tree.leaves(tensor_names(config))}
     left = sorted(tensors.keys() - known - ({HEAD} if config.tie_word_embeddings else set()))
     if left:
-        raise ModelError(f"{where}: {len(left)} tensors are not part of a {config.family} model, e.g. {left[:3]}")
+        raise ModelError(
+            f"{where}: {len(left)} tensors are not part of a {config.family} model, e.g. {left[:3]}"
+        )
 
 
 _INDEX = "model.safetensors.index.json"
@@ -346,10 +373,18 @@ def weight_files(folder: Path) -> Iterator[Path]:
     single_file = folder / "model.safetensors"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ModelError(f"{index}: 'weight_map' must map tensors to files; download or convert the model again")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
+            raise ModelError(
+                f"{index}: 'weight_map' must map tensors to files; download or convert the model again"
+            )
         shards = [folder / name for name in sorted(set(weight_map.values()))]
-        if single_file.is_file() and single_file not in shards and all(shard.is_file() for shard in shards):
+        if (
+            single_file.is_file()
+            and single_file not in shards
+            and all(shard.is_file() for shard in shards)
+        ):
             raise ModelError(
                 f"{folder} holds {single_file.name} and the shards of {_INDEX}, which may be of different models; "
                 "remove what is not meant"

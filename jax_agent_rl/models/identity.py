@@ -39,7 +39,9 @@ def model_fingerprints(path: str | Path, *, weights: bool = True) -> dict[str, s
     if weights:
         found[WEIGHTS] = weights_fingerprint(list(weight_files(folder)))
         config = read_json(folder / "config.json")
-        found["config.json"] = fingerprint({name: value for name, value in config.items() if not _is_bookkeeping(name)})
+        found["config.json"] = fingerprint(
+            {name: value for name, value in config.items() if not _is_bookkeeping(name)}
+        )
     for file in sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)}):
         found[file.name] = _of_file(file)
     return found
@@ -67,14 +69,21 @@ def weights_fingerprint(files: Sequence[Path]) -> str:
         try:
             tensors |= _tensor_fingerprints(file, file_stamp(file))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{file} cannot be read ({error}); download or convert the model again") from error
+            raise ModelError(
+                f"{file} cannot be read ({error}); download or convert the model again"
+            ) from error
     return fingerprint(tensors)
 
 
 @functools.lru_cache(1024)
-def _tensor_fingerprints(file: Path, stamp: Stamp) -> Mapping[str, tuple[str, tuple[int, ...], str]]:
+def _tensor_fingerprints(
+    file: Path, stamp: Stamp
+) -> Mapping[str, tuple[str, tuple[int, ...], str]]:
     """Return type, shape and digest of a file's tensors, read once in a process."""
-    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with (
+        file.open("rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
         begin, header = _read_header(content)
         with memoryview(content) as whole, whole[begin:] as data:
             return dict(_tensors(data, header))
@@ -90,7 +99,9 @@ def _read_header(content: mmap.mmap) -> tuple[int, Mapping[str, Any]]:
     return 8 + size, header
 
 
-def _tensors(data: memoryview, header: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, tuple[int, ...], str]]]:
+def _tensors(
+    data: memoryview, header: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[str, tuple[int, ...], str]]]:
     for name, about in header.items():
         if name == "__metadata__":
             continue

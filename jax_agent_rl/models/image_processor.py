@@ -26,7 +26,10 @@ Pixels = tuple[int, int]
 Grid = tuple[int, int, int]
 """Patches of an item: groups of frames, rows, columns."""
 
-_VIDEO_PIXELS: Pixels = (128 * 28 * 28, 768 * 28 * 28)  # of transformers' video processor, where no file says
+_VIDEO_PIXELS: Pixels = (
+    128 * 28 * 28,
+    768 * 28 * 28,
+)  # of transformers' video processor, where no file says
 _VIDEO_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
 _FRAME_SETTINGS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
 
@@ -99,7 +102,11 @@ class ImageProcessor:
         else:
             width, height = as_image(item).size
             groups = 1
-        return groups * processor.get_number_of_image_patches(height, width, {}) // processor.merge_size**2
+        return (
+            groups
+            * processor.get_number_of_image_patches(height, width, {})
+            // processor.merge_size**2
+        )
 
     def process(self, kind: str, item: Any) -> ProcessedImage:
         """Cut one image or video into patches.
@@ -117,8 +124,12 @@ class ImageProcessor:
         patches = cut["pixel_values"]
         if kind == "image":
             return ProcessedImage(kind=kind, patches=patches, grid=(1, rows, columns))
-        patches = _grouped(patches, len(frames), processor.temporal_patch_size, processor.patch_size**2)
-        return ProcessedImage(kind=kind, patches=patches, grid=(len(patches) // (rows * columns), rows, columns))
+        patches = _grouped(
+            patches, len(frames), processor.temporal_patch_size, processor.patch_size**2
+        )
+        return ProcessedImage(
+            kind=kind, patches=patches, grid=(len(patches) // (rows * columns), rows, columns)
+        )
 
 
 def _grouped(patches: np.ndarray, frames: int, group: int, pixels: int) -> np.ndarray:
@@ -135,7 +146,9 @@ def _grouped(patches: np.ndarray, frames: int, group: int, pixels: int) -> np.nd
     """
     import numpy as np
 
-    stills = patches.reshape(frames, -1, patches.shape[1] // (group * pixels), group, pixels)[:, :, :, 0]
+    stills = patches.reshape(frames, -1, patches.shape[1] // (group * pixels), group, pixels)[
+        :, :, :, 0
+    ]
     stills = np.concatenate([stills, *[stills[-1:]] * (-frames % group)])
     grouped = stills.reshape(-1, group, *stills.shape[1:]).transpose(0, 2, 3, 1, 4)
     return np.ascontiguousarray(grouped.reshape(-1, patches.shape[1]))
@@ -145,7 +158,10 @@ def _size(pixels: Pixels | None, frames: Mapping[str, Any]) -> Mapping[str, int]
     """Return the pixel limits of frames, which files give in one of two ways."""
     if pixels is None and frames.get("size"):
         return frames["size"]
-    fewest, most = pixels or (frames.get("min_pixels", _VIDEO_PIXELS[0]), frames.get("max_pixels", _VIDEO_PIXELS[1]))
+    fewest, most = pixels or (
+        frames.get("min_pixels", _VIDEO_PIXELS[0]),
+        frames.get("max_pixels", _VIDEO_PIXELS[1]),
+    )
     return {"shortest_edge": fewest, "longest_edge": most}
 
 

@@ -101,7 +101,9 @@ def _yarn_ramp(scaling: YarnScaling, theta: float, size: int) -> np.ndarray:
 
 def rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return cos and sin float32 [.., r/2] of the rotary angles at int32 positions [..]."""
-    return _tables(rope, positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim))
+    return _tables(
+        rope, positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
+    )
 
 
 def _tables(rope: Rope, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -119,7 +121,10 @@ def mrope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.A
     if rope.interleaved_sections:
         index = np.arange(sum(rope.sections))
         axis_of_frequency = np.where(index < 3 * np.array(rope.sections)[index % 3], index % 3, 0)
-    return _tables(rope, positions[..., axis_of_frequency].astype(jnp.float32) * rope_frequencies(rope, head_dim))
+    return _tables(
+        rope,
+        positions[..., axis_of_frequency].astype(jnp.float32) * rope_frequencies(rope, head_dim),
+    )
 
 
 def place_features(x: jax.Array, images: ImageInputs) -> jax.Array:
@@ -137,7 +142,9 @@ def deepstack_features(images: ImageInputs, layer: jax.Array | int, size: int) -
         size: D.
     """
     own = jax.lax.dynamic_slice_in_dim(images.features, (1 + layer) * size, size, axis=-1)
-    return jnp.where(images.feature_index[..., None] >= 0, rows_at(own, jnp.maximum(images.feature_index, 0)), 0)
+    return jnp.where(
+        images.feature_index[..., None] >= 0, rows_at(own, jnp.maximum(images.feature_index, 0)), 0
+    )
 
 
 def rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -145,7 +152,9 @@ def rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.vmap(lambda x, index: x[index])(x, index)
 
 
-def rotate(rope: Rope, x: jax.Array, cos: jax.Array, sin: jax.Array, *, axis: int = -1) -> jax.Array:
+def rotate(
+    rope: Rope, x: jax.Array, cos: jax.Array, sin: jax.Array, *, axis: int = -1
+) -> jax.Array:
     """Rotate the first numbers along an axis.
 
     Args:
@@ -160,23 +169,31 @@ def rotate(rope: Rope, x: jax.Array, cos: jax.Array, sin: jax.Array, *, axis: in
     turning, rest = jnp.split(x, [2 * pairs], axis=axis)
     if rope.interleaved:
         paired = turning.reshape(*x.shape[:axis], pairs, 2, *x.shape[axis + 1 :])
-        first, second = (jax.lax.index_in_dim(paired, i, axis + 1, keepdims=False) for i in range(2))
+        first, second = (
+            jax.lax.index_in_dim(paired, i, axis + 1, keepdims=False) for i in range(2)
+        )
         turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis + 1)
         turned = turned.reshape(turning.shape)
     else:
         first, second = jnp.split(turning, 2, axis=axis)
-        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
+        turned = jnp.concatenate(
+            [first * cos - second * sin, second * cos + first * sin], axis=axis
+        )
     turned = turned.astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=axis) if rest.shape[axis] else turned
 
 
-def rms_norm(config: DecoderConfig | VisionConfig, x: jax.Array, weight: jax.Array, *, axis: int = -1) -> jax.Array:
+def rms_norm(
+    config: DecoderConfig | VisionConfig, x: jax.Array, weight: jax.Array, *, axis: int = -1
+) -> jax.Array:
     """Apply an RMS norm over ``axis`` in float32, rounded where Hugging Face's models round."""
     shape = [1] * x.ndim
     shape[axis] = -1
     weight = weight.reshape(shape)
     wide = x.astype(jnp.float32)
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=axis, keepdims=True) + config.rms_norm_eps)
+    scaled = wide * jax.lax.rsqrt(
+        jnp.mean(wide * wide, axis=axis, keepdims=True) + config.rms_norm_eps
+    )
     if config.norm_offset:
         return (scaled * (config.norm_offset + weight.astype(jnp.float32))).astype(x.dtype)
     return weight * scaled.astype(x.dtype)
@@ -196,7 +213,9 @@ def embed(config: DecoderConfig, table: jax.Array, token_ids: jax.Array) -> jax.
     return x * jnp.asarray(config.embed_scale, x.dtype) if config.embed_scale != 1.0 else x
 
 
-def linear(x: jax.Array, weight: Any, mesh: Mesh | None = None, adapter: LoRA | None = None) -> jax.Array:
+def linear(
+    x: jax.Array, weight: Any, mesh: Mesh | None = None, adapter: LoRA | None = None
+) -> jax.Array:
     """Multiply ``x @ weight.T``.
 
     Args:
@@ -239,7 +258,9 @@ class Module(nnx.Module):
             return jnp.zeros(shape)
         return 0.02 * jax.random.normal(rngs.params(), shape)
 
-    def linear(self, name: str, x: jax.Array, mesh: Mesh | None = None, adapter: LoRA | None = None) -> jax.Array:
+    def linear(
+        self, name: str, x: jax.Array, mesh: Mesh | None = None, adapter: LoRA | None = None
+    ) -> jax.Array:
         """Apply the matrix ``name``, and the bias ``name_bias`` if there is one; arguments as :func:`linear`."""
         y = linear(x, getattr(self, name).get_value(), mesh, adapter)
         bias = getattr(self, f"{name}_bias", None)
@@ -325,7 +346,10 @@ def split_weight(weight: Any, spec: PartitionSpec) -> Any:
     PartitionSpec(None, None)
     """
     return jax.tree.map(
-        lambda x: PartitionSpec(*(a if n > 1 else None for a, n in zip(spec, x.shape, strict=True))), weight
+        lambda x: PartitionSpec(
+            *(a if n > 1 else None for a, n in zip(spec, x.shape, strict=True))
+        ),
+        weight,
     )
 
 

@@ -54,7 +54,9 @@ class LoRA(nnx.Module):
 
     def merged(self, base: Any) -> jax.Array:
         """Return a stack of weights [L, out, in] with the addition, float32."""
-        low_rank = jnp.einsum("lor,lri->loi", self.b[...], self.a[...], preferred_element_type=jnp.float32)
+        low_rank = jnp.einsum(
+            "lor,lri->loi", self.b[...], self.a[...], preferred_element_type=jnp.float32
+        )
         return restore(base).astype(jnp.float32) + self.scale * low_rank
 
 
@@ -88,7 +90,9 @@ def restore(weight: Any) -> jax.Array:
 
 
 ADAPTABLE = frozenset(
-    name for name, parameter in PARAMETERS.items() if parameter.is_matrix and not parameter.is_of_experts
+    name
+    for name, parameter in PARAMETERS.items()
+    if parameter.is_matrix and not parameter.is_of_experts
 )
 """Matrices of the parameter tree that engines adapt."""
 
@@ -116,12 +120,26 @@ _OF_PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
 """Values of ``adapter_config.json`` besides null, false and empty ones."""
 _WITHOUT_EFFECT = frozenset(
     {
-        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+        *(
+            "auto_mapping",
+            "base_model_name_or_path",
+            "inference_mode",
+            "peft_version",
+            "revision",
+            "task_type",
+        ),
         # which modules were adapted, as the tensors say, and how they were trained
         *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
         *("ensure_weight_tying", "lora_dropout", "runtime_config"),
         # settings of an initialization, refused above where it matters, and of what is off
-        *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
+        *(
+            "corda_config",
+            "eva_config",
+            "loftq_config",
+            "lora_ga_config",
+            "megatron_core",
+            "qalora_group_size",
+        ),
     }
 )
 """Fields of ``adapter_config.json`` that do not change what an adapter computes."""
@@ -142,7 +160,9 @@ def read_settings(folder: str | Path, *, key: str) -> dict[str, Any]:
     """
     file, where = Path(folder).expanduser() / "adapter_config.json", f"{key}={str(folder)!r}"
     if not file.is_file():
-        raise ConfigError(f"{where} holds no adapter_config.json; set it to a PEFT adapter's folder")
+        raise ConfigError(
+            f"{where} holds no adapter_config.json; set it to a PEFT adapter's folder"
+        )
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         rank = int(settings["r"])
@@ -150,9 +170,16 @@ def read_settings(folder: str | Path, *, key: str) -> dict[str, Any]:
         if rank < 1:
             raise ValueError(f"r={rank}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} names no rank r ({type(error).__name__}: {error}); save the adapter again") from None
+        raise ConfigError(
+            f"{file} names no rank r ({type(error).__name__}: {error}); save the adapter again"
+        ) from None
     for name, value in settings.items():
-        if name in _READ or name in _WITHOUT_EFFECT or not value or value in _OF_PLAIN_LORA.get(name, ()):
+        if (
+            name in _READ
+            or name in _WITHOUT_EFFECT
+            or not value
+            or value in _OF_PLAIN_LORA.get(name, ())
+        ):
             continue
         raise ConfigError(
             f"{where}: {name}={value!r} in {file.name} is not supported, as this may be no plain LoRA adapter; merge "
@@ -179,7 +206,9 @@ def read_peft(folder: str | Path, model: DecoderConfig, *, key: str) -> PeftAdap
     try:
         tensors = {name: np.asarray(x, np.float32) for name, x in load_file(file).items()}
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{where}: {file.name} cannot be read ({error}); save the adapter again") from None
+        raise ConfigError(
+            f"{where}: {file.name} cannot be read ({error}); save the adapter again"
+        ) from None
     names, shapes = tensor_names(model)["layers"], model.parameter_shapes()["layers"]
     weights = {}
     for name in ADAPTABLE.intersection(names) - FAMILIES[model.family].packed.keys():
@@ -216,7 +245,10 @@ def scaled_adapter(lora: LoraConfig, trained: Params) -> PeftAdapter:
         trained: as :func:`jax_agent_rl.learner.parameterization.new_adapters` returns them, on the host.
     """
     scale = np.float32(lora.alpha / lora.rank)
-    weights = {name: (np.asarray(ab["a"]), np.asarray(ab["b"]) * scale) for name, ab in trained["adapters"].items()}
+    weights = {
+        name: (np.asarray(ab["a"]), np.asarray(ab["b"]) * scale)
+        for name, ab in trained["adapters"].items()
+    }
     return PeftAdapter(rank=lora.rank, weights=weights)
 
 
@@ -259,7 +291,11 @@ def save_peft(
     names = tensor_names(model)["layers"]
     inner = _inner(model)
     # A vision tower has modules of the same names.
-    targets = list(lora.targets) if model.vision is None else rf"{re.escape(inner)}.*\.({'|'.join(lora.targets)})"
+    targets = (
+        list(lora.targets)
+        if model.vision is None
+        else rf"{re.escape(inner)}.*\.({'|'.join(lora.targets)})"
+    )
     tensors = {
         f"base_model.model.{module}.lora_{part.upper()}.weight": matrix
         for name, adapter in trained["adapters"].items()
@@ -280,7 +316,9 @@ def save_peft(
         "inference_mode": True,
     }
     with whole_folder(folder, replaces=PEFT_FILES, error=ModelError) as written:
-        save_tensors(tensors, written / PEFT_FILES[0], {_BASE: base_weights} if base_weights else None)
+        save_tensors(
+            tensors, written / PEFT_FILES[0], {_BASE: base_weights} if base_weights else None
+        )
         (written / PEFT_FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
 
 

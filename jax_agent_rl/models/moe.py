@@ -49,7 +49,9 @@ def _scores(layer: Params, x: jax.Array) -> jax.Array:
     return (scores + layer["router_bias"] if "router_bias" in layer else scores).astype(jnp.float32)
 
 
-def route(experts: Experts, layer: Params, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def route(
+    experts: Experts, layer: Params, x: jax.Array, given: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Choose the experts of each token: weights float32 [N, k] and indices int32 [N, k].
 
     Args:
@@ -92,7 +94,9 @@ def router_load(
     chosen = chosen if given is None else _or_given(chosen, given)
     picked = jnp.sum(jax.nn.one_hot(chosen, experts.count), axis=2)
     weights = copies.astype(jnp.float32)
-    return jnp.einsum("bt,sbte->se", weights, jnp.stack([jax.lax.stop_gradient(picked), probabilities]))
+    return jnp.einsum(
+        "bt,sbte->se", weights, jnp.stack([jax.lax.stop_gradient(picked), probabilities])
+    )
 
 
 def load_balancing_loss(probabilities: jax.Array, share: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -134,7 +138,12 @@ def mixture_of_experts(
 
 
 def sharded_mixture_of_experts(
-    experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh, given: jax.Array | None = None
+    experts: Experts,
+    layer: Params,
+    x: jax.Array,
+    activation: Activation,
+    mesh: Mesh,
+    given: jax.Array | None = None,
 ) -> jax.Array:
     """Apply :func:`mixture_of_experts` to [B, T, D] and ``given`` [B, T, k], rows and tokens split over the mesh."""
     here = experts.count // mesh.shape["expert"]
@@ -142,7 +151,11 @@ def sharded_mixture_of_experts(
     def shard(layer: Params, x: jax.Array, given: jax.Array | None) -> jax.Array:
         def gather(name: str, weight: jax.Array) -> jax.Array:
             spec = WEIGHTS[name]
-            return jax.lax.all_gather(weight, "fsdp", axis=spec.index("fsdp"), tiled=True) if "fsdp" in spec else weight
+            return (
+                jax.lax.all_gather(weight, "fsdp", axis=spec.index("fsdp"), tiled=True)
+                if "fsdp" in spec
+                else weight
+            )
 
         layer = _bias_once({name: gather(name, weight) for name, weight in layer.items()})
         flat = x.reshape(-1, x.shape[-1])
@@ -155,7 +168,9 @@ def sharded_mixture_of_experts(
 
     tokens = PartitionSpec(ROWS, "context", None)
     specs = {name: WEIGHTS[name] for name in layer}
-    run = jax.shard_map(shard, mesh=mesh, in_specs=(specs, tokens, tokens), out_specs=tokens, check_vma=False)
+    run = jax.shard_map(
+        shard, mesh=mesh, in_specs=(specs, tokens, tokens), out_specs=tokens, check_vma=False
+    )
     return run(layer, x, given)
 
 
@@ -170,12 +185,23 @@ def replicated_mixture_of_experts(
 
     def shard(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights, chosen = route(experts, layer, x)
-        mixed = _weighted(_bias_once(layer), x, weights, _own(chosen, here), activation, transposed=True)
+        mixed = _weighted(
+            _bias_once(layer), x, weights, _own(chosen, here), activation, transposed=True
+        )
         return jax.lax.psum(mixed, ("expert", "tensor")), chosen
 
     weights = {name: layer[name] for name in WEIGHTS if name in layer}
-    specs = {name: split_weight(weight, _transposed_spec(WEIGHTS[name])) for name, weight in weights.items()}
-    run = jax.shard_map(shard, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False)
+    specs = {
+        name: split_weight(weight, _transposed_spec(WEIGHTS[name]))
+        for name, weight in weights.items()
+    }
+    run = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
     return run(weights, x)
 
 
@@ -226,12 +252,18 @@ def _weighted(
     def product(values: jax.Array, name: str, weights: jax.Array | int = 1) -> jax.Array:
         out = grouped_product(values, layer[name], sizes, expert, transposed=transposed)
         bias = layer.get(f"{name}_bias")
-        return out if bias is None else out + bias.at[expert].get(mode="fill", fill_value=0) * weights
+        return (
+            out if bias is None else out + bias.at[expert].get(mode="fill", fill_value=0) * weights
+        )
 
     grouped = x.at[token].get(mode="fill", fill_value=0)
     hidden = activation(product(grouped, "expert_gate"), product(grouped, "expert_up"))
     # Weighted before the last product, where rows are shortest.
-    return jnp.zeros_like(x).at[token].add(product(hidden * weights, "expert_down", weights), mode="drop")
+    return (
+        jnp.zeros_like(x)
+        .at[token]
+        .add(product(hidden * weights, "expert_down", weights), mode="drop")
+    )
 
 
 TILE_ROWS, TILE_COLUMNS = 512, 1024
@@ -280,12 +312,16 @@ _product.defvjp(_forward, _backward)
 def _outer(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
     """Sum the outer products of rows [N, out] and [N, in] by group -> [E, out, in]."""
     rows = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=(0,),
+        rhs_group_dimensions=(),
     )
     return jax.lax.ragged_dot_general(d_out, x, sizes, rows)
 
 
 def _outer_kernel(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
-    d_out, x = (jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (d_out, x))  # whole tiles
+    d_out, x = (
+        jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (d_out, x)
+    )  # whole tiles
     tiling = (TILE_ROWS, min(TILE_COLUMNS, d_out.shape[1]), min(TILE_COLUMNS, x.shape[1]))
     return tgmm(d_out.T, x, sizes, preferred_element_type=x.dtype, tiling=tiling)

@@ -63,7 +63,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     processes = len({device.process_index for device in devices})
     shape = tuple(getattr(config, axis) for axis in MESH_AXES)
     need, have = int(np.prod(shape)), len(devices)
-    asked = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1)
+    asked = ", ".join(
+        f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1
+    )
     if need > have:
         raise ConfigError(
             f"learner.mesh asks for {asked} = {need} devices, there are {have}; lower learner.mesh to {have} in all"
@@ -108,8 +110,12 @@ def parameter_shardings(
         for size, axis, mesh_axes in zip(shape, axes, spec, strict=True):
             over = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
             if size % math.prod(mesh.shape[name] for name in over):
-                asked = " x ".join(f"{key}.{name}={mesh.shape[name]}" for name in over if mesh.shape[name] > 1)
-                raise ConfigError(f"parameter {name!r}: its {axis} dimension of {size} is not divisible by {asked}")
+                asked = " x ".join(
+                    f"{key}.{name}={mesh.shape[name]}" for name in over if mesh.shape[name] > 1
+                )
+                raise ConfigError(
+                    f"parameter {name!r}: its {axis} dimension of {size} is not divisible by {asked}"
+                )
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree_util.tree_map_with_path(one, shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -119,7 +125,9 @@ def adapter_shardings(mesh: Mesh, adapters: dict[str, Any]) -> dict[str, Any]:
     """Shard adapters as their weights; the rank is not split."""
 
     def one(path: tuple, _: Any) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(RULES[axis] for axis in parameter_at(path).axes)))
+        return NamedSharding(
+            mesh, PartitionSpec(*(RULES[axis] for axis in parameter_at(path).axes))
+        )
 
     return jax.tree_util.tree_map_with_path(one, adapters)
 
@@ -176,12 +184,16 @@ def place_mesh(shape: Sequence[int], devices: Sequence[Device], *, key: str) -> 
     """
     types = (AxisType.Auto,) * len(shape)
     slices = len({getattr(device, "slice_index", None) for device in devices})
-    asked = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1)
+    asked = ", ".join(
+        f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1
+    )
     try:
         if slices == 1:
             return jax.make_mesh(tuple(shape), MESH_AXES, axis_types=types, devices=devices)
         within, between = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
-        return Mesh(create_hybrid_device_mesh(within, between, devices), MESH_AXES, axis_types=types)
+        return Mesh(
+            create_hybrid_device_mesh(within, between, devices), MESH_AXES, axis_types=types
+        )
     except NotImplementedError:  # jax gives an axis whole dimensions of a large slice
         raise ConfigError(
             f"{key} asks for {asked}, which jax cannot place on the links of these {len(devices)} chips; make each "
@@ -207,7 +219,9 @@ def local_bounds(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Bou
     """Return the bounds that each device of this process holds of an array."""
     shards = sharding.devices_indices_map(shape)
     return {
-        device: shard_bounds(index, shape) for device, index in shards.items() if device in sharding.addressable_devices
+        device: shard_bounds(index, shape)
+        for device, index in shards.items()
+        if device in sharding.addressable_devices
     }
 
 

@@ -63,13 +63,22 @@ def write_part(folder: str, params: Params, *, part: int, dtype: str = AS_THEY_A
     try:
         for name, x in ((name, rounded(x, dtype)) for name, x in _named(params)):
             chunk = x.sharding.shard_shape(x.shape)
-            entries[name] = entry = {"shape": x.shape, "dtype": x.dtype.name, "chunk": chunk, "digests": {}}
-            array = ts.open(_array(folder, name, entry), context=context, create=True, open=True).result()
+            entries[name] = entry = {
+                "shape": x.shape,
+                "dtype": x.dtype.name,
+                "chunk": chunk,
+                "digests": {},
+            }
+            array = ts.open(
+                _array(folder, name, entry), context=context, create=True, open=True
+            ).result()
             written = []
             for shard in x.addressable_shards:
                 if shard.replica_id == 0:
                     host = np.ascontiguousarray(shard.data)
-                    entry["digests"][_key(shard_bounds(shard.index, x.shape), chunk)] = digest(_bytes(host))
+                    entry["digests"][_key(shard_bounds(shard.index, x.shape), chunk)] = digest(
+                        _bytes(host)
+                    )
                     written.append(array[shard.index].write(host))
             for future in written:
                 future.result()
@@ -91,7 +100,9 @@ def publish(folder: str, *, parts: int) -> str:
         for part in range(parts):
             found = store.read(f"part-{part}.json").result()
             if found.state != "value":
-                raise OSError(f"process {part} has not written its part of {folder}; its log says why")
+                raise OSError(
+                    f"process {part} has not written its part of {folder}; its log says why"
+                )
             for name, entry in json.loads(found.value).items():
                 whole.setdefault(name, {**entry, "digests": {}})["digests"] |= entry["digests"]
         manifest = json.dumps(whole).encode()
@@ -160,7 +171,9 @@ class StoredParams:
         wanted, places = dict(_named(shapes)), dict(_named(shardings))
         found = {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
         if found != wanted:
-            wrong = next(name for name in sorted(found | wanted) if found.get(name) != wanted.get(name))
+            wrong = next(
+                name for name in sorted(found | wanted) if found.get(name) != wanted.get(name)
+            )
             raise WeightUpdateError(
                 f"the update does not fit the model served: {wrong} is {found.get(wrong, 'missing')}, served is "
                 f"{wanted.get(wrong, 'nothing')}; {self._folder} is of another model"
@@ -172,7 +185,9 @@ class StoredParams:
         """Read one parameter, its chunks concurrently."""
         shape = tuple(self._entries[name]["shape"])
         shards = local_bounds(place, shape)
-        chunks = self._fetch(name, {b for bounds in shards.values() for b in self._overlapping(name, bounds)})
+        chunks = self._fetch(
+            name, {b for bounds in shards.values() for b in self._overlapping(name, bounds)}
+        )
         parts: dict[Bounds, np.ndarray] = {}
         for bounds in shards.values():
             if bounds not in parts:
@@ -182,7 +197,9 @@ class StoredParams:
 
     def _overlapping(self, name: str, bounds: Bounds) -> Iterator[Bounds]:
         chunk = self._entries[name]["chunk"]
-        ranges = ((range(b // size, -(-e // size))) for (b, e), size in zip(bounds, chunk, strict=True))
+        ranges = (
+            (range(b // size, -(-e // size))) for (b, e), size in zip(bounds, chunk, strict=True)
+        )
         for at in itertools.product(*ranges):
             yield tuple((i * size, (i + 1) * size) for i, size in zip(at, chunk, strict=True))
 
@@ -190,13 +207,21 @@ class StoredParams:
         entry = self._entries[name]
         try:
             array = ts.open(_array(self._folder, name, entry), open=True).result()
-            reads = {bounds: array[tuple(slice(b, e) for b, e in bounds)].read() for bounds in wanted}
-            chunks = {bounds: np.ascontiguousarray(future.result()) for bounds, future in reads.items()}
+            reads = {
+                bounds: array[tuple(slice(b, e) for b, e in bounds)].read() for bounds in wanted
+            }
+            chunks = {
+                bounds: np.ascontiguousarray(future.result()) for bounds, future in reads.items()
+            }
         except ValueError as error:
             raise WeightUpdateError(f"{name} at {self._folder} cannot be read: {error}") from error
         for bounds, chunk in chunks.items():
             key = _key(bounds, entry["chunk"])
-            check(f"{self._folder}{name} chunk {key}", digest(_bytes(chunk)), entry["digests"].get(key, "none"))
+            check(
+                f"{self._folder}{name} chunk {key}",
+                digest(_bytes(chunk)),
+                entry["digests"].get(key, "none"),
+            )
             self.bytes_read += chunk.nbytes
         return chunks
 
@@ -210,8 +235,12 @@ def _assembled(bounds: Bounds, chunks: Mapping[Bounds, np.ndarray]) -> np.ndarra
     for at, chunk in chunks.items():
         common = [(max(b, c), min(e, d)) for (b, e), (c, d) in zip(bounds, at, strict=True)]
         if all(begin < end for begin, end in common):
-            there = tuple(slice(b - own, e - own) for (b, e), (own, _) in zip(common, bounds, strict=True))
-            here = tuple(slice(b - own, e - own) for (b, e), (own, _) in zip(common, at, strict=True))
+            there = tuple(
+                slice(b - own, e - own) for (b, e), (own, _) in zip(common, bounds, strict=True)
+            )
+            here = tuple(
+                slice(b - own, e - own) for (b, e), (own, _) in zip(common, at, strict=True)
+            )
             whole[there] = chunk[here]
     return whole
 

@@ -47,7 +47,11 @@ class Packed:
     transposed: bool = False
 
     def __str__(self) -> str:
-        return self.name if self.count == 1 else f"{self.name} (part {self.number + 1} of {self.count})"
+        return (
+            self.name
+            if self.count == 1
+            else f"{self.name} (part {self.number + 1} of {self.count})"
+        )
 
     def tensor_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the tensor's shape from the parameter's."""
@@ -98,7 +102,9 @@ def tensor_name(stored: Stored) -> str:
     return stored if isinstance(stored, str) else stored.name
 
 
-def named_tensors(parameters: Iterable[tuple[Names, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+def named_tensors(
+    parameters: Iterable[tuple[Names, np.ndarray]],
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield tensors under their names from parameters, which may be stacks; packed ones when all parts were there."""
     packed: dict[str, dict[int, np.ndarray]] = {}
     for names, value in parameters:
@@ -110,7 +116,10 @@ def named_tensors(parameters: Iterable[tuple[Names, np.ndarray]]) -> Iterator[tu
             parts[stored.number] = array
             if len(parts) == stored.count:
                 del packed[stored.name]
-                yield stored.name, np.ascontiguousarray(stored.pack([parts[i] for i in range(stored.count)]))
+                yield (
+                    stored.name,
+                    np.ascontiguousarray(stored.pack([parts[i] for i in range(stored.count)])),
+                )
 
 
 def unstack(names: Names, array: Any) -> Iterator[tuple[Stored, Any]]:
@@ -122,7 +131,9 @@ def unstack(names: Names, array: Any) -> Iterator[tuple[Stored, Any]]:
             yield from unstack(inner, part)
 
 
-def save_tensors(tensors: Mapping[str, np.ndarray], file: Path, metadata: Mapping[str, str] | None = None) -> None:
+def save_tensors(
+    tensors: Mapping[str, np.ndarray], file: Path, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a safetensors file that whoever may read the folder's other files can read.
 
     The library lets only the owner read its files: a server under another user could not load an exported model.
@@ -173,7 +184,9 @@ def has_own_head(files: Sequence[str | Path]) -> bool:
     try:
         stamps = [file_stamp(path) for path in paths]
     except OSError as error:
-        raise ModelError(f"{error.filename} cannot be read ({error}); download or convert the model again") from error
+        raise ModelError(
+            f"{error.filename} cannot be read ({error}); download or convert the model again"
+        ) from error
     return _has_own_head(tuple(paths), tuple(stamps))
 
 
@@ -206,7 +219,9 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
         try:
             handle = safe_open(file, framework="numpy")
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read ({error}); download or convert the model again") from error
+            raise ModelError(
+                f"{file} cannot be read ({error}); download or convert the model again"
+            ) from error
         for name in handle.keys():
             if name in found:
                 raise ModelError(
@@ -215,7 +230,9 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
             found[name] = partial(handle.get_slice, name)
     for name in [name for name in found if name.endswith("_blocks")]:
         if (scales := name.removesuffix("blocks") + "scales") in found:
-            found[name.removesuffix("_blocks")] = partial(Mxfp4Slice, found.pop(name), found.pop(scales))
+            found[name.removesuffix("_blocks")] = partial(
+                Mxfp4Slice, found.pop(name), found.pop(scales)
+            )
     return found
 
 
@@ -247,8 +264,12 @@ class Mxfp4Slice:
         pairs = self._blocks[experts, out, first:last, :]
         exponents = self._scales[experts, out, first:last].astype(np.int32) - 127
         values = np.concatenate([self._VALUES, -self._VALUES])
-        numbers = np.stack([values[pairs & 15], values[pairs >> 4]], axis=-1).reshape(*pairs.shape[:3], self._BLOCK)
-        whole = np.ldexp(numbers, exponents[..., None]).reshape(*pairs.shape[:2], (last - first) * self._BLOCK)
+        numbers = np.stack([values[pairs & 15], values[pairs >> 4]], axis=-1).reshape(
+            *pairs.shape[:3], self._BLOCK
+        )
+        whole = np.ldexp(numbers, exponents[..., None]).reshape(
+            *pairs.shape[:2], (last - first) * self._BLOCK
+        )
         return whole[:, :, begin - first * self._BLOCK : end - first * self._BLOCK].swapaxes(1, 2)
 
 
@@ -277,10 +298,23 @@ def read_slice(
         tensor = tensors[name]()
         found = tuple(tensor.get_shape())
         if found == expected:
-            return tensor[index] if packed is None else packed.unpack(tensor[packed.tensor_index(index, shape)])
-    except (SafetensorError, OSError, TypeError, AttributeError) as error:  # the latter: a type numpy lacks
-        raise ModelError(f"{where}: tensor {name!r} cannot be read ({error}); use float weights") from error
-    raise ModelError(f"{where}: {name} has shape {found}, config.json says {expected}; they are of different models")
+            return (
+                tensor[index]
+                if packed is None
+                else packed.unpack(tensor[packed.tensor_index(index, shape)])
+            )
+    except (
+        SafetensorError,
+        OSError,
+        TypeError,
+        AttributeError,
+    ) as error:  # the latter: a type numpy lacks
+        raise ModelError(
+            f"{where}: tensor {name!r} cannot be read ({error}); use float weights"
+        ) from error
+    raise ModelError(
+        f"{where}: {name} has shape {found}, config.json says {expected}; they are of different models"
+    )
 
 
 ELEMENTS = 128
@@ -312,13 +346,20 @@ class TensorSample:
         return cls(shape=tuple(wide.shape), dtype=str(array.dtype), rms=rms, values=values)
 
     def to_json(self) -> dict[str, Any]:
-        return {"shape": self.shape, "dtype": self.dtype, "rms": self.rms, "values": self.values.tolist()}
+        return {
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "rms": self.rms,
+            "values": self.values.tolist(),
+        }
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> TensorSample:
         """Invert :meth:`to_json`."""
         values = np.asarray(saved["values"], np.float32)
-        return cls(shape=tuple(saved["shape"]), dtype=saved["dtype"], rms=saved["rms"], values=values)
+        return cls(
+            shape=tuple(saved["shape"]), dtype=saved["dtype"], rms=saved["rms"], values=values
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

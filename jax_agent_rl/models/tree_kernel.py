@@ -21,7 +21,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-BLOCK, LANES = 1024, 128  # 2,048 in MaxText's recipes for v6e; it must fit the chip's vector memory, too
+BLOCK, LANES = (
+    1024,
+    128,
+)  # 2,048 in MaxText's recipes for v6e; it must fit the chip's vector memory, too
 _WIDEST_HEAD = 512  # bytes of a head of which blocks of 1,024 fit
 MASK_VALUE = -1e30  # masked score; finite, so that rows of padding have no NaN
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # a @ b.T
@@ -80,7 +83,9 @@ class KernelInputs(NamedTuple):
     mean: Any = None
 
 
-_KINDS = KernelInputs("q", "k", "k", Marks("key mark", "key mark", "query mark"), "q", "statistic", "statistic")
+_KINDS = KernelInputs(
+    "q", "k", "k", Marks("key mark", "key mark", "query mark"), "q", "statistic", "statistic"
+)
 """How each is cut into blocks."""
 
 
@@ -214,14 +219,32 @@ def _call(
         *step, fetched, _ = step_and_scalars
         if by_key:
             row, kv_head, j, member, i = step
-            return row, kv_head * group + member, kv_head, fetched[(row * k_blocks + j) * q_blocks + i], j
+            return (
+                row,
+                kv_head * group + member,
+                kv_head,
+                fetched[(row * k_blocks + j) * q_blocks + i],
+                j,
+            )
         row, head, i, j = step
-        return row, head, jax.lax.div(head, jnp.int32(group)), i, fetched[(row * q_blocks + i) * k_blocks + j]
+        return (
+            row,
+            head,
+            jax.lax.div(head, jnp.int32(group)),
+            i,
+            fetched[(row * q_blocks + i) * k_blocks + j],
+        )
 
     cuts = {  # shape of a block, and its index
         "q": ((None, None, plan.q_block, size), lambda row, head, kv_head, i, j: (row, head, i, 0)),
-        "k": ((None, None, plan.k_block, size), lambda row, head, kv_head, i, j: (row, kv_head, j, 0)),
-        "statistic": ((None, None, 1, plan.q_block), lambda row, head, kv_head, i, j: (row, head, 0, i)),
+        "k": (
+            (None, None, plan.k_block, size),
+            lambda row, head, kv_head, i, j: (row, kv_head, j, 0),
+        ),
+        "statistic": (
+            (None, None, 1, plan.q_block),
+            lambda row, head, kv_head, i, j: (row, head, 0, i),
+        ),
         "key mark": ((None, plan.k_block, 1), lambda row, head, kv_head, i, j: (row, j, 0)),
         "query mark": ((None, 1, plan.q_block), lambda row, head, kv_head, i, j: (row, 0, i)),
     }
@@ -230,7 +253,11 @@ def _call(
         shape, index = cuts[kind]
         return pl.BlockSpec(shape, lambda *step: index(*at(*step)))
 
-    grid = (batch, kv_heads, k_blocks, group, q_blocks) if by_key else (batch, heads, q_blocks, k_blocks)
+    grid = (
+        (batch, kv_heads, k_blocks, group, q_blocks)
+        if by_key
+        else (batch, heads, q_blocks, k_blocks)
+    )
     summed = 2 if by_key else 1
     pairs = batch * heads * q_blocks * k_blocks * plan.q_block * plan.k_block // 2
     return pl.pallas_call(
@@ -238,7 +265,9 @@ def _call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=grid,
-            in_specs=(jax.tree.map(lambda kind, x: None if x is None else cut(kind), _KINDS, inputs),),
+            in_specs=(
+                jax.tree.map(lambda kind, x: None if x is None else cut(kind), _KINDS, inputs),
+            ),
             out_specs=jax.tree.map(cut, output_kinds),
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
@@ -249,7 +278,9 @@ def _call(
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * size * products,
             transcendentals=pairs,
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((inputs, outputs))),
+            bytes_accessed=sum(
+                math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((inputs, outputs))
+            ),
         ),
     )(fetched_blocks(plan.live.mT if by_key else plan.live), plan.place, inputs)
 
@@ -274,7 +305,14 @@ def _is_live(fetched: Any, outer: Any, inner: Any, outers: Any, inners: Any) -> 
 
 
 def _forward_kernel(
-    fetched: Any, place: Any, blocks: KernelInputs, out: Any, normalizer: Any, mixed: Any, peak: Any, total: Any
+    fetched: Any,
+    place: Any,
+    blocks: KernelInputs,
+    out: Any,
+    normalizer: Any,
+    mixed: Any,
+    peak: Any,
+    total: Any,
 ) -> None:
     i, j, count = pl.program_id(2), pl.program_id(3), pl.num_programs(3)
 
@@ -292,7 +330,9 @@ def _forward_kernel(
         weights = jnp.exp(scores - higher)
         peak[...] = higher
         total[...] = total[...] * shrink + jnp.sum(weights, axis=0, keepdims=True)
-        mixed[...] = mixed[...] * shrink + _product(v[...], weights.astype(v.dtype), _COLUMNS_BY_COLUMNS)
+        mixed[...] = mixed[...] * shrink + _product(
+            v[...], weights.astype(v.dtype), _COLUMNS_BY_COLUMNS
+        )
 
     @pl.when(j == count - 1)
     def end() -> None:
@@ -300,7 +340,9 @@ def _forward_kernel(
         normalizer[...] = peak[...] + jnp.log(total[...])
 
 
-def _weights_and_gradient(place: Any, blocks: KernelInputs, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
+def _weights_and_gradient(
+    place: Any, blocks: KernelInputs, i: Any, j: Any
+) -> tuple[jax.Array, jax.Array]:
     """Return the softmax's weights and the gradient of its scores, [keys, queries]."""
     weights = jnp.exp(_scores(place, blocks, i, j) - blocks.normalizer[...])
     d_weights = _product(blocks.v[...], blocks.d_out[...], _ROWS_BY_ROWS)
@@ -308,7 +350,9 @@ def _weights_and_gradient(place: Any, blocks: KernelInputs, i: Any, j: Any) -> t
     return weights.astype(dtype), (weights * (d_weights - blocks.mean[...])).astype(dtype)
 
 
-def _query_gradient_kernel(fetched: Any, place: Any, blocks: KernelInputs, dq: Any, summed: Any) -> None:
+def _query_gradient_kernel(
+    fetched: Any, place: Any, blocks: KernelInputs, dq: Any, summed: Any
+) -> None:
     i, j, count = pl.program_id(2), pl.program_id(3), pl.num_programs(3)
 
     @pl.when(j == 0)
@@ -348,7 +392,9 @@ def _key_gradient_kernel(
         dv[...] = v_sum[...].astype(dv.dtype)
 
 
-def plan_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, block: int) -> BlockPlan:
+def plan_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, block: int
+) -> BlockPlan:
     """Pad arrays to whole blocks of at most ``block`` (a multiple of 128), and find the live pairs of blocks."""
     count, keys = q.shape[2], k.shape[2]
     if q.shape[3] * q.dtype.itemsize > _WIDEST_HEAD:
@@ -362,7 +408,9 @@ def plan_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, b
         window = tree_mask.window.astype(jnp.int32)
         asking = jax.lax.dynamic_slice_in_dim(tree_mask.positions, first, count, axis=1)
         asking = jnp.pad(asking, ((0, 0), (0, more)), mode="edge")
-        marks = Marks(marks.ends, pad(tree_mask.positions, 1, more_keys)[..., None], asking[:, None])
+        marks = Marks(
+            marks.ends, pad(tree_mask.positions, 1, more_keys)[..., None], asking[:, None]
+        )
     return BlockPlan(
         inputs=KernelInputs(pad(q, 2, more), pad(k, 2, more_keys), pad(v, 2, more_keys), marks),
         place=jnp.stack([first, window]),
@@ -372,7 +420,9 @@ def plan_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, b
     )
 
 
-def _live(marks: Marks, first: jax.Array, window: jax.Array, count: int, q_block: int, k_block: int) -> jax.Array:
+def _live(
+    marks: Marks, first: jax.Array, window: jax.Array, count: int, q_block: int, k_block: int
+) -> jax.Array:
     """Return bool [B, query blocks, key blocks]: false only if no query of the block attends to any of the keys."""
     batch, keys, _ = marks.ends.shape
     begins = (first + jnp.arange(0, count, q_block))[:, None]
@@ -392,7 +442,9 @@ def fetched_blocks(live: jax.Array) -> jax.Array:
     """
     step = jnp.arange(live.shape[-1], dtype=jnp.int32)
     latest = jax.lax.cummax(jnp.where(live, step, -1), axis=2)
-    return jnp.where(latest < 0, jnp.argmax(live, axis=-1, keepdims=True).astype(jnp.int32), latest).reshape(-1)
+    return jnp.where(
+        latest < 0, jnp.argmax(live, axis=-1, keepdims=True).astype(jnp.int32), latest
+    ).reshape(-1)
 
 
 def pad(x: jax.Array, axis: int, more: int, value: float = 0) -> jax.Array:

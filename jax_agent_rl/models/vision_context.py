@@ -58,7 +58,9 @@ class VisionProcessor:
     patcher: ImageProcessor
 
     @classmethod
-    def of(cls, model: DecoderConfig, folder: str | Path, *, pixels: Pixels | None = None) -> VisionProcessor | None:
+    def of(
+        cls, model: DecoderConfig, folder: str | Path, *, pixels: Pixels | None = None
+    ) -> VisionProcessor | None:
         """Load the processor of a Hugging Face folder; None for a text model.
 
         Args:
@@ -71,7 +73,9 @@ class VisionProcessor:
         """
         if model.vision is None:
             return None
-        return cls(vision=model.vision, patcher=ImageProcessor.read(model_folder(folder), pixels=pixels))
+        return cls(
+            vision=model.vision, patcher=ImageProcessor.read(model_folder(folder), pixels=pixels)
+        )
 
     def read(self, media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[ProcessedImage, ...]]:
         """Cut images and videos, given by kind, into patches.
@@ -81,7 +85,8 @@ class VisionProcessor:
         """
         return {
             kind: tuple(
-                self._process(kind, item, f"{kind} {number} of {len(items)}") for number, item in enumerate(items, 1)
+                self._process(kind, item, f"{kind} {number} of {len(items)}")
+                for number, item in enumerate(items, 1)
             )
             for kind, items in media.items()
         }
@@ -103,7 +108,9 @@ class VisionProcessor:
         spans = locate(self.vision, ids, grids)
         positions, offset = rope_positions(self.vision, len(ids), spans)
         ordered = tuple(images[span.kind][span.number] for span in spans)
-        return MultimodalContext(ids=ids, images=ordered, spans=tuple(spans), positions=positions, offset=offset)
+        return MultimodalContext(
+            ids=ids, images=ordered, spans=tuple(spans), positions=positions, offset=offset
+        )
 
     def _process(self, kind: str, item: Any, name: str) -> ProcessedImage:
         try:
@@ -218,9 +225,13 @@ def locate(
     return sorted(spans, key=lambda span: span.start)
 
 
-def _spans(vision: VisionConfig, ids: np.ndarray, kind: str, items: Sequence[Grid]) -> list[ImageSpan]:
+def _spans(
+    vision: VisionConfig, ids: np.ndarray, kind: str, items: Sequence[Grid]
+) -> list[ImageSpan]:
     placeholder = vision.placeholders[kind]
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], ids == placeholder, [False]]).astype(np.int8)))
+    edges = np.flatnonzero(
+        np.diff(np.concatenate([[False], ids == placeholder, [False]]).astype(np.int8))
+    )
     runs = [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
     spans: list[ImageSpan] = []
     for number, item in enumerate(items):
@@ -235,12 +246,16 @@ def _spans(vision: VisionConfig, ids: np.ndarray, kind: str, items: Sequence[Gri
                 "model.max_pixels"
             )
         begin, end = runs.pop(0)
-        spans.append(ImageSpan(kind=kind, number=number, start=begin, stop=begin + count, grid=grid))
+        spans.append(
+            ImageSpan(kind=kind, number=number, start=begin, stop=begin + count, grid=grid)
+        )
         runs.insert(0, (begin + count, end))
     return spans
 
 
-def rope_positions(vision: VisionConfig, length: int, spans: Sequence[ImageSpan]) -> tuple[np.ndarray, int]:
+def rope_positions(
+    vision: VisionConfig, length: int, spans: Sequence[ImageSpan]
+) -> tuple[np.ndarray, int]:
     """Return the rotary positions of a sequence.
 
     Args:
@@ -323,7 +338,14 @@ def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
         sizes[here] = grid[1:]
         begin += len(mine)
     restore = np.argsort(order).astype(np.int32)
-    return Layout(order, restore, windows.reshape(-1), frames.reshape(-1), places.reshape(-1, 2), sizes.reshape(-1, 2))
+    return Layout(
+        order,
+        restore,
+        windows.reshape(-1),
+        frames.reshape(-1),
+        places.reshape(-1, 2),
+        sizes.reshape(-1, 2),
+    )
 
 
 def _numbers(*parts: np.ndarray) -> np.ndarray:

@@ -48,7 +48,13 @@ class VisionLayer(Module):
         super().__init__(config, config.layer_shapes(), rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout, full: jax.Array, mesh: Mesh | None
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        layout: Layout,
+        full: jax.Array,
+        mesh: Mesh | None,
     ) -> jax.Array:
         """Apply the layer to [B, P, D].
 
@@ -70,10 +76,18 @@ class VisionLayer(Module):
         return x + self.linear("down", hidden, mesh)
 
     def _attention(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout, full: jax.Array, mesh: Mesh | None
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        layout: Layout,
+        full: jax.Array,
+        mesh: Mesh | None,
     ) -> jax.Array:
         config = self.config
-        qkv = self.linear("qkv", x, mesh).reshape(*x.shape[:2], 3, config.num_heads, config.head_dim)
+        qkv = self.linear("qkv", x, mesh).reshape(
+            *x.shape[:2], 3, config.num_heads, config.head_dim
+        )
         q, k, v = qkv.transpose(2, 0, 3, 1, 4)  # [B, H, P, h] each
         q, k = (rotate(_HALVES, x, cos[:, None], sin[:, None]) for x in (q, k))
         q = q * config.head_dim**-0.5
@@ -116,7 +130,9 @@ class VisionTower(Module):
         """
         config, leading = self.config, patches.shape[:-2]
         patches = patches.reshape(-1, *patches.shape[-2:])
-        layout = Layout(*(jnp.asarray(x).reshape(len(patches), *x.shape[len(leading) :]) for x in layout))
+        layout = Layout(
+            *(jnp.asarray(x).reshape(len(patches), *x.shape[len(leading) :]) for x in layout)
+        )
         # Half of the angles for rows, half for columns, float32 [B, P, h/2].
         tables = rope_tables(_HALVES, config.head_dim // 2, layout.places)
         cos, sin = (x.reshape(*x.shape[:-2], -1) for x in tables)
@@ -132,21 +148,29 @@ class VisionTower(Module):
         x = constrain(self._embed(patches, layout, mesh), mesh, ROWS, None, None)
         features, begin = [], 0
         for number, layer in enumerate(config.deepstack_layers):
-            x, _ = jax.lax.scan(body, x, jax.tree.map(lambda x: x[begin : layer + 1], (state, full)))  # noqa: B023
+            x, _ = jax.lax.scan(
+                body, x, jax.tree.map(lambda x: x[begin : layer + 1], (state, full))
+            )  # noqa: B023
             features.append(self._deepstack(x, number, mesh))
             begin = layer + 1
-        x, _ = jax.lax.scan(body, x, jax.tree.map(lambda x: x[begin:], (state, full)) if begin else (state, full))
+        x, _ = jax.lax.scan(
+            body, x, jax.tree.map(lambda x: x[begin:], (state, full)) if begin else (state, full)
+        )
         features = jnp.concatenate([self._merge(x, mesh), *features], axis=-1)
         return rows_at(features, layout.restore).reshape(*leading, -1, config.feature_size)
 
     def _embed(self, patches: jax.Array, layout: Layout, mesh: Mesh | None) -> jax.Array:
         """Embed patches [B, P, patch_dim] as [B, P, D], ordered by window."""
-        weight = self.patch_embed[...]  # [D, channels, frames, rows, columns], a product with whole patches
+        weight = self.patch_embed[
+            ...
+        ]  # [D, channels, frames, rows, columns], a product with whole patches
         x = linear(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1), mesh)
         x = rows_at(self._squares(x), layout.order).reshape(x.shape)
         if self.config.patch_bias:
             x = x + self.patch_embed_bias[...]
-        return x if self.config.position_grid is None else x + self._positions(layout).astype(x.dtype)
+        return (
+            x if self.config.position_grid is None else x + self._positions(layout).astype(x.dtype)
+        )
 
     def _positions(self, layout: Layout) -> jax.Array:
         """Interpolate the learned positions, whose corners are those of each image, [B, P, D]."""
@@ -170,12 +194,16 @@ class VisionTower(Module):
     def _merge(self, x: jax.Array, mesh: Mesh | None) -> jax.Array:
         """Merge the patches of a square into one feature, [B, P, D] -> [B, N, out_size]."""
         x = self._squares(_norm(self, "merger_norm", x))
-        return self.linear("merger_out", jax.nn.gelu(self.linear("merger_in", x, mesh), approximate=False), mesh)
+        return self.linear(
+            "merger_out", jax.nn.gelu(self.linear("merger_in", x, mesh), approximate=False), mesh
+        )
 
     def _deepstack(self, x: jax.Array, number: int, mesh: Mesh | None) -> jax.Array:
         """Merge the patches of a square as they are after an inner layer, [B, P, D] -> [B, N, out_size]."""
         own = {name: getattr(self, f"deepstack_{name}")[number] for name in _DEEPSTACK}
-        x = layer_norm(self._squares(x), own["norm"], own["norm_bias"], eps=self.config.rms_norm_eps)
+        x = layer_norm(
+            self._squares(x), own["norm"], own["norm_bias"], eps=self.config.rms_norm_eps
+        )
         x = jax.nn.gelu(linear(x, own["in"], mesh) + own["in_bias"], approximate=False)
         return linear(x, own["out"], mesh) + own["out_bias"]
 
@@ -188,7 +216,9 @@ def _norm(module: VisionLayer | VisionTower, name: str, x: jax.Array) -> jax.Arr
     weight = getattr(module, name)[...]
     if not module.config.layer_norm:
         return rms_norm(module.config, x, weight)
-    return layer_norm(x, weight, getattr(module, f"{name}_bias")[...], eps=module.config.rms_norm_eps)
+    return layer_norm(
+        x, weight, getattr(module, f"{name}_bias")[...], eps=module.config.rms_norm_eps
+    )
 
 
 def _attend_to_frames(q: jax.Array, k: jax.Array, v: jax.Array, frames: jax.Array) -> jax.Array:
@@ -200,11 +230,15 @@ def _attend_to_frames(q: jax.Array, k: jax.Array, v: jax.Array, frames: jax.Arra
         mine = jax.lax.dynamic_slice_in_dim(frames, start, block, axis=1)
         return _softmax_attention(queries, k, v, (mine[:, :, None] == frames[:, None])[:, None])
 
-    blocks = jax.lax.map(jax.checkpoint(attend), jnp.arange(0, q.shape[2], block))  # [P / block, B, H, block, h]
+    blocks = jax.lax.map(
+        jax.checkpoint(attend), jnp.arange(0, q.shape[2], block)
+    )  # [P / block, B, H, block, h]
     return blocks.transpose(1, 2, 0, 3, 4).reshape(q.shape)
 
 
-def _attend_to_windows(q: jax.Array, k: jax.Array, v: jax.Array, windows: jax.Array, size: int) -> jax.Array:
+def _attend_to_windows(
+    q: jax.Array, k: jax.Array, v: jax.Array, windows: jax.Array, size: int
+) -> jax.Array:
     """Attend within windows, which lie in a patch's block of ``size`` patches and the two neighbours."""
     rows, heads, count, head_dim = q.shape
 
@@ -216,13 +250,17 @@ def _attend_to_windows(q: jax.Array, k: jax.Array, v: jax.Array, windows: jax.Ar
         """Join each block of ``axis`` with its neighbours, [.., P / S, 3 S, ..]; ``edge`` pads the ends."""
         widths = [(size, size) if i == axis else (0, 0) for i in range(x.ndim)]
         padded = jnp.pad(x, widths, constant_values=edge)
-        parts = [jax.lax.slice_in_dim(padded, i * size, i * size + count, axis=axis) for i in range(3)]
+        parts = [
+            jax.lax.slice_in_dim(padded, i * size, i * size + count, axis=axis) for i in range(3)
+        ]
         shape = (*x.shape[:axis], count // size, size, *x.shape[axis + 1 :])
         return jnp.concatenate([part.reshape(shape) for part in parts], axis=axis + 1)
 
     mine = windows.reshape(rows, count // size, size)
     visible = mine[..., None] == beside(windows, 1, _NOWHERE)[:, :, None]  # [B, P / S, S, 3 S]
-    return _softmax_attention(blocks(q), beside(k, 2), beside(v, 2), visible[:, None]).reshape(q.shape)
+    return _softmax_attention(blocks(q), beside(k, 2), beside(v, 2), visible[:, None]).reshape(
+        q.shape
+    )
 
 
 def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:

@@ -41,7 +41,9 @@ class Progress:
     to the table.
     """
 
-    def __init__(self, console: Console, *, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, *, total_steps: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
         self._total = total_steps
         self._clock = clock
@@ -54,7 +56,9 @@ class Progress:
         self._warnings: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._live = Live(get_renderable=self._display, console=console, refresh_per_second=4, transient=True)
+        self._live = Live(
+            get_renderable=self._display, console=console, refresh_per_second=4, transient=True
+        )
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
@@ -64,7 +68,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._done.set()
         if self._console.is_terminal:
@@ -113,8 +120,18 @@ class Progress:
             done, ends_at, warnings = self._done_steps, self._ends_at, self._warnings
         left = f", {duration(ends_at - self._clock())} left" if ends_at is not None else ""
         bar = Table.grid(padding=(0, 1))
-        names = Text("⚠ " + ", ".join(warnings) if warnings else "", style="red", overflow="ellipsis", no_wrap=True)
-        bar.add_row(" ", ProgressBar(total=self._total, completed=done, width=40), f"{done}/{self._total}{left}", names)
+        names = Text(
+            "⚠ " + ", ".join(warnings) if warnings else "",
+            style="red",
+            overflow="ellipsis",
+            no_wrap=True,
+        )
+        bar.add_row(
+            " ",
+            ProgressBar(total=self._total, completed=done, width=40),
+            f"{done}/{self._total}{left}",
+            names,
+        )
         return Group(self._line(), bar)
 
     def _line(self) -> Text:
@@ -135,7 +152,13 @@ def duration(seconds: float) -> str:
     seconds = max(0, round(seconds))
     hours, rest = divmod(seconds, 3600)
     minutes, seconds = divmod(rest, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
+    return (
+        f"{hours}h{minutes:02}m"
+        if hours
+        else f"{minutes}m{seconds:02}s"
+        if minutes
+        else f"{seconds}s"
+    )
 
 
 def print_line(console: Console, text: str) -> None:
@@ -149,7 +172,9 @@ def role_rewards(record: Mapping[str, Any]) -> str:
     >>> role_rewards({"role/solver/reward_mean": 0.5, "role/checker/reward_mean": 0.25, "reward_mean": 0.375})
     'solver 0.50, checker 0.25'
     """
-    parts = {name.split("/")[1]: value for name, value in record.items() if name.endswith("/reward_mean")}
+    parts = {
+        name.split("/")[1]: value for name, value in record.items() if name.endswith("/reward_mean")
+    }
     return ", ".join(f"{role} {value:.2f}" for role, value in parts.items())
 
 
@@ -159,5 +184,10 @@ def number_ranges(numbers: Collection[int], *, dash: str = "–") -> str:
     >>> number_ranges([8, 1, 2, 3, 5, 7])
     '1–3, 5, 7–8'
     """
-    runs = [list(run) for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0][1]}{dash}{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
+    runs = [
+        list(run)
+        for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    ]
+    return ", ".join(
+        f"{run[0][1]}{dash}{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs
+    )

@@ -83,7 +83,12 @@ class RunDir:
         self.append(self.metrics, [record])
 
     def add_trajectories(
-        self, step: int, split: str, trajectories: Sequence[Trajectory], *, token_values: TokenValues = _NOTHING
+        self,
+        step: int,
+        split: str,
+        trajectories: Sequence[Trajectory],
+        *,
+        token_values: TokenValues = _NOTHING,
     ) -> None:
         """Append trajectories, or a sample of them.
 
@@ -94,10 +99,16 @@ class RunDir:
             token_values: ``UpdateResult.tokens``.
         """
         chosen = sample(
-            trajectories, self.keep_trajectories, reward=lambda t: t.reward, group=lambda t: t.group_id, seed=step
+            trajectories,
+            self.keep_trajectories,
+            reward=lambda t: t.reward,
+            group=lambda t: t.group_id,
+            seed=step,
         )
         records = (
-            trajectory_record(t, step=step, split=split, token_values=token_values.get(t.trajectory_id, {}))
+            trajectory_record(
+                t, step=step, split=split, token_values=token_values.get(t.trajectory_id, {})
+            )
             for t in chosen
         )
         self.append(self.trajectories, records)
@@ -131,8 +142,13 @@ class RunDir:
         if self._resumed is None:
             return
         found_in = _step_of(self._resumed.disagreement)
-        if found_in is not None and self._resumed.step < found_in <= step:  # that step has been made again
-            if self.disagreement.exists() and self.disagreement.read_bytes() == self._resumed.disagreement:
+        if (
+            found_in is not None and self._resumed.step < found_in <= step
+        ):  # that step has been made again
+            if (
+                self.disagreement.exists()
+                and self.disagreement.read_bytes() == self._resumed.disagreement
+            ):
                 self.disagreement.unlink()
         if self._resumed.sizes:
             with self._lock:
@@ -141,7 +157,10 @@ class RunDir:
 
     def _remove_abandoned(self, resumed: _Resumed) -> None:
         """Write each file again without the old lines of abandoned steps and of evaluations that were made again."""
-        made = {True: set[int](), False: set[int]()}  # evaluated steps, by whether this process made them
+        made = {
+            True: set[int](),
+            False: set[int](),
+        }  # evaluated steps, by whether this process made them
         for record, _, is_new in _with_places(self.metrics, resumed.sizes.get(self.metrics, 0)):
             if record.get("kind") == "evaluation":
                 made[is_new].add(record["step"])
@@ -150,7 +169,11 @@ class RunDir:
             step = record["step"]
             if step > resumed.step:
                 return False
-            held_out = record.get("kind") == "evaluation" or record.get("split") == "heldout" or record.get("validate")
+            held_out = (
+                record.get("kind") == "evaluation"
+                or record.get("split") == "heldout"
+                or record.get("validate")
+            )
             return not held_out or (step in made[False] and step not in made[True])
 
         for file, size in resumed.sizes.items():
@@ -221,14 +244,18 @@ def trajectory_record(
             ``response_ids``, 0 at inserted ids without loss, null at constrained ids and where unknown.
     """
     record = {"step": step, "split": split}
-    record |= {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}  # not asdict(), which copies every id
+    record |= {
+        f.name: getattr(trajectory, f.name) for f in fields(trajectory)
+    }  # not asdict(), which copies every id
     record["fork"] = asdict(trajectory.fork) if trajectory.fork else None
     record["prompt_media"] = {kind: len(items) for kind, items in trajectory.prompt_media.items()}
     at, record["segments"] = 0, []
     for segment in trajectory.segments:
         end = at + sum(segment.loss_mask)
         part = {name: values[at:end] for name, values in token_values.items()}
-        record["segments"].append(trajectory_record(segment, step=step, split=split, token_values=part))
+        record["segments"].append(
+            trajectory_record(segment, step=step, split=split, token_values=part)
+        )
         at = end
     record |= {name: _expand(values[at:], trajectory) for name, values in token_values.items()}
     record["turns"] = [
@@ -244,13 +271,16 @@ def trajectory_record(
             "number": turn.number,
             "note": turn.note,
             "tool_calls": [
-                asdict(replace(call, media={})) | {"media": {kind: len(items) for kind, items in call.media.items()}}
+                asdict(replace(call, media={}))
+                | {"media": {kind: len(items) for kind, items in call.media.items()}}
                 for call in turn.tool_calls
             ],
         }
         for turn in trajectory.turns
     ]
-    record["row"] = {key: value for key, value in trajectory.row.items() if key != "prompt"}  # it is in messages
+    record["row"] = {
+        key: value for key, value in trajectory.row.items() if key != "prompt"
+    }  # it is in messages
     record["rollout_logprobs"] = [round(x, 6) for x in trajectory.rollout_logprobs]
     return record
 
@@ -295,14 +325,21 @@ def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
         at = end + turn["appended"]
         appended = tuple(record["response_ids"][end:at])
         # records of earlier versions have neither
-        yield Turn(output=output, appended_ids=appended, number=turn.get("number"), note=turn.get("note", ""))
+        yield Turn(
+            output=output,
+            appended_ids=appended,
+            number=turn.get("number"),
+            note=turn.get("note", ""),
+        )
 
 
 def _expand(values: Numbers, trajectory: Trajectory) -> list[float | None]:
     """Spread one number per id with loss to one per response id."""
     rest = iter(values)
     masks = zip(trajectory.loss_mask, trajectory.response_mask, strict=True)
-    placed = (float(next(rest)) if mine else math.nan if sampled else 0.0 for mine, sampled in masks)
+    placed = (
+        float(next(rest)) if mine else math.nan if sampled else 0.0 for mine, sampled in masks
+    )
     return [round(value, 6) if math.isfinite(value) else None for value in placed]
 
 
@@ -387,7 +424,9 @@ class Records:
                 stream.seek(begin)
                 record = _object(stream.readline(MAX_LINE_BYTES))
                 if record is None or not self.is_valid(record):
-                    raise DataError(f"{self.file} was replaced while it was read; run the command again")
+                    raise DataError(
+                        f"{self.file} was replaced while it was read; run the command again"
+                    )
                 yield record
 
     @contextmanager
@@ -400,13 +439,22 @@ class Records:
     @property
     def notes(self) -> list[str]:
         """The lines that the last iteration skipped, as messages."""
-        reasons = {"cut off or damaged": self.damaged, "not as this version writes them": self.invalid}
-        return [f"lines left out of {self.file.name}: {n} ({reason})" for reason, n in reasons.items() if n]
+        reasons = {
+            "cut off or damaged": self.damaged,
+            "not as this version writes them": self.invalid,
+        }
+        return [
+            f"lines left out of {self.file.name}: {n} ({reason})"
+            for reason, n in reasons.items()
+            if n
+        ]
 
 
 def read_metrics(file: Path) -> Records:
     """Return the records of ``metrics.jsonl``; each has its ``kind`` and ``step``."""
-    return Records(file=file, is_valid=lambda record: isinstance(record.get("kind"), str) and has_step(record))
+    return Records(
+        file=file, is_valid=lambda record: isinstance(record.get("kind"), str) and has_step(record)
+    )
 
 
 def read_trajectories(file: Path) -> Records:

@@ -92,7 +92,13 @@ class _Trajectory(_Record):
         mask = [bit for sampled, appended in turns for bit in [1] * sampled + [0] * appended]
         if self.response_mask != mask or not any(mask):
             raise ValueError("response_mask is not that of the turns")
-        for name in ("response_ids", "rollout_logprobs", "policy_versions", "advantages", "old_logprobs"):
+        for name in (
+            "response_ids",
+            "rollout_logprobs",
+            "policy_versions",
+            "advantages",
+            "old_logprobs",
+        ):
             values = getattr(self, name)
             if values is not None and len(values) != len(mask):
                 raise ValueError(f"{name} has {len(values)} values for {len(mask)} ids")

@@ -52,7 +52,11 @@ class TrajectoryFilter:
     text: str | None = None
 
     def __post_init__(self) -> None:
-        known = {"split": get_args(Split), "finish_reason": tuple(FinishReason), "stop_reason": tuple(StopReason)}
+        known = {
+            "split": get_args(Split),
+            "finish_reason": tuple(FinishReason),
+            "stop_reason": tuple(StopReason),
+        }
         for name, values in known.items():
             if (given := getattr(self, name)) is not None and given not in values:
                 option = name.replace("_", "-")
@@ -71,10 +75,14 @@ class TrajectoryFilter:
             and (self.text is None or self._matches_text(record, decode))
         )
 
-    def _matches_text(self, record: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> bool:
+    def _matches_text(
+        self, record: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
+    ) -> bool:
         sought = (self.text or "").lower()
         texts = (decode(part["response_ids"]) for part in contexts(record))
-        return sought in record["trajectory_id"].lower() or any(sought in text.lower() for text in texts)
+        return sought in record["trajectory_id"].lower() or any(
+            sought in text.lower() for text in texts
+        )
 
     def _matches_tool_error(self, errors: list[str]) -> bool:
         match self.tool_error:
@@ -95,12 +103,17 @@ class TrajectoryFilter:
         """
         known = ("any", "none", *sorted(set(kinds)))
         if self.tool_error is not None and self.tool_error not in known:
-            raise ConfigError(f"--tool-error {self.tool_error!r}: no call of the run had it; choose {', '.join(known)}")
+            raise ConfigError(
+                f"--tool-error {self.tool_error!r}: no call of the run had it; choose {', '.join(known)}"
+            )
 
     def describe(self) -> str:
         """Return the conditions, for a message."""
         given = ((name, getattr(self, name)) for name in self.__slots__)
-        return ", ".join(f"{name}={value}" for name, value in given if value is not None) or "no filter"
+        return (
+            ", ".join(f"{name}={value}" for name, value in given if value is not None)
+            or "no filter"
+        )
 
 
 def _within(low: float | None, value: float, high: float | None) -> bool:
@@ -139,7 +152,12 @@ def stop_reasons(record: Mapping[str, Any]) -> list[str]:
 
 
 def sample(
-    items: Sequence[T], limit: int | None, *, reward: Callable[[T], float], group: Callable[[T], str], seed: int
+    items: Sequence[T],
+    limit: int | None,
+    *,
+    reward: Callable[[T], float],
+    group: Callable[[T], str],
+    seed: int,
 ) -> list[T]:
     """Return up to ``limit`` trajectories of one step, in their order.
 

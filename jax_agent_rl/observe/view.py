@@ -30,7 +30,16 @@ from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.observe.report.command import RunData, decoder
 from jax_agent_rl.observe.report.trajectories import session
 from jax_agent_rl.observe.run_dir import Decode, RecordSource, restore_trajectory
-from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, contexts, group_of, tool_errors, truth, turns
+from jax_agent_rl.observe.selection import (
+    Colour,
+    Sort,
+    TrajectoryFilter,
+    contexts,
+    group_of,
+    tool_errors,
+    truth,
+    turns,
+)
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.text import printable
@@ -115,7 +124,10 @@ def render(
     if segments:
         parts.append(_session_tree(segments))
         for number, row in enumerate(segments, 1):
-            parts += [Rule(f"segment {number}", align="left", style="dim"), draw(contexts(record)[row["at"]])]
+            parts += [
+                Rule(f"segment {number}", align="left", style="dim"),
+                draw(contexts(record)[row["at"]]),
+            ]
     else:
         parts.append(draw(record))
     heading = Text(printable(title or record["trajectory_id"], one_line=True))
@@ -146,11 +158,16 @@ def _session_tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
     branches: list[Tree] = []
     for number, row in enumerate(segments, 1):
         label = Text(f"segment {number}", "bold")
-        label.append(f"  calls {row['calls']}" if row["calls"] else f"  turns: {row['turns']}", "not bold")
+        label.append(
+            f"  calls {row['calls']}" if row["calls"] else f"  turns: {row['turns']}", "not bold"
+        )
         label.append(f"  {row['trained']} trained tokens ({row['share']:.0%})", "not bold")
         if row["up"] >= 0:
             place = f"after turn {row['after']}" if row["after"] else "in the prompt"
-            label.append(f"  leaves segment {row['up'] + 1} {place} (shared ids: {row['shared']})", "not bold cyan")
+            label.append(
+                f"  leaves segment {row['up'] + 1} {place} (shared ids: {row['shared']})",
+                "not bold cyan",
+            )
         if row["note"]:
             label.append(printable(f": {row['note']}"), "not bold dim")
         branches.append((branches[row["up"]] if row["up"] >= 0 else tree).add(label))
@@ -223,7 +240,10 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
     graph = TrajectoryGraph.of(trajectories)
     total = sum(sequence.num_sampled for t in trajectories for sequence in t.sequences)
     shared = total - sum(len(node.ids) for node in graph.nodes)
-    trees = {tree_id: number for number, tree_id in enumerate(dict.fromkeys(t.tree_id for t in trajectories), 1)}
+    trees = {
+        tree_id: number
+        for number, tree_id in enumerate(dict.fromkeys(t.tree_id for t in trajectories), 1)
+    }
     heading = Text(printable(records[0]["group_id"]), "bold")
     heading.append(
         f"  {len(records)} trajectories, {len(trees)} trees, mean reward {_mean(trajectories):.2f}, "
@@ -301,7 +321,9 @@ def view_run(
     notes = list(data.notes)
     decode = decoder(data.config, notes)
     search = _Search(data.trajectories, wanted, decode)
-    shown = search.last_groups(limit) if trees else [[number] for number in search.last(limit, sort)]
+    shown = (
+        search.last_groups(limit) if trees else [[number] for number in search.last(limit, sort)]
+    )
     for note in (*notes, *data.trajectories.notes):
         print(f"note: {printable(note)}", file=sys.stderr)
     if not search.total:

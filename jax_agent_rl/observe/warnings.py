@@ -55,12 +55,22 @@ from typing import Any
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.run import has_own_devices, uses_tools
-from jax_agent_rl.observe.watch import NoReward, Record, RewardWithoutAccuracy, Rule, SinceBest, SinceLast, SinceStart
+from jax_agent_rl.observe.watch import (
+    NoReward,
+    Record,
+    RewardWithoutAccuracy,
+    Rule,
+    SinceBest,
+    SinceLast,
+    SinceStart,
+)
 
 
 def nonfinite_updates(record: Record) -> float | None:
     """Return how many updates of a step, of policy and critic, were skipped; None if there was none to make."""
-    counts = [record[name] for name in ("nonfinite_updates", "critic_nonfinite_updates") if name in record]
+    counts = [
+        record[name] for name in ("nonfinite_updates", "critic_nonfinite_updates") if name in record
+    ]
     return sum(counts) if counts else None
 
 
@@ -113,7 +123,9 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="tool_errors",
-            value=lambda record: record.get("tool_error_share") if record.get("tool_calls_mean") else None,
+            value=lambda record: (
+                record.get("tool_error_share") if record.get("tool_calls_mean") else None
+            ),
             begins=0.3,
             ends=0.15,
             message="{value:.0%} of the tool calls ended in an error",
@@ -125,7 +137,9 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             value=lambda record: record.get("clip_fraction"),
             begins=clipped,
             ends=clipped / 2,
-            message="{value:.0%} of the " + ("sequences" if sequence else "tokens") + " were clipped: no gradient",
+            message="{value:.0%} of the "
+            + ("sequences" if sequence else "tokens")
+            + " were clipped: no gradient",
             advice="lower learner.learning_rate, learner.num_minibatches or learner.ppo_epochs",
         ),
         Rule(
@@ -148,7 +162,9 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="agreement_unchecked",
-            value=lambda record: float(not record["compared_tokens"]) if "compared_tokens" in record else None,
+            value=lambda record: (
+                float(not record["compared_tokens"]) if "compared_tokens" in record else None
+            ),
             begins=1.0,
             ends=1.0,
             steps=5,
@@ -166,7 +182,9 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="router_replay_missing",
-            value=lambda record: 1 - record["router_replay_share"] if "router_replay_share" in record else None,
+            value=lambda record: (
+                1 - record["router_replay_share"] if "router_replay_share" in record else None
+            ),
             begins=0.5,
             ends=0.4,
             message="{value:.0%} of the tokens were learned from without the engine's experts: it does not report them",
@@ -186,10 +204,16 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
     ]
     if config.algorithm.adv_estimator == "none":  # rewards are not learned from
-        table = [rule for rule in table if rule.name not in ("no_reward", "reward_collapse", "reward_hacking")]
+        table = [
+            rule
+            for rule in table
+            if rule.name not in ("no_reward", "reward_collapse", "reward_hacking")
+        ]
     if config.algorithm.needs_group:
         refill = (
-            "" if config.algorithm.max_resample_rounds else "set algorithm.max_resample_rounds=3 (dynamic sampling), "
+            ""
+            if config.algorithm.max_resample_rounds
+            else "set algorithm.max_resample_rounds=3 (dynamic sampling), "
         )
         table.append(
             Rule(
@@ -206,7 +230,9 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         table.append(
             Rule(
                 name="logprob_gap",
-                value=lambda record: record.get("logprob_gap_mean") if record.get("trained_tokens") else None,
+                value=lambda record: (
+                    record.get("logprob_gap_mean") if record.get("trained_tokens") else None
+                ),
                 begins=0.05,
                 ends=0.03,
                 message="engine and learner disagree by {value:.3f} nats per token on the same weights",
@@ -297,10 +323,17 @@ def _staleness_advice(config: Config) -> str:
 
 
 def _precision_advice(config: Config) -> str:
-    if config.rollout.backend == "jetstream" and config.learner.compute_dtype != config.rollout.jetstream.dtype:
-        first = f"set rollout.jetstream.dtype={config.learner.compute_dtype} (learner.compute_dtype), "
+    if (
+        config.rollout.backend == "jetstream"
+        and config.learner.compute_dtype != config.rollout.jetstream.dtype
+    ):
+        first = (
+            f"set rollout.jetstream.dtype={config.learner.compute_dtype} (learner.compute_dtype), "
+        )
     else:
         first = "use the learner's precision in the engine, "
     correction = config.algorithm.rollout_correction
-    weights = "" if correction.rollout_is != "none" else "algorithm.rollout_correction.rollout_is=token, "
+    weights = (
+        "" if correction.rollout_is != "none" else "algorithm.rollout_correction.rollout_is=token, "
+    )
     return f"{first}{weights}or, with jetstream on one device, rollout.deterministic=true"

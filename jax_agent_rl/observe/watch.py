@@ -91,7 +91,9 @@ class Watch:
             value = rule.value(record)
             if value is not None and self._begins(rule, record, value) and not silent:
                 warning = self._warnings[rule.name]
-                self._print_line(f"  warning ({warning.name}): {warning.message}. What to do: {warning.advice}")
+                self._print_line(
+                    f"  warning ({warning.name}): {warning.message}. What to do: {warning.advice}"
+                )
 
     def _begins(self, rule: Rule, record: Record, value: float) -> bool:
         """Take one value; return whether the warning begins with it."""
@@ -112,7 +114,9 @@ class Watch:
             name=rule.name,
             message=rule.message.format(value=value, limit=_commonest_limit(record)),
             advice=rule.advice,
-            first_step=warning.first_step if warning else step,  # if it began before, it is one entry
+            first_step=warning.first_step
+            if warning
+            else step,  # if it began before, it is one entry
             last_step=step,
             steps=warning.steps + 1 if warning else 1,
         )
@@ -134,7 +138,11 @@ class Watch:
 
 
 def _commonest_limit(record: Record) -> str:
-    cut = {name: n for name, n in record.get("finish_reasons", {}).items() if FinishReason(name).truncated}
+    cut = {
+        name: n
+        for name, n in record.get("finish_reasons", {}).items()
+        if FinishReason(name).truncated
+    }
     return max(cut, key=lambda name: cut[name], default="")
 
 
@@ -152,7 +160,9 @@ class SinceStart:
         steps: number of first steps.
     """
 
-    def __init__(self, name: str, compare: Callable[[float, float], float], *, steps: int = 3) -> None:
+    def __init__(
+        self, name: str, compare: Callable[[float, float], float], *, steps: int = 3
+    ) -> None:
         self._name, self._compare, self._steps = name, compare, steps
         self._first: list[float] = []
 
@@ -221,6 +231,9 @@ class NoReward:
         self._earned = False
 
     def __call__(self, record: Record) -> float | None:
-        largest, least = _first(record, "score_max", "reward_max"), _first(record, "score_min", "reward_min")
+        largest, least = (
+            _first(record, "score_max", "reward_max"),
+            _first(record, "score_min", "reward_min"),
+        )
         self._earned |= largest is None or bool(largest or least)
         return float(not self._earned)

@@ -107,7 +107,12 @@ async def score(
 
     try:
         args, kwargs = _arguments(reward, trajectory, services)
-        if workers is not None and reward.path and not reward.is_async and not services.keys() & kwargs.keys():
+        if (
+            workers is not None
+            and reward.path
+            and not reward.is_async
+            and not services.keys() & kwargs.keys()
+        ):
             try:
                 total, parts = await workers.score(data_source, args, kwargs, timeout=timeout)
             except RewardTimeoutError:
@@ -124,7 +129,9 @@ async def score(
     except TrajectoryError:
         raise
     except Exception as error:
-        raise user_code_error(RewardError, f"the reward function of {data_source!r}", error) from error
+        raise user_code_error(
+            RewardError, f"the reward function of {data_source!r}", error
+        ) from error
     _check_sums(trajectory, total)
     metrics = {
         **trajectory.metrics,
@@ -154,7 +161,9 @@ def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:
     turns = trajectory.num_turns
     wanted = ("assistant",) if which != "conversation" else ("assistant", "tool", "user")
     texts: list[str] = []
-    for message in reversed(trajectory.messages):  # stop before the prompt, which may hold assistant messages
+    for message in reversed(
+        trajectory.messages
+    ):  # stop before the prompt, which may hold assistant messages
         if message["role"] in wanted:
             # A turn that was cut while thinking must not hide what follows it.
             texts.append(with_closed_thinking(message["content"]) if texts else message["content"])
@@ -181,7 +190,12 @@ def _arguments(
         "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
         "extra_info": {**(row.get("extra_info") or {}), **about},
     }
-    own = {"trajectory": trajectory, "role": trajectory.role, "messages": trajectory.messages, **about}
+    own = {
+        "trajectory": trajectory,
+        "role": trajectory.role,
+        "messages": trajectory.messages,
+        **about,
+    }
     available = ChainMap(classic, own, dict(services), dict(row_fields(row)))
     try:
         return reward.bind(available)
@@ -192,9 +206,13 @@ def _arguments(
         ) from None
 
 
-async def _call(reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Score:
+async def _call(
+    reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Score:
     function = reward.compute_score
     if reward.is_async:
         return await function(*args, **kwargs)  # type: ignore[misc]
-    result = await _THREADS.run(lambda: function(*args, **kwargs), name=f"the reward of {data_source!r}")
+    result = await _THREADS.run(
+        lambda: function(*args, **kwargs), name=f"the reward of {data_source!r}"
+    )
     return await result if inspect.isawaitable(result) else result

@@ -36,7 +36,11 @@ PROGRAM_LANGUAGES = ("python", "python3", "py")
 
 @register_reward("code", "apps", "codecontests", "codeforces", "taco", "mbpp", "humaneval")
 async def code_tests(
-    data_source: str, solution_str: str, ground_truth: Any, sandbox: Sandbox, partial_credit: bool = False
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    sandbox: Sandbox,
+    partial_credit: bool = False,
 ) -> dict[str, float]:
     """Score 1 if the program passes all tests, else 0; with the row field ``partial_credit``, the share it passes.
 
@@ -54,7 +58,11 @@ async def code_tests(
     except UnusableTestsError as error:
         raise RewardError(f"ground_truth of a {data_source!r} row: {error}") from None
     rate = sum(passed) / len(passed)
-    return {"score": rate if partial_credit else float(rate == 1.0), "pass_rate": rate, "has_code": 1.0}
+    return {
+        "score": rate if partial_credit else float(rate == 1.0),
+        "pass_rate": rate,
+        "has_code": 1.0,
+    }
 
 
 async def _run(program: str, truth: Mapping[str, Any], sandbox: Sandbox) -> list[bool]:
@@ -145,11 +153,19 @@ async def _run_function(program: str, truth: Mapping[str, Any], sandbox: Sandbox
     mark = secrets.token_hex(16)  # distinguishes results from the program's own output
     calls = {"fn_name": truth["fn_name"], "inputs": list(truth["inputs"]), "mark": mark}
     files = {"solution.py": program.encode("utf-8", "replace"), "driver.py": _CALL_DRIVER.encode()}
-    result = await sandbox.run([sandbox.python, "driver.py"], stdin=json.dumps(calls).encode(), files=files)
-    answers = [_json_or_none(line[len(mark) :]) for line in result.stdout.splitlines() if line.startswith(mark)]
+    result = await sandbox.run(
+        [sandbox.python, "driver.py"], stdin=json.dumps(calls).encode(), files=files
+    )
+    answers = [
+        _json_or_none(line[len(mark) :])
+        for line in result.stdout.splitlines()
+        if line.startswith(mark)
+    ]
     answers += [None] * (len(truth["outputs"]) - len(answers))  # it ended before the last call
     return [
-        isinstance(answer, Mapping) and "value" in answer and answer["value"] == json.loads(json.dumps(expected))
+        isinstance(answer, Mapping)
+        and "value" in answer
+        and answer["value"] == json.loads(json.dumps(expected))
         for answer, expected in zip(answers, truth["outputs"], strict=False)
     ]
 

@@ -92,12 +92,16 @@ class ModelJudge:
             BackendError: its engine failed.
         """
         answer = answer_of(answer).strip()
-        reference = "" if truth is None else f"[Reference answer]\n{truth}\n[End of reference answer]\n"
+        reference = (
+            "" if truth is None else f"[Reference answer]\n{truth}\n[End of reference answer]\n"
+        )
         prompt = GRADING_PROMPT.format(question=question, answer=answer, reference=reference)
         reply = await self.reply([{"role": "user", "content": prompt}])
         grades = _GRADE.findall(reply)
         if not grades or float(grades[-1]) > _MAX_GRADE:
-            raise RewardError(f"the judge gave no grade from 0 to {_MAX_GRADE:g} in double brackets: …{reply[-200:]!r}")
+            raise RewardError(
+                f"the judge gave no grade from 0 to {_MAX_GRADE:g} in double brackets: …{reply[-200:]!r}"
+            )
         return float(grades[-1]) / _MAX_GRADE
 
     async def reply(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -110,7 +114,9 @@ class ModelJudge:
         prompt_ids = self._codec.encode_prompt(messages)
         async with self._slots:
             output = await self._client.generate(
-                f"judge/{next(self._numbers)}", prompt_ids=prompt_ids, sampling_params=self._sampling
+                f"judge/{next(self._numbers)}",
+                prompt_ids=prompt_ids,
+                sampling_params=self._sampling,
             )
         reply = self._codec.parse_reply(output.token_ids, context_ids=prompt_ids)
         if output.stop_reason is StopReason.LENGTH:

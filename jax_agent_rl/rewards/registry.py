@@ -66,7 +66,9 @@ class RewardFunction:
     open: bool
 
     @classmethod
-    def of(cls, compute_score: ComputeScore, solution: Solution, path: str | None = None) -> RewardFunction:
+    def of(
+        cls, compute_score: ComputeScore, solution: Solution, path: str | None = None
+    ) -> RewardFunction:
         """Read a signature; raise ``ValueError`` or ``TypeError`` if there is none (as for some built-ins)."""
         parameters = inspect.signature(compute_score).parameters.values()
         kinds = {p.kind for p in parameters}
@@ -77,14 +79,17 @@ class RewardFunction:
             path=path,
             required=tuple(p.name for p in named if p.default is p.empty),
             optional=tuple(p.name for p in named if p.default is not p.empty),
-            positional=inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds,
+            positional=inspect.Parameter.VAR_POSITIONAL in kinds
+            or inspect.Parameter.POSITIONAL_ONLY in kinds,
             open=inspect.Parameter.VAR_KEYWORD in kinds,
         )
 
     @property
     def is_async(self) -> bool:
         function = self.compute_score
-        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(function).__call__
+        )
 
     @property
     def place(self) -> str:
@@ -119,13 +124,21 @@ class RewardFunction:
         """
         if self.positional:
             return []
-        known = {*CLASSIC, *FROM_TRAJECTORY, *services, "prompt", *row_fields(row)}  # every row has a prompt
+        known = {
+            *CLASSIC,
+            *FROM_TRAJECTORY,
+            *services,
+            "prompt",
+            *row_fields(row),
+        }  # every row has a prompt
         return [name for name in self.required if name not in known]
 
 
 def row_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a row by name: its own, then those of ``extra_info``, then those of ``reward_model``."""
-    return ChainMap(dict(row), dict(row.get("extra_info") or {}), dict(row.get("reward_model") or {}))
+    return ChainMap(
+        dict(row), dict(row.get("extra_info") or {}), dict(row.get("reward_model") or {})
+    )
 
 
 _MAX_NAMED = 20
@@ -174,12 +187,17 @@ def find_reward(data_source: str) -> RewardFunction | None:
     """Return the function of a data source: by name (of an installed package, too), else by the first pattern."""
     if every := _REWARDS.get(_ALL_ROWS):
         return every
-    if data_source not in _REWARDS and (function := load_installed("rewards", data_source)) is not None:
+    if (
+        data_source not in _REWARDS
+        and (function := load_installed("rewards", data_source)) is not None
+    ):
         if data_source not in _REWARDS:  # its module may have registered it
             register_reward(data_source)(function)
     if exact := _REWARDS.get(data_source):
         return exact
-    return next((entry for pattern, entry in _REWARDS.items() if fnmatchcase(data_source, pattern)), None)
+    return next(
+        (entry for pattern, entry in _REWARDS.items() if fnmatchcase(data_source, pattern)), None
+    )
 
 
 def known_data_sources() -> list[str]:
@@ -187,7 +205,9 @@ def known_data_sources() -> list[str]:
     return sorted({*_REWARDS, *installed("rewards")} - {_ALL_ROWS})
 
 
-def split_score(result: Any, reward: RewardFunction, data_source: str) -> tuple[float, dict[str, float]]:
+def split_score(
+    result: Any, reward: RewardFunction, data_source: str
+) -> tuple[float, dict[str, float]]:
     """Split the result of a reward function into its score and its named parts.
 
     Parts are the numbers beside ``score``; texts and collections are left out.
@@ -197,7 +217,9 @@ def split_score(result: Any, reward: RewardFunction, data_source: str) -> tuple[
     """
     named = result if isinstance(result, Mapping) else {"score": result}
     if "score" not in named:
-        raise reward_failure(RewardError, reward, data_source, f'returned no "score": {shown(result)}')
+        raise reward_failure(
+            RewardError, reward, data_source, f'returned no "score": {shown(result)}'
+        )
     parts: dict[str, float] = {}
     try:
         score = as_score(named["score"], "its score")
@@ -205,11 +227,15 @@ def split_score(result: Any, reward: RewardFunction, data_source: str) -> tuple[
             if key != "score" and looks_like_number(part):
                 parts[key] = as_score(part, f"its part {key!r}")
     except ValueError as error:
-        raise reward_failure(RewardError, reward, data_source, f"returned what is no reward: {error}") from None
+        raise reward_failure(
+            RewardError, reward, data_source, f"returned what is no reward: {error}"
+        ) from None
     return score, parts
 
 
-def reward_failure(make: type[RewardError], reward: RewardFunction, data_source: str, how: str) -> RewardError:
+def reward_failure(
+    make: type[RewardError], reward: RewardFunction, data_source: str, how: str
+) -> RewardError:
     """Return the error of a function that did not raise one, but did not give a score either; names its definition."""
     error = make(f"{reward.describe(data_source)} {how}")
     error.failed_at = reward.place
@@ -234,7 +260,10 @@ def load_rewards(path: str | None) -> None:
     own = _FROM_FILES.setdefault(module.__name__, {})
     for data_source, entry in _REWARDS.items():
         # agent.module may be the same file, which has registered its functions already
-        if before.get(data_source) is not entry or entry.compute_score.__module__ == module.__name__:
+        if (
+            before.get(data_source) is not entry
+            or entry.compute_score.__module__ == module.__name__
+        ):
             own[data_source] = replace(entry, path=path)
     _REWARDS.update(own)
     function: ComputeScore | None = getattr(module, "compute_score", None)
@@ -242,7 +271,9 @@ def load_rewards(path: str | None) -> None:
         _REWARDS[_ALL_ROWS] = RewardFunction.of(function, "conversation", path)
 
 
-def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[str] = ()) -> set[str]:
+def require_rewards(
+    rows: Iterable[Mapping[str, Any]], *, services: Collection[str] = ()
+) -> set[str]:
     """Check before a run that every row can be scored, and return those of the run's services that are requested.
 
     Args:
@@ -289,9 +320,7 @@ def describe_unknown(data_sources: Collection[str]) -> str:
 
 def _describe_missing(data_source: str, name: str) -> str:
     if name == "judge":
-        return (
-            f"the reward function of {data_source!r} asks for a judge, and none is configured; set reward.judge.model"
-        )
+        return f"the reward function of {data_source!r} asks for a judge, and none is configured; set reward.judge.model"
     return (
         f"the reward function of {data_source!r} asks for {name!r}, which some of its rows have neither as a field nor "
         "in extra_info or reward_model; add it to the rows or give the parameter a default"

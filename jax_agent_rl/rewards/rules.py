@@ -115,7 +115,9 @@ def _decimal(text: str) -> Decimal:
 
 
 @register_reward("calculator")
-def calculator(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+def calculator(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
     """Score 1 if the last number of the final answer equals the truth, else 0; 0 without a final answer."""
     if extra_info.get("finish_reason", FinishReason.ANSWER) != FinishReason.ANSWER:
         return 0.0
@@ -150,13 +152,19 @@ def shop(
     for call in trajectory.tool_calls:
         made += made < len(results) and call.error is None and call.observation == results[made]
     earned = right or SHOP_CALLS * made / len(results)
-    answered = [(call.name, str(call.arguments), call.observation) for call in trajectory.tool_calls if not call.error]
+    answered = [
+        (call.name, str(call.arguments), call.observation)
+        for call in trajectory.tool_calls
+        if not call.error
+    ]
     repeated = len(answered) - len(set(answered))
     return {"score": max(0.0, earned - REPEATED_CALL * repeated), "accuracy": right}
 
 
 @register_reward("gsm8k", "openai/gsm8k")
-def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+def gsm8k(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
     """Score 1 if the number after ``####`` equals the truth, else 0.
 
     Without ``####``, ``extra_info["answer_format"] = "flexible"`` takes the last number; the default is ``"strict"``.
@@ -170,7 +178,9 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Ma
 def _truth(ground_truth: Any, data_source: str) -> Decimal:
     number = last_number(str(ground_truth))
     if number is None:
-        raise RewardError(f"ground_truth of a {data_source!r} row must hold a number, got {ground_truth!r}")
+        raise RewardError(
+            f"ground_truth of a {data_source!r} row must hold a number, got {ground_truth!r}"
+        )
     return number
 
 
@@ -194,7 +204,9 @@ def math_equal(solution_str: str, ground_truth: Any) -> dict[str, float]:
 
     The part ``answered`` says whether the answer holds any mathematics.
     """
-    answer_only = boxed(solution_str)  # the last of several boxes counts; math-verify would take all
+    answer_only = boxed(
+        solution_str
+    )  # the last of several boxes counts; math-verify would take all
     solution = answer_of(solution_str) if answer_only is None else f"\\boxed{{{answer_only}}}"
     question = {"solution": solution, "truth": str(ground_truth), "seconds": SECONDS}
     # Twice the three time limits: the wall time includes waiting for a free worker and for its start.
@@ -210,7 +222,9 @@ def command(agent_output: Mapping[str, Any] | None = None) -> float:
         RewardError: the row's agent is not ``command``, or its task has no tests.
     """
     if agent_output is None or "reward" not in agent_output:
-        raise RewardError("data_source 'command' is for rows whose agent is 'command' and whose task has tests")
+        raise RewardError(
+            "data_source 'command' is for rows whose agent is 'command' and whose task has tests"
+        )
     return float(agent_output["reward"])
 
 
@@ -264,11 +278,15 @@ def _f1(prediction: list[str], truth: list[str]) -> float:
     return 2 * common / (len(prediction) + len(truth))
 
 
-def _answer_and_truths(solution_str: str, ground_truth: Any, data_source: str) -> tuple[str, list[str]]:
+def _answer_and_truths(
+    solution_str: str, ground_truth: Any, data_source: str
+) -> tuple[str, list[str]]:
     truths = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     truths = [truths] if isinstance(truths, str | int | float) else list(truths or ())
     if not truths:
-        raise RewardError(f"ground_truth of a {data_source!r} row must hold answers, got {ground_truth!r:.100}")
+        raise RewardError(
+            f"ground_truth of a {data_source!r} row must hold answers, got {ground_truth!r:.100}"
+        )
     answer = tagged(solution_str)
     return "" if answer is None else answer[-MAX_CHARS:], [str(truth) for truth in truths]
 
@@ -277,11 +295,19 @@ def _answer_and_truths(solution_str: str, ground_truth: Any, data_source: str) -
 def qa_exact_match(data_source: str, solution_str: str, ground_truth: Any) -> dict[str, float]:
     """Score the exact match; the parts are F1 and whether there is an answer."""
     answer, truths = _answer_and_truths(solution_str, ground_truth, data_source)
-    return {"score": exact_match(answer, truths), "f1": f1(answer, truths), "answered": float(bool(answer))}
+    return {
+        "score": exact_match(answer, truths),
+        "f1": f1(answer, truths),
+        "answered": float(bool(answer)),
+    }
 
 
 @register_reward("qa_f1")
 def qa_f1(data_source: str, solution_str: str, ground_truth: Any) -> dict[str, float]:
     """Score F1; the parts are the exact match and whether there is an answer."""
     answer, truths = _answer_and_truths(solution_str, ground_truth, data_source)
-    return {"score": f1(answer, truths), "exact_match": exact_match(answer, truths), "answered": float(bool(answer))}
+    return {
+        "score": f1(answer, truths),
+        "exact_match": exact_match(answer, truths),
+        "answered": float(bool(answer)),
+    }

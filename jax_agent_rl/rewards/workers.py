@@ -155,7 +155,9 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"score": score, "parts": parts}
 
 
-def _call(reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _call(
+    reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     async def wait(result: Awaitable[Any]) -> Any:
         return await result
 
@@ -163,7 +165,9 @@ def _call(reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwarg
         result = reward.compute_score(*args, **kwargs)
         return asyncio.run(wait(result)) if inspect.isawaitable(result) else result
     except BaseException as error:  # it may try to exit
-        raise user_code_error(RewardError, f"the reward function of {data_source!r}", error) from error
+        raise user_code_error(
+            RewardError, f"the reward function of {data_source!r}", error
+        ) from error
 
 
 def _verify_answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +176,9 @@ def _verify_answer(request: Mapping[str, Any]) -> dict[str, Any]:
     seconds = int(request["seconds"])
     truth = parse(f"\\boxed{{{request['truth']}}}", parsing_timeout=seconds)
     if not truth:
-        raise ValueError(f"ground_truth {request['truth']!r:.200} is not mathematics that can be parsed")
+        raise ValueError(
+            f"ground_truth {request['truth']!r:.200} is not mathematics that can be parsed"
+        )
     answer = parse(request["solution"], parsing_timeout=seconds)
     equal = bool(answer) and verify(truth, answer, timeout_seconds=seconds)
     return {"score": float(equal), "extracted": str(answer[-1]) if answer else ""}

@@ -131,7 +131,9 @@ class LLMServerClient(ServerPool):
 
     def weight_dtype(self) -> str:
         """Return ``Capabilities.weight_dtype`` of all started servers; float32 where they differ."""
-        (dtype, *others) = {backend.capabilities.weight_dtype for backend in self.backends} or {AS_THEY_ARE}
+        (dtype, *others) = {backend.capabilities.weight_dtype for backend in self.backends} or {
+            AS_THEY_ARE
+        }
         return AS_THEY_ARE if others else dtype
 
     def weight_payloads(self) -> frozenset[str]:
@@ -198,7 +200,11 @@ class LLMServerClient(ServerPool):
             session_id=session_id,
             session_ends=session_ends,
             priority=self.queue.balancer.priority(session_id),
-            multi_modal={kind: tuple(items) for kind, items in (("image", image_data), ("video", video_data)) if items},
+            multi_modal={
+                kind: tuple(items)
+                for kind, items in (("image", image_data), ("video", video_data))
+                if items
+            },
             lora=lora,
             routed_experts_prompt_start=routed_experts_prompt_start,
             resumed=resumed,
@@ -211,7 +217,9 @@ class LLMServerClient(ServerPool):
             with span("generate") as traced:
                 output = await self._run(request, state)
                 if traced:
-                    text = {"text": self._decode_text(output.token_ids)} if self._decode_text else {}
+                    text = (
+                        {"text": self._decode_text(output.token_ids)} if self._decode_text else {}
+                    )
                     traced.set(
                         **text,
                         request_id=request_id,
@@ -263,7 +271,9 @@ class LLMServerClient(ServerPool):
             if part is None:
                 continue
             fruitless = 0 if part.token_ids else fruitless + 1
-            so_far = part if so_far is None else merge_outputs(request, so_far, part, self._decode_text)
+            so_far = (
+                part if so_far is None else merge_outputs(request, so_far, part, self._decode_text)
+            )
             state.so_far, state.chunks = so_far, []
             if so_far.stop_reason is not StopReason.ABORTED:
                 return so_far
@@ -271,7 +281,9 @@ class LLMServerClient(ServerPool):
                 return replace(so_far, stop_reason=StopReason.LENGTH)
             check_context(rest, part)
             if fruitless >= _MAX_INTERRUPTIONS:
-                raise BackendError(f"request {request.request_id!r} was aborted {fruitless} times without a new id")
+                raise BackendError(
+                    f"request {request.request_id!r} was aborted {fruitless} times without a new id"
+                )
             rest = state.request = remaining_request(request, so_far)
         return so_far or from_chunks(request, ())
 
@@ -288,7 +300,9 @@ class LLMServerClient(ServerPool):
             clock = asyncio.get_running_loop().time
             begin = clock()
             try:
-                part = await server.generate(request, on_chunk=state.add if state.on_ids or self.keeps_chunks else None)
+                part = await server.generate(
+                    request, on_chunk=state.add if state.on_ids or self.keeps_chunks else None
+                )
             finally:
                 state.server = None
             computed = len(request.prompt_ids) - part.cached_tokens
@@ -303,10 +317,14 @@ class LLMServerClient(ServerPool):
         state.losses = 0
         if served is not None and min(part.policy_versions, default=served) < served:
             self._stale += (stale := sum(version < served for version in part.policy_versions))
-            logger.error("%s sampled %d tokens with weights older than %d", server.name, stale, served)
+            logger.error(
+                "%s sampled %d tokens with weights older than %d", server.name, stale, served
+            )
         return part
 
-    def _salvage(self, request: GenerateRequest, state: _InFlight, error: BackendError) -> TokenOutput | None:
+    def _salvage(
+        self, request: GenerateRequest, state: _InFlight, error: BackendError
+    ) -> TokenOutput | None:
         """Return what a lost server had streamed; None where there is nothing to resume from."""
         if state.chunks and (self._decode_text is not None or not request.sampling.stop):
             state.losses = 0

@@ -77,7 +77,9 @@ def check_context(request: GenerateRequest, part: TokenOutput) -> None:
         )
 
 
-def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: int, *, what: str) -> None:
+def check_output(
+    output: TokenOutput, context_ids: Sequence[int], max_tokens: int, *, what: str
+) -> None:
     """Check that a generation continued exactly ``context_ids`` and kept its budget.
 
     Args:

@@ -54,7 +54,11 @@ class Tensor:
     def of(cls, array: Any, dtype: str = AS_THEY_ARE) -> Tensor:
         """Store a NumPy or device array, perhaps rounded; copies only if it is not in C order on the host already."""
         host = np.ascontiguousarray(rounded(array, dtype))
-        return cls(data=host.reshape(-1).view(np.uint8), dtype=host.dtype.name, shape=tuple(np.shape(array)))
+        return cls(
+            data=host.reshape(-1).view(np.uint8),
+            dtype=host.dtype.name,
+            shape=tuple(np.shape(array)),
+        )
 
     def array(self) -> np.ndarray:
         """Return the array, a view of the data."""
@@ -76,7 +80,9 @@ class StoredWeights:
     checksum: str
 
 
-def store(update: WeightUpdate, put: Callable[[Any], Any], *, dtype: str = AS_THEY_ARE) -> WeightUpdate:
+def store(
+    update: WeightUpdate, put: Callable[[Any], Any], *, dtype: str = AS_THEY_ARE
+) -> WeightUpdate:
     """Write the weights of an update to the store; return an update that refers to them.
 
     Args:
@@ -85,7 +91,10 @@ def store(update: WeightUpdate, put: Callable[[Any], Any], *, dtype: str = AS_TH
         dtype: what arrays are rounded to; files are as their update says.
     """
     if update.kind == "safetensors":
-        form, tree = "safetensors", {Path(p).name: Tensor.of(np.memmap(p, np.uint8, mode="r")) for p in update.payload}
+        form, tree = (
+            "safetensors",
+            {Path(p).name: Tensor.of(np.memmap(p, np.uint8, mode="r")) for p in update.payload},
+        )
     else:
         form, tree = "arrays", _map(functools.partial(Tensor.of, dtype=dtype), update.payload)
         update = replace(update, dtype=dtype)
@@ -101,7 +110,9 @@ async def await_reference(reference: Any) -> Any:
 def from_object_store(backend: RolloutBackend, fetch: Fetch = await_reference) -> RolloutBackend:
     """Return the backend with weights from the object store; ``fetch`` returns an object by its reference."""
     receive = functools.partial(fetched, fetch=fetch)
-    return cast(RolloutBackend, TransportBackend(backend, KIND, receive, passes=frozenset({BROADCAST})))
+    return cast(
+        RolloutBackend, TransportBackend(backend, KIND, receive, passes=frozenset({BROADCAST}))
+    )
 
 
 @asynccontextmanager
@@ -155,7 +166,10 @@ def _leaves(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Tens
 
 
 def _map(function: Callable[[Any], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {name: _map(function, v) if isinstance(v, Mapping) else function(v) for name, v in tree.items()}
+    return {
+        name: _map(function, v) if isinstance(v, Mapping) else function(v)
+        for name, v in tree.items()
+    }
 
 
 def _write(tree: Mapping[str, Tensor], folder: Path) -> list[str]:

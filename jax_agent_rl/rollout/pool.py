@@ -25,7 +25,13 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    ConfigError,
+    EngineDiedError,
+    WeightUpdateError,
+)
 from jax_agent_rl.rollout.protocol import IdentifiesWeights, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.request_queue import RequestQueue
 from jax_agent_rl.rollout.server import AsyncServer, watch_servers
@@ -63,13 +69,17 @@ class ServerPool:
         stall_seconds: float | None = None,
         seed: int = 0,
     ):
-        self.queue = RequestQueue(max_in_flight=max_in_flight_per_server, wait_seconds=wait_for_server_seconds)
+        self.queue = RequestQueue(
+            max_in_flight=max_in_flight_per_server, wait_seconds=wait_for_server_seconds
+        )
         self.check_server: Callable[[AsyncServer], None] = lambda server: None
         """Called with every server that started, before it enters; raises where it cannot serve the run."""
         self._recovery_seconds = recovery_seconds
         self._stall_seconds = stall_seconds
         self._seed = seed
-        self._members: dict[str, AsyncServer] = {}  # in rotation, draining, or out of rotation for a while
+        self._members: dict[
+            str, AsyncServer
+        ] = {}  # in rotation, draining, or out of rotation for a while
         self._fenced: dict[AsyncServer, asyncio.Future[None]] = {}  # started, waiting for weights
         self._factories: dict[str, BackendFactory] = {}
         self._recoveries: dict[str, asyncio.Task[None]] = {}
@@ -129,7 +139,9 @@ class ServerPool:
                 self.check_server(server)
             versions = {server.name: server.backend.policy_version for server in servers}
             if len(set(versions.values())) > 1:
-                raise ConfigError(f"the rollout servers have different policy versions: {versions}; restart all")
+                raise ConfigError(
+                    f"the rollout servers have different policy versions: {versions}; restart all"
+                )
             weights = {server.name: _weights_of(server) for server in servers}
             if len(set(weights.values()) - {""}) > 1:
                 raise ConfigError(
@@ -207,9 +219,13 @@ class ServerPool:
             BackendClosedError: the pool is being closed.
         """
         if self._closed:
-            raise BackendClosedError(f"server {server.name!r} came too late: the servers are being closed")
+            raise BackendClosedError(
+                f"server {server.name!r} came too late: the servers are being closed"
+            )
         if self._updating:
-            raise ValueError(f"server {server.name!r} cannot be added while weights are being updated; add it after")
+            raise ValueError(
+                f"server {server.name!r} cannot be added while weights are being updated; add it after"
+            )
         version = server.backend.policy_version
         others = sorted({s.backend.policy_version for s in self.servers})
         if others and others != [version]:
@@ -286,9 +302,18 @@ class ServerPool:
                     f"server {server.name!r} has policy version {own}, newer than the run's {served}: it served "
                     "another run, or this one before it was resumed; restart it"
                 )
-            if served is not None and own < served and self._latest is not None and server.takes(self._latest):
+            if (
+                served is not None
+                and own < served
+                and self._latest is not None
+                and server.takes(self._latest)
+            ):
                 await server.update_weights(self._latest)
-            if served is None or server.backend.policy_version == served and self._has_our_weights(server):
+            if (
+                served is None
+                or server.backend.policy_version == served
+                and self._has_our_weights(server)
+            ):
                 self.add_server(server)
                 return None
             logger.info("server %s has version %d and waits for the next weights", server.name, own)
@@ -372,7 +397,9 @@ class ServerPool:
         name = server.name
         if self._recovery_seconds > 0 and name in self._factories and not self._closed:
             self.queue.expect(name)
-            self._recoveries[name] = asyncio.create_task(self._recover(server, why), name=f"recovery of {name}")
+            self._recoveries[name] = asyncio.create_task(
+                self._recover(server, why), name=f"recovery of {name}"
+            )
         else:
             self._factories.pop(name, None)
             ending = asyncio.create_task(server.end(why))
@@ -403,7 +430,9 @@ class ServerPool:
             logger.error("server %s is given up after %g s; %s", name, self._recovery_seconds, why)
             self._factories.pop(name, None)
         finally:
-            if self._recoveries.get(name) is asyncio.current_task():  # else it was lost again by now
+            if (
+                self._recoveries.get(name) is asyncio.current_task()
+            ):  # else it was lost again by now
                 del self._recoveries[name]
                 self.queue.stop_expecting(name)
 
@@ -419,7 +448,9 @@ class ServerPool:
 
 def _weights_of(server: AsyncServer) -> str:
     """Return the fingerprint of a server's weights; empty where it is not known."""
-    return server.backend.weights_fingerprint if isinstance(server.backend, IdentifiesWeights) else ""
+    return (
+        server.backend.weights_fingerprint if isinstance(server.backend, IdentifiesWeights) else ""
+    )
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

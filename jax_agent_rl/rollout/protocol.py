@@ -20,7 +20,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, Support, TokenOutput, TokenScores
+from jax_agent_rl.types import (
+    PauseMode,
+    SamplingParams,
+    StopReason,
+    Support,
+    TokenOutput,
+    TokenScores,
+)
 from jax_agent_rl.validation import check_bool, check_ids, check_int, check_str
 
 if TYPE_CHECKING:  # the launcher imports this module before anything is installed
@@ -144,7 +151,9 @@ class GenerateRequest:
         start = self.routed_experts_prompt_start
         check_int("routed_experts_prompt_start", start, least=0, below=len(self.prompt_ids) + 1)
         if not isinstance(self.multi_modal, Mapping):
-            raise ValueError(f"multi_modal={self.multi_modal!r}: must be a mapping of kinds to images or videos")
+            raise ValueError(
+                f"multi_modal={self.multi_modal!r}: must be a mapping of kinds to images or videos"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +229,9 @@ class WeightUpdate:
 
         Another run, or the same one after it was rewound, may give other weights the same version.
         """
-        from jax_agent_rl.utils.fingerprints import fingerprint  # the launcher imports this module without it
+        from jax_agent_rl.utils.fingerprints import (
+            fingerprint,
+        )  # the launcher imports this module without it
 
         return fingerprint(dict(self.digests)) if self.digests else ""
 
@@ -277,7 +288,9 @@ class BackendMetrics:
     def since(self, before: BackendMetrics) -> BackendMetrics:
         """Return the differences to an earlier reading; ``recompilations`` stays the total."""
         names = [name for name in self.__dataclass_fields__ if name != "recompilations"]
-        return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in names})
+        return replace(
+            self, **{name: getattr(self, name) - getattr(before, name) for name in names}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +358,9 @@ class RolloutBackend(Protocol):
         """Run one request like :meth:`generate`, in chunks as they are sampled. Closing the iterator frees the slot."""
         ...
 
-    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+    async def score(
+        self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
+    ) -> TokenScores:
         """Return the log-probs of the ids of a context from ``start`` on, at temperature 1 over all ids.
 
         Args:

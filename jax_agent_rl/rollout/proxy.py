@@ -40,7 +40,9 @@ class ProxyBackend(ABC):
     async def _call(self, method: str, **arguments: Any) -> Any:
         """Call a method of the engine, and note the policy version it reports."""
 
-    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+    async def score(
+        self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
+    ) -> TokenScores:
         return await self._call("score", token_ids=list(token_ids), start=start, top_k=top_k)
 
     async def abort(self, request_id: str) -> bool:
@@ -90,7 +92,9 @@ class TransportBackend:
         if update.kind in self.passes:
             return await self.backend.update_weights(update)
         if update.kind != self.kind:
-            raise WeightUpdateError(f"this engine takes weights of kind {self.kind!r}, got {update.kind!r}")
+            raise WeightUpdateError(
+                f"this engine takes weights of kind {self.kind!r}, got {update.kind!r}"
+            )
         async with self.receive(update) as received:
             await self.backend.update_weights(received)
 

@@ -72,7 +72,9 @@ class EngineHost:
     """
 
     def __init__(self, make: Callable[[], RolloutBackend], fetch: Fetch = await_reference) -> None:
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray limits its workers to one thread; the engine decides for itself
+        os.environ.pop(
+            "OMP_NUM_THREADS", None
+        )  # Ray limits its workers to one thread; the engine decides for itself
         self._make = make
         self._fetch = fetch
         self._backend: RolloutBackend | None = None
@@ -137,7 +139,8 @@ class RayBackend(ProxyBackend):
         *,
         name: str = "engine",
         options: Mapping[str, Any] | None = None,
-        send_weights: Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]] | None = None,
+        send_weights: Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
+        | None = None,
     ) -> None:
         super().__init__(name)
         self._send_weights = send_weights
@@ -159,7 +162,9 @@ class RayBackend(ProxyBackend):
             raise BackendError("the backend was already started")
         if self._closed:
             raise BackendClosedError(f"{self.name} is closed")
-        kind = ray.remote(EngineHost).options(max_concurrency=_MAX_CALLS, max_restarts=0, **self._options)
+        kind = ray.remote(EngineHost).options(
+            max_concurrency=_MAX_CALLS, max_restarts=0, **self._options
+        )
         self._actor = kind.remote(self._make)
         try:
             async with asyncio.timeout(ENGINE_START_SECONDS) as limit:
@@ -225,7 +230,11 @@ class RayBackend(ProxyBackend):
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Send the update; the actor reads the weights from its node's object store, or takes part in a broadcast."""
-        send = nullcontext if self._send_weights is None or update.kind != BROADCAST else self._send_weights
+        send = (
+            nullcontext
+            if self._send_weights is None or update.kind != BROADCAST
+            else self._send_weights
+        )
         async with send(update) as sent:
             await self._call("update_weights", update=sent)
 
@@ -264,7 +273,9 @@ class RayBackend(ProxyBackend):
 
     def _open(self) -> Any:
         if self._closed or self._actor is None:
-            raise BackendClosedError(f"{self.name} {'is closed' if self._closed else 'was not started'}")
+            raise BackendClosedError(
+                f"{self.name} {'is closed' if self._closed else 'was not started'}"
+            )
         return self._actor
 
     @contextlib.contextmanager

@@ -33,7 +33,10 @@ from jax_agent_rl.rollout.server import AsyncServer
 MoveRule = Callable[[float, float], bool]
 """Takes the seconds of computing a context and of waiting for the server that has it; returns whether to move."""
 
-_PATIENCE, _MIN_PATIENCE_SECONDS = 4.0, 10.0  # the first is a multiple of the expected wait: single requests vary
+_PATIENCE, _MIN_PATIENCE_SECONDS = (
+    4.0,
+    10.0,
+)  # the first is a multiple of the expected wait: single requests vary
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -151,13 +154,19 @@ class RequestQueue:
         """
         chain = self._chain(request)
         home = self.balancer.home(request.session_id)
-        if home is None or self.balancer.has_room(home) or self._moving_pays(request, len(self._queues[home]) + 1):
+        if (
+            home is None
+            or self.balancer.has_room(home)
+            or self._moving_pays(request, len(self._queues[home]) + 1)
+        ):
             name = self.balancer.acquire(request.session_id, chain)
             if name is not None:
                 return self._servers[name]
         if not self.is_open:
             raise self._closed(request)
-        waiter = _Waiter(request=request, chain=chain, server=asyncio.get_running_loop().create_future())
+        waiter = _Waiter(
+            request=request, chain=chain, server=asyncio.get_running_loop().create_future()
+        )
         item = (request.priority, next(self._arrivals), waiter)
         self._push(home, item)
         patience = None
@@ -169,7 +178,11 @@ class RequestQueue:
         try:
             return await waiter.server
         except asyncio.CancelledError:
-            given = waiter.server.done() and not waiter.server.cancelled() and waiter.server.exception() is None
+            given = (
+                waiter.server.done()
+                and not waiter.server.cancelled()
+                and waiter.server.exception() is None
+            )
             if given and (server := waiter.server.result()) is not None:
                 self.release(server)  # its turn had just come
             raise
@@ -215,10 +228,16 @@ class RequestQueue:
         if not homes:  # who leaves another's queue saves the last one there a turn
             others = filter(self._has_waiters, tuple(self._with_waiters))
             queues = ((home, self._queues[home]) for home in others)
-            homes = [home for home, queue in queues if self._moving_pays(queue[0][-1].request, len(queue))]
+            homes = [
+                home
+                for home, queue in queues
+                if self._moving_pays(queue[0][-1].request, len(queue))
+            ]
         if not homes:
             return None
-        return heapq.heappop(min((self._queues[home] for home in homes), key=lambda queue: queue[0][:2]))[-1]
+        return heapq.heappop(
+            min((self._queues[home] for home in homes), key=lambda queue: queue[0][:2])
+        )[-1]
 
     def _has_waiters(self, home: str | None) -> bool:
         """Return whether a request waits in this queue, after removing cancelled ones."""
@@ -248,7 +267,12 @@ class RequestQueue:
                 self._fill(server)
 
     def _waiters(self) -> list[_Waiter]:
-        return [waiter for queue in self._queues.values() for *_, waiter in queue if not waiter.server.done()]
+        return [
+            waiter
+            for queue in self._queues.values()
+            for *_, waiter in queue
+            if not waiter.server.done()
+        ]
 
     # --- outages ----------------------------------------------------------------------------------------------
 
@@ -272,4 +296,6 @@ class RequestQueue:
         self._with_waiters.clear()
 
     def _closed(self, request: GenerateRequest) -> EngineDiedError:
-        return EngineDiedError(f"request {request.request_id!r}: there is no server left: {self.why_closed}")
+        return EngineDiedError(
+            f"request {request.request_id!r}: there is no server left: {self.why_closed}"
+        )

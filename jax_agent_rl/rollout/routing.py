@@ -90,13 +90,18 @@ class RequestCosts:
 
     def __init__(self) -> None:
         self._count = self._seconds = 0.0
-        self._moments = [0.0] * 5  # computed², computed x sampled, sampled², computed x seconds, sampled x seconds
+        self._moments = [
+            0.0
+        ] * 5  # computed², computed x sampled, sampled², computed x seconds, sampled x seconds
 
     def add(self, seconds: float, *, computed: int, sampled: int) -> None:
         """Record a request: how long it ran, prompt ids that were not cached, ids sampled."""
         new = (computed**2, computed * sampled, sampled**2, computed * seconds, sampled * seconds)
         self._moments = [self._DECAY * old + x for old, x in zip(self._moments, new, strict=True)]
-        self._count, self._seconds = self._DECAY * self._count + 1, self._DECAY * self._seconds + seconds
+        self._count, self._seconds = (
+            self._DECAY * self._count + 1,
+            self._DECAY * self._seconds + seconds,
+        )
 
     @property
     def request_seconds(self) -> float:
@@ -107,7 +112,11 @@ class RequestCosts:
         """Return how long computing a prompt takes; 0 while requests do not tell."""
         cc, cs, ss, ct, st = self._moments
         determinant = cc * ss - cs * cs
-        return ids * max(0.0, (ct * ss - st * cs) / determinant) if determinant > 1e-9 * cc * ss else 0.0
+        return (
+            ids * max(0.0, (ct * ss - st * cs) / determinant)
+            if determinant > 1e-9 * cc * ss
+            else 0.0
+        )
 
 
 class Balancer:
@@ -130,7 +139,9 @@ class Balancer:
         self._max_in_flight = max_in_flight
         self._in_flight: dict[str, int] = {}
         self._places: dict[str, int] = {}  # in order of addition
-        self._least: list[tuple[int, int, str]] = []  # a heap of (in flight, place, name); most entries are outdated
+        self._least: list[
+            tuple[int, int, str]
+        ] = []  # a heap of (in flight, place, name); most entries are outdated
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._ages: OrderedDict[str, int] = OrderedDict()
         self._arrivals = itertools.count()
@@ -194,7 +205,9 @@ class Balancer:
     def _count(self, server: str, in_flight: int) -> None:
         self._in_flight[server] = in_flight
         if len(self._least) > 8 * len(self._in_flight):
-            self._least = [(self._in_flight[name], place, name) for name, place in self._places.items()]
+            self._least = [
+                (self._in_flight[name], place, name) for name, place in self._places.items()
+            ]
             heapq.heapify(self._least)
         else:
             heapq.heappush(self._least, (in_flight, self._places[server], server))
@@ -206,7 +219,11 @@ class Balancer:
             return None
         if shared < max(MIN_SHARED_IDS, len(chain) * BLOCK // 2):
             return None
-        return server if self._in_flight[server] <= self._in_flight[least] * BUSY_RATIO + BUSY_MARGIN else None
+        return (
+            server
+            if self._in_flight[server] <= self._in_flight[least] * BUSY_RATIO + BUSY_MARGIN
+            else None
+        )
 
     def home(self, session: str | None) -> str | None:
         """Return the server of a session, None for a new one."""

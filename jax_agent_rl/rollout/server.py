@@ -111,7 +111,9 @@ class AsyncServer:
                 raise
             raise EngineDiedError(self._abandoned) from None
 
-    async def generate(self, request: GenerateRequest, *, on_chunk: OnChunk | None = None) -> TokenOutput:
+    async def generate(
+        self, request: GenerateRequest, *, on_chunk: OnChunk | None = None
+    ) -> TokenOutput:
         """Run one request.
 
         Args:
@@ -122,7 +124,9 @@ class AsyncServer:
             BackendError: the request failed, or asks for what the backend cannot do.
         """
         if missing := request.multi_modal.keys() - self.backend.capabilities.multi_modal:
-            raise BackendError(f"request {request.request_id!r}: {self.name} takes no {sorted(missing)} input")
+            raise BackendError(
+                f"request {request.request_id!r}: {self.name} takes no {sorted(missing)} input"
+            )
         if request.lora is not None and not self.backend.capabilities.lora:
             raise BackendError(
                 f"request {request.request_id!r}: {self.name} serves no LoRA adapter, so not {request.lora!r} either"
@@ -143,7 +147,9 @@ class AsyncServer:
                 self._idle.set()
 
     async def _stream(self, request: GenerateRequest, on_chunk: OnChunk) -> TokenOutput:
-        stream = cast(AsyncGenerator[TokenChunk, None], self.backend.stream(request))  # closing it frees the slot
+        stream = cast(
+            AsyncGenerator[TokenChunk, None], self.backend.stream(request)
+        )  # closing it frees the slot
         async with contextlib.aclosing(stream) as chunks:
             async for chunk in chunks:
                 on_chunk(chunk)
@@ -203,7 +209,14 @@ class AsyncServer:
         capabilities = self.backend.capabilities
         if capabilities.in_flight_update and PauseMode.KEEP in capabilities.pause_modes:
             return PauseMode.KEEP
-        return next((mode for mode in (PauseMode.ABORT, PauseMode.WAIT) if mode in capabilities.pause_modes), None)
+        return next(
+            (
+                mode
+                for mode in (PauseMode.ABORT, PauseMode.WAIT)
+                if mode in capabilities.pause_modes
+            ),
+            None,
+        )
 
 
 def engine_families(
@@ -213,7 +226,9 @@ def engine_families(
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     for counter in fields(metrics):
-        family = CounterMetricFamily(f"{PREFIX}engine_{counter.name}", counter.metadata["help"], labels=["engine"])
+        family = CounterMetricFamily(
+            f"{PREFIX}engine_{counter.name}", counter.metadata["help"], labels=["engine"]
+        )
         family.add_metric([engine], getattr(metrics, counter.name))
         yield family
     state = {
@@ -222,7 +237,10 @@ def engine_families(
         "requests_running": ("Requests that sample.", health.running),
         "requests_waiting": ("Requests that wait for a slot.", health.waiting),
         "max_concurrent": ("Decode slots.", capabilities.max_concurrent),
-        "kv_used_share": ("Used share of the KV cache, kept prefixes included.", health.kv_used_share),
+        "kv_used_share": (
+            "Used share of the KV cache, kept prefixes included.",
+            health.kv_used_share,
+        ),
     }
     for name, (text, value) in state.items():
         if value is not None:
@@ -246,7 +264,9 @@ class FleetMetrics:
 
     def __init__(self, backends: Callable[[], Sequence[RolloutBackend]]) -> None:
         self._backends = backends
-        self._first: dict[RolloutBackend, BackendMetrics] = {b: BackendMetrics() for b in backends()}
+        self._first: dict[RolloutBackend, BackendMetrics] = {
+            b: BackendMetrics() for b in backends()
+        }
         self._last: dict[RolloutBackend, BackendMetrics] = {}
         self._gone = BackendMetrics()
 
@@ -302,7 +322,13 @@ class StallDetector:
         self._readings = weakref.WeakKeyDictionary()
 
     def check(
-        self, server: object, counters: tuple[int, ...] | None, *, now: float, busy: bool, updating: bool
+        self,
+        server: object,
+        counters: tuple[int, ...] | None,
+        *,
+        now: float,
+        busy: bool,
+        updating: bool,
     ) -> bool:
         """Return whether the engine has stalled.
 
@@ -321,12 +347,16 @@ class StallDetector:
             since = now
         self._readings[server] = last, since
         has_sampled = any(last or ())
-        patience = self._stall_seconds * (_UPDATING if updating else 1 if has_sampled else _COMPILING)
+        patience = self._stall_seconds * (
+            _UPDATING if updating else 1 if has_sampled else _COMPILING
+        )
         return now - since > patience
 
 
 async def watch_servers(
-    servers: Callable[[], Collection[AsyncServer]], mark_lost: Callable[[AsyncServer, str], None], stall_seconds: float
+    servers: Callable[[], Collection[AsyncServer]],
+    mark_lost: Callable[[AsyncServer, str], None],
+    stall_seconds: float,
 ) -> None:
     """Check all servers again and again, until cancelled.
 
@@ -342,14 +372,22 @@ async def watch_servers(
         try:
             async with asyncio.timeout(interval):
                 done = await server.backend.metrics()
-            counters = (done.generated_tokens, done.prefill_tokens, done.cached_tokens, done.requests_finished)
+            counters = (
+                done.generated_tokens,
+                done.prefill_tokens,
+                done.cached_tokens,
+                done.requests_finished,
+            )
         except (EngineDiedError, BackendClosedError) as error:
             mark_lost(server, str(error))
         except Exception as error:
             logger.warning("server %s does not report its counters: %r", server.name, error)
         now, requests = asyncio.get_running_loop().time(), len(server.running)
         if detector.check(server, counters, now=now, busy=requests > 0, updating=server.updating):
-            mark_lost(server, f"with {requests} requests inside it has done nothing for {stall_seconds:g} s")
+            mark_lost(
+                server,
+                f"with {requests} requests inside it has done nothing for {stall_seconds:g} s",
+            )
 
     while True:
         await asyncio.sleep(interval)

@@ -35,7 +35,12 @@ from jax_agent_rl.rollout.server import AsyncServer, FleetMetrics
 from jax_agent_rl.runtime.engine_devices import check_turns, engine_mesh, idle_here
 from jax_agent_rl.runtime.engines import backend_factories, one_program, parameter_dtype, read_model
 from jax_agent_rl.runtime.identity import RunIdentity, run_identity
-from jax_agent_rl.runtime.multihost import ControlChannel, LeadingCheckpointer, LeadingLearner, follow
+from jax_agent_rl.runtime.multihost import (
+    ControlChannel,
+    LeadingCheckpointer,
+    LeadingLearner,
+    follow,
+)
 from jax_agent_rl.runtime.multihost_engines import (
     host_engine,
     join_hosts,
@@ -53,8 +58,19 @@ from jax_agent_rl.runtime.placement import (
     room_for_learning,
 )
 from jax_agent_rl.runtime.publishers import make_publisher
-from jax_agent_rl.runtime.sampling import encode_text_of, open_agents, prepare, require_grammars, training_sources
-from jax_agent_rl.runtime.teachers import check_teachers, make_teachers, open_served_teachers, require_teachers
+from jax_agent_rl.runtime.sampling import (
+    encode_text_of,
+    open_agents,
+    prepare,
+    require_grammars,
+    training_sources,
+)
+from jax_agent_rl.runtime.teachers import (
+    check_teachers,
+    make_teachers,
+    open_served_teachers,
+    require_teachers,
+)
 from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
@@ -68,7 +84,10 @@ def require_used(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
         ConfigError: there are such keys, or an agent is unknown.
         ModelError: the model's ``config.json`` is missing or of an unknown family.
     """
-    facts = Facts(agents=select_agents(config, rows), has_vision=load_config(config.model.path).vision is not None)
+    facts = Facts(
+        agents=select_agents(config, rows),
+        has_vision=load_config(config.model.path).vision is not None,
+    )
     if problems := list(unused(config, facts)):
         raise ConfigError(problems)
 
@@ -104,7 +123,9 @@ async def build(
         weights = [source.weight or 1.0 for source in config.data.train[: len(train)]]
         training_rows, every_row = RowOutlines(*train), RowOutlines(*prepared.rows)
         require_used(config, every_row)
-        find_policy_loss(config.algorithm.policy_loss.loss_mode)  # imported now, if an installed package registers them
+        find_policy_loss(
+            config.algorithm.policy_loss.loss_mode
+        )  # imported now, if an installed package registers them
         find_estimator(config.algorithm.adv_estimator)
         refuse_adapters(config, every_row)
         require_teachers(config, training_rows)
@@ -125,7 +146,9 @@ async def build(
             logger.warning(line)
         folder = folder or RunDir(Path(config.run_dir))
         tracer = await stack.enter_async_context(open_tracer(config.trace, folder))
-        client, agents = await stack.enter_async_context(open_agents(config, prepared, tracer=tracer))
+        client, agents = await stack.enter_async_context(
+            open_agents(config, prepared, tracer=tracer)
+        )
         agents.collector.require_branching(training_rows)
         await agents.preflight(every_row.placed())
         print_line(f"loading {config.model.path}")
@@ -155,7 +178,11 @@ async def build(
             table=table,
         )
         if weight_buffer is not None:
-            here = {"host-0": functools.partial(make_host_engine, config, weight_buffer, print_line=print_line)}
+            here = {
+                "host-0": functools.partial(
+                    make_host_engine, config, weight_buffer, print_line=print_line
+                )
+            }
         later_places = await stack.enter_async_context(AsyncExitStack())
         stack.push_async_callback(client.close)
         print_line(f"starting the {config.rollout.backend} engine")
@@ -163,7 +190,10 @@ async def build(
         await client.start(place_engines(config, places, here))
         beside = [*here, *(await join_hosts(client) if weight_buffer is not None else [])]
         membership = MembershipServer(
-            client, Path(config.run_dir), open_engine=functools.partial(open_engine, config), places=later_places
+            client,
+            Path(config.run_dir),
+            open_engine=functools.partial(open_engine, config),
+            places=later_places,
         )
         stack.push_async_callback(membership.close)
         await membership.start()
@@ -176,7 +206,9 @@ async def build(
             evaluator=agents.evaluator,
             learner=learner,
             publisher=publisher,
-            cursor=DataCursor(Mixture(train, weights), seed=config.seed, shuffle=config.data.shuffle),
+            cursor=DataCursor(
+                Mixture(train, weights), seed=config.seed, shuffle=config.data.shuffle
+            ),
             heldout=heldout[0] if heldout else [],
             training_rows=training_rows,
             teach=teach,
@@ -217,7 +249,9 @@ def require_replay(config: Config, server: AsyncServer) -> None:
     """
     rollout, settings = config.rollout, []
     if rollout.restricts_sampling:
-        settings.append(f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}")
+        settings.append(
+            f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}"
+        )
     if config.agent.constrain_tool_calls:
         settings.append("agent.constrain_tool_calls=true")
     if settings and not server.backend.capabilities.sampling_replay:
@@ -285,7 +319,9 @@ def make_learner(
     return learner if channel is None else LeadingLearner(learner, channel)
 
 
-def open_checkpointer(folder: Path | str, *, keep: int, channel: ControlChannel | None) -> Checkpointer:
+def open_checkpointer(
+    folder: Path | str, *, keep: int, channel: ControlChannel | None
+) -> Checkpointer:
     """Open the checkpoints of all processes, in one folder."""
     if channel is None:
         return Checkpointer(folder, keep=keep)

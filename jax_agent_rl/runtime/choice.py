@@ -57,7 +57,9 @@ def choose(choice: PolicyChoice) -> Config:
         ConfigError: see :func:`open_policy`.
     """
     if choice.model is not None and choice.run is not None:
-        raise ConfigError(f"--model {choice.model} and --run {choice.run} both name a policy; give one")
+        raise ConfigError(
+            f"--model {choice.model} and --run {choice.run} both name a policy; give one"
+        )
     if choice.step is not None and choice.run is None:
         raise ConfigError(f"--step {choice.step} is of a run's checkpoint; give --run, too")
     if choice.ema and choice.run is None:
@@ -88,7 +90,12 @@ def _tree(choice: PolicyChoice) -> dict[str, Any]:
     rows = {"train": choice.data or NO_ROWS}
     model = {"path": str(choice.model)}
     name = choice.model.expanduser().resolve().name
-    return {"run_dir": f"runs/{name}", "model": model, "data": rows, "learner": {"pack_length": _NO_LEARNER_ROW}}
+    return {
+        "run_dir": f"runs/{name}",
+        "model": model,
+        "data": rows,
+        "learner": {"pack_length": _NO_LEARNER_ROW},
+    }
 
 
 def run_config(run: Path) -> Config:
@@ -99,7 +106,9 @@ def run_config(run: Path) -> Config:
         ConfigError: the run had no agents.
     """
     if command := recorded_tree(run).get("command"):
-        raise ConfigError(f"{run} is a run of {command}, which has no agents; give a YAML configuration, too")
+        raise ConfigError(
+            f"{run} is a run of {command}, which has no agents; give a YAML configuration, too"
+        )
     file = run / "config.json"
     try:
         return load(file)
@@ -141,5 +150,7 @@ def saved_step(run: Path, step: int | None) -> int:
     steps = complete_steps(checkpoint_folder(run, recorded_tree(run)))
     if not steps or step not in (None, *steps):
         existing = f"there are {steps}" if steps else "it has none at all"
-        raise CheckpointError(f"no checkpoint{'' if step is None else f' of step {step}'} in {run}; {existing}")
+        raise CheckpointError(
+            f"no checkpoint{'' if step is None else f' of step {step}'} in {run}; {existing}"
+        )
     return steps[-1] if step is None else step

@@ -51,7 +51,9 @@ class RunDiagnosis:
     then: Mapping[str, Any] | None = None
 
 
-def diagnose_run(run: Path, *, version: int | None = None, seconds: float = SECONDS) -> RunDiagnosis:
+def diagnose_run(
+    run: Path, *, version: int | None = None, seconds: float = SECONDS
+) -> RunDiagnosis:
     """Repeat the diagnosis of a recorded breach, or compare a run's recorded trajectories.
 
     Args:
@@ -66,13 +68,21 @@ def diagnose_run(run: Path, *, version: int | None = None, seconds: float = SECO
     """
     config = run_config(run)
     if names := sorted(set(config.agent.role_adapters.values())):
-        raise ConfigError(f"{run} trained the adapters {names}; diagnose compares runs of one policy")
+        raise ConfigError(
+            f"{run} trained the adapters {names}; diagnose compares runs of one policy"
+        )
     steps = saved_versions(run)
     evidence = Evidence.read(run) if version is None else None
     if evidence is not None:
-        source, contexts, version = "the breach that the run recorded", list(evidence.contexts), evidence.version
+        source, contexts, version = (
+            "the breach that the run recorded",
+            list(evidence.contexts),
+            evidence.version,
+        )
         if version not in steps:
-            raise CheckpointError(f"{run} has no checkpoint of version {version}, which the breach is about")
+            raise CheckpointError(
+                f"{run} has no checkpoint of version {version}, which the breach is about"
+            )
     else:
         kept = _folder_contexts(run, versions=steps.keys(), frozen=config.agent.role_models.keys())
         known = [one for one in sorted(steps) if kept.get(one)]
@@ -91,22 +101,32 @@ def diagnose_run(run: Path, *, version: int | None = None, seconds: float = SECO
         config = saved.config
     learner = _learner_at(config, config.trainer.checkpoint_dir or run / "checkpoints", step)
     subject = make_subject(learner, config, contexts, version=version)
-    allowed = run_tolerance(config, [_precision(config)]) if evidence is None else evidence.tolerance
+    allowed = (
+        run_tolerance(config, [_precision(config)]) if evidence is None else evidence.tolerance
+    )
     engine = None
     if evidence is not None:
-        engine = EngineView(precision=evidence.precision, tensors=evidence.tensors, replicas=evidence.replicas)
+        engine = EngineView(
+            precision=evidence.precision, tensors=evidence.tensors, replicas=evidence.replicas
+        )
     limit = TimeLimit(seconds)
     examined = examine(subject, allowed, limit)
     measured = [c.learner - c.rollout for c in contexts if c.learner is not None]
     comparison = Comparison.of(np.concatenate(measured)) if measured else examined.gap_of_all
-    broken = evidence is not None or not allowed.holds(comparison) or not allowed.holds(examined.gap_of_all)
+    broken = (
+        evidence is not None
+        or not allowed.holds(comparison)
+        or not allowed.holds(examined.gap_of_all)
+    )
     return RunDiagnosis(
         source=source,
         version=version,
         contexts=len(contexts),
         comparison=comparison,
         allowed=allowed,
-        diagnosis=explain(subject, examined, tolerance=allowed, engine=engine, limit=limit) if broken else None,
+        diagnosis=explain(subject, examined, tolerance=allowed, engine=engine, limit=limit)
+        if broken
+        else None,
         then=None if evidence is None else evidence.diagnosis,
     )
 
@@ -145,11 +165,15 @@ def _precision(config: Config) -> str:
     engine = config.rollout.jetstream
     if config.rollout.backend != "jetstream":
         return config.rollout.vllm.dtype
-    eight_bits = [dtype for dtype in (engine.quantize, engine.kv_dtype) if dtype not in ("none", "auto")]
+    eight_bits = [
+        dtype for dtype in (engine.quantize, engine.kv_dtype) if dtype not in ("none", "auto")
+    ]
     return eight_bits[0] if eight_bits else engine.dtype
 
 
-def _folder_contexts(run: Path, *, versions: Container[int], frozen: Container[str] = ()) -> dict[int, list[Context]]:
+def _folder_contexts(
+    run: Path, *, versions: Container[int], frozen: Container[str] = ()
+) -> dict[int, list[Context]]:
     """Return the first :data:`MAX_CONTEXTS` contexts without media in ``trajectories.jsonl``, by version.
 
     Log-probs have six digits there. Those of ``frozen`` roles were sampled by other models.
@@ -161,7 +185,11 @@ def _folder_contexts(run: Path, *, versions: Container[int], frozen: Container[s
     """
     found: dict[int, list[Context]] = {}
     for record in read_trajectories(run / "trajectories.jsonl"):
-        if record["split"] == "train" and record["history_window"] is None and record["role"] not in frozen:
+        if (
+            record["split"] == "train"
+            and record["history_window"] is None
+            and record["role"] not in frozen
+        ):
             for part in (record, *record["segments"]):
                 for version, context in record_contexts(part):
                     contexts = found.setdefault(version, [])
@@ -173,14 +201,21 @@ def _folder_contexts(run: Path, *, versions: Container[int], frozen: Container[s
 def record_contexts(record: Record) -> Iterator[tuple[int, Context]]:
     """Yield a context for each version that sampled tokens of a record."""
     media = sum(record["prompt_media"].values()) + sum(
-        count for turn in record["turns"] for call in turn["tool_calls"] for count in call.get("media", {}).values()
+        count
+        for turn in record["turns"]
+        for call in turn["tool_calls"]
+        for count in call.get("media", {}).values()
     )
     if media:
         return
     sequence = replace(restore_trajectory(record), segments=())
     known = record.get("old_logprobs")
-    learner = None if known is None else np.asarray(known, np.float64)[np.flatnonzero(sequence.loss_mask)]
-    for version in sorted({version for turn in sequence.turns for version in turn.output.policy_versions}):
+    learner = (
+        None if known is None else np.asarray(known, np.float64)[np.flatnonzero(sequence.loss_mask)]
+    )
+    for version in sorted(
+        {version for turn in sequence.turns for version in turn.output.policy_versions}
+    ):
         context = sequence_context(sequence, since=version, before=version + 1, learner=learner)
         if context is not None:
             yield version, context

@@ -63,12 +63,20 @@ class ResidentBytes:
         else:
             reference = config.algorithm.kl.where != "none" and config.distill is None
             learner += (2 + reference) * MASTER * count + optimizer_bytes(config.learner, shapes)
-        teachers = [t.path for t in config.distill.teachers if t.url is None] if config.distill else []
+        teachers = (
+            [t.path for t in config.distill.teachers if t.url is None] if config.distill else []
+        )
         teacher_bytes = 2 if config.learner.compute_dtype == "bfloat16" else 4
         learner += sum(parameter_count(load_config(path)) for path in teachers) * teacher_bytes
         own = 2 if engine.dtype == "bfloat16" else 4
         heads = math.lcm(model.num_kv_heads, devices) / devices
-        keys_values = 2 * model.num_layers * heads * model.head_dim * (own if engine.kv_dtype == "auto" else 1)
+        keys_values = (
+            2
+            * model.num_layers
+            * heads
+            * model.head_dim
+            * (own if engine.kv_dtype == "auto" else 1)
+        )
         routed, experts = 0, model.experts
         if experts is not None:
             routed = model.num_layers * experts.per_token * (2 if experts.count > 256 else 1)
@@ -85,11 +93,20 @@ class ResidentBytes:
 
 def parameter_count(model: DecoderConfig) -> int:
     """Return the number of a model's parameters."""
-    return sum(map(math.prod, jax.tree.leaves(model.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))))
+    return sum(
+        map(
+            math.prod,
+            jax.tree.leaves(model.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple)),
+        )
+    )
 
 
 def resolve_engine_mesh(
-    config: Config, model: DecoderConfig, *, devices: Sequence[Device] | None = None, memory: int | None = None
+    config: Config,
+    model: DecoderConfig,
+    *,
+    devices: Sequence[Device] | None = None,
+    memory: int | None = None,
 ) -> Config:
     """Return the configuration with numbers for the engines' mesh.
 
@@ -134,7 +151,9 @@ def with_engine_mesh(config: Config, mesh: EngineMeshConfig) -> Config:
     """Return the configuration with this ``rollout.jetstream.mesh``; what is null is 1."""
     mesh = EngineMeshConfig(data=mesh.data or 1, expert=mesh.expert or 1, tensor=mesh.tensor or 1)
     engine = config.rollout.jetstream.model_copy(update={"mesh": mesh})
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"jetstream": engine})})
+    return config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"jetstream": engine})}
+    )
 
 
 def _divides(mesh: EngineMeshConfig, model: DecoderConfig, devices: Sequence[Device]) -> bool:
@@ -151,7 +170,11 @@ def _need(config: Config, model: DecoderConfig) -> float:
     """Return the bytes that stay on a device of an engine."""
     rollout, engine = config.rollout, config.rollout.jetstream
     stay = ResidentBytes.estimate(config, model, devices=engine.mesh.engine_devices)
-    shared = rollout.placement != "separate" and rollout.backend == "jetstream" and not rollout.sleep_during_update
+    shared = (
+        rollout.placement != "separate"
+        and rollout.backend == "jetstream"
+        and not rollout.sleep_during_update
+    )
     beside = engine.device_offset >= config.learner.mesh.devices
     return stay.serving(engine_shapes(config)) + (stay.learner if shared and not beside else 0.0)
 
@@ -205,7 +228,10 @@ def check_turns(config: Config, learner: Mesh, engines: Mesh) -> None:
     from jax_agent_rl.jetstream.sharding import split_mesh
 
     own = set(learner.devices.flat)
-    mode, shared = config.trainer.mode, max(len(own & set(one.devices.flat)) for one in split_mesh(engines))
+    mode, shared = (
+        config.trainer.mode,
+        max(len(own & set(one.devices.flat)) for one in split_mesh(engines)),
+    )
     if mode == "sync" or config.rollout.placement != "colocated" or shared < 2:
         return
     raise ConfigError(
@@ -220,7 +246,12 @@ def check_turns(config: Config, learner: Mesh, engines: Mesh) -> None:
 
 
 def report_idle(
-    config: Config, *, count: int, sampling: Collection[int], learning: Collection[int], hosts: int = 1
+    config: Config,
+    *,
+    count: int,
+    sampling: Collection[int],
+    learning: Collection[int],
+    hosts: int = 1,
 ) -> list[str]:
     """Return a line, with a fix, for each phase in which devices have nothing to do.
 
@@ -232,7 +263,9 @@ def report_idle(
         hosts: number of processes, each of which has engines.
     """
     everything = set(range(count))
-    if sampling and learning and not set(sampling) & set(learning):  # they sample and learn at the same time
+    if (
+        sampling and learning and not set(sampling) & set(learning)
+    ):  # they sample and learn at the same time
         sampling = learning = {*sampling, *learning}
     lines = []
     if sampling and (idle := everything - set(sampling)):
@@ -246,7 +279,9 @@ def report_idle(
         mesh = config.learner.mesh
         factor, rest = divmod(count, mesh.devices)
         key = (
-            f"learner.mesh.fsdp={mesh.fsdp * factor}" if not rest else f"axes of learner.mesh whose product is {count}"
+            f"learner.mesh.fsdp={mesh.fsdp * factor}"
+            if not rest
+            else f"axes of learner.mesh whose product is {count}"
         )
         lines.append(f"{_devices(idle)} of {count} have no part in learning: set {key}")
     return lines
@@ -282,8 +317,14 @@ def expect_idle(config: Config, count: int) -> list[str]:
     if config.rollout.backend == "jetstream" and config.rollout.placement != "separate":
         data = mesh.data or max(1, (count - engine.device_offset) // mesh.engine_devices)
         is_open = mesh.data is None and mesh.tensor is None
-        sampling = range(engine.device_offset, count if is_open else engine.device_offset + data * mesh.engine_devices)
-    alone = config.learner.multihost.num_processes in (None, 1) and config.learner.multihost.coordinator is None
+        sampling = range(
+            engine.device_offset,
+            count if is_open else engine.device_offset + data * mesh.engine_devices,
+        )
+    alone = (
+        config.learner.multihost.num_processes in (None, 1)
+        and config.learner.multihost.coordinator is None
+    )
     learning = range(config.learner.mesh.devices if alone else count)
     return report_idle(config, count=count, sampling=sampling, learning=learning)
 

@@ -78,7 +78,9 @@ def check_engine(config: Config) -> None:
             from gpu_backend.settings import check_engine_args, check_installation
             from gpu_backend.weights import Checkpoint
         except ImportError as error:
-            raise ConfigError(f"rollout.backend=vllm: the package gpu_backend is missing ({error})") from None
+            raise ConfigError(
+                f"rollout.backend=vllm: the package gpu_backend is missing ({error})"
+            ) from None
         check_installation()
         check_engine_args(config.rollout.vllm.engine_args.keys())
         Checkpoint.read(model_folder(config.model.path, weights=True))
@@ -106,7 +108,9 @@ def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ())
     return model if model.eos_token_ids else replace(model, eos_token_ids=codec.eos_token_ids)
 
 
-def load_model(config: Config, codec: ChatCodec, *, dtype: str = "float32") -> tuple[DecoderConfig, Params]:
+def load_model(
+    config: Config, codec: ChatCodec, *, dtype: str = "float32"
+) -> tuple[DecoderConfig, Params]:
     """Return the model and its weights, sharded for an engine without a learner.
 
     Args:
@@ -153,7 +157,11 @@ def backend_factories(
         case "vllm":
             return {"vllm": functools.partial(_vllm, config, codec, version)}
         case "jetstream":
-            return {"jetstream": lambda: _jetstream(config, codec, *weights(), print_line, version, table, serving)}
+            return {
+                "jetstream": lambda: _jetstream(
+                    config, codec, *weights(), print_line, version, table, serving
+                )
+            }
         case name:
             spec = BackendSpec(
                 model=str(model_folder(config.model.path, weights=True)),
@@ -182,7 +190,11 @@ def make_client(config: Config, codec: ChatCodec) -> LLMServerClient:
 
 
 def make_engine(
-    config: Config, *, version: int, print_line: Callable[[str], None] = logger.info, dtype: str | None = None
+    config: Config,
+    *,
+    version: int,
+    print_line: Callable[[str], None] = logger.info,
+    dtype: str | None = None,
 ) -> RolloutBackend:
     """Return the one engine of ``rollout.backend`` with the model's files, for a process without a learner.
 
@@ -195,11 +207,15 @@ def make_engine(
     use_compilation_cache()
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
     weights = functools.partial(load_model, config, codec, dtype=dtype or parameter_dtype(config))
-    (make,) = backend_factories(config, codec, weights=weights, print_line=print_line, version=version).values()
+    (make,) = backend_factories(
+        config, codec, weights=weights, print_line=print_line, version=version
+    ).values()
     return make()
 
 
-def one_program(config: Config, model: DecoderConfig) -> tuple[ProgramTable, DeterministicScorer] | None:
+def one_program(
+    config: Config, model: DecoderConfig
+) -> tuple[ProgramTable, DeterministicScorer] | None:
     """Return the program that engine and learner share with ``rollout.deterministic``, and the learner's access to it.
 
     Raises:
@@ -212,7 +228,9 @@ def one_program(config: Config, model: DecoderConfig) -> tuple[ProgramTable, Det
 
     table = ProgramTable()
     dtype, temperature = config.rollout.jetstream.dtype, config.rollout.temperature
-    scorer = DeterministicScorer(model, engine_shapes(config), dtype=dtype, table=table, temperature=temperature)
+    scorer = DeterministicScorer(
+        model, engine_shapes(config), dtype=dtype, table=table, temperature=temperature
+    )
     return table, scorer
 
 
@@ -221,7 +239,9 @@ def parameter_dtype(config: Config) -> str:
     from jax_agent_rl.jetstream.weights import weight_dtype
 
     precision = engine_precision(config)
-    return weight_dtype(precision["dtype"], precision["quantize"], config.rollout.jetstream.engine_factory)
+    return weight_dtype(
+        precision["dtype"], precision["quantize"], config.rollout.jetstream.engine_factory
+    )
 
 
 def engine_precision(config: Config) -> dict[str, Any]:
@@ -255,12 +275,16 @@ def _jetstream(
     return make_backend(
         model,
         params,
-        replace(engine_shapes(config), shortest_span=SHORTEST_SERVED_SPAN) if serving else engine_shapes(config),
+        replace(engine_shapes(config), shortest_span=SHORTEST_SERVED_SPAN)
+        if serving
+        else engine_shapes(config),
         **engine_precision(config),
         mesh=engine_mesh(config),
         deterministic=table,
         external_engine=_engine_factory(config),
-        adapters={name: blank_adapter(lora, model) for name in config.agent.role_adapters.values() if lora}
+        adapters={
+            name: blank_adapter(lora, model) for name in config.agent.role_adapters.values() if lora
+        }
         | {
             name: read_peft(folder, model, key=f"rollout.adapters.{name}")
             for name, folder in config.rollout.adapters.items()
@@ -300,17 +324,24 @@ def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:
         **engine,
     )
     return VllmBackend(
-        settings, version=version, decode_text=_decoder(codec), tokenizer_eos_ids=frozenset(codec.eos_token_ids)
+        settings,
+        version=version,
+        decode_text=_decoder(codec),
+        tokenizer_eos_ids=frozenset(codec.eos_token_ids),
     )
 
 
-def send_weights(rollout: RolloutConfig, update: WeightUpdate) -> AbstractAsyncContextManager[WeightUpdate]:
+def send_weights(
+    rollout: RolloutConfig, update: WeightUpdate
+) -> AbstractAsyncContextManager[WeightUpdate]:
     """Return a context that yields a broadcast as a vLLM engine in a Ray actor takes it, and sends the tensors."""
     import ray
 
     from gpu_backend.broadcast import sending
 
-    return sending(update, receivers=rollout.vllm.tensor_parallel_size, host=ray.util.get_node_ip_address())
+    return sending(
+        update, receivers=rollout.vllm.tensor_parallel_size, host=ray.util.get_node_ip_address()
+    )
 
 
 def _decoder(codec: ChatCodec) -> DecodeText:

@@ -24,7 +24,13 @@ from pydantic import BaseModel
 
 from jax_agent_rl.config import TeacherConfig
 from jax_agent_rl.config.base import Section
-from jax_agent_rl.config.resume import BY_CONTENT, Difference, is_named, require_known_keys, value_differences
+from jax_agent_rl.config.resume import (
+    BY_CONTENT,
+    Difference,
+    is_named,
+    require_known_keys,
+    value_differences,
+)
 from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import read_notes
 from jax_agent_rl.models.identity import model_fingerprints
@@ -162,7 +168,9 @@ def content_differences(old: RunIdentity, new: RunIdentity) -> list[Difference]:
         before, now = old.content.get(key), new.content.get(key)
         is_recorded = key in old.content or bool(old.content)
         if before != now and is_recorded:
-            value = {name: _at(identity.config, key) for name, identity in (("old", old), ("new", new))}
+            value = {
+                name: _at(identity.config, key) for name, identity in (("old", old), ("new", new))
+            }
             found.append(Difference(key=key, what=_what(key, before, now), **value))
     return found
 
@@ -171,7 +179,9 @@ def _what(key: str, before: Any, now: Any) -> str:
     if key == _ROWS:
         return "other rows"
     if isinstance(before, Mapping) and isinstance(now, Mapping):
-        parts = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        parts = sorted(
+            name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
+        )
         return f"other {', '.join(parts)}"
     return "another content"
 
@@ -211,7 +221,9 @@ def check_resumed(
     Raises:
         CheckpointError: keys that define what is trained differ; names each with both values.
     """
-    defining = content_differences(old, new) + value_differences(model, old.config, new.config, may_change=False)
+    defining = content_differences(old, new) + value_differences(
+        model, old.config, new.config, may_change=False
+    )
     refused = [difference for difference in defining if not is_named(difference.key, accepted)]
     if refused:
         lines = "\n".join(f"  {difference}" for difference in refused)
@@ -263,9 +275,14 @@ class Resumption:
             CheckpointError: something that defines what is trained differs.
         """
         if self._old is None:
-            logger.warning("%s is of an earlier version, which did not record what it was trained with", self._name)
+            logger.warning(
+                "%s is of an earlier version, which did not record what it was trained with",
+                self._name,
+            )
             return
-        self.changes = check_resumed(self._model, self._old, identity, accepted=self.accepted, checkpoint=self._name)
+        self.changes = check_resumed(
+            self._model, self._old, identity, accepted=self.accepted, checkpoint=self._name
+        )
 
     def record_changes(self) -> None:
         """Append to the run folder what is changed from this step on."""
@@ -273,7 +290,13 @@ class Resumption:
         records = []
         for change in self.changes:
             about = {"what": change.what} if change.what else {}
-            record = {"step": self.step, "time": at, "key": change.key, "old": change.old, "new": change.new}
+            record = {
+                "step": self.step,
+                "time": at,
+                "key": change.key,
+                "old": change.old,
+                "new": change.new,
+            }
             records.append(record | about)
         if records:
             append_records(self._folder.path / CHANGES, records)

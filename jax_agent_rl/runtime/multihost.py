@@ -57,9 +57,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
-COMMAND_TIMEOUT = 7 * 86400  # seconds a follower waits for the next command: longer than any rollout
+COMMAND_TIMEOUT = (
+    7 * 86400
+)  # seconds a follower waits for the next command: longer than any rollout
 STOP_TIMEOUT = 120  # seconds the leader waits for followers that may be gone
-COMMANDS = ("update", "params", "weights", "store", "open", "save", "wait", "restore", "delete_newer", "close", "stop")
+COMMANDS = (
+    "update",
+    "params",
+    "weights",
+    "store",
+    "open",
+    "save",
+    "wait",
+    "restore",
+    "delete_newer",
+    "close",
+    "stop",
+)
 
 
 def initialize(config: MultihostConfig) -> int:
@@ -122,7 +136,9 @@ class ControlChannel:
                 self._exchange(COMMANDS.index("stop"), b"null", STOP_TIMEOUT)
                 jax.distributed.shutdown()  # waits for all; after it, each may end
             except jax.errors.JaxRuntimeError as error:
-                logger.warning("the other processes could not be stopped, and end by themselves: %s", error)
+                logger.warning(
+                    "the other processes could not be stopped, and end by themselves: %s", error
+                )
 
     def share(self, cancellation: StepCancellation) -> StepCancellation:
         """Let process 0 decide on all processes, at each micro-batch and update, whether one step is cancelled."""
@@ -174,7 +190,9 @@ class LeadingLearner:
         averaged: whether ``learner`` holds the moving average of the parameters; the others then use theirs.
     """
 
-    def __init__(self, learner: Learner, channel: ControlChannel, *, averaged: bool = False) -> None:
+    def __init__(
+        self, learner: Learner, channel: ControlChannel, *, averaged: bool = False
+    ) -> None:
         self._learner, self._channel = learner, channel
         self._source = {"averaged": averaged}
 
@@ -201,7 +219,9 @@ class LeadingLearner:
     def fill_weight_buffers(self, version: int, weight_buffer: WeightBuffer) -> None:
         """Put a copy of the parameters into every process's buffer (``weight_buffer``: this one's); wait for all."""
         with self._channel.command("weights", {"version": version, **self._source}):
-            with self._channel.together("weights"):  # no engine may ask for what its process is still copying
+            with self._channel.together(
+                "weights"
+            ):  # no engine may ask for what its process is still copying
                 weight_buffer.put(version, self._learner.params)
 
     def store(self, folder: str, dtype: str) -> str:
@@ -230,7 +250,11 @@ class LeadingLearner:
         payload = {"groups": encode_groups(groups), "masked": sorted(masked), "since": check.since}
         with self._channel.command("update", payload), cancel_on_breach(check, own) as checked:
             return self._learner.update(
-                groups, masked=masked, tick=tick, cancellation=self._channel.share(own), check=checked
+                groups,
+                masked=masked,
+                tick=tick,
+                cancellation=self._channel.share(own),
+                check=checked,
             )
 
 
@@ -368,13 +392,18 @@ def encode_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return what the learner reads of groups, for JSON; floats are exact."""
     lean = [replace(group, trajectories=tuple(map(_lean, group.trajectories))) for group in groups]
     # Encoded media are not of the types that are declared, which pydantic would warn of.
-    return [_map_routed(group, routed_to_json) for group in _GROUPS.dump_python(lean, warnings=False)]
+    return [
+        _map_routed(group, routed_to_json) for group in _GROUPS.dump_python(lean, warnings=False)
+    ]
 
 
 def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:
     """Invert :func:`encode_groups`."""
     groups = _GROUPS.validate_python([_map_routed(group, routed_from_json) for group in encoded])
-    return [replace(group, trajectories=tuple(map(_with_images, group.trajectories))) for group in groups]
+    return [
+        replace(group, trajectories=tuple(map(_with_images, group.trajectories)))
+        for group in groups
+    ]
 
 
 def _map_routed(group: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
@@ -386,9 +415,16 @@ def _map_routed(group: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict
 
     def trajectory_of(trajectory: Mapping[str, Any]) -> dict[str, Any]:
         segments = [trajectory_of(segment) for segment in trajectory["segments"]]
-        return {**trajectory, "turns": [turn_of(turn) for turn in trajectory["turns"]], "segments": segments}
+        return {
+            **trajectory,
+            "turns": [turn_of(turn) for turn in trajectory["turns"]],
+            "segments": segments,
+        }
 
-    return {**group, "trajectories": [trajectory_of(trajectory) for trajectory in group["trajectories"]]}
+    return {
+        **group,
+        "trajectories": [trajectory_of(trajectory) for trajectory in group["trajectories"]],
+    }
 
 
 def _lean(trajectory: Trajectory) -> Trajectory:
@@ -396,17 +432,34 @@ def _lean(trajectory: Trajectory) -> Trajectory:
 
     def lean(turn: Turn) -> Turn:
         calls = tuple(replace(c, arguments=None, observation="", media={}) for c in turn.tool_calls)
-        return replace(turn, tool_calls=calls, note="", appended_media=encode_media(turn.appended_media))
+        return replace(
+            turn, tool_calls=calls, note="", appended_media=encode_media(turn.appended_media)
+        )
 
     turns = tuple(map(lean, trajectory.turns))
     segments = tuple(map(_lean, trajectory.segments))
     media = encode_media(trajectory.prompt_media)
     row = {key: value for key, value in trajectory.row.items() if key == "data_source"}
-    return replace(trajectory, turns=turns, segments=segments, row=row, messages=(), metrics={}, prompt_media=media)
+    return replace(
+        trajectory,
+        turns=turns,
+        segments=segments,
+        row=row,
+        messages=(),
+        metrics={},
+        prompt_media=media,
+    )
 
 
 def _with_images(trajectory: Trajectory) -> Trajectory:
     """Return a trajectory with its PNG decoded."""
-    turns = tuple(replace(turn, appended_media=decode_media(turn.appended_media)) for turn in trajectory.turns)
+    turns = tuple(
+        replace(turn, appended_media=decode_media(turn.appended_media)) for turn in trajectory.turns
+    )
     segments = tuple(map(_with_images, trajectory.segments))
-    return replace(trajectory, turns=turns, segments=segments, prompt_media=decode_media(trajectory.prompt_media))
+    return replace(
+        trajectory,
+        turns=turns,
+        segments=segments,
+        prompt_media=decode_media(trajectory.prompt_media),
+    )

@@ -54,7 +54,11 @@ _POLL_SECONDS = 0.1
 
 def on_every_host(config: Config) -> bool:
     """Return whether every process of the learner has an engine: jetstream's, on the learner's devices."""
-    return jax.process_count() > 1 and config.rollout.backend == "jetstream" and config.rollout.placement == "colocated"
+    return (
+        jax.process_count() > 1
+        and config.rollout.backend == "jetstream"
+        and config.rollout.placement == "colocated"
+    )
 
 
 # --- weights ------------------------------------------------------------------------------------------------------
@@ -85,7 +89,9 @@ class WeightBuffer:
         kept, self._kept = self._kept, None
         if kept is None or kept[0] != version:
             found = "none" if kept is None else f"version {kept[0]}"
-            raise WeightUpdateError(f"weights of version {version} are not in this process, which has {found}")
+            raise WeightUpdateError(
+                f"weights of version {version} are not in this process, which has {found}"
+            )
         return kept[1]
 
     @contextlib.asynccontextmanager
@@ -101,7 +107,9 @@ class WeightBuffer:
 def make_weight_buffer(config: Config) -> WeightBuffer:
     """Return the buffer for this process's engine, in the engine's precision."""
     gather = GatherParams(
-        load_config(config.model.path, weights=True), engine_mesh(config), dtype=config.rollout.jetstream.dtype
+        load_config(config.model.path, weights=True),
+        engine_mesh(config),
+        dtype=config.rollout.jetstream.dtype,
     )
     return WeightBuffer(gather)
 
@@ -147,15 +155,24 @@ class HostRegistry:
         Raises:
             BackendError: an engine could not start.
         """
-        answers = {int(number): json.loads(text) for number, text in (await self._found(_ENGINES, count)).items()}
+        answers = {
+            int(number): json.loads(text)
+            for number, text in (await self._found(_ENGINES, count)).items()
+        }
         for number, answer in sorted(answers.items()):
             if answer["error"]:
-                raise BackendError(f"the engine of process {number} could not start: {answer['error']}")
+                raise BackendError(
+                    f"the engine of process {number} could not start: {answer['error']}"
+                )
         return {number: answer["url"] for number, answer in sorted(answers.items())}
 
-    def publish_models(self, number: int, content: Mapping[str, Any] | None, *, error: str | None = None) -> None:
+    def publish_models(
+        self, number: int, content: Mapping[str, Any] | None, *, error: str | None = None
+    ) -> None:
         """Other processes: publish the fingerprints of the models of process ``number``, or why there are none."""
-        self._store.key_value_set(f"{_MODELS}{number}", json.dumps({"content": content, "error": error}))
+        self._store.key_value_set(
+            f"{_MODELS}{number}", json.dumps({"content": content, "error": error})
+        )
 
     async def models(self, count: int) -> dict[int, dict[str, Any]]:
         """Process 0: wait for the models of ``count`` processes; return their fingerprints, by process number.
@@ -163,7 +180,10 @@ class HostRegistry:
         Raises:
             ModelError: a process could not read its own.
         """
-        answers = {int(number): json.loads(text) for number, text in (await self._found(_MODELS, count)).items()}
+        answers = {
+            int(number): json.loads(text)
+            for number, text in (await self._found(_MODELS, count)).items()
+        }
         for number, answer in sorted(answers.items()):
             if answer["error"]:
                 raise ModelError(f"process {number} cannot read its models: {answer['error']}")
@@ -182,7 +202,9 @@ LEARNER_MODELS = ("model.path", "critic.path", "distill.teachers")
 """Keys whose models every process reads from its own disk."""
 
 
-def publish_own_models(config: Config, *, registry: HostRegistry | None = None, number: int | None = None) -> None:
+def publish_own_models(
+    config: Config, *, registry: HostRegistry | None = None, number: int | None = None
+) -> None:
     """Other processes: tell process 0 which models this one has.
 
     Args:
@@ -217,7 +239,9 @@ async def require_equal_models(
         ModelError: a process has another model; names it and the key.
     """
     count = jax.process_count() - 1 if others is None else others
-    expected = json.loads(json.dumps({key: content[key] for key in LEARNER_MODELS if key in content}))
+    expected = json.loads(
+        json.dumps({key: content[key] for key in LEARNER_MODELS if key in content})
+    )
     for number, found in (await (registry or HostRegistry()).models(count)).items():
         differing = [key for key in LEARNER_MODELS if found.get(key) != expected.get(key)]
         if differing:
@@ -231,7 +255,9 @@ def own_address(coordinator: str | None) -> str:
     """Return this host's address in the network through which it reaches the coordinator (``host:port``), if known."""
     host = coordinator.rpartition(":")[0].strip("[]") if coordinator and ":" in coordinator else ""
     with contextlib.suppress(OSError):  # no such route
-        family, kind, protocol, _, address = socket.getaddrinfo(host or "192.0.2.1", 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or "192.0.2.1", 9, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing
             return probe.getsockname()[0]
@@ -259,7 +285,9 @@ async def join_hosts(
     registry, token = registry or HostRegistry(), secrets.token_hex(32)
     registry.publish_token(token)
     urls = await registry.addresses(jax.process_count() - 1 if others is None else others)
-    connect = {f"host-{n}": functools.partial(RemoteBackend, url, token=token) for n, url in urls.items()}
+    connect = {
+        f"host-{n}": functools.partial(RemoteBackend, url, token=token) for n, url in urls.items()
+    }
     await asyncio.gather(*(client.join(name, make) for name, make in connect.items()))
     return list(connect)
 
@@ -277,7 +305,9 @@ class HostEngine:
         host: address at which others reach it.
     """
 
-    def __init__(self, make: Callable[[], RolloutBackend], registry: HostRegistry, *, number: int, host: str) -> None:
+    def __init__(
+        self, make: Callable[[], RolloutBackend], registry: HostRegistry, *, number: int, host: str
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._life = self._loop.create_task(self._serve(make, registry, number, host))
         self._thread = threading.Thread(target=self._run, name="host-engine", daemon=True)
@@ -292,7 +322,9 @@ class HostEngine:
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(self._loop):
             self._loop.run_until_complete(self._life)
 
-    async def _serve(self, make: Callable[[], RolloutBackend], registry: HostRegistry, number: int, host: str) -> None:
+    async def _serve(
+        self, make: Callable[[], RolloutBackend], registry: HostRegistry, number: int, host: str
+    ) -> None:
         from jax_agent_rl.rollout.http.server import RolloutServer
 
         async with contextlib.AsyncExitStack() as stack:
@@ -303,7 +335,9 @@ class HostEngine:
                 server = RolloutServer(backend, host=host, token=await registry.token())
                 stack.push_async_callback(server.close)
                 await server.start()
-            except Exception as error:  # files, devices and compilers raise anything; process 0 has to know
+            except (
+                Exception
+            ) as error:  # files, devices and compilers raise anything; process 0 has to know
                 logger.exception("the engine of process %d could not start", number)
                 registry.register(number, error=f"{type(error).__name__}: {error}")
             else:

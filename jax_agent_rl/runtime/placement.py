@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_places(config: Config, *, learner: bool = True) -> AsyncIterator[list[dict[str, Any]]]:
+async def open_places(
+    config: Config, *, learner: bool = True
+) -> AsyncIterator[list[dict[str, Any]]]:
     """Reserve a place in Ray for each of ``rollout.num_engines``; none if all is colocated.
 
     Open it before anything computes: processes that Ray starts should not be forked from one with threads, and only the
@@ -68,7 +70,9 @@ async def open_places(config: Config, *, learner: bool = True) -> AsyncIterator[
         reserve(
             rollout.num_engines,
             gpus_per_engine=rollout.gpus_per_engine,
-            learner_gpus=mesh.devices if on_gpus and alone and (learner or rollout.placement == "hybrid") else 0,
+            learner_gpus=mesh.devices
+            if on_gpus and alone and (learner or rollout.placement == "hybrid")
+            else 0,
         ) as places,
     ):
         yield places
@@ -91,7 +95,8 @@ def place_engines(
             return _in_actors(config, places)
         case "hybrid":
             stored: dict[str, BackendFactory] = {
-                name: lambda make=make: from_object_store(make()) for name, make in colocated.items()
+                name: lambda make=make: from_object_store(make())
+                for name, make in colocated.items()
             }
             return stored | _in_actors(config, places)
 
@@ -123,7 +128,9 @@ async def open_engine(config: Config, url: str | None) -> AsyncIterator[tuple[st
             "rollout.placement=separate"
         )
     async with reserve(1, gpus_per_engine=rollout.gpus_per_engine, learner_gpus=None) as places:
-        yield next(iter(_in_actors(config, places, first=next(_LATER) + rollout.num_engines).items()))
+        yield next(
+            iter(_in_actors(config, places, first=next(_LATER) + rollout.num_engines).items())
+        )
 
 
 _LATER = itertools.count()
@@ -140,20 +147,33 @@ def first_version(config: Config) -> int:
     return 0 if alone and config.rollout.backend != "remote" else UNTRAINED
 
 
-def _in_actors(config: Config, places: Sequence[Mapping[str, Any]], *, first: int = 0) -> dict[str, BackendFactory]:
-    rollout = config.rollout.model_copy(update={"placement": "colocated", "sleep_during_update": False})
+def _in_actors(
+    config: Config, places: Sequence[Mapping[str, Any]], *, first: int = 0
+) -> dict[str, BackendFactory]:
+    rollout = config.rollout.model_copy(
+        update={"placement": "colocated", "sleep_during_update": False}
+    )
     model = config.model.model_copy(update={"path": absolute_model_path(config.model.path)})
     # The learner's GPU platform would fail where Ray shows no GPU; vLLM needs none for JAX.
     on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
     variables = {"JAX_PLATFORMS": "cpu"} if on_cpu else {}
-    send = functools.partial(send_weights, rollout) if rollout.weight_transport == BROADCAST else None
+    send = (
+        functools.partial(send_weights, rollout) if rollout.weight_transport == BROADCAST else None
+    )
     factories: dict[str, BackendFactory] = {}
     for number, place in enumerate(places, first):
         name = f"ray-{number}"
-        own = {"rollout": rollout, "model": model, "seed": config.seed + number, "run_dir": f"{config.run_dir}/{name}"}
+        own = {
+            "rollout": rollout,
+            "model": model,
+            "seed": config.seed + number,
+            "run_dir": f"{config.run_dir}/{name}",
+        }
         options = {**place, "runtime_env": {"env_vars": variables}}
         make = functools.partial(make_engine, config.model_copy(update=own), version=UNTRAINED)
-        factories[name] = functools.partial(RayBackend, make, name=name, options=options, send_weights=send)
+        factories[name] = functools.partial(
+            RayBackend, make, name=name, options=options, send_weights=send
+        )
     return factories
 
 
@@ -182,7 +202,9 @@ def room_for_learning(
 
 
 @asynccontextmanager
-async def _room(client: LLMServerClient, names: Sequence[str], *, leaves: bool, sleeps: bool) -> AsyncIterator[None]:
+async def _room(
+    client: LLMServerClient, names: Sequence[str], *, leaves: bool, sleeps: bool
+) -> AsyncIterator[None]:
     """Take servers out of the rotation, moving their requests, and let them sleep; undo both in the end.
 
     They return with their old weights and take the next update like all others. Without other servers they stay. An

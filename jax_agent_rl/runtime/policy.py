@@ -22,7 +22,13 @@ from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.models.identity import WEIGHTS, model_fingerprints
 from jax_agent_rl.models.lora import save_peft
 from jax_agent_rl.models.sharding import make_mesh
-from jax_agent_rl.runtime.choice import PolicyChoice, checkpoint_folder, choose, recorded_tree, saved_step
+from jax_agent_rl.runtime.choice import (
+    PolicyChoice,
+    checkpoint_folder,
+    choose,
+    recorded_tree,
+    saved_step,
+)
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.fingerprints import fingerprint, folder_fingerprint
 
@@ -54,7 +60,10 @@ class ServedPolicy:
         Rollout servers have their own weights, see ``ServerPool.weights_fingerprint``.
         """
         policy: Any = self.checkpoint or model_fingerprints(self.config.model.path)
-        adapters = {name: folder_fingerprint(folder) for name, folder in self.recorded.rollout.adapters.items()}
+        adapters = {
+            name: folder_fingerprint(folder)
+            for name, folder in self.recorded.rollout.adapters.items()
+        }
         return fingerprint([policy, adapters])
 
 
@@ -124,22 +133,32 @@ def export_run(
     trained = saved.trained
     lora, base = trained.learner.lora, trained.model_path
     if adapter and lora is None:
-        raise ConfigError(f"{run} trained the whole model (learner.lora is null); export it without --adapter")
+        raise ConfigError(
+            f"{run} trained the whole model (learner.lora is null); export it without --adapter"
+        )
     if ema and not trained.learner.averaging:
         raise ConfigError(f"{run} kept no moving average (learner.ema_decay is 0); leave out --ema")
     names = trained.adapters
     if names and not adapter:
-        raise ConfigError(f"{run} trained the adapters {names} over one model; export them with --adapter")
+        raise ConfigError(
+            f"{run} trained the adapters {names} over one model; export them with --adapter"
+        )
     if out.expanduser().resolve() == Path(base).expanduser().resolve():
-        raise ModelError(f"{out} is the model that the run was trained over, which it still needs; name a new folder")
+        raise ModelError(
+            f"{out} is the model that the run was trained over, which it still needs; name a new folder"
+        )
     saved.require_base()
     model, params = load_hf(base)
-    start = Parameterization.policy(model, params, trained.learner, mesh=make_mesh(MeshConfig.model_validate({})))
+    start = Parameterization.policy(
+        model, params, trained.learner, mesh=make_mesh(MeshConfig.model_validate({}))
+    )
     checkpointer = Checkpointer(trained.checkpoints, keep=trained.keep_checkpoints)
     try:
         placed = jax.tree.map(jax.device_put, start.params, start.shardings)
         part = {"policy": {"opt_state": {"average": placed}} if ema else {"params": placed}}
-        state = checkpointer.restore_part({name: part for name in names} if names else part, step=saved.notes.step)
+        state = checkpointer.restore_part(
+            {name: part for name in names} if names else part, step=saved.notes.step
+        )
     finally:
         checkpointer.close()
 
@@ -149,7 +168,14 @@ def export_run(
 
     if adapter and lora is not None:
         for folder, part in [(out / name, state[name]) for name in names] or [(out, state)]:
-            save_peft(folder, lora, model, weights(part), base=base, base_weights=model_fingerprints(base)[WEIGHTS])
+            save_peft(
+                folder,
+                lora,
+                model,
+                weights(part),
+                base=base,
+                base_weights=model_fingerprints(base)[WEIGHTS],
+            )
         return out
     params = jax.tree.map(lambda x: x.astype(target), start.merge(weights(state), start.frozen))
     save_hf(out, model, params, tokenizer_from=base)
@@ -240,7 +266,9 @@ class SavedRun:
         if recorded is None:
             return
         found = model_fingerprints(self.trained.model_path)
-        differing = sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name))
+        differing = sorted(
+            name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)
+        )
         if differing:
             raise CheckpointError(
                 f"model.path={self.trained.model_path} is not the model that the run was trained over "
@@ -265,12 +293,16 @@ def saved_run(run: Path, step: int | None = None) -> SavedRun:
     config = notes.progress.get("identity", {}).get("config")
     if config is None:  # of an earlier version
         return SavedRun(trained=now, notes=notes, tree=recorded)
-    places = {name: value for name, value in recorded["trainer"].items() if name == "checkpoint_dir"}
+    places = {
+        name: value for name, value in recorded["trainer"].items() if name == "checkpoint_dir"
+    }
     trainer = config["trainer"] | places
     model = {**config["model"], "path": recorded["model"]["path"]}
     tree = {**recorded, **config, "model": model, "trainer": trainer}
     then = _described(run, tree)
-    return SavedRun(trained=replace(now, learner=then.learner, adapters=then.adapters), notes=notes, tree=tree)
+    return SavedRun(
+        trained=replace(now, learner=then.learner, adapters=then.adapters), notes=notes, tree=tree
+    )
 
 
 def resolve_model(path: str) -> str:

@@ -57,17 +57,23 @@ class WeightFiles:
         shard_bytes: int = 2 * GIB,
     ) -> None:
         if folder is not None and not Path(folder).is_dir():
-            raise ConfigError(f"rollout.weight_dir={str(folder)!r} does not exist; every engine must see it, too")
+            raise ConfigError(
+                f"rollout.weight_dir={str(folder)!r} does not exist; every engine must see it, too"
+            )
         self._config = config
         self._probe_ids = tuple(tuple(ids) for ids in probe_ids)
         self._shard_bytes = shard_bytes
-        self._folder = make_temp_folder("jax_agent_rl-weights-", Path(folder) if folder else None, in_memory=True)
+        self._folder = make_temp_folder(
+            "jax_agent_rl-weights-", Path(folder) if folder else None, in_memory=True
+        )
         self.digests: dict[str, str] = {}
         """Of the newest version's files, by name."""
         self.deltas: dict[str, str] = {}
         """Paths of what changed in each file since the version before, with the digest of the file that changed."""
 
-    def write(self, params: Params, version: int, *, dtype: str = AS_THEY_ARE, delta: bool = False) -> list[str]:
+    def write(
+        self, params: Params, version: int, *, dtype: str = AS_THEY_ARE, delta: bool = False
+    ) -> list[str]:
         """Write all parameters, remove the files of the version before, and return the paths.
 
         A file appears under its name when it is whole.
@@ -84,7 +90,11 @@ class WeightFiles:
         before = self.digests if delta else {}
         self._clear(before)
         self.digests, self.deltas = {}, {}
-        metadata = {"format": "pt", "policy_version": str(version), **self.probe(params, dtype=dtype).to_metadata()}
+        metadata = {
+            "format": "pt",
+            "policy_version": str(version),
+            **self.probe(params, dtype=dtype).to_metadata(),
+        }
         paths = []
         for number, tensors in enumerate(self._shards(params, dtype)):
             path = self._folder / f"v{version}-{number:05d}.safetensors"
@@ -158,7 +168,9 @@ class ArrayPublisher(Publisher):
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         adapters = learner.adapters if isinstance(learner, MultiAdapterLearner) else {}
-        return WeightUpdate(version=version, kind="arrays", payload=learner.params, adapters=adapters)
+        return WeightUpdate(
+            version=version, kind="arrays", payload=learner.params, adapters=adapters
+        )
 
 
 @dataclass
@@ -228,7 +240,9 @@ class DevicePublisher(Publisher):
             return self.files.make(learner, version)
         self._newest = tensors
         probe = self.score_probe(learner.params, dtype=dtype)
-        return WeightUpdate(version=version, kind=self.kind, payload=tensors, lasting=True, dtype=dtype, probe=probe)
+        return WeightUpdate(
+            version=version, kind=self.kind, payload=tensors, lasting=True, dtype=dtype, probe=probe
+        )
 
     def close(self) -> None:
         self._newest.clear()
@@ -292,7 +306,9 @@ class TensorstorePublisher(Publisher):
         score_probe: see :class:`ScoreProbe`; None for a learner of several processes.
     """
 
-    def __init__(self, folder: str, find_dtype: FindDtype, score_probe: ScoreProbe | None = None) -> None:
+    def __init__(
+        self, folder: str, find_dtype: FindDtype, score_probe: ScoreProbe | None = None
+    ) -> None:
         self._find_dtype = find_dtype
         self._score_probe = score_probe
         self._root = f"{stored.address(folder)}weights-{secrets.token_hex(8)}/"
@@ -385,7 +401,13 @@ def _form(
     # Engines of this machine, and those that see the folder, map the files and get no bytes sent.
     hosts = [urlsplit(url).hostname or "" for url in config.rollout.urls]
     is_sent = config.rollout.weight_dir is None and not all(map(is_loopback, hosts))
-    publisher = FilePublisher(files, find_dtype, full_every=config.rollout.full_weights_every if is_sent else 1)
-    if config.rollout.backend == "vllm" and config.rollout.placement == "colocated" and score is not None:
+    publisher = FilePublisher(
+        files, find_dtype, full_every=config.rollout.full_weights_every if is_sent else 1
+    )
+    if (
+        config.rollout.backend == "vllm"
+        and config.rollout.placement == "colocated"
+        and score is not None
+    ):
         return DevicePublisher(model, CUDA_IPC, publisher, find_dtype, find_payloads, score)
     return publisher

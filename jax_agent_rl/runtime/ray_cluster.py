@@ -18,9 +18,7 @@ from jax_agent_rl.utils.services import START_SECONDS, start_service
 
 logger = logging.getLogger(__name__)
 
-RAY_FIX = (
-    "free memory and disk space, end other clusters with `ray stop`, and see its logs in /tmp/ray/session_latest/logs"
-)
+RAY_FIX = "free memory and disk space, end other clusters with `ray stop`, and see its logs in /tmp/ray/session_latest/logs"
 """What to do about a cluster that does not answer."""
 _READY_SECONDS = 60.0
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -49,7 +47,9 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
         import ray
         from ray.exceptions import RayError
     except ImportError as error:
-        raise ConfigError(f"engines in Ray actors need Ray ({error}): pip install 'jax_agent_rl[ray]'") from None
+        raise ConfigError(
+            f"engines in Ray actors need Ray ({error}): pip install 'jax_agent_rl[ray]'"
+        ) from None
     if ray.is_initialized():
         yield
         return
@@ -59,7 +59,11 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
         options |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False, "num_cpus": cores}
     # Ray's processes are other programs from the start, so JAX's warning of deadlocks after a fork is not for them.
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-    where = f"the Ray cluster at rollout.ray_address={address}" if address else "a Ray cluster of this machine"
+    where = (
+        f"the Ray cluster at rollout.ray_address={address}"
+        if address
+        else "a Ray cluster of this machine"
+    )
     ended = threading.Event()
     try:  # in a thread, where it installs no signal handlers
         await start_service(
@@ -77,7 +81,10 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
     finally:
         try:
             await start_service(
-                ray.shutdown, name=f"the end of {where}", fix="end it with `ray stop`", seconds=START_SECONDS
+                ray.shutdown,
+                name=f"the end of {where}",
+                fix="end it with `ray stop`",
+                seconds=START_SECONDS,
             )
         except ConfigError as error:
             logger.warning("%s", error)
@@ -108,7 +115,9 @@ def secure_own_cluster() -> None:
         )
     for name in missing:
         os.environ[name] = variables[name]
-    os.environ.setdefault("RAY_worker_niceness", "0")  # learner and engines are the work; Ray's default is 15
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # learner and engines are the work; Ray's default is 15
 
 
 @asynccontextmanager
@@ -140,7 +149,9 @@ async def reserve(
     here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
     learner = [] if learner_gpus is None else [_bundle(learner_gpus) | here]
     _check_room(ray.cluster_resources(), engines, gpus_per_engine, learner_gpus or 0)
-    group = placement_group([*learner, *([engine] * engines)], strategy="PACK" if gpus_per_engine else "SPREAD")
+    group = placement_group(
+        [*learner, *([engine] * engines)], strategy="PACK" if gpus_per_engine else "SPREAD"
+    )
     try:
         try:
             async with asyncio.timeout(_READY_SECONDS):
@@ -151,9 +162,13 @@ async def reserve(
                 f"{_plain(ray.available_resources())}; end what uses the rest, add nodes, or lower rollout.num_engines"
             ) from None
         bundles = range(len(learner) + engines)
-        places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in bundles]
+        places = [
+            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in bundles
+        ]
         if learner_gpus:
-            look = ray.remote(ray.get_gpu_ids).options(num_gpus=learner_gpus, scheduling_strategy=places[0])
+            look = ray.remote(ray.get_gpu_ids).options(
+                num_gpus=learner_gpus, scheduling_strategy=places[0]
+            )
             try:
                 async with asyncio.timeout(_READY_SECONDS):
                     gpus = await look.remote()
@@ -164,7 +179,8 @@ async def reserve(
                 ) from None
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         yield [
-            {"num_cpus": 1, "num_gpus": gpus_per_engine, "scheduling_strategy": place} for place in places[-engines:]
+            {"num_cpus": 1, "num_gpus": gpus_per_engine, "scheduling_strategy": place}
+            for place in places[-engines:]
         ]
     finally:
         remove_placement_group(group)
@@ -174,7 +190,9 @@ def _bundle(gpus: int) -> dict[str, float]:
     return {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
 
 
-def _check_room(total: Mapping[str, float], engines: int, gpus_per_engine: int, learner_gpus: int) -> None:
+def _check_room(
+    total: Mapping[str, float], engines: int, gpus_per_engine: int, learner_gpus: int
+) -> None:
     need = {"CPU": 1 + engines, "GPU": engines * gpus_per_engine + learner_gpus}
     for name, count in need.items():
         if total.get(name, 0) < count:

@@ -13,12 +13,27 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from jax_agent_rl.agents import AgentContext, EnvironmentAgent, FrozenModel, agent_names, get_agent, load_agents
+from jax_agent_rl.agents import (
+    AgentContext,
+    EnvironmentAgent,
+    FrozenModel,
+    agent_names,
+    get_agent,
+    load_agents,
+)
 from jax_agent_rl.agents.prompt import codec_of_row, encode_prompt
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import RolloutCollector, Score
@@ -34,9 +49,20 @@ from jax_agent_rl.environments.users import EngineChat, InteractionRegistry
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, make_client, read_model
+from jax_agent_rl.runtime.engines import (
+    backend_factories,
+    check_engine,
+    load_model,
+    make_client,
+    read_model,
+)
 from jax_agent_rl.runtime.placement import open_places, place_engines
-from jax_agent_rl.runtime.scoring import needed_services, open_role_models, open_scorer, reward_server
+from jax_agent_rl.runtime.scoring import (
+    needed_services,
+    open_role_models,
+    open_scorer,
+    reward_server,
+)
 from jax_agent_rl.tools.registry import ToolRegistry, open_tools
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.utils.failures import FailureLog
@@ -185,7 +211,13 @@ async def open_agents(
         open_role_models(config) as frozen,
     ):
         agents = make_agents(
-            config, client=client, codec=prepared.codec, tools=prepared.tools, score=score, tracer=tracer, frozen=frozen
+            config,
+            client=client,
+            codec=prepared.codec,
+            tools=prepared.tools,
+            score=score,
+            tracer=tracer,
+            frozen=frozen,
         )
         try:
             with watch_loop(agents.failures.report):
@@ -212,10 +244,14 @@ def make_agents(
     if config.agent.default_agent:
         get_agent(config.agent.default_agent)
     users = config.interactions
-    interactions = InteractionRegistry.from_path(users.interaction_config_path, timeout=users.timeout)
+    interactions = InteractionRegistry.from_path(
+        users.interaction_config_path, timeout=users.timeout
+    )
     interactions.attach(EngineChat(client, codec, max_model_len=config.rollout.max_model_len))
     failures = FailureLog()
-    environments = EnvironmentPools(**config.environments.model_dump(exclude={"path"}), failures=failures)
+    environments = EnvironmentPools(
+        **config.environments.model_dump(exclude={"path"}), failures=failures
+    )
     context = AgentContext(
         client=client,
         codec=codec,
@@ -237,7 +273,9 @@ def make_agents(
         group_timeout=rollout.group_timeout,
     )
     return AgentSide(
-        collector=RolloutCollector(context, strategy=make_strategy(rollout.strategy), limits=limits, **parts),
+        collector=RolloutCollector(
+            context, strategy=make_strategy(rollout.strategy), limits=limits, **parts
+        ),
         evaluator=RolloutCollector(
             replace(context, limits=config.agent.for_validation()),
             limits=TimeLimits(trajectory_timeout=rollout.trajectory_timeout),
@@ -275,7 +313,11 @@ async def open_rollouts(
         if config.rollout.backend != "remote":
             read_model(config, codec, encode_text_of(codec, rows[0]))
         here = backend_factories(
-            config, codec, weights=functools.partial(load_model, config, codec), print_line=print_line, version=version
+            config,
+            codec,
+            weights=functools.partial(load_model, config, codec),
+            print_line=print_line,
+            version=version,
         )
         stack.push_async_callback(client.close)
         print_line(f"starting the {config.rollout.backend} engine")
@@ -298,7 +340,9 @@ def encode_text_of(codec: ChatCodec, row: Row) -> list[int]:
     if not row["prompt"]:
         return []
     ids, _ = encode_prompt(
-        codec_of_row(codec, row), [{**message, "content": text_content(message)} for message in row["prompt"]], ()
+        codec_of_row(codec, row),
+        [{**message, "content": text_content(message)} for message in row["prompt"]],
+        (),
     )
     return list(ids)
 
@@ -315,7 +359,9 @@ def read_rows(config: Config, tools: ToolRegistry | None, source: Source) -> Dat
         ConfigError, DataError: the file is missing, or a row is malformed or names something unknown.
     """
     files, limit = source
-    adapters = None if config.rollout.backend == "remote" else list(config.rollout.adapters)  # only its servers know
+    adapters = (
+        None if config.rollout.backend == "remote" else list(config.rollout.adapters)
+    )  # only its servers know
     names = None if tools is None else list(tools)
     checks = RowChecks(agents=agent_names(), tools=names, adapters=adapters)
     rows = open_dataset(files, checks, limit=limit, row_groups=config.data.shuffle_row_groups)

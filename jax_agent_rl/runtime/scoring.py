@@ -94,14 +94,18 @@ async def open_scorer(
     if "sandbox" in needed:
         services["sandbox"] = await open_sandbox(config.reward.sandbox)
     path, size = config.reward.path, config.reward.workers
-    workers = FunctionWorkers(path, size=size) if path and size else None  # they start when first needed
+    workers = (
+        FunctionWorkers(path, size=size) if path and size else None
+    )  # they start when first needed
     with closing(workers) if workers else nullcontext():
         scorer = functools.partial(score, timeout=config.reward.timeout, workers=workers)
         if "judge" not in needed or config.reward.judge is None:
             yield functools.partial(scorer, services=services)
             return
         stall_seconds = config.rollout.stall_seconds
-        async with _open_judge(config.reward.judge, client=client, codec=codec, stall_seconds=stall_seconds) as judge:
+        async with _open_judge(
+            config.reward.judge, client=client, codec=codec, stall_seconds=stall_seconds
+        ) as judge:
             yield functools.partial(scorer, services=services | {"judge": judge})
 
 
@@ -116,7 +120,10 @@ async def _open_judge(
         yield ModelJudge(client, codec, sampling=sampling, max_in_flight=config.max_in_flight)
         return
     codec = ChatCodec.from_pretrained(
-        config.model, tool_format="hermes", tool_prompt="none", template_kwargs=config.chat_template_kwargs
+        config.model,
+        tool_format="hermes",
+        tool_prompt="none",
+        template_kwargs=config.chat_template_kwargs,
     )
     async with open_frozen_model(
         config.model,
@@ -130,7 +137,12 @@ async def _open_judge(
 
 @asynccontextmanager
 async def open_frozen_model(
-    folder: str, codec: ChatCodec, *, max_model_len: int, max_concurrent: int, stall_seconds: float | None
+    folder: str,
+    codec: ChatCodec,
+    *,
+    max_model_len: int,
+    max_concurrent: int,
+    stall_seconds: float | None,
 ) -> AsyncIterator[LLMServerClient]:
     """Load a model, start an engine of its own, and yield its client; close both in the end.
 
@@ -156,7 +168,11 @@ async def open_frozen_model(
     client = LLMServerClient(decode_text=decode, stall_seconds=stall_seconds)
     try:
         await client.start(
-            {f"frozen {folder}": lambda: JetStreamBackend(model, params, shapes, seed=0, decode_text=decode)}
+            {
+                f"frozen {folder}": lambda: JetStreamBackend(
+                    model, params, shapes, seed=0, decode_text=decode
+                )
+            }
         )
         yield client
     finally:
@@ -184,7 +200,10 @@ async def open_role_models(config: Config) -> AsyncIterator[dict[str, FrozenMode
                     folder,
                     codec,
                     max_model_len=config.rollout.max_model_len,
-                    max_concurrent=min(config.rollout.max_in_flight, config.rollout.jetstream.max_concurrent_decodes),
+                    max_concurrent=min(
+                        config.rollout.max_in_flight,
+                        config.rollout.jetstream.max_concurrent_decodes,
+                    ),
                     stall_seconds=config.rollout.stall_seconds,
                 )
             )

@@ -72,14 +72,22 @@ async def serve_openai(
     check_engine(config)
     codec = open_codec(config)
     weights = functools.partial(load_model, config, codec)
-    factories = backend_factories(config, codec, weights=weights, print_line=print_line, serving=True)
+    factories = backend_factories(
+        config, codec, weights=weights, print_line=print_line, serving=True
+    )
     client = make_client(config, codec)
     context = AgentContext(client=client, codec=codec, limits=config.agent, max_model_len=length)
     sampling = SamplingParams(max_tokens=length, temperature=config.rollout.eval_temperature)
 
     def create(session_id: str, key: str | None = api_key) -> Session:
         recorder = ChatRecorder(context, session_id=session_id)
-        return Session(session_id=session_id, recorder=recorder, sampling=sampling, api_key=key, free_sampling=True)
+        return Session(
+            session_id=session_id,
+            recorder=recorder,
+            sampling=sampling,
+            api_key=key,
+            free_sampling=True,
+        )
 
     limits = config.agent.endpoint
     server = Endpoint(
@@ -99,7 +107,9 @@ async def serve_openai(
     try:
         await client.start(factories)
         if all(engine.backend.capabilities.grammars for engine in client.servers):
-            await in_grammar_thread(warm_up)  # so that the first request with a schema is answered as fast as others
+            await in_grammar_thread(
+                warm_up
+            )  # so that the first request with a schema is answered as fast as others
         await server.start()
         print_line(f"serving {policy} as {model_name!r}: base_url={server.url}/v1")
         await asyncio.Event().wait()
@@ -124,11 +134,17 @@ async def serve_rollouts(
         ConfigError: ``rollout.backend`` is remote, the token is missing, or the address cannot be used.
     """
     if config.rollout.backend == "remote":
-        raise ConfigError("a rollout server needs an engine of its own: set rollout.backend=jetstream rollout.urls=[]")
+        raise ConfigError(
+            "a rollout server needs an engine of its own: set rollout.backend=jetstream rollout.urls=[]"
+        )
     token = token_from(config.rollout.token_env, key="rollout.token_env")
     check_engine(config)
     print_line(f"loading {policy}")
-    for line in idle_here(config, engine_mesh(config), None) if config.rollout.backend == "jetstream" else ():
+    for line in (
+        idle_here(config, engine_mesh(config), None)
+        if config.rollout.backend == "jetstream"
+        else ()
+    ):
         print_line(line)
     backend = make_engine(config, version=UNTRAINED, print_line=print_line)
     folder = config.rollout.weight_dir
@@ -168,9 +184,16 @@ def serving_config(config: Config, *, fixed_length: bool) -> Config:
     if rollout.backend == "jetstream":
         shapes, longest = engine_shapes(config), rollout.max_model_len
         if not (fixed_length or rollout.deterministic or engine.engine_factory):
-            held = shapes.kv_cache_tokens - shapes.kv_cache_tokens % page_size(shapes.kv_cache_tokens)
-            longest = max(longest, min(held, load_config(config.model.path).max_position_embeddings))
-        sizes = {"kv_cache_tokens": shapes.kv_cache_tokens, "prefill_buckets": shapes.prefill_buckets}
+            held = shapes.kv_cache_tokens - shapes.kv_cache_tokens % page_size(
+                shapes.kv_cache_tokens
+            )
+            longest = max(
+                longest, min(held, load_config(config.model.path).max_position_embeddings)
+            )
+        sizes = {
+            "kv_cache_tokens": shapes.kv_cache_tokens,
+            "prefill_buckets": shapes.prefill_buckets,
+        }
         jetstream = engine.model_copy(update=sizes)
         rollout = rollout.model_copy(update={"max_model_len": longest, "jetstream": jetstream})
     agent = serving_limits(config.agent, rollout.max_model_len)

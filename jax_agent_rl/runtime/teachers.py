@@ -78,7 +78,9 @@ def require_teachers(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
     if config.distill is None:
         return
     data_sources = [teacher.data_sources for teacher in config.distill.teachers]
-    if missing := sorted({str(row.get("data_source")) for row in rows if first_teacher(data_sources, row) is None}):
+    if missing := sorted(
+        {str(row.get("data_source")) for row in rows if first_teacher(data_sources, row) is None}
+    ):
         patterns = [pattern for own in data_sources for pattern in own]
         raise ConfigError(
             f"no teacher of distill.teachers has the rows of data_source {missing}: their data_sources are {patterns}; "
@@ -107,8 +109,12 @@ def make_teachers(config: Config, model: DecoderConfig) -> list[Teacher] | None:
             continue
         teacher_model = load_config(teacher.path, weights=True)
         places = parameter_shardings(mesh, teacher_model.parameter_shapes())
-        params = load_hf(teacher.path, dtype=jnp.dtype(config.learner.compute_dtype), shardings=places)[1]
-        images = model.vision and VisionProcessor.of(teacher_model, teacher.path, pixels=config.model.pixels)
+        params = load_hf(
+            teacher.path, dtype=jnp.dtype(config.learner.compute_dtype), shardings=places
+        )[1]
+        images = model.vision and VisionProcessor.of(
+            teacher_model, teacher.path, pixels=config.model.pixels
+        )
         made.append(
             Teacher(
                 teacher_model,
@@ -139,7 +145,9 @@ def _vocabulary(path: str) -> dict[str, int]:
 class ScoresTokens(Protocol):
     """A model that scores given ids, as ``RolloutBackend.score`` does."""
 
-    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores: ...
+    async def score(
+        self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
+    ) -> TokenScores: ...
 
 
 MAX_SCORES_BYTES = 1 << 28
@@ -176,7 +184,9 @@ class CompletionsTeacher:
             transport=transport,
         )
 
-    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+    async def score(
+        self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
+    ) -> TokenScores:
         """Score ids as ``RolloutBackend.score`` does.
 
         Raises:
@@ -196,10 +206,15 @@ class CompletionsTeacher:
             raise BackendError(str(late)) from None
         try:
             positions = [
-                {int(id_): (float(found["logprob"]), int(found["rank"])) for id_, found in position.items()}
+                {
+                    int(id_): (float(found["logprob"]), int(found["rank"]))
+                    for id_, found in position.items()
+                }
                 for position in answer["choices"][0]["prompt_logprobs"][start:]
             ]
-            log_probs = [position[id_][0] for position, id_ in zip(positions, token_ids[start:], strict=True)]
+            log_probs = [
+                position[id_][0] for position, id_ in zip(positions, token_ids[start:], strict=True)
+            ]
             top = [_likeliest(position, top_k) for position in positions]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise BackendError(
@@ -218,9 +233,13 @@ class CompletionsTeacher:
         await self._service.close()
 
 
-def _likeliest(position: Mapping[int, tuple[float, int]], top_k: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def _likeliest(
+    position: Mapping[int, tuple[float, int]], top_k: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the ids of rank up to ``top_k`` in order, and their log-probs; the prompt's own id may rank lower."""
-    ranked = sorted((rank, id_, score) for id_, (score, rank) in position.items() if rank <= top_k)[:top_k]
+    ranked = sorted((rank, id_, score) for id_, (score, rank) in position.items() if rank <= top_k)[
+        :top_k
+    ]
     if len(ranked) < top_k:
         raise ValueError(f"{len(ranked)} of {top_k} likeliest ids")
     return tuple(id_ for _, id_, _ in ranked), tuple(score for *_, score in ranked)
@@ -236,11 +255,18 @@ class ServedTeachers:
     """
 
     def __init__(
-        self, teachers: Sequence[tuple[TeacherConfig, ScoresTokens | None]], *, top_k: int, vocab_size: int
+        self,
+        teachers: Sequence[tuple[TeacherConfig, ScoresTokens | None]],
+        *,
+        top_k: int,
+        vocab_size: int,
     ) -> None:
         self._clients = dict(enumerate(client for _, client in teachers))
         self._configs = [config for config, _ in teachers]
-        self._slots = {number: asyncio.Semaphore(config.max_in_flight) for number, config in enumerate(self._configs)}
+        self._slots = {
+            number: asyncio.Semaphore(config.max_in_flight)
+            for number, config in enumerate(self._configs)
+        }
         self._top_k, self._vocab_size = top_k, vocab_size
 
     async def __call__(self, groups: Sequence[Group]) -> list[Group]:
@@ -251,7 +277,10 @@ class ServedTeachers:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                scoring = [[tasks.create_task(self._scored(t)) for t in group.trajectories] for group in groups]
+                scoring = [
+                    [tasks.create_task(self._scored(t)) for t in group.trajectories]
+                    for group in groups
+                ]
         except ExceptionGroup as failed:  # all others were cancelled
             raise failed.exceptions[0] from None
         return [
@@ -275,7 +304,9 @@ class ServedTeachers:
                 )
             if learned:
                 async with self._slots[number]:
-                    scores = await client.score(ids[: learned[-1] + 1], start=learned[0], top_k=self._top_k)
+                    scores = await client.score(
+                        ids[: learned[-1] + 1], start=learned[0], top_k=self._top_k
+                    )
                 parts.append(_chosen(scores, [at - learned[0] for at in learned]))
         made = TokenScores(
             **{
@@ -289,7 +320,9 @@ class ServedTeachers:
     def _check(self, scores: TokenScores, trajectory: Trajectory, teacher: TeacherConfig) -> None:
         found = [*scores.log_probs, *itertools.chain.from_iterable(scores.top_log_probs)]
         if not all(map(math.isfinite, found)):
-            raise BackendError(f"{_KEY}: {teacher.url} gives {trajectory.trajectory_id} log-probs that are not finite")
+            raise BackendError(
+                f"{_KEY}: {teacher.url} gives {trajectory.trajectory_id} log-probs that are not finite"
+            )
         largest = max(itertools.chain.from_iterable(scores.top_ids), default=0)
         if largest >= self._vocab_size:
             raise BackendError(
@@ -309,7 +342,11 @@ def _chosen(scores: TokenScores, at: Sequence[int]) -> TokenScores:
 
 @asynccontextmanager
 async def open_served_teachers(
-    config: Config, model: DecoderConfig, *, probe_ids: Sequence[int], print_line: Callable[[str], None]
+    config: Config,
+    model: DecoderConfig,
+    *,
+    probe_ids: Sequence[int],
+    print_line: Callable[[str], None],
 ) -> AsyncIterator[ServedTeachers | None]:
     """Connect to the teachers with a URL and yield what scores by them; None if there are none.
 
@@ -340,7 +377,9 @@ async def open_served_teachers(
                 stack.push_async_callback(client.close)
                 await client.start()
                 if not client.capabilities.scoring:
-                    raise ConfigError(f"{_KEY}: the engine at {teacher.url} does not score given ids")
+                    raise ConfigError(
+                        f"{_KEY}: the engine at {teacher.url} does not score given ids"
+                    )
             if client is not None:
                 print_line(f"asking the teacher at {teacher.url}")
                 await client.score(probe_ids, top_k=config.algorithm.kl.top_k)

@@ -69,8 +69,13 @@ async def train(
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step exists.
     """
-    with leading() as channel, Interruption(console.print, exit_within, leads=channel is not None) as interruption:
-        return await _train(config, resume, from_step, accept_changes, console, interruption, channel)
+    with (
+        leading() as channel,
+        Interruption(console.print, exit_within, leads=channel is not None) as interruption,
+    ):
+        return await _train(
+            config, resume, from_step, accept_changes, console, interruption, channel
+        )
 
 
 async def _train(
@@ -89,7 +94,11 @@ async def _train(
     if resume:
         place = config.trainer.checkpoint_dir or path / "checkpoints"
         steps = complete_steps(place)
-        back = f"; to go back, name one of the checkpoints {steps} with --step" if len(steps) > 1 else ""
+        back = (
+            f"; to go back, name one of the checkpoints {steps} with --step"
+            if len(steps) > 1
+            else ""
+        )
         done = nothing_to_do(
             path,
             steps,
@@ -107,13 +116,15 @@ async def _train(
     print_line(console, f"run folder: {path}")
     if begins_again:
         print_line(
-            console, "it ended before its first checkpoint: it begins again in this folder, and so do its records"
+            console,
+            "it ended before its first checkpoint: it begins again in this folder, and so do its records",
         )
     if continues:
         for other in runs_without_checkpoint(config):
             if other != path:
                 print_line(
-                    console, f"{other} ended before its first checkpoint; it is not continued and stays as it is"
+                    console,
+                    f"{other} ended before its first checkpoint; it is not continued and stays as it is",
                 )
     place = config.trainer.checkpoint_dir or folder.checkpoints
     resumption = None
@@ -125,17 +136,29 @@ async def _train(
         async with build(
             config, print_line=progress.phase, channel=channel, folder=folder, check_identity=check
         ) as runtime:
-            cut_off = cut_off_steps(place) if resume else []  # before the next save clears them away
-            checkpointer = open_checkpointer(place, keep=config.trainer.keep_checkpoints, channel=channel)
+            cut_off = (
+                cut_off_steps(place) if resume else []
+            )  # before the next save clears them away
+            checkpointer = open_checkpointer(
+                place, keep=config.trainer.keep_checkpoints, channel=channel
+            )
             if begins_again:
                 folder.resume_after(-1)
-            record = RunRecord() if resumption is None else _restore(runtime, checkpointer, folder, resumption)
+            record = (
+                RunRecord()
+                if resumption is None
+                else _restore(runtime, checkpointer, folder, resumption)
+            )
             record.identity = dict(runtime.identity)
             # Not before: a configuration that does not fit the checkpoint must not take the place of the one that does.
             folder.write_json(folder.config, config.model_dump(mode="json"))
             record.cursor = record.cursor or runtime.cursor.state()
             trainer = TRAINERS[config.trainer.mode](
-                runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
+                runtime=runtime,
+                folder=folder,
+                checkpointer=checkpointer,
+                record=record,
+                progress=progress,
             )
             with contextlib.ExitStack() as last:
                 last.enter_context(breakdown.watching())
@@ -143,7 +166,13 @@ async def _train(
                     last.callback(channel.stop)
                 last.callback(checkpointer.close)
                 observed = last.enter_context(
-                    observers(config, folder, step=record.step, rows=runtime.training_rows, progress=progress)
+                    observers(
+                        config,
+                        folder,
+                        step=record.step,
+                        rows=runtime.training_rows,
+                        progress=progress,
+                    )
                 )
                 trainer.reporter.observers = observed.each
                 try:
@@ -214,11 +243,11 @@ def nothing_to_do(
     if summary.get("steps") != step or from_step not in (None, checkpoints[-1]):
         return None
     accuracy = summary.get("heldout_accuracy_after")
-    if step < steps and not (target_accuracy and accuracy is not None and accuracy >= target_accuracy):
+    if step < steps and not (
+        target_accuracy and accuracy is not None and accuracy >= target_accuracy
+    ):
         return None
-    message = (
-        f"nothing to do: the run in {run} has ended after {counted(step, 'step')}; its results are there, untouched"
-    )
+    message = f"nothing to do: the run in {run} has ended after {counted(step, 'step')}; its results are there, untouched"
     if step < steps:
         further = f"It reached trainer.target_accuracy={target_accuracy}; to go on, raise that, or set it to null"
     return NothingToDo(message=f"{message}. {further}", summary=summary)
@@ -256,8 +285,13 @@ def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, 
             "--resume, or choose another folder"
         )
     if resume is True and not steps:
-        lost = "".join(f"; that of step {step} was cut off while it was written" for step in cut_off_steps(elsewhere))
-        raise CheckpointError(f"--resume: no complete checkpoint in {elsewhere}{lost}; start without --resume")
+        lost = "".join(
+            f"; that of step {step} was cut off while it was written"
+            for step in cut_off_steps(elsewhere)
+        )
+        raise CheckpointError(
+            f"--resume: no complete checkpoint in {elsewhere}{lost}; start without --resume"
+        )
     if steps:
         return _run_beside(wanted, elsewhere), True
     return (_folder_to_begin_in(config) if resume else free_folder(wanted)), False
@@ -314,7 +348,11 @@ def _started(run: Path) -> float:
 
 
 def _runs(wanted: Path) -> list[Path]:
-    numbered = [p for p in wanted.parent.glob(f"{wanted.name}-*") if p.name.removeprefix(f"{wanted.name}-").isdigit()]
+    numbered = [
+        p
+        for p in wanted.parent.glob(f"{wanted.name}-*")
+        if p.name.removeprefix(f"{wanted.name}-").isdigit()
+    ]
     return [wanted, *numbered]
 
 
@@ -341,9 +379,13 @@ def newest_run(wanted: Path) -> Path:
     return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
 
 
-def _restore(runtime: RunComponents, checkpointer: Checkpointer, folder: RunDir, resumption: Resumption) -> RunRecord:
+def _restore(
+    runtime: RunComponents, checkpointer: Checkpointer, folder: RunDir, resumption: Resumption
+) -> RunRecord:
     """Restore learner, data order and accounting from a checkpoint, and record what changes."""
-    step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state, step=resumption.step)
+    step, runtime.learner.state, saved = checkpointer.restore(
+        runtime.learner.state, step=resumption.step
+    )
     record = RunRecord.from_json(saved)
     runtime.cursor.restore(record.cursor, accepted=resumption.accepted)
     runtime.collector.accounting.restore(record.accounting)
@@ -361,7 +403,9 @@ async def _publish_first(trainer: Trainer, version: int) -> None:
     try:
         await trainer.push_weights(version)
     except WeightUpdateError as error:
-        raise WeightUpdateError(f"{error}; restart the rollout servers before a run starts or resumes") from error
+        raise WeightUpdateError(
+            f"{error}; restart the rollout servers before a run starts or resumes"
+        ) from error
 
 
 def _conclude(
@@ -377,7 +421,9 @@ def _conclude(
     record.accounting = runtime.collector.accounting.state()
     metrics = list(read_metrics(folder.metrics))
     summary: dict[str, Any] = (
-        record.summary() | overlap_summary([line for line in metrics if line["kind"] == "step"]) | observed
+        record.summary()
+        | overlap_summary([line for line in metrics if line["kind"] == "step"])
+        | observed
     )
     summary["seconds"] = stages = breakdown.stages(metrics)
     folder.write_json(folder.summary, summary)

@@ -87,7 +87,10 @@ class Encoder:
             ranked = _best(group, None)
             if len(ranked) > 1 and ranked[0][0] > ranked[-1][0]:
                 made.append(Pair(chosen=ranked[0][1], rejected=ranked[-1][1]))
-        return _required([pair for pair in made if self._fits(pair.chosen) and self._fits(pair.rejected)], sources)
+        return _required(
+            [pair for pair in made if self._fits(pair.chosen) and self._fits(pair.rejected)],
+            sources,
+        )
 
     def _groups(self, sources: Sequence[DataSource], *, pairs: bool = False) -> Iterator[Any]:
         """Yield conversations, each a group of its own, preferences, and groups of trajectories with their rewards."""
@@ -104,18 +107,27 @@ class Encoder:
             for group in groups.values():
                 yield [(reward, tuple(sequences)) for reward, sequences in group.values()]
 
-    def _add(self, groups: dict[str, dict[str, tuple[float, list[TrainingSequence]]]], row: Row) -> None:
+    def _add(
+        self, groups: dict[str, dict[str, tuple[float, list[TrainingSequence]]]], row: Row
+    ) -> None:
         """Add a sequence of a trajectory to its group, unless nothing of it carries loss or its reward is too low."""
         reward, least = float(row["reward"]), self.config.min_reward
         if row.get("no_loss") or least is not None and reward < least:
             return
         if "turns" in row:
-            sequences = [(s.prompt_ids, s.response_ids, s.loss_mask) for s in restore_trajectory(row).sequences]
+            sequences = [
+                (s.prompt_ids, s.response_ids, s.loss_mask)
+                for s in restore_trajectory(row).sequences
+            ]
         else:
             sequences = [(row["prompt_ids"], row["response_ids"], row["loss_mask"])]
-        _, own = groups.setdefault(row["group_id"], {}).setdefault(row["trajectory_id"], (reward, []))
+        _, own = groups.setdefault(row["group_id"], {}).setdefault(
+            row["trajectory_id"], (reward, [])
+        )
         own += [
-            _sequence([*prompt, *ids], [0] * len(prompt) + list(mask)) for prompt, ids, mask in sequences if any(mask)
+            _sequence([*prompt, *ids], [0] * len(prompt) + list(mask))
+            for prompt, ids, mask in sequences
+            if any(mask)
         ]
 
     def _conversation(self, row: Row) -> TrainingSequence:
@@ -130,11 +142,16 @@ class Encoder:
 
     def _pair(self, row: Row) -> Pair:
         if "chosen" not in row or "rejected" not in row:
-            raise DataError(f"{describe_columns(row)}; a preference needs chosen and rejected, each a list of messages")
+            raise DataError(
+                f"{describe_columns(row)}; a preference needs chosen and rejected, each a list of messages"
+            )
         chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
         if prompt is None:
             shared = sum(
-                1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))
+                1
+                for _ in itertools.takewhile(
+                    lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)
+                )
             )
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         begin = len(prompt)
@@ -147,12 +164,16 @@ class Encoder:
         """Encode messages, of which those before ``begin`` carry no loss."""
         tools = row.get("tools") or ()
         codec = self.codec.with_template_kwargs(row.get("chat_template_kwargs"))
-        train_on = self.config.train_on if isinstance(self.config, SftDataConfig) else ("assistant",)
+        train_on = (
+            self.config.train_on if isinstance(self.config, SftDataConfig) else ("assistant",)
+        )
         ids, mask = encode_conversation(
             codec,
             normalize_messages(messages),
             json.loads(tools) if isinstance(tools, str) else tools,
-            lambda number, message: number >= begin and message["role"] in train_on and message.get("weight", 1) != 0,
+            lambda number, message: (
+                number >= begin and message["role"] in train_on and message.get("weight", 1) != 0
+            ),
         )
         if not any(mask):
             raise DataError(f"no message of role {' or '.join(train_on)} carries loss")
@@ -193,7 +214,9 @@ def encode_conversation(
     """
     blocks = [
         (role, [(number, messages[number]) for number, _ in block])
-        for role, block in itertools.groupby(enumerate(messages), lambda item: item[1]["role"] == "assistant")
+        for role, block in itertools.groupby(
+            enumerate(messages), lambda item: item[1]["role"] == "assistant"
+        )
     ]
     if not any(is_assistant for is_assistant, _ in blocks):
         raise DataError("there is no message of the assistant; add its answer")
@@ -206,7 +229,9 @@ def encode_conversation(
         loss = [int(carries_loss(number, message)) for number, message in block]
         if is_assistant:
             if len(block) > 1:
-                raise DataError(f"messages {block[0][0]} and {block[1][0]} are both the assistant's; join them")
+                raise DataError(
+                    f"messages {block[0][0]} and {block[1][0]} are both the assistant's; join them"
+                )
             turn = codec.encode_turn(block[0][1], tools)
             ids += turn
             mask += loss * len(turn)
@@ -219,7 +244,11 @@ def encode_conversation(
         appended = codec.encode_append(turn, following, tools=tools)
         if codec.replaces_end(turn, appended):
             del ids[-1], mask[-1]
-        ends_turn = appended[:1] != [] and turn[-1] not in codec.eos_token_ids and appended[0] in codec.eos_token_ids
+        ends_turn = (
+            appended[:1] != []
+            and turn[-1] not in codec.eos_token_ids
+            and appended[0] in codec.eos_token_ids
+        )
         mask += [mask[-1] if ends_turn else max(loss)] + [max(loss)] * (len(appended) - 1)
         ids += appended
     return ids, mask

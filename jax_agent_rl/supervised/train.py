@@ -58,7 +58,9 @@ class Sft:
 
     def evaluate(self, examples: Sequence[Example]) -> Metrics:
         """Return the mean loss per token."""
-        logprobs = np.concatenate(self.learner.forward([sequence for example in examples for sequence in example]))
+        logprobs = np.concatenate(
+            self.learner.forward([sequence for example in examples for sequence in example])
+        )
         return {"loss": -float(logprobs.mean())}
 
 
@@ -94,12 +96,16 @@ class Dpo:
 
     def _losses(self, pairs: Sequence[Pair]) -> tuple[Metrics, np.ndarray]:
         """Return metrics, and of each pair minus the loss's derivative by the log-prob of what was chosen."""
-        examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]  # their prompts are shared
+        examples = [
+            example for pair in pairs for example in (pair.chosen, pair.rejected)
+        ]  # their prompts are shared
         rewards = self.beta * (self._logprobs(examples) - self._logprobs(examples, reference=True))
         chosen, rejected = rewards[::2], rewards[1::2]
         margin, smoothing = chosen - rejected, self.label_smoothing
         losses = (1 - smoothing) * np.logaddexp(0, -margin) + smoothing * np.logaddexp(0, margin)
-        slopes = self.beta * ((1 - smoothing) / (1 + np.exp(margin)) - smoothing / (1 + np.exp(-margin)))
+        slopes = self.beta * (
+            (1 - smoothing) / (1 + np.exp(margin)) - smoothing / (1 + np.exp(-margin))
+        )
         metrics = {
             "loss": float(losses.mean()),
             "accuracy": float((margin > 0).mean()),
@@ -111,7 +117,9 @@ class Dpo:
 
     def _logprobs(self, examples: Sequence[Example], *, reference: bool = False) -> np.ndarray:
         """Return the log-prob of each example, float64 [N]."""
-        scored = iter(self.learner.forward([s for example in examples for s in example], reference=reference))
+        scored = iter(
+            self.learner.forward([s for example in examples for s in example], reference=reference)
+        )
         return np.array([sum(next(scored).sum() for _ in example) for example in examples])
 
 
@@ -151,7 +159,9 @@ async def train(
         config = config.model_copy(update={"run_dir": str(folder), "model": start})
         data = _read(config)
         if resume:
-            done = nothing_to_do(folder, complete_steps(folder / "checkpoints"), data.steps, further=_further(config))
+            done = nothing_to_do(
+                folder, complete_steps(folder / "checkpoints"), data.steps, further=_further(config)
+            )
             if done is not None:
                 print_line(console, done.message)
                 return done.summary
@@ -163,7 +173,15 @@ async def train(
             place = folder / "checkpoints"
             resumption = Resumption(type(config), RunDir(folder), place, accepted=accept_changes)
             resumption.check(identity)
-        run = _Run(config, data, RunDir(folder), console, cursor=cursor, identity=identity, resumption=resumption)
+        run = _Run(
+            config,
+            data,
+            RunDir(folder),
+            console,
+            cursor=cursor,
+            identity=identity,
+            resumption=resumption,
+        )
         interruption.training_begins()
         work = asyncio.ensure_future(asyncio.to_thread(run.run))
         try:
@@ -250,10 +268,14 @@ class _Run:
     ) -> None:
         model, params = load_hf(config.model.path)
         learner_config = LearnerConfig(**dict(config.learner))
-        learner = SequenceLearner(model, params, config=learner_config, reference=isinstance(config, DpoConfig))
+        learner = SequenceLearner(
+            model, params, config=learner_config, reference=isinstance(config, DpoConfig)
+        )
         method: Any = Sft(learner=learner)
         if isinstance(config, DpoConfig):
-            method = Dpo(learner=learner, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing)
+            method = Dpo(
+                learner=learner, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing
+            )
         self._cursor, self._identity, self._resumption = cursor, identity, resumption
         self._config, self._folder, self._console = config, folder, console
         self._learner, self._method, self._heldout = learner, method, data.heldout
@@ -275,7 +297,10 @@ class _Run:
             try:
                 if self._resumption is not None:
                     self._restore(self._resumption)
-                recorded = {"command": type(self._method).__name__.lower(), **self._config.model_dump(mode="json")}
+                recorded = {
+                    "command": type(self._method).__name__.lower(),
+                    **self._config.model_dump(mode="json"),
+                }
                 self._folder.write_json(self._folder.config, recorded)
                 if self._heldout and self._resumption is None:
                     self._evaluate()
@@ -309,13 +334,26 @@ class _Run:
         )
         self.step += 1
         seconds = time.perf_counter() - began
-        line = {"kind": "step", "step": self.step, **metrics, "grad_norm": applied.norm, "learning_rate": applied.rate}
-        line |= {"step_seconds": seconds, "learner_tokens_per_second": metrics["batch_tokens"] / seconds}
+        line = {
+            "kind": "step",
+            "step": self.step,
+            **metrics,
+            "grad_norm": applied.norm,
+            "learning_rate": applied.rate,
+        }
+        line |= {
+            "step_seconds": seconds,
+            "learner_tokens_per_second": metrics["batch_tokens"] / seconds,
+        }
         self._checkpointer.delete_newer(self.step - 1)
         self._folder.add_metrics(line)
         self._folder.finish_step(self.step)
         left = (self._steps - self.step) * seconds
-        shown = "  ".join(f"{name} {line[name]:.3f}" for name in ("loss", "accuracy", "reward_margin") if name in line)
+        shown = "  ".join(
+            f"{name} {line[name]:.3f}"
+            for name in ("loss", "accuracy", "reward_margin")
+            if name in line
+        )
         self._progress.print_line(
             f"{self.step:>4}/{self._steps}  {shown}  gradient {applied.norm:.2f}  "
             f"{line['learner_tokens_per_second']:.0f} tokens/s  {duration(left)} left"
@@ -326,7 +364,9 @@ class _Run:
         self._progress.phase(f"evaluation after step {self.step}")
         line = {"kind": "evaluation", "step": self.step, **self._method.evaluate(self._heldout)}
         self._folder.add_metrics(line)
-        shown = "  ".join(f"{name} {line[name]:.3f}" for name in ("loss", "accuracy") if name in line)
+        shown = "  ".join(
+            f"{name} {line[name]:.3f}" for name in ("loss", "accuracy") if name in line
+        )
         self._progress.print_line(f"  held-out rows after step {self.step}: {shown}")
         self._evaluated = self.step
 
@@ -340,7 +380,9 @@ class _Run:
         self._checkpointer.save(self.step, self._learner.state, notes)
 
     def _restore(self, resumption: Resumption) -> None:
-        self.step, self._learner.state, notes = self._checkpointer.restore(self._learner.state, step=resumption.step)
+        self.step, self._learner.state, notes = self._checkpointer.restore(
+            self._learner.state, step=resumption.step
+        )
         self._cursor.restore(notes["cursor"], accepted=resumption.accepted)
         self._evaluated = notes["evaluated"]
         self._folder.resume_after(self.step)
@@ -361,11 +403,18 @@ class _Run:
             "trained_tokens": sum(line["trained_tokens"] for line in steps),
         }
         if evaluations:
-            summary |= {"heldout_before": evaluations[0]["loss"], "heldout_after": evaluations[-1]["loss"]}
+            summary |= {
+                "heldout_before": evaluations[0]["loss"],
+                "heldout_after": evaluations[-1]["loss"],
+            }
         self._folder.write_json(self._folder.summary, summary)
         plot = self._folder.path / "loss.png"
         loss_plot(metrics, plot, title=self._folder.path.name)
-        heldout = f", held-out {evaluations[0]['loss']:.3f} -> {evaluations[-1]['loss']:.3f}" if evaluations else ""
+        heldout = (
+            f", held-out {evaluations[0]['loss']:.3f} -> {evaluations[-1]['loss']:.3f}"
+            if evaluations
+            else ""
+        )
         print_line(
             self._console,
             f"loss: {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}{heldout} "

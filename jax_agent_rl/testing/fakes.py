@@ -21,7 +21,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, PromptTooLongError, WeightUpdateError
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    PromptTooLongError,
+    WeightUpdateError,
+)
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
@@ -31,7 +36,15 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import Group, PauseMode, StopReason, Support, TokenOutput, TokenScores, digest_ids
+from jax_agent_rl.types import (
+    Group,
+    PauseMode,
+    StopReason,
+    Support,
+    TokenOutput,
+    TokenScores,
+    digest_ids,
+)
 
 if TYPE_CHECKING:
     from jax_agent_rl.learner.metrics import AgreementCheck, UpdateResult
@@ -81,7 +94,9 @@ class FakeBackend(ABC):
     async def reset_prefix_cache(self) -> None:  # noqa: B027  (most fakes have no cache)
         """Do nothing."""
 
-    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+    async def score(
+        self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
+    ) -> TokenScores:
         raise NotImplementedError(f"the {self.name} does not score given ids")
 
     async def sleep(self) -> None:
@@ -98,7 +113,9 @@ class FakeBackend(ABC):
     def require_newer(self, update: WeightUpdate) -> None:
         """Raise WeightUpdateError unless an update's version is newer than the served one."""
         if update.version <= self._version:
-            raise WeightUpdateError(f"version {update.version} is not newer than {self._version}, which is served")
+            raise WeightUpdateError(
+                f"version {update.version} is not newer than {self._version}, which is served"
+            )
 
 
 @dataclass(eq=False)
@@ -133,7 +150,12 @@ class BatchingEngine(FakeBackend):
     """
 
     def __init__(
-        self, capabilities: Capabilities, *, version: int = 0, tick_seconds: float = 0.0, eos: int = 2
+        self,
+        capabilities: Capabilities,
+        *,
+        version: int = 0,
+        tick_seconds: float = 0.0,
+        eos: int = 2,
     ) -> None:
         super().__init__(capabilities, version=version)
         self.running: dict[str, Run] = {}
@@ -158,7 +180,11 @@ class BatchingEngine(FakeBackend):
 
     def stop_match(self, run: Run) -> str | None:
         """Return the stop id, as text, that the newest id is; None if it is none."""
-        return str(run.ids[-1]) if run.ids and run.ids[-1] in run.request.sampling.stop_token_ids else None
+        return (
+            str(run.ids[-1])
+            if run.ids and run.ids[-1] in run.request.sampling.stop_token_ids
+            else None
+        )
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -215,7 +241,9 @@ class BatchingEngine(FakeBackend):
         self.require_open()
         length, limit = len(request.prompt_ids), self.capabilities.max_model_len
         if length >= limit:
-            raise PromptTooLongError(f"a prompt of {length} ids leaves no room in max_model_len={limit}")
+            raise PromptTooLongError(
+                f"a prompt of {length} ids leaves no room in max_model_len={limit}"
+            )
         if any(r.request.request_id == request.request_id for r in self._all()):
             raise BackendError(f"request {request.request_id!r} is already running")
 
@@ -230,7 +258,11 @@ class BatchingEngine(FakeBackend):
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            while self.waiting and len(self.running) < self.capabilities.max_concurrent and not self._drains:
+            while (
+                self.waiting
+                and len(self.running) < self.capabilities.max_concurrent
+                and not self._drains
+            ):
                 self.admit(heapq.heappop(self.waiting)[2])
             for run in list(self.running.values()):
                 self.step(run)
@@ -249,7 +281,9 @@ class BatchingEngine(FakeBackend):
         if (reason := self.reason(run)) is not None:
             return self.finish(run, reason)
         version, supports = self._version, tuple(run.supports[-1:])
-        chunk = TokenChunk(token_ids=(token,), log_probs=(log_prob,), policy_versions=(version,), supports=supports)
+        chunk = TokenChunk(
+            token_ids=(token,), log_probs=(log_prob,), policy_versions=(version,), supports=supports
+        )
         run.events.put_nowait(chunk)
 
     def reason(self, run: Run) -> StopReason | None:
@@ -280,7 +314,9 @@ class BatchingEngine(FakeBackend):
         self.forget(run)
         self._count(requests_finished=1)
         output = self.output(run, reason)
-        last = slice(len(output.token_ids) if reason is StopReason.ABORTED else -1, None)  # an abort samples no id
+        last = slice(
+            len(output.token_ids) if reason is StopReason.ABORTED else -1, None
+        )  # an abort samples no id
         run.events.put_nowait(
             TokenChunk(
                 token_ids=output.token_ids[last],
@@ -292,7 +328,9 @@ class BatchingEngine(FakeBackend):
         )
 
     def _count(self, **more: int) -> None:
-        self._metrics = replace(self._metrics, **{k: getattr(self._metrics, k) + v for k, v in more.items()})
+        self._metrics = replace(
+            self._metrics, **{k: getattr(self._metrics, k) + v for k, v in more.items()}
+        )
 
     # --- control ----------------------------------------------------------------------------------------------
 
@@ -337,7 +375,9 @@ class BatchingEngine(FakeBackend):
     async def update_weights(self, update: WeightUpdate) -> None:
         await self._responsive.wait()
         if update.kind not in self.capabilities.weight_payloads:
-            raise WeightUpdateError(f"the {self.name} does not take weights of kind {update.kind!r}")
+            raise WeightUpdateError(
+                f"the {self.name} does not take weights of kind {update.kind!r}"
+            )
         if update.partial and not self.capabilities.partial_update:
             raise WeightUpdateError(f"the {self.name} does not take partial updates")
         self.require_newer(update)
@@ -384,7 +424,9 @@ class FakeLearner(ABC):
         cancellation: StepCancellation | None = None,
         check: AgreementCheck | None = None,
     ) -> UpdateResult:
-        from jax_agent_rl.learner.metrics import UpdateResult  # brings jax, which engines start without
+        from jax_agent_rl.learner.metrics import (
+            UpdateResult,
+        )  # brings jax, which engines start without
 
         cancellation = cancellation or StepCancellation()
         tick(0, 1)

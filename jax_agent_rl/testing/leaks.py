@@ -36,15 +36,21 @@ class Footprint:
 
     @classmethod
     def now(cls) -> Footprint:
-        threads = {t.ident or 0: t.name for t in threading.enumerate() if not t.name.startswith(_SHARED)}
+        threads = {
+            t.ident or 0: t.name for t in threading.enumerate() if not t.name.startswith(_SHARED)
+        }
         return cls(threads, _descendants())
 
     def added(self) -> list[str]:
         """Describe the threads and processes that have appeared since this footprint."""
         now = Footprint.now()
-        threads = [f"thread {name!r}" for ident, name in now.threads.items() if ident not in self.threads]
+        threads = [
+            f"thread {name!r}" for ident, name in now.threads.items() if ident not in self.threads
+        ]
         processes = {pid: name for pid, name in now.processes.items() if pid not in self.processes}
-        return threads + [f"process {pid} ({name[:_MAX_COMMAND_CHARS]})" for pid, name in processes.items()]
+        return threads + [
+            f"process {pid} ({name[:_MAX_COMMAND_CHARS]})" for pid, name in processes.items()
+        ]
 
 
 def _descendants() -> dict[int, str]:
@@ -61,13 +67,21 @@ def _descendants() -> dict[int, str]:
         frontier = {pid for pid, parent in parents.items() if parent in frontier}
         found |= {pid: _command(pid) for pid in frontier}
     return {
-        pid: command for pid, command in found.items() if command and not any(helper in command for helper in _HELPERS)
+        pid: command
+        for pid, command in found.items()
+        if command and not any(helper in command for helper in _HELPERS)
     }
 
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return ""
 
@@ -97,7 +111,9 @@ class Leaks:
         return len(self.processes) + len(self.ports) + len(self.files) + len(self.tasks)
 
 
-async def find_leaks(*, mark: str, ports: Iterable[int], folder: Path, tasks_before: Collection[asyncio.Task]) -> Leaks:
+async def find_leaks(
+    *, mark: str, ports: Iterable[int], folder: Path, tasks_before: Collection[asyncio.Task]
+) -> Leaks:
     """Find what a run left behind after everything was closed.
 
     Args:
@@ -130,7 +146,9 @@ async def _orphans(mark: str) -> list[str]:
 
 def _is_bound(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not count
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # connections in TIME_WAIT do not count
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:

@@ -80,11 +80,18 @@ class TinkerServer:
         training: ThreadPoolExecutor,
         token: str | None,
     ) -> None:
-        self._settings, self._models, self._sampler, self._database = settings, models, sampler, database
+        self._settings, self._models, self._sampler, self._database = (
+            settings,
+            models,
+            sampler,
+            database,
+        )
         self._training = training
         self._name = settings.model_name or settings.model.path
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
-        self._restored: dict[str, deque[Request]] = {}  # by their model, until its client is heard of
+        self._restored: dict[
+            str, deque[Request]
+        ] = {}  # by their model, until its client is heard of
         self._waiting: dict[str, asyncio.Event] = {}
         self._samples: dict[str, asyncio.Task[None]] = {}
         self._worker: asyncio.Task[None] | None = None
@@ -95,7 +102,11 @@ class TinkerServer:
             ("GET", "healthz", _always({"status": "ok"})),
             ("GET", "get_server_capabilities", _always({"supported_models": [model]})),
             # Chunks of a batch come one after another; results are fetched one by one.
-            ("POST", "client/config", _always({"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False})),
+            (
+                "POST",
+                "client/config",
+                _always({"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False}),
+            ),
             ("POST", "client/dynamic_config", _always({"sample_cancel_enabled": True})),
             ("POST", "telemetry", _always({"status": "accepted"})),
             ("POST", "session_heartbeat", self._heartbeat),
@@ -109,7 +120,9 @@ class TinkerServer:
         ]
         self.http = HttpServer(
             [web.route(method, f"/api/v1/{path}", handler) for method, path, handler in routes],
-            refuse=lambda request, status, message: web.json_response({"detail": message}, status=status),
+            refuse=lambda request, status, message: web.json_response(
+                {"detail": message}, status=status
+            ),
             host=settings.host,
             port=settings.port,
             token=token,
@@ -140,7 +153,9 @@ class TinkerServer:
 
     # --- futures ------------------------------------------------------------------------------------------------
 
-    def _submit(self, request_id: str, owner: str, kind: str, body: bytes, **more: Any) -> web.Response:
+    def _submit(
+        self, request_id: str, owner: str, kind: str, body: bytes, **more: Any
+    ) -> web.Response:
         """Record a request and schedule it, unless it is known; return its future."""
         request = self._database.add_request(request_id, owner, kind, body)
         if request is not None:
@@ -153,7 +168,9 @@ class TinkerServer:
             self._resume(request.owner)
             self._queue.put_nowait(request)
             return
-        task = self._samples[request.id] = asyncio.create_task(self._finish(request, self._sampler.run))
+        task = self._samples[request.id] = asyncio.create_task(
+            self._finish(request, self._sampler.run)
+        )
         task.add_done_callback(lambda _: self._samples.pop(request.id, None))
 
     def _resume(self, owner: str) -> None:
@@ -176,7 +193,9 @@ class TinkerServer:
         loop = asyncio.get_running_loop()
         while True:
             request = await self._next()
-            await self._finish(request, lambda one: loop.run_in_executor(self._training, self._models.run, one))
+            await self._finish(
+                request, lambda one: loop.run_in_executor(self._training, self._models.run, one)
+            )
 
     async def _heartbeat(self, http: web.Request) -> web.Response:
         body = await read_body(http, SessionRequest, max_bytes=MAX_BODY_BYTES)
@@ -193,7 +212,9 @@ class TinkerServer:
             self._database.finish(request, _failure(str(error), "user"), failed=True)
         except Exception as error:
             logger.exception("%s failed", request.id)
-            self._database.finish(request, _failure(f"{type(error).__name__}: {error}", "server"), failed=True)
+            self._database.finish(
+                request, _failure(f"{type(error).__name__}: {error}", "server"), failed=True
+            )
         self._waiting.pop(request.id).set()
 
     async def _retrieve(self, http: web.Request) -> web.Response:
@@ -204,21 +225,27 @@ class TinkerServer:
             try:
                 await asyncio.wait_for(event.wait(), POLL_SECONDS)
             except TimeoutError:
-                return web.json_response({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+                return web.json_response(
+                    {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+                )
         request = self._database.request(request_id)
         if request is None:
             raise Refused(404, f"there is no request {request_id!r}")
         if request.result is None:
             raise Refused(410, f"the result of {request_id!r} is not kept any more")
         is_binary = request.state == "done" and request.kind in _BINARY
-        return web.Response(body=request.result, content_type=PROTOBUF if is_binary else "application/json")
+        return web.Response(
+            body=request.result, content_type=PROTOBUF if is_binary else "application/json"
+        )
 
     async def _cancel(self, http: web.Request) -> web.Response:
         request_id = (await read_body(http, FutureRequest, max_bytes=MAX_BODY_BYTES)).request_id
         if (task := self._samples.get(request_id)) is not None:
             task.cancel()
             if (request := self._database.request(request_id)) is not None:
-                self._database.finish(request, _failure("the request was cancelled", "user"), failed=True)
+                self._database.finish(
+                    request, _failure("the request was cancelled", "user"), failed=True
+                )
             self._waiting.pop(request_id).set()
         return web.json_response({})
 
@@ -237,7 +264,9 @@ class TinkerServer:
                 self._rest.checkpoint(body.path)
                 return self._add_model(body, body.session_id, body.model_seq_id, kind=kind)
             if body.model_id is None:
-                raise Refused(422, "model_id: send the model's, or session_id and model_seq_id for a new one")
+                raise Refused(
+                    422, "model_id: send the model's, or session_id and model_seq_id for a new one"
+                )
             model = self._rest.known(body.model_id)
             if isinstance(body, SaveRequest):
                 expiry(body.ttl_seconds)
@@ -253,11 +282,15 @@ class TinkerServer:
             raise Refused(400, "only AdamW is computed")
         if (lora is None) != (wanted is None):
             asked, own = ("adapters", "whole models") if wanted else ("a whole model", "adapters")
-            raise Refused(400, f"this server trains {own}, not {asked}; start one with another `lora`")
+            raise Refused(
+                400, f"this server trains {own}, not {asked}; start one with another `lora`"
+            )
         if lora is None or wanted is None:
             return self._add_model(body, body.session_id, body.model_seq_id)
         if wanted.rank != lora.rank:
-            raise Refused(400, f"this server trains adapters of rank {lora.rank}, not {wanted.rank}")
+            raise Refused(
+                400, f"this server trains adapters of rank {lora.rank}, not {wanted.rank}"
+            )
         if not (wanted.train_mlp and wanted.train_attn):
             raise Refused(400, f"this server's adapters cover {', '.join(lora.targets)}")
         return self._add_model(body, body.session_id, body.model_seq_id, seed=wanted.seed or 0)
@@ -302,13 +335,17 @@ class TinkerServer:
             self._rest.checkpoint(body.model_path)
         sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         self._database.add_sampler(sampler, body.model_path)
-        return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler})
+        return web.json_response(
+            {"type": "create_sampling_session", "sampling_session_id": sampler}
+        )
 
     async def _sample(self, http: web.Request) -> web.Response:
         body = await read_body(http, SampleRequest)
         if body.prompt_alt_tokens_k:
             raise Refused(400, "prompt_alt_tokens_k is not computed by this server")
-        if body.record_stability_info:  # recorded for that loss only: refuse it before anything is sampled
+        if (
+            body.record_stability_info
+        ):  # recorded for that loss only: refuse it before anything is sampled
             raise Refused(400, STABLE_REINFORCE)
         sampler = body.sampling_session_id
         if sampler is not None and self._database.sampler(sampler) is None:
@@ -356,7 +393,14 @@ async def open_server(
     training = ThreadPoolExecutor(1, thread_name_prefix="training")
     models = Models(settings, model, params, database)
     sampler = Sampler(
-        settings, model, params, codec, models=models, database=database, training=training, print_line=print_line
+        settings,
+        model,
+        params,
+        codec,
+        models=models,
+        database=database,
+        training=training,
+        print_line=print_line,
     )
     server = TinkerServer(settings, models, sampler, database, training=training, token=token)
     server.http.listen()  # a bad address is refused before anything is compiled
@@ -383,7 +427,9 @@ def check_states(settings: TinkerServerSettings, folder: str, database: Database
     Raises:
         CheckpointError: they are of others.
     """
-    identity = RunIdentity(config=settings.model_dump(mode="json"), content={"model.path": model_fingerprints(folder)})
+    identity = RunIdentity(
+        config=settings.model_dump(mode="json"), content={"model.path": model_fingerprints(folder)}
+    )
     recorded = database.identity()
     if recorded is not None:
         check_resumed(

@@ -75,7 +75,9 @@ class Database:
     def __init__(self, folder: Path) -> None:
         make_folder(folder)
         self._lock = threading.Lock()
-        self._connection = sqlite3.connect(folder / "tinker.sqlite", check_same_thread=False, isolation_level=None)
+        self._connection = sqlite3.connect(
+            folder / "tinker.sqlite", check_same_thread=False, isolation_level=None
+        )
         self._connection.row_factory = sqlite3.Row
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.executescript(_SCHEMA)
@@ -110,7 +112,12 @@ class Database:
     def add_session(self, session: str) -> None:
         """Add a client's session."""
         now = time.time()
-        self._run("INSERT OR IGNORE INTO sessions (id, created, heard) VALUES (?, ?, ?)", session, now, now)
+        self._run(
+            "INSERT OR IGNORE INTO sessions (id, created, heard) VALUES (?, ?, ?)",
+            session,
+            now,
+            now,
+        )
 
     def hear(self, session: str) -> None:
         """Note that a session's client is there."""
@@ -129,7 +136,10 @@ class Database:
     def remove_session(self, session: str) -> list[str]:
         """Remove a session with its models, samplers and requests; return the models. Their checkpoints stay."""
         models = self.models(session)
-        own = (f"{session}:", f"{session};")  # ids of what belongs to it begin with the first, and ';' follows ':'
+        own = (
+            f"{session}:",
+            f"{session};",
+        )  # ids of what belongs to it begin with the first, and ';' follows ':'
         with self._lock:
             self._connection.execute("DELETE FROM requests WHERE owner >= ? AND owner < ?", own)
             self._connection.execute("DELETE FROM samplers WHERE id >= ? AND id < ?", own)
@@ -153,11 +163,16 @@ class Database:
         """Return a model's settings, with ``created``, ``used`` (seconds since the epoch) and ``snapshot``."""
         rows = self._run("SELECT settings, created, used, snapshot FROM models WHERE id = ?", model)
         numbers = ("created", "used", "snapshot")
-        return next((json.loads(row["settings"]) | {name: row[name] for name in numbers} for row in rows), None)
+        return next(
+            (json.loads(row["settings"]) | {name: row[name] for name in numbers} for row in rows),
+            None,
+        )
 
     def models(self, session: str | None = None) -> list[str]:
         """Return all models, or those of a session, the newest first."""
-        rows = self._run("SELECT id FROM models WHERE ?1 IS NULL OR session = ?1 ORDER BY created DESC", session)
+        rows = self._run(
+            "SELECT id FROM models WHERE ?1 IS NULL OR session = ?1 ORDER BY created DESC", session
+        )
         return [row["id"] for row in rows]
 
     def set_snapshot(self, request: Request, result: bytes) -> None:
@@ -171,7 +186,9 @@ class Database:
             self._connection.execute(
                 "UPDATE requests SET state = 'done', result = ? WHERE id = ?", (result, request.id)
             )
-            self._connection.execute("UPDATE requests SET body = NULL WHERE owner = ? AND number <= ?", up_to)
+            self._connection.execute(
+                "UPDATE requests SET body = NULL WHERE owner = ? AND number <= ?", up_to
+            )
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -196,18 +213,28 @@ class Database:
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    def add_checkpoint(self, path: str, model: str, kind: str, size: int, settings: Mapping[str, Any]) -> None:
+    def add_checkpoint(
+        self, path: str, model: str, kind: str, size: int, settings: Mapping[str, Any]
+    ) -> None:
         """Add a checkpoint that is on disk, or replace the one of its path."""
         values = (path, model, kind, size, json.dumps(settings), time.time())
         self._run("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?)", *values)
 
-    def checkpoints(self, model: str | None = None, *, expired: bool = False) -> list[dict[str, Any]]:
+    def checkpoints(
+        self, model: str | None = None, *, expired: bool = False
+    ) -> list[dict[str, Any]]:
         """Return the checkpoints of a model, or all, the newest first; those that have expired, or the others."""
-        rows = self._run("SELECT * FROM checkpoints WHERE ?1 IS NULL OR model = ?1 ORDER BY created DESC", model)
+        rows = self._run(
+            "SELECT * FROM checkpoints WHERE ?1 IS NULL OR model = ?1 ORDER BY created DESC", model
+        )
         found = [dict(row) | {"settings": json.loads(row["settings"])} for row in rows]
         for one in found:
             one["expires"] = one["settings"].get("expires")
-        return [one for one in found if expired == (one["expires"] is not None and one["expires"] < time.time())]
+        return [
+            one
+            for one in found
+            if expired == (one["expires"] is not None and one["expires"] < time.time())
+        ]
 
     def set_expiry(self, path: str, expires: float | None) -> None:
         """Set when a checkpoint expires, in seconds since the epoch; None: never. Use does not change it any more."""
@@ -218,24 +245,35 @@ class Database:
         """Put off the expiry of a checkpoint that is kept as long as it is used."""
         idle = "json_extract(settings, '$.idle_seconds')"
         changed = f"json_set(settings, '$.expires', ? + {idle})"
-        self._run(f"UPDATE checkpoints SET settings = {changed} WHERE path = ? AND {idle} > 0", time.time(), path)
+        self._run(
+            f"UPDATE checkpoints SET settings = {changed} WHERE path = ? AND {idle} > 0",
+            time.time(),
+            path,
+        )
 
     def remove_expired(self) -> list[str]:
         """Remove the checkpoints that have expired and that no waiting request needs; return their paths."""
         removed = []
         with self._lock:
             queued = "SELECT * FROM requests WHERE state = 'queued' AND kind IN ('sample', 'load_weights')"
-            needed = {self._path_of(row["owner"], row["body"]) for row in self._connection.execute(queued).fetchall()}
+            needed = {
+                self._path_of(row["owner"], row["body"])
+                for row in self._connection.execute(queued).fetchall()
+            }
             expired = "SELECT path FROM checkpoints WHERE json_extract(settings, '$.expires') < ?"
             for row in self._connection.execute(expired, (time.time(),)).fetchall():
                 if row["path"] not in needed:
-                    self._connection.execute("DELETE FROM checkpoints WHERE path = ?", (row["path"],))
+                    self._connection.execute(
+                        "DELETE FROM checkpoints WHERE path = ?", (row["path"],)
+                    )
                     removed.append(row["path"])
         return removed
 
     def _path_of(self, owner: str, body: bytes | None) -> str | None:
         """Return the checkpoint that a request samples from or loads; None for the base model. The lock is held."""
-        sampler = self._connection.execute("SELECT path FROM samplers WHERE id = ?", (owner,)).fetchone()
+        sampler = self._connection.execute(
+            "SELECT path FROM samplers WHERE id = ?", (owner,)
+        ).fetchone()
         if sampler is not None:
             return sampler["path"]
         fields = json.loads(body or b"{}")
@@ -258,7 +296,9 @@ class Database:
                 "INSERT OR IGNORE INTO requests (id, owner, kind, body, created) VALUES (?, ?, ?, ?, ?)",
                 (request_id, owner, kind, body, time.time()),
             ).rowcount
-            self._connection.execute("UPDATE models SET used = ? WHERE id = ?", (time.time(), owner))
+            self._connection.execute(
+                "UPDATE models SET used = ? WHERE id = ?", (time.time(), owner)
+            )
             path = self._path_of(owner, body) if kind == "sample" else None
         if path is not None:
             self._keep_unnamed(path)
@@ -279,13 +319,21 @@ class Database:
     def finish(self, request: Request, result: bytes, *, failed: bool = False) -> None:
         """Record a result. A failed request is not repeated."""
         state = "failed" if failed else "done"
-        body = None if failed or request.kind in ("sample", "forward") else request.body  # what nothing repeats
+        body = (
+            None if failed or request.kind in ("sample", "forward") else request.body
+        )  # what nothing repeats
         if request.kind == "sample":
             with self._lock:
                 path = self._path_of(request.owner, request.body)
             if path is not None:
                 self._keep_unnamed(path)
-        self._run("UPDATE requests SET state = ?, result = ?, body = ? WHERE id = ?", state, result, body, request.id)
+        self._run(
+            "UPDATE requests SET state = ?, result = ?, body = ? WHERE id = ?",
+            state,
+            result,
+            body,
+            request.id,
+        )
         if request.number % RESULTS_KEPT == 0:
             old = "number <= ? AND created < ? AND state != 'queued'"
             limits = (request.number - RESULTS_KEPT, time.time() - RESULT_SECONDS)
@@ -293,9 +341,13 @@ class Database:
 
     def remove_old_requests(self) -> None:
         """Remove what is known of finished samples whose results have been dropped long ago."""
-        old = "kind IN ('sample', 'forward') AND state != 'queued' AND result IS NULL AND created < ?"
+        old = (
+            "kind IN ('sample', 'forward') AND state != 'queued' AND result IS NULL AND created < ?"
+        )
         self._run(f"DELETE FROM requests WHERE {old}", time.time() - RECORD_SECONDS)
 
     def _requests(self, condition: str, *values: Any) -> Any:
-        rows = self._run(f"SELECT {_COLUMNS} FROM requests WHERE {condition} ORDER BY number", *values)
+        rows = self._run(
+            f"SELECT {_COLUMNS} FROM requests WHERE {condition} ORDER BY number", *values
+        )
         return (Request(**dict(row)) for row in rows)

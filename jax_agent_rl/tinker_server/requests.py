@@ -26,7 +26,9 @@ SequenceNumber = Annotated[int, Field(ge=0, lt=2**53)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 _Ids = Annotated[list[Annotated[int, Field(ge=-ID_BOUND, lt=ID_BOUND)]], Field(fail_fast=True)]
 _Indices = Annotated[list[Annotated[int, Field(ge=0, lt=2**53)]], Field(fail_fast=True)]
-_Metadata = Annotated[dict[Annotated[str, Field(max_length=256)], Any], Field(max_length=MAX_METADATA)]
+_Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=256)], Any], Field(max_length=MAX_METADATA)
+]
 
 
 MAX_BODY_BYTES = 1 << 20

@@ -14,7 +14,12 @@ from aiohttp import web
 
 from jax_agent_rl.config.commands import TinkerServerSettings
 from jax_agent_rl.tinker_server.database import Database
-from jax_agent_rl.tinker_server.requests import MAX_BODY_BYTES, ModelRequest, TtlRequest, WeightsInfoRequest
+from jax_agent_rl.tinker_server.requests import (
+    MAX_BODY_BYTES,
+    ModelRequest,
+    TtlRequest,
+    WeightsInfoRequest,
+)
 from jax_agent_rl.tinker_server.training import PREFIX, Models
 from jax_agent_rl.utils.http_server import Refused, read_body
 
@@ -32,9 +37,18 @@ class RestRoutes:
     """
 
     def __init__(
-        self, settings: TinkerServerSettings, models: Models, database: Database, training: ThreadPoolExecutor
+        self,
+        settings: TinkerServerSettings,
+        models: Models,
+        database: Database,
+        training: ThreadPoolExecutor,
     ) -> None:
-        self._settings, self._models, self._database, self._training = settings, models, database, training
+        self._settings, self._models, self._database, self._training = (
+            settings,
+            models,
+            database,
+            training,
+        )
         self._name = settings.model_name or settings.model.path
 
     def routes(self) -> list[tuple[str, str, Callable]]:
@@ -72,14 +86,22 @@ class RestRoutes:
     async def _create_session(self, http: web.Request) -> web.Response:
         session = uuid.uuid4().hex[:12]
         self._database.add_session(session)
-        covers = "" if self._settings.lora is None else f"adapters cover {', '.join(self._settings.lora.targets)}"
+        covers = (
+            ""
+            if self._settings.lora is None
+            else f"adapters cover {', '.join(self._settings.lora.targets)}"
+        )
         note = f"{covers}; train_unembed is not supported" if covers else ""
-        return web.json_response({"type": "create_session", "session_id": session, "info_message": note or None})
+        return web.json_response(
+            {"type": "create_session", "session_id": session, "info_message": note or None}
+        )
 
     async def _finish(self, http: web.Request) -> web.Response:
         """Free the memory of a session's models; a request for one would restore it."""
         models = self._database.models(http.match_info["session"])
-        await asyncio.get_running_loop().run_in_executor(self._training, self._models.forget, models)
+        await asyncio.get_running_loop().run_in_executor(
+            self._training, self._models.forget, models
+        )
         return web.json_response({})
 
     # --- models and samplers ------------------------------------------------------------------------------------
@@ -87,10 +109,14 @@ class RestRoutes:
     async def _info(self, http: web.Request) -> web.Response:
         model = self.known((await read_body(http, ModelRequest, max_bytes=MAX_BODY_BYTES)).model_id)
         data = {"model_name": self._name, "tokenizer_id": self._name}
-        return web.json_response({"type": "get_info", "model_data": data, "model_id": model, **self._lora_fields()})
+        return web.json_response(
+            {"type": "get_info", "model_data": data, "model_id": model, **self._lora_fields()}
+        )
 
     async def _weights_info(self, http: web.Request) -> web.Response:
-        self.checkpoint((await read_body(http, WeightsInfoRequest, max_bytes=MAX_BODY_BYTES)).tinker_path)
+        self.checkpoint(
+            (await read_body(http, WeightsInfoRequest, max_bytes=MAX_BODY_BYTES)).tinker_path
+        )
         return web.json_response({"base_model": self._name, **self._lora_fields()})
 
     async def _sampler(self, http: web.Request) -> web.Response:
@@ -98,7 +124,9 @@ class RestRoutes:
         found = self._database.sampler(sampler)
         if found is None:
             raise Refused(404, f"there is no sampling session {sampler!r}")
-        return web.json_response({"sampler_id": sampler, "base_model": self._name, "model_path": found["path"]})
+        return web.json_response(
+            {"sampler_id": sampler, "base_model": self._name, "model_path": found["path"]}
+        )
 
     def _lora_fields(self) -> dict[str, Any]:
         lora = self._settings.lora
@@ -152,7 +180,9 @@ class RestRoutes:
 
     async def _delete(self, http: web.Request) -> web.Response:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._training, self._models.remove_checkpoint, self._named(http))
+        await loop.run_in_executor(
+            self._training, self._models.remove_checkpoint, self._named(http)
+        )
         return web.json_response({})
 
     async def _set_ttl(self, http: web.Request) -> web.Response:
@@ -167,7 +197,10 @@ def expiry(seconds: float | None) -> float | None:
     if seconds is None:
         return None
     if not HOUR <= seconds <= TEN_YEARS:
-        raise Refused(400, f"ttl_seconds={seconds:g}; it must be between {HOUR} (an hour) and {TEN_YEARS} (ten years)")
+        raise Refused(
+            400,
+            f"ttl_seconds={seconds:g}; it must be between {HOUR} (an hour) and {TEN_YEARS} (ten years)",
+        )
     return time.time() + seconds
 
 

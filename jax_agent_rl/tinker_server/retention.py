@@ -42,9 +42,18 @@ class Retention:
     """
 
     def __init__(
-        self, settings: TinkerServerSettings, models: Models, database: Database, training: ThreadPoolExecutor
+        self,
+        settings: TinkerServerSettings,
+        models: Models,
+        database: Database,
+        training: ThreadPoolExecutor,
     ) -> None:
-        self._settings, self._models, self._database, self._training = settings, models, database, training
+        self._settings, self._models, self._database, self._training = (
+            settings,
+            models,
+            database,
+            training,
+        )
 
     async def start(self) -> None:
         """Remove files that a killed server left without a record, and what has become too old since it ended."""
@@ -59,11 +68,18 @@ class Retention:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await loop.run_in_executor(self._training, self._sweep)
-            except (OSError, sqlite3.Error):  # a file cannot be removed: the server goes on, and tries again
+            except (
+                OSError,
+                sqlite3.Error,
+            ):  # a file cannot be removed: the server goes on, and tries again
                 logger.exception("what is too old could not be removed")
 
     def _remove_unknown_files(self) -> None:
-        known = [one["path"] for expired in (False, True) for one in self._database.checkpoints(expired=expired)]
+        known = [
+            one["path"]
+            for expired in (False, True)
+            for one in self._database.checkpoints(expired=expired)
+        ]
         for file in self._models.unknown_files(known):
             logger.warning("%s belongs to no checkpoint: it is removed", file)
             file.unlink()

@@ -62,8 +62,15 @@ class Sampler:
         print_line: Callable[[str], None],
     ) -> None:
         self.longest = settings.max_model_len
-        self._settings, self._models, self._database, self._training = settings, models, database, training
-        self._unscored: dict[Checkpoint | None, list[tuple[ScoringRequest, asyncio.Future[ContextScores]]]] = {}
+        self._settings, self._models, self._database, self._training = (
+            settings,
+            models,
+            database,
+            training,
+        )
+        self._unscored: dict[
+            Checkpoint | None, list[tuple[ScoringRequest, asyncio.Future[ContextScores]]]
+        ] = {}
         self._scoring: set[asyncio.Task[None]] = set()
         places = settings.max_sampled_adapters if settings.lora else 1
         names = (f"place{number}" for number in range(places))
@@ -82,7 +89,13 @@ class Sampler:
         )
         decode = functools.partial(codec.decode, skip_special_tokens=False)
         self._backend = JetStreamBackend(
-            model, params, shapes, adapters=self._adapters, seed=0, decode_text=decode, print_line=print_line
+            model,
+            params,
+            shapes,
+            adapters=self._adapters,
+            seed=0,
+            decode_text=decode,
+            print_line=print_line,
         )
 
     async def start(self) -> None:
@@ -117,17 +130,25 @@ class Sampler:
                 f"the prompt has {len(ids)} tokens; this server takes 1 to {self.longest - 1}; start it with "
                 "a larger max_model_len for more"
             )
-        targets = read_targets(body.get("target_prompt_logprobs"), len(ids), vocab_size=self._models.vocab_size)
+        targets = read_targets(
+            body.get("target_prompt_logprobs"), len(ids), vocab_size=self._models.vocab_size
+        )
         given = body["sampling_params"]
-        params = [sampling_params(given, number, longest=room) for number in range(asked.num_samples)]
+        params = [
+            sampling_params(given, number, longest=room) for number in range(asked.num_samples)
+        ]
         outputs = await self._sample(checkpoint, request.id, ids, params)
         prompt_top = asked.topk_prompt_logprobs
         sample_top = asked.topk_sample_logprobs
         prompt, samples = None, []
         if (asked.prompt_logprobs or prompt_top or targets is not None) and len(ids) > 1:
-            prompt = await self._score(checkpoint, ScoringRequest(ids=ids, top=prompt_top, targets=targets))
+            prompt = await self._score(
+                checkpoint, ScoringRequest(ids=ids, top=prompt_top, targets=targets)
+            )
         if sample_top:
-            whole = (ScoringRequest(ids=[*ids, *output.token_ids], top=sample_top) for output in outputs)
+            whole = (
+                ScoringRequest(ids=[*ids, *output.token_ids], top=sample_top) for output in outputs
+            )
             samples = await asyncio.gather(*(self._score(checkpoint, one) for one in whole))
         return write_samples(body, len(ids), outputs, prompt, samples)
 
@@ -156,7 +177,9 @@ class Sampler:
         answers = [answer for _, answer in batch]
         try:
             work = [context for context, _ in batch]
-            scored = await loop.run_in_executor(self._training, self._models.score, checkpoint, work)
+            scored = await loop.run_in_executor(
+                self._training, self._models.score, checkpoint, work
+            )
         except Exception as error:
             for answer in answers:
                 if not answer.done():  # cancelled
@@ -232,7 +255,9 @@ class Sampler:
         await self._backend.pause(PauseMode.KEEP)
         try:
             version = self._backend.policy_version + 1
-            await self._backend.update_weights(WeightUpdate(version=version, kind="arrays", **update))
+            await self._backend.update_weights(
+                WeightUpdate(version=version, kind="arrays", **update)
+            )
         finally:
             await self._backend.resume()
         self._held[place] = held

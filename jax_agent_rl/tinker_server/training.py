@@ -51,18 +51,27 @@ class Models:
     """
 
     def __init__(
-        self, settings: TinkerServerSettings, model: DecoderConfig, params: Params, database: Database
+        self,
+        settings: TinkerServerSettings,
+        model: DecoderConfig,
+        params: Params,
+        database: Database,
     ) -> None:
         self._settings, self._model, self._database = settings, model, database
         self._folder = Path(settings.state_dir)
         config = LearnerConfig(
-            pack_length=settings.pack_length, compute_dtype=settings.compute_dtype, lora=settings.lora
+            pack_length=settings.pack_length,
+            compute_dtype=settings.compute_dtype,
+            lora=settings.lora,
         )
         # Clients send a few sequences at a time: whole rows would be mostly padding.
         self._base = SequenceLearner(model, params, config=config, reference=True, lengths=8)
         self._learners: dict[str, SequenceLearner] = {}
         self._updates: dict[str, int] = {}
-        self._scored: tuple[Checkpoint | None, Params | None] = (None, None)  # the last checkpoint scored with
+        self._scored: tuple[Checkpoint | None, Params | None] = (
+            None,
+            None,
+        )  # the last checkpoint scored with
         self._run_request: dict[str, Callable[[str, Request], bytes]] = {
             "create_model": lambda model, _: _reply("create_model", model_id=model),
             "forward": self._forward_backward,
@@ -82,7 +91,9 @@ class Models:
         except ValueError as error:  # the learner's, of a batch that it cannot pack
             raise BadRequest(str(error)) from error
         is_due = self._updates[request.owner] % self._settings.snapshot_every == 0
-        if request.kind == "load_weights" or request.kind == "optim_step" and is_due:  # no gradient is left after these
+        if (
+            request.kind == "load_weights" or request.kind == "optim_step" and is_due
+        ):  # no gradient is left after these
             self._snapshot(request, result)
         return result
 
@@ -122,7 +133,9 @@ class Models:
         """V."""
         return self._model.vocab_size
 
-    def score(self, checkpoint: Checkpoint | None, work: list[ScoringRequest]) -> list[ContextScores]:
+    def score(
+        self, checkpoint: Checkpoint | None, work: list[ScoringRequest]
+    ) -> list[ContextScores]:
         """Score contexts under a checkpoint or the base model, all in one batch."""
         if checkpoint != self._scored[0]:
             self._scored = (None, None)
@@ -131,7 +144,9 @@ class Models:
             self._scored = ((path, self.fingerprint(path)), self._trained(path))
         data = [_sequence(context.ids, np.arange(len(context.ids) - 1)) for context in work]
         others, views = [], []  # a sequence for each column of targets, and where its log-probs go
-        targets = [None if context.targets is None else np.zeros(context.targets.shape) for context in work]
+        targets = [
+            None if context.targets is None else np.zeros(context.targets.shape) for context in work
+        ]
         for context, made in zip(work, targets, strict=True):
             if context.targets is not None and made is not None:
                 for ids, column in zip(context.targets.T, made.T, strict=True):
@@ -145,7 +160,13 @@ class Models:
         if chosen := [number for number, context in enumerate(work) if context.top]:
             some = [data[number] for number in chosen]
             most = max(context.top for context in work)
-            tops = dict(zip(chosen, self._base.top_logprobs(some, most, trained=self._scored[1]), strict=True))
+            tops = dict(
+                zip(
+                    chosen,
+                    self._base.top_logprobs(some, most, trained=self._scored[1]),
+                    strict=True,
+                )
+            )
         return [
             ContextScores(logprobs=values, top=tops.get(number), targets=targets[number])
             for number, values in enumerate(logprobs[: len(data)])
@@ -174,7 +195,9 @@ class Models:
     def unknown_files(self, paths: list[str]) -> list[Path]:
         """Return the files in the checkpoints' folders that are not of these checkpoints."""
         known = {self._file(path) for path in paths}
-        return [file for file in sorted(self._folder.glob("checkpoints/*/*/*")) if file not in known]
+        return [
+            file for file in sorted(self._folder.glob("checkpoints/*/*/*")) if file not in known
+        ]
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -224,7 +247,9 @@ class Models:
         if for_sampler and body.sampling_session_seq_id is not None:
             session = f"{model}:sampler:{body.sampling_session_seq_id}"
             self._database.add_sampler(session, path)
-            return _reply(request.kind, path=None if body.path is None else path, sampling_session_id=session)
+            return _reply(
+                request.kind, path=None if body.path is None else path, sampling_session_id=session
+            )
         return _reply(request.kind, path=path)
 
     def _load(self, model: str, request: Request) -> bytes:
@@ -252,9 +277,15 @@ class Models:
         self._learners[model], self._updates[model] = self._base.twin(initial), 0
         if settings["snapshot"]:
             file = self._snapshot_file(model, settings["snapshot"])
-            self._read(file if file.is_file() else self._unnumbered_snapshot(model), model, optimizer=True)
+            self._read(
+                file if file.is_file() else self._unnumbered_snapshot(model), model, optimizer=True
+            )
         for before in self._database.since(model, settings["snapshot"]):
-            if before.number < request.number and before.kind in ("forward_backward", "optim_step", "load_weights"):
+            if before.number < request.number and before.kind in (
+                "forward_backward",
+                "optim_step",
+                "load_weights",
+            ):
                 self._run_request[before.kind](model, before)
 
     def _snapshot_file(self, model: str, number: int) -> Path:
@@ -277,7 +308,11 @@ class Models:
     def _file(self, path: str) -> Path:
         """Return the file of a checkpoint's path; raise BadRequest for what is none."""
         parts = path.removeprefix(PREFIX).split("/")
-        is_named = path.startswith(PREFIX) and len(parts) == 3 and parts[1] in ("weights", "sampler_weights")
+        is_named = (
+            path.startswith(PREFIX)
+            and len(parts) == 3
+            and parts[1] in ("weights", "sampler_weights")
+        )
         if not is_named:
             raise BadRequest(f"{path!r} is no path of a checkpoint: {PREFIX}MODEL/weights/NAME")
         return self._below("checkpoints", *parts)
@@ -293,7 +328,10 @@ class Models:
     def _write(self, file: Path, model: str, *, optimizer: bool = True) -> None:
         learner = self._learners[model]
         tree = learner.state.policy if optimizer else {"params": learner.trained}
-        arrays = {jax.tree_util.keystr(k): np.asarray(x) for k, x in jax.tree_util.tree_leaves_with_path(tree)}
+        arrays = {
+            jax.tree_util.keystr(k): np.asarray(x)
+            for k, x in jax.tree_util.tree_leaves_with_path(tree)
+        }
         make_folder(file.parent)
         with replacing(file) as stream:
             np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]  # no array is called allow_pickle
@@ -305,7 +343,9 @@ class Models:
             self._learners[model] = fresh
             return
         state = learner.state
-        learner.state = type(state)(_arrays(file, state.policy, ""), None, state.kl_coef, state.steps, state.nonfinite)
+        learner.state = type(state)(
+            _arrays(file, state.policy, ""), None, state.kl_coef, state.steps, state.nonfinite
+        )
 
     def _trained(self, path: str) -> Params:
         return _arrays(self._file(path), self._base.trained, ".params")
@@ -318,20 +358,29 @@ def _arrays(file: Path, like: Any, prefix: str) -> Any:
     with np.load(file, allow_pickle=False) as stored:
         names = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(like)}
         sources = {
-            name: next((n for n in (f"{prefix}{name}", f"['params']{name}") if n in stored), None) for name in names
+            name: next((n for n in (f"{prefix}{name}", f"['params']{name}") if n in stored), None)
+            for name in names
         }
         if missing := [name for name, source in sources.items() if source is None]:
-            raise BadRequest(f"{file.stem} does not hold {missing[0]}; a sampler's weights have no optimizer state")
+            raise BadRequest(
+                f"{file.stem} does not hold {missing[0]}; a sampler's weights have no optimizer state"
+            )
         leaves = [jax.device_put(stored[sources[name]], x.sharding) for name, x in names.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _sequence(ids: list[int], at: np.ndarray, targets: np.ndarray | None = None) -> TrainingSequence:
+def _sequence(
+    ids: list[int], at: np.ndarray, targets: np.ndarray | None = None
+) -> TrainingSequence:
     """Return a sequence that scores the ids after places ``at``, or ``targets`` instead of them."""
     mask = np.zeros(at[-1] + 2, bool)
     mask[at + 1] = True
-    return TrainingSequence(token_ids=np.array(ids[: len(mask)], np.int32), loss_mask=mask, targets=targets)
+    return TrainingSequence(
+        token_ids=np.array(ids[: len(mask)], np.int32), loss_mask=mask, targets=targets
+    )
 
 
 def _reply(kind: str, **fields: Any) -> bytes:
-    return json.dumps({"type": kind, **{name: value for name, value in fields.items() if value is not None}}).encode()
+    return json.dumps(
+        {"type": kind, **{name: value for name, value in fields.items() if value is not None}}
+    ).encode()

@@ -114,7 +114,11 @@ def read_batch(
 def _read_datum(datum: pb.Datum, loss: str) -> tuple[TrainingSequence, int | None]:
     tokens = _read_chunks(datum.model_input)
     inputs = {name: _read_tensor(name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
-    wanted = ["target_tokens"] if loss == "cross_entropy" else ["target_tokens", "logprobs", "advantages"]
+    wanted = (
+        ["target_tokens"]
+        if loss == "cross_entropy"
+        else ["target_tokens", "logprobs", "advantages"]
+    )
     wanted += ["sequence_ratio_mask"] if loss == "gspo" else []
     if missing := [name for name in wanted if name not in inputs]:
         raise BadRequest(f"loss_fn_inputs lack {', '.join(missing)}, which {loss} needs")
@@ -173,7 +177,12 @@ def _read_tensor(name: str, tensor: pb.Tensor) -> np.ndarray:
 
 
 def _dense(
-    name: str, values: np.ndarray, crow: np.ndarray, columns: np.ndarray, shape: Sequence[int], fill: int
+    name: str,
+    values: np.ndarray,
+    crow: np.ndarray,
+    columns: np.ndarray,
+    shape: Sequence[int],
+    fill: int,
 ) -> np.ndarray:
     """Return a sparse tensor of two axes as a dense one.
 
@@ -276,7 +285,9 @@ def read_prompt(prompt: dict[str, Any], *, vocab_size: int) -> list[int]:
     return ids
 
 
-def read_targets(given: dict[str, Any] | None, length: int, *, vocab_size: int) -> np.ndarray | None:
+def read_targets(
+    given: dict[str, Any] | None, length: int, *, vocab_size: int
+) -> np.ndarray | None:
     """Return the ids that ``target_prompt_logprobs`` names, int64 [P - 1, K], -1: none; None if it is not asked for.
 
     Args:
@@ -293,7 +304,9 @@ def read_targets(given: dict[str, Any] | None, length: int, *, vocab_size: int) 
     if length < 2:
         raise BadRequest(f"{name} needs a prompt of at least two tokens")
     if len(shape) != 2 or shape[0] != length - 1 or not 1 <= shape[1] <= MOST_IDS:
-        raise BadRequest(f"{name} has shape {shape}; send [{length - 1}, K] for {length} tokens, K at most {MOST_IDS}")
+        raise BadRequest(
+            f"{name} has shape {shape}; send [{length - 1}, K] for {length} tokens, K at most {MOST_IDS}"
+        )
     if (crow := given.get("sparse_crow_indices")) is not None:
         ids = _dense(name, ids, np.array(crow), np.array(given["sparse_col_indices"]), shape, -1)
     elif ids.size != shape[0] * shape[1]:
@@ -333,15 +346,22 @@ def write_samples(
         if samples:
             ids, logprobs = _likeliest(samples[number])
             count = asked["topk_sample_logprobs"]
-            sequence.topk_sampled_logprobs.CopyFrom(_top(ids[length - 1 :, :count], logprobs[length - 1 :, :count]))
-    first = max(1, length - (asked.get("prompt_logprobs_last_n") or length))  # of those that are scored
+            sequence.topk_sampled_logprobs.CopyFrom(
+                _top(ids[length - 1 :, :count], logprobs[length - 1 :, :count])
+            )
+    first = max(
+        1, length - (asked.get("prompt_logprobs_last_n") or length)
+    )  # of those that are scored
     if asked.get("prompt_logprobs"):
         values = np.full(length, np.nan, np.float32)
         if prompt is not None:
             values[first:] = prompt.logprobs[first - 1 :]
         message.prompt_logprobs = values.tobytes()
     if count := asked.get("topk_prompt_logprobs", 0):
-        ids, logprobs = np.zeros((length, count), np.int32), np.full((length, count), EMPTY, np.float32)
+        ids, logprobs = (
+            np.zeros((length, count), np.int32),
+            np.full((length, count), EMPTY, np.float32),
+        )
         if prompt is not None:
             ids[first:], logprobs[first:] = (x[first - 1 :, :count] for x in _likeliest(prompt))
         message.topk_prompt_logprobs.CopyFrom(_top(ids, logprobs))
@@ -354,8 +374,13 @@ def write_samples(
             tensor.dense = logprobs.tobytes()
         else:
             crow, columns = (np.array(x, np.int64) for x in (crow, given["sparse_col_indices"]))
-            tensor.sparse_csr.values = logprobs[np.repeat(np.arange(length - 1), np.diff(crow)), columns].tobytes()
-            tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = crow.tobytes(), columns.tobytes()
+            tensor.sparse_csr.values = logprobs[
+                np.repeat(np.arange(length - 1), np.diff(crow)), columns
+            ].tobytes()
+            tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = (
+                crow.tobytes(),
+                columns.tobytes(),
+            )
     message.prompt_cache_hit_tokens = min((output.cached_tokens for output in outputs), default=0)
     return message.SerializeToString()
 

@@ -73,7 +73,9 @@ class ObservationRequest(BaseModel):
         for name in ("actions", "extra_fields", "finish", "is_last_step"):
             values = getattr(self, name)
             if values is not None and len(values) != expected:
-                raise ValueError(f"{name} has {len(values)} entries, trajectory_ids has {expected}; they must match")
+                raise ValueError(
+                    f"{name} has {len(values)} entries, trajectory_ids has {expected}; they must match"
+                )
         return self
 
     def steps(self) -> list[ServerAction]:
@@ -88,7 +90,9 @@ class ObservationRequest(BaseModel):
             strict=True,
         )
         return [
-            ServerAction(trajectory_id=id, text=text, extra_fields=extra, finish=finish, is_last_step=last)
+            ServerAction(
+                trajectory_id=id, text=text, extra_fields=extra, finish=finish, is_last_step=last
+            )
             for id, text, extra, finish, last in columns
         ]
 
@@ -98,7 +102,9 @@ class RetrieveRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    queries: list[Annotated[str, Field(max_length=MAX_QUERY)]] = Field(min_length=1, max_length=1024)
+    queries: list[Annotated[str, Field(max_length=MAX_QUERY)]] = Field(
+        min_length=1, max_length=1024
+    )
     topk: int | None = Field(default=None, ge=1, le=1000)
     return_scores: bool = False
 
@@ -131,12 +137,22 @@ class ToolServer:
         self._folder = make_temp_folder("tool-server-")  # mode 0700: its sockets require no token
         self._metrics_folder = self._folder / "metrics"
         self._metrics_folder.mkdir()
-        self._workers = [WorkerProcess(settings, n, self._folder, self._worker_died) for n in range(settings.workers)]
+        self._workers = [
+            WorkerProcess(settings, n, self._folder, self._worker_died)
+            for n in range(settings.workers)
+        ]
         self._metrics = CollectorRegistry()
-        self._requests = Counter("toolserver_requests", "Requests.", ["path", "status"], registry=self._metrics)
-        self._restarts = Counter("toolserver_worker_restarts", "Workers that died.", registry=self._metrics)
+        self._requests = Counter(
+            "toolserver_requests", "Requests.", ["path", "status"], registry=self._metrics
+        )
+        self._restarts = Counter(
+            "toolserver_worker_restarts", "Workers that died.", registry=self._metrics
+        )
         self._lost = Counter(
-            "toolserver_environments_lost", "Environments lost with their worker.", ["tool"], registry=self._metrics
+            "toolserver_environments_lost",
+            "Environments lost with their worker.",
+            ["tool"],
+            registry=self._metrics,
         )
         self._deaths = itertools.count()
 
@@ -194,13 +210,19 @@ class ToolServer:
         began = time.perf_counter()
         body = await read_body(request, ObservationRequest, is_batch=True)
         if len(body.actions) > self._settings.max_batch:
-            raise Refused(422, f"{len(body.actions)} actions are more than max_batch={self._settings.max_batch}")
+            raise Refused(
+                422,
+                f"{len(body.actions)} actions are more than max_batch={self._settings.max_batch}",
+            )
         steps = body.steps()
         batches: dict[int, list[int]] = defaultdict(list)
         for index, step in enumerate(steps):
             batches[assign_worker(step.trajectory_id, len(self._workers))].append(index)
         answers = await asyncio.gather(
-            *(self._workers[worker].steps([steps[i] for i in batch]) for worker, batch in batches.items())
+            *(
+                self._workers[worker].steps([steps[i] for i in batch])
+                for worker, batch in batches.items()
+            )
         )
         replies: dict[int, ToolReply] = {}
         for batch, answer in zip(batches.values(), answers, strict=True):
@@ -278,7 +300,9 @@ class ToolServer:
                     lost[sample.labels["tool"]] += sign * sample.value
             for tool, count in lost.items():
                 self._lost.labels(tool).inc(count)
-            file.rename(file.with_stem(f"{file.stem}-{next(self._deaths)}"))  # another process may get the same pid
+            file.rename(
+                file.with_stem(f"{file.stem}-{next(self._deaths)}")
+            )  # another process may get the same pid
         mark_process_dead(pid, path=str(self._metrics_folder))
 
 
@@ -292,7 +316,11 @@ async def run(settings: ToolServerSettings, print_line: Callable[[str], None]) -
     server = ToolServer(settings)
     with on_forced_exit(server.kill):
         async with server:
-            print_line(f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers} workers)")
+            print_line(
+                f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers} workers)"
+            )
             if settings.sandbox == "unsafe_local":
-                print_line("sandbox=unsafe_local: model-written programs run with your rights, unprotected")
+                print_line(
+                    "sandbox=unsafe_local: model-written programs run with your rights, unprotected"
+                )
             await asyncio.Event().wait()

@@ -47,7 +47,21 @@ _MARKER = "\n...(truncated)...\n"
 _MAX_ERROR_CHARS = 1000
 _CLOSE_SECONDS = 15.0
 _MAX_REMEMBERED = 10_000
-_STEP_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
+_STEP_BUCKETS = (
+    0.001,
+    0.005,
+    0.02,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)  # seconds
 
 
 class Telemetry:
@@ -60,17 +74,31 @@ class Telemetry:
     def __init__(self, registry: CollectorRegistry, *, worker: str):
         self.steps = Counter("toolserver_steps", "Actions.", ["tool", "outcome"], registry=registry)
         self.seconds = Histogram(
-            "toolserver_step_seconds", "Time of an action.", ["tool"], registry=registry, buckets=_STEP_BUCKETS
+            "toolserver_step_seconds",
+            "Time of an action.",
+            ["tool"],
+            registry=registry,
+            buckets=_STEP_BUCKETS,
         )
         self.running = Gauge(
-            "toolserver_steps_running", "Running actions.", ["worker"], registry=registry, multiprocess_mode="livesum"
+            "toolserver_steps_running",
+            "Running actions.",
+            ["worker"],
+            registry=registry,
+            multiprocess_mode="livesum",
         ).labels(worker)
-        self.opened = partial(Counter(OPENED, "Opened.", ["worker", "tool"], registry=registry).labels, worker)
+        self.opened = partial(
+            Counter(OPENED, "Opened.", ["worker", "tool"], registry=registry).labels, worker
+        )
         self.closed = partial(
-            Counter(CLOSED, "Closed.", ["worker", "tool", "reason"], registry=registry).labels, worker
+            Counter(CLOSED, "Closed.", ["worker", "tool", "reason"], registry=registry).labels,
+            worker,
         )
         self.close_failures = Counter(
-            "toolserver_close_failures", "Environments whose close() raised or hung.", ["tool"], registry=registry
+            "toolserver_close_failures",
+            "Environments whose close() raised or hung.",
+            ["tool"],
+            registry=registry,
         )
 
 
@@ -151,7 +179,9 @@ class ToolService:
         lost = self.environments.pop_lost(step.trajectory_id)
         if step.finish:
             await self.environments.close(trajectory, CloseReason.FINISH)
-            return ToolReply(observation="", done=True, valid=True, tool=FINISH, error=None, open=False)
+            return ToolReply(
+                observation="", done=True, valid=True, tool=FINISH, error=None, open=False
+            )
         if lost is not None:
             return failed(Failure.GONE, f"Error: the environment was closed: {lost}", done=True)
         reply, reason = await self._act(trajectory, step)
@@ -159,14 +189,18 @@ class ToolService:
             await self.environments.close(trajectory, reason)
         return replace(reply, open=bool(trajectory.open))
 
-    async def _act(self, trajectory: ToolTrajectory, step: ServerAction) -> tuple[ToolReply, CloseReason | None]:
+    async def _act(
+        self, trajectory: ToolTrajectory, step: ServerAction
+    ) -> tuple[ToolReply, CloseReason | None]:
         """Return the reply, and the reason to close the trajectory's environments now, if any."""
         settings, name = self._settings, ""
         last = CloseReason.LAST_STEP if step.is_last_step else None
         invalid = CloseReason.DONE if settings.done_if_invalid else last
         if len(step.text) > settings.max_action_chars:
             limit = f"max_action_chars={settings.max_action_chars}"
-            return self._invalid(f"The action has {len(step.text)} characters, more than {limit}"), invalid
+            return self._invalid(
+                f"The action has {len(step.text)} characters, more than {limit}"
+            ), invalid
         try:
             for tool in self._tools:
                 name = tool.name
@@ -175,9 +209,18 @@ class ToolService:
             else:
                 return self._invalid("No valid tool found for action"), invalid
             observation = await self._act_in_time(trajectory, tool, parsed, step.extra_fields)
-            wire = encode_observation(observation, shorten(observation.text, settings.max_observation_chars))
+            wire = encode_observation(
+                observation, shorten(observation.text, settings.max_observation_chars)
+            )
             done = observation.done
-            reply = ToolReply(observation=wire, done=done, valid=observation.valid, tool=name, error=None, open=True)
+            reply = ToolReply(
+                observation=wire,
+                done=done,
+                valid=observation.valid,
+                tool=name,
+                error=None,
+                open=True,
+            )
             return reply, CloseReason.DONE if done else last
         except asyncio.CancelledError:
             await self.environments.close(trajectory, CloseReason.ABORT)
@@ -190,9 +233,18 @@ class ToolService:
             error, done, reason, text = Failure.TOOL, False, last, str(refusal)
         except Exception as crash:
             kind = f"tool {name!r} raised {type(crash).__name__} at {error_place(crash)}"
-            self.failures.report(kind, f"{trajectory.id}: tool {name!r} raised {describe_error(crash)}", error=crash)
-            error, done, reason, text = Failure.CRASH, False, last, f"{name} raised {type(crash).__name__}: {crash}"
-        return failed(error, f"Error: {shorten(text, _MAX_ERROR_CHARS)}", done=done, tool=name), reason
+            self.failures.report(
+                kind, f"{trajectory.id}: tool {name!r} raised {describe_error(crash)}", error=crash
+            )
+            error, done, reason, text = (
+                Failure.CRASH,
+                False,
+                last,
+                f"{name} raised {type(crash).__name__}: {crash}",
+            )
+        return failed(
+            error, f"Error: {shorten(text, _MAX_ERROR_CHARS)}", done=done, tool=name
+        ), reason
 
     async def _act_in_time(
         self, trajectory: ToolTrajectory, tool: ServerTool, parsed: Any, extra: Mapping[str, Any]
@@ -203,7 +255,9 @@ class ToolService:
         async def act() -> ToolObservation:
             environment = await self.environments.open(trajectory, tool, extra)
             return await tool.act(
-                ToolAction(parsed=parsed, environment=environment, extra=extra, trajectory_id=trajectory.id)
+                ToolAction(
+                    parsed=parsed, environment=environment, extra=extra, trajectory_id=trajectory.id
+                )
             )
 
         async with asyncio.timeout(seconds):
@@ -215,7 +269,9 @@ class ToolService:
 
     def _invalid(self, text: str) -> ToolReply:
         usages = "\n".join(f"{tool.name}: {tool.usage}" for tool in self._tools)
-        return failed(Failure.INVALID, text, done=self._settings.done_if_invalid, available_tools=usages)
+        return failed(
+            Failure.INVALID, text, done=self._settings.done_if_invalid, available_tools=usages
+        )
 
     async def _sweep(self) -> None:
         while True:
@@ -225,7 +281,11 @@ class ToolService:
 
 def encode_observation(observation: ToolObservation, text: str) -> str | dict[str, Any]:
     """Encode an observation with this (shortened) text: a string if there is only text."""
-    media = {"image": list(observation.image), "audio": list(observation.audio), "metrics": dict(observation.metrics)}
+    media = {
+        "image": list(observation.image),
+        "audio": list(observation.audio),
+        "metrics": dict(observation.metrics),
+    }
     more: dict[str, Any] = {key: value for key, value in media.items() if value}
     if observation.reward is not None:
         more["reward"] = observation.reward
@@ -312,7 +372,9 @@ class Environments:
         """Lock a trajectory for one action."""
         trajectory = self._trajectories.get(trajectory_id)
         if trajectory is None:
-            trajectory = self._trajectories[trajectory_id] = ToolTrajectory(trajectory_id, self._clock())
+            trajectory = self._trajectories[trajectory_id] = ToolTrajectory(
+                trajectory_id, self._clock()
+            )
         trajectory.users += 1
         try:
             async with trajectory.lock:
@@ -323,7 +385,9 @@ class Environments:
             if not trajectory.users and not trajectory.open:
                 del self._trajectories[trajectory_id]
 
-    async def open(self, trajectory: ToolTrajectory, tool: ServerTool, extra: Mapping[str, Any]) -> Any:
+    async def open(
+        self, trajectory: ToolTrajectory, tool: ServerTool, extra: Mapping[str, Any]
+    ) -> Any:
         """Return a tool's environment in a trajectory, opening it if needed; None for a stateless tool.
 
         Args:
@@ -361,7 +425,9 @@ class Environments:
             if len(self._lost) > _MAX_REMEMBERED:
                 self._lost.popitem(last=False)
         environments, trajectory.open = trajectory.open, {}
-        closing = [asyncio.ensure_future(self._close(*item, reason)) for item in environments.items()]
+        closing = [
+            asyncio.ensure_future(self._close(*item, reason)) for item in environments.items()
+        ]
         self._closing.update(closing)
         for task in closing:
             task.add_done_callback(self._closing.discard)

@@ -34,7 +34,15 @@ from prometheus_client import CollectorRegistry
 
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError, WorkerDiedError
-from jax_agent_rl.tool_server.plugins import FINISH, Failure, ServerTool, ToolContext, ToolReply, failed, tool_classes
+from jax_agent_rl.tool_server.plugins import (
+    FINISH,
+    Failure,
+    ServerTool,
+    ToolContext,
+    ToolReply,
+    failed,
+    tool_classes,
+)
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 from jax_agent_rl.tool_server.service import Telemetry, ToolService
 from jax_agent_rl.tools.client import ServerAction
@@ -65,7 +73,9 @@ class WorkerProcess:
         died: called with the process id after each unexpected end.
     """
 
-    def __init__(self, settings: ToolServerSettings, number: int, folder: Path, died: Callable[[int], None]):
+    def __init__(
+        self, settings: ToolServerSettings, number: int, folder: Path, died: Callable[[int], None]
+    ):
         self.name = str(number)
         self._settings = settings
         self._socket = folder / f"worker-{number}.sock"
@@ -75,7 +85,9 @@ class WorkerProcess:
         self._session: aiohttp.ClientSession | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._open: set[str] = set()  # trajectories with an environment in the process
-        self._lost: set[str] = set()  # trajectories whose environment died with it, not yet reported
+        self._lost: set[str] = (
+            set()
+        )  # trajectories whose environment died with it, not yet reported
 
     @property
     def pid(self) -> int | None:
@@ -110,7 +122,9 @@ class WorkerProcess:
             async with asyncio.timeout(_STOP_SECONDS):
                 await process.wait()
         except TimeoutError:
-            logger.error("worker %s did not stop within %g s and is killed", self.name, _STOP_SECONDS)
+            logger.error(
+                "worker %s did not stop within %g s and is killed", self.name, _STOP_SECONDS
+            )
             process.kill()
             await process.wait()
 
@@ -132,7 +146,9 @@ class WorkerProcess:
         try:
             body = [asdict(steps[index]) for index in sent]
             answers = await self._request("POST", "/steps", json=body) if sent else []
-            replies |= {index: ToolReply(**answer) for index, answer in zip(sent, answers, strict=True)}
+            replies |= {
+                index: ToolReply(**answer) for index, answer in zip(sent, answers, strict=True)
+            }
         except WorkerDiedError:
             replies |= {index: _worker_died(steps[index]) for index in sent}
             self._lost -= {steps[index].trajectory_id for index in sent}
@@ -150,7 +166,9 @@ class WorkerProcess:
             async with asyncio.timeout(timeout):
                 return (await self._request("GET", "/health"))["environments"]
         except TimeoutError:
-            raise WorkerDiedError(f"worker {self.name} did not answer within {timeout:g} s") from None
+            raise WorkerDiedError(
+                f"worker {self.name} did not answer within {timeout:g} s"
+            ) from None
 
     async def _request(self, method: str, path: str, **options: Any) -> Any:
         if self._session is None:
@@ -158,8 +176,12 @@ class WorkerProcess:
         try:
             async with self._session.request(method, f"http://worker{path}", **options) as response:
                 response.raise_for_status()
-                content = await read_answer(response.headers, response.content.iter_any(), MAX_ANSWER_BYTES)
-            return decode_json(content, max_values=MAX_ANSWER_VALUES, non_finite=True, lone_surrogates=True)
+                content = await read_answer(
+                    response.headers, response.content.iter_any(), MAX_ANSWER_BYTES
+                )
+            return decode_json(
+                content, max_values=MAX_ANSWER_VALUES, non_finite=True, lone_surrogates=True
+            )
         except (aiohttp.ClientError, OSError, UnreadableAnswerError, ValueError) as error:
             raise WorkerDiedError(f"worker {self.name} did not answer: {error!r}") from error
 
@@ -220,7 +242,10 @@ class WorkerProcess:
         connector = aiohttp.UnixConnector(path=str(self._socket), limit=0)
         # Without a timeout of its own: a worker limits every action, and a dead one breaks the connection.
         self._session = aiohttp.ClientSession(
-            connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=IDENTITY, auto_decompress=False
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers=IDENTITY,
+            auto_decompress=False,
         )
         return process
 
@@ -234,7 +259,9 @@ class WorkerProcess:
             answer = json.loads(await process.stdout.readline())
         except ValueError:
             code = await process.wait()
-            raise WorkerDiedError(f"it ended with code {code} before it was ready; its messages are above") from None
+            raise WorkerDiedError(
+                f"it ended with code {code} before it was ready; its messages are above"
+            ) from None
         if "error" in answer:
             raise ConfigError(answer["error"].removeprefix("configuration error:\n  - "))
 
@@ -247,7 +274,9 @@ class WorkerProcess:
 def _worker_died(step: ServerAction) -> ToolReply:
     if step.finish:
         return ToolReply(observation="", done=True, valid=True, tool=FINISH, error=None, open=False)
-    return failed(Failure.WORKER, "Error: the process that held this trajectory's tools ended", done=True)
+    return failed(
+        Failure.WORKER, "Error: the process that held this trajectory's tools ended", done=True
+    )
 
 
 def assign_worker(trajectory_id: str, workers: int) -> int:
@@ -294,7 +323,9 @@ def make_app(service: ToolService, tools: Sequence[ServerTool]) -> web.Applicati
         return web.json_response({"environments": service.environments.count})
 
     app = web.Application(client_max_size=1 << 40)
-    app.add_routes([web.post("/steps", steps), web.post("/retrieve", retrieve), web.get("/health", health)])
+    app.add_routes(
+        [web.post("/steps", steps), web.post("/retrieve", retrieve), web.get("/health", health)]
+    )
     return app
 
 
@@ -304,7 +335,9 @@ async def serve(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None])
     tools = await make_tools(settings)
     service = ToolService(tools, settings, Telemetry(CollectorRegistry(), worker=hello["name"]))
     await service.start()
-    runner = web.AppRunner(make_app(service, tools), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        make_app(service, tools), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
     await runner.setup()
     await web.UnixSite(runner, hello["socket"], backlog=1024).start()
     answer({"ready": True})

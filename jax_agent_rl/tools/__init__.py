@@ -10,4 +10,11 @@ from jax_agent_rl.tools.function_tool import FunctionTool, function_tool
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.tools.session import ToolSession
 
-__all__ = ["BaseTool", "FunctionTool", "ToolRegistry", "ToolResponse", "ToolSession", "function_tool"]
+__all__ = [
+    "BaseTool",
+    "FunctionTool",
+    "ToolRegistry",
+    "ToolResponse",
+    "ToolSession",
+    "function_tool",
+]

@@ -47,7 +47,11 @@ class ToolResponse:
     @property
     def media(self) -> dict[str, tuple[Any, ...]]:
         """Images and videos by kind, without empty kinds."""
-        return {kind: tuple(items) for kind, items in (("image", self.image), ("video", self.video)) if items}
+        return {
+            kind: tuple(items)
+            for kind, items in (("image", self.image), ("video", self.video))
+            if items
+        }
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
@@ -60,8 +64,12 @@ class ToolResponse:
         # Normalized here, so that all readers get plain floats.
         object.__setattr__(self, "reward", as_score(self.reward, "a tool's reward"))
         if not isinstance(self.metrics, Mapping):
-            raise ValueError(f"a tool's metrics must be a mapping of finite numbers, got {self.metrics!r}")
-        metrics = {key: as_float(value, f"a tool's metric {key!r}") for key, value in self.metrics.items()}
+            raise ValueError(
+                f"a tool's metrics must be a mapping of finite numbers, got {self.metrics!r}"
+            )
+        metrics = {
+            key: as_float(value, f"a tool's metric {key!r}") for key, value in self.metrics.items()
+        }
         object.__setattr__(self, "metrics", metrics)
 
 
@@ -90,7 +98,10 @@ def as_response(result: ToolResult) -> ToolResponse:
     match result:
         case tuple((response, *rest)) if len(rest) <= 2:
             named = zip(("reward", "metrics"), rest, strict=False)
-            return replace(_single_response(response), **{name: value for name, value in named if value is not None})
+            return replace(
+                _single_response(response),
+                **{name: value for name, value in named if value is not None},
+            )
         case _:
             return _single_response(result)
 
@@ -133,7 +144,9 @@ class BaseTool(ABC):
         if not name:
             raise ToolDefinitionError(f"{type(self).__name__} has no name")
         if parameters.get("type") != "object":
-            raise ToolDefinitionError(f"tool {name!r}: parameters must be a schema of type object, got {parameters!r}")
+            raise ToolDefinitionError(
+                f"tool {name!r}: parameters must be a schema of type object, got {parameters!r}"
+            )
         self.name = name
         self.description = description
         self.parameters = parameters
@@ -141,16 +154,24 @@ class BaseTool(ABC):
     @property
     def schema(self) -> dict[str, Any]:
         """The tool in OpenAI's format, as chat templates expect it."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
         return {"type": "function", "function": function}
 
     async def create(self, instance_id: str, **create_kwargs: Any) -> None:
         """Prepare the tool for one trajectory. The default takes no arguments and does nothing."""
         if create_kwargs:
-            raise TypeError(f"tool {self.name!r} takes no create_kwargs, got {sorted(create_kwargs)}")
+            raise TypeError(
+                f"tool {self.name!r} takes no create_kwargs, got {sorted(create_kwargs)}"
+            )
 
     @abstractmethod
-    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResult:
+    async def execute(
+        self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any
+    ) -> ToolResult:
         """Run one call.
 
         Args:
@@ -170,7 +191,9 @@ class BaseTool(ABC):
             no score.
         """
         if calc_reward_kwargs:
-            raise TypeError(f"tool {self.name!r} takes no calc_reward_kwargs, got {sorted(calc_reward_kwargs)}")
+            raise TypeError(
+                f"tool {self.name!r} takes no calc_reward_kwargs, got {sorted(calc_reward_kwargs)}"
+            )
         return None
 
     @classmethod
@@ -187,7 +210,9 @@ class BaseTool(ABC):
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         """Free the resources of ``create`` and ``execute``. The default takes no arguments and does nothing."""
         if release_kwargs:
-            raise TypeError(f"tool {self.name!r} takes no release_kwargs, got {sorted(release_kwargs)}")
+            raise TypeError(
+                f"tool {self.name!r} takes no release_kwargs, got {sorted(release_kwargs)}"
+            )
 
     def waits_for(self, instance_id: str) -> str | None:
         """Return what a call is waiting for, to explain its timeout; None (the default): it is running."""
@@ -220,7 +245,9 @@ def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: 
         decode: ids to text.
     """
     text = replace_lone_surrogates(text)
-    short = _keep(text, limit * CHARS_PER_TOKEN, side) if len(text) > limit * CHARS_PER_TOKEN else text
+    short = (
+        _keep(text, limit * CHARS_PER_TOKEN, side) if len(text) > limit * CHARS_PER_TOKEN else text
+    )
     ids = encode(short)
     if len(ids) <= limit and short is text:
         return text
@@ -230,9 +257,14 @@ def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: 
     while True:
         head, tail = _split(keep, side)
         # A cut through a multi-byte character decodes to replacement characters, which are removed.
-        start, end = decode(ids[:head]).rstrip("\ufffd"), decode(ids[len(ids) - tail :]).lstrip("\ufffd")
+        start, end = (
+            decode(ids[:head]).rstrip("\ufffd"),
+            decode(ids[len(ids) - tail :]).lstrip("\ufffd"),
+        )
         result = start + marker + end
-        excess = len(encode(result)) - limit  # > 0 if the pieces have more tokens apart than together
+        excess = (
+            len(encode(result)) - limit
+        )  # > 0 if the pieces have more tokens apart than together
         if excess <= 0:
             return result
         keep = max(0, keep - excess)

@@ -28,7 +28,9 @@ MAX_DEPTH = 32
 MAX_DIGITS = 100
 """Before the decimal point, of every number on the way."""
 
-_TOKEN = re.compile(r"\s*(?:(?P<number>\d+\.?\d*|\.\d+)|(?P<symbol>\*\*|//|[-+*/%()])|(?P<other>\w+|\S))")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+\.?\d*|\.\d+)|(?P<symbol>\*\*|//|[-+*/%()])|(?P<other>\w+|\S))"
+)
 _LIMIT = 10**MAX_DIGITS
 
 
@@ -49,7 +51,9 @@ def evaluate(expression: str) -> Fraction:
         ToolError: not an expression, a division by zero, or a limit of this module is exceeded.
     """
     if len(expression) > MAX_CHARS:
-        raise ToolError(f"the expression has {len(expression)} characters, at most {MAX_CHARS} are allowed")
+        raise ToolError(
+            f"the expression has {len(expression)} characters, at most {MAX_CHARS} are allowed"
+        )
     parser = _Parser(expression)
     try:
         return parser.parse()

@@ -154,7 +154,9 @@ class ToolServerClient:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
             if pending:
-                logger.warning("%s: %d environments may still be open", self._service.url, len(pending))
+                logger.warning(
+                    "%s: %d environments may still be open", self._service.url, len(pending)
+                )
         await self._service.close()
 
 
@@ -179,7 +181,9 @@ class _Detailed(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     obs: str
-    reward: Annotated[FiniteFloat, AfterValidator(lambda reward: as_score(reward, "a reward"))] | None = None
+    reward: (
+        Annotated[FiniteFloat, AfterValidator(lambda reward: as_score(reward, "a reward"))] | None
+    ) = None
     metrics: dict[str, FiniteFloat] = {}
     image: str | list[str] | None = None
     audio: Any = None
@@ -189,7 +193,9 @@ def _observations(answer: Any, count: int, url: str) -> list[ServerObservation |
     try:
         frame = _Answer.model_validate(answer)
     except ValidationError as error:
-        raise ToolServerError(f"{url} gave a wrong answer: {describe_first(error)}; is it a tool server?") from None
+        raise ToolServerError(
+            f"{url} gave a wrong answer: {describe_first(error)}; is it a tool server?"
+        ) from None
     lengths = {name: len(values) for name, values in vars(frame).items()}
     if set(lengths.values()) != {count}:
         raise ToolServerError(f"{url} gave a wrong answer: {lengths} entries for {count} actions")
@@ -197,14 +203,21 @@ def _observations(answer: Any, count: int, url: str) -> list[ServerObservation |
     return [_observation(content, done, valid, url) for content, done, valid in rows]
 
 
-def _observation(content: Any, done: bool, valid: bool, url: str) -> ServerObservation | ToolServerError:
+def _observation(
+    content: Any, done: bool, valid: bool, url: str
+) -> ServerObservation | ToolServerError:
     try:
-        detailed = _Detailed.model_validate({"obs": content} if isinstance(content, str) else content)
+        detailed = _Detailed.model_validate(
+            {"obs": content} if isinstance(content, str) else content
+        )
     except ValidationError as error:
         return ToolServerError(f"{url} gave a wrong observation: {describe_first(error)}")
     # verl-tool's tools report the answer that ends a trajectory as an invalid action; it is not a mistake.
     answered = done and content == ""
-    text, kind = replace_lone_surrogates(detailed.obs), None if valid or answered else "invalid_action"
+    text, kind = (
+        replace_lone_surrogates(detailed.obs),
+        None if valid or answered else "invalid_action",
+    )
     images = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
     media: dict[str, tuple[Any, ...]] = {}
     try:
@@ -217,7 +230,12 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> ServerObser
     if kind == "invalid_action" and not text:
         text = NO_TOOL
     return ServerObservation(
-        text=text, done=done, error=kind, reward=detailed.reward or 0.0, metrics=detailed.metrics, media=media
+        text=text,
+        done=done,
+        error=kind,
+        reward=detailed.reward or 0.0,
+        metrics=detailed.metrics,
+        media=media,
     )
 
 
@@ -277,7 +295,10 @@ class Lockstep:
         except ToolServerError as error:
             results = [ToolServerError(str(error)) for _ in batch]
         except BaseException as error:  # no member may wait forever
-            results = [ToolServerError(f"the batch was lost: {type(error).__name__}: {error}") for _ in batch]
+            results = [
+                ToolServerError(f"the batch was lost: {type(error).__name__}: {error}")
+                for _ in batch
+            ]
             raise
         finally:
             for future, result in zip(batch, results, strict=True):
@@ -299,7 +320,12 @@ class ToolEnvironment:
     """
 
     def __init__(
-        self, server: ToolServerClient, send: Send, trajectory_id: str, *, modalities: frozenset[str] = frozenset()
+        self,
+        server: ToolServerClient,
+        send: Send,
+        trajectory_id: str,
+        *,
+        modalities: frozenset[str] = frozenset(),
     ):
         self.close_failures = 0
         self._modalities = modalities
@@ -316,7 +342,9 @@ class ToolEnvironment:
         if self._used:
             await self._server.complete(self._close())
 
-    async def step(self, text: str, *, name: str, extra_fields: Mapping[str, Any]) -> ServerObservation:
+    async def step(
+        self, text: str, *, name: str, extra_fields: Mapping[str, Any]
+    ) -> ServerObservation:
         """Take one action.
 
         Args:

@@ -68,7 +68,9 @@ class FunctionTool(BaseTool):
         given: Collection[str] = (),
     ):
         if not (inspect.isfunction(function) or inspect.ismethod(function)):
-            raise ToolDefinitionError(f"@function_tool needs a function, got {function!r}; give a name as name=…")
+            raise ToolDefinitionError(
+                f"@function_tool needs a function, got {function!r}; give a name as name=…"
+            )
         self.function = function
         self._threads = threads
         self._is_async = inspect.iscoroutinefunction(function)
@@ -84,7 +86,9 @@ class FunctionTool(BaseTool):
             declared |= _check_schema(schema, function, name)
         parameters = declared["parameters"]
         named = annotations.keys() & parameters.get("properties", {}).keys()
-        self._converters = {key: convert for key in named if (convert := make_converter(annotations[key]))}
+        self._converters = {
+            key: convert for key in named if (convert := make_converter(annotations[key]))
+        }
         super().__init__(
             name=declared["name"] if name is None else name,
             description=declared["description"] if description is None else description,
@@ -95,9 +99,13 @@ class FunctionTool(BaseTool):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
-    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResult:
+    async def execute(
+        self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any
+    ) -> ToolResult:
         converters = self._converters
-        kwargs = {key: converters[key](v) if key in converters else v for key, v in arguments.items()}
+        kwargs = {
+            key: converters[key](v) if key in converters else v for key, v in arguments.items()
+        }
         call = functools.partial(self.function, **kwargs, **execute_kwargs)
         return await call() if self._is_async else await self._threads.run(call, name=self.name)
 
@@ -127,7 +135,9 @@ def function_tool(
     """
     if isinstance(function, str):
         if name not in (None, function):
-            raise ToolDefinitionError(f"@function_tool is given two names, {function!r} and {name!r}; give one")
+            raise ToolDefinitionError(
+                f"@function_tool is given two names, {function!r} and {name!r}; give one"
+            )
         function, name = None, function
     make = functools.partial(FunctionTool, name=name, description=description, schema=schema)
     return make if function is None else make(function)
@@ -141,14 +151,19 @@ def _check_schema(
     given = schema.model_dump(exclude_none=True) if isinstance(schema, BaseModel) else schema
     declared = unwrap_function(given, f"{where}: schema")
     if name is not None and declared.get("name", name) != name:
-        raise ToolDefinitionError(f"{where} is called {name!r}, and {declared['name']!r} in its schema; give one name")
+        raise ToolDefinitionError(
+            f"{where} is called {name!r}, and {declared['name']!r} in its schema; give one name"
+        )
     parameters = declared.get("parameters")
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
-        raise ToolDefinitionError(f"{where}: parameters must be a schema of type object, got {parameters!r:.100}")
+        raise ToolDefinitionError(
+            f"{where}: parameters must be a schema of type object, got {parameters!r:.100}"
+        )
     check_parameters(parameters, f"{where}: the parameters")
     taken = inspect.signature(function).parameters.values()
     unknown = sorted(
-        parameters.get("properties", {}).keys() - {p.name for p in taken if p.kind is not p.POSITIONAL_ONLY}
+        parameters.get("properties", {}).keys()
+        - {p.name for p in taken if p.kind is not p.POSITIONAL_ONLY}
     )
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
         raise ToolDefinitionError(f"{where}: its schema names {unknown}, which it does not take")
@@ -160,7 +175,9 @@ def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:
-        raise ToolDefinitionError(f"{_where(function)}: an annotation cannot be resolved: {error}") from None
+        raise ToolDefinitionError(
+            f"{_where(function)}: an annotation cannot be resolved: {error}"
+        ) from None
     hints.pop("return", None)
     return hints
 
@@ -177,12 +194,18 @@ def _parameters(
     for name, parameter in inspect.signature(function).parameters.items():
         if name in given:
             continue
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        if parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ):
             raise ToolDefinitionError(
                 f"{_where(function)}: a tool cannot take {parameter}: name every parameter, passable by keyword"
             )
         if name not in annotations:
-            raise ToolDefinitionError(f"{_where(function)}: parameter {name!r} has no type annotation")
+            raise ToolDefinitionError(
+                f"{_where(function)}: parameter {name!r} has no type annotation"
+            )
         try:
             properties[name] = json_schema(annotations[name])
         except TypeError as error:
@@ -192,7 +215,9 @@ def _parameters(
         if parameter.default is parameter.empty:
             required.append(name)
     if unknown := sorted(documented.keys() - properties.keys()):
-        raise ToolDefinitionError(f"{_where(function)}: its docstring describes {unknown}, which it does not take")
+        raise ToolDefinitionError(
+            f"{_where(function)}: its docstring describes {unknown}, which it does not take"
+        )
     return {"type": "object", "properties": properties, "required": required}
 
 
@@ -201,7 +226,9 @@ def _where(function: Callable[..., Any]) -> str:
     return f"tool function {function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
-_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?|References):\s*(.*)$")
+_SECTION = re.compile(
+    r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?|References):\s*(.*)$"
+)
 _ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
@@ -228,4 +255,6 @@ def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
                 described[current] = [entry[2]]
             elif current:
                 described[current].append(line.strip())
-    return "\n".join(summary).strip(), {name: " ".join(lines).strip() for name, lines in described.items()}
+    return "\n".join(summary).strip(), {
+        name: " ".join(lines).strip() for name, lines in described.items()
+    }

@@ -112,12 +112,19 @@ class MCPConnection:
         try:
             await self._connected()
         except ImportError:
-            raise ConfigError("MCP tools need the package mcp: pip install 'jax_agent_rl[mcp]'") from None
+            raise ConfigError(
+                "MCP tools need the package mcp: pip install 'jax_agent_rl[mcp]'"
+            ) from None
         except ToolError as error:
             raise ConfigError(f"{error}; correct its entry, or start the server") from None
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ):
         await self._close()
 
     async def tools(self) -> list[MCPTool]:
@@ -134,9 +141,13 @@ class MCPConnection:
                 while True:
                     page = await client.list_tools(cursor=cursor)
                     for tool in page.tools:
-                        tools.append(MCPTool(self, tool.name, tool.description or "", tool.input_schema))
+                        tools.append(
+                            MCPTool(self, tool.name, tool.description or "", tool.input_schema)
+                        )
                     if len(tools) > MAX_TOOLS:
-                        raise ConfigError(f"the MCP server {self.name} lists more than {MAX_TOOLS} tools")
+                        raise ConfigError(
+                            f"the MCP server {self.name} lists more than {MAX_TOOLS} tools"
+                        )
                     cursor = page.next_cursor
                     if not cursor:
                         return tools
@@ -168,7 +179,9 @@ class MCPConnection:
             raise ToolError(f"{name}: the server {self.name} failed: {error}") from None
         except (OSError, RuntimeError) as error:  # the transport's own failures
             self._forget(client)
-            raise ToolError(f"{name}: the server {self.name} is gone ({type(error).__name__}: {error})") from None
+            raise ToolError(
+                f"{name}: the server {self.name} is gone ({type(error).__name__}: {error})"
+            ) from None
 
     async def _connected(self) -> Client:
         """Return the session, connecting if there is none; one task at a time connects."""
@@ -209,10 +222,16 @@ class MCPConnection:
                 await stop.wait()
         except BaseException as error:
             if not ready.done():
-                ready.set_exception(error if isinstance(error, Exception) else RuntimeError("connecting was cancelled"))
+                ready.set_exception(
+                    error
+                    if isinstance(error, Exception)
+                    else RuntimeError("connecting was cancelled")
+                )
                 ready.exception()  # marks it as retrieved, even if nothing awaits it any more
             elif isinstance(error, Exception):
-                logger.warning("the session with the MCP server %s ended: %s", self.name, _innermost(error))
+                logger.warning(
+                    "the session with the MCP server %s ended: %s", self.name, _innermost(error)
+                )
             if not isinstance(error, Exception):
                 raise
 
@@ -221,7 +240,9 @@ class MCPConnection:
 
         server = self._server
         if server.command is not None:
-            return Client(stdio_transport(server.command, server.args, env=server.env, cwd=server.cwd))
+            return Client(
+                stdio_transport(server.command, server.args, env=server.env, cwd=server.cwd)
+            )
         assert server.url is not None
         return Client(http_transport(server.url, headers=server.headers, timeout=self._timeout))
 
@@ -253,14 +274,20 @@ class MCPTool(BaseTool):
 
     stateful = False  # not per trajectory: repeated calls would affect all trajectories
 
-    def __init__(self, connection: MCPConnection, name: str, description: str, parameters: Mapping[str, Any]) -> None:
+    def __init__(
+        self, connection: MCPConnection, name: str, description: str, parameters: Mapping[str, Any]
+    ) -> None:
         super().__init__(name=name, description=description, parameters=parameters)
         self._connection = connection
         self._waiting: Counter[str] = Counter()  # calls of a trajectory that have not started
 
-    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResult:
+    async def execute(
+        self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any
+    ) -> ToolResult:
         if execute_kwargs:
-            raise TypeError(f"MCP tool {self.name!r} takes no execute_kwargs, got {sorted(execute_kwargs)}")
+            raise TypeError(
+                f"MCP tool {self.name!r} takes no execute_kwargs, got {sorted(execute_kwargs)}"
+            )
         if self._connection.rate is not None:
             self._waiting[instance_id] += 1
             try:
@@ -318,7 +345,9 @@ def result_text(result: CallToolResult, *, shown: Collection[str]) -> str:
 
 
 def _resource_text(resource: Any) -> str:
-    text = getattr(resource, "text", None)  # of the two kinds of contents, one has text and the other a blob
+    text = getattr(
+        resource, "text", None
+    )  # of the two kinds of contents, one has text and the other a blob
     if isinstance(text, str):
         return text
     kind = resource.mime_type or "binary"

@@ -52,7 +52,9 @@ async def http_transport(
         event_hooks={"response": [_bound]},
     )
     async with client:
-        transport = streamable_http_client(url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES)
+        transport = streamable_http_client(
+            url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
+        )
         async with transport as streams:
             yield streams
 
@@ -165,7 +167,10 @@ async def _read_messages(process: asyncio.subprocess.Process, to_session: Any) -
             try:
                 line = await process.stdout.readline()
             except ValueError:
-                logger.warning("an MCP server wrote a line of more than %d bytes: its session ends", MAX_MESSAGE_BYTES)
+                logger.warning(
+                    "an MCP server wrote a line of more than %d bytes: its session ends",
+                    MAX_MESSAGE_BYTES,
+                )
                 return
             if not line:
                 return

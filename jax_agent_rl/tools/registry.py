@@ -101,7 +101,9 @@ class ToolRegistry:
         if names is None:
             return MappingProxyType(self._tools)
         if unknown := [name for name in names if name not in self._tools]:
-            raise DataError(f"extra_info.tool_selection names unknown tools {unknown}; there are {list(self._tools)}")
+            raise DataError(
+                f"extra_info.tool_selection names unknown tools {unknown}; there are {list(self._tools)}"
+            )
         return {name: self._tools[name] for name in names}
 
     def __len__(self) -> int:
@@ -152,7 +154,9 @@ def _is_mcp(entry: Any, place: str) -> bool:
     if kind not in ("native", "mcp"):
         raise ConfigError(f"{place}: config.type={kind!r} must be native or mcp")
     if (kind == "mcp") != isinstance(entry.get("mcp"), Mapping):
-        raise ConfigError(f"{place}: config.type={kind} and mcp={entry.get('mcp')!r} do not fit each other")
+        raise ConfigError(
+            f"{place}: config.type={kind} and mcp={entry.get('mcp')!r} do not fit each other"
+        )
     return kind == "mcp"
 
 
@@ -161,12 +165,16 @@ def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
     config, schema = entry.get("config") or {}, entry.get("tool_schema")
     if isinstance(cls, BaseTool):
         if config.keys() - {"type"} or schema is not None:
-            raise ToolDefinitionError(f"{place}: {entry['class_name']} is complete; remove config and tool_schema")
+            raise ToolDefinitionError(
+                f"{place}: {entry['class_name']} is complete; remove config and tool_schema"
+            )
         return cls
     function = None if schema is None else unwrap_function(schema, f"{place}: tool_schema")
     try:
         if issubclass(cls, BaseTool):
-            tool = cls.from_config({key: value for key, value in config.items() if key != "type"}, function)
+            tool = cls.from_config(
+                {key: value for key, value in config.items() if key != "type"}, function
+            )
         else:
             tool = VerlTool.make(cls, config, schema)
     except ToolDefinitionError as error:
@@ -183,7 +191,9 @@ def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
 def _import_class(name: Any, place: str) -> type | BaseTool:
     """Import ``package.module.Class``, ``file.py:Class`` or the tool of an installed package."""
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{place} needs a class_name (package.module.Class or file.py:Class), got {name!r}")
+        raise ConfigError(
+            f"{place} needs a class_name (package.module.Class or file.py:Class), got {name!r}"
+        )
     with verl_modules():
         cls = find_class(name, "tools", where=place)
     if isinstance(cls, BaseTool):
@@ -219,14 +229,20 @@ async def _add_servers(
     missing = set(wanted or ())
     for name, settings in _read_servers(mcp, path, place).items():
         server = MCPServerConfig.from_mapping(settings, where=f"{place}, server {name!r}")
-        connection = await stack.enter_async_context(MCPConnection(name, server, timeout=timeout, rate=rate))
+        connection = await stack.enter_async_context(
+            MCPConnection(name, server, timeout=timeout, rate=rate)
+        )
         for tool in await connection.tools():
             if wanted is None or tool.name in wanted:
-                check_parameters(tool.parameters, f"{place}, server {name!r}: the parameters of {tool.name!r}")
+                check_parameters(
+                    tool.parameters, f"{place}, server {name!r}: the parameters of {tool.name!r}"
+                )
                 registry.add(tool, place=f"{place}, server {name!r}")
                 missing.discard(tool.name)
     if missing:
-        raise ConfigError(f"{place}: tool_selected_list names {sorted(missing)}, which no server has")
+        raise ConfigError(
+            f"{place}: tool_selected_list names {sorted(missing)}, which no server has"
+        )
 
 
 def _positive(config: Mapping[str, Any], key: str, place: str) -> float | None:
@@ -248,8 +264,12 @@ def _read_servers(mcp: Mapping[str, Any], path: Path, place: str) -> Mapping[str
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{place}: mcp_servers_config_path={file_name!r} cannot be read: {error}") from None
+            raise ConfigError(
+                f"{place}: mcp_servers_config_path={file_name!r} cannot be read: {error}"
+            ) from None
         servers = content.get("mcpServers") if isinstance(content, Mapping) else None
     if not isinstance(servers, Mapping) or not servers:
-        raise ConfigError(f"{place}: no MCP servers are named; give servers or mcp_servers_config_path")
+        raise ConfigError(
+            f"{place}: no MCP servers are named; give servers or mcp_servers_config_path"
+        )
     return servers

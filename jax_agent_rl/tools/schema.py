@@ -60,7 +60,10 @@ def json_schema(annotation: Any) -> Schema:
     if origin is dict:
         if arguments and arguments[0] is not str:
             raise TypeError(f"keys of a JSON object are strings, got dict[{arguments[0]!r}, ...]")
-        return {"type": "object", **({"additionalProperties": json_schema(arguments[1])} if arguments else {})}
+        return {
+            "type": "object",
+            **({"additionalProperties": json_schema(arguments[1])} if arguments else {}),
+        }
     if origin is Literal:
         return _choices(arguments)
     if origin in (Union, types.UnionType):
@@ -77,7 +80,10 @@ def _choices(values: Iterable[Any]) -> Schema:
     if unsupported := [v for v in values if v is not None and type(v) not in _PLAIN]:
         raise TypeError(f"choices must be str, int, float, bool or None, got {unsupported!r}")
     kinds = list(dict.fromkeys(_PLAIN[type(v)] for v in values if v is not None))
-    schema: Schema = {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": [v for v in values if v is not None]}
+    schema: Schema = {
+        "type": kinds[0] if len(kinds) == 1 else kinds,
+        "enum": [v for v in values if v is not None],
+    }
     return schema | ({"nullable": True} if None in values else {})
 
 
@@ -118,17 +124,24 @@ def unwrap_function(schema: object, where: str) -> Mapping[str, Any]:
     if isinstance(schema, Mapping) and schema.get("type", "function") == "function":
         if isinstance(function := schema.get("function"), Mapping):
             return function
-    raise ToolDefinitionError(f"{where} must be {{type: function, function: {{…}}}}, got {schema!r:.100}")
+    raise ToolDefinitionError(
+        f"{where} must be {{type: function, function: {{…}}}}, got {schema!r:.100}"
+    )
 
 
 def check_parameters(parameters: Mapping[str, Any], what: str) -> None:
     """Raise :class:`ToolDefinitionError`, which begins with ``what``, unless ``parameters`` is a valid JSON Schema."""
-    from jsonschema import Draft202012Validator, SchemaError  # here: importing it takes longer than the whole package
+    from jsonschema import (
+        Draft202012Validator,
+        SchemaError,
+    )  # here: importing it takes longer than the whole package
 
     try:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
-        raise ToolDefinitionError(f"{what} are no valid JSON Schema: {error.json_path}: {error.message}") from None
+        raise ToolDefinitionError(
+            f"{what} are no valid JSON Schema: {error.json_path}: {error.message}"
+        ) from None
     for reference in _references(parameters):
         if not _resolves(parameters, reference):
             raise ToolDefinitionError(
@@ -176,11 +189,15 @@ def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
     Raises:
         ToolArgumentError: describes the first few problems to the model.
     """
-    from jsonschema import Draft202012Validator  # here: importing it takes longer than the whole package
+    from jsonschema import (
+        Draft202012Validator,
+    )  # here: importing it takes longer than the whole package
     from referencing.exceptions import Unresolvable
 
     if not isinstance(arguments, Mapping):
-        raise ToolArgumentError(f"arguments must be a JSON object, got {_clip(json.dumps(arguments))}")
+        raise ToolArgumentError(
+            f"arguments must be a JSON object, got {_clip(json.dumps(arguments))}"
+        )
     schema = _closed(_object_schema(parameters))
     try:
         converted = _Converter(schema).convert(dict(arguments))
@@ -190,14 +207,18 @@ def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
     except OverflowError:  # of a whole number that no float can hold, where floats are compared
         raise ToolArgumentError("a number is larger than any float; send a smaller one") from None
     except (Unresolvable, RecursionError) as error:
-        raise ToolArgumentError(f"the tool's schema cannot be followed: {_clip(str(error))}") from None
+        raise ToolArgumentError(
+            f"the tool's schema cannot be followed: {_clip(str(error))}"
+        ) from None
     if errors:
         errors.sort(key=lambda error: str(error.json_path))
         raise ToolArgumentError("; ".join(_describe(error) for error in errors[:_SHOWN_PROBLEMS]))
     return converted
 
 
-def convert_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def convert_arguments(
+    parameters: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a call as the types that a tool's schema names; what does not fit is left as it is.
 
     Args:
@@ -214,7 +235,9 @@ def convert_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any
     try:
         return _Converter(_object_schema(parameters)).convert(dict(arguments))
     except unfit as error:
-        logger.debug("arguments are left as they are, as their schema cannot be followed: %s", error)
+        logger.debug(
+            "arguments are left as they are, as their schema cannot be followed: %s", error
+        )
         return dict(arguments)
 
 
@@ -229,20 +252,54 @@ def _clip(text: str) -> str:
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return an object schema that refuses names it does not list, unless it says otherwise."""
-    if schema.get("additionalProperties") is not None or schema.get("unevaluatedProperties") is not None:
+    if (
+        schema.get("additionalProperties") is not None
+        or schema.get("unevaluatedProperties") is not None
+    ):
         return dict(schema)
     if _APPLICATORS.isdisjoint(schema):
         return {**schema, "additionalProperties": False}
-    return {**schema, "unevaluatedProperties": False}  # which sees the names in references and unions
+    return {
+        **schema,
+        "unevaluatedProperties": False,
+    }  # which sees the names in references and unions
 
 
 _APPLICATORS = frozenset(
-    {"$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "patternProperties", "then"}
+    {
+        "$dynamicRef",
+        "$ref",
+        "allOf",
+        "anyOf",
+        "dependentSchemas",
+        "else",
+        "if",
+        "oneOf",
+        "patternProperties",
+        "then",
+    }
 )
-_BEYOND_TYPE = frozenset({"$dynamicRef", "$ref", "allOf", "anyOf", "const", "else", "if", "not", "oneOf", "then"})
-_SUBSCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "not", "if", "then", "else", "contains")
+_BEYOND_TYPE = frozenset(
+    {"$dynamicRef", "$ref", "allOf", "anyOf", "const", "else", "if", "not", "oneOf", "then"}
+)
+_SUBSCHEMAS = (
+    "items",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+)
 _SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SUBSCHEMA_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SUBSCHEMA_MAPPINGS = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+)
 
 
 def _object_schema(parameters: Any) -> Any:
@@ -346,7 +403,9 @@ class _Converter:
         """
         self._left -= 1
         if self._left < 0:
-            raise _TooComplexError("the arguments fit the tool's schema in too many ways to try; nest them less")
+            raise _TooComplexError(
+                "the arguments fit the tool's schema in too many ways to try; nest them less"
+            )
         as_it_is, fits = self._convert_reading(schema, value, with_literals=with_literals)
         if fits or not with_literals or not isinstance(value, str):
             return as_it_is, fits
@@ -362,7 +421,11 @@ class _Converter:
 
     def _has_type(self, schema: Any, value: Any) -> bool:
         """Return whether a value is of the type that a schema names itself."""
-        return isinstance(schema, Mapping) and "type" in schema and self._is_valid({"type": schema["type"]}, value)
+        return (
+            isinstance(schema, Mapping)
+            and "type" in schema
+            and self._is_valid({"type": schema["type"]}, value)
+        )
 
     def _convert_reading(self, schema: Any, value: Any, *, with_literals: bool) -> tuple[Any, bool]:
         """Return one reading of a value by a schema and its parts, and whether it fits."""
@@ -383,7 +446,9 @@ class _Converter:
             _, holds = self._convert(schema["if"], value, with_literals=False)
             parts.append(schema.get("then" if holds else "else", True))
         if isinstance(value, dict):
-            parts += [part for name, part in schema.get("dependentSchemas", {}).items() if name in value]
+            parts += [
+                part for name, part in schema.get("dependentSchemas", {}).items() if name in value
+            ]
         for part in parts:
             value, part_fits = self._convert(part, value, with_literals=with_literals)
             fits = fits and part_fits
@@ -395,11 +460,15 @@ class _Converter:
             fits = fits and parts_fit
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                value, option_fits = self._convert_by_union(schema[key], value, with_literals=with_literals)
+                value, option_fits = self._convert_by_union(
+                    schema[key], value, with_literals=with_literals
+                )
                 fits = fits and option_fits
         return value, fits
 
-    def _convert_by_union(self, options: Sequence[Any], value: Any, *, with_literals: bool) -> tuple[Any, bool]:
+    def _convert_by_union(
+        self, options: Sequence[Any], value: Any, *, with_literals: bool
+    ) -> tuple[Any, bool]:
         for literally in dict.fromkeys((False, with_literals)):
             for option in options:
                 converted, fits = self._convert(option, value, with_literals=literally)
@@ -439,7 +508,9 @@ def _count(value: Any) -> int:
     """Return how many values there are in a value, itself included; text may hold as many as it has characters."""
     if isinstance(value, str):
         return 1 + len(value)
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    items = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    )
     return 1 + sum(map(_count, items))
 
 

@@ -19,7 +19,15 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
-from jax_agent_rl.tools.base import BaseTool, Decode, Encode, Side, ToolResponse, as_response, truncate_text
+from jax_agent_rl.tools.base import (
+    BaseTool,
+    Decode,
+    Encode,
+    Side,
+    ToolResponse,
+    as_response,
+    truncate_text,
+)
 from jax_agent_rl.tools.schema import check_arguments
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
@@ -88,7 +96,9 @@ class ToolSession:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.shield(self._release_all())  # even if the caller is cancelled again
 
-    async def call(self, name: str, arguments: Any, *, call_id: str | None = None) -> ToolCallRecord:
+    async def call(
+        self, name: str, arguments: Any, *, call_id: str | None = None
+    ) -> ToolCallRecord:
         """Run one call; never raise for a mistake of the tool or the model.
 
         Args:
@@ -107,11 +117,19 @@ class ToolSession:
         try:
             response = await self._execute(name, arguments)
         except ToolError as failure:
-            response, error = ToolResponse(text=f"Error: {failure}"), _KINDS.get(type(failure), "raised")
+            response, error = (
+                ToolResponse(text=f"Error: {failure}"),
+                _KINDS.get(type(failure), "raised"),
+            )
         except Exception as failure:
             kind = f"tool {name!r} raised {type(failure).__name__} at {error_place(failure)}"
-            self._failures.report(kind, f"{self._id}: tool {name!r} raised {describe_error(failure)}", error=failure)
-            response, error = ToolResponse(text=f"Error: {name} raised {type(failure).__name__}: {failure}"), "raised"
+            self._failures.report(
+                kind, f"{self._id}: tool {name!r} raised {describe_error(failure)}", error=failure
+            )
+            response, error = (
+                ToolResponse(text=f"Error: {name} raised {type(failure).__name__}: {failure}"),
+                "raised",
+            )
         return ToolCallRecord(
             name=name,
             arguments=arguments if isinstance(arguments, Mapping) else None,
@@ -152,7 +170,9 @@ class ToolSession:
 
     def shorten(self, text: str) -> str:
         """Truncate an observation to the token limit."""
-        return truncate_text(text, self._limit, self._side, encode=self._encode, decode=self._decode)
+        return truncate_text(
+            text, self._limit, self._side, encode=self._encode, decode=self._decode
+        )
 
     async def _execute(self, name: str, arguments: Any) -> ToolResponse:
         tool = self._tools.get(name)
@@ -167,13 +187,20 @@ class ToolSession:
             raise ToolArgumentError(f"wrong arguments for {name}: {error}") from None
         kwargs = self._kwargs_for(name, "execute_kwargs")
         answer = await self._in_time(
-            lambda: tool.execute(self._id, checked, **kwargs), name, f"{name} did not answer", waits_for=tool.waits_for
+            lambda: tool.execute(self._id, checked, **kwargs),
+            name,
+            f"{name} did not answer",
+            waits_for=tool.waits_for,
         )
         response = as_response(answer)
         if unseen := sorted(response.media.keys() - set(self._modalities)):
             kind = f"tool {name!r} returned {' and '.join(unseen)}"
-            self._failures.report(kind, f"{kind}, which this model, its chat template or its engine cannot take")
-            raise ToolError(f"{name} returned {' and '.join(unseen)} data, which cannot be shown here")
+            self._failures.report(
+                kind, f"{kind}, which this model, its chat template or its engine cannot take"
+            )
+            raise ToolError(
+                f"{name} returned {' and '.join(unseen)} data, which cannot be shown here"
+            )
         try:
             check_media(response.media)
         except ValueError as error:
@@ -190,7 +217,11 @@ class ToolSession:
         self._created.append(name)
         kwargs = self._kwargs_for(name, "create_kwargs")
         try:
-            await self._in_time(lambda: self._tools[name].create(self._id, **kwargs), name, f"{name} was not created")
+            await self._in_time(
+                lambda: self._tools[name].create(self._id, **kwargs),
+                name,
+                f"{name} was not created",
+            )
         except Exception as error:
             self._tell(f"tool {name!r} could not be created", error)
             self._broken[name] = str(error)
@@ -202,14 +233,18 @@ class ToolSession:
             tool, kwargs = self._tools[name], self._kwargs_for(name, "release_kwargs")
             try:
                 await self._in_time(
-                    lambda tool=tool, kwargs=kwargs: tool.release(self._id, **kwargs), name, f"{name} was not released"
+                    lambda tool=tool, kwargs=kwargs: tool.release(self._id, **kwargs),
+                    name,
+                    f"{name} was not released",
                 )
             except Exception as error:
                 self._tell(f"tool {name!r} could not be released", error)
 
     def _tell(self, what: str, error: Exception) -> None:
         self._failures.report(
-            f"{what} at {error_place(error)}", f"{self._id}: {what}: {describe_error(error)}", error=error
+            f"{what} at {error_place(error)}",
+            f"{self._id}: {what}: {describe_error(error)}",
+            error=error,
         )
 
     def _kwargs_for(self, name: str, kind: str) -> Mapping[str, Any]:
@@ -237,7 +272,9 @@ class ToolSession:
             if reason:
                 message = f"{failed} within agent.tool_timeout={self._timeout:g} seconds: {reason}"
                 self._failures.report(f"{failed} in time", message)
-            return ToolTimeoutError(f"{failed} within {self._timeout:g} seconds{f': {reason}' if reason else ''}")
+            return ToolTimeoutError(
+                f"{failed} within {self._timeout:g} seconds{f': {reason}' if reason else ''}"
+            )
 
         return await in_time(
             call,

@@ -117,7 +117,9 @@ class VerlBaseTool:
         """Return the schema."""
         return self.tool_schema
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str | None, VerlResponse]:
+    async def create(
+        self, instance_id: str | None = None, **kwargs: Any
+    ) -> tuple[str | None, VerlResponse]:
         """Prepare for a trajectory."""
         return instance_id, VerlResponse()
 
@@ -182,7 +184,10 @@ def verl_modules() -> Iterator[type[BaseModel]]:
         yield OpenAIFunctionToolSchema
     except ConfigError as error:
         cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] == "verl":
+        if (
+            isinstance(cause, ModuleNotFoundError)
+            and (cause.name or "").partition(".")[0] == "verl"
+        ):
             raise ConfigError([f"{problem}; {failure}" for problem in error.problems]) from cause
         raise
     finally:
@@ -264,12 +269,16 @@ class VerlTool(BaseTool):
             )
         function = tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)["function"]
         parameters = function.get("parameters", {"type": "object", "properties": {}})
-        super().__init__(name=tool.name, description=function.get("description", ""), parameters=parameters)
+        super().__init__(
+            name=tool.name, description=function.get("description", ""), parameters=parameters
+        )
         self.wrapped = tool
         self._ids: dict[str, str] = {}
 
     @classmethod
-    def make(cls, tool: type, config: Mapping[str, Any], schema: Mapping[str, Any] | None) -> VerlTool:
+    def make(
+        cls, tool: type, config: Mapping[str, Any], schema: Mapping[str, Any] | None
+    ) -> VerlTool:
         """Build the tool of an entry of ``tools.tool_config_path``.
 
         Args:
@@ -279,7 +288,10 @@ class VerlTool(BaseTool):
         """
         with verl_modules() as schemas:
             return cls(
-                tool(config=dict(config), tool_schema=None if schema is None else schemas.model_validate(schema))
+                tool(
+                    config=dict(config),
+                    tool_schema=None if schema is None else schemas.model_validate(schema),
+                )
             )
 
     async def create(self, instance_id: str, **create_kwargs: Any) -> None:
@@ -292,15 +304,27 @@ class VerlTool(BaseTool):
         name, answer = created[:2] if isinstance(created, tuple) else (created, None)
         self._ids[instance_id] = instance_id if name is None else name
         if answer is not None and not answer.is_empty():
-            logger.warning("what %s.create returned is not shown to the model, as in verl: %.200r", self.name, answer)
+            logger.warning(
+                "what %s.create returned is not shown to the model, as in verl: %.200r",
+                self.name,
+                answer,
+            )
 
-    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResult:
-        result = await self.wrapped.execute(self._ids[instance_id], dict(arguments), **execute_kwargs)
-        response, reward, metrics = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
+    async def execute(
+        self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any
+    ) -> ToolResult:
+        result = await self.wrapped.execute(
+            self._ids[instance_id], dict(arguments), **execute_kwargs
+        )
+        response, reward, metrics = (
+            (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
+        )
         if isinstance(response, BaseModel):  # this module's, or that of a verl that is installed
             shown = response.model_dump(include={"text", "image", "video"}, exclude_none=True)
             response = ToolResponse(**shown)
-        numbers = {key: v for key, v in (metrics or {}).items() if isinstance(v, bool) or is_number(v)}
+        numbers = {
+            key: v for key, v in (metrics or {}).items() if isinstance(v, bool) or is_number(v)
+        }
         return response, reward, numbers
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:

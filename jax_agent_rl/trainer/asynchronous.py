@@ -323,7 +323,9 @@ class FullyAsyncTrainer(StreamTrainer):
             supported = [name for name in PAUSES if _supports(capabilities, name)]
             if wanted not in supported:
                 choices = ", ".join(supported)
-                raise ConfigError(f"trainer.in_flight_update={wanted}: {server.name} can do only {choices}")
+                raise ConfigError(
+                    f"trainer.in_flight_update={wanted}: {server.name} can do only {choices}"
+                )
         self._pause = PAUSES[wanted]
 
     async def rollout(self) -> RolloutBatch:

@@ -86,7 +86,9 @@ class Step:
         except asyncio.CancelledError:
             is_undone = self.cancellation.cancel()
             if not is_undone:
-                self.print_line("  its updates have begun: finishing this learner step before saving")
+                self.print_line(
+                    "  its updates have begun: finishing this learner step before saving"
+                )
                 await self.stop_rollouts()
                 await asyncio.wait((self._update,))
                 raise

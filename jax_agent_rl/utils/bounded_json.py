@@ -59,9 +59,14 @@ def decode_json(
     try:
         text = content.decode("utf-8", errors)
     except UnicodeDecodeError as error:
-        raise ValueError(f"not valid JSON: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise ValueError(
+            f"not valid JSON: not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from None
     reader = _Reader(
-        max_nesting=max_nesting, non_finite=non_finite, lone_surrogates=lone_surrogates, unique_keys=unique_keys
+        max_nesting=max_nesting,
+        non_finite=non_finite,
+        lone_surrogates=lone_surrogates,
+        unique_keys=unique_keys,
     )
     return reader.read(text)
 
@@ -142,7 +147,9 @@ class _Reader:
         if _is_deeper_than(self._max_nesting, value):
             raise TooDeepError(too_deep)
         if not self._lone_surrogates and _holds_lone_surrogate(value, text, at, end):
-            raise ValueError(r"not valid JSON: a lone surrogate, \ud800 to \udfff, is half of a surrogate pair")
+            raise ValueError(
+                r"not valid JSON: a lone surrogate, \ud800 to \udfff, is half of a surrogate pair"
+            )
         return value, end
 
 

@@ -35,6 +35,8 @@ def split_config(words: Iterable[str], option: str | Path | None) -> tuple[Path 
             files[word] = None
     if len(files) > 1:
         named = " and ".join(map(repr, files))
-        raise ConfigError(f"{named} both stand where the configuration does: give one; keys are written key=value")
+        raise ConfigError(
+            f"{named} both stand where the configuration does: give one; keys are written key=value"
+        )
     file = next(iter(files), None)
     return (None if file is None else Path(file)), keys

@@ -44,7 +44,9 @@ def is_user_file(name: str) -> bool:
         return False
     if is_own_file(name) or name.startswith(_STANDARD_LIBRARY):
         return False
-    if os.path.realpath(os.path.dirname(name)) == _SCRIPTS:  # jax-agent-rl, pytest: they only start what is installed
+    if (
+        os.path.realpath(os.path.dirname(name)) == _SCRIPTS
+    ):  # jax-agent-rl, pytest: they only start what is installed
         return False
     return not any(folder + os.sep in name for folder in INSTALLED_FOLDERS)
 
@@ -65,7 +67,10 @@ def error_place(error: BaseException) -> str:
 
     Empty for an exception that was never raised here.
     """
-    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [
+        (frame.f_code.co_filename, number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+    ]
     if not lines:
         return ""
     of_user = [line for line in lines if is_user_file(line[0])]
@@ -74,7 +79,10 @@ def error_place(error: BaseException) -> str:
 
 def raised_by_user(error: BaseException) -> str:
     """Return the line that raised an exception, if it is a line of the user's code; else an empty text."""
-    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [
+        (frame.f_code.co_filename, number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+    ]
     if not lines or not is_user_file(lines[-1][0]):
         return ""
     return place(*lines[-1])
@@ -87,7 +95,9 @@ def describe_error(error: BaseException) -> str:
     return f"{text} ({where})" if where else text
 
 
-def user_code_error(make: type[TrajectoryError], what: str, error: BaseException) -> TrajectoryError:
+def user_code_error(
+    make: type[TrajectoryError], what: str, error: BaseException
+) -> TrajectoryError:
     """Return the error of a trajectory that is lost because the user's code raised; its message has file and line.
 
     Args:
@@ -129,7 +139,13 @@ class FailureLog:
         self._lock = threading.Lock()
 
     def report(
-        self, kind: str, message: str, *, hint: str = "", error: BaseException | None = None, once: bool = False
+        self,
+        kind: str,
+        message: str,
+        *,
+        hint: str = "",
+        error: BaseException | None = None,
+        once: bool = False,
     ) -> None:
         """Tell of a failure, or count it if one of its kind was told of.
 
@@ -142,7 +158,9 @@ class FailureLog:
         """
         message = printable(_brief(message, _MAX_MESSAGE), one_line=True)
         with self._lock:
-            kind = kind if kind in self._known or len(self._known) < _MAX_KINDS else "other failures"
+            kind = (
+                kind if kind in self._known or len(self._known) < _MAX_KINDS else "other failures"
+            )
             is_first = kind not in self._known
             self._known.add(kind)
             if not is_first and once:
@@ -177,7 +195,9 @@ class FailureLog:
         latest = self._latest[most_frequent]
         self._repeated.clear()
         self._latest.clear()
-        self._emit(f"since then, again: {'; '.join(counts)}. The latest: {_brief(latest, _MAX_ERROR)}")
+        self._emit(
+            f"since then, again: {'; '.join(counts)}. The latest: {_brief(latest, _MAX_ERROR)}"
+        )
 
 
 def _log(text: str) -> None:

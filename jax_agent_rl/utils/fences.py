@@ -95,7 +95,9 @@ def _one_line_block(info: str, fence: str, *, end: int) -> FencedBlock:
     language = _LANGUAGE.match(info)
     assert language is not None  # it matches nothing, too
     content = info[language.end() :].strip()
-    return FencedBlock(language=language[1].lower(), content=content, fence=fence, is_closed=True, end=end)
+    return FencedBlock(
+        language=language[1].lower(), content=content, fence=fence, is_closed=True, end=end
+    )
 
 
 def _read_block(

@@ -40,7 +40,11 @@ def cache_root() -> Path:
 def expand_path(path: str | os.PathLike[str]) -> Path:
     """Expand ``~``, and move a path in ``~/.cache/jax_agent_rl``, as recipes have it, to :func:`cache_root`."""
     path = Path(path)
-    return cache_root() / path.relative_to(_DEFAULT_CACHE) if path.is_relative_to(_DEFAULT_CACHE) else path.expanduser()
+    return (
+        cache_root() / path.relative_to(_DEFAULT_CACHE)
+        if path.is_relative_to(_DEFAULT_CACHE)
+        else path.expanduser()
+    )
 
 
 def read_regular_file(path: Path, limit: int) -> bytes:
@@ -89,7 +93,9 @@ def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:
 
 
 @contextlib.contextmanager
-def replacing(file: Path, *, permissions: int = 0o666, message: str = _NO_ROOM) -> Iterator[IO[bytes]]:
+def replacing(
+    file: Path, *, permissions: int = 0o666, message: str = _NO_ROOM
+) -> Iterator[IO[bytes]]:
     """Yield a stream whose content takes the place of a file in one move, once it is whole and on disk.
 
     Whatever happens before, the old file stays as it is: a crash, a full disk, an error in the context.
@@ -155,7 +161,9 @@ def file_stamp(file: Path) -> Stamp:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def require_new(target: Path, *, replaces: Collection[str] = (), error: type[JaxAgentRLError] = StorageError) -> None:
+def require_new(
+    target: Path, *, replaces: Collection[str] = (), error: type[JaxAgentRLError] = StorageError
+) -> None:
     """Check that a folder to write does not exist, is empty, or is an older one of its kind.
 
     Args:
@@ -172,7 +180,9 @@ def require_new(target: Path, *, replaces: Collection[str] = (), error: type[Jax
         raise error(f"{target} is a file; name a new folder")
     for name in sorted(os.listdir(target)):
         if not any(fnmatch.fnmatch(name, pattern) for pattern in replaces):
-            raise error(f"{target} is not empty; name a new folder (it holds {name}, which would be taken for a part)")
+            raise error(
+                f"{target} is not empty; name a new folder (it holds {name}, which would be taken for a part)"
+            )
 
 
 @contextlib.contextmanager
@@ -237,7 +247,9 @@ def make_temp_folder(prefix: str, parent: Path | None = None, *, in_memory: bool
         in_memory: prefer ``/dev/shm``, where there is one, if there is no ``parent``.
     """
     if parent is None:
-        parent = SHARED_MEMORY if in_memory and SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        parent = (
+            SHARED_MEMORY if in_memory and SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        )
     for folder in parent.glob(f"{prefix}*"):
         _remove_if_dead(folder)
     unlocked = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
@@ -269,7 +281,9 @@ def mark_in_use(folder: Path) -> Iterator[None]:
     """Let other processes see with :func:`is_in_use` that this one writes to a folder, where the storage has locks."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # another process writes there, too, or this storage has no locks
+        with contextlib.suppress(
+            OSError
+        ):  # another process writes there, too, or this storage has no locks
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:

@@ -166,13 +166,17 @@ def folder_fingerprint(folder: str | Path) -> str:
 
 
 def _tree_fingerprint(root: Path, files: Iterable[Path]) -> str:
-    return fingerprint({file.relative_to(root).as_posix(): file_fingerprint(file) for file in files})
+    return fingerprint(
+        {file.relative_to(root).as_posix(): file_fingerprint(file) for file in files}
+    )
 
 
 def _code_folder_fingerprint(root: Path) -> str:
     """Return the fingerprint of a folder of code, without what Python writes when it runs it."""
     files = (file for file in root.rglob("*") if file.is_file())
-    return _tree_fingerprint(root, [file for file in files if "__pycache__" not in file.relative_to(root).parts])
+    return _tree_fingerprint(
+        root, [file for file in files if "__pycache__" not in file.relative_to(root).parts]
+    )
 
 
 def code_fingerprint(name: str) -> str:
@@ -223,7 +227,9 @@ class RowFingerprint:
         self._count = 0
         self._tasks: dict[Path, str] = {}
 
-    def add(self, row: Mapping[str, Any], files: Iterable[Path] = (), task: Path | None = None) -> None:
+    def add(
+        self, row: Mapping[str, Any], files: Iterable[Path] = (), task: Path | None = None
+    ) -> None:
         """Add the next row, which holds what JSON can hold, and bytes of images.
 
         The order of its columns does not matter, that of the keys inside them does: a template may write them out.

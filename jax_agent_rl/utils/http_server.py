@@ -102,7 +102,9 @@ class HttpServer:
 
     def __post_init__(self) -> None:
         require_token(self.host, self.token, key=self.token_key)
-        self.app = web.Application(client_max_size=self.max_body_bytes, middlewares=[*self.around, self._guard])
+        self.app = web.Application(
+            client_max_size=self.max_body_bytes, middlewares=[*self.around, self._guard]
+        )
         self.app.add_routes(self.routes)
 
     @property
@@ -161,10 +163,14 @@ class HttpServer:
             return response
         except web.HTTPRequestEntityTooLarge:
             return self.refuse(
-                request, 413, f"{request.method} {request.path}: the request is larger than {self.body_key}"
+                request,
+                413,
+                f"{request.method} {request.path}: the request is larger than {self.body_key}",
             )
         except web.HTTPException as error:  # no such path, no such method, …
-            return self.refuse(request, error.status, f"{request.method} {request.path}: {error.reason}")
+            return self.refuse(
+                request, error.status, f"{request.method} {request.path}: {error.reason}"
+            )
         except ConnectionResetError:
             if request.transport is not None and not request.transport.is_closing():
                 raise
@@ -175,7 +181,10 @@ class HttpServer:
         hosts = request.headers.getall("Host", [])
         named = hosts[0] if len(hosts) == 1 else ""
         if self.token is None and not names_this_machine(named, listening_on=self.host):
-            raise Refused(403, f"without a token only requests to localhost are answered, not to {', '.join(hosts)!r}")
+            raise Refused(
+                403,
+                f"without a token only requests to localhost are answered, not to {', '.join(hosts)!r}",
+            )
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != named:
             raise Refused(403, f"requests of pages from {origin!r} are not answered")
@@ -184,14 +193,21 @@ class HttpServer:
         if self.token is not None and request.path not in self.open_paths:
             key = request.headers.get("X-Api-Key")  # as Anthropic's clients send it
             given = request.headers.get("Authorization", "") if key is None else f"Bearer {key}"
-            if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), b"Bearer " + self.token.encode()):
-                raise Refused(401, "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'")
+            if not hmac.compare_digest(
+                given.encode("utf-8", "surrogateescape"), b"Bearer " + self.token.encode()
+            ):
+                raise Refused(
+                    401,
+                    "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'",
+                )
         wanted = CONTENT_TYPES.get(request.method)
         if wanted is not None and request.content_type not in (wanted, *self.body_types):
             raise Refused(415, f"send Content-Type: {wanted}, not {request.content_type}")
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
-            raise Refused(415, f"send the body as it is, not with Content-Encoding {encoding[:50]!r}")
+            raise Refused(
+                415, f"send the body as it is, not with Content-Encoding {encoding[:50]!r}"
+            )
 
 
 def counted(requests: RequestCounts) -> Any:
@@ -208,7 +224,9 @@ def counted(requests: RequestCounts) -> Any:
     return count
 
 
-async def read_json(request: web.Request, *, is_batch: bool = False, seconds: float = BODY_TIMEOUT_SECONDS) -> Any:
+async def read_json(
+    request: web.Request, *, is_batch: bool = False, seconds: float = BODY_TIMEOUT_SECONDS
+) -> Any:
     """Read and decode a request's body.
 
     Args:
@@ -268,8 +286,13 @@ async def read_body(
     Raises:
         Refused: as :func:`read_json`; 413: too large; 422: names the first fields that are wrong.
     """
-    if max_bytes is not None and (request.content_length is None or request.content_length > max_bytes):
-        raise Refused(413, f"{request.method} {request.path}: send a body of at most {max_bytes} bytes, and its length")
+    if max_bytes is not None and (
+        request.content_length is None or request.content_length > max_bytes
+    ):
+        raise Refused(
+            413,
+            f"{request.method} {request.path}: send a body of at most {max_bytes} bytes, and its length",
+        )
     return check_body(await read_json(request, is_batch=is_batch), model)
 
 
@@ -284,7 +307,9 @@ def check_body(value: Any, model: type[Body]) -> Body:
 class _Site(web.BaseSite):
     """A listening socket that bounds the number of connections, and their time to the first request."""
 
-    def __init__(self, runner: web.AppRunner, listener: socket.socket, limit: int, head_seconds: float) -> None:
+    def __init__(
+        self, runner: web.AppRunner, listener: socket.socket, limit: int, head_seconds: float
+    ) -> None:
         super().__init__(runner)
         self._listener = listener
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -312,7 +337,9 @@ class _Site(web.BaseSite):
 class _Connection(asyncio.Protocol):
     """A connection to aiohttp, which by itself would wait for the first request's head without limit."""
 
-    def __init__(self, inner: Any, places: set[_Connection], limit: int, head_seconds: float) -> None:
+    def __init__(
+        self, inner: Any, places: set[_Connection], limit: int, head_seconds: float
+    ) -> None:
         self._inner = inner
         self._places = places
         self._limit = limit

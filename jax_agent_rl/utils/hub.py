@@ -95,7 +95,11 @@ def dataset_files(
     """
     with _explained("dataset", repository, revision):
         folder = _download("dataset", repository, revision, ("README.md",))
-        patterns = (pattern,) if pattern else _split_patterns(folder / "README.md", repository, name, split)
+        patterns = (
+            (pattern,)
+            if pattern
+            else _split_patterns(folder / "README.md", repository, name, split)
+        )
         complete = [glob for glob in patterns if glob.endswith(tuple(suffixes))]
         begun = [glob.removesuffix(".*") for glob in patterns if glob not in complete]
         wanted = (*complete, *(glob + suffix for glob in begun for suffix in suffixes))
@@ -116,19 +120,25 @@ def _split_patterns(card: Path, repository: str, name: str | None, split: str) -
     configs = _card_settings(card, repository).get("configs")
     if not configs:
         if name is not None:
-            raise DataError(f"the card of dataset {repository} names no configurations; leave out name={name!r}")
+            raise DataError(
+                f"the card of dataset {repository} names no configurations; leave out name={name!r}"
+            )
         return tuple(start + split + end for start in ("", "*/") for end in (".*", "-*", "/*"))
     by_name = {str(config.get("config_name")): config for config in configs}
     default = next((key for key, config in by_name.items() if config.get("default")), None)
     chosen = name or default or (next(iter(by_name)) if len(by_name) == 1 else "default")
     if chosen not in by_name:
-        raise DataError(f"dataset {repository} has no configuration {chosen!r}; set name to one of {sorted(by_name)}")
+        raise DataError(
+            f"dataset {repository} has no configuration {chosen!r}; set name to one of {sorted(by_name)}"
+        )
     listed = by_name[chosen].get("data_files") or ()
     if isinstance(listed, str) or not all(isinstance(one, Mapping) for one in listed):
         listed = [{"split": "train", "path": listed}]
     paths = {str(one["split"]): one["path"] for one in listed}
     if split not in paths:
-        raise DataError(f"dataset {repository}, configuration {chosen}: no split {split!r}; there are {sorted(paths)}")
+        raise DataError(
+            f"dataset {repository}, configuration {chosen}: no split {split!r}; there are {sorted(paths)}"
+        )
     return (paths[split],) if isinstance(paths[split], str) else tuple(paths[split])
 
 
@@ -153,9 +163,16 @@ def _card_settings(card: Path, repository: str) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _explained(kind: Literal["model", "dataset"], repository: str, revision: str | None) -> Iterator[None]:
+def _explained(
+    kind: Literal["model", "dataset"], repository: str, revision: str | None
+) -> Iterator[None]:
     """Turn failures of a download into one error that says what to do."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     key, local, error = _OF_KIND[kind]
     try:
@@ -168,9 +185,17 @@ def _explained(kind: Literal["model", "dataset"], repository: str, revision: str
     except RevisionNotFoundError:
         problem = f"{repository} has no revision {revision!r}; leave @{revision} out of {key}, or correct it"
     except (HfHubHTTPError, OSError) as failure:  # OSError: no connection, and a full disk
-        said = [*filter(None, [_unreachable()]), *str(failure).strip().splitlines(), type(failure).__name__]
-        problem = f"{repository!r} could not be downloaded from the Hub ({said[0]}); set {key} to {local}"
-    raise error(f"there is no {'folder' if kind == 'model' else 'file'} {repository!r} here, and {problem}")
+        said = [
+            *filter(None, [_unreachable()]),
+            *str(failure).strip().splitlines(),
+            type(failure).__name__,
+        ]
+        problem = (
+            f"{repository!r} could not be downloaded from the Hub ({said[0]}); set {key} to {local}"
+        )
+    raise error(
+        f"there is no {'folder' if kind == 'model' else 'file'} {repository!r} here, and {problem}"
+    )
 
 
 @functools.cache
@@ -232,7 +257,9 @@ def read_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
         OSError, ValueError: it cannot be read.
     """
     try:
-        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+        return kind.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

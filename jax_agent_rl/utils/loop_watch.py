@@ -64,7 +64,9 @@ def at_work(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def watch_loop(report: Callable[..., None], *, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
+def watch_loop(
+    report: Callable[..., None], *, patience: float = PATIENCE_SECONDS
+) -> Iterator[None]:
     """Watch the running loop within the context.
 
     Args:
@@ -81,7 +83,9 @@ def watch_loop(report: Callable[..., None], *, patience: float = PATIENCE_SECOND
 
 
 class _Watch:
-    def __init__(self, loop: asyncio.AbstractEventLoop, report: Callable[..., None], patience: float) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, report: Callable[..., None], patience: float
+    ) -> None:
         self._loop = loop
         self._loop_thread = threading.get_ident()
         self._report = report
@@ -116,12 +120,15 @@ class _Watch:
     def _name_holder(self) -> None:
         task = asyncio.current_task(self._loop)
         what = None if task is None else _at_work.get(task)
-        line = line_of_others(sys._current_frames().get(self._loop_thread), is_named=what is not None)
+        line = line_of_others(
+            sys._current_frames().get(self._loop_thread), is_named=what is not None
+        )
         if line is None:  # this program's own work, which it does not bring to an end by waiting
             return
         what = what or "code"
         self._report(
-            f"{what} held the event loop", f"{what} holds the event loop for {self._patience:g} s, at {line}: {_REMEDY}"
+            f"{what} held the event loop",
+            f"{what} holds the event loop for {self._patience:g} s, at {line}: {_REMEDY}",
         )
 
 
@@ -139,14 +146,21 @@ def line_of_others(innermost: FrameType | None, *, is_named: bool) -> str | None
     while frame is not None and frame.f_globals.get("__name__") not in _LOOP_MODULES:
         file = frame.f_code.co_filename
         if is_user_file(file):
-            if frame.f_code.co_name == "<module>":  # an import is the work of whose code imports the file
+            if (
+                frame.f_code.co_name == "<module>"
+            ):  # an import is the work of whose code imports the file
                 users_line = None
             else:
                 users_line = users_line or place(file, frame.f_lineno)
         elif is_own_file(file):
             if users_line is not None:
                 return users_line
-            if is_named and inner is not None and _is_coroutine(inner) and not is_own_file(inner.f_code.co_filename):
+            if (
+                is_named
+                and inner is not None
+                and _is_coroutine(inner)
+                and not is_own_file(inner.f_code.co_filename)
+            ):
                 return place(inner.f_code.co_filename, inner.f_lineno)
             if _is_coroutine(frame):  # the code of others further out awaits it, and waits itself
                 return None
@@ -174,7 +188,9 @@ class OwnTime:
         return await self._steps(work, clock)
 
     @types.coroutine
-    def _steps(self, work: Coroutine[Any, Any, T], clock: Callable[[], float]) -> Generator[Any, Any, T]:
+    def _steps(
+        self, work: Coroutine[Any, Any, T], clock: Callable[[], float]
+    ) -> Generator[Any, Any, T]:
         resume: Callable[[Any], Any] = work.send
         value: Any = None
         while True:

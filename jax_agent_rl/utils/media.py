@@ -48,7 +48,9 @@ def as_image(item: Any) -> Image:
 
     if isinstance(item, np.ndarray):
         if item.dtype != np.uint8 or item.ndim != 3 or item.shape[2] != 3:
-            raise ValueError(f"an image must be uint8 [height, width, 3], got {item.dtype} {list(item.shape)}")
+            raise ValueError(
+                f"an image must be uint8 [height, width, 3], got {item.dtype} {list(item.shape)}"
+            )
         item = Image.fromarray(item)
     if not isinstance(item, Image.Image):
         raise ValueError(f"an image must be a PIL image or an array, got {type(item).__name__}")
@@ -86,7 +88,11 @@ def media_source(part: Mapping[str, Any]) -> tuple[str, Any] | None:
 def text_content(message: Mapping[str, Any]) -> str:
     """Return the text of a message without what it shows."""
     content = message.get("content") or ""
-    return "".join(part["text"] for part in content if "text" in part) if isinstance(content, list) else content
+    return (
+        "".join(part["text"] for part in content if "text" in part)
+        if isinstance(content, list)
+        else content
+    )
 
 
 def text_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +107,10 @@ def without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message whose parts say that they show something, but not what; a chat template takes these."""
     if not isinstance(content := message.get("content"), list):
         return message
-    return {**message, "content": [{"type": p["type"]} if p["type"] in KINDS else p for p in content]}
+    return {
+        **message,
+        "content": [{"type": p["type"]} if p["type"] in KINDS else p for p in content],
+    }
 
 
 def read_media(messages: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
@@ -163,7 +172,9 @@ def _read_video(source: Sequence[str | bytes] | str | bytes) -> np.ndarray:
     return as_frames(frames)
 
 
-def read_images(files: Sequence[str | bytes], *, max_total_pixels: int = MAX_TOTAL_PIXELS) -> tuple[Image, ...]:
+def read_images(
+    files: Sequence[str | bytes], *, max_total_pixels: int = MAX_TOTAL_PIXELS
+) -> tuple[Image, ...]:
     """Read images from untrusted files: their bytes, ``data:`` URLs or base64.
 
     Raises:
@@ -176,7 +187,9 @@ def read_images(files: Sequence[str | bytes], *, max_total_pixels: int = MAX_TOT
         opened = [_open_image(file) for file in files]
     together = sum(image.width * image.height for image in opened)
     if together > max_total_pixels:
-        raise ValueError(f"the images have {together} pixels together, more than {max_total_pixels}")
+        raise ValueError(
+            f"the images have {together} pixels together, more than {max_total_pixels}"
+        )
     with _damage():
         for image in opened:
             image.load()
@@ -244,7 +257,9 @@ def as_frames(item: Any) -> np.ndarray:
     frames = [np.asarray(as_image(frame)) for frame in item]
     sizes = sorted({frame.shape for frame in frames})
     if len(sizes) != 1:
-        raise ValueError(f"a video must have frames, all of one size, got {len(frames)} of sizes {sizes}")
+        raise ValueError(
+            f"a video must have frames, all of one size, got {len(frames)} of sizes {sizes}"
+        )
     return np.stack(frames)
 
 

@@ -37,7 +37,9 @@ def token_from(variable: str | None, *, key: str) -> str | None:
     if variable is None:
         return None
     if not (token := os.environ.get(variable)):
-        raise ConfigError(f"{key} names {variable}, which is not set; export {variable}=<the secret>")
+        raise ConfigError(
+            f"{key} names {variable}, which is not set; export {variable}=<the secret>"
+        )
     return token
 
 
@@ -190,7 +192,9 @@ class JsonService:
         try:
             body = json.dumps(payload, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as problem:
-            raise self.error(f"a request to {self.url} cannot be written as JSON: {problem}") from None
+            raise self.error(
+                f"a request to {self.url} cannot be written as JSON: {problem}"
+            ) from None
         content = await self._persist("POST", self.url, body, repeatable)
         try:
             return decode_json(
@@ -202,7 +206,9 @@ class JsonService:
                 lone_surrogates=True,
             )
         except ValueError as problem:
-            raise self.error(f"{self.url} answered what is not JSON ({problem}): {content[:100]!r}") from None
+            raise self.error(
+                f"{self.url} answered what is not JSON ({problem}): {content[:100]!r}"
+            ) from None
 
     async def ping(self, url: str) -> None:
         """Send a GET and ignore the answer's content; raise as :meth:`post`."""
@@ -246,17 +252,22 @@ class JsonService:
         try:
             async with self._connected().stream(method, url, content=body) as answer:
                 if answer.is_success:
-                    content = await read_answer(answer.headers, answer.aiter_bytes(), self.max_answer_bytes)
+                    content = await read_answer(
+                        answer.headers, answer.aiter_bytes(), self.max_answer_bytes
+                    )
                 else:
                     content = await read_beginning(answer.headers, answer.aiter_bytes())
         except UnreadableAnswerError as problem:
             raise _Failed(f"{url} {problem}", may_pass=False) from None
         except httpx.ConnectError as problem:
             raise _Failed(
-                f"{url} cannot be reached ({problem}); start the server, or correct {self.url_key}", not_taken=True
+                f"{url} cannot be reached ({problem}); start the server, or correct {self.url_key}",
+                not_taken=True,
             ) from None
         except httpx.HTTPError as problem:
-            raise _Failed(f"{url} broke off the connection ({type(problem).__name__}: {problem})") from None
+            raise _Failed(
+                f"{url} broke off the connection ({type(problem).__name__}: {problem})"
+            ) from None
         if answer.is_success:
             return content
         if answer.has_redirect_location:
@@ -283,7 +294,11 @@ class JsonService:
             limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
             headers = {"content-type": "application/json", **(self.headers or {}), **IDENTITY}
             self._client = httpx.AsyncClient(
-                limits=limits, headers=headers, timeout=None, trust_env=self.trust_env, transport=self.transport
+                limits=limits,
+                headers=headers,
+                timeout=None,
+                trust_env=self.trust_env,
+                transport=self.transport,
             )
         return self._client
 
@@ -292,7 +307,12 @@ class _Failed(Exception):
     """Failed attempt. ``not_taken``: the service did not act on it; ``may_pass``: a retry may succeed."""
 
     def __init__(
-        self, message: str, *, not_taken: bool = False, may_pass: bool = True, retry_after: float | None = None
+        self,
+        message: str,
+        *,
+        not_taken: bool = False,
+        may_pass: bool = True,
+        retry_after: float | None = None,
     ):
         super().__init__(message)
         self.not_taken = not_taken
@@ -307,7 +327,9 @@ class UnreadableAnswerError(Exception):
     """An answer that is not read: compressed, or too large. The message goes on from the server's name."""
 
 
-async def read_answer(headers: Mapping[str, str], chunks: AsyncIterable[bytes], max_bytes: int) -> bytes:
+async def read_answer(
+    headers: Mapping[str, str], chunks: AsyncIterable[bytes], max_bytes: int
+) -> bytes:
     """Return the content of an answer to a request that was sent with :data:`IDENTITY`.
 
     Args:
@@ -325,7 +347,9 @@ async def read_answer(headers: Mapping[str, str], chunks: AsyncIterable[bytes], 
     return bytes(content)
 
 
-def read_answer_blocking(headers: Mapping[str, str], chunks: Iterable[bytes], max_bytes: int) -> bytes:
+def read_answer_blocking(
+    headers: Mapping[str, str], chunks: Iterable[bytes], max_bytes: int
+) -> bytes:
     """Do as :func:`read_answer` where there is no event loop."""
     require_identity(headers)
     content = bytearray()
@@ -337,7 +361,9 @@ def read_answer_blocking(headers: Mapping[str, str], chunks: Iterable[bytes], ma
 def _append(content: bytearray, chunk: bytes, max_bytes: int) -> None:
     content += chunk
     if len(content) > max_bytes:
-        raise UnreadableAnswerError(f"answered more than {max_bytes} bytes; limit what it puts into one answer")
+        raise UnreadableAnswerError(
+            f"answered more than {max_bytes} bytes; limit what it puts into one answer"
+        )
 
 
 async def read_beginning(headers: Mapping[str, str], chunks: AsyncIterable[bytes]) -> bytes:
@@ -399,7 +425,9 @@ class LineBuffer:
             self._parts.append(part)
             self._size += len(part)
         if self._size > self._max_bytes:
-            raise UnreadableAnswerError(f"answered with a line of more than {self._max_bytes} bytes")
+            raise UnreadableAnswerError(
+                f"answered with a line of more than {self._max_bytes} bytes"
+            )
 
 
 def _encoding(headers: Mapping[str, str]) -> str:

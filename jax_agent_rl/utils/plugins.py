@@ -62,7 +62,9 @@ def installed(kind: Kind) -> Mapping[str, EntryPoint]:
     return found
 
 
-def load_installed(kind: Kind, name: str, *, fits: Callable[[Any], bool] = callable, expected: str = "callable") -> Any:
+def load_installed(
+    kind: Kind, name: str, *, fits: Callable[[Any], bool] = callable, expected: str = "callable"
+) -> Any:
     """Import and return what an installed package registers under a name; None if none does.
 
     Args:
@@ -83,12 +85,18 @@ def load_installed(kind: Kind, name: str, *, fits: Callable[[Any], bool] = calla
             f"{_origin(entry)} cannot be imported ({describe_error(error)}); repair or uninstall it"
         ) from error
     if not fits(found):
-        raise ConfigError(f"{_origin(entry)} must be {expected}, got {found!r:.100}; repair or uninstall it")
+        raise ConfigError(
+            f"{_origin(entry)} must be {expected}, got {found!r:.100}; repair or uninstall it"
+        )
     return found
 
 
 def _origin(entry: EntryPoint) -> str:
-    package = "an unknown package" if entry.dist is None else f"the package {entry.dist.name} {entry.dist.version}"
+    package = (
+        "an unknown package"
+        if entry.dist is None
+        else f"the package {entry.dist.name} {entry.dist.version}"
+    )
     return f"{entry.name} = {entry.value} of {package} ({entry.group})"
 
 
@@ -134,14 +142,18 @@ def read_entries(path: Path, *, key: str, name: str) -> list[Any]:
     try:
         tree = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{key}={str(path)!r}: no such file (relative to {os.getcwd()})") from None
+        raise ConfigError(
+            f"{key}={str(path)!r}: no such file (relative to {os.getcwd()})"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{key}={str(path)!r} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}={str(path)!r} is not valid YAML: {error}") from None
     entries = tree.get(name) if isinstance(tree, Mapping) else None
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{key}={str(path)!r} must hold `{name}:` with a list of entries, got {tree!r:.100}")
+        raise ConfigError(
+            f"{key}={str(path)!r} must hold `{name}:` with a list of entries, got {tree!r:.100}"
+        )
     return entries
 
 
@@ -196,7 +208,9 @@ def _refuse_standard_module(where: str, named: str) -> None:
     top = where.partition(".")[0]
     for mine in (Path(f"{top}.py"), Path(top)):
         if top in sys.stdlib_module_names and mine.exists():
-            raise ConfigError(f"{named}: this name is that of a module of Python's own; name the file, {mine}")
+            raise ConfigError(
+                f"{named}: this name is that of a module of Python's own; name the file, {mine}"
+            )
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -37,7 +37,9 @@ from jax_agent_rl.utils.text import printable
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_TIMEOUT_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
 MIN_CLOSE_SECONDS, MAX_CLOSE_SECONDS = 0.5, 2.0  # for an orderly shutdown
-LEADER_CLOSE_SECONDS = 60.0  # where other processes have to stop first: without their leader they would crash
+LEADER_CLOSE_SECONDS = (
+    60.0  # where other processes have to stop first: without their leader they would crash
+)
 SERVER_EXIT_SECONDS = 10.0  # from the end of a server to the end of its process
 EXIT_CODE = 130
 
@@ -152,7 +154,10 @@ class Interruption:
             stage = self.stage
         self.print_line(stage.value)
         self._loop.call_soon_threadsafe(self._task.cancel)
-        if stage not in (InterruptStage.TRAINING, InterruptStage.SERVING):  # these may take their time to close
+        if stage not in (
+            InterruptStage.TRAINING,
+            InterruptStage.SERVING,
+        ):  # these may take their time to close
             self._exit_in_time()
 
     def _exit_in_time(self) -> None:
@@ -182,7 +187,9 @@ def exit_within(print_line: Callable[[str], None], seconds: float) -> None:
 
     def force_exit() -> None:
         if seconds:
-            print_line("something that cannot be stopped (a compilation?) still runs; leaving without waiting for it")
+            print_line(
+                "something that cannot be stopped (a compilation?) still runs; leaving without waiting for it"
+            )
         for hook in list(_exit_hooks):
             hook()
         remove_temp_folders()
@@ -195,7 +202,9 @@ def exit_within(print_line: Callable[[str], None], seconds: float) -> None:
     timer.start()
 
 
-def run_server(main: Coroutine[Any, Any, None], *, print_line: Callable[[str], None] = print) -> None:
+def run_server(
+    main: Coroutine[Any, Any, None], *, print_line: Callable[[str], None] = print
+) -> None:
     """Run a server on an event loop until SIGINT or SIGTERM cancels it; the second signal ends the process at once.
 
     ``print_line`` prints a line for the user; it is called from another thread.
@@ -204,13 +213,19 @@ def run_server(main: Coroutine[Any, Any, None], *, print_line: Callable[[str], N
     async def stoppable() -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(
-                Interruption(print_line, functools.partial(exit_within, print_line), stage=InterruptStage.SERVING)
+                Interruption(
+                    print_line,
+                    functools.partial(exit_within, print_line),
+                    stage=InterruptStage.SERVING,
+                )
             )
             try:
                 await main
             except asyncio.CancelledError:
                 stack.pop_all()  # keep handling signals while the interpreter ends
-                exit_within(print_line, SERVER_EXIT_SECONDS)  # which waits even for threads that cannot be stopped
+                exit_within(
+                    print_line, SERVER_EXIT_SECONDS
+                )  # which waits even for threads that cannot be stopped
 
     asyncio.run(stoppable())
 
@@ -244,9 +259,13 @@ def quiet_logging() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for noisy in ("jax", "orbax"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # this package reports Orbax's failures itself
+    logging.getLogger("absl").setLevel(
+        logging.CRITICAL
+    )  # this package reports Orbax's failures itself
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch, which nothing here needs
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # it misses PyTorch, which nothing here needs
 
 
 @functools.cache
@@ -259,7 +278,10 @@ def ignore_late_writes() -> None:
     hook = sys.unraisablehook
 
     def without(unraisable: sys.UnraisableHookArgs) -> None:
-        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+        if not (
+            unraisable.exc_type is RuntimeError
+            and str(unraisable.exc_value) == "Event loop is closed"
+        ):
             hook(unraisable)
 
     sys.unraisablehook = without

@@ -48,11 +48,15 @@ class RequestCounts:
         """Yield ``server_requests_total{path,status}`` and ``server_requests_running``."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        ended = CounterMetricFamily(PREFIX + "server_requests", "Requests answered.", labels=["path", "status"])
+        ended = CounterMetricFamily(
+            PREFIX + "server_requests", "Requests answered.", labels=["path", "status"]
+        )
         for (path, status), count in sorted(self._ended.items()):
             ended.add_metric([path, str(status)], count)
         yield ended
-        yield GaugeMetricFamily(PREFIX + "server_requests_running", "Requests under way.", value=self._running)
+        yield GaugeMetricFamily(
+            PREFIX + "server_requests_running", "Requests under way.", value=self._running
+        )
 
 
 def gauges(values: Mapping[str, float]) -> Iterator[Metric]:
@@ -60,7 +64,9 @@ def gauges(values: Mapping[str, float]) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily
 
     for name, value in values.items():
-        yield GaugeMetricFamily(PREFIX + name, name.replace("_", " ").capitalize() + ".", value=value)
+        yield GaugeMetricFamily(
+            PREFIX + name, name.replace("_", " ").capitalize() + ".", value=value
+        )
 
 
 def exposition_text(families: Iterable[Metric]) -> bytes:

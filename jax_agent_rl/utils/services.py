@@ -91,7 +91,11 @@ class _Start(Generic[T]):
     """A call in a daemon thread, and whether anybody still waits for it."""
 
     def __init__(
-        self, start: Callable[[], T], undo: Callable[[T], object] | None, name: str, ended: threading.Event | None
+        self,
+        start: Callable[[], T],
+        undo: Callable[[T], object] | None,
+        name: str,
+        ended: threading.Event | None,
     ) -> None:
         self._ended = ended
         self.result: Future[T] = Future()
@@ -101,7 +105,9 @@ class _Start(Generic[T]):
         self._is_left = False
         context = contextvars.copy_context()
         arguments = (context, start, undo)
-        threading.Thread(target=self._run, args=arguments, name=f"start of {name}", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=arguments, name=f"start of {name}", daemon=True
+        ).start()
 
     def is_over(self) -> bool:
         """Return whether the call has ended."""
@@ -112,7 +118,12 @@ class _Start(Generic[T]):
         with self._lock:
             self._is_left = True
 
-    def _run(self, context: contextvars.Context, start: Callable[[], T], undo: Callable[[T], object] | None) -> None:
+    def _run(
+        self,
+        context: contextvars.Context,
+        start: Callable[[], T],
+        undo: Callable[[T], object] | None,
+    ) -> None:
         value = None
         problem: BaseException | None = None
         try:

@@ -10,10 +10,22 @@ from collections.abc import Iterable
 
 _UNSEEN_CATEGORIES = frozenset({"Cc", "Cf", "Zl", "Zp", "Co", "Cs"})
 _UNSEEN_LETTERS = (
-    *(0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0),  # a joiner, and letters that fill a place
+    *(
+        0x034F,
+        0x115F,
+        0x1160,
+        0x17B4,
+        0x17B5,
+        0x3164,
+        0xFFA0,
+    ),  # a joiner, and letters that fill a place
     *range(0x180B, 0x1810),
     *range(0xFE00, 0xFE10),  # variation selectors
-    *(0x2065, *range(0xFFF0, 0xFFF9), *range(0xE0000, 0xE1000)),  # more selectors, and what is reserved for such
+    *(
+        0x2065,
+        *range(0xFFF0, 0xFFF9),
+        *range(0xE0000, 0xE1000),
+    ),  # more selectors, and what is reserved for such
 )
 """The rest of Unicode's ``Default_Ignorable_Code_Point``: letters and marks that nothing is drawn for."""
 

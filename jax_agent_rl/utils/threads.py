@@ -35,7 +35,11 @@ class DaemonThreads:
     """
 
     def __init__(
-        self, max_abandoned: int = 64, *, kind: str = "tool", error: Callable[[str], JaxAgentRLError] = ToolError
+        self,
+        max_abandoned: int = 64,
+        *,
+        kind: str = "tool",
+        error: Callable[[str], JaxAgentRLError] = ToolError,
     ):
         self._max_abandoned = max_abandoned
         self._kind = kind
@@ -62,7 +66,9 @@ class DaemonThreads:
                 f"give the {self._kind}s time limits of their own"
             )
         call = _Call(function, name, self._error)
-        threading.Thread(target=call.run, args=(self._ended,), name=f"{self._kind} {name}", daemon=True).start()
+        threading.Thread(
+            target=call.run, args=(self._ended,), name=f"{self._kind} {name}", daemon=True
+        ).start()
         try:
             return await call.result
         finally:
@@ -81,7 +87,9 @@ class DaemonThreads:
 class _Call:
     """One function call in a thread, whose result returns to the event loop."""
 
-    def __init__(self, function: Callable[[], Any], name: str, error: Callable[[str], JaxAgentRLError]):
+    def __init__(
+        self, function: Callable[[], Any], name: str, error: Callable[[str], JaxAgentRLError]
+    ):
         self.name = name
         self.error = error
         self.ended = False
@@ -152,7 +160,9 @@ async def in_time(
     return task.result()
 
 
-async def _no_exit(call: Callable[[], Awaitable[T]], what: str, error: Callable[[str], JaxAgentRLError]) -> T:
+async def _no_exit(
+    call: Callable[[], Awaitable[T]], what: str, error: Callable[[str], JaxAgentRLError]
+) -> T:
     try:
         with at_work(what):
             return await call()

@@ -82,7 +82,9 @@ class LogprobProbe:
     def __post_init__(self) -> None:
         lengths = [(len(i), len(p)) for i, p in zip(self.ids, self.log_probs, strict=True)]
         if not lengths or any(n < 2 or m != n - 1 for n, m in lengths):
-            raise ValueError(f"a probe needs sequences of n >= 2 ids with n - 1 log-probs each, got {lengths}")
+            raise ValueError(
+                f"a probe needs sequences of n >= 2 ids with n - 1 log-probs each, got {lengths}"
+            )
 
     def to_metadata(self) -> dict[str, str]:
         """Return metadata for a safetensors file (strings only)."""
@@ -109,7 +111,9 @@ class LogprobProbe:
         Raises:
             ValueError: the probe is damaged.
         """
-        return cls(ids=tuple(map(tuple, saved["ids"])), log_probs=tuple(map(tuple, saved["log_probs"])))
+        return cls(
+            ids=tuple(map(tuple, saved["ids"])), log_probs=tuple(map(tuple, saved["log_probs"]))
+        )
 
     def differences(self, measured: Sequence[Sequence[float]]) -> tuple[float, float]:
         """Return (largest, mean) |learner - engine| over all probed ids; infinity when a value is not finite."""
@@ -132,7 +136,9 @@ def read_probe(paths: Sequence[str]) -> LogprobProbe | None:
             with safe_open(path, framework="numpy") as file:
                 probe = LogprobProbe.from_metadata(file.metadata() or {})
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise WeightUpdateError(f"the log-prob probe in {path} cannot be read: {error}") from error
+            raise WeightUpdateError(
+                f"the log-prob probe in {path} cannot be read: {error}"
+            ) from error
         if probe is not None:
             return probe
     return None
@@ -159,7 +165,9 @@ def check_files(paths: Sequence[str], digests: Mapping[str, str]) -> None:
         return
     names = {Path(path).name for path in paths}
     if names != digests.keys():
-        raise WeightUpdateError(f"the update has digests of {sorted(digests)}, but files {sorted(names)}")
+        raise WeightUpdateError(
+            f"the update has digests of {sorted(digests)}, but files {sorted(names)}"
+        )
     for path in paths:
         try:
             found = file_digest(path)
@@ -185,7 +193,9 @@ DELTA_SUFFIX = ".delta.safetensors"
 """Ending of a delta's name, in place of the new file's ``.safetensors``."""
 _WORD, _GAP = "<u2", "<u4"
 _BLOCK = 1 << 25  # words compared at a time
-_MAX_SHARE = 0.25  # of the words: where more changed, sending all of them costs less than compressing
+_MAX_SHARE = (
+    0.25  # of the words: where more changed, sending all of them costs less than compressing
+)
 
 
 def delta_path(file: Path) -> Path:
@@ -216,7 +226,9 @@ def write_delta(base: Path, base_digest: str, new: Path) -> Path | None:
     size = new.stat().st_size - begin
     if base.stat().st_size - old_begin != size or size % np.dtype(_WORD).itemsize or not size:
         return None
-    old_words, words = (np.memmap(file, _WORD, "r", at) for file, at in ((base, old_begin), (new, begin)))
+    old_words, words = (
+        np.memmap(file, _WORD, "r", at) for file, at in ((base, old_begin), (new, begin))
+    )
     places, changes = [], []
     for first in range(0, len(words), _BLOCK):
         before, after = old_words[first : first + _BLOCK], words[first : first + _BLOCK]
@@ -272,7 +284,9 @@ def apply_delta(base: Path, delta: Path, out: Path) -> None:
             raise ValueError(f"a change at word {place[-1]} of {len(words)}")
         words[place] += _expanded(tensors["changes"], _WORD, count)
     except (ValueError, zlib.error) as error:
-        raise WeightUpdateError(f"{delta.name} does not fit {base.name}: {error}; send the whole file") from error
+        raise WeightUpdateError(
+            f"{delta.name} does not fit {base.name}: {error}; send the whole file"
+        ) from error
     with out.open("xb") as stream:
         stream.write(tensors["header"].tobytes())
         words.tofile(stream)
@@ -285,7 +299,9 @@ def _read_delta(delta: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
             tensors = {name: file.get_tensor(name) for name in ("header", "gaps", "changes")}
         return {name: metadata[name] for name in ("base", "count")}, tensors
     except (SafetensorError, KeyError, TypeError) as error:
-        raise WeightUpdateError(f"{delta.name} is no weight delta: {error}; send the whole file") from error
+        raise WeightUpdateError(
+            f"{delta.name} is no weight delta: {error}; send the whole file"
+        ) from error
 
 
 def _data_begin(file: Path) -> int:

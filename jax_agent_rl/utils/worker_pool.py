@@ -52,7 +52,9 @@ class JsonWorkers:
         hello: first request to each worker, answered when it is ready; the time limit of others begins then.
     """
 
-    def __init__(self, program: str, *, size: int, purpose: str, hello: Mapping[str, Any] | None = None):
+    def __init__(
+        self, program: str, *, size: int, purpose: str, hello: Mapping[str, Any] | None = None
+    ):
         if size < 1:
             raise ValueError(f"size={size}: must be >= 1")
         self._program = program
@@ -63,7 +65,9 @@ class JsonWorkers:
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
 
-    def ask(self, request: Mapping[str, Any], *, timeout: float, wait: float | None = None) -> dict[str, Any]:
+    def ask(
+        self, request: Mapping[str, Any], *, timeout: float, wait: float | None = None
+    ) -> dict[str, Any]:
         """Return the answer to one request.
 
         Args:
@@ -79,7 +83,9 @@ class JsonWorkers:
         deadline = time.monotonic() + timeout
         patience = timeout if wait is None else wait
         if not self._free.acquire(timeout=patience):
-            raise WorkersBusyError(f"{self.purpose}: no worker was free within {patience:g} seconds")
+            raise WorkersBusyError(
+                f"{self.purpose}: no worker was free within {patience:g} seconds"
+            )
         if wait is not None:
             deadline = time.monotonic() + timeout
         try:
@@ -120,16 +126,22 @@ class JsonWorkers:
             worker.kill()
             raise WorkerFailedError(f"{self.purpose}: {ready['error']}")
 
-    def _answer(self, worker: _Worker, request: Mapping[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
+    def _answer(
+        self, worker: _Worker, request: Mapping[str, Any], deadline: float, timeout: float
+    ) -> dict[str, Any]:
         try:
             line = worker.exchange(json.dumps(request).encode() + b"\n", deadline)
-            answer = decode_json(line, non_finite=True, lone_surrogates=True)  # a score may be NaN: its check names it
+            answer = decode_json(
+                line, non_finite=True, lone_surrogates=True
+            )  # a score may be NaN: its check names it
             if not isinstance(answer, dict):
                 raise ValueError("it answered no object")
             return answer
         except TimeoutError:
             worker.kill()
-            raise WorkerTimeoutError(f"{self.purpose} took longer than {timeout:g} seconds") from None
+            raise WorkerTimeoutError(
+                f"{self.purpose} took longer than {timeout:g} seconds"
+            ) from None
         except _TooLong:
             worker.kill()
             raise WorkerFailedError(
@@ -137,7 +149,9 @@ class JsonWorkers:
             ) from None
         except (OSError, EOFError, ValueError) as error:
             code = worker.kill()
-            raise WorkerFailedError(f"{self.purpose}: the worker ended ({error or f'exit code {code}'})") from None
+            raise WorkerFailedError(
+                f"{self.purpose}: the worker ended ({error or f'exit code {code}'})"
+            ) from None
 
 
 class _TooLong(Exception):

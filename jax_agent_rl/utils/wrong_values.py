@@ -54,13 +54,21 @@ _SENTENCES: Mapping[str, str | Callable[[Mapping[str, Any]], str]] = {
     "multiple_of": lambda about: f"must be a multiple of {about['multiple_of']}",
     "literal_error": lambda about: f"must be {about['expected']}",
     "enum": lambda about: f"must be {about['expected']}",
-    "union_tag_invalid": lambda about: f"{about['discriminator']} must be one of {about['expected_tags']}",
+    "union_tag_invalid": lambda about: (
+        f"{about['discriminator']} must be one of {about['expected_tags']}"
+    ),
     "union_tag_not_found": lambda about: f"{about['discriminator']} is required, not set",
     "too_short": lambda about: f"must have at least {counted(about['min_length'], 'item')}",
     "too_long": lambda about: f"must have at most {counted(about['max_length'], 'item')}",
-    "string_too_short": lambda about: f"must have at least {counted(about['min_length'], 'character')}",
-    "string_too_long": lambda about: f"must have at most {counted(about['max_length'], 'character')}",
-    "string_pattern_mismatch": lambda about: f"must match the regular expression {about['pattern']}",
+    "string_too_short": lambda about: (
+        f"must have at least {counted(about['min_length'], 'character')}"
+    ),
+    "string_too_long": lambda about: (
+        f"must have at most {counted(about['max_length'], 'character')}"
+    ),
+    "string_pattern_mismatch": lambda about: (
+        f"must match the regular expression {about['pattern']}"
+    ),
     "recursion_loop": "must not contain itself",
 }
 

@@ -47,7 +47,11 @@ def _read(text: str, read: Any) -> Any:
     loader = _Loader(text)
     try:
         return read(loader)
-    except (ValueError, OverflowError, RecursionError) as error:  # PyYAML's constructors of numbers and dates
+    except (
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # PyYAML's constructors of numbers and dates
         raise yaml.YAMLError(f"a value cannot be read: {error}") from None
     finally:
         loader.dispose()
@@ -116,4 +120,6 @@ def _check_keys(node: MappingNode) -> None:
 
 def _check_length(node: Any) -> None:
     if len(node.value) > MAX_NUMBER_LENGTH:
-        raise ConstructorError(None, None, f"a number of {len(node.value)} characters", node.start_mark)
+        raise ConstructorError(
+            None, None, f"a number of {len(node.value)} characters", node.start_mark
+        )

@@ -63,7 +63,9 @@ def jetstream(request):
 def external_engine(request):
     pytest.importorskip("torch")
     options = replace(
-        request.getfixturevalue("options"), engine_factory="tests.later_api:make_external_engine", max_concurrent=4
+        request.getfixturevalue("options"),
+        engine_factory="tests.later_api:make_external_engine",
+        max_concurrent=4,
     )
     return select_backend("jetstream", options)
 
@@ -71,7 +73,10 @@ def external_engine(request):
 def jetstream_int8(request):
     """Of a model whose matrices int8 holds exactly: whatever else changes a log-prob is a mistake."""
     pytest.importorskip("torch")
-    options, scratch = request.getfixturevalue("options"), request.getfixturevalue("tmp_path_factory").mktemp("int8")
+    options, scratch = (
+        request.getfixturevalue("options"),
+        request.getfixturevalue("tmp_path_factory").mktemp("int8"),
+    )
     sets, own = options.folders, ModelDirs(base=scratch / "base", scratch=scratch)
     for which in (BASE, OTHER):
         rounded(sets.weights(which), own.weights(which))
@@ -96,7 +101,11 @@ def jetstream_speculative(request):
     patch = pytest.MonkeyPatch()
     request.addfinalizer(patch.undo)
     patch.setattr(speculation, "LOSS_SECONDS", float("inf"))
-    patch.setattr(Speculation, "_best_columns", lambda on, plain, chances: on.most_columns if len(chances) else None)
+    patch.setattr(
+        Speculation,
+        "_best_columns",
+        lambda on, plain, chances: on.most_columns if len(chances) else None,
+    )
     options = request.getfixturevalue("options")
     return select_backend("jetstream", replace(options, num_speculative_tokens=4))
 
@@ -106,7 +115,9 @@ def rounded(model: Path, folder: Path) -> Path:
     shutil.copytree(model, folder)
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
-        for name in [name for name in tensors if ".layers." in name and name.endswith("_proj.weight")]:
+        for name in [
+            name for name in tensors if ".layers." in name and name.endswith("_proj.weight")
+        ]:
             step = np.abs(tensors[name]).max(-1, keepdims=True) / 127
             tensors[name] = (np.round(tensors[name] / step) * step).astype(tensors[name].dtype)
         save_file(tensors, file, metadata={"format": "pt"})
@@ -144,7 +155,9 @@ def remote_vllm(request):
 
 def ray_jetstream(request):
     pytest.importorskip("torch")
-    if importlib.util.find_spec("ray") is None:  # importing it here would be before what it reads then is set
+    if (
+        importlib.util.find_spec("ray") is None
+    ):  # importing it here would be before what it reads then is set
         pytest.skip("Ray is not installed")
     return select_backend("ray", request.getfixturevalue("options"))
 
@@ -157,7 +170,9 @@ def ray_vllm(request):
 
 EMBEDDED = [jetstream, jetstream_speculative, jetstream_int8, jetstream_int8_cache, external_engine]
 SUBJECTS = [toy, *EMBEDDED, remote_toy, remote_toy_upload, remote_jetstream, ray_jetstream]
-ON_VLLM = [pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, remote_vllm, ray_vllm)]
+ON_VLLM = [
+    pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, remote_vllm, ray_vllm)
+]
 
 
 @pytest.fixture(scope="session", params=[*SUBJECTS, *ON_VLLM], ids=lambda subject: subject.__name__)
@@ -168,26 +183,52 @@ def backend_session(request):
 
 def test_data_parallel_engines_obey_the_protocol_as_one(tmp_path: Path):
     pytest.importorskip("torch")
-    command = [*python(), "-m", "jax_agent_rl.cli", "conformance", "--backend", "jetstream", "--data-parallel", "3"]
+    command = [
+        *python(),
+        "-m",
+        "jax_agent_rl.cli",
+        "conformance",
+        "--backend",
+        "jetstream",
+        "--data-parallel",
+        "3",
+    ]
     made = subprocess.run(
-        [*command, "--json"], capture_output=True, text=True, timeout=580, env=environment_with(3), cwd=Path.cwd()
+        [*command, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        env=environment_with(3),
+        cwd=Path.cwd(),
     )
     assert made.stdout.strip(), made.stderr[-2000:]
     results = json.loads(made.stdout.splitlines()[-1])["results"]
-    assert not [result for result in results if result["outcome"] not in ("passed", "skipped")], made.stderr[-2000:]
+    assert not [result for result in results if result["outcome"] not in ("passed", "skipped")], (
+        made.stderr[-2000:]
+    )
     assert made.returncode == 0 and Counter(result["outcome"] for result in results)["passed"] > 30
 
 
 def test_every_file_of_the_suite_runs_here():
-    modules = {value.__module__ for name, value in globals().items() if name.startswith("test_")} - {__name__}
-    assert {name.rpartition(".")[2] for name in modules} == {file.stem for file in SUITE.glob("test_*.py")}
+    modules = {
+        value.__module__ for name, value in globals().items() if name.startswith("test_")
+    } - {__name__}
+    assert {name.rpartition(".")[2] for name in modules} == {
+        file.stem for file in SUITE.glob("test_*.py")
+    }
 
 
-def test_what_a_rounded_cache_may_change_is_far_below_what_other_weights_do(options: BackendOptions):
+def test_what_a_rounded_cache_may_change_is_far_below_what_other_weights_do(
+    options: BackendOptions,
+):
     pytest.importorskip("torch")
-    reference = TransformersReference({which: options.folders.weights(which) for which in (BASE, OTHER)})
+    reference = TransformersReference(
+        {which: options.folders.weights(which) for which in (BASE, OTHER)}
+    )
     for ids in np.random.default_rng(0).integers(3, 97, (6, 24)).tolist():
-        ours, others = (log_softmax(reference.logits(ids, weights=which)) for which in (BASE, OTHER))
+        ours, others = (
+            log_softmax(reference.logits(ids, weights=which)) for which in (BASE, OTHER)
+        )
         likely = ours.argmax(-1)[:, None]
         assert np.abs(np.take_along_axis(ours - others, likely, -1)).max() > 10 * EIGHT_BITS
 
@@ -198,7 +239,13 @@ def test_engines_serve_adapters(backend: str, options: BackendOptions):
     pytest.importorskip("torch")
     if backend == "vllm":
         pytest.importorskip("vllm")
-    checks = ["adapters", "adapters-and-prefixes", "greedy-logprobs", "prefix-reuse", "weights-take-effect"]
+    checks = [
+        "adapters",
+        "adapters-and-prefixes",
+        "greedy-logprobs",
+        "prefix-reuse",
+        "weights-take-effect",
+    ]
     subject = select_backend(backend, replace(options, adapters=True, max_concurrent=2))
     report = run_suite(subject, only=checks)
     assert [r.outcome for r in report.results] == ["passed"] * 5, report.results
@@ -210,7 +257,12 @@ def test_engines_report_experts(backend: str, tmp_path: Path):
     pytest.importorskip("torch")
     model = write_tiny_model(tmp_path / "model", experts=True)
     options = BackendOptions(folders=prepare_folders(model, tmp_path), max_concurrent=2)
-    checks = ["experts-match-reference", "experts-of-a-next-turn", "experts-survive-an-abort", "experts-of-new-weights"]
+    checks = [
+        "experts-match-reference",
+        "experts-of-a-next-turn",
+        "experts-survive-an-abort",
+        "experts-of-new-weights",
+    ]
     checks += ["greedy-matches-reference", "prefix-reuse"]
     report = run_suite(select_backend(backend, options), only=checks)
     assert [r.outcome for r in report.results] == ["passed"] * 6, report.results
@@ -223,7 +275,9 @@ def test_engines_see_images(backend: str, tmp_path: Path):
     if backend == "vllm":
         pytest.importorskip("vllm")
         pytest.importorskip("torchvision")
-    options = BackendOptions(folders=prepare_folders(write_model(tmp_path / "model", 0), tmp_path), max_concurrent=2)
+    options = BackendOptions(
+        folders=prepare_folders(write_model(tmp_path / "model", 0), tmp_path), max_concurrent=2
+    )
     checks = ["images-condition-output", "images-and-prefixes", "images-miscounted-refused"]
     checks += ["greedy-matches-reference", "prefix-reuse", "weights-take-effect"]
     report = run_suite(select_backend(backend, options), only=checks)

@@ -35,7 +35,12 @@ def small_model(tmp_path_factory) -> Path:
         head_dim=8,
         tie_word_embeddings=True,
     )
-    save_hf(folder, config, nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0)))), tokenizer_from=REAL_MODEL)
+    save_hf(
+        folder,
+        config,
+        nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0)))),
+        tokenizer_from=REAL_MODEL,
+    )
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     bpe = tokenizer["model"]

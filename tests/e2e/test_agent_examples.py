@@ -41,18 +41,24 @@ SMALL = [
 
 
 @pytest.mark.parametrize("name", ["langgraph_agent", "openai_agent"])
-def test_an_example_trains_with_every_trajectory_accounted_for(name: str, small_model: Path, tmp_path: Path):
+def test_an_example_trains_with_every_trajectory_accounted_for(
+    name: str, small_model: Path, tmp_path: Path
+):
     config = ROOT / "examples" / name / "config.yaml"
     agent = yaml.safe_load(config.read_text())["agent"]["default_agent"]
     train, heldout = prepare_calculator(tmp_path / "data", train=24, heldout=4, agent_name=agent)
     places = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", f"data.train={train}"]
     command = [*python(), *COMMAND, "train", str(config), *places, f"data.eval={heldout}", *SMALL]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT
+    )
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["started"] == summary["trained"] == 8 and summary["dropped"] == {}
     assert summary["token_drift"] == 0 and summary["max_logprob_gap"] <= 1e-3
-    assert {r["agent_name"] for r in read_records(tmp_path / "run" / "trajectories.jsonl")} == {agent}
+    assert {r["agent_name"] for r in read_records(tmp_path / "run" / "trajectories.jsonl")} == {
+        agent
+    }
 
 
 @needs_bwrap
@@ -68,11 +74,28 @@ def test_a_program_in_the_sandbox_trains_on_task_folders(small_model: Path, tmp_
         "2",
     ]
     subprocess.run([*prepare, "--heldout", "2"], check=True, timeout=300, cwd=ROOT, env=ENVIRONMENT)
-    places = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", f"data.train={tmp_path / 'train.jsonl'}"]
-    command = [*python(), *COMMAND, "train", str(ROOT / "examples" / "terminal_tasks" / "config.yaml"), *places]
-    command += [f"data.eval={tmp_path / 'heldout.jsonl'}", *SMALL, "trainer.steps=1", "agent.max_prompt_length=400"]
+    places = [
+        f"run_dir={tmp_path / 'run'}",
+        f"model.path={small_model}",
+        f"data.train={tmp_path / 'train.jsonl'}",
+    ]
+    command = [
+        *python(),
+        *COMMAND,
+        "train",
+        str(ROOT / "examples" / "terminal_tasks" / "config.yaml"),
+        *places,
+    ]
+    command += [
+        f"data.eval={tmp_path / 'heldout.jsonl'}",
+        *SMALL,
+        "trainer.steps=1",
+        "agent.max_prompt_length=400",
+    ]
     command += ["rollout.max_model_len=448", "learner.pack_length=512"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT
+    )
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["started"] == summary["trained"] == 4 and summary["token_drift"] == 0
@@ -83,7 +106,16 @@ def test_a_program_in_the_sandbox_trains_on_task_folders(small_model: Path, tmp_
 def test_serve_answers_an_openai_client_until_it_is_told_to_stop(small_model: Path):
     port = free_port()
     config = ROOT / "examples" / "openai_agent" / "config.yaml"
-    command = [*python(), *COMMAND, "serve", str(config), f"model.path={small_model}", *SMALL, "--port", str(port)]
+    command = [
+        *python(),
+        *COMMAND,
+        "serve",
+        str(config),
+        f"model.path={small_model}",
+        *SMALL,
+        "--port",
+        str(port),
+    ]
     process = subprocess.Popen(
         [*command, "--token-env", "SERVE_KEY"],
         stdout=subprocess.PIPE,
@@ -104,12 +136,17 @@ def test_serve_answers_an_openai_client_until_it_is_told_to_stop(small_model: Pa
     with openai.OpenAI(base_url=url, api_key="k") as client:
         messages = [{"role": "user", "content": "hello"}]
         answers = [
-            client.chat.completions.create(model="policy", messages=messages, max_tokens=8, temperature=1.0, seed=seed)
+            client.chat.completions.create(
+                model="policy", messages=messages, max_tokens=8, temperature=1.0, seed=seed
+            )
             for seed in (1, 1, 2)
         ]
         texts = [answer.choices[0].message.content for answer in answers]
     assert texts[0] == texts[1] != texts[2], lines
-    with openai.OpenAI(base_url=url, api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+    with (
+        openai.OpenAI(base_url=url, api_key="wrong") as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
         client.models.list()
     process.send_signal(signal.SIGTERM)
     output = process.stdout.read()
@@ -119,6 +156,20 @@ def test_serve_answers_an_openai_client_until_it_is_told_to_stop(small_model: Pa
 
 def test_serve_says_what_to_do_about_an_open_address(small_model: Path):
     config = ROOT / "examples" / "openai_agent" / "config.yaml"
-    command = [*python(), *COMMAND, "serve", str(config), f"model.path={small_model}", "--host", "0.0.0.0"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT)
-    assert result.returncode == 2 and "--token-env" in result.stderr and "Traceback" not in result.stderr
+    command = [
+        *python(),
+        *COMMAND,
+        "serve",
+        str(config),
+        f"model.path={small_model}",
+        "--host",
+        "0.0.0.0",
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=ENVIRONMENT
+    )
+    assert (
+        result.returncode == 2
+        and "--token-env" in result.stderr
+        and "Traceback" not in result.stderr
+    )

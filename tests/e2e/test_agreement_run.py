@@ -30,7 +30,9 @@ def run(recipe: Path, *overrides: str) -> tuple[dict[str, Any], str]:
     screen = io.StringIO()
     console = Console(file=screen, width=300)
     try:
-        return asyncio.run(train(load(recipe, list(overrides)), resume=False, console=console)), screen.getvalue()
+        return asyncio.run(
+            train(load(recipe, list(overrides)), resume=False, console=console)
+        ), screen.getvalue()
     except DisagreementError as error:
         return {"error": str(error)}, screen.getvalue()
 
@@ -51,20 +53,30 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JetStreamBackend, "__init__", otherwise)
 
 
-def test_a_run_stops_before_its_first_update_and_its_folder_repeats_the_diagnosis(tmp_path: Path, faulty: None):
+def test_a_run_stops_before_its_first_update_and_its_folder_repeats_the_diagnosis(
+    tmp_path: Path, faulty: None
+):
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 2})
     ended, screen = run(recipe)
     assert "=> rotary settings: the engine rotates by theta=5e+05" in ended["error"]
-    assert "layer 0 is the first that differs" in screen and "tensors of the engine are the learner's" in screen
+    assert (
+        "layer 0 is the first that differs" in screen
+        and "tensors of the engine are the learner's" in screen
+    )
     folder = tmp_path / "run"
     assert not [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
-    assert json.loads((folder / "disagreement.json").read_text())["diagnosis"]["cause"] == "rotary settings"
+    assert (
+        json.loads((folder / "disagreement.json").read_text())["diagnosis"]["cause"]
+        == "rotary settings"
+    )
     code, output = diagnosed(folder, "--json")
     assert code == 1 and "=> rotary settings: the engine rotates by theta=5e+05" in output
     assert json.loads(output.splitlines()[-1])["diagnosis"]["cause"] == "rotary settings"
 
 
-def test_a_run_that_is_only_warned_goes_on_and_the_diagnosis_counts_as_no_recompilation(tmp_path: Path, faulty: None):
+def test_a_run_that_is_only_warned_goes_on_and_the_diagnosis_counts_as_no_recompilation(
+    tmp_path: Path, faulty: None
+):
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 3})
     summary, screen = run(recipe, "trainer.on_disagreement=warn")
     assert summary["steps"] == 3 and summary["recompilations_after_warmup"] == 0
@@ -80,7 +92,9 @@ def test_a_healthy_run_agrees_in_every_step_and_so_does_its_folder(tmp_path: Pat
     assert max(step["compared_gap_max"] for step in steps) < 1e-4
     for options in ((), ("--version", "0")):
         code, output = diagnosed(tmp_path / "run", *options)
-        assert code == 0 and "engine and learner agree about the weights of version" in output, output
+        assert code == 0 and "engine and learner agree about the weights of version" in output, (
+            output
+        )
     with pytest.raises(CheckpointError, match="nothing to compare"):
         diagnose_run(tmp_path / "run", version=7)
 
@@ -90,11 +104,15 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_whose_tokens_are_all_one_version_old_is_compared_with_that_version(tmp_path: Path):
-    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 5, "mode": "one_step_off"})
+    recipe = tiny_recipe(
+        tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 5, "mode": "one_step_off"}
+    )
     summary, screen = run(recipe)
     steps = steps_of(tmp_path / "run")
     assert [step["compared_age"] for step in steps] == [0, 1, 1, 1, 1]
-    assert all(step["compared_tokens"] > 0 and step["compared_gap_max"] < 5e-4 for step in steps), steps
+    assert all(step["compared_tokens"] > 0 and step["compared_gap_max"] < 5e-4 for step in steps), (
+        steps
+    )
     assert (summary["steps_compared"], summary["steps_not_compared"]) == (5, 0)
     assert summary["recompilations_after_warmup"] == 0 and "were compared in" not in screen
 
@@ -107,7 +125,9 @@ def test_an_engine_that_keeps_its_first_weights_stops_a_run_whose_tokens_are_one
     async def keep_weights(self: JetStreamBackend, change: Any) -> None:
         if not hasattr(self, "first_payload"):
             self.first_payload = jax.tree.map(jnp.copy, change.payload)  # type: ignore[attr-defined]
-        await update(self, replace(change, payload=jax.tree.map(jnp.copy, self.first_payload), probe=None))
+        await update(
+            self, replace(change, payload=jax.tree.map(jnp.copy, self.first_payload), probe=None)
+        )
 
     monkeypatch.setattr(JetStreamBackend, "update_weights", keep_weights)
     recipe = tiny_recipe(

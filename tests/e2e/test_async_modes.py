@@ -31,7 +31,9 @@ def recipe_of(folder: Path, name: str, steps: int) -> Path:
 
 
 def train(recipe: Path, *arguments: str) -> str:
-    result = subprocess.run([*python(), *COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=500)
+    result = subprocess.run(
+        [*python(), *COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=500
+    )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return result.stdout
 
@@ -63,10 +65,15 @@ def test_a_run_trains_on_every_row_once_and_within_its_bound(tmp_path: Path, nam
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill", "interrupt"])
 @pytest.mark.parametrize("name", ["one_step_off", "keep"])
-def test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing(tmp_path: Path, name: str, number: signal.Signals):
+def test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing(
+    tmp_path: Path, name: str, number: signal.Signals
+):
     recipe = recipe_of(tmp_path, name, steps=400)  # or it might be over before it is ended
     process = subprocess.Popen(
-        [*python(), *COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*python(), *COMMAND, str(recipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -77,9 +84,13 @@ def test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing(tmp_path: Pa
     assert process.wait() == (-signal.SIGKILL if number == signal.SIGKILL else 130)
     process.stdout.close()
     assert not (tmp_path / "run" / "summary.json").exists()
-    saved = max(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit())
+    saved = max(
+        int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()
+    )
     steps = max(20, saved + 8)
-    resumed = re.search(r"resumed after step (\d+)", train(recipe, "--resume", f"trainer.steps={steps}"))
+    resumed = re.search(
+        r"resumed after step (\d+)", train(recipe, "--resume", f"trainer.steps={steps}")
+    )
     # A kill may hit step 10's checkpoint while it is being written; that of step 5 was complete before it began.
     assert resumed and int(resumed[1]) >= (5 if number == signal.SIGKILL else 12)
     check_run(tmp_path / "run", steps=steps, bound=MODES[name].get("max_staleness", 1))

@@ -45,9 +45,16 @@ def greedy_reply(folder: Path, count: int) -> str:
     return codec.decode(ids[begin:])
 
 
-async def test_a_frozen_judge_answers_with_its_own_weights_and_is_gone_afterwards(small_model: Path):
+async def test_a_frozen_judge_answers_with_its_own_weights_and_is_gone_afterwards(
+    small_model: Path,
+):
     judge = {"model": str(small_model), "max_tokens": 4, "max_model_len": 256, "max_in_flight": 2}
-    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"judge": judge}}
+    tree = {
+        "run_dir": "r",
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "reward": {"judge": judge},
+    }
     codec = FakeCodec()
     policy = ScriptedBackend(codec, ["never asked"])
     scored = replace(trajectory([1], [2]), row={"data_source": "frozen_judge_test"})

@@ -14,7 +14,9 @@ from tests.warm import python
 
 def train(recipe: Path, *settings: str, devices: int) -> str:
     command = [*python(), "-m", "jax_agent_rl.cli", "train", str(recipe), *settings]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment_with(devices))
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, env=environment_with(devices)
+    )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return result.stdout
 
@@ -27,7 +29,9 @@ def test_the_engine_serves_what_a_mesh_trained_and_one_device_goes_on(tmp_path: 
     assert summary["steps"] == 3 and summary["recompilations_after_warmup"] == 0
     steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
     assert len(steps) == 3 and all(step["trained_tokens"] and step["grad_norm"] for step in steps)
-    assert max(step["logprob_gap_max"] for step in steps) < 1e-3  # weights of the step before would show
+    assert (
+        max(step["logprob_gap_max"] for step in steps) < 1e-3
+    )  # weights of the step before would show
 
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
@@ -51,7 +55,9 @@ def test_learner_and_engine_on_meshes_side_by_side(tmp_path: Path, mode: str):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 4 and summary["recompilations_after_warmup"] == 0
     steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
-    fresh = [step for step in steps if not step.get("staleness_max")]  # what is stale differs by what was learnt since
+    fresh = [
+        step for step in steps if not step.get("staleness_max")
+    ]  # what is stale differs by what was learnt since
     assert len(fresh) == 4 if mode == "sync" else fresh
     assert max(step["logprob_gap_max"] for step in fresh) < 1e-3
 

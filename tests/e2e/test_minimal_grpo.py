@@ -24,7 +24,11 @@ async def test_the_loop_learns_to_write_digits(tmp_path: Path, capsys):
     settings["chat_template"] = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     prompts = [f"{letter}{other}?" for letter in "abcd" for other in "efgh"]
-    row = {"data_source": "digits", "agent_name": "single_turn_agent", "reward_model": {"ground_truth": ""}}
+    row = {
+        "data_source": "digits",
+        "agent_name": "single_turn_agent",
+        "reward_model": {"ground_truth": ""},
+    }
     rows = [row | {"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = Config.model_validate(
@@ -38,7 +42,11 @@ async def test_the_loop_learns_to_write_digits(tmp_path: Path, capsys):
                 "group_size": 8,
                 "max_in_flight": 32,
                 "max_model_len": 64,
-                "jetstream": {"max_concurrent_decodes": 32, "prefill_buckets": [16], "decode_steps": 4},
+                "jetstream": {
+                    "max_concurrent_decodes": 32,
+                    "prefill_buckets": [16],
+                    "decode_steps": 4,
+                },
             },
             "learner": {"learning_rate": 1e-2, "pack_length": 128},
             "trainer": {"steps": 8, "checkpoint_every": 0},

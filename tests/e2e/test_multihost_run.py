@@ -34,7 +34,9 @@ cli.main()
 """
 
 
-def start(recipe: Path, *settings: str, processes: int, full: int | None = None) -> list[subprocess.Popen[str]]:
+def start(
+    recipe: Path, *settings: str, processes: int, full: int | None = None
+) -> list[subprocess.Popen[str]]:
     """One process per host, each with one device; the disk of ``full`` fills up."""
     port = free_port()
     started = []
@@ -50,7 +52,13 @@ def start(recipe: Path, *settings: str, processes: int, full: int | None = None)
             ]
         environment = environment_with(1)
         started.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         )
     return started
 
@@ -67,7 +75,9 @@ def finish(started: Sequence[subprocess.Popen[str]], codes: Sequence[int]) -> li
 
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
-def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(tmp_path: Path, mode: str):
+def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(
+    tmp_path: Path, mode: str
+):
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL})
     outputs = finish(start(recipe, "trainer.steps=2", f"trainer.mode={mode}", processes=2), [0, 0])
     folder = tmp_path / "run"
@@ -88,7 +98,9 @@ def test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint(tmp_
 def test_what_stops_process_0_stops_the_other(tmp_path: Path):
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL})
     outputs = finish(start(recipe, "data.train=/nowhere.jsonl", processes=2), [2, 0])
-    assert "dataset file '/nowhere.jsonl' does not exist" in outputs[0] and "Traceback" not in "".join(outputs)
+    assert "dataset file '/nowhere.jsonl' does not exist" in outputs[
+        0
+    ] and "Traceback" not in "".join(outputs)
 
 
 def test_a_signal_to_all_leaves_a_checkpoint_of_all(tmp_path: Path):
@@ -110,10 +122,16 @@ def test_a_signal_to_all_leaves_a_checkpoint_of_all(tmp_path: Path):
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_on_one_process_ends_the_run_with_a_message_and_it_resumes(full: int, tmp_path: Path):
-    recipe = tiny_recipe(tmp_path, trainer={"steps": 6, "checkpoint_every": 1}, rollout={"jetstream": SMALL})
+def test_a_full_disk_on_one_process_ends_the_run_with_a_message_and_it_resumes(
+    full: int, tmp_path: Path
+):
+    recipe = tiny_recipe(
+        tmp_path, trainer={"steps": 6, "checkpoint_every": 1}, rollout={"jetstream": SMALL}
+    )
     output, other = finish(start(recipe, processes=2, full=full), [2, 0])
-    assert "error: a checkpoint could not be written" in output and "checkpoint 2 is intact" in output
+    assert (
+        "error: a checkpoint could not be written" in output and "checkpoint 2 is intact" in output
+    )
     assert f": on process {full}, " in output, output
     (resumed,) = finish(start(recipe, "--resume", processes=1), [0])
     assert "resumed after step 2" in resumed

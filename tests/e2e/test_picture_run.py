@@ -83,14 +83,30 @@ SAMPLING = SamplingParams(max_tokens=24, temperature=1.0, stop=STOPS)
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(loop, "_AGENTS", dict(loop._AGENTS))  # the plugin registers its names once a test
+    monkeypatch.setattr(
+        loop, "_AGENTS", dict(loop._AGENTS)
+    )  # the plugin registers its names once a test
     monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
-    schema = {"name": "camera", "description": "", "parameters": {"type": "object", "properties": {}}}
-    tool = {"class_name": f"{tmp_path / 'plugin.py'}:Camera", "tool_schema": {"type": "function", "function": schema}}
+    schema = {
+        "name": "camera",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    tool = {
+        "class_name": f"{tmp_path / 'plugin.py'}:Camera",
+        "tool_schema": {"type": "function", "function": schema},
+    }
     (tmp_path / "plugin.py").write_text(PLUGIN)
-    (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": [tool | {"config": {"type": "native"}}]}))
+    (tmp_path / "tools.yaml").write_text(
+        yaml.safe_dump({"tools": [tool | {"config": {"type": "native"}}]})
+    )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    engine = {"max_concurrent_decodes": 2, "prefill_buckets": [64], "decode_steps": 8, "patch_buckets": [16]}
+    engine = {
+        "max_concurrent_decodes": 2,
+        "prefill_buckets": [64],
+        "decode_steps": 8,
+        "patch_buckets": [16],
+    }
     tree = {
         "run_dir": str(tmp_path / "run"),
         "model": {"path": str(write_model(tmp_path / "model", 0))},
@@ -105,7 +121,12 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "max_prompt_length": 40,
             "max_response_length": 104,
         },
-        "rollout": {"prompts_per_step": 2, "group_size": 4, "max_in_flight": 4, "max_model_len": 144},
+        "rollout": {
+            "prompts_per_step": 2,
+            "group_size": 4,
+            "max_in_flight": 4,
+            "max_model_len": 144,
+        },
         "learner": {"pack_length": 192, "row_patches": 16, "learning_rate": 1e-3},
         "algorithm": {"adv_estimator": "dr_grpo"},
     }
@@ -134,7 +155,9 @@ def assert_said_by(reference: VisionReference, groups: Sequence[Group]) -> None:
     assert followed >= 4
 
 
-async def test_engine_learner_and_transformers_agree_before_and_after_an_update(recipe: Path, tmp_path: Path):
+async def test_engine_learner_and_transformers_agree_before_and_after_an_update(
+    recipe: Path, tmp_path: Path
+):
     config = load(recipe)
     async with build(config, print_line=lambda line: None) as runtime:
         before = jax.tree.map(np.asarray, runtime.learner.params)
@@ -168,12 +191,19 @@ async def test_pictures_of_prompts_and_of_tools_are_read_by_engine_learner_and_t
     placeholder, parts = ({**row, "images": ["7.png"]} for row in ROWS)
     placeholder["prompt"] = [{"role": "user", "content": "is <image> it?"}]
     first = {"type": "image", "image": "8.png"}
-    parts["prompt"] = [{"role": "user", "content": [first, {"type": "text", "text": "or"}, {"type": "image"}]}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (placeholder, parts)))
+    parts["prompt"] = [
+        {"role": "user", "content": [first, {"type": "text", "text": "or"}, {"type": "image"}]}
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in (placeholder, parts))
+    )
     longer = ["agent.max_prompt_length=64", "rollout.max_model_len=168", "learner.row_patches=64"]
     async with build(load(recipe, longer), print_line=lambda line: None) as runtime:
         groups = await collected(runtime, 1, runtime.cursor.next_rows(2))
         assert_said_by(VisionReference(tmp_path / "model"), groups)
-        assert sorted(len(group.trajectories[0].prompt_media["image"]) for group in groups) == [1, 2]
+        assert sorted(len(group.trajectories[0].prompt_media["image"]) for group in groups) == [
+            1,
+            2,
+        ]
         result = runtime.learner.update(groups)
         assert not result.skipped and result.metrics["logprob_gap_max"] < 1e-4

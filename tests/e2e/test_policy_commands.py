@@ -49,7 +49,9 @@ def last_json(result: Result) -> dict:
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
     """Whose run, two steps long, is in ``run`` beside it."""
-    file = tiny_recipe(tmp_path_factory.mktemp("commands"), rollout={"eval_temperature": 1.0}, trainer={"steps": 2})
+    file = tiny_recipe(
+        tmp_path_factory.mktemp("commands"), rollout={"eval_temperature": 1.0}, trainer={"steps": 2}
+    )
     (file.parent / "reward.py").write_text(REWARD)  # in place of one that never stalls
     assert call("train", file).exit_code == 0
     return file
@@ -67,7 +69,9 @@ def sampled(folder: Path, *, step: int) -> dict[str, list[int]]:
     return {r["trajectory_id"]: r["response_ids"] for r in wanted}
 
 
-def test_eval_of_a_checkpoint_begins_with_the_very_samples_of_the_runs_own_evaluation(run: Path, tmp_path: Path):
+def test_eval_of_a_checkpoint_begins_with_the_very_samples_of_the_runs_own_evaluation(
+    run: Path, tmp_path: Path
+):
     result = call("eval", "--run", run, "-n", 2, "--out", tmp_path / "eval", "--json")
     expected, got = sampled(run, step=2), sampled(tmp_path / "eval", step=2)
     assert len(expected) == 3 and len(got) == 6
@@ -81,11 +85,16 @@ def test_eval_of_a_checkpoint_begins_with_the_very_samples_of_the_runs_own_evalu
 def test_the_average_that_a_run_evaluated_is_what_eval_and_export_give(tmp_path: Path):
     """``learner.ema_decay``: the same samples again; those of the last weights are others."""
     learner = {"ema_decay": 0.9, "learning_rate": 0.3}
-    recipe = tiny_recipe(tmp_path, rollout={"eval_temperature": 1.0}, trainer={"steps": 2}, learner=learner)
+    recipe = tiny_recipe(
+        tmp_path, rollout={"eval_temperature": 1.0}, trainer={"steps": 2}, learner=learner
+    )
     assert call("train", recipe).exit_code == 0
     run = tmp_path / "run"
     common = ("eval", "--run", run, "-n", 1, "--json")
-    assert last_json(call(*common, "--ema", "--out", tmp_path / "ema"))["policy"] == f"{run}, step 2, moving average"
+    assert (
+        last_json(call(*common, "--ema", "--out", tmp_path / "ema"))["policy"]
+        == f"{run}, step 2, moving average"
+    )
     call(*common, "--out", tmp_path / "last")
     expected = sampled(run, step=2)
     assert sampled(tmp_path / "ema", step=2) == expected != sampled(tmp_path / "last", step=2)
@@ -104,22 +113,46 @@ def test_the_average_that_a_run_evaluated_is_what_eval_and_export_give(tmp_path:
 def test_eval_of_the_model_measures_what_the_run_measured_before_its_first_step(
     recipe: Path, run: Path, tmp_path: Path
 ):
-    scores = last_json(call("eval", recipe, "-n", 1, "--out", tmp_path / "eval", "--json"))["scores"]
+    scores = last_json(call("eval", recipe, "-n", 1, "--out", tmp_path / "eval", "--json"))[
+        "scores"
+    ]
     before = json.loads((run / "summary.json").read_text())["heldout_accuracy_before"]
-    assert scores["noise"]["reward"]["mean"] == scores["noise"]["pass"]["1"]["mean"] == pytest.approx(before)
+    assert (
+        scores["noise"]["reward"]["mean"]
+        == scores["noise"]["pass"]["1"]["mean"]
+        == pytest.approx(before)
+    )
     assert sampled(tmp_path / "eval", step=0) == sampled(run, step=0)
 
 
-def test_eval_of_a_folder_alone_is_that_of_its_recipe_and_another_seed_is_another(recipe: Path, tmp_path: Path):
+def test_eval_of_a_folder_alone_is_that_of_its_recipe_and_another_seed_is_another(
+    recipe: Path, tmp_path: Path
+):
     folder, heldout = recipe.parent / "model", recipe.parent / "heldout.jsonl"
-    keys = [f"reward.path={recipe.parent / 'reward.py'}", "rollout.max_model_len=64", "agent.max_prompt_length=32"]
+    keys = [
+        f"reward.path={recipe.parent / 'reward.py'}",
+        "rollout.max_model_len=64",
+        "agent.max_prompt_length=32",
+    ]
     keys += [
         "agent.tool_format=hermes",
         "agent.max_response_length=16",
         "rollout.max_in_flight=8",
         "rollout.jetstream.prefill_buckets=[32]",
     ]
-    common = ("eval", "--model", folder, "--data", heldout, *keys, "-n", 2, "--temperature", 1, "--json")
+    common = (
+        "eval",
+        "--model",
+        folder,
+        "--data",
+        heldout,
+        *keys,
+        "-n",
+        2,
+        "--temperature",
+        1,
+        "--json",
+    )
     alone = last_json(call(*common, "--out", tmp_path / "alone"))
     other = last_json(call(*common, "seed=1", "--out", tmp_path / "other"))
     call("eval", recipe, "-n", 2, "--out", tmp_path / "recipe")
@@ -163,8 +196,18 @@ def test_doctor_is_content_with_it_and_fails_where_something_is_missing(recipe: 
 
 def collected(file: Path) -> list[tuple]:
     """Everything but log-probs, whose last bits depend on which requests ran together."""
-    names = ("row", "trajectory_id", "prompt_ids", "response_ids", "response_mask", "reward", "messages")
-    return [tuple(json.loads(line)[name] for name in names) for line in file.read_text().splitlines()]
+    names = (
+        "row",
+        "trajectory_id",
+        "prompt_ids",
+        "response_ids",
+        "response_mask",
+        "reward",
+        "messages",
+    )
+    return [
+        tuple(json.loads(line)[name] for name in names) for line in file.read_text().splitlines()
+    ]
 
 
 def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
@@ -188,7 +231,9 @@ def read_until(process: subprocess.Popen[str], word: str) -> str:
     raise AssertionError("".join(lines))
 
 
-def test_rollout_told_to_stop_leaves_at_once_and_goes_on_to_the_very_same_trajectories(recipe: Path, tmp_path: Path):
+def test_rollout_told_to_stop_leaves_at_once_and_goes_on_to_the_very_same_trajectories(
+    recipe: Path, tmp_path: Path
+):
     keys = ["rollout.max_in_flight=4"]
     out = tmp_path / "out.jsonl"
     process = start("rollout", recipe, *keys, "--out", out, STALL="1")
@@ -217,7 +262,11 @@ def test_a_checkpoint_is_served_to_openai_clients_until_told_to_stop(run: Path):
     watchdog.start()
     said, _, url = read_until(process, "base_url=").strip().rpartition("base_url=")
     assert f"serving {run}, step 1 as 'policy'" in said
-    body = {"model": "policy", "messages": [{"role": "user", "content": "one plus two"}], "max_tokens": 4}
+    body = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "one plus two"}],
+        "max_tokens": 4,
+    }
     answer = httpx.post(f"{url}/chat/completions", json=body, timeout=120).json()
     assert answer["model"] == "policy" and answer["usage"]["completion_tokens"] <= 4
     process.send_signal(signal.SIGTERM)

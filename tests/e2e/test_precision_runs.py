@@ -49,11 +49,15 @@ def test_engine_and_learner_in_bfloat16_agree_to_its_rounding(tmp_path: Path):
 
 
 def test_a_run_with_adapters_resumes_and_exports_merged_and_for_peft(tmp_path: Path):
-    recipe = tiny_recipe(tmp_path, trainer={"steps": 2, "checkpoint_every": 1}, learner={"lora": {"rank": 4}})
+    recipe = tiny_recipe(
+        tmp_path, trainer={"steps": 2, "checkpoint_every": 1}, learner={"lora": {"rank": 4}}
+    )
     run = tmp_path / "run"
     cli("train", recipe)
     assert "resumed after step 2" in cli("train", recipe, "--resume", "trainer.steps=4")
-    assert max(step["logprob_gap_max"] for step in steps_of(run)) < 1e-3, "engines serve the merged weights"
+    assert max(step["logprob_gap_max"] for step in steps_of(run)) < 1e-3, (
+        "engines serve the merged weights"
+    )
     cli("export", run, tmp_path / "merged")
     cli("export", run, tmp_path / "adapter", "--adapter")
 
@@ -80,7 +84,9 @@ def test_a_run_with_a_critic_is_exported_without_it_in_the_precision_asked_for(t
         algorithm={"filter_zero_variance": False, "adv_estimator": "gae"},
     )
     model = Path(load(recipe).model.path)
-    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 2}))
+    (model / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "eos_token_id": 2})
+    )
     cli("train", recipe)
     cli("export", tmp_path / "run", tmp_path / "out", "--dtype", "bfloat16")
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())

@@ -17,7 +17,13 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.config import Config, load
-from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    ConfigError,
+    EngineDiedError,
+    WeightUpdateError,
+)
 from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.rollout.http.membership import ADDRESS_FILE, command_run
 from jax_agent_rl.rollout.object_store import store
@@ -31,7 +37,9 @@ from tests.launching import wait_for_end
 from tests.tiny_run import GATED_REWARD, tiny_recipe
 from tests.toy_backend import ToyBackend
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +60,9 @@ def recipe(tmp_path_factory) -> Path:
 
 def engines() -> list[int]:
     """Process ids of the actors."""
-    return [pid for pid, command in Footprint.now().processes.items() if EngineHost.__name__ in command]
+    return [
+        pid for pid, command in Footprint.now().processes.items() if EngineHost.__name__ in command
+    ]
 
 
 async def train_and(config: Config, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -62,7 +72,9 @@ async def train_and(config: Config, meanwhile: Callable[[], Awaitable[None]] | N
     await training
 
 
-def run(recipe: Path, folder: Path, *overrides: str, meanwhile=None) -> tuple[list[dict[str, Any]], list[dict]]:
+def run(
+    recipe: Path, folder: Path, *overrides: str, meanwhile=None
+) -> tuple[list[dict[str, Any]], list[dict]]:
     """Trains, checks the books of every step, and returns the steps' metrics and the trajectories."""
     config = load(recipe, [f"run_dir={folder / 'run'}", *overrides])
     asyncio.run(train_and(config, meanwhile))
@@ -73,7 +85,9 @@ def run(recipe: Path, folder: Path, *overrides: str, meanwhile=None) -> tuple[li
     for step in steps:
         books = step["accounting"]
         assert books["started"] == books["trained"] + books["dropped"] + books["in_flight"]
-    trained = [r for r in read_records(folder / "run" / "trajectories.jsonl") if r["split"] == "train"]
+    trained = [
+        r for r in read_records(folder / "run" / "trajectories.jsonl") if r["split"] == "train"
+    ]
     assert len({r["trajectory_id"] for r in trained}) == len(trained)
     return steps, trained
 
@@ -91,10 +105,14 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement_samples_the_same_trajectories(recipe, colocated, placement: str, tmp_path: Path):
+def test_every_placement_samples_the_same_trajectories(
+    recipe, colocated, placement: str, tmp_path: Path
+):
     steps, trained = run(recipe, tmp_path, *PLACEMENTS[placement])
     keys = ("trajectory_id", "step", "response_ids", "policy_versions", "reward")
-    assert [{k: r[k] for k in keys} for r in trained] == [{k: r[k] for k in keys} for r in colocated]
+    assert [{k: r[k] for k in keys} for r in trained] == [
+        {k: r[k] for k in keys} for r in colocated
+    ]
     assert sum(step["accounting"]["dropped"] for step in steps) == 0
 
 
@@ -112,16 +130,26 @@ async def two_questions(base_url, api_key, row):
 """
 
 
-def test_a_program_with_openais_client_in_front_of_ray_actors_is_trained_as_beside_the_learner(tmp_path: Path):
+def test_a_program_with_openais_client_in_front_of_ray_actors_is_trained_as_beside_the_learner(
+    tmp_path: Path,
+):
     (tmp_path / "agent.py").write_text(OPENAI_AGENT)
-    agent = {"module": str(tmp_path / "agent.py"), "default_agent": "two_questions", "tool_format": "hermes"}
-    recipe = tiny_recipe(tmp_path / "recipe", agent=agent | {"max_prompt_length": 32, "max_response_length": 30})
+    agent = {
+        "module": str(tmp_path / "agent.py"),
+        "default_agent": "two_questions",
+        "tool_format": "hermes",
+    }
+    recipe = tiny_recipe(
+        tmp_path / "recipe", agent=agent | {"max_prompt_length": 32, "max_response_length": 30}
+    )
     beside = run(recipe, tmp_path / "beside", "trainer.steps=2")[1]
     trained = run(recipe, tmp_path / "actors", "trainer.steps=2", "rollout.placement=separate")[1]
     keys = ("trajectory_id", "step", "response_ids", "response_mask", "policy_versions", "reward")
     assert [{k: r[k] for k in keys} for r in trained] == [{k: r[k] for k in keys} for r in beside]
     assert {len(r["turns"]) for r in trained} == {2}
-    assert json.loads((tmp_path / "actors" / "run" / "summary.json").read_text())["token_drift"] == 0
+    assert (
+        json.loads((tmp_path / "actors" / "run" / "summary.json").read_text())["token_drift"] == 0
+    )
 
 
 KILLED = {
@@ -129,7 +157,11 @@ KILLED = {
     "one of two, fully_async": (2, ["trainer.mode=fully_async", "rollout.placement=separate"]),
     "hybrid, fully_async": (
         1,
-        ["trainer.mode=fully_async", "rollout.placement=hybrid", "rollout.sleep_during_update=true"],
+        [
+            "trainer.mode=fully_async",
+            "rollout.placement=hybrid",
+            "rollout.sleep_during_update=true",
+        ],
     ),
 }
 
@@ -154,7 +186,9 @@ def test_an_actor_that_is_killed_costs_time_and_no_trajectory(recipe, case: str,
     assert len(trained) == 8 * 8 and last["accounting"]["trained"] == 8 * 8
 
 
-def test_a_run_goes_on_with_an_engine_that_was_added_when_the_first_one_is_removed(recipe, colocated, tmp_path: Path):
+def test_a_run_goes_on_with_an_engine_that_was_added_when_the_first_one_is_removed(
+    recipe, colocated, tmp_path: Path
+):
     """The one that was added samples everything, with the weights of each step, what the first one would have."""
     gate, folder = tmp_path / "gate", tmp_path / "run"
     (reward := tmp_path / "reward.py").write_text(GATED_REWARD.format(gate=str(gate)))
@@ -175,14 +209,18 @@ def test_a_run_goes_on_with_an_engine_that_was_added_when_the_first_one_is_remov
     first, second = shown
     assert first == f"ray-0 {second}"
     keys = ("trajectory_id", "step", "response_ids", "policy_versions", "reward")
-    assert [{k: r[k] for k in keys} for r in trained] == [{k: r[k] for k in keys} for r in colocated]
+    assert [{k: r[k] for k in keys} for r in trained] == [
+        {k: r[k] for k in keys} for r in colocated
+    ]
     last = steps[-1]
     assert (last["servers_up"], last["servers_lost"], last["stale_served"]) == (1, 0, 0)
     assert last["accounting"]["dropped"] == 0 and not (folder / ADDRESS_FILE).exists()
 
 
 def toy_actor(*, tick_seconds: float = 0.0, **options: Any) -> RayBackend:
-    make = functools.partial(ToyBackend, tick_seconds=tick_seconds, weight_payloads=frozenset({"safetensors"}))
+    make = functools.partial(
+        ToyBackend, tick_seconds=tick_seconds, weight_payloads=frozenset({"safetensors"})
+    )
     return RayBackend(make, options=options)
 
 
@@ -213,13 +251,17 @@ async def test_one_object_updates_all_engines_and_a_damaged_one_none(tmp_path: P
         return put[-1]
 
     update = store(files, counting)
-    damaged = replace(update, payload=replace(update.payload, checksum=update.payload.checksum[::-1]))
+    damaged = replace(
+        update, payload=replace(update.payload, checksum=update.payload.checksum[::-1])
+    )
     async with toys(2) as actors:
         before = [await actor.generate(request("before")) for actor in actors]
         for actor, old in zip(actors, before, strict=True):
             with pytest.raises(WeightUpdateError, match="version 1 were damaged on their way"):
                 await actor.update_weights(damaged)
-            assert (await actor.generate(request("still"))).token_ids == old.token_ids and actor.policy_version == 0
+            assert (
+                await actor.generate(request("still"))
+            ).token_ids == old.token_ids and actor.policy_version == 0
         await asyncio.gather(*(actor.update_weights(update) for actor in actors))
         after = [await actor.generate(request("after")) for actor in actors]
     assert len(put) == 1 and after[0] == after[1]
@@ -275,6 +317,8 @@ async def test_learner_and_engines_see_different_gpus(monkeypatch: pytest.Monkey
 
 
 async def test_a_cluster_that_is_too_small_is_named_with_what_it_has():
-    with pytest.raises(ConfigError, match="rollout.gpus_per_engine=2 and a learner need 5 GPUs, .* has .*3 GPUs"):
+    with pytest.raises(
+        ConfigError, match="rollout.gpus_per_engine=2 and a learner need 5 GPUs, .* has .*3 GPUs"
+    ):
         async with reserve(2, gpus_per_engine=2, learner_gpus=1):
             raise AssertionError("there are three")

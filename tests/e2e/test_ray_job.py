@@ -34,7 +34,8 @@ def start(recipe: Path, *arguments: str, address: str | None = None) -> subproce
     command = [ROOT / "launch" / "gpu.sh", "--device", "cpu", "--no-install", "--config", recipe]
     return subprocess.Popen(
         [*command, "rollout.backend=jetstream", *arguments],
-        env={name: value for name, value in environment_with(1).items() if name != "RAY_ADDRESS"} | variables,
+        env={name: value for name, value in environment_with(1).items() if name != "RAY_ADDRESS"}
+        | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,15 +51,26 @@ def learners(recipe: Path) -> list[psutil.Process]:
 def processes_with(*texts: str) -> list[psutil.Process]:
     """Processes whose command lines contain these texts, without their watchdogs."""
     lines = {p: " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])}
-    return [p for p, line in lines.items() if all(text in line for text in texts) and "ray_process" not in line]
+    return [
+        p
+        for p, line in lines.items()
+        if all(text in line for text in texts) and "ray_process" not in line
+    ]
 
 
-def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills_and_a_killed_tool_server_costs_nothing(tmp_path: Path):
+def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills_and_a_killed_tool_server_costs_nothing(
+    tmp_path: Path,
+):
     port, tools = free_port(), tmp_path / "tools.yaml"
     tools.write_text(f"port: {port}")
     recipe = tiny_recipe(
         tmp_path,
-        agent={"tool_server_url": f"http://127.0.0.1:{port}", "min_turns": 1, "max_turns": 2, "max_action_length": 4},
+        agent={
+            "tool_server_url": f"http://127.0.0.1:{port}",
+            "min_turns": 1,
+            "max_turns": 2,
+            "max_action_length": 4,
+        },
         rollout={"jetstream": SMALL},
         trainer={"checkpoint_every": 0, "steps": 1000},
     )
@@ -72,16 +84,24 @@ def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills_and_a_killed_tool
     read_until(process, f" {step + 2}/1000 ")
     records = read_records(tmp_path / "run" / "trajectories.jsonl")
     assert {record["agent_name"] for record in records} == {"server_tool_agent"}
-    assert {call["error"] for r in records for turn in r["turns"] for call in turn["tool_calls"]} == {"invalid_action"}
+    assert {
+        call["error"] for r in records for turn in r["turns"] for call in turn["tool_calls"]
+    } == {"invalid_action"}
     rest = "".join(ended_after(process, signal.SIGINT))
     assert process.returncode == 130 and "is saved. Go on with --resume" in rest, rest
     assert not learners(recipe)
-    (saved,) = (int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit())
+    (saved,) = (
+        int(path.name)
+        for path in (tmp_path / "run" / "checkpoints").iterdir()
+        if path.name.isdigit()
+    )
 
     resumed = start(recipe, f"--tool-server={tools}", "--resume")
     read_until(resumed, f"resumed after step {saved}")
     read_until(resumed, f" {saved + 1}/1000 ")
-    steps = [r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    steps = [
+        r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"
+    ]
     assert steps[: saved + 1] == list(range(1, saved + 2))
     *_, stuck = learners(recipe)
     stuck.suspend()
@@ -104,9 +124,15 @@ def test_a_learner_that_is_killed_takes_its_cluster_with_it(tmp_path: Path):
     )
     read_until(process, " 2/1000 ")
     # Ray's agents take a minute to notice, but hold nothing.
-    members = [p for p in psutil.Process(process.pid).children(recursive=True) if "Agent" not in " ".join(p.cmdline())]
+    members = [
+        p
+        for p in psutil.Process(process.pid).children(recursive=True)
+        if "Agent" not in " ".join(p.cmdline())
+    ]
     lines = [" ".join(p.cmdline()) for p in members]
-    assert all(any(name in line for line in lines) for name in ("raylet", "gcs_server", "EngineHost")), lines
+    assert all(
+        any(name in line for line in lines) for name in ("raylet", "gcs_server", "EngineHost")
+    ), lines
     process.kill()
     for member in members:
         wait_for_end(member.pid, seconds=20)
@@ -123,7 +149,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
     head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port()}
     # A job agent takes the same port in every cluster, unless it is told one.
-    cluster = Cluster(initialize_head=True, head_node_args=head | {"dashboard_agent_listen_port": free_port()})
+    cluster = Cluster(
+        initialize_head=True, head_node_args=head | {"dashboard_agent_listen_port": free_port()}
+    )
     for _ in range(3):
         cluster.add_node(num_cpus=1, dashboard_agent_listen_port=free_port())
     yield cluster
@@ -143,7 +171,12 @@ def runs(node: Any, actor: str) -> bool:
 def test_nodes_that_stall_die_and_come_late_cost_a_learner_on_two_nodes_no_trajectory(
     cluster, recipe: Path, tmp_path: Path
 ):
-    own = ["learner.multihost.num_processes=2", "learner.mesh.fsdp=2", "data.eval=null", f"trainer.steps={STEPS}"]
+    own = [
+        "learner.multihost.num_processes=2",
+        "learner.mesh.fsdp=2",
+        "data.eval=null",
+        f"trainer.steps={STEPS}",
+    ]
     process = start(recipe, *own, address=f"http://{cluster.head_node.webui_url}")
     read_until(process, f" 2/{STEPS} ")
     learners = [node for node in cluster.list_all_nodes() if runs(node, "NodeProcess")]
@@ -158,7 +191,9 @@ def test_nodes_that_stall_die_and_come_late_cost_a_learner_on_two_nodes_no_traje
         member.resume()
     read_until(process, f" 5/{STEPS} ")
 
-    cluster.remove_node(next(node for node in learners if node != cluster.head_node), allow_graceful=False)
+    cluster.remove_node(
+        next(node for node in learners if node != cluster.head_node), allow_graceful=False
+    )
     lines = read_until(process, "waiting for room")
     assert any("a process of the learner was lost (1 of 3 times)" in line for line in lines)
     cluster.add_node(num_cpus=1, dashboard_agent_listen_port=free_port())
@@ -166,5 +201,7 @@ def test_nodes_that_stall_die_and_come_late_cost_a_learner_on_two_nodes_no_traje
     assert process.returncode == 0 and "resumed after step" in output, output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["started"] == summary["trained"] == STEPS * 4
-    steps = [r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    steps = [
+        r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"
+    ]
     assert steps == list(range(1, STEPS + 1))

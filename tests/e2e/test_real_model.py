@@ -28,7 +28,9 @@ def test_it_answers_and_its_digits_are_tokens_of_their_own():
     assert len(tokenizer("12345")["input_ids"]) == 5
     model = AutoModelForCausalLM.from_pretrained(REAL_MODEL, dtype=torch.float32)
     question = [{"role": "user", "content": "What is 2+2?"}]
-    inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**inputs, max_new_tokens=20, do_sample=False)
     assert "4" in tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
 
@@ -37,7 +39,14 @@ def test_it_answers_and_its_digits_are_tokens_of_their_own():
 def test_three_steps_on_the_calculator_teach_something(tmp_path: Path):
     """Three of the sixteen steps: held-out accuracy must already rise."""
     train, heldout = prepare_calculator(tmp_path / "data", train=200, heldout=24)
-    command = [sys.executable, "-m", "jax_agent_rl.cli", "train", str(CALCULATOR), f"run_dir={tmp_path / 'run'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jax_agent_rl.cli",
+        "train",
+        str(CALCULATOR),
+        f"run_dir={tmp_path / 'run'}",
+    ]
     command += [f"data.train={train}", f"data.eval={heldout}", "data.eval_limit=24"]
     command += ["trainer.steps=3", "trainer.checkpoint_every=0", "rollout.prompts_per_step=3"]
     environment = os.environ | {"XLA_FLAGS": ""}  # optimized, as a user has it

@@ -12,7 +12,9 @@ import yaml
 from jax_agent_rl.observe.run_dir import read_records
 from tests.warm import python
 
-RECIPES = sorted(p for p in (Path(__file__).parents[2] / "configs").glob("*.yaml") if p.stem != "tool_server")
+RECIPES = sorted(
+    p for p in (Path(__file__).parents[2] / "configs").glob("*.yaml") if p.stem != "tool_server"
+)
 
 # A random model earns nothing: without this filter the learner still runs.
 SMALL = [
@@ -51,13 +53,19 @@ def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, t
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["started"] == summary["trained"] + sum(summary["dropped"].values())
     assert summary["recompilations_after_warmup"] == 0
-    if path.stem == "simpletir":  # a random model never answers: each of its trajectories has a void turn
+    if (
+        path.stem == "simpletir"
+    ):  # a random model never answers: each of its trajectories has a void turn
         assert summary["dropped"] == {"void_turn": 8} and summary["trained"] == 0
         return
     assert "disagree" not in result.stdout and not (folder / "disagreement.json").exists()
     *before, last = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
-    assert any(step["compared_tokens"] for step in (*before, last))  # not where a critic alone learns
-    if own.get("learner", {}).get("compute_dtype", "float32") == "float32":  # others have the run's own tolerance
+    assert any(
+        step["compared_tokens"] for step in (*before, last)
+    )  # not where a critic alone learns
+    if (
+        own.get("learner", {}).get("compute_dtype", "float32") == "float32"
+    ):  # others have the run's own tolerance
         assert max(step["compared_gap_max"] for step in (*before, last)) < 1e-4
     assert math.isfinite(last["loss"]) and last["trained_tokens"] > 0
     if "strategy" in rollout:

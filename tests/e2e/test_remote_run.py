@@ -17,13 +17,21 @@ from tests.tiny_run import GATED_REWARD, SMALL, tiny_recipe
 from tests.warm import python
 
 SECRET = "correct horse"
-ROLLOUT = {"prompts_per_step": 2, "group_size": 4, "max_in_flight": 8, "max_model_len": 64, "jetstream": SMALL}
+ROLLOUT = {
+    "prompts_per_step": 2,
+    "group_size": 4,
+    "max_in_flight": 8,
+    "max_model_len": 64,
+    "jetstream": SMALL,
+}
 ENVIRONMENT = os.environ | {"ROLLOUT_TOKEN": SECRET}
 
 
 def run(*arguments: object, **more) -> subprocess.CompletedProcess[str]:
     command = [*python(), *COMMAND, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=ENVIRONMENT, **more)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=ENVIRONMENT, **more
+    )
 
 
 @contextlib.contextmanager
@@ -41,7 +49,12 @@ def rollout_server(recipe: Path, *overrides: str) -> Iterator[str]:
         *overrides,
     ]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, bufsize=1
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        bufsize=1,
     )
     lines = []
     try:
@@ -62,13 +75,19 @@ def rollout_server(recipe: Path, *overrides: str) -> Iterator[str]:
 
 
 def heldout_ids(folder: Path) -> dict[str, list[int]]:
-    return {r["trajectory_id"]: r["response_ids"] for r in read_records(folder / "trajectories.jsonl")}
+    return {
+        r["trajectory_id"]: r["response_ids"] for r in read_records(folder / "trajectories.jsonl")
+    }
 
 
 def test_eval_on_a_rollout_server_samples_what_the_engine_here_does(recipe: Path, tmp_path: Path):
     there, here = tmp_path / "there", tmp_path / "here"
     with rollout_server(recipe) as url:
-        remote = ["rollout.backend=remote", f"rollout.urls=[{url}]", "rollout.token_env=ROLLOUT_TOKEN"]
+        remote = [
+            "rollout.backend=remote",
+            f"rollout.urls=[{url}]",
+            "rollout.token_env=ROLLOUT_TOKEN",
+        ]
         result = run("eval", recipe, *remote, "-n", 2, "--out", there)
         assert result.returncode == 0, result.stderr
         refused = run("eval", recipe, *remote, "--model", recipe.parent / "model")
@@ -82,12 +101,20 @@ def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
 ):
     (weights := tmp_path / "weights").mkdir()
     with rollout_server(recipe) as url:
-        remote = ["rollout.backend=remote", f"rollout.urls=[{url}]", "rollout.token_env=ROLLOUT_TOKEN"]
+        remote = [
+            "rollout.backend=remote",
+            f"rollout.urls=[{url}]",
+            "rollout.token_env=ROLLOUT_TOKEN",
+        ]
         remote.append(f"rollout.weight_dir={weights}")
         result = run("train", recipe, "trainer.steps=2", *remote)
         assert result.returncode == 0, result.stderr
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        assert summary["steps"] == 2 and summary["token_drift"] == 0 and summary["max_logprob_gap"] <= 1e-3
+        assert (
+            summary["steps"] == 2
+            and summary["token_drift"] == 0
+            and summary["max_logprob_gap"] <= 1e-3
+        )
         steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
         assert all(r["weight_update_seconds"] > 0 for r in steps)
         for record in read_records(tmp_path / "run" / "trajectories.jsonl"):
@@ -100,8 +127,25 @@ def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
         again = run("train", recipe, "trainer.steps=1", *remote)
         assert again.returncode == 2 and "restart the rollout servers" in again.stderr
 
-        options = ["--backend", "remote", "--url", url, "--model", small_model, "--token-env", "ROLLOUT_TOKEN"]
-        checked = run("conformance", *options, "--json", "--only", "seeds-reproduce", "--only", "weights-round-trip")
+        options = [
+            "--backend",
+            "remote",
+            "--url",
+            url,
+            "--model",
+            small_model,
+            "--token-env",
+            "ROLLOUT_TOKEN",
+        ]
+        checked = run(
+            "conformance",
+            *options,
+            "--json",
+            "--only",
+            "seeds-reproduce",
+            "--only",
+            "weights-round-trip",
+        )
         assert checked.returncode == 0, checked.stdout + checked.stderr
         counts = json.loads(checked.stdout.splitlines()[-1])
         assert (counts["passed"], counts["failed"], counts["skipped"]) == (2, 0, 0)
@@ -113,7 +157,11 @@ def test_a_server_added_by_command_takes_over_from_the_one_that_is_removed(tmp_p
     recipe = tiny_recipe(tmp_path, rollout=ROLLOUT, trainer={"steps": 2})
     (tmp_path / "reward.py").write_text(GATED_REWARD.format(gate=str(gate)))
     with rollout_server(recipe) as first, rollout_server(recipe) as second:
-        remote = ["rollout.backend=remote", f"rollout.urls=[{first}]", "rollout.token_env=ROLLOUT_TOKEN"]
+        remote = [
+            "rollout.backend=remote",
+            f"rollout.urls=[{first}]",
+            "rollout.token_env=ROLLOUT_TOKEN",
+        ]
         training = subprocess.Popen(
             [*python(), *COMMAND, "train", str(recipe), "reward.timeout=600", *remote],
             env=ENVIRONMENT,
@@ -123,7 +171,9 @@ def test_a_server_added_by_command_takes_over_from_the_one_that_is_removed(tmp_p
         )
         try:
             listed = run("engines", "list", folder)
-            while "version 0 is served by 1" not in listed.stdout:  # until the first weights are there
+            while (
+                "version 0 is served by 1" not in listed.stdout
+            ):  # until the first weights are there
                 assert training.poll() is None, training.communicate()[0]
                 listed = run("engines", "list", folder)
             refused = run("engines", "remove", folder, first)
@@ -131,7 +181,10 @@ def test_a_server_added_by_command_takes_over_from_the_one_that_is_removed(tmp_p
             added = run("engines", "add", folder, second, "--json")
             assert added.returncode == 0, added.stderr
             engines = json.loads(added.stdout.splitlines()[-1])["engines"]
-            assert {engine["name"]: engine["policy_version"] for engine in engines} == {first: 0, second: 0}
+            assert {engine["name"]: engine["policy_version"] for engine in engines} == {
+                first: 0,
+                second: 0,
+            }
             removed = run("engines", "remove", folder, first)
             assert removed.returncode == 0, removed.stderr
             gate.touch()
@@ -143,4 +196,7 @@ def test_a_server_added_by_command_takes_over_from_the_one_that_is_removed(tmp_p
     last = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"][-1]
     assert (last["servers_up"], last["servers_lost"], last["stale_served"]) == (1, 0, 0)
     assert last["accounting"]["trained"] == 2 * 8 and last["accounting"]["dropped"] == 0
-    assert f"server {second} joined, with weights of version 0" in said and f"server {first} left" in said
+    assert (
+        f"server {second} joined, with weights of version 0" in said
+        and f"server {first} left" in said
+    )

@@ -91,7 +91,11 @@ def test_pointing_at_a_step_shows_its_values_and_a_click_opens_its_trajectories(
 def test_pointing_at_a_step_of_a_long_run_shows_a_value_in_every_chart(browser, tmp_path: Path):
     run_dir = RunDir(tmp_path / "run")
     for step in range(1, 2001):
-        more = {"entropy": step * 7919 % 1009 / 1009, "loss": step * 6007 % 997 / 997, "kl": step * 523 % 499 / 499}
+        more = {
+            "entropy": step * 7919 % 1009 / 1009,
+            "loss": step * 6007 % 997 / 997,
+            "kl": step * 523 % 499 / 499,
+        }
         run_dir.add_metrics(step_line(step, **more))
     page = Page(browser, write_report(run_dir.path, decode=show_ids).as_uri())
     assert page.tab.locator("svg[aria-label='Tool errors'] rect").count() == 286
@@ -160,7 +164,13 @@ def test_pointing_at_a_token_shows_id_text_and_numbers(page):
     page.tab.locator(".toks").nth(1).locator("span").first.hover()
     lines = page.texts("#tip")[0].split("\n")
     assert lines[0] == "hello␣"
-    assert {"id\t4", "position\t0", "learner's\t-1.500 (gap 0.5)", "advantage\t1.000", "version\t0"} <= set(lines)
+    assert {
+        "id\t4",
+        "position\t0",
+        "learner's\t-1.500 (gap 0.5)",
+        "advantage\t1.000",
+        "version\t0",
+    } <= set(lines)
 
 
 def test_colours_say_what_the_mode_says(page):
@@ -211,7 +221,9 @@ def test_a_session_shows_which_segment_left_which_and_then_their_tokens(browser,
         "in the prompt (shared ids: 1): message 1 of 1 (user) has 'help' where the recorded one (user) has 'question'"
     )
     assert page.texts(".detail h3") == ["segment 1", "segment 2", "segment 3"]
-    indents = page.tab.locator(".session li").evaluate_all("all => all.map((one) => one.getBoundingClientRect().left)")
+    indents = page.tab.locator(".session li").evaluate_all(
+        "all => all.map((one) => one.getBoundingClientRect().left)"
+    )
     assert indents[0] < indents[1] == indents[2]
     assert [text.strip() for text in page.texts(".toks")[:4]] == ["[1][3]", "[4][2]", "[7]", "[5]"]
     assert page.troubles == []
@@ -220,7 +232,9 @@ def test_a_session_shows_which_segment_left_which_and_then_their_tokens(browser,
 def test_the_legend_says_what_was_trained_on(browser, tmp_path: Path):
     run = make_run(tmp_path / "run")
     learning = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 0, 0, 1], group="learning")
-    learning = replace(learning, turns=tuple(replace(turn, learn_appended=True) for turn in learning.turns))
+    learning = replace(
+        learning, turns=tuple(replace(turn, learn_appended=True) for turn in learning.turns)
+    )
     token_values = {learning.trajectory_id: {"advantages": [0.5, 0.5, -1.0, 0.25, 0.5]}}
     RunDir(run).add_trajectories(1, "train", [learning], token_values=token_values)
     address = write_report(run, decode=decode).as_uri() + "#trajectory="
@@ -265,7 +279,9 @@ def test_what_a_model_wrote_is_shown_and_never_runs(page):
     shown = " ".join(page.texts(".toks"))
     for text in HOSTILE[:4]:
         assert text in shown
-    assert printable(HOSTILE[4]) in shown, "what is hidden or turns the text round is spelt out as on the terminal"
+    assert printable(HOSTILE[4]) in shown, (
+        "what is hidden or turns the text round is spelt out as on the terminal"
+    )
     assert HOSTILE[4] not in shown
     for mode in ("log-prob", "version", "tree"):
         page.tab.get_by_role("button", name=mode, exact=True).click()
@@ -300,9 +316,9 @@ def test_a_link_opens_its_trajectory(browser, report):
     assert page.texts(".bar h2") == ["train-3-0-4"]
     place = page.tab.locator(".rows").bounding_box()
     row = page.tab.locator(".row[aria-selected=true]").bounding_box()
-    assert place["y"] <= row["y"] and row["y"] + row["height"] <= place["y"] + place["height"] + 1, (
-        "it is seen in the list"
-    )
+    assert (
+        place["y"] <= row["y"] and row["y"] + row["height"] <= place["y"] + place["height"] + 1
+    ), "it is seen in the list"
 
 
 def test_list_and_trajectory_have_room_and_no_label_is_cut_at_any_width(page):
@@ -324,7 +340,9 @@ def test_on_a_phone_a_touched_trajectory_comes_into_sight_and_the_list_is_a_butt
     page.tab.set_viewport_size({"width": 390, "height": 844})
     page.press("3")
     page.tab.locator(".row .id", has_text="train-1-0-2").click()
-    assert page.tab.locator(".bar h2").bounding_box()["y"] < 100 and page.texts(".bar h2") == ["train-1-0-2"]
+    assert page.tab.locator(".bar h2").bounding_box()["y"] < 100 and page.texts(".bar h2") == [
+        "train-1-0-2"
+    ]
     page.tab.get_by_role("button", name="next trajectory").click()
     assert page.texts(".bar h2") == ["train-1-0-3"]
     page.tab.get_by_role("button", name="list", exact=True).click()
@@ -340,7 +358,10 @@ def test_every_control_has_a_name_of_its_own(page):
         found = []
         for node in session.send("Accessibility.getFullAXTree")["nodes"]:
             role = node.get("role", {}).get("value")
-            focusable = any(one["name"] == "focusable" and one["value"]["value"] for one in node.get("properties", ()))
+            focusable = any(
+                one["name"] == "focusable" and one["value"]["value"]
+                for one in node.get("properties", ())
+            )
             if focusable and role != "RootWebArea" and not node["ignored"]:
                 found.append(f"{role} {node.get('name', {}).get('value', '')}".strip())
         return found
@@ -351,13 +372,20 @@ def test_every_control_has_a_name_of_its_own(page):
         listed = names()
         assert all(" " in control for control in listed), (keys, listed)
         fields = [
-            control for control in listed if control.startswith(("spinbutton", "searchbox", "combobox", "button"))
+            control
+            for control in listed
+            if control.startswith(("spinbutton", "searchbox", "combobox", "button"))
         ]
         assert len(fields) == len(set(fields)), (keys, fields)
         controls |= set(listed)
     expected = {"first step", "last step", "least reward", "greatest reward"}
     assert {f"spinbutton {name}" for name in expected} | {"button light or dark theme"} <= controls
-    assert {"tab Curves", "listbox trajectories", "group tokens of turn 1", "link trajectory train-1-0-0"} <= controls
+    assert {
+        "tab Curves",
+        "listbox trajectories",
+        "group tokens of turn 1",
+        "link trajectory train-1-0-0",
+    } <= controls
 
 
 def test_arrow_keys_home_and_end_move_between_tabs_of_which_one_is_in_the_tab_order(page):
@@ -395,10 +423,19 @@ def test_keys_point_to_a_step_of_a_chart_and_open_it(page):
     chart = page.tab.get_by_role("slider", name="Reward", exact=True)
     page.tab.get_by_role("tab", name="Curves").focus()
     page.press("Tab")
-    for key, step in [("Home", 1), ("ArrowLeft", 1), ("ArrowRight", 2), ("End", 3), ("ArrowLeft", 2)]:
+    for key, step in [
+        ("Home", 1),
+        ("ArrowLeft", 1),
+        ("ArrowRight", 2),
+        ("End", 3),
+        ("ArrowLeft", 2),
+    ]:
         page.press(key)
         assert chart.get_attribute("aria-valuetext") == f"step {step}: mean {0.1 * step:.1f}"
-        assert page.tab.locator(".card", has_text="Entropy").locator(".legend b").inner_text() == f"{1 / step:.3g}"
+        assert (
+            page.tab.locator(".card", has_text="Entropy").locator(".legend b").inner_text()
+            == f"{1 / step:.3g}"
+        )
     page.press("Enter")
     assert page.listed() == [f"train-2-0-{n}" for n in range(5)]
 
@@ -456,7 +493,12 @@ def test_evaluation_is_work_of_the_engines(browser, tmp_path: Path):
     run = make_run(tmp_path / "run")
     began = step_line(3)["phase_seconds"][-1][2]
     RunDir(run).add_metrics(
-        {"kind": "evaluation", "step": 3, "accuracy": 0.5, "phase_seconds": [["evaluate", began, began + 10]]}
+        {
+            "kind": "evaluation",
+            "step": 3,
+            "accuracy": 0.5,
+            "phase_seconds": [["evaluate", began, began + 10]],
+        }
     )
     page = Page(browser, write_report(run, decode=decode).as_uri() + "#timeline")
     blocks = page.tab.locator("svg[aria-label=timeline] rect:not(.lane)")
@@ -464,7 +506,9 @@ def test_evaluation_is_work_of_the_engines(browser, tmp_path: Path):
         "all => all.map((one) => [+one.getAttribute('y'), +one.getAttribute('opacity'), one.getAttribute('fill')])"
     )
     learner, engines = ([block for block in places if block[0] == y] for y in (24, 54))
-    assert learner[-1][1] < 0.5 < engines[-1][1] and learner[-1][2] == engines[-1][2] != engines[0][2]
+    assert (
+        learner[-1][1] < 0.5 < engines[-1][1] and learner[-1][2] == engines[-1][2] != engines[0][2]
+    )
     blocks.nth(len(learner) + len(engines) - 1).hover()
     assert page.texts("#tip")[0].startswith("engines · evaluation after step 3")
     assert page.troubles == []

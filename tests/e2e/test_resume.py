@@ -29,7 +29,9 @@ ALGORITHMS = {"grpo": {}, "ppo with a critic and adaptive KL": PPO}
 
 
 def train(recipe: Path, *arguments: str) -> None:
-    result = subprocess.run([*python(), *COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=500)
+    result = subprocess.run(
+        [*python(), *COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=500
+    )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
 
 
@@ -38,7 +40,10 @@ def train_until_killed(recipe: Path, seed: int) -> None:
     chance = random.Random(seed)
     last = chance.randint(BEFORE, BEFORE + 3)
     process = subprocess.Popen(
-        [*python(), *COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*python(), *COMMAND, str(recipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -53,7 +58,9 @@ def train_until_killed(recipe: Path, seed: int) -> None:
     assert process.wait() == -signal.SIGKILL, "it was over before it was killed"
 
 
-@pytest.mark.parametrize(("algorithm", "seed"), [("grpo", 1), ("ppo with a critic and adaptive KL", 2)])
+@pytest.mark.parametrize(
+    ("algorithm", "seed"), [("grpo", 1), ("ppo with a critic and adaptive KL", 2)]
+)
 def test_twenty_steps_are_ten_a_kill_and_ten_more(tmp_path: Path, algorithm: str, seed: int):
     runs = {}
     for name in ("whole", "killed"):
@@ -61,7 +68,9 @@ def test_twenty_steps_are_ten_a_kill_and_ten_more(tmp_path: Path, algorithm: str
             tmp_path / name,
             algorithm={"filter_zero_variance": False, **ALGORITHMS[algorithm]},
             trainer={"steps": STEPS, "checkpoint_every": 5, "eval_every": 5},
-            rollout={"deterministic": True},  # else log-probs may depend on which requests happened to arrive together
+            rollout={
+                "deterministic": True
+            },  # else log-probs may depend on which requests happened to arrive together
         )
         runs[name] = tmp_path / name / "run"
         if name == "killed":
@@ -72,13 +81,21 @@ def test_twenty_steps_are_ten_a_kill_and_ten_more(tmp_path: Path, algorithm: str
             train(recipe)
 
     require_same(runs["whole"], runs["killed"])
-    assert len([r for r in read_records(runs["killed"] / "metrics.jsonl") if r["kind"] == "step"]) == STEPS
+    assert (
+        len([r for r in read_records(runs["killed"] / "metrics.jsonl") if r["kind"] == "step"])
+        == STEPS
+    )
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_folder(tmp_path: Path):
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_folder(
+    tmp_path: Path,
+):
     recipe = tiny_recipe(tmp_path, trainer={"steps": 400, "checkpoint_every": 400})
     process = subprocess.Popen(
-        [*python(), *COMMAND, str(recipe), "--auto-resume"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*python(), *COMMAND, str(recipe), "--auto-resume"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -89,14 +106,20 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_f
     assert process.wait() == -signal.SIGKILL
     assert len(read_records(tmp_path / "run" / "metrics.jsonl")) > 2
     arguments = ["--auto-resume", "trainer.steps=2"]
-    again = subprocess.run([*python(), *COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=500)
+    again = subprocess.run(
+        [*python(), *COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=500
+    )
     assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-2000:]
     assert "it ended before its first checkpoint: it begins again in this folder" in again.stdout
     assert [folder.name for folder in tmp_path.glob("run*")] == ["run"]
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2]
     assert [r["step"] for r in records if r["kind"] == "evaluation"] == [0, 2]
-    steps = {r["step"] for r in read_records(tmp_path / "run" / "trajectories.jsonl") if r["split"] == "train"}
+    steps = {
+        r["step"]
+        for r in read_records(tmp_path / "run" / "trajectories.jsonl")
+        if r["split"] == "train"
+    }
     assert steps == {1, 2} and (tmp_path / "run" / "summary.json").exists()
 
 
@@ -111,7 +134,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_run_goes_on_as_what_it_is_of_or_not_at_all(tmp_path: Path):
     """Another model, other rows, other code and another alpha are named before a file changes."""
-    recipe = tiny_recipe(tmp_path, trainer={"steps": 1}, learner={"pack_length": 64, "lora": {"rank": 2, "alpha": 4.0}})
+    recipe = tiny_recipe(
+        tmp_path,
+        trainer={"steps": 1},
+        learner={"pack_length": 64, "lora": {"rank": 2, "alpha": 4.0}},
+    )
     train(recipe)
     run = tmp_path / "run"
     before = contents(run)
@@ -134,7 +161,9 @@ def test_a_run_goes_on_as_what_it_is_of_or_not_at_all(tmp_path: Path):
     assert "opt_state" not in result.stdout + result.stderr
     assert contents(run) == before
 
-    result = resume(recipe, "trainer.steps=2", "--accept-change", "learner.lora.alpha", "learner.lora.alpha=8")
+    result = resume(
+        recipe, "trainer.steps=2", "--accept-change", "learner.lora.alpha", "learner.lora.alpha=8"
+    )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     changed = {r["key"]: (r["step"], r["old"], r["new"]) for r in read_records(run / CHANGES)}
     assert changed == {"trainer.steps": (1, 1, 2), "learner.lora.alpha": (1, 4.0, 8.0)}

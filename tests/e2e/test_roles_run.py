@@ -35,7 +35,11 @@ LORA = {"pack_length": 64, "learning_rate": 1e-2, "lora": {"rank": 2}}
 def recipe(folder: Path, *, agent=None, **sections) -> Path:
     folder.mkdir(parents=True)
     (folder / "agent.py").write_text(AGENT)
-    own = {"module": str(folder / "agent.py"), "default_agent": "pair_of_noise", "tool_format": "hermes"}
+    own = {
+        "module": str(folder / "agent.py"),
+        "default_agent": "pair_of_noise",
+        "tool_format": "hermes",
+    }
     limits = {"max_prompt_length": 32, "max_response_length": 16}
     return tiny_recipe(folder, agent={**own, **limits, **(agent or {})}, **sections)
 
@@ -54,38 +58,65 @@ def test_a_run_of_two_adapters_resumes_is_evaluated_and_exported(tmp_path: Path)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 4 and summary["started"] == summary["trained"] == 4 * 2 * 4 * 2
     assert summary["token_drift"] == summary["recompilations_after_warmup"] == 0
-    assert summary["max_logprob_gap"] <= 1e-3, "engine and learner have the same adapters, also after the restart"
+    assert summary["max_logprob_gap"] <= 1e-3, (
+        "engine and learner have the same adapters, also after the restart"
+    )
     records = read_records(run / "trajectories.jsonl")
     assert {(r["role"], r["adapter"]) for r in records} == {("solver", "one"), ("checker", "two")}
     line = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "step"][-1]
-    rewards = [r["reward"] for r in records if r["step"] == 4 and r["split"] == "train" and r["role"] == "checker"]
+    rewards = [
+        r["reward"]
+        for r in records
+        if r["step"] == 4 and r["split"] == "train" and r["role"] == "checker"
+    ]
     assert line["role/checker/reward_mean"] == np.mean(rewards)
     assert line["role/checker/trajectories"] == 8 and line["adapter/two/trained_tokens"] > 0
 
     command("export", run, tmp_path / "out", "--adapter")
-    one, two = (load_file(tmp_path / "out" / name / "adapter_model.safetensors") for name in ("one", "two"))
+    one, two = (
+        load_file(tmp_path / "out" / name / "adapter_model.safetensors") for name in ("one", "two")
+    )
     assert one.keys() == two.keys() and any(np.any(one[key] != two[key]) for key in one)
     command("eval", "--run", run, "-n", 1, "--out", tmp_path / "eval")
     scores = json.loads((tmp_path / "eval" / "summary.json").read_text())["scores"]
     assert scores.keys() == {"noise/solver", "noise/checker", "all"}
-    sampled = {r["trajectory_id"]: r["response_ids"] for r in read_records(tmp_path / "eval" / "trajectories.jsonl")}
-    last = {r["trajectory_id"]: r["response_ids"] for r in records if r["split"] == "heldout" and r["step"] == 4}
-    assert last and {name: sampled[name] for name in last} == last, "with the adapters of the checkpoint"
+    sampled = {
+        r["trajectory_id"]: r["response_ids"]
+        for r in read_records(tmp_path / "eval" / "trajectories.jsonl")
+    }
+    last = {
+        r["trajectory_id"]: r["response_ids"]
+        for r in records
+        if r["split"] == "heldout" and r["step"] == 4
+    }
+    assert last and {name: sampled[name] for name in last} == last, (
+        "with the adapters of the checkpoint"
+    )
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 def test_a_frozen_role_is_on_record_and_not_trained(mode: str, tmp_path: Path):
     model = tmp_path / "tiny" / "model"
-    file = recipe(tmp_path / "tiny", agent={"role_models": {"checker": str(model)}}, trainer={"mode": mode, "steps": 2})
+    file = recipe(
+        tmp_path / "tiny",
+        agent={"role_models": {"checker": str(model)}},
+        trainer={"mode": mode, "steps": 2},
+    )
     command("train", file, "algorithm.adv_estimator=rae")
     run = tmp_path / "tiny" / "run"
     summary = json.loads((run / "summary.json").read_text())
     lines = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "step"]
     records = [r for r in read_records(run / "trajectories.jsonl") if r["split"] == "train"]
     assert summary["trained"] == 2 * 2 * 4 and summary["token_drift"] == 0
-    assert [r["role"] for r in records].count("solver") == [r["role"] for r in records].count("checker") == 16
+    assert (
+        [r["role"] for r in records].count("solver")
+        == [r["role"] for r in records].count("checker")
+        == 16
+    )
     for record in records:
-        assert ("advantages" in record) == (record["role"] == "solver"), "a frozen role has no advantage"
+        assert ("advantages" in record) == (record["role"] == "solver"), (
+            "a frozen role has no advantage"
+        )
         if record["role"] == "checker":
             assert set(record["policy_versions"]) == {0}
     assert all(line["role/checker/trajectories"] == 8 for line in lines)

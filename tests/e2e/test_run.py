@@ -19,7 +19,9 @@ COMMAND = ["-m", "jax_agent_rl.cli"]
 
 
 def run(*arguments: object, timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*python(), *COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [*python(), *COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout
+    )
 
 
 def same_trajectories(a: Path, b: Path, *, splits: Sequence[str] = ("train", "heldout")) -> bool:
@@ -27,7 +29,10 @@ def same_trajectories(a: Path, b: Path, *, splits: Sequence[str] = ("train", "he
 
     def comparable(folder: Path) -> tuple[list[dict], list[list[float]]]:
         records = [r for r in read_records(folder / "trajectories.jsonl") if r["split"] in splits]
-        exact = [{k: v for k, v in r.items() if k not in ("metrics", "turns", "rollout_logprobs")} for r in records]
+        exact = [
+            {k: v for k, v in r.items() if k not in ("metrics", "turns", "rollout_logprobs")}
+            for r in records
+        ]
         return exact, [r["rollout_logprobs"] for r in records]
 
     (exact_a, logprobs_a), (exact_b, logprobs_b) = comparable(a), comparable(b)
@@ -36,26 +41,45 @@ def same_trajectories(a: Path, b: Path, *, splits: Sequence[str] = ("train", "he
     return all(np.allclose(x, y, atol=1e-4) for x, y in zip(logprobs_a, logprobs_b, strict=True))
 
 
-def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(recipe: Path, tmp_path: Path):
+def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(
+    recipe: Path, tmp_path: Path
+):
     result = run("train", recipe, "trainer.steps=2")
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "run"
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["token_drift"] == 0 and summary["recompilations_after_warmup"] == 0
+    assert (
+        summary["steps"] == 2
+        and summary["token_drift"] == 0
+        and summary["recompilations_after_warmup"] == 0
+    )
     assert summary["started"] == summary["trained"] + sum(summary["dropped"].values()) == 8
     assert summary["max_logprob_gap"] <= 1e-3
-    assert {"heldout_accuracy_before", "heldout_accuracy_after", "train_seconds", "warnings"} <= summary.keys()
+    assert {
+        "heldout_accuracy_before",
+        "heldout_accuracy_after",
+        "train_seconds",
+        "warnings",
+    } <= summary.keys()
     steps = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
     assert len(steps) == 2 and all(r["weight_update_seconds"] > 0 for r in steps)
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "config.json").read_text())["trainer"]["steps"] == 2
     assert "held-out accuracy" in result.stdout and "report.html" in result.stdout
-    assert "every reward is the same: step " in result.stdout and "  assistant  " in result.stdout  # a random model
+    assert (
+        "every reward is the same: step " in result.stdout and "  assistant  " in result.stdout
+    )  # a random model
     for record in read_records(folder / "trajectories.jsonl"):
         count = len(record["response_ids"])
         assert len(record["response_mask"]) == len(record["rollout_logprobs"]) == count
-        versions = [v for v, sampled in zip(record["policy_versions"], record["response_mask"], strict=True) if sampled]
-        assert set(versions) == {record["step"] - 1 if record["split"] == "train" else record["step"]}
+        versions = [
+            v
+            for v, sampled in zip(record["policy_versions"], record["response_mask"], strict=True)
+            if sampled
+        ]
+        assert set(versions) == {
+            record["step"] - 1 if record["split"] == "train" else record["step"]
+        }
 
     viewed = run("view", folder, "--sort", "worst", "--limit", "1", "--whole-prompt")
     assert viewed.returncode == 0 and "What is 23 plus 45?" in viewed.stdout
@@ -68,7 +92,9 @@ def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(recipe: P
     assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template
 
 
-def test_stopping_and_resuming_gives_the_trajectories_of_an_uninterrupted_run(recipe: Path, tmp_path: Path):
+def test_stopping_and_resuming_gives_the_trajectories_of_an_uninterrupted_run(
+    recipe: Path, tmp_path: Path
+):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert run("train", recipe, f"run_dir={whole}").returncode == 0
     assert run("train", recipe, f"run_dir={halves}", "trainer.steps=2").returncode == 0
@@ -76,20 +102,38 @@ def test_stopping_and_resuming_gives_the_trajectories_of_an_uninterrupted_run(re
     assert resumed.returncode == 0 and "resumed after step 2" in resumed.stdout
     trained = [r["step"] for r in read_records(halves / "metrics.jsonl") if r["kind"] == "step"]
     assert trained == [1, 2, 3, 4]
-    assert same_trajectories(halves, whole, splits=["train"])  # what is evaluated, and when, differs
+    assert same_trajectories(
+        halves, whole, splits=["train"]
+    )  # what is evaluated, and when, differs
 
 
-def test_the_same_seed_gives_the_same_trajectories_and_another_does_not(recipe: Path, tmp_path: Path):
+def test_the_same_seed_gives_the_same_trajectories_and_another_does_not(
+    recipe: Path, tmp_path: Path
+):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        assert run("train", recipe, f"run_dir={tmp_path / name}", f"seed={seed}", "trainer.steps=1").returncode == 0
+        assert (
+            run(
+                "train", recipe, f"run_dir={tmp_path / name}", f"seed={seed}", "trainer.steps=1"
+            ).returncode
+            == 0
+        )
     assert same_trajectories(tmp_path / "a", tmp_path / "b")
     assert not same_trajectories(tmp_path / "a", tmp_path / "c")
 
 
 def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe: Path, tmp_path: Path):
-    command = [*python(), *COMMAND, "train", str(recipe), "trainer.steps=400", "trainer.checkpoint_every=0"]
+    command = [
+        *python(),
+        *COMMAND,
+        "train",
+        str(recipe),
+        "trainer.steps=400",
+        "trainer.checkpoint_every=0",
+    ]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     watchdog = threading.Timer(300, process.kill)
     watchdog.start()
     assert process.stdout is not None
@@ -135,7 +179,9 @@ def test_a_row_of_an_unknown_agent_is_found_before_anything_runs(recipe: Path, t
     assert "line 1: agent_name 'tool_agnet' is not known; did you mean 'tool_agent'?" in said
 
 
-def test_prompts_over_the_budget_are_dropped_with_their_reason_and_the_run_ends_well(recipe: Path, tmp_path: Path):
+def test_prompts_over_the_budget_are_dropped_with_their_reason_and_the_run_ends_well(
+    recipe: Path, tmp_path: Path
+):
     # Three batches are lost: the held-out one before the step, the step's, the held-out one after it.
     settings = ("agent.max_prompt_length=20", "trainer.max_failed_batches=4")
     result = run("train", recipe, *settings, "trainer.steps=1", "trainer.checkpoint_every=0")

@@ -33,7 +33,8 @@ def environment() -> dict[str, str]:
 def test_sigterm_saves_in_every_phase(phase: str, tmp_path: Path, environment: dict[str, str]):
     when, saved = PHASES[phase]
     recipe = tiny_recipe(
-        tmp_path, trainer={"steps": 4, "checkpoint_every": 2 if phase == "save" else 0, "eval_every": 2}
+        tmp_path,
+        trainer={"steps": 4, "checkpoint_every": 2 if phase == "save" else 0, "eval_every": 2},
     )
     process = subprocess.Popen(
         [*python(), "-m", "tests.stalled_run", str(recipe)],
@@ -69,7 +70,9 @@ def test_sigterm_saves_in_every_phase(phase: str, tmp_path: Path, environment: d
         text=True,
         timeout=500,
     )
-    assert resumed.returncode == 0 and f"resumed after step {saved}" in resumed.stdout, resumed.stderr[-2000:]
+    assert resumed.returncode == 0 and f"resumed after step {saved}" in resumed.stdout, (
+        resumed.stderr[-2000:]
+    )
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4]
     assert [r["step"] for r in records if r["kind"] == "evaluation"] == [0, 2, 4]

@@ -26,8 +26,16 @@ SMALL = [
 ]
 EXAMPLES = {
     "gsm8k_tool": (["--source", "examples/gsm8k_tool/sample.jsonl"], None, []),
-    "reasoning_gym": (["--train", "8", "--heldout", "2"], "reasoning_gym", ["agent.max_response_length=16"]),
-    "textworld": (["--train", "2", "--heldout", "1"], "textworld", ["agent.max_response_length=300"]),
+    "reasoning_gym": (
+        ["--train", "8", "--heldout", "2"],
+        "reasoning_gym",
+        ["agent.max_response_length=16"],
+    ),
+    "textworld": (
+        ["--train", "2", "--heldout", "1"],
+        "textworld",
+        ["agent.max_response_length=300"],
+    ),
     "simulated_user": (["--train", "6", "--heldout", "2"], None, []),
     "kuhn_poker": (["--train", "6", "--heldout", "2"], None, []),
     "solver_checker": (["--train", "4", "--heldout", "2"], None, ["learner.lora.rank=4"]),
@@ -73,9 +81,20 @@ def test_an_example_runs(name: str, tmp_path: Path, small_model: Path):
     if package is not None:
         pytest.importorskip(package)
     run(f"examples/{name}/prepare.py", "--out", tmp_path / "data", *options)
-    data = [f"data.{key}={tmp_path / 'data' / part}.jsonl" for key, part in (("train", "train"), ("eval", "heldout"))]
+    data = [
+        f"data.{key}={tmp_path / 'data' / part}.jsonl"
+        for key, part in (("train", "train"), ("eval", "heldout"))
+    ]
     where = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", *data]
-    run("-m", "jax_agent_rl.cli", "train", f"examples/{name}/config.yaml", *where, *SMALL, *overrides)
+    run(
+        "-m",
+        "jax_agent_rl.cli",
+        "train",
+        f"examples/{name}/config.yaml",
+        *where,
+        *SMALL,
+        *overrides,
+    )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["trained"] == summary["started"]
     assert summary["started"] >= 8  # more with roles: a trajectory of each that took a turn
@@ -88,11 +107,28 @@ def test_an_example_runs(name: str, tmp_path: Path, small_model: Path):
 def test_an_example_with_a_tool_server_calls_it_and_learns_from_it(name: str, tmp_path: Path):
     of_server, key, path, call_name = WITH_TOOL_SERVER[name]
     run(f"examples/{name}/prepare.py", "--out", tmp_path / "data", "--train", "8", "--heldout", "2")
-    where = [f"run_dir={tmp_path / 'run'}", f"data.train={tmp_path / 'data' / 'train.jsonl'}", "data.eval=null"]
-    sizes = ["rollout.group_size=4", "rollout.max_in_flight=8", "rollout.jetstream.max_concurrent_decodes=8"]
+    where = [
+        f"run_dir={tmp_path / 'run'}",
+        f"data.train={tmp_path / 'data' / 'train.jsonl'}",
+        "data.eval=null",
+    ]
+    sizes = [
+        "rollout.group_size=4",
+        "rollout.max_in_flight=8",
+        "rollout.jetstream.max_concurrent_decodes=8",
+    ]
     with tool_server(*(setting.format(data=tmp_path / "data") for setting in of_server)) as url:
-        settings = [f"examples/{name}/config.yaml", *where, *SMALL, *sizes, "trainer.steps=1", f"{key}={url}{path}"]
-        run("-m", "jax_agent_rl.cli", "train", *settings, XLA_FLAGS="")  # optimized: it computes more than it compiles
+        settings = [
+            f"examples/{name}/config.yaml",
+            *where,
+            *SMALL,
+            *sizes,
+            "trainer.steps=1",
+            f"{key}={url}{path}",
+        ]
+        run(
+            "-m", "jax_agent_rl.cli", "train", *settings, XLA_FLAGS=""
+        )  # optimized: it computes more than it compiles
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["trained"] == summary["started"] == 8 and summary["token_drift"] == 0
     records = read_records(tmp_path / "run" / "trajectories.jsonl")
@@ -100,7 +136,9 @@ def test_an_example_with_a_tool_server_calls_it_and_learns_from_it(name: str, tm
     good = [call for call in calls if call["error"] is None]
     assert good and {call["name"] for call in good} == {call_name}
     if name not in RARELY_RIGHT:
-        assert any(record["reward"] for record in records), "the model answers some of these questions from the start"
+        assert any(record["reward"] for record in records), (
+            "the model answers some of these questions from the start"
+        )
 
 
 @contextmanager
@@ -108,7 +146,9 @@ def tool_server(*settings: str) -> Iterator[str]:
     """A tool server of its own; yields its address."""
     command = [*python(), "-m", "jax_agent_rl.cli", "tool-server", "port=0", *settings]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
         try:
@@ -122,7 +162,9 @@ def tool_server(*settings: str) -> Iterator[str]:
 @pytest.mark.parametrize("name", [*EXAMPLES, *WITH_TOOL_SERVER])
 def test_an_examples_script_says_what_it_would_do(name: str):
     script = ROOT / "examples" / name / "run.sh"
-    result = subprocess.run(["bash", script, "--dry-run", "seed=1"], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        ["bash", script, "--dry-run", "seed=1"], capture_output=True, text=True, check=True
+    )
     assert f"examples/{name}/prepare.py" in result.stdout
     last = result.stdout.rstrip().splitlines()[-1]
     assert f"train examples/{name}/config.yaml " in last and last.endswith(" seed=1")

@@ -31,10 +31,16 @@ def without_agent_names(recipe: Path) -> None:
     recipe.write_text(yaml.safe_dump(tree))
     for file in (recipe.parent / "data").glob("*.jsonl"):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        file.write_text("".join(json.dumps({k: v for k, v in r.items() if k != "agent_name"}) + "\n" for r in rows))
+        file.write_text(
+            "".join(
+                json.dumps({k: v for k, v in r.items() if k != "agent_name"}) + "\n" for r in rows
+            )
+        )
 
 
-async def test_a_run_over_a_tool_server_trains_and_closes_every_environment(recipe: Path, tmp_path: Path):
+async def test_a_run_over_a_tool_server_trains_and_closes_every_environment(
+    recipe: Path, tmp_path: Path
+):
     without_agent_names(recipe)
     async with ToolServer(lambda action: {"obs": " 5.", "reward": 0.5}) as server:
         status, output = await train(
@@ -51,21 +57,34 @@ async def test_a_run_over_a_tool_server_trains_and_closes_every_environment(reci
         assert status == 0, output
     records = read_records(tmp_path / "run" / "trajectories.jsonl")
     assert {r["agent_name"] for r in records} == {"server_tool_agent"}
-    assert all(call["reward"] == 0.5 for r in records for turn in r["turns"] for call in turn["tool_calls"])
+    assert all(
+        call["reward"] == 0.5 for r in records for turn in r["turns"] for call in turn["tool_calls"]
+    )
     called = [r["trajectory_id"] for r in records if any(turn["tool_calls"] for turn in r["turns"])]
     assert called and server.closed == dict.fromkeys(called, 1)
-    evaluated = [payload for payload in server.requests if payload["trajectory_ids"][0].startswith("heldout")]
+    evaluated = [
+        payload for payload in server.requests if payload["trajectory_ids"][0].startswith("heldout")
+    ]
     assert {extra["max_turns"] for payload in evaluated for extra in payload["extra_fields"]} == {1}
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["token_drift"] == 0 and summary["max_logprob_gap"] <= 1e-3
     assert summary["started"] == summary["trained"] + sum(summary["dropped"].values()) == 4
 
 
-async def test_a_tool_server_that_is_not_there_is_found_out_before_anything_is_loaded(recipe: Path, tmp_path: Path):
+async def test_a_tool_server_that_is_not_there_is_found_out_before_anything_is_loaded(
+    recipe: Path, tmp_path: Path
+):
     without_agent_names(recipe)
     url = f"http://127.0.0.1:{free_port()}"
     status, output = await train(
-        recipe, "tool_config.enabled=true", f"tool_config.server_url={url}", "tool_config.max_retries=0"
+        recipe,
+        "tool_config.enabled=true",
+        f"tool_config.server_url={url}",
+        "tool_config.max_retries=0",
     )
     assert status == 2
-    assert "tool_config.server_url" in output and "cannot be reached" in output and "Traceback" not in output
+    assert (
+        "tool_config.server_url" in output
+        and "cannot be reached" in output
+        and "Traceback" not in output
+    )

@@ -39,7 +39,10 @@ def compute_score(solution_str, ground_truth):
 def cloud(tmp_path: Path) -> Iterator[Cloud]:
     """Two hosts with a chip each, as jax sees it."""
     cloud = Cloud(tmp_path / "cloud")
-    cloud.write("venv/bin/jax-agent-rl", f'#!/usr/bin/env bash\nexec {sys.executable} -m jax_agent_rl.cli "$@"\n')
+    cloud.write(
+        "venv/bin/jax-agent-rl",
+        f'#!/usr/bin/env bash\nexec {sys.executable} -m jax_agent_rl.cli "$@"\n',
+    )
     (cloud.folder / "venv/bin/jax-agent-rl").chmod(0o755)
     cloud.use_real_trainer()
     cloud.order("hosts", "2")
@@ -68,13 +71,26 @@ PATIENT = ["learner.mesh.fsdp=2", "trainer.steps=4", "reward.timeout=600"]
 def require_every_step_once(kept: Path) -> None:
     assert steps(kept) == [1, 2, 3, 4]
     summary = json.loads((kept / "run" / "summary.json").read_text())
-    assert summary["steps"] == 4 and summary["started"] == summary["trained"] + sum(summary["dropped"].values())
+    assert summary["steps"] == 4 and summary["started"] == summary["trained"] + sum(
+        summary["dropped"].values()
+    )
     assert (kept / "checkpoints" / "4").is_dir() and not (kept / "run" / "checkpoints").exists()
 
 
-def test_a_run_on_two_hosts_that_loses_its_slice_ends_as_one_with_every_step_once(cloud: Cloud, tmp_path: Path):
+def test_a_run_on_two_hosts_that_loses_its_slice_ends_as_one_with_every_step_once(
+    cloud: Cloud, tmp_path: Path
+):
     recipe, go = patient_recipe(tmp_path)
-    arguments = ["--topology", "v5p:2x2x2", "--bucket", "gs://b", "--config", recipe, "--spot", *PATIENT]
+    arguments = [
+        "--topology",
+        "v5p:2x2x2",
+        "--bucket",
+        "gs://b",
+        "--config",
+        recipe,
+        "--spot",
+        *PATIENT,
+    ]
     process = cloud.start(*arguments)
     kept = cloud.folder / "buckets" / "b" / "try"
     read_until(process, "2/4")
@@ -83,7 +99,9 @@ def test_a_run_on_two_hosts_that_loses_its_slice_ends_as_one_with_every_step_onc
     cloud.preempt()
     assert process.stdout is not None
     rest = process.stdout.read()
-    assert process.wait() == 1 and "the slice was preempted (PREEMPTED): --resume continues" in rest, rest
+    assert (
+        process.wait() == 1 and "the slice was preempted (PREEMPTED): --resume continues" in rest
+    ), rest
     go.touch()
     result = cloud.launch(*arguments, "--resume")
     rest = result.stdout
@@ -92,26 +110,50 @@ def test_a_run_on_two_hosts_that_loses_its_slice_ends_as_one_with_every_step_onc
     assert "[host-0] held-out accuracy" in rest and "[host-1] held-out accuracy" not in rest
     assert cloud.node() is None
     require_every_step_once(kept)
-    assert {file.name.partition("-2")[0] for file in (kept / "logs").iterdir()} == {"host-0", "host-1"}
+    assert {file.name.partition("-2")[0] for file in (kept / "logs").iterdir()} == {
+        "host-0",
+        "host-1",
+    }
 
 
-def test_a_managed_job_on_two_hosts_continues_after_a_recovery_with_every_step_once(cloud: Cloud, tmp_path: Path):
+def test_a_managed_job_on_two_hosts_continues_after_a_recovery_with_every_step_once(
+    cloud: Cloud, tmp_path: Path
+):
     recipe, go = patient_recipe(tmp_path)
     rendered = cloud.launch(
-        *("--topology", "v5p:2x2x2", "--bucket", "gs://b", "--config", recipe, "--render", "sky", *PATIENT)
+        *(
+            "--topology",
+            "v5p:2x2x2",
+            "--bucket",
+            "gs://b",
+            "--config",
+            recipe,
+            "--render",
+            "sky",
+            *PATIENT,
+        )
     )
     commands = yaml.safe_load(rendered.stdout)["run"]
     bucket = cloud.folder / "buckets" / "b"
-    for there, here in {"/bucket/": f"{bucket}/", "gs://b": str(bucket), "/config/run.yaml": str(recipe)}.items():
+    for there, here in {
+        "/bucket/": f"{bucket}/",
+        "gs://b": str(bucket),
+        "/config/run.yaml": str(recipe),
+    }.items():
         commands = commands.replace(there, here)
 
     def launch() -> list[subprocess.Popen[bytes]]:
         """SkyPilot starts the commands on both hosts."""
         here = commands.replace("8476", str(free_port()))
-        job = cloud.environment | {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}
+        job = cloud.environment | {
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+        }
         how = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "start_new_session": True}
         return [
-            subprocess.Popen(["bash", "-c", here], env=job | {"SKYPILOT_NODE_RANK": str(rank)}, **how)
+            subprocess.Popen(
+                ["bash", "-c", here], env=job | {"SKYPILOT_NODE_RANK": str(rank)}, **how
+            )
             for rank in range(2)
         ]
 
@@ -148,22 +190,41 @@ def test_hosts_that_learn_and_one_that_samples_are_one_run(cloud: Cloud, tmp_pat
     recipe = tiny_recipe(tmp_path / "recipe", rollout={"jetstream": SMALL})
     rendered = cloud.launch(
         *("--topology", "v5p:2x2x2", "--bucket", "gs://b", "--config", recipe, "--render", "slurm"),
-        *("--rollout-hosts", 1, "--rollout-port", free_port(), "learner.mesh.fsdp=2", "trainer.steps=2"),
+        *(
+            "--rollout-hosts",
+            1,
+            "--rollout-port",
+            free_port(),
+            "learner.mesh.fsdp=2",
+            "trainer.steps=2",
+        ),
     )
     bucket = cloud.folder / "buckets" / "b"
-    job = rendered.stdout.replace("gs://b", str(bucket)).replace("runs/try", str(bucket / "try" / "run"))
+    job = rendered.stdout.replace("gs://b", str(bucket)).replace(
+        "runs/try", str(bucket / "try" / "run")
+    )
     cloud.write("job.sh", job)
     cloud.write("path/srun", _SRUN.format(python=sys.executable)).chmod(0o755)
     cloud.write("path/scontrol", "#!/bin/sh\necho 127.0.0.1\n").chmod(0o755)
-    slurm = {"SLURM_JOB_ID": (cloud.folder / "orders" / "job").read_text(), "SLURM_JOB_NODELIST": "localhost"}
+    slurm = {
+        "SLURM_JOB_ID": (cloud.folder / "orders" / "job").read_text(),
+        "SLURM_JOB_NODELIST": "localhost",
+    }
     command = ["bash", str(cloud.folder / "job.sh")]
     result = subprocess.run(
-        command, env=cloud.environment | slurm, cwd=ROOT, capture_output=True, text=True, timeout=500
+        command,
+        env=cloud.environment | slurm,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     kept = bucket / "try"
     summary = json.loads((kept / "run" / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["max_logprob_gap"] <= 1e-3  # it samples what both others have learnt
+    assert (
+        summary["steps"] == 2 and summary["max_logprob_gap"] <= 1e-3
+    )  # it samples what both others have learnt
     assert "serving" in result.stdout
     assert not [file for file in (kept / "weights").rglob("*") if file.is_file()]
 

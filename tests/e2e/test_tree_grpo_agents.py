@@ -54,14 +54,18 @@ class Echo(Environment):
 async def tool_server() -> AsyncIterator[str]:
     async with ToolServer(lambda action: f" {len(action)} ") as server:
         yield server.url
-    assert server.closed and set(server.closed.values()) == {1}, "every environment was closed, once"
+    assert server.closed and set(server.closed.values()) == {1}, (
+        "every environment was closed, once"
+    )
 
 
 @asynccontextmanager
 async def retriever() -> AsyncIterator[str]:
     async def answer(request: Request) -> JSONResponse:
         queries = (await request.json())["queries"]
-        return JSONResponse({"result": [[{"document": {"contents": f"about {query}"}}] for query in queries]})
+        return JSONResponse(
+            {"result": [[{"document": {"contents": f"about {query}"}}] for query in queries]}
+        )
 
     async with serve(Starlette(routes=[Route("/retrieve", answer, methods=["POST"])])) as url:
         yield f"{url}/retrieve"
@@ -76,7 +80,14 @@ AGENTS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
     "server_tool_agent": (
         tool_server,
         "<py>{}</py>",
-        {"agent": {"tool_server_url": "URL", "action_stop_tokens": ["</py>"], "max_turns": 3, "max_obs_length": 16}},
+        {
+            "agent": {
+                "tool_server_url": "URL",
+                "action_stop_tokens": ["</py>"],
+                "max_turns": 3,
+                "max_obs_length": 16,
+            }
+        },
         {},
     ),
     "text_tool_agent": (
@@ -91,11 +102,18 @@ AGENTS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
         {"agent": {"enable_search": True}, "search": {"server_url": "URL", "topk": 1}},
         {},
     ),
-    "environment_agent": (nothing, "w{}", {}, {"environment_kwargs": {"name": "echo", "greeting": "go on"}}),
+    "environment_agent": (
+        nothing,
+        "w{}",
+        {},
+        {"environment_kwargs": {"name": "echo", "greeting": "go on"}},
+    ),
 }
 
 
-def write_run(folder: Path, agent: str, word: str, sections: dict[str, Any], extra: dict[str, Any], url: str) -> Path:
+def write_run(
+    folder: Path, agent: str, word: str, sections: dict[str, Any], extra: dict[str, Any], url: str
+) -> Path:
     """Write the recipe of a run; ``word`` makes the tokens that the vocabulary still has room for."""
     sections = json.loads(json.dumps(sections).replace("URL", url))
     limits = {"max_prompt_length": 64, "max_response_length": 96}
@@ -125,7 +143,9 @@ def write_run(folder: Path, agent: str, word: str, sections: dict[str, Any], ext
 
 def grpo(rewards: np.ndarray) -> np.ndarray:
     """Formula of the paper: deviations over the unbiased standard deviation."""
-    return (rewards - rewards.mean()) / (np.sqrt(((rewards - rewards.mean()) ** 2).sum() / (len(rewards) - 1)) + 1e-6)
+    return (rewards - rewards.mean()) / (
+        np.sqrt(((rewards - rewards.mean()) ** 2).sum() / (len(rewards) - 1)) + 1e-6
+    )
 
 
 @pytest.mark.parametrize("agent", AGENTS)
@@ -158,7 +178,11 @@ async def test_one_step_of_tree_grpo(agent, tmp_path, monkeypatch):
     branched = [r for r in records if r["fork"] and r["fork"]["turns"] > 0]
     assert len(branched) >= 3 and len(groups) == 3
     assert summary["started"] == 3 * M * (1 + N) and set(summary["dropped"]) == {"not_selected"}
-    assert all(turn["tool_calls"] or agent == "environment_agent" for r in branched for turn in r["turns"][:1])
+    assert all(
+        turn["tool_calls"] or agent == "environment_agent"
+        for r in branched
+        for turn in r["turns"][:1]
+    )
 
     # What a branch inherits is its parent's, id by id, and the engine sampled only what follows.
     for record in records:
@@ -180,7 +204,9 @@ async def test_one_step_of_tree_grpo(agent, tmp_path, monkeypatch):
     # The advantage: among all of the prompt, plus among those of the tree.
     for members in groups.values():
         rewards = np.array([r["reward"] for r in members])
-        trees = np.array([r["fork"]["tree_id"] if r["fork"] else r["trajectory_id"] for r in members])
+        trees = np.array(
+            [r["fork"]["tree_id"] if r["fork"] else r["trajectory_id"] for r in members]
+        )
         assert sorted(np.unique(trees, return_counts=True)[1]) == [K] * M
         expected = grpo(rewards)
         for tree in np.unique(trees):
@@ -189,4 +215,6 @@ async def test_one_step_of_tree_grpo(agent, tmp_path, monkeypatch):
             mask = np.array(record["response_mask"], bool)
             assert np.allclose(np.array(record["advantages"], float)[mask], advantage, atol=1e-5)
     assert any(r["advantages"][0] for r in records)
-    assert np.isfinite(step["loss"]) and step["compared_gap_max"] < 1e-4 and step["trained_tokens"] > 0
+    assert (
+        np.isfinite(step["loss"]) and step["compared_gap_max"] < 1e-4 and step["trained_tokens"] > 0
+    )

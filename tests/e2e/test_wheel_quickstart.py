@@ -14,15 +14,27 @@ from tests.wheel import ROOT, build_wheel
 
 CORE_LOCK = ROOT / "third_party" / "locks" / "core.txt"
 
-needs_uv = pytest.mark.skipif(importlib.util.find_spec("uv") is None, reason="uv installs the wheel")
+needs_uv = pytest.mark.skipif(
+    importlib.util.find_spec("uv") is None, reason="uv installs the wheel"
+)
 
 
 def run(*command: str | Path, folder: Path, seconds: float) -> str:
     """Return what a command prints, without the variables that lead to this repository."""
-    ours = ("PYTHON", "XLA_", "JAX_", "TPU_")  # JAX sets the last one, to a libtpu that the wheel's environment has not
+    ours = (
+        "PYTHON",
+        "XLA_",
+        "JAX_",
+        "TPU_",
+    )  # JAX sets the last one, to a libtpu that the wheel's environment has not
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     ended = subprocess.run(
-        [str(part) for part in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds
+        [str(part) for part in command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -36,7 +48,16 @@ def test_the_installed_wheel_trains_the_quickstart_in_an_empty_folder(tmp_path: 
     uv = [sys.executable, "-m", "uv"]
     run(*uv, "venv", "--python", sys.executable, venv, folder=tmp_path, seconds=120)
     run(
-        *(*uv, "pip", "install", "--python", venv / "bin" / "python", "--constraints", CORE_LOCK, wheel),
+        *(
+            *uv,
+            "pip",
+            "install",
+            "--python",
+            venv / "bin" / "python",
+            "--constraints",
+            CORE_LOCK,
+            wheel,
+        ),
         folder=tmp_path,
         seconds=600,
     )
@@ -45,7 +66,14 @@ def test_the_installed_wheel_trains_the_quickstart_in_an_empty_folder(tmp_path: 
     empty.mkdir()
     command = venv / "bin" / "jax-agent-rl"
     version = run(command, "--version", folder=empty, seconds=60)
-    output = run(command, "quickstart", "trainer.steps=2", "trainer.checkpoint_every=2", folder=empty, seconds=1800)
+    output = run(
+        command,
+        "quickstart",
+        "trainer.steps=2",
+        "trainer.checkpoint_every=2",
+        folder=empty,
+        seconds=1800,
+    )
 
     assert wheel.name.startswith(f"jax_agent_rl-{version.split()[1]}-")
     (report,) = empty.glob("runs/*/report.html")

@@ -13,7 +13,13 @@ from jax_agent_rl.utils.process import EXIT_CODE
 
 async def chaos(*options: str) -> tuple[int | None, dict, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "jax_agent_rl.cli", "chaos", "--json", *options, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "jax_agent_rl.cli",
+        "chaos",
+        "--json",
+        *options,
+        stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await process.communicate()
     *lines, last = output.decode().splitlines()
@@ -34,7 +40,13 @@ async def test_everything_holds_while_engines_tools_network_and_weights_change_u
 
 async def test_a_fault_there_is_not_is_refused_before_anything_is_started():
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "jax_agent_rl.cli", "chaos", "--only", "flood", stderr=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "jax_agent_rl.cli",
+        "chaos",
+        "--only",
+        "flood",
+        stderr=asyncio.subprocess.PIPE,
     )
     _, errors = await process.communicate()
     assert process.returncode == 2 and b"there is no such fault; there are kill_engine" in errors
@@ -43,7 +55,13 @@ async def test_a_fault_there_is_not_is_refused_before_anything_is_started():
 async def test_told_to_stop_it_takes_its_servers_with_it():
     before = Footprint.now().processes
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "jax_agent_rl.cli", "chaos", "--seconds", "600", stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "jax_agent_rl.cli",
+        "chaos",
+        "--seconds",
+        "600",
+        stdout=asyncio.subprocess.PIPE,
     )
     while b"trained" not in await process.stdout.readline():
         assert process.returncode is None

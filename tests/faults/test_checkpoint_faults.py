@@ -19,7 +19,10 @@ from tests.warm import python
 def state(step: int) -> dict:
     rng = np.random.default_rng(step)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
-    return {"params": {"w": draw(64, 300), "v": draw(7).astype(jnp.bfloat16)}, "updates": jnp.int32(step)}
+    return {
+        "params": {"w": draw(64, 300), "v": draw(7).astype(jnp.bfloat16)},
+        "updates": jnp.int32(step),
+    }
 
 
 @pytest.fixture
@@ -32,14 +35,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def restored_equals(folder: Path, step: int, *, named: int | None = None, saved: dict | None = None) -> bool:
+def restored_equals(
+    folder: Path, step: int, *, named: int | None = None, saved: dict | None = None
+) -> bool:
     """Whether what comes back (of the newest checkpoint, or the one named) is ``saved``, or else ``state(step)``."""
     checkpointer = Checkpointer(folder, keep=3)
     try:
         found, got, progress = checkpointer.restore(state(0), step=named)
     finally:
         checkpointer.close()
-    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), got, saved or state(step))
+    same = jax.tree.map(
+        lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), got, saved or state(step)
+    )
     return found == progress["step"] == step and all(jax.tree.leaves(same))
 
 
@@ -51,12 +58,17 @@ def damages(folder: Path) -> dict[str, tuple[Path, bytes | None]]:
         flipped = bytearray(content)
         if content:
             flipped[len(content) // 2] ^= 0x10
-        made |= {f"no {name}": (file, None), f"half of {name}": (file, content[: len(content) // 2])}
+        made |= {
+            f"no {name}": (file, None),
+            f"half of {name}": (file, content[: len(content) // 2]),
+        }
         made |= {f"a bit of {name}": (file, bytes(flipped))}
     return made
 
 
-def test_whatever_is_damaged_either_does_not_matter_or_is_said_with_the_checkpoint_before(folder: Path, tmp_path: Path):
+def test_whatever_is_damaged_either_does_not_matter_or_is_said_with_the_checkpoint_before(
+    folder: Path, tmp_path: Path
+):
     """Never a silently wrong state."""
     noticed = []
     for name, (file, content) in damages(folder).items():
@@ -96,7 +108,9 @@ def test_a_state_that_is_saved_already_is_not_written_again(folder: Path):
     checkpointer = Checkpointer(folder, keep=3)
     checkpointer.save(2, state(2), {"step": 2})
     checkpointer.close()
-    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()} == written
+    assert {
+        file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()
+    } == written
 
 
 def test_a_damaged_checkpoint_of_the_step_is_replaced(folder: Path):
@@ -160,7 +174,11 @@ def output_of(code: str, *arguments: object) -> str:
 def test_a_full_disk_is_said_and_the_checkpoint_before_restores(tmp_path: Path):
     output = output_of(FULL, tmp_path / "c")
     assert "not noticed" not in output and output.count("said:") == 3, output
-    assert "could not be written" in output and "checkpoint 1 is intact" in output and "too large" in output
+    assert (
+        "could not be written" in output
+        and "checkpoint 1 is intact" in output
+        and "too large" in output
+    )
     assert "kept: True" in output and "later: True ['2']" in output, output
 
 
@@ -188,8 +206,13 @@ cli.main()
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 2, result.stderr[-3000:]
-    assert "error: a checkpoint could not be written" in result.stderr and "checkpoint 2 is intact" in result.stderr
+    assert (
+        "error: a checkpoint could not be written" in result.stderr
+        and "checkpoint 2 is intact" in result.stderr
+    )
     assert "Traceback" not in result.stderr, result.stderr[:3000]
     command = [*python(), "-m", "jax_agent_rl.cli", "train", str(recipe), "--resume"]
     resumed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert resumed.returncode == 0 and "resumed after step 2" in resumed.stdout, resumed.stderr[-2000:]
+    assert resumed.returncode == 0 and "resumed after step 2" in resumed.stdout, resumed.stderr[
+        -2000:
+    ]

@@ -35,7 +35,10 @@ def test_half_a_line_of_metrics_is_said_and_gone_when_the_run_resumes(tmp_path: 
     folder = RunDir(tmp_path)
     records = [{"kind": "step", "step": step, "noise": "x" * 100} for step in (1, 2, 3)]
     folder.add_metrics(records[0])
-    with largest_file(200), pytest.raises(StorageError, match=r"metrics\.jsonl could not be written.*too large.*space"):
+    with (
+        largest_file(200),
+        pytest.raises(StorageError, match=r"metrics\.jsonl could not be written.*too large.*space"),
+    ):
         folder.add_metrics(records[1])
     assert folder.metrics.stat().st_size == 200
     folder.resume_after(1)
@@ -50,12 +53,17 @@ def test_a_summary_that_cannot_be_written_leaves_the_old_one_and_no_temporary_fi
     folder.write_json(folder.summary, {"steps": 1})
     with largest_file(50), pytest.raises(StorageError, match=r"summary\.json could not be written"):
         folder.write_json(folder.summary, {"steps": 2, "noise": "x" * 100})
-    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"] and '"steps": 1' in folder.summary.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == [
+        "summary.json"
+    ] and '"steps": 1' in folder.summary.read_text()
 
 
 def test_weights_that_find_no_room_are_said_with_where_and_the_key_to_set(tmp_path: Path):
     files = WeightFiles(TINY, probe_ids=[[3, 4, 5]], folder=tmp_path)
-    with largest_file(20_000), pytest.raises(WeightUpdateError, match=r"version 4 .*v4-00000.*rollout\.weight_dir"):
+    with (
+        largest_file(20_000),
+        pytest.raises(WeightUpdateError, match=r"version 4 .*v4-00000.*rollout\.weight_dir"),
+    ):
         files.write(tiny_params(), 4)
     (path,) = files.write(tiny_params(), 5)
     assert Path(path).stat().st_size > 20_000
@@ -88,7 +96,9 @@ cli.main()
 
 def train(*command: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    return subprocess.run([*python(), *command], env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [*python(), *command], env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "trajectories.jsonl"])
@@ -99,14 +109,19 @@ def test_a_run_that_cannot_write_a_step_ends_with_a_message_and_resumes_as_if_no
     recipe = recipe_in(tmp_path)
     failed = train("-c", FILLS_UP, "train", str(recipe), file)
     assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr[-3000:]
-    assert f"{file} could not be written" in failed.stderr.replace("\n", "") and "--resume" in failed.stderr
+    assert (
+        f"{file} could not be written" in failed.stderr.replace("\n", "")
+        and "--resume" in failed.stderr
+    )
     resumed = train("-m", "jax_agent_rl.cli", "train", str(recipe), "--resume")
     assert resumed.returncode == 0, resumed.stderr[-2000:]
     require_same(undisturbed, tmp_path / "run")
 
 
 def recipe_in(folder: Path) -> Path:
-    return tiny_recipe(folder, rollout={"deterministic": True}, trainer={"steps": 4, "checkpoint_every": 1})
+    return tiny_recipe(
+        folder, rollout={"deterministic": True}, trainer={"steps": 4, "checkpoint_every": 1}
+    )
 
 
 @pytest.fixture(scope="module")

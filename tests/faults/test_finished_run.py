@@ -29,11 +29,15 @@ def forker():
         yield made
 
 
-def run(forker: Forker, folder: Path, *arguments: str, status: int = 0, die_at: int | None = None) -> str:
+def run(
+    forker: Forker, folder: Path, *arguments: str, status: int = 0, die_at: int | None = None
+) -> str:
     """Runs a command to its end; returns what it printed."""
     log = folder / "log.txt"
     log.write_text("")
-    assert forker.start(*arguments, log=log, die_at=die_at).wait() == status, log.read_text()[-3000:]
+    assert forker.start(*arguments, log=log, die_at=die_at).wait() == status, log.read_text()[
+        -3000:
+    ]
     return log.read_text()
 
 
@@ -52,7 +56,11 @@ def finished(forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,9 @@ def content(folder: Path) -> dict[str, bytes]:
         (["--resume", "--step", "2"], ["2 steps"]),
     ],
 )
-def test_a_finished_run_has_nothing_to_do_and_says_how_to_go_on(forker, finished: Path, tmp_path, arguments, said):
+def test_a_finished_run_has_nothing_to_do_and_says_how_to_go_on(
+    forker, finished: Path, tmp_path, arguments, said
+):
     before = content(finished.parent / "run")
     printed = " ".join(run(forker, tmp_path, "train", str(finished), *arguments).split())
     assert "nothing to do" in printed and all(words in printed for words in said)
@@ -72,7 +82,9 @@ def test_a_finished_run_has_nothing_to_do_and_says_how_to_go_on(forker, finished
 
 
 def test_so_has_a_finished_fine_tuning(forker: Forker, finished: Path, tmp_path: Path):
-    rows = [{"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}] * 4
+    rows = [
+        {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}
+    ] * 4
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = tmp_path / "sft.yaml"
     tree = {
@@ -91,12 +103,16 @@ def test_so_has_a_finished_fine_tuning(forker: Forker, finished: Path, tmp_path:
     assert content(tmp_path / "run") == before
     run(forker, tmp_path, "sft", str(recipe), "--resume", "trainer.epochs=2")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
-    assert [r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"] == [1, 2, 3, 4]
+    assert [
+        r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"
+    ] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("way", ["goes on", "goes back"])
 @pytest.mark.timeout(300 + 60 * KILLS)
-def test_killed_after_it_was_resumed_with_more_steps_it_has_lost_nothing(forker, finished: Path, tmp_path, way: str):
+def test_killed_after_it_was_resumed_with_more_steps_it_has_lost_nothing(
+    forker, finished: Path, tmp_path, way: str
+):
     arguments = [
         "train",
         str(finished),
@@ -132,7 +148,9 @@ def records_of(folder: Path) -> dict[str, set[str]]:
 
 def require_nothing_lost(old: dict[str, set[str]], folder: Path, *, after: int) -> None:
     now = records_of(folder)
-    has_gone_on = any(r["kind"] == "step" and r["step"] > 2 for r in read_records(folder / "metrics.jsonl"))
+    has_gone_on = any(
+        r["kind"] == "step" and r["step"] > 2 for r in read_records(folder / "metrics.jsonl")
+    )
     for name, records in old.items():
         gone = [json.loads(record) for record in records - now[name]]
         assert all(record["step"] > after for record in gone), name

@@ -29,7 +29,11 @@ SEED = int(os.environ.get("INTERRUPT_SEED", "0"))
 PATIENCE = 60.0  # seconds
 STEPS = 5
 A_STEP = 1.0  # processor seconds, about; evaluations and the end of the run are part of it
-UNNOTICED = (-signal.SIGINT, -signal.SIGTERM, 1)  # before the run had begun to listen: Python's or the shell's own way
+UNNOTICED = (
+    -signal.SIGINT,
+    -signal.SIGTERM,
+    1,
+)  # before the run had begun to listen: Python's or the shell's own way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,10 @@ def forker(scratch: Path):
 def undisturbed(forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, Path]:
     """Processor time of a whole synchronous run, and its folder."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    running, used = forker.start("train", str(recipe_in(folder, "sync")), log=folder / "log.txt"), 0.0
+    running, used = (
+        forker.start("train", str(recipe_in(folder, "sync")), log=folder / "log.txt"),
+        0.0,
+    )
     while not running.ended:
         used = running.cpu_seconds
     assert running.wait() == 0, (folder / "log.txt").read_text()[-3000:]
@@ -94,7 +101,9 @@ def undisturbed(forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> tup
 def recipe_in(folder: Path, mode: str) -> Path:
     trainer = {"mode": mode, "steps": STEPS, "checkpoint_every": 0, "eval_every": 2}
     # Two updates a step: it can be interrupted between them.
-    return tiny_recipe(folder, trainer=trainer, rollout={"deterministic": True}, learner={"ppo_epochs": 2})
+    return tiny_recipe(
+        folder, trainer=trainer, rollout={"deterministic": True}, learner={"ppo_epochs": 2}
+    )
 
 
 @pytest.mark.timeout(300 + 60 * INTERRUPTS)
@@ -113,24 +122,34 @@ def test_an_interrupted_run_ends_with_its_last_step_saved_and_leaves_nothing_beh
         said = log.read_text()
         step = require_saved(running.wait(), interrupt, run, said)
         saved += [run] if step else []
-        print(f"{mode}: {interrupt}: {seconds:.1f} s, {'nothing to save' if step is None else f'step {step} saved'}")
+        print(
+            f"{mode}: {interrupt}: {seconds:.1f} s, {'nothing to save' if step is None else f'step {step} saved'}"
+        )
         require_gone(forker, running)
         assert set(scratch.iterdir()) == caches
     for run in saved[-1:]:
-        resumed = forker.start("train", str(recipe), f"run_dir={run}", "--resume", log=tmp_path / "resumed.txt")
+        resumed = forker.start(
+            "train", str(recipe), f"run_dir={run}", "--resume", log=tmp_path / "resumed.txt"
+        )
         assert resumed.wait() == 0, (tmp_path / "resumed.txt").read_text()[-3000:]
         summary = json.loads((run / "summary.json").read_text())
         assert summary["steps"] == STEPS and summary["trained"] == STEPS * 8
         assert summary["started"] == summary["trained"] + sum(summary["dropped"].values())
         if mode == "sync":
             expected, got = final_state(undisturbed[1]), final_state(run)
-            assert {name: x.tobytes() for name, x in expected.items()} == {name: x.tobytes() for name, x in got.items()}
+            assert {name: x.tobytes() for name, x in expected.items()} == {
+                name: x.tobytes() for name, x in got.items()
+            }
 
 
 def require_saved(status: int, interrupt: Interrupt, run: Path, said: str) -> int | None:
     """The step that was saved; None if there was nothing to save, or no time to (a second signal)."""
     assert "Traceback" not in said, said[-3000:]
-    assert status in (0, 130) or (status in UNNOTICED and "run folder" not in said), (status, interrupt, said[-2000:])
+    assert status in (0, 130) or (status in UNNOTICED and "run folder" not in said), (
+        status,
+        interrupt,
+        said[-2000:],
+    )
     checkpoints = {p.name for p in (run / "checkpoints").glob("*")}
     finished = finished_steps(said)
     if status == 0 or "everything is saved" in said:

@@ -164,7 +164,9 @@ def metrics_of(folder: Path) -> list[tuple[str, int, str]]:
     return [(r["kind"], r["step"], r["by"]) for r in read_records(folder / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize(("name", "after"), [("goes_on", 3), ("goes_back", 1), ("begins_again", -1)])
+@pytest.mark.parametrize(
+    ("name", "after"), [("goes_on", 3), ("goes_back", 1), ("begins_again", -1)]
+)
 def test_whenever_a_resumed_run_is_killed_nothing_is_gone_without_something_in_its_place(
     lives: Lives, tmp_path: Path, name: str, after: int
 ):
@@ -180,18 +182,27 @@ def test_whenever_a_resumed_run_is_killed_nothing_is_gone_without_something_in_i
         if not new_steps:
             assert gone <= {("evaluation", step, "old") for step in evaluated}
         for kind, step, _ in gone:
-            assert step > after or (kind == "evaluation" and step in evaluated), "it is of no abandoned step"
+            assert step > after or (kind == "evaluation" and step in evaluated), (
+                "it is of no abandoned step"
+            )
         groups = {r["group_id"] for r in read_records(folder / "trajectories.jsonl")}
         assert new_steps or old_groups - groups <= {f"old-heldout-{step}" for step in evaluated}
-        assert json.loads((folder / "summary.json").read_text())["steps"] in (3, max(new_steps, default=3))
+        assert json.loads((folder / "summary.json").read_text())["steps"] in (
+            3,
+            max(new_steps, default=3),
+        )
         assert (folder / "reward.png").read_bytes().endswith(b"IEND\xaeB`\x82"), "a whole picture"
         assert (folder / "report.html").read_text().rstrip().endswith("</html>")
         assert (folder / "disagreement.json").exists() or 3 in new_steps
     steps = [(step, by) for kind, step, by in now if kind == "step"]
-    assert steps == sorted(steps) and len({step for step, _ in steps}) == len(steps), "every step once, in order"
+    assert steps == sorted(steps) and len({step for step, _ in steps}) == len(steps), (
+        "every step once, in order"
+    )
 
 
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(lives: Lives, tmp_path: Path):
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
+    lives: Lives, tmp_path: Path
+):
     """Each life begins with what the killed one left."""
     undisturbed = tmp_path / "undisturbed"
     recorded_run(undisturbed)
@@ -237,7 +248,8 @@ def _write(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "name"), [("writes_table", "out.parquet"), ("writes_lines", "out.jsonl"), ("writes_folder", "out")]
+    ("scenario", "name"),
+    [("writes_table", "out.parquet"), ("writes_lines", "out.jsonl"), ("writes_folder", "out")],
 )
 def test_whenever_the_writing_of_a_table_is_killed_the_same_command_writes_it(
     lives: Lives, tmp_path: Path, scenario: str, name: str
@@ -252,6 +264,14 @@ def test_whenever_the_writing_of_a_table_is_killed_the_same_command_writes_it(
         _write(folder, name)
         target = Target.from_path(folder / name)
         assert json.loads(target.summary.read_text()) == SUMMARY and not target.journal.exists()
-        left = sorted(file.name for file in (target.path if target.is_folder else folder).rglob("*") if file.is_file())
-        whole = ["README.md", "summary.json", "train-00000-of-00001.parquet"] if target.is_folder else None
+        left = sorted(
+            file.name
+            for file in (target.path if target.is_folder else folder).rglob("*")
+            if file.is_file()
+        )
+        whole = (
+            ["README.md", "summary.json", "train-00000-of-00001.parquet"]
+            if target.is_folder
+            else None
+        )
         assert left == (whole or sorted([name, f"{name}.summary.json"]))

@@ -25,7 +25,14 @@ from tests.tiny_run import tiny_recipe
 
 KILLS = int(os.environ.get("KILLS", "6"))
 SEED = int(os.environ.get("KILL_SEED", "0"))
-SAME = ("steps", "started", "trained", "dropped", "heldout_accuracy_before", "heldout_accuracy_after")
+SAME = (
+    "steps",
+    "started",
+    "trained",
+    "dropped",
+    "heldout_accuracy_before",
+    "heldout_accuracy_after",
+)
 PER_LIFE = 5  # kills of one run, before it may get through
 
 
@@ -39,7 +46,9 @@ def recipe_in(folder: Path) -> Path:
     return tiny_recipe(
         folder,
         trainer={"steps": 5, "checkpoint_every": 2, "eval_every": 2, "keep_checkpoints": 2},
-        rollout={"deterministic": True},  # else log-probs may depend on which requests happened to arrive together
+        rollout={
+            "deterministic": True
+        },  # else log-probs may depend on which requests happened to arrive together
     )
 
 
@@ -82,7 +91,9 @@ class Life:
 
 
 @pytest.mark.timeout(300 + 60 * KILLS)
-def test_whenever_a_run_is_killed_it_resumes_and_ends_with_the_same_bits(forker: Forker, tmp_path: Path):
+def test_whenever_a_run_is_killed_it_resumes_and_ends_with_the_same_bits(
+    forker: Forker, tmp_path: Path
+):
     chance = random.Random(SEED)
     undisturbed = Life(forker, recipe_in(tmp_path / "undisturbed"))
     running = forker.start("train", str(undisturbed.recipe), log=undisturbed.log)
@@ -104,6 +115,9 @@ def test_whenever_a_run_is_killed_it_resumes_and_ends_with_the_same_bits(forker:
         if killed:
             life.ends_well()
         require_same(undisturbed.run, newest_run(life.run))
-        summaries = [json.loads((run / "summary.json").read_text()) for run in (undisturbed.run, newest_run(life.run))]
+        summaries = [
+            json.loads((run / "summary.json").read_text())
+            for run in (undisturbed.run, newest_run(life.run))
+        ]
         assert len({json.dumps([s[key] for key in SAME], sort_keys=True) for s in summaries}) == 1
     assert kills == KILLS

@@ -71,7 +71,9 @@ def finite(run: Path) -> bool:
     return all(np.isfinite(array).all() for array in final_state(run).values())
 
 
-def test_nan_rewards_logprobs_and_gradients_cost_what_they_touch_and_the_run_goes_on(tmp_path: Path):
+def test_nan_rewards_logprobs_and_gradients_cost_what_they_touch_and_the_run_goes_on(
+    tmp_path: Path,
+):
     recipe = tiny_recipe(tmp_path, trainer={"steps": 4, "checkpoint_every": 1}, data={"eval": None})
     (tmp_path / "reward.py").write_text(POISONED_REWARD)
     result = train(recipe, "once each")
@@ -80,13 +82,18 @@ def test_nan_rewards_logprobs_and_gradients_cost_what_they_touch_and_the_run_goe
     assert summary["dropped"] == {"reward_error": 3, "nan_logprobs": 1, "non_finite": 8}
     assert (summary["started"], summary["trained"]) == (32, 32 - 12) and summary["steps"] == 4
     assert finite(tmp_path / "run")
-    steps = [line for line in read_records(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"]
+    steps = [
+        line for line in read_records(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"
+    ]
     assert [line["accounting"]["trained"] for line in steps] == [5, 12, 12, 20]
 
 
 def test_gradients_that_stay_nan_end_the_run_with_the_last_finite_parameters_saved(tmp_path: Path):
     recipe = tiny_recipe(
-        tmp_path, data={"eval": None}, learner={"max_nonfinite_steps": 2}, trainer={"checkpoint_every": 0}
+        tmp_path,
+        data={"eval": None},
+        learner={"max_nonfinite_steps": 2},
+        trainer={"checkpoint_every": 0},
     )
     result = train(recipe, "every gradient")
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr[-3000:]

@@ -31,8 +31,21 @@ class Faults:
     def __init__(self):
         self.threads = DaemonThreads(max_abandoned=3)
         self._go = threading.Event()
-        functions = [self.fine, self.raises, self.refuses, self.exits, self.huge, self.hangs, self.hangs_async]
-        functions += [self.ignores_cancellation, self.huge_error, self.returns_nothing, self.cancels_itself]
+        functions = [
+            self.fine,
+            self.raises,
+            self.refuses,
+            self.exits,
+            self.huge,
+            self.hangs,
+            self.hangs_async,
+        ]
+        functions += [
+            self.ignores_cancellation,
+            self.huge_error,
+            self.returns_nothing,
+            self.cancels_itself,
+        ]
         self.tools = [FunctionTool(f, threads=self.threads) for f in functions]
 
     def release(self):
@@ -101,10 +114,19 @@ async def run(faults, script, *, count=4, timeout=60.0, **limits):
         return trajectory
 
     collector = RolloutCollector(context, score=unscored, max_in_flight=64, seed=0)
-    groups = collector.collect(ROWS, group_size=count, sampling=SamplingParams(max_tokens=500), step=0)
+    groups = collector.collect(
+        ROWS, group_size=count, sampling=SamplingParams(max_tokens=500), step=0
+    )
     trajectories = [t async for group in groups async for t in _members(group)]
-    assert collector.accounting.summary() == {"started": count, "trained": 0, "in_flight": count, "dropped": 0}
-    assert all(t.finish_reason is FinishReason.ANSWER for t in trajectories), "each goes on after the fault"
+    assert collector.accounting.summary() == {
+        "started": count,
+        "trained": 0,
+        "in_flight": count,
+        "dropped": 0,
+    }
+    assert all(t.finish_reason is FinishReason.ANSWER for t in trajectories), (
+        "each goes on after the fault"
+    )
     return trajectories
 
 
@@ -119,10 +141,22 @@ async def _members(group):
         ("raises {}", "raised", "Error: raises raised ValueError: broken inside"),
         ("refuses {}", "raised", "Error: unexpected token 'x'"),
         ("exits {}", "raised", "Error: exits raised SystemExit: 3"),
-        ("returns_nothing {}", "raised", "Error: returns_nothing raised TypeError: a tool must return str"),
-        ("cancels_itself {}", "raised", "Error: cancels_itself did not answer: it cancelled itself"),
+        (
+            "returns_nothing {}",
+            "raised",
+            "Error: returns_nothing raised TypeError: a tool must return str",
+        ),
+        (
+            "cancels_itself {}",
+            "raised",
+            "Error: cancels_itself did not answer: it cancelled itself",
+        ),
         ("nobody {}", "unknown_tool", "Error: there is no tool 'nobody'; available tools: fine,"),
-        ('fine {"x": "many"}', "bad_arguments", "Error: wrong arguments for fine: argument x: 'many' is not of type"),
+        (
+            'fine {"x": "many"}',
+            "bad_arguments",
+            "Error: wrong arguments for fine: argument x: 'many' is not of type",
+        ),
         ('fine {"y": 1}', "bad_arguments", "'y' was unexpected"),
         ("fine [1]", "bad_arguments", "arguments must be a JSON object"),
         ("fine null", "bad_arguments", "arguments must be a JSON object"),
@@ -142,12 +176,16 @@ async def test_malformed_calls_are_told_on_the_console(faults, caplog):
     await run(faults, ["<call>fine {oops</call>", "I see"], count=5)
     (said,) = caplog.records  # the other four are counted
     assert said.levelno == logging.WARNING
-    assert "<call>fine {oops</call>" in said.getMessage() and "agent.tool_format" in said.getMessage()
+    assert (
+        "<call>fine {oops</call>" in said.getMessage() and "agent.tool_format" in said.getMessage()
+    )
 
 
 @pytest.mark.parametrize("tool", ["hangs", "hangs_async", "ignores_cancellation"])
 async def test_a_tool_that_hangs_is_left_behind_and_the_run_goes_on(faults, tool):
-    for trajectory in await run(faults, [f"<call>{tool} {{}}</call>", "I see"], count=2, timeout=0.05):
+    for trajectory in await run(
+        faults, [f"<call>{tool} {{}}</call>", "I see"], count=2, timeout=0.05
+    ):
         (record,) = trajectory.tool_calls
         assert record.error == "timeout"
         assert record.observation == f"Error: {tool} did not answer within 0.05 seconds"
@@ -158,11 +196,17 @@ async def test_a_tool_that_hangs_is_left_behind_and_the_run_goes_on(faults, tool
 async def test_hung_threads_are_bounded_and_further_calls_say_so(faults):
     hang = "<call>hangs {}</call>"
     (trajectory,) = await run(
-        faults, [hang * 3, "<call>fine {}</call>", "I see"], count=1, timeout=0.05, max_parallel_calls=3
+        faults,
+        [hang * 3, "<call>fine {}</call>", "I see"],
+        count=1,
+        timeout=0.05,
+        max_parallel_calls=3,
     )
     *hung, refused = trajectory.tool_calls
     assert [record.error for record in hung] == ["timeout"] * 3
-    assert refused.error == "raised" and "3 earlier tool calls never returned" in refused.observation
+    assert (
+        refused.error == "raised" and "3 earlier tool calls never returned" in refused.observation
+    )
 
 
 async def test_while_one_tool_hangs_other_trajectories_finish(faults):
@@ -170,7 +214,10 @@ async def test_while_one_tool_hangs_other_trajectories_finish(faults):
     codec = FakeCodec()
 
     def script(request):
-        is_first, has_called = request.session_id.endswith("-0"), " fine" in codec.decode(request.prompt_ids)
+        is_first, has_called = (
+            request.session_id.endswith("-0"),
+            " fine" in codec.decode(request.prompt_ids),
+        )
         if not is_first and has_called:
             faults.release()
         if "tool:" in codec.decode(request.prompt_ids):
@@ -195,7 +242,8 @@ async def test_while_one_tool_hangs_other_trajectories_finish(faults):
 
 
 @pytest.mark.parametrize(
-    ("side", "begin", "end"), [("left", False, True), ("middle", True, True), ("right", True, False)]
+    ("side", "begin", "end"),
+    [("left", False, True), ("middle", True, True), ("right", True, False)],
 )
 async def test_ten_megabytes_become_a_short_observation(faults, side, begin, end):
     limits = {"max_tool_response_length": 12, "tool_response_truncate_side": side}
@@ -208,7 +256,9 @@ async def test_ten_megabytes_become_a_short_observation(faults, side, begin, end
 
 
 async def test_a_huge_error_message_is_shortened_too(faults):
-    for trajectory in await run(faults, ["<call>huge_error {}</call>", "I see"], count=1, max_tool_response_length=12):
+    for trajectory in await run(
+        faults, ["<call>huge_error {}</call>", "I see"], count=1, max_tool_response_length=12
+    ):
         assert trajectory.tool_calls[0].error == "raised"
         assert len(trajectory.tool_calls[0].observation.split()) <= 12
 
@@ -216,13 +266,20 @@ async def test_a_huge_error_message_is_shortened_too(faults):
 async def test_calls_over_the_parallel_limit_are_answered_not_dropped(faults):
     script = ['<call>fine {"x": 1}</call>' * 4, "I see"]
     for trajectory in await run(faults, script, max_parallel_calls=3):
-        assert [record.error for record in trajectory.tool_calls] == [None] * 3 + ["over_parallel_limit"]
+        assert [record.error for record in trajectory.tool_calls] == [None] * 3 + [
+            "over_parallel_limit"
+        ]
         assert [m["role"] for m in trajectory.messages].count("tool") == 4
 
 
 async def test_faults_side_by_side_stay_apart(faults):
-    calls = "".join(f"<call>{call}</call>" for call in ("raises {}", "fine {}", "nobody {}", "fine {", "exits {}"))
+    calls = "".join(
+        f"<call>{call}</call>"
+        for call in ("raises {}", "fine {}", "nobody {}", "fine {", "exits {}")
+    )
     (trajectory,) = await run(faults, [calls, "I see"], count=1, max_parallel_calls=8)
     errors = [record.error for record in trajectory.tool_calls]
-    assert errors == ["raised", None, "unknown_tool", "malformed", "raised"], "as the model wrote them"
+    assert errors == ["raised", None, "unknown_tool", "malformed", "raised"], (
+        "as the model wrote them"
+    )
     assert trajectory.metrics["tool_errors"] == 4

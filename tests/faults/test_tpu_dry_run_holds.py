@@ -38,7 +38,9 @@ def comparable(call: str) -> str:
     return re.sub(r" scp \S+", " scp", call)
 
 
-@pytest.mark.parametrize("how", [[], ["--spot", "--env", "A=b", "--prepare", "true"], ["--keep", "--resume"]])
+@pytest.mark.parametrize(
+    "how", [[], ["--spot", "--env", "A=b", "--prepare", "true"], ["--keep", "--resume"]]
+)
 def test_a_dry_run_prints_the_calls_of_a_launch_in_their_order(cloud: Cloud, how: list[str]):
     expected = printed(cloud, *KEPT, *how)
     assert cloud.calls() == [] and any(" create " in call for call in expected)

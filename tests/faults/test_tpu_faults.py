@@ -40,17 +40,29 @@ def said_by(process: subprocess.Popen[str]) -> str:
 def test_a_run_from_nothing_to_a_deleted_slice(cloud: Cloud):
     result = cloud.launch(*KEPT, "--topology", "v5p:2x2x2", "trainer.steps=3")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert [run.split()[:3] for run in cloud.runs()] == [[f"try/{i}", "train", "tpu_pod.yaml"] for i in (0, 1)]
-    assert all("trainer.steps=3" in run and "learner.multihost.coordinator=auto" in run for run in cloud.runs())
-    assert "[host-0] arguments: train" in result.stdout and "[host-1] arguments: train" in result.stdout
+    assert [run.split()[:3] for run in cloud.runs()] == [
+        [f"try/{i}", "train", "tpu_pod.yaml"] for i in (0, 1)
+    ]
+    assert all(
+        "trainer.steps=3" in run and "learner.multihost.coordinator=auto" in run
+        for run in cloud.runs()
+    )
+    assert (
+        "[host-0] arguments: train" in result.stdout
+        and "[host-1] arguments: train" in result.stdout
+    )
     assert cloud.node() is None and "the run is in gs://b/try" in result.stdout
-    logs = sorted(file.name.partition("-2")[0] for file in (cloud.folder / "buckets/b/try/logs").iterdir())
+    logs = sorted(
+        file.name.partition("-2")[0] for file in (cloud.folder / "buckets/b/try/logs").iterdir()
+    )
     assert logs == ["host-0", "host-1"]
 
 
 def test_one_host_without_a_bucket_keeps_its_slice_and_the_next_launch_takes_it(cloud: Cloud):
     first = cloud.launch("--config", CONFIG)
-    assert first.returncode == 0 and "the slice stays (without --bucket" in first.stdout, first.stdout + first.stderr
+    assert first.returncode == 0 and "the slice stays (without --bucket" in first.stdout, (
+        first.stdout + first.stderr
+    )
     again = cloud.launch("--config", CONFIG)
     assert again.returncode == 0 and "try is there already" in again.stdout
     assert len(cloud.calls("tpu-vm create")) == 1 and len(cloud.runs()) == 2
@@ -68,7 +80,11 @@ def test_the_quickstart_brings_its_model_and_data_to_every_host(cloud: Cloud):
 def test_the_exit_status_is_the_runs_and_the_slice_is_given_back(cloud: Cloud):
     cloud.order("trainer", "ends 2")
     result = cloud.launch(*KEPT)
-    assert result.returncode == 2 and "ended with 2 on host-0" in result.stdout and cloud.node() is None
+    assert (
+        result.returncode == 2
+        and "ended with 2 on host-0" in result.stdout
+        and cloud.node() is None
+    )
 
 
 def test_a_preempted_slice_ends_the_launch_and_resume_continues_on_a_new_one(cloud: Cloud):
@@ -78,10 +94,15 @@ def test_a_preempted_slice_ends_the_launch_and_resume_continues_on_a_new_one(clo
     cloud.preempt()
     rest = said_by(process)
     assert process.returncode == 1, rest
-    assert "the slice was preempted (PREEMPTED): --resume continues from the last checkpoint in gs://b/try" in rest
+    assert (
+        "the slice was preempted (PREEMPTED): --resume continues from the last checkpoint in gs://b/try"
+        in rest
+    )
     cloud.order("trainer", "ends 0")
     result = cloud.launch(*KEPT, "--spot", "--resume")
-    assert result.returncode == 0 and "try is PREEMPTED" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 0 and "try is PREEMPTED" in result.stdout, (
+        result.stdout + result.stderr
+    )
     first, second = sorted(cloud.runs(), key=len)
     assert "resume" not in first and second.endswith("--resume")
     assert len(cloud.calls("tpu-vm create")) == 2 and cloud.node() is None
@@ -107,7 +128,11 @@ def test_a_launcher_without_a_network_finds_its_run_again(cloud: Cloud):
         read_until(process, "host-0: the connection broke")
     cloud.recall("offline")
     rest = "".join(ended_after(process, signal.SIGINT))
-    assert process.returncode == 130 and "[host-0] saved a checkpoint" in rest and len(cloud.runs()) == 1, rest
+    assert (
+        process.returncode == 130
+        and "[host-0] saved a checkpoint" in rest
+        and len(cloud.runs()) == 1
+    ), rest
 
 
 def test_ctrl_c_without_a_network_reaches_the_run_once_there_is_one(cloud: Cloud):
@@ -119,7 +144,9 @@ def test_ctrl_c_without_a_network_reaches_the_run_once_there_is_one(cloud: Cloud
     read_until(process, "the run could not be interrupted")
     cloud.recall("offline")
     rest = said_by(process)
-    assert process.returncode == 130 and "[host-0] saved a checkpoint" in rest and cloud.node() is None, rest
+    assert (
+        process.returncode == 130 and "[host-0] saved a checkpoint" in rest and cloud.node() is None
+    ), rest
 
 
 def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_it(cloud: Cloud):
@@ -134,7 +161,9 @@ def test_a_launcher_that_has_lost_sight_of_the_run_leaves_it_and_another_finds_i
     again = cloud.start(*KEPT)
     read_until(again, "[host-0] training")
     rest = "".join(ended_after(again, signal.SIGINT))
-    assert again.returncode == 130 and len(cloud.runs()) == 1 and len(cloud.calls("tpu-vm scp")) == 1
+    assert (
+        again.returncode == 130 and len(cloud.runs()) == 1 and len(cloud.calls("tpu-vm scp")) == 1
+    )
 
 
 def test_a_run_that_failed_is_left_while_nobody_says_whether_its_slice_was_taken_back(cloud: Cloud):
@@ -194,10 +223,17 @@ def test_variables_reach_what_prepares_and_what_runs_and_are_shown_nowhere(cloud
     assert (seen["FROM_HERE"], seen["GIVEN"]) == (cloud.variables["FROM_HERE"], "b=c d")
     prepared = cloud.folder / "hosts" / "try/0" / "jax_agent_rl" / "prepared"
     assert prepared.read_text() == cloud.variables["FROM_HERE"]
-    assert not any("secret' of" in text or "b=c" in text for text in (*cloud.calls(), result.stdout))
+    assert not any(
+        "secret' of" in text or "b=c" in text for text in (*cloud.calls(), result.stdout)
+    )
     result = cloud.launch(*KEPT, "--env", "NOWHERE")
-    assert result.returncode == 1 and "--env NOWHERE is not set here: export it, or give" in result.stderr
-    assert cloud.launch("--delete", "--env", "NOWHERE").returncode == 0, "the same command with --delete"
+    assert (
+        result.returncode == 1
+        and "--env NOWHERE is not set here: export it, or give" in result.stderr
+    )
+    assert cloud.launch("--delete", "--env", "NOWHERE").returncode == 0, (
+        "the same command with --delete"
+    )
 
 
 def test_a_preparation_that_fails_with_variables_ends_the_launch(cloud: Cloud):
@@ -220,7 +256,9 @@ def test_ctrl_c_ends_the_wait_for_a_cloud_that_does_not_take_a_slice_back(cloud:
     process = cloud.start(*KEPT, "--poll", 1000)
     read_until(process, "trying again in")
     rest = "".join(ended_after(process, signal.SIGINT))
-    assert process.returncode == 130 and "--delete deletes it" in rest and cloud.node() is not None, rest
+    assert (
+        process.returncode == 130 and "--delete deletes it" in rest and cloud.node() is not None
+    ), rest
 
 
 def test_a_host_that_does_not_listen_yet_is_tried_again(cloud: Cloud):
@@ -229,7 +267,9 @@ def test_a_host_that_does_not_listen_yet_is_tried_again(cloud: Cloud):
     assert result.returncode == 0 and result.stdout.count("trying again in") == 2, result.stdout
     cloud.order("deaf", "100")
     result = cloud.launch(*KEPT, "--poll", "0.01")
-    assert result.returncode == 1 and "host-0: gcloud compute tpus tpu-vm scp" in result.stderr, result.stderr
+    assert result.returncode == 1 and "host-0: gcloud compute tpus tpu-vm scp" in result.stderr, (
+        result.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,7 +277,10 @@ def test_a_host_that_does_not_listen_yet_is_tried_again(cloud: Cloud):
     [
         ("no-quota", "no quota for that many chips of that kind"),
         ("no-capacity", "the zone is full: choose another --zone, or let --render sky wait"),
-        ("no-zone", "there is no such zone, or none for this project: gcloud compute tpus locations list"),
+        (
+            "no-zone",
+            "there is no such zone, or none for this project: gcloud compute tpus locations list",
+        ),
         ("bad-kind", "the zone does not have this kind of chip"),
         ("no-login", "log in again: gcloud auth login"),
         ("no-project", "give --project, or gcloud config set project PROJECT"),
@@ -259,7 +302,10 @@ def test_a_slice_that_another_launcher_creates_is_left_to_it(cloud: Cloud):
     assert cloud.launch(*KEPT, "--keep").returncode == 0
     cloud.set_state("CREATING")
     result = cloud.launch(*KEPT)
-    assert result.returncode == 1 and "try is there already and CREATING: start again once it is READY" in result.stderr
+    assert (
+        result.returncode == 1
+        and "try is there already and CREATING: start again once it is READY" in result.stderr
+    )
     assert cloud.node() is not None and len(cloud.runs()) == 1
 
 
@@ -268,7 +314,10 @@ def test_a_slice_that_another_launcher_creates_is_left_to_it(cloud: Cloud):
     [
         (["--slices", 2], "--slices is for --render gke or slurm"),
         (["--rollout-hosts", 2], "--rollout-hosts is for --render gke or slurm"),
-        (["--zone", "us-west4-a,us-east5-b"], "give one, or --render sky, whose job searches several"),
+        (
+            ["--zone", "us-west4-a,us-east5-b"],
+            "give one, or --render sky, whose job searches several",
+        ),
     ],
 )
 def test_what_schedulers_do_is_left_to_them(cloud: Cloud, arguments: list[object], message: str):
@@ -279,14 +328,19 @@ def test_without_gcloud_its_installation_is_named(cloud: Cloud):
     (cloud.folder / "path" / "gcloud").unlink()
     for tool in ("bash", "dirname"):
         (cloud.folder / "path" / tool).symlink_to(str(shutil.which(tool)))
-    cloud.variables["PATH"] = str(cloud.folder / "path")  # this machine may have a gcloud of its own
+    cloud.variables["PATH"] = str(
+        cloud.folder / "path"
+    )  # this machine may have a gcloud of its own
     assert "gcloud is not installed: https://cloud.google.com/sdk" in refused(cloud, *KEPT)
 
 
 def test_a_name_that_is_another_slices_is_left_alone(cloud: Cloud):
     assert cloud.launch(*KEPT, "--keep").returncode == 0
     result = cloud.launch(*KEPT, "--topology", "v5e:4x4")
-    assert result.returncode == 1 and "try is there already and is a v5litepod-4, not a v5litepod-16" in result.stderr
+    assert (
+        result.returncode == 1
+        and "try is there already and is a v5litepod-4, not a v5litepod-16" in result.stderr
+    )
     assert cloud.node() is not None and len(cloud.runs()) == 1
 
 
@@ -294,4 +348,7 @@ def test_a_host_that_cannot_be_prepared_is_named(cloud: Cloud):
     result = cloud.launch(*KEPT, "--prepare", "cp /nowhere .")
     assert result.returncode == 1 and cloud.runs() == []
     assert "host-0:" in result.stderr and "failed, see above" in result.stderr
-    assert "the slice stays and costs: --delete deletes it" in result.stdout and cloud.node() is not None
+    assert (
+        "the slice stays and costs: --delete deletes it" in result.stdout
+        and cloud.node() is not None
+    )

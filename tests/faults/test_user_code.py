@@ -13,7 +13,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from jax_agent_rl import rewards
-from jax_agent_rl.agents import AgentContext, AgentLoop, EnvironmentAgent, InteractionAgent, ToolAgent
+from jax_agent_rl.agents import (
+    AgentContext,
+    AgentLoop,
+    EnvironmentAgent,
+    InteractionAgent,
+    ToolAgent,
+)
 from jax_agent_rl.agents import loop as agent_loops
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop
 from jax_agent_rl.collect.collector import RolloutCollector
@@ -22,7 +28,12 @@ from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.environments import Environment, EnvironmentPools, Observation
 from jax_agent_rl.environments import base as environments
 from jax_agent_rl.environments.users import BaseInteraction, InteractionRegistry
-from jax_agent_rl.errors import EnvironmentFailedError, InteractionError, RewardError, TrajectoryError
+from jax_agent_rl.errors import (
+    EnvironmentFailedError,
+    InteractionError,
+    RewardError,
+    TrajectoryError,
+)
 from jax_agent_rl.rewards import registry as reward_registry
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
@@ -58,7 +69,17 @@ class UserCode:
 class Run:
     """One trajectory through the collector, whose log is kept."""
 
-    def __init__(self, agent: str, script, *, score=None, limits=None, data_source="mine", extra_info=None, **shared):
+    def __init__(
+        self,
+        agent: str,
+        script,
+        *,
+        score=None,
+        limits=None,
+        data_source="mine",
+        extra_info=None,
+        **shared,
+    ):
         self.lines = []
         self.failures = FailureLog(emit=self.lines.append)
         codec = FakeCodec()
@@ -72,8 +93,14 @@ class Run:
             failures=self.failures,
             **shared,
         )
-        self.collector = RolloutCollector(context, score=score or self._unscored, max_in_flight=8, seed=0)
-        self.row = {"prompt": [{"role": "user", "content": "go"}], "agent_name": agent, "data_source": data_source}
+        self.collector = RolloutCollector(
+            context, score=score or self._unscored, max_in_flight=8, seed=0
+        )
+        self.row = {
+            "prompt": [{"role": "user", "content": "go"}],
+            "agent_name": agent,
+            "data_source": data_source,
+        }
         self.row["extra_info"] = extra_info or {}
 
     @staticmethod
@@ -83,14 +110,18 @@ class Run:
     async def play(self, count=1):
         sampling = SamplingParams(max_tokens=50)
         try:
-            return await self.collector.collect_one(self.row, group_size=count, sampling=sampling, step=0, index=0)
+            return await self.collector.collect_one(
+                self.row, group_size=count, sampling=sampling, step=0, index=0
+            )
         finally:
             await self.collector.close()
 
 
 class Tool(BaseTool):
     def __init__(self, code: UserCode):
-        super().__init__(name="slow", description="", parameters={"type": "object", "properties": {}})
+        super().__init__(
+            name="slow", description="", parameters={"type": "object", "properties": {}}
+        )
         self.code = code
 
     async def execute(self, instance_id, arguments, **kwargs):
@@ -110,7 +141,12 @@ def run_of(kind: str, code: UserCode, timeout: float, monkeypatch) -> Run:
     """A run in which the user's code of this kind is called, with its own time limit."""
     if kind == "tool":
         limits = {"tool_timeout": timeout}
-        return Run(ToolAgent.name, ["<call>slow {}</call>", "end"], tools=ToolRegistry([Tool(code)]), limits=limits)
+        return Run(
+            ToolAgent.name,
+            ["<call>slow {}</call>", "end"],
+            tools=ToolRegistry([Tool(code)]),
+            limits=limits,
+        )
     if kind == "reward":
         monkeypatch.setattr(reward_registry, "_REWARDS", {})
 
@@ -119,7 +155,11 @@ def run_of(kind: str, code: UserCode, timeout: float, monkeypatch) -> Run:
             code.act()
             return 1.0
 
-        return Run("single_turn_agent", ["end"], score=lambda trajectory: rewards.score(trajectory, timeout=timeout))
+        return Run(
+            "single_turn_agent",
+            ["end"],
+            score=lambda trajectory: rewards.score(trajectory, timeout=timeout),
+        )
     if kind == "environment":
 
         class World(Environment):
@@ -131,7 +171,9 @@ def run_of(kind: str, code: UserCode, timeout: float, monkeypatch) -> Run:
 
         monkeypatch.setattr(environments, "_ENVIRONMENTS", {"world": World})
         extra_info = {"environment_kwargs": {"name": "world"}}
-        return Run(EnvironmentAgent.name, ["end"], extra_info=extra_info, pools={"timeout": timeout})
+        return Run(
+            EnvironmentAgent.name, ["end"], extra_info=extra_info, pools={"timeout": timeout}
+        )
     if kind == "user":
         users = InteractionRegistry({"me": User(code)}, timeout=timeout)
         return Run(InteractionAgent.name, ["end"], interactions=users)
@@ -139,7 +181,9 @@ def run_of(kind: str, code: UserCode, timeout: float, monkeypatch) -> Run:
     class Mine(AgentLoop):
         async def run(self, row, *, trajectory_id, group_id, sampling):
             code.act()
-            return await self.context_agent.run(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+            return await self.context_agent.run(
+                row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
+            )
 
         @property
         def context_agent(self):
@@ -175,11 +219,16 @@ def releasing(code: UserCode, told: list):
         yield
 
 
-OWN_ERRORS = {"reward": RewardError, "environment": EnvironmentFailedError, "user": InteractionError}
+OWN_ERRORS = {
+    "reward": RewardError,
+    "environment": EnvironmentFailedError,
+    "user": InteractionError,
+}
 
 
 @pytest.mark.parametrize(
-    ("kind", "make"), [*((kind, LookupError) for kind in KINDS), *OWN_ERRORS.items(), ("agent", TrajectoryError)]
+    ("kind", "make"),
+    [*((kind, LookupError) for kind in KINDS), *OWN_ERRORS.items(), ("agent", TrajectoryError)],
 )
 async def test_one_warning_has_file_and_line_and_the_others_are_counted(kind, make, monkeypatch):
     """Whether it raises an exception of its own or one of this package's."""
@@ -188,12 +237,20 @@ async def test_one_warning_has_file_and_line_and_the_others_are_counted(kind, ma
     run.failures.flush()
     first, summary = run.lines
     source = Path(__file__).read_text().splitlines()
-    line = 1 + source.index('            raise self.make("no such thing")  # the line that has to be named')
+    line = 1 + source.index(
+        '            raise self.make("no such thing")  # the line that has to be named'
+    )
     assert f"{HERE}:{line}" in first and "no such thing" in first
     assert "4 x " in summary
 
 
-NAMED = {"tool": "'slow'", "reward": "'mine'", "environment": "'world'", "user": "'me'", "agent": "'mine'"}
+NAMED = {
+    "tool": "'slow'",
+    "reward": "'mine'",
+    "environment": "'world'",
+    "user": "'me'",
+    "agent": "'mine'",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,7 +265,9 @@ async def test_code_that_holds_the_event_loop_is_named_with_its_line(kind, monke
 
 
 @pytest.mark.parametrize("kind", ["tool", "reward", "environment", "user"])
-async def test_what_held_the_loop_longer_than_its_limit_was_too_late_when_it_returns(kind, monkeypatch):
+async def test_what_held_the_loop_longer_than_its_limit_was_too_late_when_it_returns(
+    kind, monkeypatch
+):
     code, told = UserCode(raises=False), []
     run = run_of(kind, code, PATIENCE / 2, monkeypatch)
     with releasing(code, told):
@@ -216,7 +275,10 @@ async def test_what_held_the_loop_longer_than_its_limit_was_too_late_when_it_ret
     assert told
     if kind == "tool":
         (trajectory,) = group.trajectories
-        assert trajectory.tool_calls[0].error == "timeout" and "within" in trajectory.tool_calls[0].observation
+        assert (
+            trajectory.tool_calls[0].error == "timeout"
+            and "within" in trajectory.tool_calls[0].observation
+        )
     else:
         assert not group.trajectories and sum(group.dropped.values()) == 1
 
@@ -234,7 +296,9 @@ class Blocking(ServerTool):
 
 @pytest.mark.parametrize("seconds", [60.0, PATIENCE / 2])
 async def test_a_tool_of_the_tool_server_that_holds_its_loop_is_named_and_was_too_late(seconds):
-    settings = ToolServerSettings(tools=("finish",), step_seconds=seconds, limits={"wall_seconds": 0.001})
+    settings = ToolServerSettings(
+        tools=("finish",), step_seconds=seconds, limits={"wall_seconds": 0.001}
+    )
     tool = Blocking(ToolContext(settings=settings, threads=DaemonThreads(), _sandbox=None))
     tool.code = code = UserCode(raises=False)
     service, told = ToolService([tool], settings, Telemetry(CollectorRegistry(), worker="0")), []

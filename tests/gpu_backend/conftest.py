@@ -53,7 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             if missing:
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed (third_party/vllm.md says how)"))
+                item.add_marker(
+                    pytest.mark.skip(reason="vLLM is not installed (third_party/vllm.md says how)")
+                )
 
 
 def _installed(name: str) -> bool:
@@ -75,8 +77,14 @@ def small_params(seed: int = 0) -> Any:
     return tiny_params(seed, SMALL)
 
 
-def request(name: str, prompt: Sequence[int], *, max_tokens: int = 8, **fields: Any) -> GenerateRequest:
-    own = {key: fields.pop(key) for key in ("priority", "lora", "multi_modal", "session_id") if key in fields}
+def request(
+    name: str, prompt: Sequence[int], *, max_tokens: int = 8, **fields: Any
+) -> GenerateRequest:
+    own = {
+        key: fields.pop(key)
+        for key in ("priority", "lora", "multi_modal", "session_id")
+        if key in fields
+    }
     sampling = {"temperature": 0.0, "ignore_eos": True} | fields
     return GenerateRequest(
         request_id=name,
@@ -90,7 +98,9 @@ def request(name: str, prompt: Sequence[int], *, max_tokens: int = 8, **fields: 
 async def running(folder: Path, **settings: Any) -> AsyncIterator[VllmBackend]:
     """A started engine on a model folder, closed in the end."""
     defaults = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "kv_cache_gib": 0.125}
-    backend = VllmBackend(VllmSettings(model=str(folder), **defaults | settings), version=1, decode_text=to_text)
+    backend = VllmBackend(
+        VllmSettings(model=str(folder), **defaults | settings), version=1, decode_text=to_text
+    )
     await backend.start()
     try:
         yield backend
@@ -113,13 +123,17 @@ class Reference:
         with self._torch.no_grad():
             return self.model(self._torch.tensor([list(ids)])).logits[0].double().numpy()
 
-    def logprobs(self, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    def logprobs(
+        self, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0
+    ) -> np.ndarray:
         scores = self.logits([*prompt, *sampled])[len(prompt) - 1 : -1] / temperature
         peak = scores.max(-1, keepdims=True)
         normalized = scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
         return normalized[np.arange(len(sampled)), list(sampled)]
 
-    def greedy(self, prompt: Sequence[int], count: int, eos: frozenset[int] = frozenset()) -> list[int]:
+    def greedy(
+        self, prompt: Sequence[int], count: int, eos: frozenset[int] = frozenset()
+    ) -> list[int]:
         ids = list(prompt)
         for _ in range(count):
             ids.append(int(self.logits(ids)[-1].argmax()))
@@ -141,7 +155,9 @@ class Engine:
         """Weights of ``small_params(seed)`` as the next version."""
         version = self.backend.policy_version + 1
         paths = self.files.write(small_params(seed), version)
-        return WeightUpdate(**{"version": version, "kind": "safetensors", "payload": paths} | fields)
+        return WeightUpdate(
+            **{"version": version, "kind": "safetensors", "payload": paths} | fields
+        )
 
     async def serve(self, seed: int) -> int:
         """Takes the weights and returns their version."""
@@ -164,7 +180,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def shared(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
+async def shared(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Engine]:
     folder = tmp_path_factory.mktemp("weights")
     files = WeightFiles(SMALL, probe_ids=PROBE, folder=folder)
     async with running(model_folder) as backend:
@@ -188,7 +206,11 @@ def recipe(tmp_path: Path) -> Path:
     save_hf(tmp_path / "model", config, params, tokenizer_from=TOKENIZER)
     rows, _ = prepare_calculator(tmp_path / "data", train=8, heldout=2)
     tree = yaml.safe_load(CALCULATOR.read_text())
-    tree |= {"run_dir": str(tmp_path / "run"), "model": {"path": str(tmp_path / "model")}, "data": {"train": str(rows)}}
+    tree |= {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"train": str(rows)},
+    }
     tree["rollout"] |= {"prompts_per_step": 2, "group_size": 2, "max_in_flight": 4}
     tree["agent"] |= {"max_response_length": 24}
     tree["algorithm"] = {"filter_zero_variance": False}

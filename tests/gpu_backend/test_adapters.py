@@ -30,7 +30,13 @@ def write_adapter(folder: Path, model: Path, seed: int) -> dict[str, torch.Tenso
     """A random PEFT adapter of every matrix of every layer; returns what it adds to each."""
     rng = np.random.default_rng(seed)
     folder.mkdir()
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": list(ADAPTED), "bias": "none"}
+    settings = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "target_modules": list(ADAPTED),
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     tensors, added = {}, {}
     for name, parameter in Reference(model).model.named_parameters():
@@ -57,24 +63,41 @@ def merged(model: Path, added: dict[str, torch.Tensor]) -> Reference:
 
 def assert_is(output: TokenOutput, reference: Reference) -> None:
     assert list(output.token_ids) == reference.greedy(PROMPT, 8)
-    np.testing.assert_allclose(output.log_probs, reference.logprobs(PROMPT, output.token_ids), atol=5e-4)
+    np.testing.assert_allclose(
+        output.log_probs, reference.logprobs(PROMPT, output.token_ids), atol=5e-4
+    )
 
 
-async def test_an_adapter_is_named_per_request_and_stays_over_new_weights(model_folder: Path, tmp_path: Path):
-    added = {name: write_adapter(tmp_path / name, model_folder, seed) for seed, name in enumerate(("math", "prose"))}
+async def test_an_adapter_is_named_per_request_and_stays_over_new_weights(
+    model_folder: Path, tmp_path: Path
+):
+    added = {
+        name: write_adapter(tmp_path / name, model_folder, seed)
+        for seed, name in enumerate(("math", "prose"))
+    }
     save_hf(tmp_path / "new", SMALL, small_params(1))
-    async with running(model_folder, adapters={name: str(tmp_path / name) for name in added}) as backend:
+    async with running(
+        model_folder, adapters={name: str(tmp_path / name) for name in added}
+    ) as backend:
         assert backend.capabilities.lora
         client = LLMServerClient([AsyncServer(backend)])
 
         async def ask(adapter: str | None) -> TokenOutput:
-            return await client.generate(f"r-{adapter}", prompt_ids=PROMPT, sampling_params=GREEDY, lora=adapter)
+            return await client.generate(
+                f"r-{adapter}", prompt_ids=PROMPT, sampling_params=GREEDY, lora=adapter
+            )
 
-        plain, math, prose = await asyncio.gather(*(ask(adapter) for adapter in (None, "math", "prose")))
+        plain, math, prose = await asyncio.gather(
+            *(ask(adapter) for adapter in (None, "math", "prose"))
+        )
         files = WeightFiles(SMALL, probe_ids=PROBE, folder=tmp_path)
-        await client.update_weights(WeightUpdate(version=2, kind=FILES, payload=files.write(small_params(1), 2)))
+        await client.update_weights(
+            WeightUpdate(version=2, kind=FILES, payload=files.write(small_params(1), 2))
+        )
         new_plain, new_math = await asyncio.gather(ask(None), ask("math"))
-        with pytest.raises(BackendError, match=r"no LoRA adapter 'law'; there are \['math', 'prose'\]"):
+        with pytest.raises(
+            BackendError, match=r"no LoRA adapter 'law'; there are \['math', 'prose'\]"
+        ):
             await ask("law")
     assert_is(plain, Reference(model_folder))
     assert_is(math, merged(model_folder, added["math"]))

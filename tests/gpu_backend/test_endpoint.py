@@ -30,9 +30,13 @@ async def add_up(base_url, api_key, row):
     messages = [dict(message) for message in row["prompt"]]
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(4):
-            answer = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+            answer = await client.chat.completions.create(
+                model="m", messages=messages, tools=[TOOL]
+            )
             message = answer.choices[0].message
-            messages.append(message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
+            messages.append(
+                message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
+            )
             for call in message.tool_calls or ():
                 result = str(sum(json.loads(call.function.arguments).values()))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
@@ -40,10 +44,14 @@ async def add_up(base_url, api_key, row):
                 messages.append({"role": "user", "content": "and"})
 
 
-async def test_a_session_over_vllm_is_one_sequence_with_the_log_probs_of_transformers(tmp_path: Path):
+async def test_a_session_over_vllm_is_one_sequence_with_the_log_probs_of_transformers(
+    tmp_path: Path,
+):
     save_hf(tmp_path, CONFIG, tiny_params(5, CONFIG))
     reference = Reference(tmp_path)
-    loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(add_up), "name": "test_agent"})
+    loop_class = type(
+        "Loop", (OpenAIAgentLoop,), {"function": staticmethod(add_up), "name": "test_agent"}
+    )
     async with running(tmp_path) as backend:
         context = AgentContext(
             client=LLMServerClient([AsyncServer(backend)]),

@@ -49,18 +49,27 @@ def tiny(config, seed: int):
 
 def engine_cores() -> set[psutil.Process]:
     """vLLM's engine processes that this one has started."""
-    return {child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()}
+    return {
+        child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()
+    }
 
 
 async def test_requests_of_an_engine_that_dies_go_on_in_another(model_folder: Path):
-    before, sampling = engine_cores(), SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+    before, sampling = (
+        engine_cores(),
+        SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True),
+    )
     async with running(model_folder) as dying:
         (core,) = engine_cores() - before
         async with running(model_folder) as other:
-            client = LLMServerClient([AsyncServer(dying, name="dying"), AsyncServer(other, name="other")])
+            client = LLMServerClient(
+                [AsyncServer(dying, name="dying"), AsyncServer(other, name="other")]
+            )
             prompts = [prompt_of(i, 30) for i in range(6)]
             tasks = [
-                asyncio.create_task(client.generate(f"r{i}", prompt_ids=prompt, sampling_params=sampling))
+                asyncio.create_task(
+                    client.generate(f"r{i}", prompt_ids=prompt, sampling_params=sampling)
+                )
                 for i, prompt in enumerate(prompts)
             ]
             while not (await dying.health()).running:
@@ -70,7 +79,9 @@ async def test_requests_of_an_engine_that_dies_go_on_in_another(model_folder: Pa
             assert [server.name for server in client.servers] == ["other"]
     reference = Reference(model_folder)
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert len(output.token_ids) == 150 and list(output.token_ids[:8]) == reference.greedy(prompt, 8)
+        assert len(output.token_ids) == 150 and list(output.token_ids[:8]) == reference.greedy(
+            prompt, 8
+        )
 
 
 async def test_an_engine_that_dies_fails_its_requests_and_says_so(model_folder: Path):
@@ -118,7 +129,10 @@ async def test_a_closed_engine_ends_its_requests_and_leaves_no_process(model_fol
     async with running(model_folder) as backend:
         stream = backend.stream(request("running", PROMPT, max_tokens=200))
         await anext(stream)
-        new = [asyncio.create_task(backend.generate(request(f"new {i}", PROMPT, max_tokens=200))) for i in range(20)]
+        new = [
+            asyncio.create_task(backend.generate(request(f"new {i}", PROMPT, max_tokens=200)))
+            for i in range(20)
+        ]
         await asyncio.sleep(0)  # they are on their way to the engine, which has not heard of them
         await backend.close()
         with pytest.raises(BackendClosedError):

@@ -43,7 +43,12 @@ def qwen3() -> Any:
 def qwen3_moe() -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, tie_word_embeddings=False))
 
 
@@ -65,13 +70,23 @@ def gemma3() -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     layers = ["sliding_attention", "full_attention"]
-    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, layer_types=layers, sliding_window=16, query_pre_attn_scalar=32))
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, layer_types=layers, sliding_window=16, query_pre_attn_scalar=32)
+    )
 
 
 def gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=2, n_positions=512, bos_token_id=1, eos_token_id=2)
+    sizes = GPT2Config(
+        vocab_size=97,
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        n_positions=512,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return GPT2LMHeadModel(sizes)
 
 
@@ -105,7 +120,9 @@ async def test_other_families_take_updates(tmp_path: Path, family: Any):
 
 
 @pytest.mark.parametrize("family", [qwen3_moe, gemma3, glm4, mistral])
-async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(tmp_path: Path, family: Any):
+async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(
+    tmp_path: Path, family: Any
+):
     """The learner's own probe and file; then the same tensors with two of one shape exchanged."""
     make(tmp_path / "old", family, 0)
     make(tmp_path / "new", family, 1)
@@ -127,7 +144,9 @@ async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(tmp_p
         assert not (await backend.health()).ok
     reference = Reference(tmp_path / "new")
     assert largest < 5e-4 and list(output.token_ids) == reference.greedy(PROMPT, 8)
-    np.testing.assert_allclose(output.log_probs, reference.logprobs(PROMPT, output.token_ids), atol=5e-4)
+    np.testing.assert_allclose(
+        output.log_probs, reference.logprobs(PROMPT, output.token_ids), atol=5e-4
+    )
 
 
 def exchangeable(tensors: dict[str, np.ndarray]) -> tuple[str, str]:

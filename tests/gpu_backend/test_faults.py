@@ -17,7 +17,14 @@ from jax_agent_rl.agreement.diagnosis import EngineView
 from jax_agent_rl.agreement.report import OTHER_ENGINE, Cause, Diagnosis
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope
 from jax_agent_rl.models.hf import save_hf
-from tests.agreement_testbed import Between, as_gemma, as_if_asked, diagnosis, rollouts, with_experts
+from tests.agreement_testbed import (
+    Between,
+    as_gemma,
+    as_if_asked,
+    diagnosis,
+    rollouts,
+    with_experts,
+)
 from tests.gpu_backend.conftest import SMALL, Engine, running, small_params
 from tests.tiny import tiny_params
 
@@ -60,10 +67,18 @@ async def diagnosed(
     temperature: float = 1.0,
     older: Mapping[str, Params] | None = None,
 ) -> Diagnosis:
-    groups = await rollouts(backend, model, between=between, temperature=temperature, lengths=LENGTHS)
+    groups = await rollouts(
+        backend, model, between=between, temperature=temperature, lengths=LENGTHS
+    )
     view = EngineView(tensors=await backend.tensor_samples()) if inspected else None
     since, allowed = backend.policy_version, OTHER_ENGINE["float32"]
-    arguments = {"engine": view, "since": since, "temperature": temperature, "older": older, "tolerance": allowed}
+    arguments = {
+        "engine": view,
+        "since": since,
+        "temperature": temperature,
+        "older": older,
+        "tolerance": allowed,
+    }
     return await asyncio.to_thread(diagnosis, groups, model, params, **arguments)
 
 
@@ -75,26 +90,35 @@ async def test_a_healthy_engine_agrees_and_its_tensors_are_the_learners(engine: 
     samples = await engine.backend.tensor_samples()
     assert "model.layers.1.mlp.up_proj.weight" in samples
     found = samples["model.layers.1.mlp.up_proj.weight"]
-    assert found.shape == (96, 64) and found.rms == pytest.approx(float(jnp.sqrt(jnp.mean(UP[1] ** 2))), rel=1e-5)
+    assert found.shape == (96, 64) and found.rms == pytest.approx(
+        float(jnp.sqrt(jnp.mean(UP[1] ** 2))), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("between", "cause", "said"),
     [
         (
-            Between(ask=lambda request: replace(request, sampling=replace(request.sampling, top_k=5))),
+            Between(
+                ask=lambda request: replace(request, sampling=replace(request.sampling, top_k=5))
+            ),
             Cause.TRUNCATED_SUPPORT,
             "top_k=5",
         ),
         (
-            Between(ask=lambda request: replace(request, prompt_ids=(0,) * 3 + request.prompt_ids), answer=as_if_asked),
+            Between(
+                ask=lambda request: replace(request, prompt_ids=(0,) * 3 + request.prompt_ids),
+                answer=as_if_asked,
+            ),
             Cause.PADDING,
             "sees 3 padding ids (0) before the prompt",
         ),
     ],
     ids=["top_k", "padding"],
 )
-async def test_a_fault_between_request_and_answer_is_named(engine: Engine, between: Between, cause: Cause, said: str):
+async def test_a_fault_between_request_and_answer_is_named(
+    engine: Engine, between: Between, cause: Cause, said: str
+):
     await engine.backend.reset_prefix_cache()
     made = await diagnosed(engine.backend, SMALL, RIGHT, between=between)
     assert made.cause is cause and said in made.line, made.line
@@ -103,21 +127,33 @@ async def test_a_fault_between_request_and_answer_is_named(engine: Engine, betwe
 @pytest.mark.parametrize(
     ("served", "cause", "said"),
     [
-        (with_layer(k=K.at[1].set(0)), Cause.MISSING_TENSOR, "model.layers.1.self_attn.k_proj.weight is all zeros"),
+        (
+            with_layer(k=K.at[1].set(0)),
+            Cause.MISSING_TENSOR,
+            "model.layers.1.self_attn.k_proj.weight is all zeros",
+        ),
         (
             with_layer(up=UP.at[0].set(UP[1]).at[1].set(UP[0])),
             Cause.MISNAMED_TENSOR,
             "model.layers.0.mlp.up_proj.weight holds the numbers of model.layers.1.mlp.up_proj.weight",
         ),
-        (with_layer(q=Q.at[1].set(Q[1].T)), Cause.TRANSPOSED_TENSOR, "model.layers.1.self_attn.q_proj.weight is trans"),
+        (
+            with_layer(q=Q.at[1].set(Q[1].T)),
+            Cause.TRANSPOSED_TENSOR,
+            "model.layers.1.self_attn.q_proj.weight is trans",
+        ),
         (BEFORE, Cause.STALE_VERSION, "is still that of version 0"),
     ],
     ids=["zeros", "misnamed", "transposed", "stale"],
 )
-async def test_a_wrong_tensor_is_read_back_and_named(engine: Engine, served: Params, cause: Cause, said: str):
+async def test_a_wrong_tensor_is_read_back_and_named(
+    engine: Engine, served: Params, cause: Cause, said: str
+):
     await put(engine, served)
     await engine.backend.reset_prefix_cache()
-    made = await diagnosed(engine.backend, SMALL, RIGHT, inspected=True, older={"version 0": BEFORE})
+    made = await diagnosed(
+        engine.backend, SMALL, RIGHT, inspected=True, older={"version 0": BEFORE}
+    )
     assert made.cause is cause and said in made.line, made.line
 
 
@@ -128,7 +164,9 @@ async def test_a_prefix_cache_that_outlives_its_weights_is_named(engine: Engine)
     await put(engine, RIGHT)
     made = await diagnosed(engine.backend, SMALL, RIGHT, older={"version 0": BEFORE})
     await engine.backend.reset_prefix_cache()
-    assert made.cause is Cause.STALE_PREFIX and "the weights of version 0 filled" in made.line, made.line
+    assert made.cause is Cause.STALE_PREFIX and "the weights of version 0 filled" in made.line, (
+        made.line
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +174,14 @@ async def test_a_prefix_cache_that_outlives_its_weights_is_named(engine: Engine)
     [
         (SMALL, replace(SMALL, rope=Rope(theta=5e5)), {}, 1.0, Cause.ROTARY, "theta=5e+05"),
         (GEMMA, replace(GEMMA, sliding_window=32), {}, 1.0, Cause.WINDOW, "a window of 32, not 16"),
-        (MOE, replace(MOE, experts=replace(MOE.experts, per_token=1)), {}, 1.0, Cause.EXPERTS, "1 expert a token"),
+        (
+            MOE,
+            replace(MOE, experts=replace(MOE.experts, per_token=1)),
+            {},
+            1.0,
+            Cause.EXPERTS,
+            "1 expert a token",
+        ),
         (SMALL, SMALL, {"dtype": "bfloat16"}, 1.0, Cause.DTYPE, "bfloat16"),
         (
             SMALL,

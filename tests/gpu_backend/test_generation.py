@@ -16,7 +16,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 async def test_greedy_output_equals_transformers_for_many_requests_at_once(engine: Engine):
     prompts = [prompt_of(i, 1 + (7 * i) % 40) for i in range(11)]
-    outputs = await asyncio.gather(*(engine.backend.generate(request(f"r{i}", p)) for i, p in enumerate(prompts)))
+    outputs = await asyncio.gather(
+        *(engine.backend.generate(request(f"r{i}", p)) for i, p in enumerate(prompts))
+    )
     assert isinstance(engine.backend, RolloutBackend)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert list(output.token_ids) == engine.reference(0).greedy(prompt, 8)
@@ -29,14 +31,18 @@ async def test_greedy_output_equals_transformers_for_many_requests_at_once(engin
 async def test_log_probs_are_of_the_distribution_sampled_from(engine: Engine, temperature: float):
     """vLLM's default is the log-prob before temperature."""
     prompt = prompt_of(5, 20)
-    output = await engine.backend.generate(request("r", prompt, max_tokens=20, temperature=temperature, seed=1))
+    output = await engine.backend.generate(
+        request("r", prompt, max_tokens=20, temperature=temperature, seed=1)
+    )
     expected = engine.reference(0).logprobs(prompt, output.token_ids, temperature or 1.0)
     np.testing.assert_allclose(output.log_probs, expected, atol=5e-5)
 
 
 async def test_truncated_sampling_has_log_probs_of_what_is_left(engine: Engine):
     prompt = prompt_of(6, 20)
-    output = await engine.backend.generate(request("r", prompt, max_tokens=1, temperature=1.0, top_k=2, seed=3))
+    output = await engine.backend.generate(
+        request("r", prompt, max_tokens=1, temperature=1.0, top_k=2, seed=3)
+    )
     scores = engine.reference(0).logits(prompt)[-1]
     best = np.sort(scores)[-2:]
     expected = scores[output.token_ids[0]] - np.log(np.exp(best).sum())
@@ -47,16 +53,23 @@ async def test_truncated_sampling_has_log_probs_of_what_is_left(engine: Engine):
 async def test_a_greedy_request_among_random_ones_keeps_its_own_log_probs(engine: Engine):
     prompt = prompt_of(7, 20)
     greedy = request("g", prompt, max_tokens=10, top_k=1)
-    others = [request(f"o{i}", prompt_of(i, 9), max_tokens=30, temperature=0.5, top_p=0.8) for i in range(5)]
+    others = [
+        request(f"o{i}", prompt_of(i, 9), max_tokens=30, temperature=0.5, top_p=0.8)
+        for i in range(5)
+    ]
     output, *_ = await asyncio.gather(*(engine.backend.generate(r) for r in [greedy, *others]))
-    np.testing.assert_allclose(output.log_probs, engine.reference(0).logprobs(prompt, output.token_ids), atol=5e-5)
+    np.testing.assert_allclose(
+        output.log_probs, engine.reference(0).logprobs(prompt, output.token_ids), atol=5e-5
+    )
 
 
 async def test_a_seed_reproduces_a_request_whatever_runs_beside_it(engine: Engine):
     backend, prompt = engine.backend, prompt_of(6, 10)
     alone = await backend.generate(request("a", prompt, temperature=1.0, seed=42))
     crowd = [backend.generate(request(f"c{i}", prompt_of(i, 9), temperature=1.0)) for i in range(6)]
-    again, *_ = await asyncio.gather(backend.generate(request("b", prompt, temperature=1.0, seed=42)), *crowd)
+    again, *_ = await asyncio.gather(
+        backend.generate(request("b", prompt, temperature=1.0, seed=42)), *crowd
+    )
     other = await backend.generate(request("d", prompt, temperature=1.0, seed=43))
     assert alone.token_ids == again.token_ids != other.token_ids
 
@@ -103,7 +116,9 @@ async def test_an_extra_stop_id_ends_a_generation(engine: Engine):
 
 
 async def test_the_context_limit_ends_a_generation(engine: Engine):
-    output = await engine.backend.generate(request("r", prompt_of(1, MAX_MODEL_LEN - 5), max_tokens=50))
+    output = await engine.backend.generate(
+        request("r", prompt_of(1, MAX_MODEL_LEN - 5), max_tokens=50)
+    )
     assert len(output.token_ids) == 5 and output.stop_reason is StopReason.LENGTH
 
 
@@ -116,9 +131,13 @@ async def test_bad_requests_are_refused_and_the_engine_lives_on(engine: Engine):
 
 
 async def test_chunks_put_together_are_the_output(engine: Engine):
-    chunks = [chunk async for chunk in engine.backend.stream(request("r", prompt_of(2, 6), max_tokens=30))]
+    chunks = [
+        chunk async for chunk in engine.backend.stream(request("r", prompt_of(2, 6), max_tokens=30))
+    ]
     final = chunks[-1].final
-    assert final is not None and all(chunk.final is None for chunk in chunks[:-1]) and len(chunks) > 1
+    assert (
+        final is not None and all(chunk.final is None for chunk in chunks[:-1]) and len(chunks) > 1
+    )
     assert sum((chunk.token_ids for chunk in chunks), ()) == final.token_ids
     assert sum((chunk.log_probs for chunk in chunks), ()) == final.log_probs
     assert sum((chunk.policy_versions for chunk in chunks), ()) == final.policy_versions
@@ -133,7 +152,9 @@ async def test_abort_returns_what_there_is_and_the_rest_follows_seamlessly(engin
     async for chunk in stream:
         part = chunk.final
     assert part.stop_reason is StopReason.ABORTED and 0 < len(part.token_ids) < 100
-    rest = await backend.generate(request("r", [*prompt, *part.token_ids], max_tokens=100 - len(part.token_ids)))
+    rest = await backend.generate(
+        request("r", [*prompt, *part.token_ids], max_tokens=100 - len(part.token_ids))
+    )
     assert list(part.then(rest).token_ids) == whole
     assert not await backend.abort("r")
 
@@ -151,7 +172,8 @@ async def test_a_request_can_be_aborted_before_it_ran(engine: Engine):
 async def test_cancelling_a_caller_frees_its_slot(engine: Engine):
     backend = engine.backend
     tasks = [
-        asyncio.create_task(backend.generate(request(f"r{i}", prompt_of(i, 4), max_tokens=200))) for i in range(12)
+        asyncio.create_task(backend.generate(request(f"r{i}", prompt_of(i, 4), max_tokens=200)))
+        for i in range(12)
     ]
     await asyncio.sleep(0.05)
     for task in tasks:
@@ -174,7 +196,9 @@ async def test_lower_priority_values_run_first(engine: Engine):
     done: list[str] = []
 
     async def run(name: str, priority: int) -> None:
-        await engine.backend.generate(request(name, prompt_of(1, 5), max_tokens=20, priority=priority))
+        await engine.backend.generate(
+            request(name, prompt_of(1, 5), max_tokens=20, priority=priority)
+        )
         done.append(name)
 
     await engine.backend.pause(PauseMode.KEEP)
@@ -227,7 +251,11 @@ async def test_freezing_and_going_on_changes_nothing(engine: Engine):
 
 async def test_capabilities_are_honest_about_the_platform(engine: Engine):
     capabilities = engine.backend.capabilities
-    assert capabilities.weight_payloads == {"safetensors"} and not capabilities.sleep and not capabilities.lora
+    assert (
+        capabilities.weight_payloads == {"safetensors"}
+        and not capabilities.sleep
+        and not capabilities.lora
+    )
     with pytest.raises(NotImplementedError):
         await engine.backend.sleep()
     with pytest.raises(BackendError, match="image"):
@@ -240,4 +268,7 @@ async def test_metrics_count_ids_and_requests(engine: Engine):
     after = await engine.backend.metrics()
     assert after.generated_tokens - before.generated_tokens == 6
     assert after.requests_finished - before.requests_finished == 1
-    assert after.prefill_tokens - before.prefill_tokens == 40 and after.busy_seconds > before.busy_seconds
+    assert (
+        after.prefill_tokens - before.prefill_tokens == 40
+        and after.busy_seconds > before.busy_seconds
+    )

@@ -26,7 +26,15 @@ async def test_an_answer_is_one_of_its_schema_and_survives_an_abort(tmp_path: Pa
     async with running(folder) as backend:
         assert backend.capabilities.grammars
         asked = [
-            request(f"r{seed}", (5, 6, 7), max_tokens=20, temperature=1.0, seed=seed, ignore_eos=False, grammar=GRAMMAR)
+            request(
+                f"r{seed}",
+                (5, 6, 7),
+                max_tokens=20,
+                temperature=1.0,
+                seed=seed,
+                ignore_eos=False,
+                grammar=GRAMMAR,
+            )
             for seed in range(4)
         ]
         free = request("free", (5, 6, 7), max_tokens=12)
@@ -35,7 +43,9 @@ async def test_an_answer_is_one_of_its_schema_and_survives_an_abort(tmp_path: Pa
         client = LLMServerClient([AsyncServer(backend)])
         await backend.pause(PauseMode.KEEP)
         sampling = SamplingParams(max_tokens=20, seed=0, grammar=GRAMMAR)
-        task = asyncio.create_task(client.generate("cut", prompt_ids=(5, 6, 7), sampling_params=sampling))
+        task = asyncio.create_task(
+            client.generate("cut", prompt_ids=(5, 6, 7), sampling_params=sampling)
+        )
         while not backend._live:
             await asyncio.sleep(0)
         await backend.pause(PauseMode.ABORT)
@@ -43,5 +53,7 @@ async def test_an_answer_is_one_of_its_schema_and_survives_an_abort(tmp_path: Pa
         outputs.append(await task)
     for output in outputs:
         assert json.loads(decode(output.token_ids[:-1])) in SCHEMA["enum"]
-        assert output.stop_reason is StopReason.EOS and output.constrained == (True,) * len(output.token_ids)
+        assert output.stop_reason is StopReason.EOS and output.constrained == (True,) * len(
+            output.token_ids
+        )
     assert beside.token_ids == alone.token_ids and beside.constrained == ()

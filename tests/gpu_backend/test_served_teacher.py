@@ -45,10 +45,18 @@ def serving(folder: Path) -> Iterator[str]:
         f"--port={port}",
     ]
     settings += [f"--model={folder}", "--host=127.0.0.1"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *settings]  # the CPU build has no `vllm`
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *settings,
+    ]  # the CPU build has no `vllm`
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
         )
     try:
         while True:  # until pytest's timeout
@@ -63,14 +71,31 @@ def serving(folder: Path) -> Iterator[str]:
         server.wait(60)
 
 
-async def test_its_scores_are_those_of_the_same_teacher_elsewhere(recipe: Path, teacher: Path, tmp_path: Path):
+async def test_its_scores_are_those_of_the_same_teacher_elsewhere(
+    recipe: Path, teacher: Path, tmp_path: Path
+):
     with serving(teacher) as url:
         client = CompletionsTeacher(TeacherConfig(path=str(teacher), url=url))
         scores = await client.score(IDS, start=5, top_k=6)
         await client.close()
-        for name, teachers in (("here", str(teacher)), ("there", f"[{{path: {teacher}, url: '{url}'}}]")):
-            settings = [f"distill.teachers={teachers}", "algorithm={kl: {top_k: 6}}", f"run_dir={tmp_path / name}"]
-            command = [sys.executable, "-m", "jax_agent_rl.cli", "distill", str(recipe), "trainer.steps=2", *settings]
+        for name, teachers in (
+            ("here", str(teacher)),
+            ("there", f"[{{path: {teacher}, url: '{url}'}}]"),
+        ):
+            settings = [
+                f"distill.teachers={teachers}",
+                "algorithm={kl: {top_k: 6}}",
+                f"run_dir={tmp_path / name}",
+            ]
+            command = [
+                sys.executable,
+                "-m",
+                "jax_agent_rl.cli",
+                "distill",
+                str(recipe),
+                "trainer.steps=2",
+                *settings,
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
     logs = log_softmax(Reference(teacher).logits(IDS))[4:-1]
@@ -78,7 +103,11 @@ async def test_its_scores_are_those_of_the_same_teacher_elsewhere(recipe: Path, 
     np.testing.assert_array_equal(scores.top_ids, np.argsort(-logs)[:, :6])
     np.testing.assert_allclose(scores.top_log_probs, -np.sort(-logs)[:, :6], atol=1e-4)
     here, there = (
-        [step["kl_loss"] for step in read_records(tmp_path / name / "metrics.jsonl") if step["kind"] == "step"]
+        [
+            step["kl_loss"]
+            for step in read_records(tmp_path / name / "metrics.jsonl")
+            if step["kind"] == "step"
+        ]
         for name in ("here", "there")
     )
     assert here[0] > 0.001 and there == pytest.approx(here, rel=1e-3)

@@ -18,19 +18,27 @@ VLLM = ("rollout.backend=vllm", "rollout.jetstream={}")
 
 @pytest.mark.parametrize(
     "placed",
-    [["placement=colocated"], ["placement=separate"], ["placement=separate", "weight_transport=broadcast"]],
+    [
+        ["placement=colocated"],
+        ["placement=separate"],
+        ["placement=separate", "weight_transport=broadcast"],
+    ],
     ids=" ".join,
 )
 def test_a_run_needs_only_another_backend(
     recipe: Path, tmp_path: Path, placed: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     broadcasts, send = [], broadcast._Sender.run
-    monkeypatch.setattr(broadcast._Sender, "run", lambda self: broadcasts.append(self.announcement) or send(self))
+    monkeypatch.setattr(
+        broadcast._Sender, "run", lambda self: broadcasts.append(self.announcement) or send(self)
+    )
     config = load(recipe, [*VLLM, "trainer.steps=2", *(f"rollout.{setting}" for setting in placed)])
     summary = asyncio.run(train(config, resume=False, console=Console(quiet=True)))
     assert summary["trained"] == summary["started"] == 8 and summary["token_drift"] == 0
     assert summary["max_logprob_gap"] < 1e-3
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(step["weight_update_seconds"] > 0 for step in steps if step["kind"] == "step")
     assert len(list((tmp_path / "run").rglob("vllm.log"))) == 1
     versions = 3  # that of the beginning, and one a step
@@ -41,7 +49,14 @@ def test_a_run_needs_only_another_backend(
 def test_eval_needs_only_another_backend(recipe: Path, tmp_path: Path):
     command = [sys.executable, "-m", "jax_agent_rl.cli", "eval", str(recipe), *VLLM, "-n", "2"]
     done = subprocess.run(
-        [*command, "--data", load(recipe).data.train[0].path, "--out", str(tmp_path / "out"), "--json"],
+        [
+            *command,
+            "--data",
+            load(recipe).data.train[0].path,
+            "--out",
+            str(tmp_path / "out"),
+            "--json",
+        ],
         capture_output=True,
         text=True,
     )

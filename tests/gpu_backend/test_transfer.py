@@ -18,7 +18,9 @@ from gpu_backend.settings import TRANSFER
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import BROADCAST, WeightUpdate
 
-worker = pytest.importorskip("gpu_backend.worker", reason="vLLM is not installed (third_party/vllm.md says how)")
+worker = pytest.importorskip(
+    "gpu_backend.worker", reason="vLLM is not installed (third_party/vllm.md says how)"
+)
 UUID = "GPU-1"
 
 
@@ -37,16 +39,28 @@ class Memory:
 
     def of(self, *uuids: str) -> None:
         """Be a process that sees these GPUs."""
-        self._patch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=uuids[i]))
+        self._patch.setattr(
+            torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=uuids[i])
+        )
 
     def _reduce(self, tensor: torch.Tensor) -> tuple[Any, tuple]:
         handle = b"\x00handle%d" % len(self._exported)
         self._exported[handle] = tensor
         storage = (handle, tensor.nbytes, 0, False, b"ref", 3, b"event", True)
-        kinds = type(tensor), tensor.size(), tensor.stride(), 0, torch.storage.TypedStorage, tensor.dtype, 0
+        kinds = (
+            type(tensor),
+            tensor.size(),
+            tensor.stride(),
+            0,
+            torch.storage.TypedStorage,
+            tensor.dtype,
+            0,
+        )
         return None, (*kinds, *storage)
 
-    def _rebuild(self, kind, size, stride, offset, storage, dtype, device, handle, nbytes, *rest) -> torch.Tensor:
+    def _rebuild(
+        self, kind, size, stride, offset, storage, dtype, device, handle, nbytes, *rest
+    ) -> torch.Tensor:
         assert (kind, storage) == (torch.Tensor, torch.storage.TypedStorage)
         assert rest == (0, False, b"ref", 3, b"event", True)
         found = self._exported[handle]
@@ -65,7 +79,9 @@ class Model:
 
 def receiver(model: Model) -> Any:
     config = SimpleNamespace(parallel_config=None, model_config=None)
-    return worker.InPlaceTransferEngine(SimpleNamespace(backend=TRANSFER), config, torch.device("cpu"), model)
+    return worker.InPlaceTransferEngine(
+        SimpleNamespace(backend=TRANSFER), config, torch.device("cpu"), model
+    )
 
 
 def test_tensors_arrive_bit_by_bit_and_without_pickle(monkeypatch: pytest.MonkeyPatch):
@@ -83,7 +99,9 @@ def test_tensors_arrive_bit_by_bit_and_without_pickle(monkeypatch: pytest.Monkey
     engine.receive_weights(engine.parse_update_info(info))
     engine.finish_weight_update()
     assert memory.devices == [1, 1]
-    np.testing.assert_array_equal(model.loaded["a"].view(torch.int16), np.asarray(arrays["a"]).view(np.int16))
+    np.testing.assert_array_equal(
+        model.loaded["a"].view(torch.int16), np.asarray(arrays["a"]).view(np.int16)
+    )
     np.testing.assert_array_equal(model.loaded["b"], numbers[0])
 
 
@@ -93,7 +111,9 @@ def test_a_worker_that_does_not_see_the_learners_gpu_says_so(monkeypatch: pytest
     info, _ = updates.export_tensors({"a": jnp.ones(3)})
     memory.of("GPU-7")
     engine = receiver(Model())
-    with pytest.raises(ValueError, match=r"does not see the learner's GPU GPU-1, but \['GPU-7'\]; let CUDA_VISIBLE"):
+    with pytest.raises(
+        ValueError, match=r"does not see the learner's GPU GPU-1, but \['GPU-7'\]; let CUDA_VISIBLE"
+    ):
         engine.receive_weights(engine.parse_update_info(info))
 
 
@@ -111,7 +131,11 @@ def sent(arrays: dict[str, Any]) -> WeightUpdate:
 
 async def test_a_broadcast_reaches_every_worker_of_an_engine_bit_by_bit():
     numbers = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
-    arrays = {"b": jnp.asarray(numbers[0]), "a": jnp.asarray(numbers, jnp.bfloat16), "one": jnp.float32(3).reshape(1)}
+    arrays = {
+        "b": jnp.asarray(numbers[0]),
+        "a": jnp.asarray(numbers, jnp.bfloat16),
+        "one": jnp.float32(3).reshape(1),
+    }
     models = [Model(), Model()]
 
     def take(model: Model, info: dict[str, Any]) -> None:
@@ -127,14 +151,21 @@ async def test_a_broadcast_reaches_every_worker_of_an_engine_bit_by_bit():
         await asyncio.gather(*(asyncio.to_thread(take, model, info) for model in models))
     for model in models:
         assert model.loaded["a"].dtype == torch.bfloat16
-        np.testing.assert_array_equal(model.loaded["a"].view(torch.int16), np.asarray(arrays["a"]).view(np.int16))
+        np.testing.assert_array_equal(
+            model.loaded["a"].view(torch.int16), np.asarray(arrays["a"]).view(np.int16)
+        )
         np.testing.assert_array_equal(model.loaded["b"], numbers[0])
         assert model.loaded["one"].tolist() == [3]
 
 
-async def test_workers_that_do_not_come_end_the_broadcast_with_their_number(monkeypatch: pytest.MonkeyPatch):
+async def test_workers_that_do_not_come_end_the_broadcast_with_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(broadcast, "JOIN_SECONDS", 0.3)
-    with pytest.raises(WeightUpdateError, match=r"0 of 2 workers of the engine came to 127.0.0.1:\d+ for new weights"):
+    with pytest.raises(
+        WeightUpdateError,
+        match=r"0 of 2 workers of the engine came to 127.0.0.1:\d+ for new weights",
+    ):
         async with broadcast.sending(sent({"a": jnp.ones(3)}), receivers=2, host="127.0.0.1"):
             pass
 

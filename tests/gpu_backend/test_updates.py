@@ -17,7 +17,15 @@ from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BROADCAST, WeightUpdate
 from jax_agent_rl.runtime.publishers import FilePublisher, WeightFiles
 from jax_agent_rl.types import PauseMode
-from tests.gpu_backend.conftest import PROBE, SMALL, Engine, Reference, prompt_of, request, small_params
+from tests.gpu_backend.conftest import (
+    PROBE,
+    SMALL,
+    Engine,
+    Reference,
+    prompt_of,
+    request,
+    small_params,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -29,7 +37,9 @@ async def assert_serves(engine: Engine, seed: int, name: str = "check") -> None:
     output = await engine.backend.generate(request(name, prompt, max_tokens=12))
     reference = engine.reference(seed)
     assert list(output.token_ids) == reference.greedy(prompt, 12)
-    np.testing.assert_allclose(output.log_probs, reference.logprobs(prompt, output.token_ids), atol=5e-5)
+    np.testing.assert_allclose(
+        output.log_probs, reference.logprobs(prompt, output.token_ids), atol=5e-5
+    )
     assert set(output.policy_versions) == {engine.backend.policy_version}
 
 
@@ -58,7 +68,9 @@ async def test_the_prefix_cache_is_forgotten_with_the_weights(engine: Engine):
     assert (await engine.backend.generate(request("b", prompt))).cached_tokens == 64
     await engine.serve(2)
     output = await engine.backend.generate(request("c", prompt))
-    assert output.cached_tokens == 0 and list(output.token_ids) == engine.reference(2).greedy(prompt, 8)
+    assert output.cached_tokens == 0 and list(output.token_ids) == engine.reference(2).greedy(
+        prompt, 8
+    )
 
 
 async def test_weights_change_in_flight_and_each_token_says_whose_it_is(engine: Engine):
@@ -72,7 +84,9 @@ async def test_weights_change_in_flight_and_each_token_says_whose_it_is(engine: 
     chunks += [chunk async for chunk in stream]
     output = chunks[-1].final
     versions = np.array(output.policy_versions)
-    assert list(versions) == sorted(versions) and set(versions) == {old, new} and len(versions) == 200
+    assert (
+        list(versions) == sorted(versions) and set(versions) == {old, new} and len(versions) == 200
+    )
     assert sum((chunk.policy_versions for chunk in chunks), ()) == output.policy_versions
     for version, seed in [(old, 0), (new, 3)]:
         mine = versions == version
@@ -82,17 +96,23 @@ async def test_weights_change_in_flight_and_each_token_says_whose_it_is(engine: 
 
 
 async def test_an_update_needs_no_pause(engine: Engine):
-    tasks = [engine.backend.generate(request(f"r{i}", prompt_of(i, 8), max_tokens=150)) for i in range(4)]
+    tasks = [
+        engine.backend.generate(request(f"r{i}", prompt_of(i, 8), max_tokens=150)) for i in range(4)
+    ]
     running = [asyncio.create_task(task) for task in tasks]
     await asyncio.sleep(0.1)
     new = await engine.serve(1)
     outputs = await asyncio.gather(*running)
-    assert all(len(output.token_ids) == 150 and output.policy_versions[-1] == new for output in outputs)
+    assert all(
+        len(output.token_ids) == 150 and output.policy_versions[-1] == new for output in outputs
+    )
     await assert_serves(engine, 1)
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
-async def test_requests_that_wait_out_an_update_get_the_new_weights(engine: Engine, mode: PauseMode):
+async def test_requests_that_wait_out_an_update_get_the_new_weights(
+    engine: Engine, mode: PauseMode
+):
     await engine.backend.pause(mode)
     waiting = asyncio.create_task(assert_serves(engine, 2))
     await asyncio.sleep(0.05)
@@ -124,7 +144,9 @@ async def test_a_partial_update_changes_what_it_names_and_nothing_else(engine: E
     await assert_serves(engine, MIXED)
 
 
-async def test_a_whole_update_that_lacks_a_tensor_is_refused_and_the_old_weights_serve(engine: Engine):
+async def test_a_whole_update_that_lacks_a_tensor_is_refused_and_the_old_weights_serve(
+    engine: Engine,
+):
     def drop(tensors, metadata):
         return {n: t for n, t in tensors.items() if "layers.1.mlp.up_proj" not in n}, metadata
 
@@ -141,7 +163,9 @@ async def test_a_whole_update_that_lacks_a_tensor_is_refused_and_the_old_weights
         ({"payload": ["/nowhere.safetensors"]}, "nowhere"),
     ],
 )
-async def test_a_wrong_update_is_refused_and_the_old_weights_serve(engine: Engine, change: dict, message: str):
+async def test_a_wrong_update_is_refused_and_the_old_weights_serve(
+    engine: Engine, change: dict, message: str
+):
     with pytest.raises(WeightUpdateError, match=message):
         await engine.backend.update_weights(engine.update(1, **change))
     await assert_serves(engine, 0)
@@ -149,7 +173,9 @@ async def test_a_wrong_update_is_refused_and_the_old_weights_serve(engine: Engin
 
 async def test_an_update_without_a_probe_is_refused(engine: Engine):
     with pytest.raises(WeightUpdateError, match="no log-prob probe"):
-        await engine.backend.update_weights(rewrite(engine.update(1), lambda t, m: (t, {"format": "pt"})))
+        await engine.backend.update_weights(
+            rewrite(engine.update(1), lambda t, m: (t, {"format": "pt"}))
+        )
     await assert_serves(engine, 0)
 
 
@@ -178,7 +204,9 @@ def unwritten(tensors, metadata):
 @pytest.mark.parametrize("spoil", [stale, stale_tied, renamed, unwritten])
 async def test_weights_that_are_not_the_learners_are_never_served(engine: Engine, spoil):
     """The probe says one thing, the tensors another."""
-    running = asyncio.create_task(engine.backend.generate(request("r", prompt_of(1, 8), max_tokens=200)))
+    running = asyncio.create_task(
+        engine.backend.generate(request("r", prompt_of(1, 8), max_tokens=200))
+    )
     await asyncio.sleep(0.05)
     with pytest.raises(WeightUpdateError, match=r"not the learner's: they differ by up to"):
         await engine.backend.update_weights(rewrite(engine.update(1), spoil))
@@ -235,9 +263,13 @@ async def test_the_probe_notices_what_vllms_own_reload_spoils(engine: Engine):
     folder.mkdir()
     whole = load_file(engine.update(0).payload[0])
     save_file(
-        {n: t for n, t in whole.items() if "k_proj" in n}, folder / "model.safetensors", metadata={"format": "pt"}
+        {n: t for n, t in whole.items() if "k_proj" in n},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
-    await engine.backend._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    await engine.backend._engine.collective_rpc(
+        "reload_weights", kwargs={"weights_path": str(folder)}
+    )
     await engine.backend.reset_prefix_cache()
     with pytest.raises(WeightUpdateError, match="not the learner's"):
         await engine.backend._updater.verify(engine.files.probe(small_params(0)), "probe")
@@ -263,7 +295,9 @@ async def test_seconds_of_updates_are_counted(engine: Engine):
     assert (await engine.backend.metrics()).weight_update_seconds > before
 
 
-async def test_changes_sent_to_a_server_become_the_files_that_the_engine_loads(engine: Engine, tmp_path: Path):
+async def test_changes_sent_to_a_server_become_the_files_that_the_engine_loads(
+    engine: Engine, tmp_path: Path
+):
     await engine.serve(1)
     files = WeightFiles(SMALL, probe_ids=PROBE, folder=tmp_path)
     publisher = FilePublisher(files, lambda: "float32", full_every=100)

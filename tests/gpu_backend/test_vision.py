@@ -31,7 +31,9 @@ from tests.gpu_backend.conftest import request, running
 from tests.gpu_backend.vision import IMAGE, VisionReference, picture, positions, write_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-pytest.importorskip("torchvision", reason="transformers' video processor needs torchvision (third_party/vllm.md)")
+pytest.importorskip(
+    "torchvision", reason="transformers' video processor needs torchvision (third_party/vllm.md)"
+)
 LIMITS = {"image": 2, "video": 1}
 CLIP = tuple(picture(seed, 60, 60) for seed in range(10, 15))
 
@@ -47,7 +49,11 @@ class Seeing:
     def prompt(self, media: Mapping[str, Sequence[Any]], text: str = "what is this?") -> list[int]:
         """Ids of a user's message that shows these."""
         kinds = [kind for kind, items in media.items() for _ in items]
-        message = {"role": "user", "content": text, "media": kinds} if kinds else {"role": "user", "content": text}
+        message = (
+            {"role": "user", "content": text, "media": kinds}
+            if kinds
+            else {"role": "user", "content": text}
+        )
         return self.codec.expand_media(self.codec.encode_prompt([message]), media)
 
 
@@ -107,7 +113,9 @@ async def test_another_picture_is_another_distribution(seeing: Seeing, reference
     prompt = seeing.prompt(first)
     assert prompt == seeing.prompt(second)
     values = [
-        (await seeing.backend.generate(request(f"r{i}", prompt, multi_modal=media, max_tokens=1))).log_probs
+        (
+            await seeing.backend.generate(request(f"r{i}", prompt, multi_modal=media, max_tokens=1))
+        ).log_probs
         for i, media in enumerate((first, second, first))
     ]
     assert values[0] == values[2]
@@ -120,20 +128,26 @@ async def test_a_placeholder_that_is_not_written_out_is_refused(seeing: Seeing):
     media = {"image": (picture(1),)}
     message = {"role": "user", "content": "x", "media": ["image"]}
     with pytest.raises(TokenDriftError, match="1 image placeholders where vLLM has 4"):
-        await seeing.backend.generate(request("r", seeing.codec.encode_prompt([message]), multi_modal=media))
+        await seeing.backend.generate(
+            request("r", seeing.codec.encode_prompt([message]), multi_modal=media)
+        )
     assert (await seeing.backend.health()).running == 0
 
 
 async def test_a_picture_of_another_size_than_was_counted_is_refused(seeing: Seeing):
     prompt = seeing.prompt({"image": (picture(1),)})
     with pytest.raises(TokenDriftError, match="4 image placeholders where vLLM has 8"):
-        await seeing.backend.generate(request("r", prompt, multi_modal={"image": (picture(1, 112, 56),)}))
+        await seeing.backend.generate(
+            request("r", prompt, multi_modal={"image": (picture(1, 112, 56),)})
+        )
 
 
 async def test_a_placeholder_the_model_sampled_is_text_and_never_changes_the_ids(seeing: Seeing):
     media = {"image": (picture(1),)}
     prompt = seeing.prompt(media)
-    output = await seeing.backend.generate(request("after", [*prompt, IMAGE, IMAGE], multi_modal=media))
+    output = await seeing.backend.generate(
+        request("after", [*prompt, IMAGE, IMAGE], multi_modal=media)
+    )
     assert output.context_digest == digest_ids([*prompt, IMAGE, IMAGE, *output.token_ids])
     with pytest.raises(TokenDriftError):
         await seeing.backend.generate(request("before", [IMAGE, 5, *prompt], multi_modal=media))
@@ -159,7 +173,9 @@ async def test_pictures_travel_over_http(seeing: Seeing):
             video_data=media["video"],
         )
         with pytest.raises(TokenDriftError, match="4 image placeholders where vLLM has 8"):
-            await remote.generate(request("r", prompt, multi_modal=media | {"image": (picture(1, 112, 56),)}))
+            await remote.generate(
+                request("r", prompt, multi_modal=media | {"image": (picture(1, 112, 56),)})
+            )
     finally:
         await remote.close()
         await server.close()
@@ -169,7 +185,9 @@ async def test_pictures_travel_over_http(seeing: Seeing):
 
 async def test_more_pictures_than_the_engine_takes_are_refused_with_the_key(seeing: Seeing):
     media = {"image": (picture(1),) * 3}
-    with pytest.raises(BackendError, match=r"3 of kind 'image', this engine takes 2: .*vllm.multi_modal.image"):
+    with pytest.raises(
+        BackendError, match=r"3 of kind 'image', this engine takes 2: .*vllm.multi_modal.image"
+    ):
         await seeing.backend.generate(request("r", seeing.prompt(media), multi_modal=media))
 
 
@@ -185,7 +203,9 @@ class Camera(BaseTool):
     def __init__(self) -> None:
         super().__init__(name="camera", description="", parameters={"type": "object"})
 
-    async def execute(self, instance_id: str, arguments: Any, **execute_kwargs: Any) -> ToolResponse:
+    async def execute(
+        self, instance_id: str, arguments: Any, **execute_kwargs: Any
+    ) -> ToolResponse:
         return ToolResponse(text="look", image=(picture(1),))
 
 
@@ -200,7 +220,9 @@ class CallingCodec(ChatCodec):
         context_ids: Sequence[int] | None = None,
     ) -> Any:
         reply = super().parse_reply(sampled_ids, tools)
-        call = self._format.parse('<tool_call>{"name": "camera", "arguments": {}}</tool_call>', ()).tool_calls
+        call = self._format.parse(
+            '<tool_call>{"name": "camera", "arguments": {}}</tool_call>', ()
+        ).tool_calls
         return Reply(reply.content, tool_calls=call)
 
 
@@ -214,7 +236,9 @@ async def test_a_tools_picture_is_part_of_the_trajectory_id_by_id(seeing: Seeing
     )
     row = {"prompt": [{"role": "user", "content": "go"}]}
     sampling = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=tuple(range(256)))
-    trajectory = await ToolAgent(context).run(row, trajectory_id="t", group_id="g", sampling=sampling)
+    trajectory = await ToolAgent(context).run(
+        row, trajectory_id="t", group_id="g", sampling=sampling
+    )
     first, second = trajectory.turns
     assert first.appended_ids.count(IMAGE) == 4 and trajectory.multi_modal.keys() == {"image"}
     context_ids = [*trajectory.prompt_ids, *first.output.token_ids, *first.appended_ids]
@@ -226,9 +250,15 @@ async def test_a_tools_picture_is_part_of_the_trajectory_id_by_id(seeing: Seeing
 TEXT = list(range(40, 70))
 
 
-def update_of(source: Path, target: Path, probe: LogprobProbe, version: int, *, only: str = "") -> WeightUpdate:
+def update_of(
+    source: Path, target: Path, probe: LogprobProbe, version: int, *, only: str = ""
+) -> WeightUpdate:
     """The tensors of a model folder whose names begin with ``only``."""
-    tensors = {name: t for name, t in load_file(source / "model.safetensors").items() if name.startswith(only)}
+    tensors = {
+        name: t
+        for name, t in load_file(source / "model.safetensors").items()
+        if name.startswith(only)
+    }
     save_file(tensors, target / f"{version}.safetensors", metadata=probe.to_metadata())
     path = str(target / f"{version}.safetensors")
     return WeightUpdate(version=version, kind=FILES, payload=[path], partial=bool(only))
@@ -241,7 +271,9 @@ async def test_updates_reach_language_and_vision_and_old_pictures_are_forgotten(
     prompt = seeing.prompt(media)
 
     async def says() -> float:
-        return (await backend.generate(request("r", prompt, multi_modal=media, max_tokens=1))).log_probs[0]
+        return (
+            await backend.generate(request("r", prompt, multi_modal=media, max_tokens=1))
+        ).log_probs[0]
 
     values = [await says()]
     old, new = (reference.probe(TEXT) for reference in references)
@@ -254,12 +286,17 @@ async def test_updates_reach_language_and_vision_and_old_pictures_are_forgotten(
     values.append(await says())
     mixed = VisionReference(folders[0])
     mixed.model.model.visual.load_state_dict(references[1].model.model.visual.state_dict())
-    expected = [r.greedy(prompt, media, 1)[1][0] for r in (references[0], mixed, references[1], references[0])]
+    expected = [
+        r.greedy(prompt, media, 1)[1][0]
+        for r in (references[0], mixed, references[1], references[0])
+    ]
     np.testing.assert_allclose(values, expected, atol=5e-4)
     assert len({round(value, 2) for value in expected}) == 3
 
 
-async def test_a_vision_tensor_that_did_not_land_is_named(seeing: Seeing, folders, references, tmp_path, monkeypatch):
+async def test_a_vision_tensor_that_did_not_land_is_named(
+    seeing: Seeing, folders, references, tmp_path, monkeypatch
+):
     places, name = seeing.backend._updater.placements, "visual.blocks.1.mlp.up_proj.weight"
     parameter, first, *rest = places[name]
     monkeypatch.setitem(places, name, (parameter, first - 1, *rest))
@@ -279,14 +316,18 @@ async def test_pixels_are_one_setting_for_the_engine_and_the_count(folders):
         engine = Seeing(backend, folders[0], ChatCodec.from_pretrained(folders[0], pixels=pixels))
         prompt = engine.prompt(media)
         output = await backend.generate(request("r", prompt, multi_modal=media))
-        assert prompt.count(IMAGE) == 9 and output.context_digest == digest_ids([*prompt, *output.token_ids])
+        assert prompt.count(IMAGE) == 9 and output.context_digest == digest_ids(
+            [*prompt, *output.token_ids]
+        )
         other = Seeing(backend, folders[0], ChatCodec.from_pretrained(folders[0]))
         with pytest.raises(TokenDriftError, match="16 image placeholders where vLLM has 9"):
             await backend.generate(request("s", other.prompt(media), multi_modal=media))
 
 
 async def test_a_vision_model_needs_a_limit_of_images_per_prompt(folders):
-    with pytest.raises(ConfigError, match=r"takes image and video input; say .*rollout.vllm.multi_modal.image=1"):
+    with pytest.raises(
+        ConfigError, match=r"takes image and video input; say .*rollout.vllm.multi_modal.image=1"
+    ):
         async with running(folders[0]):
             pass
 

@@ -18,7 +18,9 @@ from tests.gpu_backend.conftest import request, running
 from tests.gpu_backend.vision import VisionReference, picture, write_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-pytest.importorskip("torchvision", reason="transformers' video processor needs torchvision (third_party/vllm.md)")
+pytest.importorskip(
+    "torchvision", reason="transformers' video processor needs torchvision (third_party/vllm.md)"
+)
 
 
 async def test_an_update_of_tower_and_decoder_reaches_vllm(tmp_path: Path):
@@ -33,19 +35,34 @@ async def test_an_update_of_tower_and_decoder_reaches_vllm(tmp_path: Path):
         temperature=1.0,
         vision_processor=VisionProcessor.of(config, folder),
     )
-    media = {"image": (picture(1),), "video": (tuple(picture(seed, 60, 60) for seed in range(10, 14)),)}
+    media = {
+        "image": (picture(1),),
+        "video": (tuple(picture(seed, 60, 60) for seed in range(10, 14)),),
+    }
     message = {"role": "user", "content": "what?", "media": ["image", "video"]}
     multimodal = codec.expand_media(codec.encode_prompt([message]), media)
     async with running(folder, multi_modal={"image": 1, "video": 1}) as backend:
 
         async def sampled(name: str, seed: int) -> Trajectory:
             """Some text, then the pictures, then more text."""
-            first = await backend.generate(request(f"{name}-0", [5, 6, 7], max_tokens=3, temperature=1.0, seed=seed))
+            first = await backend.generate(
+                request(f"{name}-0", [5, 6, 7], max_tokens=3, temperature=1.0, seed=seed)
+            )
             context = (5, 6, 7, *first.token_ids, *multimodal)
             last = await backend.generate(
-                request(f"{name}-1", context, max_tokens=6, multi_modal=media, temperature=1.0, seed=seed)
+                request(
+                    f"{name}-1",
+                    context,
+                    max_tokens=6,
+                    multi_modal=media,
+                    temperature=1.0,
+                    seed=seed,
+                )
             )
-            turns = (Turn(output=first, appended_ids=tuple(multimodal), appended_media=media), Turn(output=last))
+            turns = (
+                Turn(output=first, appended_ids=tuple(multimodal), appended_media=media),
+                Turn(output=last),
+            )
             return Trajectory.from_turns(
                 prompt_ids=(5, 6, 7),
                 turns=turns,
@@ -64,7 +81,9 @@ async def test_an_update_of_tower_and_decoder_reaches_vllm(tmp_path: Path):
         files = WeightFiles(config, probe_ids=[list(range(40, 70))])
         try:
             payload = files.write(learner.params, 2)
-            await backend.update_weights(WeightUpdate(version=2, kind="safetensors", payload=payload))
+            await backend.update_weights(
+                WeightUpdate(version=2, kind="safetensors", payload=payload)
+            )
         finally:
             files.close()
         output = await backend.generate(request("after", multimodal, multi_modal=media))

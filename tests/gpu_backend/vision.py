@@ -41,17 +41,25 @@ def write_processors(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIAL[2], pad_token=SPECIAL[0]
+    )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     size = {"size": {"shortest_edge": PIXELS[0], "longest_edge": PIXELS[1]}}
     for name, kind in (("preprocessor", "image"), ("video_preprocessor", "video")):
-        settings = {f"{kind}_processor_type": f"Qwen2VL{kind.capitalize()}Processor", **patches, **size}
+        settings = {
+            f"{kind}_processor_type": f"Qwen2VL{kind.capitalize()}Processor",
+            **patches,
+            **size,
+        }
         (folder / f"{name}_config.json").write_text(json.dumps(settings))
 
 
@@ -65,7 +73,13 @@ def write_model(folder: Path, seed: int) -> Path:
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     ids = {"bos_token_id": None, "eos_token_id": EOS}
     limits = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
-    vision = {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "window_size": 56, "fullatt_block_indexes": [1]}
+    vision = {
+        "depth": 2,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    }
     config = Qwen2_5_VLConfig(
         text_config={**sizes, **heads, **ids, **limits, "rope_parameters": rope},
         vision_config={**sizes, **vision, "tokens_per_second": 2},
@@ -109,7 +123,9 @@ def positions(ids: Sequence[int], grids: Mapping[int, Sequence[Sequence[int]]]) 
             continue
         placeholder = ids[len(found)]
         groups, rows, columns = left[placeholder].pop(0)
-        step = 2 if placeholder == VIDEO else 1  # a group is 2 frames, a second at 2 a second, and 2 positions a second
+        step = (
+            2 if placeholder == VIDEO else 1
+        )  # a group is 2 frames, a second at 2 a second, and 2 positions a second
         found += [
             (start + step * group, start + row, start + column)
             for group in range(groups)
@@ -127,7 +143,9 @@ class VisionReference:
         from transformers import Qwen2_5_VLForConditionalGeneration
 
         self._torch = torch
-        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
         self._folder = folder
 
     def logprobs(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> np.ndarray:
@@ -149,7 +167,9 @@ class VisionReference:
         }
         places = self._torch.tensor(positions(ids, grids))[:, None]
         with self._torch.no_grad():
-            logits = self.model(self._torch.tensor([list(ids)]), position_ids=places, **inputs).logits[0]
+            logits = self.model(
+                self._torch.tensor([list(ids)]), position_ids=places, **inputs
+            ).logits[0]
         return self._torch.log_softmax(logits.double(), -1).numpy()
 
     def greedy(
@@ -166,4 +186,7 @@ class VisionReference:
     def probe(self, ids: Sequence[int]) -> LogprobProbe:
         """What it says of a text, for an update with its weights."""
         values = self.logprobs(ids, {})
-        return LogprobProbe(ids=(tuple(ids),), log_probs=(tuple(values[range(len(ids) - 1), list(ids[1:])].tolist()),))
+        return LogprobProbe(
+            ids=(tuple(ids),),
+            log_probs=(tuple(values[range(len(ids) - 1), list(ids[1:])].tolist()),),
+        )

@@ -34,7 +34,12 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 DYNAMIC = {"max_trained_positions": 16}
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 8}),
     "llama yarn": ("LlamaConfig", {"head_dim": 16, "rope_parameters": {**YARN, "beta_fast": 4.0}}),
@@ -65,7 +70,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "head_dim": 8,
             "sliding_window": 7,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
         },
     ),
     "glm4": ("Glm4Config", {"head_dim": 16, "pad_token_id": None}),
@@ -85,7 +95,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "sliding_window": 7,
             "query_pre_attn_scalar": 24,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "layer_types": [
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ],
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -103,10 +118,14 @@ def peer(request, tmp_path: Path):
     name, fields = CONFIGS[request.param]
     torch.manual_seed(0)
     config = getattr(transformers, name)(**SMALL | fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if "norm" in key or "bias" in key or "sinks" in key:  # random too: else a wrong one would not show
+            if (
+                "norm" in key or "bias" in key or "sinks" in key
+            ):  # random too: else a wrong one would not show
                 parameter += torch.randn_like(parameter) * 0.2
     model.save_pretrained(tmp_path)
     return model, tmp_path
@@ -132,7 +151,9 @@ def test_our_files_are_read_by_transformers(peer, tmp_path: Path):
     model, folder = peer
     config, params = load_hf(folder)
     save_hf(tmp_path / "ours", config, params)
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    ).eval()
     assert load_hf(tmp_path / "ours")[0] == config
     ids = torch.tensor(np.random.default_rng(1).integers(0, 89, (2, 40)))
     with torch.no_grad():
@@ -149,7 +170,9 @@ def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
 
     def theirs(raw: dict[str, Any]) -> np.ndarray:
         changed = kind.from_dict(json.loads(json.dumps(raw)))
-        other = transformers.AutoModelForCausalLM.from_config(changed, attn_implementation="eager").eval()
+        other = transformers.AutoModelForCausalLM.from_config(
+            changed, attn_implementation="eager"
+        ).eval()
         other.load_state_dict(weights)
         with torch.no_grad():
             return other(torch.tensor(ids)).logits.numpy()
@@ -195,14 +218,21 @@ def test_the_engine_decodes_what_transformers_generates_greedily(peer):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 89, count).tolist() for count in (3, 19)]
     shapes = EngineShapes(
-        max_model_len=64, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=12, prefill_buckets=(8, 32)
+        max_model_len=64,
+        max_concurrent_decodes=2,
+        kv_cache_tokens=128,
+        decode_steps=12,
+        prefill_buckets=(8, 32),
     )
     engine = JaxEngine(config, shapes)
     weights, cache = engine.load_params(params), engine.init_cache()
     cache = engine.extend(
         weights,
         cache,
-        [Extension(shapes.pages_of_slot(i), 0, np.array(ids[:-1], np.int32)) for i, ids in enumerate(prompts)],
+        [
+            Extension(shapes.pages_of_slot(i), 0, np.array(ids[:-1], np.int32))
+            for i, ids in enumerate(prompts)
+        ],
     )
     slots = make_decode_batch(2, shapes.context_pages)
     slots.pages[:] = [shapes.pages_of_slot(i) for i in range(2)]
@@ -223,12 +253,17 @@ def test_dynamic_scaling_is_that_of_the_longest_context(tmp_path: Path):
     torch.manual_seed(0)
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e3}
     settings = SMALL | {"head_dim": 8, "max_position_embeddings": 16, "rope_parameters": rope}
-    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**settings)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**settings)
+    ).eval()
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     raw = json.loads(file.read_text())
     ids = np.random.default_rng(0).integers(0, 89, (2, 40))
-    for length, fields in {16: {}, 40: {"max_position_embeddings": 40, "rope_parameters": DYNAMIC | rope}}.items():
+    for length, fields in {
+        16: {},
+        40: {"max_position_embeddings": 40, "rope_parameters": DYNAMIC | rope},
+    }.items():
         file.write_text(json.dumps(raw | fields))
         config, params = load_hf(tmp_path)
         save_hf(tmp_path / "ours", config, params)

@@ -30,13 +30,29 @@ FAMILIES = {
     ),
     "minimax": (
         "minimax-m2",
-        ("]~!b[", "]~b]", "[e~[", "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"),
+        (
+            "]~!b[",
+            "]~b]",
+            "[e~[",
+            "<think>",
+            "</think>",
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+        ),
         "[e~[",
     ),
     "glm": (
         "glm-4.5",
         (
-            *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
+            *(
+                "[gMASK]",
+                "<sop>",
+                "<|system|>",
+                "<|user|>",
+                "<|assistant|>",
+                "<|observation|>",
+                "<|endoftext|>",
+            ),
             *(*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink"),
         ),
         "<|endoftext|>",
@@ -53,7 +69,10 @@ TOOLS = [
         "function": {
             "name": name,
             "description": "",
-            "parameters": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
+            },
         },
     }
     for name in ("search", "look")
@@ -63,16 +82,25 @@ TOOLS = [
 @functools.cache
 def renderer_of(name):
     known, special, eos = FAMILIES[name]
-    return renderers.create_renderer(tokenizer_with(special, eos), renderers.config_from_name(known))
+    return renderers.create_renderer(
+        tokenizer_with(special, eos), renderers.config_from_name(known)
+    )
 
 
 def turn_of(renderer, calls):
     """Ids of the assistant turn that makes these calls, from the first call on."""
     tool_calls = [
-        {"id": f"functions.{tool}:{number}", "type": "function", "function": {"name": tool, "arguments": arguments}}
+        {
+            "id": f"functions.{tool}:{number}",
+            "type": "function",
+            "function": {"name": tool, "arguments": arguments},
+        }
         for number, (tool, arguments) in enumerate(calls)
     ]
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "so", "tool_calls": tool_calls}]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "so", "tool_calls": tool_calls},
+    ]
     ids = renderer.render_ids(messages)
     openings = renderer._tokenizer.convert_tokens_to_ids(
         ["<tool_call>", "<minimax:tool_call>", "<|tool_calls_section_begin|>"]
@@ -81,22 +109,36 @@ def turn_of(renderer, calls):
 
 
 texts = st.text(
-    st.characters(whitelist_categories=("L", "N"), whitelist_characters=" .,:()[]{}'\"\\"), min_size=1, max_size=12
+    st.characters(whitelist_categories=("L", "N"), whitelist_characters=" .,:()[]{}'\"\\"),
+    min_size=1,
+    max_size=12,
 )
 arguments = st.dictionaries(st.sampled_from("ab"), texts, min_size=1, max_size=2)
 
 
 @settings(max_examples=examples(40))
-@given(calls=st.lists(st.tuples(st.sampled_from(["search", "look"]), arguments), min_size=1, max_size=3))
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(["search", "look"]), arguments), min_size=1, max_size=3
+    )
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_it_writes_is_read_alike_by_both(name, calls):
     renderer = renderer_of(name)
     ids = turn_of(renderer, calls)
     reply = get_format(name).parse(renderer._tokenizer.decode(ids), ())
     assert [(call.name, dict(call.arguments)) for call in reply.tool_calls] == calls
-    theirs = [call for call in renderer.parse_response(ids, tools=TOOLS).tool_calls if call.status == "ok"]
-    stripped = [(tool, {key: value.strip() for key, value in given_values.items()}) for tool, given_values in calls]
-    found = [(c.name.removeprefix("functions."), {k: v.strip() for k, v in c.arguments.items()}) for c in theirs]
+    theirs = [
+        call for call in renderer.parse_response(ids, tools=TOOLS).tool_calls if call.status == "ok"
+    ]
+    stripped = [
+        (tool, {key: value.strip() for key, value in given_values.items()})
+        for tool, given_values in calls
+    ]
+    found = [
+        (c.name.removeprefix("functions."), {k: v.strip() for k, v in c.arguments.items()})
+        for c in theirs
+    ]
     assert found == stripped
 
 

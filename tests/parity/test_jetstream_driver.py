@@ -59,7 +59,12 @@ os._exit(0)
 def test_the_driver_and_the_scheduler_sample_the_same_ids():
     root = Path(__file__).parents[2]
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=root, capture_output=True, text=True, timeout=300, env=_environment(root)
+        [sys.executable, "-c", PROGRAM],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=_environment(root),
     )
     assert "parity of 4 requests" in result.stdout, (result.stdout + result.stderr)[-2000:]
 
@@ -79,14 +84,20 @@ def test_result_tokens_carry_logprobs_exactly():
     from tests.tiny import TINY, greedy, logprobs_of, tiny_params
 
     shapes = EngineShapes(
-        max_model_len=48, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=4, prefill_buckets=(16,)
+        max_model_len=48,
+        max_concurrent_decodes=2,
+        kv_cache_tokens=128,
+        decode_steps=4,
+        prefill_buckets=(16,),
     )
     engine = DriverEngine(JaxEngine(TINY, shapes))
     raw = tiny_params()
     params = engine.load_params(raw)
     prompt = [5, 9, 11, 30]
     first = engine.prefill(params=params, padded_tokens=jnp.array(prompt[:2] + [0]), true_length=2)
-    whole = engine.prefill(params=params, existing_prefix=first, padded_tokens=jnp.array(prompt[2:]), true_length=2)
+    whole = engine.prefill(
+        params=params, existing_prefix=first, padded_tokens=jnp.array(prompt[2:]), true_length=2
+    )
     state = engine.insert(whole, engine.init_decode_state(), 1)
     ids, logprobs = [], []
     for _ in range(4):

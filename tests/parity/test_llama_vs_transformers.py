@@ -18,7 +18,13 @@ from jax_agent_rl.utils.files import cache_root
 torch = pytest.importorskip("torch")
 
 BASE = DecoderConfig(
-    vocab_size=89, hidden_size=48, intermediate_size=64, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8
+    vocab_size=89,
+    hidden_size=48,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
 )
 LLAMA3_ROPE = Llama3Scaling(
     factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=16.0
@@ -39,7 +45,9 @@ def forward(config: DecoderConfig, params, ids: np.ndarray) -> jax.Array:
 def reference(path: Path):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @pytest.fixture(params=CONFIGS)
@@ -71,8 +79,12 @@ def test_gradients_equal_those_of_transformers(saved):
     grads = jax.grad(loss)(params)
     peer(torch.tensor(ids), labels=torch.tensor(ids)).loss.backward()
     model = peer.model
-    np.testing.assert_allclose(grads["layers"]["q"][1], model.layers[1].self_attn.q_proj.weight.grad, atol=1e-5)
-    np.testing.assert_allclose(grads["layers"]["down"][2], model.layers[2].mlp.down_proj.weight.grad, atol=1e-5)
+    np.testing.assert_allclose(
+        grads["layers"]["q"][1], model.layers[1].self_attn.q_proj.weight.grad, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        grads["layers"]["down"][2], model.layers[2].mlp.down_proj.weight.grad, atol=1e-5
+    )
     np.testing.assert_allclose(grads["embed"], model.embed_tokens.weight.grad, atol=1e-5)
     np.testing.assert_allclose(grads["final_norm"], model.norm.weight.grad, atol=1e-5)
 
@@ -117,7 +129,9 @@ def rounding() -> float:
     Measured on sums of 1536 terms, the model's longest. On CPUs with AVX2, XLA adds them one after the other and torch
     in several partial sums, which lose less.
     """
-    x, weight = (np.random.default_rng(0).normal(size=(n, 1536)).astype(np.float32) for n in (40, 576))
+    x, weight = (
+        np.random.default_rng(0).normal(size=(n, 1536)).astype(np.float32) for n in (40, 576)
+    )
     exact = x.astype(np.float64) @ weight.astype(np.float64).T
     ours = np.asarray(jax.jit(lambda x, weight: jnp.einsum("td,od->to", x, weight))(x, weight))
     theirs = (torch.tensor(x) @ torch.tensor(weight).T).numpy()

@@ -20,7 +20,11 @@ from jax_agent_rl.types import PauseMode, SamplingParams
 from tests.tiny import TINY, full_logits, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=48, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4, prefill_buckets=(16,)
+    max_model_len=48,
+    max_concurrent_decodes=3,
+    kv_cache_tokens=192,
+    decode_steps=4,
+    prefill_buckets=(16,),
 )
 MODELS = {
     "llama": replace(TINY, tie_word_embeddings=False),
@@ -32,7 +36,9 @@ MODELS = {
 async def running(model: DecoderConfig, monkeypatch):
     monkeypatch.setattr(example, "DTYPE", "float32")
     monkeypatch.setattr(example, "MAX_NEW_TOKENS", 32)
-    backend = JetStreamBackend(model, tiny_params(config=model), SHAPES, external_engine=example.make, version=1)
+    backend = JetStreamBackend(
+        model, tiny_params(config=model), SHAPES, external_engine=example.make, version=1
+    )
     await backend.start()
     try:
         yield backend
@@ -42,7 +48,9 @@ async def running(model: DecoderConfig, monkeypatch):
 
 def request(name: str, prompt: list[int], **sampling) -> GenerateRequest:
     settings = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 12} | sampling
-    return GenerateRequest(request_id=name, prompt_ids=tuple(prompt), sampling=SamplingParams(**settings))
+    return GenerateRequest(
+        request_id=name, prompt_ids=tuple(prompt), sampling=SamplingParams(**settings)
+    )
 
 
 def log_probs(params, model: DecoderConfig, prompt: list[int], ids) -> np.ndarray:
@@ -51,13 +59,17 @@ def log_probs(params, model: DecoderConfig, prompt: list[int], ids) -> np.ndarra
 
 
 @pytest.mark.parametrize("family", MODELS)
-async def test_log_probs_are_those_of_full_passes_also_after_an_update_in_flight(family: str, monkeypatch):
+async def test_log_probs_are_those_of_full_passes_also_after_an_update_in_flight(
+    family: str, monkeypatch
+):
     model = MODELS[family]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, model.vocab_size, n).tolist() for n in (1, 5, 16, 17, 30)]
     old, new = tiny_params(config=model), tiny_params(1, config=model)
     async with running(model, monkeypatch) as backend:
-        outputs = await asyncio.gather(*(backend.generate(request(f"a{i}", p)) for i, p in enumerate(prompts)))
+        outputs = await asyncio.gather(
+            *(backend.generate(request(f"a{i}", p)) for i, p in enumerate(prompts))
+        )
         best = await backend.generate(request("greedy", prompts[1], temperature=0.0))
         long = asyncio.ensure_future(backend.generate(request("long", prompts[0], max_tokens=32)))
         while (await backend.metrics()).generated_tokens < 12 * 6 + 2:
@@ -66,11 +78,16 @@ async def test_log_probs_are_those_of_full_passes_also_after_an_update_in_flight
         await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload=new))
         await backend.resume()
         mixed = await long
-        after = await asyncio.gather(*(backend.generate(request(f"b{i}", p)) for i, p in enumerate(prompts)))
+        after = await asyncio.gather(
+            *(backend.generate(request(f"b{i}", p)) for i, p in enumerate(prompts))
+        )
     for params, found in ((old, outputs), (new, after)):
         for prompt, output in zip(prompts, found, strict=True):
-            np.testing.assert_allclose(output.log_probs, log_probs(params, model, prompt, output.token_ids), atol=2e-4)
-    assert [int(full_logits(old, [*prompts[1], *best.token_ids[:i]], model)[-1].argmax()) for i in range(12)] == list(
-        best.token_ids
-    )
+            np.testing.assert_allclose(
+                output.log_probs, log_probs(params, model, prompt, output.token_ids), atol=2e-4
+            )
+    assert [
+        int(full_logits(old, [*prompts[1], *best.token_ids[:i]], model)[-1].argmax())
+        for i in range(12)
+    ] == list(best.token_ids)
     assert set(mixed.policy_versions) == {1, 2}

@@ -20,7 +20,13 @@ from jax_agent_rl.jetstream.forward import Kernels, decode_step, engine_params, 
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
-from jax_agent_rl.models.vision_context import ImageInputs, feature_index, layout, locate, rope_positions
+from jax_agent_rl.models.vision_context import (
+    ImageInputs,
+    feature_index,
+    layout,
+    locate,
+    rope_positions,
+)
 from jax_agent_rl.models.vision_tower import VisionTower
 from tests.config_fields import check_every_field
 
@@ -29,8 +35,13 @@ torch = pytest.importorskip("torch")
 IMAGE, TEXT = 80, 70
 GRIDS = [(1, 4, 6), (1, 12, 4)]
 RNG = np.random.default_rng(0)
-IDS = np.array([3, *[IMAGE] * 6, *RNG.integers(0, TEXT, 5), *[IMAGE] * 12, *RNG.integers(0, TEXT, 11)], np.int32)
-IMAGES = [RNG.standard_normal((int(np.prod(grid)), 3 * 2 * 4 * 4), dtype=np.float32) for grid in GRIDS]
+IDS = np.array(
+    [3, *[IMAGE] * 6, *RNG.integers(0, TEXT, 5), *[IMAGE] * 12, *RNG.integers(0, TEXT, 11)],
+    np.int32,
+)
+IMAGES = [
+    RNG.standard_normal((int(np.prod(grid)), 3 * 2 * 4 * 4), dtype=np.float32) for grid in GRIDS
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +51,12 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("qwen3_vl")
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    }
     config = Qwen3VLConfig(
         text_config={
             "vocab_size": 89,
@@ -77,7 +93,9 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
     model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if "norm" in key or "bias" in key:  # random too: where they start a wrong one would not show
+            if (
+                "norm" in key or "bias" in key
+            ):  # random too: where they start a wrong one would not show
                 parameter += torch.randn_like(parameter) * 0.2
     model.save_pretrained(folder)
     return model, folder
@@ -85,20 +103,33 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
 
 def theirs(model) -> torch.Tensor:
     """transformers' logits [T, V] of the sequence with images."""
-    media = {"pixel_values": torch.tensor(np.concatenate(IMAGES)), "image_grid_thw": torch.tensor(GRIDS)}
+    media = {
+        "pixel_values": torch.tensor(np.concatenate(IMAGES)),
+        "image_grid_thw": torch.tensor(GRIDS),
+    }
     kinds = torch.tensor(IDS[None] == IMAGE).int()
-    return model(torch.tensor(IDS[None].astype(np.int64)), **media, mm_token_type_ids=kinds).logits[0]
+    return model(torch.tensor(IDS[None].astype(np.int64)), **media, mm_token_type_ids=kinds).logits[
+        0
+    ]
 
 
 @functools.cache
 def multimodal(vision):
     """Patches, layout and the host's part of the sequence."""
     spans = locate(vision, IDS, {"image": GRIDS})
-    patches = np.full((128, vision.patch_dim), 7.0, np.float32)  # padding must not matter, whatever it holds
+    patches = np.full(
+        (128, vision.patch_dim), 7.0, np.float32
+    )  # padding must not matter, whatever it holds
     total = sum(map(len, IMAGES))
     patches[:total] = np.concatenate(IMAGES)
     places, offset = rope_positions(vision, len(IDS), spans)
-    return patches, layout(vision, GRIDS, 128), places, feature_index(len(IDS), spans, [0, 6]), offset
+    return (
+        patches,
+        layout(vision, GRIDS, 128),
+        places,
+        feature_index(len(IDS), spans, [0, 6]),
+        offset,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -107,7 +138,9 @@ def ours(config, params) -> jax.Array:
     patches, plan, places, index, _ = multimodal(config.vision)
     seen = VisionTower.from_params(config.vision, params["vision"])(jnp.asarray(patches), plan)
     model = Decoder.from_params(config, params)
-    return model.logits(model(jnp.asarray(IDS[None]), images=ImageInputs(places[None], seen[None], index[None]))[0])[0]
+    return model.logits(
+        model(jnp.asarray(IDS[None]), images=ImageInputs(places[None], seen[None], index[None]))[0]
+    )[0]
 
 
 def test_logits_are_equal_with_images_and_without(peer):
@@ -129,13 +162,18 @@ def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
 
     def computed(raw: dict) -> np.ndarray:
         changed = kind.from_dict(json.loads(json.dumps(raw)))
-        other = Qwen3VLForConditionalGeneration._from_config(changed, attn_implementation="eager").eval()
+        other = Qwen3VLForConditionalGeneration._from_config(
+            changed, attn_implementation="eager"
+        ).eval()
         other.load_state_dict(weights)
         with torch.no_grad():
             return theirs(other).numpy()
 
     raw = json.loads((folder / "config.json").read_text())
-    assert check_every_field(raw, theirs=computed, resolved=lambda raw: kind.from_dict(raw).to_dict()) > 20
+    assert (
+        check_every_field(raw, theirs=computed, resolved=lambda raw: kind.from_dict(raw).to_dict())
+        > 20
+    )
 
 
 def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):
@@ -149,7 +187,9 @@ def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):
 
     gradients = dict(hf_tensors(config, jax.jit(jax.grad(loss))(params)))
     model = copy.deepcopy(model)
-    torch.nn.functional.cross_entropy(theirs(model)[:-1], torch.tensor(targets.astype(np.int64))).backward()
+    torch.nn.functional.cross_entropy(
+        theirs(model)[:-1], torch.tensor(targets.astype(np.int64))
+    ).backward()
     with torch.no_grad():  # let transformers name its gradients as it does its weights
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
@@ -162,7 +202,9 @@ def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):
 
 def placed(start: int, row: LayerKV, chunk: LayerKV) -> LayerKV:
     """A cache's row with a chunk in it."""
-    return row.by_position(lambda axis, x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, axis), chunk)
+    return row.by_position(
+        lambda axis, x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, axis), chunk
+    )
 
 
 def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(peer):
@@ -172,13 +214,20 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     patches, plan, places, index, offset = multimodal(config.vision)
     seen = VisionTower.from_params(config.vision, weights.vision)(jnp.asarray(patches), plan)[None]
     cache, prompt = empty_cache(config, 1, 64, jnp.float32), 30
-    prefill, decode = jax.jit(prefill_chunks, static_argnums=0), jax.jit(decode_step, static_argnums=(0, 1, 2))
+    prefill, decode = (
+        jax.jit(prefill_chunks, static_argnums=0),
+        jax.jit(decode_step, static_argnums=(0, 1, 2)),
+    )
     slots = make_decode_batch(1, 1)
     for start in range(0, prompt, 15):  # the second chunk begins within an image
         here = slice(start, start + 15)
         chunk = ImageInputs(places[None, here], seen, index[None, here])
-        layers = prefill(config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk)
-        cache = KVCache(tuple(map(functools.partial(placed, start), cache.layers, [kv for _, kv, _ in layers])))
+        layers = prefill(
+            config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk
+        )
+        cache = KVCache(
+            tuple(map(functools.partial(placed, start), cache.layers, [kv for _, kv, _ in layers]))
+        )
     with torch.no_grad():
         expected = theirs(model).numpy()
     assert offset and IDS[15] == IMAGE
@@ -194,7 +243,9 @@ def test_our_files_are_read_by_transformers(peer, tmp_path: Path):
     model, folder = peer
     config, params = load_hf(folder)
     save_hf(tmp_path, config, params)
-    read = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    read = Qwen3VLForConditionalGeneration.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    ).eval()
     assert load_hf(tmp_path)[0] == config
     with torch.no_grad():
         torch.testing.assert_close(theirs(read), theirs(model))

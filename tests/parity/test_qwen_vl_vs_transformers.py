@@ -22,7 +22,13 @@ from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
 from jax_agent_rl.models.image_processor import ProcessedImage
-from jax_agent_rl.models.vision_context import ImageInputs, feature_index, layout, locate, rope_positions
+from jax_agent_rl.models.vision_context import (
+    ImageInputs,
+    feature_index,
+    layout,
+    locate,
+    rope_positions,
+)
 from jax_agent_rl.models.vision_tower import VisionTower
 from tests.config_fields import check_every_field
 
@@ -31,7 +37,15 @@ torch = pytest.importorskip("torch")
 IMAGE, VIDEO, TEXT = 80, 81, 70
 GRIDS = {"image": [(1, 4, 6), (1, 12, 4)], "video": [(2, 4, 8)]}
 RNG = np.random.default_rng(0)
-IDS = [3, *[IMAGE] * 6, *RNG.integers(0, TEXT, 5), *[VIDEO] * 16, 4, *[IMAGE] * 12, *RNG.integers(0, TEXT, 8)]
+IDS = [
+    3,
+    *[IMAGE] * 6,
+    *RNG.integers(0, TEXT, 5),
+    *[VIDEO] * 16,
+    4,
+    *[IMAGE] * 12,
+    *RNG.integers(0, TEXT, 8),
+]
 IDS = np.array(IDS, np.int32)
 TEXT_IDS = RNG.integers(0, TEXT, (2, 24))
 
@@ -85,7 +99,9 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
         eos_token_id=2,
         bos_token_id=1,
     )
-    model = Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    model = Qwen2_5_VLForConditionalGeneration._from_config(
+        config, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if (
@@ -116,7 +132,9 @@ def multimodal(vision, padding: int = 0):
     images = [IMAGES[span.kind][span.number] for span in spans]
     total = sum(len(image.patches) for image in images)
     padded = (-(-total // vision.window_patches) + padding) * vision.window_patches
-    patches = np.full((padded, vision.patch_dim), 7.0, np.float32)  # padding must not matter, whatever it holds
+    patches = np.full(
+        (padded, vision.patch_dim), 7.0, np.float32
+    )  # padding must not matter, whatever it holds
     patches[:total] = np.concatenate([image.patches for image in images])
     starts = np.cumsum([0, *(span.stop - span.start for span in spans)])[:-1]
     places, offset = rope_positions(vision, len(IDS), spans)
@@ -155,13 +173,18 @@ def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
 
     def computed(raw: dict) -> np.ndarray:
         changed = kind.from_dict(json.loads(json.dumps(raw)))
-        other = Qwen2_5_VLForConditionalGeneration._from_config(changed, attn_implementation="eager").eval()
+        other = Qwen2_5_VLForConditionalGeneration._from_config(
+            changed, attn_implementation="eager"
+        ).eval()
         other.load_state_dict(weights)
         with torch.no_grad():
             return theirs(other).numpy()
 
     raw = json.loads((folder / "config.json").read_text())
-    assert check_every_field(raw, theirs=computed, resolved=lambda raw: kind.from_dict(raw).to_dict()) > 20
+    assert (
+        check_every_field(raw, theirs=computed, resolved=lambda raw: kind.from_dict(raw).to_dict())
+        > 20
+    )
 
 
 def test_logits_of_text_are_equal(peer):
@@ -169,7 +192,9 @@ def test_logits_of_text_are_equal(peer):
     config, params = load_hf(folder)
     with torch.no_grad():
         expected = model(torch.tensor(TEXT_IDS)).logits.numpy()
-    np.testing.assert_allclose(ours(config, params, TEXT_IDS, with_images=False), expected, atol=1e-4)
+    np.testing.assert_allclose(
+        ours(config, params, TEXT_IDS, with_images=False), expected, atol=1e-4
+    )
 
 
 def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):
@@ -183,7 +208,9 @@ def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):
 
     gradients = dict(hf_tensors(config, jax.jit(jax.grad(loss))(params)))
     model = copy.deepcopy(model)
-    torch.nn.functional.cross_entropy(theirs(model)[:-1], torch.tensor(targets.astype(np.int64))).backward()
+    torch.nn.functional.cross_entropy(
+        theirs(model)[:-1], torch.tensor(targets.astype(np.int64))
+    ).backward()
     with torch.no_grad():  # let transformers name its gradients as it does its weights
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
@@ -196,7 +223,9 @@ def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):
 
 def placed(start: int, row: LayerKV, chunk: LayerKV) -> LayerKV:
     """A cache's row with a chunk in it."""
-    return row.by_position(lambda axis, x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, axis), chunk)
+    return row.by_position(
+        lambda axis, x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, axis), chunk
+    )
 
 
 def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(peer):
@@ -206,13 +235,20 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     patches, plan, places, index, offset = multimodal(config.vision)
     seen = VisionTower.from_params(config.vision, weights.vision)(jnp.asarray(patches), plan)[None]
     cache, prompt = empty_cache(config, 1, 64, jnp.float32), len(IDS) - 4
-    prefill, decode = jax.jit(prefill_chunks, static_argnums=0), jax.jit(decode_step, static_argnums=(0, 1, 2))
+    prefill, decode = (
+        jax.jit(prefill_chunks, static_argnums=0),
+        jax.jit(decode_step, static_argnums=(0, 1, 2)),
+    )
     slots = make_decode_batch(1, 1)
     for start in range(0, prompt, 15):  # chunks that begin and end within images
         here = slice(start, start + 15)
         chunk = ImageInputs(places[None, here], seen, index[None, here])
-        layers = prefill(config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk)
-        cache = KVCache(tuple(map(functools.partial(placed, start), cache.layers, [kv for _, kv, _ in layers])))
+        layers = prefill(
+            config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk
+        )
+        cache = KVCache(
+            tuple(map(functools.partial(placed, start), cache.layers, [kv for _, kv, _ in layers]))
+        )
     with torch.no_grad():
         expected = theirs(model).numpy()
     assert offset and prompt % 15 == 0
@@ -228,7 +264,9 @@ def test_our_files_are_read_by_transformers(peer, tmp_path: Path):
     model, folder = peer
     config, params = load_hf(folder)
     save_hf(tmp_path, config, params)
-    read = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    read = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    ).eval()
     assert load_hf(tmp_path)[0] == config
     with torch.no_grad():
         torch.testing.assert_close(theirs(read), theirs(model))
@@ -242,7 +280,10 @@ def test_both_layouts_of_files_are_read(peer, tmp_path: Path):
     rope = text.pop("rope_parameters")
     flat = {**text, **raw, "rope_theta": rope["rope_theta"]}
     flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    flat["vision_config"] = {**raw["vision_config"], "in_chans": raw["vision_config"].pop("in_channels")}
+    flat["vision_config"] = {
+        **raw["vision_config"],
+        "in_chans": raw["vision_config"].pop("in_channels"),
+    }
     (tmp_path / "config.json").write_text(json.dumps(flat))
     newer = {
         re.sub(r"^model\.", "model.language_model.", re.sub(r"^visual\.", "model.visual.", name))

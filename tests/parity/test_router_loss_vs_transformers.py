@@ -24,7 +24,9 @@ def test_value_and_gradient_of_masked_rows_equal_those_of_transformers(count: in
 
     def loss(routers: jax.Array) -> jax.Array:
         load = sum(
-            router_load(experts, {"router": routers[i]}, jnp.asarray(x[i]), jnp.asarray(mask, jnp.int32))
+            router_load(
+                experts, {"router": routers[i]}, jnp.asarray(x[i]), jnp.asarray(mask, jnp.int32)
+            )
             for i in range(3)
         )
         total = jnp.float32(layers * mask.sum())

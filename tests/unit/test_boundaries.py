@@ -10,7 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("jax_agent_rl", "gpu_backend", "benchmarks", "examples")
 SOURCES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
-PACKAGE = [file for file in SOURCES if file.relative_to(ROOT).parts[0] in ("jax_agent_rl", "gpu_backend")]
+PACKAGE = [
+    file for file in SOURCES if file.relative_to(ROOT).parts[0] in ("jax_agent_rl", "gpu_backend")
+]
 TREES = {file: ast.parse(file.read_text()) for file in SOURCES}
 
 
@@ -28,9 +30,20 @@ def calls(files: list[Path]) -> Iterator[tuple[Path, ast.Call, str]]:
 
 # --- code that a model's folder brings -----------------------------------------------------------------------
 
-RUNS_REMOTE_CODE = ("from_pretrained", "from_config", "load_dataset", "SentenceTransformer", "pipeline")
+RUNS_REMOTE_CODE = (
+    "from_pretrained",
+    "from_config",
+    "load_dataset",
+    "SentenceTransformer",
+    "pipeline",
+)
 """Functions of transformers, datasets and sentence-transformers that take ``trust_remote_code``."""
-OWN_CLASSES = {node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+OWN_CLASSES = {
+    node.name
+    for tree in TREES.values()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ClassDef)
+}
 
 
 def test_no_call_runs_or_asks_to_run_a_folders_code():
@@ -40,7 +53,9 @@ def test_no_call_runs_or_asks_to_run_a_folders_code():
         if function not in RUNS_REMOTE_CODE or receiver in {*OWN_CLASSES, "cls"}:
             continue
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        assert given.get("trust_remote_code") == "False", f"{place(file, call)} leaves trust_remote_code to the library"
+        assert given.get("trust_remote_code") == "False", (
+            f"{place(file, call)} leaves trust_remote_code to the library"
+        )
         found += 1
     assert found >= 12
 
@@ -74,7 +89,11 @@ YAML_READERS = (
 
 def test_yaml_is_read_with_bounds_alone():
     readers = {f"yaml.{name}" for name in YAML_READERS}
-    found = [place(file, call) for file, call, name in calls(SOURCES) if name in readers or name == "DatasetCard.load"]
+    found = [
+        place(file, call)
+        for file, call, name in calls(SOURCES)
+        if name in readers or name == "DatasetCard.load"
+    ]
     assert found == [], "read it by utils/yaml_text.py"
 
 
@@ -105,16 +124,23 @@ CLIENTS = {
 
 
 def test_every_client_is_known_with_its_bound():
-    found = {str(file.relative_to(ROOT)) for file, _, name in calls(SOURCES) if CLIENT.fullmatch(name)}
+    found = {
+        str(file.relative_to(ROOT)) for file, _, name in calls(SOURCES) if CLIENT.fullmatch(name)
+    }
     assert found == CLIENTS.keys()
 
 
 def test_every_client_of_ours_asks_for_uncompressed_answers_and_follows_no_redirect():
     for file, call, name in calls(PACKAGE):
-        if not CLIENT.fullmatch(name) or not name.startswith(("httpx.Async", "httpx2.Async", "aiohttp.ClientSession")):
+        if not CLIENT.fullmatch(name) or not name.startswith(
+            ("httpx.Async", "httpx2.Async", "aiohttp.ClientSession")
+        ):
             continue
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        assert "IDENTITY" in given["headers"] or "IDENTITY" in file.read_text().split(given["headers"] + " = ")[1][:200]
+        assert (
+            "IDENTITY" in given["headers"]
+            or "IDENTITY" in file.read_text().split(given["headers"] + " = ")[1][:200]
+        )
         if name.startswith("aiohttp"):
             assert given["auto_decompress"] == "False", place(file, call)
         assert "follow_redirects" not in given, place(file, call)
@@ -128,11 +154,14 @@ def test_every_request_by_aiohttp_follows_no_redirect():
         found = [
             call
             for _, call, called in calls([file])
-            if called.rpartition(".")[2] in requests and called.rpartition(".")[0] in ("self._client()", "session")
+            if called.rpartition(".")[2] in requests
+            and called.rpartition(".")[0] in ("self._client()", "session")
         ]
         assert found
         for call in found:
-            assert "allow_redirects=False" in ast.unparse(call) or "**options" in ast.unparse(call), place(file, call)
+            assert "allow_redirects=False" in ast.unparse(call) or "**options" in ast.unparse(
+                call
+            ), place(file, call)
 
 
 # --- starts of other programs -------------------------------------------------------------------------------------
@@ -172,7 +201,9 @@ STARTS = {
 
 
 def test_every_start_of_another_program_is_known_with_its_bound():
-    found = {str(file.relative_to(ROOT)) for file, _, name in calls(PACKAGE) if START.fullmatch(name)}
+    found = {
+        str(file.relative_to(ROOT)) for file, _, name in calls(PACKAGE) if START.fullmatch(name)
+    }
     assert found == STARTS.keys()
     for name, bound in STARTS.items():
         word = bound.split()[0].rstrip(",")
@@ -183,7 +214,12 @@ def test_every_start_of_another_program_is_known_with_its_bound():
 
 def test_every_program_that_is_run_to_its_end_has_a_time_limit():
     for file, call, name in calls(PACKAGE):
-        if name in ("subprocess.run", "subprocess.check_output", "subprocess.check_call", "subprocess.call"):
+        if name in (
+            "subprocess.run",
+            "subprocess.check_output",
+            "subprocess.check_call",
+            "subprocess.call",
+        ):
             assert "timeout" in {keyword.arg for keyword in call.keywords}, place(file, call)
 
 
@@ -210,14 +246,26 @@ SERVERS = {
 
 
 def test_every_server_is_known_with_its_bounds():
-    found = {str(file.relative_to(ROOT)) for file, _, name in calls(PACKAGE) if SERVER.fullmatch(name)}
+    found = {
+        str(file.relative_to(ROOT)) for file, _, name in calls(PACKAGE) if SERVER.fullmatch(name)
+    }
     assert found == SERVERS.keys()
 
 
 def test_every_http_server_is_one_whose_routes_are_all_tried():
     """By tests/unit/test_routes.py, where a new route fails until it has a valid body."""
-    makers = {file.stem if file.stem != "app" else file.parent.name for file in TREES if makes_http_server(file)}
-    tried = {"endpoint", "metrics", "membership", "server", "tinker_server"}  # server: of rollout, and of tools
+    makers = {
+        file.stem if file.stem != "app" else file.parent.name
+        for file in TREES
+        if makes_http_server(file)
+    }
+    tried = {
+        "endpoint",
+        "metrics",
+        "membership",
+        "server",
+        "tinker_server",
+    }  # server: of rollout, and of tools
     assert makers == tried
 
 

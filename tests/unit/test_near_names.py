@@ -58,7 +58,9 @@ LEAVES = sorted({key.rpartition(".")[2] for key in KEYS})
 @given(slip=slips(LEAVES))
 def test_one_slip_of_the_hand_is_guessed(slip: tuple[str, str]):
     name, written = slip
-    assert written in LEAVES or name in nearest(written, LEAVES) or len(nearest(written, LEAVES)) == 3
+    assert (
+        written in LEAVES or name in nearest(written, LEAVES) or len(nearest(written, LEAVES)) == 3
+    )
 
 
 @given(written=NAMES, names=st.lists(NAMES, max_size=8))
@@ -69,7 +71,9 @@ def test_what_is_guessed_is_near_and_what_is_nearer_comes_first(written: str, na
         words, its_words = set(written.split("_")), set(guess.split("_"))
         shares_words = words < its_words or its_words < words
         assert distance <= 3 and distance < max(len(written), len(guess)) or shares_words
-    one_edit = [name for name in names if edits(written, name) <= 1 and max(len(name), len(written)) > 2]
+    one_edit = [
+        name for name in names if edits(written, name) <= 1 and max(len(name), len(written)) > 2
+    ]
     assert len(guesses) == 3 or set(one_edit) <= set(guesses)
 
 

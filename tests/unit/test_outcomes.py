@@ -28,17 +28,23 @@ from tests.fake_training import Versions, books, finish, make_trainer, steps_of
 from tests.fakes import FakeCodec
 from tests.trajectories import call, group_of, trajectory
 
-SHAPING = ShapingConfig(overlong_buffer=8, overlong_factor=1.0, repetition_factor=0.5, repetition_ngram=2)
+SHAPING = ShapingConfig(
+    overlong_buffer=8, overlong_factor=1.0, repetition_factor=0.5, repetition_ngram=2
+)
 LIMIT = 10
 
 
-def members(*scores: float, lengths: list[int] | None = None, parts: list[dict] | None = None) -> Group:
+def members(
+    *scores: float, lengths: list[int] | None = None, parts: list[dict] | None = None
+) -> Group:
     """Trajectories of these scores; the longer, the more they are penalized."""
     lengths = lengths or list(range(2, 2 + len(scores)))
     parts = parts or [{} for _ in scores]
     rows = zip(scores, lengths, parts, strict=True)
     return group_of(
-        replace(trajectory([3], list(range(20, 20 + length)), reward=score, index=i), reward_parts=own)
+        replace(
+            trajectory([3], list(range(20, 20 + length)), reward=score, index=i), reward_parts=own
+        )
         for i, (score, length, own) in enumerate(rows)
     )
 
@@ -64,7 +70,12 @@ def test_penalties_are_taken_off_once_however_often():
 
 @pytest.mark.parametrize(
     ("parts", "expected"),
-    [({"accuracy": 1.0}, 1.0), ({"acc": 0.0}, 0.0), ({"accuracy": 1.0, "acc": 0.0}, 1.0), ({"style": 1.0}, 0.25)],
+    [
+        ({"accuracy": 1.0}, 1.0),
+        ({"acc": 0.0}, 0.0),
+        ({"accuracy": 1.0, "acc": 0.0}, 1.0),
+        ({"style": 1.0}, 0.25),
+    ],
 )
 def test_accuracy_is_what_the_reward_function_says_or_its_score(parts: dict, expected: float):
     (made,) = members(0.25, parts=[parts]).trajectories
@@ -76,9 +87,13 @@ def test_accuracy_is_what_the_reward_function_says_or_its_score(parts: dict, exp
 def test_the_record_survives_files_and_other_processes():
     group = shaped(members(1.0, 0.5))
     (read,) = decode_groups(encode_groups([group]))
-    restored = [restore_trajectory(trajectory_record(t, step=1, split="train")) for t in group.trajectories]
+    restored = [
+        restore_trajectory(trajectory_record(t, step=1, split="train")) for t in group.trajectories
+    ]
     for found in (read.trajectories, restored):
-        assert [(t.score, t.reward) for t in found] == [(t.score, t.reward) for t in group.trajectories]
+        assert [(t.score, t.reward) for t in found] == [
+            (t.score, t.reward) for t in group.trajectories
+        ]
 
 
 # --- filters --------------------------------------------------------------------------------------------------------
@@ -103,13 +118,21 @@ def test_shaping_never_changes_whether_a_group_did_equally_well(filters, turn_re
         assert plain.groups and bool(penalized.groups) == (len(totals) > 1)
 
 
-@pytest.mark.parametrize("estimator", [name for name in ADV_ESTIMATORS if name not in ("gae", "remax")])
-def test_a_group_that_a_filter_leaves_out_by_default_has_no_advantages_before_shaping(estimator: str):
+@pytest.mark.parametrize(
+    "estimator", [name for name in ADV_ESTIMATORS if name not in ("gae", "remax")]
+)
+def test_a_group_that_a_filter_leaves_out_by_default_has_no_advantages_before_shaping(
+    estimator: str,
+):
     parts = {"gdpo": {"reward_keys": ["score", "style"]}} if estimator == "gdpo" else {}
-    config = AlgorithmConfig.model_validate({"adv_estimator": estimator, "turn_reward": turns(estimator), **parts})
+    config = AlgorithmConfig.model_validate(
+        {"adv_estimator": estimator, "turn_reward": turns(estimator), **parts}
+    )
     for values in ((1.0, 1.0, 1.0), (1.0, 0.0, 1.0)):
         group = members(*values, lengths=[2, 2, 2], parts=[{"style": 0.5}] * 3)
-        made = advantages.compute(scored_batch([group], turn_reward=config.turn_reward), config).advantages
+        made = advantages.compute(
+            scored_batch([group], turn_reward=config.turn_reward), config
+        ).advantages
         is_left_out = not select([group], config).groups
         assert not is_left_out or all(np.allclose(per_token, 0, atol=1e-3) for per_token in made)
 
@@ -145,16 +168,24 @@ ALL_RIGHT = {"accuracy": 1.0}
     ids=str,
 )
 @pytest.mark.parametrize("name", ["accuracy", "acc"])
-def test_a_group_is_all_right_by_its_accuracy_or_equal_by_its_reward(name: str, settings: dict, is_left_out: bool):
+def test_a_group_is_all_right_by_its_accuracy_or_equal_by_its_reward(
+    name: str, settings: dict, is_left_out: bool
+):
     group = members(1.0, 0.7, parts=[{name: 1.0}, {name: 1.0}])
     assert select([shaped(group)], AlgorithmConfig(**settings)).groups is not is_left_out
 
 
 def test_penalties_that_make_totals_equal_leave_nothing_to_compare():
     """One is right and long, the other wrong and short: S is 0 for both, and so is every advantage."""
-    group = shape(members(1.0, 0.0, lengths=[10, 2]), ShapingConfig(overlong_buffer=8), max_response_length=LIMIT)
+    group = shape(
+        members(1.0, 0.0, lengths=[10, 2]),
+        ShapingConfig(overlong_buffer=8),
+        max_response_length=LIMIT,
+    )
     assert [t.reward for t in group.trajectories] == [0.0, 0.0]
-    assert not has_equal_outcomes(group, AlgorithmConfig(adv_estimator="gae", filter_zero_variance=True))
+    assert not has_equal_outcomes(
+        group, AlgorithmConfig(adv_estimator="gae", filter_zero_variance=True)
+    )
     assert has_equal_outcomes(group, AlgorithmConfig())
 
 
@@ -174,7 +205,10 @@ def test_running_baselines_have_what_they_are_subtracted_from():
 @pytest.mark.parametrize("turn_reward", ["none", "tool_reward", "tool_success"])
 def test_totals_are_those_of_the_estimators(turn_reward: str):
     group = shaped(members(1.0, 0.5, 0.0))
-    called = replace(group.trajectories[0].turns[0], tool_calls=(call(), replace(call(error="raised"), reward=0.25)))
+    called = replace(
+        group.trajectories[0].turns[0],
+        tool_calls=(call(), replace(call(error="raised"), reward=0.25)),
+    )
     first = replace(group.trajectories[0], turns=(called,))
     group = replace(group, trajectories=(first, *group.trajectories[1:]))
     found = [total_reward(t, turn_reward) for t in group.trajectories]
@@ -209,7 +243,10 @@ def test_a_step_shows_scores_and_what_is_learned_from_apart():
     assert line["reward_mean"] < 0.75 and line["zero_variance_share"] == 0.5
     mixed = members(1.0, 0.5, parts=[ALL_RIGHT, ALL_RIGHT])
     assert line_of(mixed)["zero_variance_share"] == 0.0
-    assert line_of(mixed, algorithm=AlgorithmConfig(filter_zero_variance=True))["zero_variance_share"] == 1.0
+    assert (
+        line_of(mixed, algorithm=AlgorithmConfig(filter_zero_variance=True))["zero_variance_share"]
+        == 1.0
+    )
 
 
 def test_held_out_accuracy_reads_no_penalty():
@@ -239,7 +276,9 @@ class LongAndShort:
     def __call__(self, request: GenerateRequest) -> list[int]:
         session_id = str(request.session_id)
         is_long = session_id.endswith("-1") or session_id.startswith("greedy")
-        return self.codec.reply_ids("one two three four five six seven eight" if is_long else "one two")
+        return self.codec.reply_ids(
+            "one two three four five six seven eight" if is_long else "one two"
+        )
 
 
 async def all_right(made: Trajectory) -> Trajectory:
@@ -250,7 +289,9 @@ async def second_is_right(made: Trajectory) -> Trajectory:
     return replace(made, reward=float(made.trajectory_id.endswith("-1")))
 
 
-def penalizing_trainer(tmp_path: Path, mode: str, *, algorithm: dict | None = None, **more: Any) -> Trainer:
+def penalizing_trainer(
+    tmp_path: Path, mode: str, *, algorithm: dict | None = None, **more: Any
+) -> Trainer:
     """A trainer whose rewards fall from the seventh to the tenth token."""
     script = LongAndShort()
     training = make_trainer(
@@ -273,11 +314,15 @@ def learned(training: Trainer) -> list[Group]:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_no_trainer_learns_from_lengths_where_all_are_right(tmp_path: Path, mode: str):
-    training = penalizing_trainer(tmp_path, mode, score=all_right, algorithm={"max_resample_rounds": 1})
+    training = penalizing_trainer(
+        tmp_path, mode, score=all_right, algorithm={"max_resample_rounds": 1}
+    )
     await finish(training)
     assert not learned(training) and set(books(training).dropped) == {DropReason.ZERO_VARIANCE}
     lines = steps_of(tmp_path)
-    assert all(line["reward_min"] < line["reward_max"] == 1.0 for line in lines), "penalties differed"
+    assert all(line["reward_min"] < line["reward_max"] == 1.0 for line in lines), (
+        "penalties differed"
+    )
     assert all(line["zero_variance_share"] == line["score_min"] == 1.0 for line in lines)
 
 
@@ -291,10 +336,18 @@ async def test_every_trainer_learns_from_penalties_beside_scores(tmp_path: Path,
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_the_greedy_baseline_is_shaped_as_what_it_is_subtracted_from(tmp_path: Path, mode: str):
+async def test_the_greedy_baseline_is_shaped_as_what_it_is_subtracted_from(
+    tmp_path: Path, mode: str
+):
     algorithm = {"adv_estimator": "remax"}
-    training = penalizing_trainer(tmp_path, mode, score=all_right, algorithm=algorithm, group_size=1)
+    training = penalizing_trainer(
+        tmp_path, mode, score=all_right, algorithm=algorithm, group_size=1
+    )
     await finish(training)
     assert len(learned(training)) == 2
     for group in learned(training):
-        assert group.rewards == (1.0,) and group.greedy_reward is not None and group.greedy_reward < 1.0
+        assert (
+            group.rewards == (1.0,)
+            and group.greedy_reward is not None
+            and group.greedy_reward < 1.0
+        )

@@ -25,7 +25,18 @@ FOLDERS = (
     "trainer",
 )
 CHANGES = frozenset(
-    {"unlink", "remove", "removedirs", "rmdir", "rmtree", "rename", "truncate", "write_text", "write_bytes", "move"}
+    {
+        "unlink",
+        "remove",
+        "removedirs",
+        "rmdir",
+        "rmtree",
+        "rename",
+        "truncate",
+        "write_text",
+        "write_bytes",
+        "move",
+    }
 )
 ALLOWED = {
     "evaluate/export.py write unlink": "the journal, once the table and its summary are whole",
@@ -72,19 +83,36 @@ def changing(call: ast.Call) -> str | None:
         return None  # of a list
     if name in CHANGES and isinstance(function, ast.Attribute):
         return name
-    modes = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
-    modes += [key.value.value for key in call.keywords if key.arg == "mode" and isinstance(key.value, ast.Constant)]
-    if name in ("open", "fdopen") and any(set(mode) & set("wx+") and set(mode) <= set("rwxabt+") for mode in modes):
+    modes = [
+        arg.value
+        for arg in call.args
+        if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+    ]
+    modes += [
+        key.value.value
+        for key in call.keywords
+        if key.arg == "mode" and isinstance(key.value, ast.Constant)
+    ]
+    if name in ("open", "fdopen") and any(
+        set(mode) & set("wx+") and set(mode) <= set("rwxabt+") for mode in modes
+    ):
         return "open" if "a" not in "".join(modes) else None
     return None
 
 
 def found() -> set[str]:
-    return {change for folder in FOLDERS for file in (PACKAGE / folder).rglob("*.py") for change in changes(file)}
+    return {
+        change
+        for folder in FOLDERS
+        for file in (PACKAGE / folder).rglob("*.py")
+        for change in changes(file)
+    }
 
 
 def test_nothing_that_writes_results_deletes_or_truncates_them():
-    assert found() - ALLOWED.keys() == set(), "use utils.files.replacing, or say here why nothing can get lost"
+    assert found() - ALLOWED.keys() == set(), (
+        "use utils.files.replacing, or say here why nothing can get lost"
+    )
 
 
 def test_what_is_allowed_exists():

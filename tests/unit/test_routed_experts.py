@@ -59,7 +59,9 @@ def test_what_both_parts_have_is_the_first_ones_and_nothing_is_joined_across_a_g
 
 
 def test_an_interrupted_output_asks_for_what_is_missing_and_ends_up_whole():
-    request = GenerateRequest(request_id="r", prompt_ids=(3, 4, 5, 6), sampling=SamplingParams(max_tokens=6))
+    request = GenerateRequest(
+        request_id="r", prompt_ids=(3, 4, 5, 6), sampling=SamplingParams(max_tokens=6)
+    )
     so_far = output(3, span(0, 6))
     rest = remaining_request(request, so_far)
     assert rest.routed_experts_prompt_start == 6  # the last of the seven ids was not fed
@@ -77,7 +79,9 @@ def test_ids_that_are_cut_off_take_their_positions_along():
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
-def test_a_position_takes_a_byte_per_layer_and_choice_and_two_with_more_than_256_experts(kind: type):
+def test_a_position_takes_a_byte_per_layer_and_choice_and_two_with_more_than_256_experts(
+    kind: type,
+):
     chosen = np.arange(24, dtype=kind).reshape(4, 3, 2) * (1 if kind is np.uint8 else 300)
     routed = RoutedExperts.of(7, chosen)
     assert len(routed.data) == 24 * np.dtype(kind).itemsize

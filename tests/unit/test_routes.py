@@ -92,7 +92,12 @@ async def tools(folder: Path) -> AsyncIterator[tuple[HttpServer, dict[str, str]]
 @contextlib.asynccontextmanager
 async def tinker(folder: Path) -> AsyncIterator[tuple[HttpServer, dict[str, str]]]:
     pytest.importorskip("tinker")
-    tree = {"model": {"path": "tiny"}, "port": 0, "max_body_mb": 1, "lora": {"rank": 4, "alpha": 8.0}}
+    tree = {
+        "model": {"path": "tiny"},
+        "port": 0,
+        "max_body_mb": 1,
+        "lora": {"rank": 4, "alpha": 8.0},
+    }
     store = Database(folder)
     store.add_session("s")
     store.add_model("s:train:0", "s", {})
@@ -102,7 +107,9 @@ async def tinker(folder: Path) -> AsyncIterator[tuple[HttpServer, dict[str, str]
     async def sample(request: Any) -> bytes:
         return b""
 
-    models = SimpleNamespace(run=lambda request: b"{}", forget=lambda names: None, remove_checkpoint=lambda path: None)
+    models = SimpleNamespace(
+        run=lambda request: b"{}", forget=lambda names: None, remove_checkpoint=lambda path: None
+    )
     with ThreadPoolExecutor(1) as training:
         settings = build_tree(TinkerServerSettings, tree)
         server: Any = TinkerServer(
@@ -254,7 +261,10 @@ MESSAGE = {
     "system": "be brief",
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "hello"}]},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}],
+        },
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
     ],
     "tools": [{"name": "add", "description": "adds", "input_schema": FUNCTION["parameters"]}],
@@ -291,7 +301,14 @@ SAVE = {
 SAMPLE = {
     "num_samples": 2,
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
-    "sampling_params": {"max_tokens": 2, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 1, "stop": ["x"]},
+    "sampling_params": {
+        "max_tokens": 2,
+        "temperature": 1.0,
+        "top_k": -1,
+        "top_p": 1.0,
+        "seed": 1,
+        "stop": ["x"],
+    },
     "sampling_session_id": "s:sample:0",
     "seq_id": 4,
     "topk_prompt_logprobs": 1,
@@ -360,13 +377,20 @@ BODIES: dict[tuple[str, str], Any] = {
     ("tinker", "/api/v1/unload_model"): MODEL,
     ("tinker", "/api/v1/get_info"): MODEL,
     ("tinker", "/api/v1/weights_info"): {"tinker_path": "tinker://s:train:0/weights/a"},
-    ("tinker", "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}/ttl"): {"ttl_seconds": 7200},
+    ("tinker", "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}/ttl"): {
+        "ttl_seconds": 7200
+    },
     ("membership", "/v1/engines/add"): {"url": "http://127.0.0.1:1"},
     ("membership", "/v1/engines/remove"): {"name": "first", "drain": False},
 }
 """A valid body of each route that takes one. Those of sessions have the bodies of the same routes without."""
 UNREAD = {
-    *("/api/v1/client/config", "/api/v1/client/dynamic_config", "/api/v1/telemetry", "/api/v1/create_session"),
+    *(
+        "/api/v1/client/config",
+        "/api/v1/client/dynamic_config",
+        "/api/v1/telemetry",
+        "/api/v1/create_session",
+    ),
     *("/api/v1/sessions/{session}/finish", "/v1/uploads/{upload}/{name}"),
 }
 """Routes whose handlers read no JSON."""
@@ -416,7 +440,10 @@ def test_no_route_reads_a_body_beyond_the_limit(running, server):
     served = running[server]
     big = b'{"a": "' + b"x" * served.http.max_body_bytes + b'"}'
     for method, path in routes(served):
-        if method in ("POST", "PUT") and path not in (*UNREAD, "/retrieve"):  # the search tool is not served
+        if method in ("POST", "PUT") and path not in (
+            *UNREAD,
+            "/retrieve",
+        ):  # the search tool is not served
             answer = served.send(method, filled(path, name="a"), content=big)
             assert answer.status_code == 413, (path, answer.text)
 
@@ -451,16 +478,31 @@ def test_no_route_takes_a_compressed_body(running, server, encoding):
         if method in ("POST", "PUT"):
             kind = "application/octet-stream" if "uploads" in path else "application/json"
             headers = {"Content-Encoding": encoding, "Content-Type": kind}
-            answer = running[server].send(method, filled(path, name="w.safetensors"), content=b"{}", headers=headers)
+            answer = running[server].send(
+                method, filled(path, name="w.safetensors"), content=b"{}", headers=headers
+            )
             assert answer.status_code == 415, (path, answer.text)
 
 
 # --- anything in place of anything ------------------------------------------------------------------------------------
 
 NAMES = st.sampled_from(
-    ["", "a", "s", "user", "text", "type", "tinker://s:train:0/weights/a", "..", "\x1b[2J\n", "é" * 300]
+    [
+        "",
+        "a",
+        "s",
+        "user",
+        "text",
+        "type",
+        "tinker://s:train:0/weights/a",
+        "..",
+        "\x1b[2J\n",
+        "é" * 300,
+    ]
 )
-NUMBERS = st.integers() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+NUMBERS = (
+    st.integers() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | NAMES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
@@ -471,7 +513,13 @@ VALUES = st.recursive(
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
     """Paths of everything in a JSON value."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*path, key))
 
@@ -492,23 +540,36 @@ def changed(value: Any, path: tuple, new: Any) -> Any:
 
 
 @pytest.mark.parametrize("server", ["rollout", "endpoint", "tools", "tinker", "membership"])
-@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=examples(200),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_whatever_stands_in_place_of_a_value_is_no_failure_of_ours(running, server, data):
-    bodies = [(path, body) for (name, path), body in BODIES.items() if name == server and body is not None]
+    bodies = [
+        (path, body) for (name, path), body in BODIES.items() if name == server and body is not None
+    ]
     path, body = data.draw(st.sampled_from(bodies))
     place = data.draw(st.sampled_from(list(places(body))))
     sent = changed(body, place, data.draw(VALUES | st.just(...)))
-    running[server].send("PUT" if path.endswith("/ttl") else "POST", filled(path, name="a"), json=sent)
+    running[server].send(
+        "PUT" if path.endswith("/ttl") else "POST", filled(path, name="a"), json=sent
+    )
 
 
 @pytest.mark.parametrize("server", SERVERS)
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_a_path_or_a_query_is_no_failure_of_ours(running, server, data):
-    method, path = data.draw(st.sampled_from([r for r in routes(running[server]) if r[0] in ("GET", "DELETE")]))
-    name = st.text(max_size=20) | st.sampled_from(["..", "../..", "%2e%2e%2f", "%00", "a%0ab", "x" * 2000])
-    given_names = {key[1:-1]: httpx.QueryParams({"a": data.draw(name)}).__str__()[2:] or "a" for key in PLACES}
+    method, path = data.draw(
+        st.sampled_from([r for r in routes(running[server]) if r[0] in ("GET", "DELETE")])
+    )
+    name = st.text(max_size=20) | st.sampled_from(
+        ["..", "../..", "%2e%2e%2f", "%00", "a%0ab", "x" * 2000]
+    )
+    given_names = {
+        key[1:-1]: httpx.QueryParams({"a": data.draw(name)}).__str__()[2:] or "a" for key in PLACES
+    }
     query = {key: data.draw(NAMES | st.integers().map(str)) for key in ("offset", "limit")}
     running[server].send(method, filled(path, **given_names), params=query)
 
@@ -553,9 +614,13 @@ BEYOND: list[tuple[str, str, tuple, Any]] = [
 
 
 @pytest.mark.parametrize(("server", "path", "place", "value"), BEYOND)
-def test_what_is_beyond_a_bound_is_refused_before_anything_is_done(running, server, path, place, value):
+def test_what_is_beyond_a_bound_is_refused_before_anything_is_done(
+    running, server, path, place, value
+):
     if (server, path) == ("tools", "/retrieve"):
-        pytest.skip("the search tool is not served here; see tests/unit/tool_server/test_search_plugins.py")
+        pytest.skip(
+            "the search tool is not served here; see tests/unit/tool_server/test_search_plugins.py"
+        )
     answer = running[server].send("POST", path, json=changed(BODIES[server, path], place, value))
     assert 400 <= answer.status_code < 500, answer.text
 
@@ -567,7 +632,11 @@ def test_many_small_values_are_refused_before_they_are_objects(running, server):
     for (name, path), valid in BODIES.items():
         if name == server and valid is not None and path not in UNREAD:
             method = "PUT" if path.endswith("/ttl") else "POST"
-            assert 400 <= running[server].send(method, filled(path, name="a"), content=body).status_code < 500
+            assert (
+                400
+                <= running[server].send(method, filled(path, name="a"), content=body).status_code
+                < 500
+            )
 
 
 BAD_IDS = [

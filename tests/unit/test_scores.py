@@ -20,7 +20,13 @@ from jax_agent_rl import rewards
 from jax_agent_rl.environments import Environment, EnvironmentPool, Observation
 from jax_agent_rl.environments.users import BaseInteraction
 from jax_agent_rl.environments.users.base import InteractionSession
-from jax_agent_rl.errors import DataError, EnvironmentFailedError, InteractionError, RewardError, ToolServerError
+from jax_agent_rl.errors import (
+    DataError,
+    EnvironmentFailedError,
+    InteractionError,
+    RewardError,
+    ToolServerError,
+)
 from jax_agent_rl.evaluate.export import Target, read_table, records, write
 from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.rewards import RemoteReward, registry
@@ -35,9 +41,35 @@ from tests.fakes import FakeCodec
 from tests.http_service import ToolServer
 from tests.trajectories import call, trajectory
 
-TOO_LARGE: list[Any] = [1e300, -1e300, 3.5e38, 10**400, 10**5000, np.float64(1e39), Decimal("1e300"), Fraction(10**99)]
-NOT_FINITE: list[Any] = [math.nan, math.inf, -math.inf, np.float32("nan"), Decimal("inf"), Decimal("sNaN")]
-NO_NUMBER: list[Any] = ["1.0", b"1", [1.0], {}, 1j, np.complex64(1), np.zeros(1), np.zeros((2, 2)), np.str_("1")]
+TOO_LARGE: list[Any] = [
+    1e300,
+    -1e300,
+    3.5e38,
+    10**400,
+    10**5000,
+    np.float64(1e39),
+    Decimal("1e300"),
+    Fraction(10**99),
+]
+NOT_FINITE: list[Any] = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    np.float32("nan"),
+    Decimal("inf"),
+    Decimal("sNaN"),
+]
+NO_NUMBER: list[Any] = [
+    "1.0",
+    b"1",
+    [1.0],
+    {},
+    1j,
+    np.complex64(1),
+    np.zeros(1),
+    np.zeros((2, 2)),
+    np.str_("1"),
+]
 BAD = [*TOO_LARGE, *NOT_FINITE, *NO_NUMBER]
 GOOD: list[tuple[Any, float]] = [
     (True, 1.0),
@@ -100,7 +132,9 @@ def test_a_score_is_what_numpys_float32_finds_finite(value: Any):
 
 def scored_row(data_source: str = "mine", **fields: Any) -> Trajectory:
     row = {"data_source": data_source, "reward_model": {"ground_truth": "1"}, "extra_info": fields}
-    return replace(trajectory([1], [5, 2]), row=row, messages=({"role": "assistant", "content": "1"},))
+    return replace(
+        trajectory([1], [5, 2]), row=row, messages=({"role": "assistant", "content": "1"},)
+    )
 
 
 async def from_a_function(value: Any) -> float:
@@ -138,14 +172,18 @@ class Room(Environment):
 
 
 async def from_a_step(value: Any) -> float:
-    pool = EnvironmentPool(lambda: Room(of_step=value), name="room", scope="rollout", max_instances=1, timeout=5.0)
+    pool = EnvironmentPool(
+        lambda: Room(of_step=value), name="room", scope="rollout", max_instances=1, timeout=5.0
+    )
     async with pool.lease() as leased:
         reply: Any = None  # it is not read
         return (await leased.step(reply)).score
 
 
 async def from_an_end(value: Any) -> float:
-    pool = EnvironmentPool(lambda: Room(of_end=value), name="room", scope="rollout", max_instances=1, timeout=5.0)
+    pool = EnvironmentPool(
+        lambda: Room(of_end=value), name="room", scope="rollout", max_instances=1, timeout=5.0
+    )
     async with pool.lease() as leased:
         return (await leased.conclude((), FinishReason.ANSWER))["score"]
 
@@ -159,7 +197,9 @@ class Scorer(BaseInteraction):
 
 async def from_a_user(value: Any) -> float:
     user = Scorer({"score": value})
-    async with InteractionSession(user, name="u", instance_id="t", kwargs={}, timeout=5.0) as session:
+    async with InteractionSession(
+        user, name="u", instance_id="t", kwargs={}, timeout=5.0
+    ) as session:
         return (await session.reply([{"role": "assistant", "content": "x"}])).score
 
 
@@ -197,7 +237,9 @@ async def test_a_verifiers_number_that_no_score_is_loses_its_trajectory(value: f
 @pytest.mark.parametrize("value", [*TOO_LARGE, *NOT_FINITE], ids=name)
 async def test_a_part_of_a_reward_is_checked_like_the_reward(value: Any):
     """Estimators (gdpo), filters and metrics read parts; texts and lists beside them are no parts."""
-    rewards.register_reward("mine")(lambda *_: {"score": 1.0, "style": value, "note": "1e300", "all": [1e300]})
+    rewards.register_reward("mine")(
+        lambda *_: {"score": 1.0, "style": value, "note": "1e300", "all": [1e300]}
+    )
     with pytest.raises(RewardError, match="style"):
         await rewards.score(scored_row())
 
@@ -224,7 +266,9 @@ async def test_a_reward_server_cannot_send_a_bad_score(value: Any):
     def handler(request):
         return httpx.Response(200, content=json.dumps({"score": value}))
 
-    remote = RemoteReward("http://rewards.test/score", transport=httpx.MockTransport(handler), retry_delay=0.0)
+    remote = RemoteReward(
+        "http://rewards.test/score", transport=httpx.MockTransport(handler), retry_delay=0.0
+    )
     rewards.register_reward("mine")(remote)
     with pytest.raises(RewardError):
         await rewards.score(scored_row())
@@ -238,7 +282,9 @@ class Payer(BaseTool):
     """Pays what it is told to."""
 
     def __init__(self, of_call: Any, of_whole: Any = None) -> None:
-        super().__init__(name="payer", description="", parameters={"type": "object", "properties": {}})
+        super().__init__(
+            name="payer", description="", parameters={"type": "object", "properties": {}}
+        )
         self._of_call, self._of_whole = of_call, of_whole
 
     async def execute(self, instance_id, arguments, **execute_kwargs):
@@ -276,7 +322,9 @@ async def test_a_tool_server_cannot_send_a_bad_reward(value: Any):
 
         async def answer(payload):
             observation = {"obs": "x", "reward": value}
-            return Response(json.dumps({"observations": [observation], "dones": [False], "valids": [True]}))
+            return Response(
+                json.dumps({"observations": [observation], "dones": [False], "valids": [True]})
+            )
 
         server.respond = answer
         service = JsonService(
@@ -311,9 +359,16 @@ def test_records_hold_no_bad_score(value: Any):
 
 @pytest.mark.parametrize(
     ("of_calls", "of_turns", "score"),
-    [((3e38, 3e38), (), 0.0), ((3e38, -3e38), (), 0.0), ((3e38,), (), 1e38), ((), (3e38, 3e38), 0.0)],
+    [
+        ((3e38, 3e38), (), 0.0),
+        ((3e38, -3e38), (), 0.0),
+        ((3e38,), (), 1e38),
+        ((), (3e38, 3e38), 0.0),
+    ],
 )
-async def test_what_adds_up_to_more_than_float32_holds_is_an_error(of_calls, of_turns, score: float):
+async def test_what_adds_up_to_more_than_float32_holds_is_an_error(
+    of_calls, of_turns, score: float
+):
     rewards.register_reward("mine")(lambda *_: score)
     made = scored_row()
     calls = tuple(replace(call(), reward=reward) for reward in of_calls)

@@ -20,7 +20,11 @@ MODULES = {module(file): file for file in FILES}
 def imports(tree: ast.Module) -> set[str]:
     """Modules that a module imports when it is imported, packages as what is imported of them."""
     found = set()
-    body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
+    body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -30,7 +34,9 @@ def imports(tree: ast.Module) -> set[str]:
 
 def test_no_file_imports_itself_through_others():
     try:
-        TopologicalSorter({name: imports(TREES[file]) - {name} for name, file in MODULES.items()}).prepare()
+        TopologicalSorter(
+            {name: imports(TREES[file]) - {name} for name, file in MODULES.items()}
+        ).prepare()
     except CycleError as error:
         raise AssertionError(" -> ".join(error.args[1])) from None
 

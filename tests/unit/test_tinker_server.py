@@ -24,7 +24,9 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 
-os.environ.setdefault("TINKER_TELEMETRY", "0")  # the SDK would send it to the server of a test that has ended
+os.environ.setdefault(
+    "TINKER_TELEMETRY", "0"
+)  # the SDK would send it to the server of a test that has ended
 pytest.importorskip("tinker")
 pytest.importorskip("torch")
 
@@ -162,7 +164,9 @@ def peer_tables(model_folder: Path, batch: list[tinker.Datum]) -> list[np.ndarra
     """Log-probs of every id after each token of the inputs, by PyTorch; float64 [N, V] each."""
     from transformers import AutoModelForCausalLM
 
-    peer = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
+    peer = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=torch.float64, attn_implementation="eager"
+    )
     with torch.no_grad():
         inputs = [torch.tensor(datum.model_input.to_ints()) for datum in batch]
         return [torch.log_softmax(peer(ids[None]).logits[0], -1).numpy() for ids in inputs]
@@ -171,7 +175,10 @@ def peer_tables(model_folder: Path, batch: list[tinker.Datum]) -> list[np.ndarra
 def peer_logprobs(model_folder: Path, batch: list[tinker.Datum]) -> list[np.ndarray]:
     targets = (np.array(datum.loss_fn_inputs["target_tokens"].tolist()) for datum in batch)
     tables = peer_tables(model_folder, batch)
-    return [np.take_along_axis(table, ids[:, None], 1)[:, 0] for table, ids in zip(tables, targets, strict=True)]
+    return [
+        np.take_along_axis(table, ids[:, None], 1)[:, 0]
+        for table, ids in zip(tables, targets, strict=True)
+    ]
 
 
 def gspo(lp, w, old, a, mask):
@@ -182,7 +189,9 @@ def gspo(lp, w, old, a, mask):
 LOSSES: dict[str, Callable] = {
     "cross_entropy": lambda lp, w, old, a, m: -(w * lp),
     "importance_sampling": lambda lp, w, old, a, m: -np.exp(lp - old) * a * w,
-    "ppo": lambda lp, w, old, a, m: -np.minimum(np.exp(lp - old) * a, np.clip(np.exp(lp - old), 0.8, 1.2) * a) * w,
+    "ppo": lambda lp, w, old, a, m: (
+        -np.minimum(np.exp(lp - old) * a, np.clip(np.exp(lp - old), 0.8, 1.2) * a) * w
+    ),
     "cispo": lambda lp, w, old, a, m: -np.clip(np.exp(lp - old), 0.8, 1.2) * lp * a * w,
     "dro": lambda lp, w, old, a, m: -(lp * a - 0.5 * 0.1 * (lp - old) ** 2) * w,
     "gspo": gspo,
@@ -200,7 +209,9 @@ def test_losses_and_log_probs_are_those_of_pytorch(service, model_folder, loss):
 
     def total(datum: tinker.Datum, logprobs: np.ndarray) -> float:
         names = ("weights", "logprobs", "advantages", "sequence_ratio_mask")
-        return LOSSES[loss](logprobs, *(np.array(datum.loss_fn_inputs[name].tolist()) for name in names)).sum()
+        return LOSSES[loss](
+            logprobs, *(np.array(datum.loss_fn_inputs[name].tolist()) for name in names)
+        ).sum()
 
     sums = [total(*both) for both in zip(batch, expected, strict=True)]
     assert output.metrics["loss:sum"] == pytest.approx(sum(sums), rel=1e-4)
@@ -219,7 +230,9 @@ def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service):
     for one in (client, again):
         one.forward_backward(batch, "cross_entropy").result()
         one.optim_step(ADAM).result()
-    mine, its = (logprobs_of(one.forward(batch, "cross_entropy").result()) for one in (client, again))
+    mine, its = (
+        logprobs_of(one.forward(batch, "cross_entropy").result()) for one in (client, again)
+    )
     assert all(map(np.array_equal, mine, its))
     assert [
         one.tinker_path
@@ -233,19 +246,29 @@ def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service):
 def test_targets_may_be_any_ids_and_several_per_token(service, model_folder):
     """The batch has a datum of each kind; its expected log-probs are PyTorch's of the input alone."""
     ids, rng = [5, 9, 17, 30, 8], np.random.default_rng(0)
-    targets = {"own": np.array([0, 0, 17, 30], np.int64), "several": rng.integers(0, CONFIG.vocab_size, (4, 3))}
+    targets = {
+        "own": np.array([0, 0, 17, 30], np.int64),
+        "several": rng.integers(0, CONFIG.vocab_size, (4, 3)),
+    }
     targets["sparse"] = np.where(np.arange(4)[:, None] == 2, targets["several"], 0)
     weights = {name: rng.random(ids.shape).astype(np.float32) for name, ids in targets.items()}
     weights["sparse"] *= targets["sparse"] != 0
-    batch = [datum_of(ids, target_tokens=targets[name], weights=weights[name]) for name in ("own", "several")]
-    sparse = [tinker.TensorData.from_torch_sparse(torch.tensor(x["sparse"])) for x in (targets, weights)]
+    batch = [
+        datum_of(ids, target_tokens=targets[name], weights=weights[name])
+        for name in ("own", "several")
+    ]
+    sparse = [
+        tinker.TensorData.from_torch_sparse(torch.tensor(x["sparse"])) for x in (targets, weights)
+    ]
     assert all(one.sparse_crow_indices is not None for one in sparse)
     batch.append(datum_of(ids, target_tokens=sparse[0], weights=sparse[1]))
     batch.append(datum_of(ids))
     client = trainer(service)
     output = client.forward_backward(batch, "cross_entropy").result()
     (table,) = peer_tables(model_folder, batch[:1])
-    expected = [np.take_along_axis(table, t.reshape(4, -1), 1).reshape(t.shape) for t in targets.values()]
+    expected = [
+        np.take_along_axis(table, t.reshape(4, -1), 1).reshape(t.shape) for t in targets.values()
+    ]
     expected.append(np.take_along_axis(table, np.array(ids[1:])[:, None], 1)[:, 0])
     for ours, theirs in zip(logprobs_of(output), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
@@ -261,7 +284,9 @@ def test_custom_losses_run_at_the_client(service, model_folder):
 
     client.forward_backward_custom(batch, squared).result()
     expected = peer_logprobs(model_folder, batch)
-    slopes = [np.float32(-2 * one) for one in expected]  # cross-entropy with minus the derivative as weights
+    slopes = [
+        np.float32(-2 * one) for one in expected
+    ]  # cross-entropy with minus the derivative as weights
     weighted = [
         datum_of(
             [*datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()[-1]],
@@ -272,7 +297,9 @@ def test_custom_losses_run_at_the_client(service, model_folder):
     plain.forward_backward(weighted, "cross_entropy").result()
     for one in (client, plain):
         one.optim_step(ADAM).result()
-    mine, its = (logprobs_of(one.forward(batch, "cross_entropy").result()) for one in (client, plain))
+    mine, its = (
+        logprobs_of(one.forward(batch, "cross_entropy").result()) for one in (client, plain)
+    )
     for a, b in zip(mine, its, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
 
@@ -288,7 +315,9 @@ def test_samples_of_several_adapters_and_of_the_base_have_the_log_probs_of_their
     asked = tinker.SamplingParams(max_tokens=8, temperature=1.0, seed=7, stop=[])
     futures = [one.sample(prompt, num_samples=2, sampling_params=asked) for one in samplers]
     answers = [future.result().sequences for future in futures]
-    for client, sequences in zip([*clients, clients[0]], answers, strict=True):  # an untrained adapter changes nothing
+    for client, sequences in zip(
+        [*clients, clients[0]], answers, strict=True
+    ):  # an untrained adapter changes nothing
         for sequence in sequences:
             assert len(sequence.tokens) == 8 and sequence.stop_reason == "length"
             datum = datum_of([*prompt.to_ints(), *sequence.tokens])
@@ -322,7 +351,11 @@ def test_prompt_log_probs_are_those_of_the_model(service, model_folder):
     (expected,) = peer_logprobs(model_folder, [datum])
     assert first is None
     last = sampler.sample(
-        prompt, 1, tinker.SamplingParams(max_tokens=1), include_prompt_logprobs=True, prompt_logprobs_last_n=2
+        prompt,
+        1,
+        tinker.SamplingParams(max_tokens=1),
+        include_prompt_logprobs=True,
+        prompt_logprobs_last_n=2,
     ).result()
     assert last.prompt_logprobs == [*[None] * (len(ids) - 2), *rest[-2:]]
     np.testing.assert_allclose(rest, expected, atol=1e-4)
@@ -351,14 +384,18 @@ def test_the_likeliest_ids_of_prompt_and_sample_are_those_of_the_model(service, 
     for sequence in answer.sequences:
         ids = [*prompt, *sequence.tokens]
         every = np.tile(np.arange(CONFIG.vocab_size), (len(ids) - 1, 1))
-        (table,) = logprobs_of(client.forward([datum_of(ids, target_tokens=every)], "cross_entropy").result())
+        (table,) = logprobs_of(
+            client.forward([datum_of(ids, target_tokens=every)], "cross_entropy").result()
+        )
         best = np.argsort(-table, axis=1)
         assert sequence.topk_logprobs is not None and len(sequence.topk_logprobs) == 3
         found = [*answer.topk_prompt_logprobs[1:], *sequence.topk_logprobs]
         for place, (row, order) in enumerate(zip(found, best, strict=True)):
             assert row is not None
             assert [token for token, _ in row] == order[: 2 if place < 3 else 3].tolist()
-            np.testing.assert_allclose([logprob for _, logprob in row], table[place][order[: len(row)]], atol=1e-4)
+            np.testing.assert_allclose(
+                [logprob for _, logprob in row], table[place][order[: len(row)]], atol=1e-4
+            )
     assert answer.topk_prompt_logprobs[0] is None
 
 
@@ -372,11 +409,18 @@ def test_chosen_ids_are_scored_at_each_token_of_a_prompt(service, model_folder):
     chosen = np.full((5, 4), -1, np.int64)
     chosen[0], chosen[3, [0, 2]] = rng.integers(0, CONFIG.vocab_size, 4), (7, 0)
     every = np.tile(np.arange(CONFIG.vocab_size), (5, 1))
-    (table,) = logprobs_of(client.forward([datum_of(ids, target_tokens=every)], "cross_entropy").result())
+    (table,) = logprobs_of(
+        client.forward([datum_of(ids, target_tokens=every)], "cross_entropy").result()
+    )
     expected = np.where(chosen < 0, 0.0, np.take_along_axis(table, np.maximum(chosen, 0), 1))
-    tensors = tinker.TensorData.from_numpy(chosen), tinker.TensorData.from_torch_sparse(torch.tensor(chosen), -1)
+    tensors = (
+        tinker.TensorData.from_numpy(chosen),
+        tinker.TensorData.from_torch_sparse(torch.tensor(chosen), -1),
+    )
     prompt, asked = tinker.ModelInput.from_ints(ids), tinker.SamplingParams(max_tokens=1)
-    futures = [sampler.sample(prompt, 1, asked, target_prompt_logprobs=tensor) for tensor in tensors]
+    futures = [
+        sampler.sample(prompt, 1, asked, target_prompt_logprobs=tensor) for tensor in tensors
+    ]
     for tensor, future in zip(tensors, futures, strict=True):
         answer = future.result()
         assert answer.prompt_logprobs is None and answer.target_prompt_logprobs is not None
@@ -388,8 +432,14 @@ def test_chosen_ids_are_scored_at_each_token_of_a_prompt(service, model_folder):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (np.ones((3, 1), np.int64), r"has shape \[3, 1\]; send \[2, K\] for 3 tokens, K at most 64"),
-        (np.full((2, 1), -1), "has ids from -1 to -1; send 0 to 399, or -1 for no id, and at least one id"),
+        (
+            np.ones((3, 1), np.int64),
+            r"has shape \[3, 1\]; send \[2, K\] for 3 tokens, K at most 64",
+        ),
+        (
+            np.full((2, 1), -1),
+            "has ids from -1 to -1; send 0 to 399, or -1 for no id, and at least one id",
+        ),
         (np.array([[5], [400]]), "has ids from 5 to 400; send 0 to 399"),
     ],
 )
@@ -397,7 +447,9 @@ def test_ids_that_cannot_be_scored_are_refused(service, ids, message):
     sampler = service.create_sampling_client(base_model="tiny").result()
     prompt, asked = tinker.ModelInput.from_ints([5, 9, 17]), tinker.SamplingParams(max_tokens=1)
     with pytest.raises(tinker.RequestFailedError, match=message):
-        sampler.sample(prompt, 1, asked, target_prompt_logprobs=tinker.TensorData.from_numpy(ids)).result()
+        sampler.sample(
+            prompt, 1, asked, target_prompt_logprobs=tinker.TensorData.from_numpy(ids)
+        ).result()
 
 
 def test_a_loss_that_the_sdk_does_not_define_is_refused_before_anything_is_sampled(service):
@@ -407,18 +459,25 @@ def test_a_loss_that_the_sdk_does_not_define_is_refused_before_anything_is_sampl
         client.forward_backward(data(), "stable_reinforce").result()
     sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result()
     with pytest.raises(tinker.BadRequestError, match=message):
-        sampler.sample(tinker.ModelInput.from_ints([5]), 1, tinker.SamplingParams(max_tokens=1)).result()
+        sampler.sample(
+            tinker.ModelInput.from_ints([5]), 1, tinker.SamplingParams(max_tokens=1)
+        ).result()
 
 
 def test_log_probs_of_many_prompts_are_computed_together(model_folder, tmp_path, monkeypatch):
     """Prompts wait for the training thread, which then takes all: the second pass has whatever the first did not."""
     passes = []
     forward = SequenceLearner.forward
-    monkeypatch.setattr(SequenceLearner, "forward", lambda *a, **b: passes.append(len(a[1])) or forward(*a, **b))
+    monkeypatch.setattr(
+        SequenceLearner, "forward", lambda *a, **b: passes.append(len(a[1])) or forward(*a, **b)
+    )
     batch = data(12)
     with serving(model_folder, tmp_path) as url:
         service = connect(url)
-        client, sampler = trainer(service), service.create_sampling_client(base_model="tiny").result()
+        client, sampler = (
+            trainer(service),
+            service.create_sampling_client(base_model="tiny").result(),
+        )
         busy = client.forward_backward(data(40), "cross_entropy")
         futures = [sampler.compute_logprobs(datum.model_input) for datum in batch]
         found = [future.result() for future in futures]
@@ -436,12 +495,18 @@ def test_a_checkpoint_that_gets_the_name_of_another_takes_its_place(service):
     for _ in range(2):
         path = client.save_weights_for_sampler("again").result().path
         sampler = service.create_sampling_client(model_path=path).result()
-        answer = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2, seed=1, stop=[])).result()
-        logprobs.append((answer.sequences[0].logprobs, sampler.compute_logprobs(prompt).result()[1:]))
+        answer = sampler.sample(
+            prompt, 1, tinker.SamplingParams(max_tokens=2, seed=1, stop=[])
+        ).result()
+        logprobs.append(
+            (answer.sequences[0].logprobs, sampler.compute_logprobs(prompt).result()[1:])
+        )
         client.forward_backward(data(), "cross_entropy").result()
         client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
     (sampled, scored), (sampled_again, scored_again) = logprobs
-    assert not np.allclose(sampled, sampled_again, atol=1e-3) and not np.allclose(scored, scored_again, atol=1e-3)
+    assert not np.allclose(sampled, sampled_again, atol=1e-3) and not np.allclose(
+        scored, scored_again, atol=1e-3
+    )
 
 
 def test_weights_of_one_name_are_told_apart_by_their_content_although_the_clock_stands_still(
@@ -459,24 +524,35 @@ def test_weights_of_one_name_are_told_apart_by_their_content_although_the_clock_
         for turn in range(3):
             path = client.save_weights_for_sampler("again").result().path
             sampler = service.create_sampling_client(model_path=path).result()
-            answer = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2, seed=1, stop=[])).result()
-            found.append((answer.sequences[0].logprobs, sampler.compute_logprobs(prompt).result()[1:]))
+            answer = sampler.sample(
+                prompt, 1, tinker.SamplingParams(max_tokens=2, seed=1, stop=[])
+            ).result()
+            found.append(
+                (answer.sequences[0].logprobs, sampler.compute_logprobs(prompt).result()[1:])
+            )
             if turn == 0:
                 client.forward_backward(data(), "cross_entropy").result()
                 client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
             else:
                 client.load_state(start).result()
     (sampled, scored), (sampled_then, scored_then), (sampled_again, scored_again) = found
-    assert not np.allclose(sampled, sampled_then, atol=1e-3) and not np.allclose(scored, scored_then, atol=1e-3)
+    assert not np.allclose(sampled, sampled_then, atol=1e-3) and not np.allclose(
+        scored, scored_then, atol=1e-3
+    )
     np.testing.assert_allclose(sampled_again, sampled, atol=1e-5)
     np.testing.assert_allclose(scored_again, scored, atol=1e-5)
 
 
-def test_checkpoints_are_listed_until_they_are_deleted_or_expire(model_folder, tmp_path, monkeypatch):
+def test_checkpoints_are_listed_until_they_are_deleted_or_expire(
+    model_folder, tmp_path, monkeypatch
+):
     with serving(model_folder, tmp_path) as url:
         service = connect(url)
         client, rest = trainer(service), service.create_rest_client()
-        paths = [client.save_state(name, ttl_seconds=ttl).result().path for name, ttl in (("a", None), ("b", 3600))]
+        paths = [
+            client.save_state(name, ttl_seconds=ttl).result().path
+            for name, ttl in (("a", None), ("b", 3600))
+        ]
 
         def listed() -> dict[str, bool]:
             found = rest.list_user_checkpoints().result().checkpoints
@@ -495,7 +571,10 @@ def test_checkpoints_are_listed_until_they_are_deleted_or_expire(model_folder, t
             service.create_training_client_from_state(paths[0]).result()
         assert len(list(tmp_path.glob("checkpoints/*/weights/*.npz"))) == 2
         third = client.save_state("c").result().path  # which also removes files that have expired
-        assert sorted(file.stem for file in tmp_path.glob("checkpoints/*/weights/*.npz")) == ["b", "c"]
+        assert sorted(file.stem for file in tmp_path.glob("checkpoints/*/weights/*.npz")) == [
+            "b",
+            "c",
+        ]
         rest.delete_checkpoint_from_tinker_path(third).result()
         assert listed() == {paths[1]: False}
         assert [file.stem for file in tmp_path.glob("checkpoints/*/weights/*.npz")] == ["b"]
@@ -508,8 +587,13 @@ def test_a_model_of_a_finished_session_is_restored_when_it_is_asked_for(service)
         client.optim_step(ADAM).result()
     before = logprobs_of(client.forward(batch, "cross_entropy").result())
     post = httpx.Client(base_url=service.holder._base_url).post
-    post(f"/api/v1/sessions/{service.holder.get_session_id()}/finish", json={"reason": {"type": "success"}})
-    assert all(map(np.array_equal, before, logprobs_of(client.forward(batch, "cross_entropy").result())))
+    post(
+        f"/api/v1/sessions/{service.holder.get_session_id()}/finish",
+        json={"reason": {"type": "success"}},
+    )
+    assert all(
+        map(np.array_equal, before, logprobs_of(client.forward(batch, "cross_entropy").result()))
+    )
 
 
 def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
@@ -524,7 +608,9 @@ def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
         client = trainer(connect(url))
         for number in range(5):
             step(client, number)
-        client.forward_backward(batch, "cross_entropy").result()  # lost gradients would show in the next update
+        client.forward_backward(
+            batch, "cross_entropy"
+        ).result()  # lost gradients would show in the next update
         step(client, 9)
         expected = logprobs_of(client.forward(batch, "cross_entropy").result())
     port = 0
@@ -542,7 +628,9 @@ def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
     assert all(map(np.array_equal, found, expected))
 
 
-@pytest.mark.parametrize("is_noted", [False, True], ids=["before its snapshot is noted", "after it"])
+@pytest.mark.parametrize(
+    "is_noted", [False, True], ids=["before its snapshot is noted", "after it"]
+)
 def test_a_server_that_is_killed_while_it_finishes_an_update_repeats_it_once(
     model_folder, tmp_path, monkeypatch, is_noted: bool
 ):
@@ -568,7 +656,10 @@ def test_a_server_that_is_killed_while_it_finishes_an_update_repeats_it_once(
             reached.set()
             raise asyncio.CancelledError
 
-    with monkeypatch.context() as patched, serving(model_folder, tmp_path / "killed", snapshot_every=1) as url:
+    with (
+        monkeypatch.context() as patched,
+        serving(model_folder, tmp_path / "killed", snapshot_every=1) as url,
+    ):
         patched.setattr(Database, "set_snapshot", killed)
         client, port = trainer(connect(url)), int(url.rpartition(":")[2])
         client.forward_backward(batch, "cross_entropy").result()
@@ -584,7 +675,11 @@ def test_a_server_that_is_killed_while_it_finishes_an_update_repeats_it_once(
 
 def test_states_of_another_model_or_of_other_adapters_are_not_continued(model_folder, tmp_path):
     def settings(**changed) -> TinkerServerSettings:
-        tree = {"model": {"path": str(model_folder)}, "state_dir": str(tmp_path), "lora": {"rank": 4, "alpha": 8.0}}
+        tree = {
+            "model": {"path": str(model_folder)},
+            "state_dir": str(tmp_path),
+            "lora": {"rank": 4, "alpha": 8.0},
+        }
         return build_tree(TinkerServerSettings, tree | changed)
 
     store = Database(tmp_path)
@@ -593,11 +688,15 @@ def test_states_of_another_model_or_of_other_adapters_are_not_continued(model_fo
     check_states(settings(), str(model_folder), store)
     store.add_model("m", "s", {})
     check_states(settings(port=1, pack_length=128), str(model_folder), store)
-    with pytest.raises(CheckpointError, match=r"lora.alpha was 8\.0, is 9\.0\n.*choose another state_dir"):
+    with pytest.raises(
+        CheckpointError, match=r"lora.alpha was 8\.0, is 9\.0\n.*choose another state_dir"
+    ):
         check_states(settings(lora={"rank": 4, "alpha": 9.0}), str(model_folder), store)
     save_hf(tmp_path / "other", CONFIG, params())
     with pytest.raises(CheckpointError, match="model.path: other .*weights"):
-        check_states(settings(model={"path": str(tmp_path / "other")}), str(tmp_path / "other"), store)
+        check_states(
+            settings(model={"path": str(tmp_path / "other")}), str(tmp_path / "other"), store
+        )
     store.close()
 
 
@@ -629,8 +728,12 @@ async def test_after_a_restart_clients_that_are_there_come_before_those_that_may
         server.http.listen()
         await server.start()
         async with httpx.AsyncClient(base_url=server.http.url) as client:
-            await asyncio.to_thread(first_runs.wait, 10)  # of the client that may be gone: nothing else is known of
-            poll = asyncio.create_task(client.post("/api/v1/retrieve_future", json={"request_id": "there:2"}))
+            await asyncio.to_thread(
+                first_runs.wait, 10
+            )  # of the client that may be gone: nothing else is known of
+            poll = asyncio.create_task(
+                client.post("/api/v1/retrieve_future", json={"request_id": "there:2"})
+            )
             while "there" in server._restored:
                 await asyncio.sleep(0.01)
             may_end.set()
@@ -695,7 +798,9 @@ def test_weights_without_a_name_stay_as_long_as_they_are_sampled_from_and_others
             idle.result().sample(prompt, 1, once).result()
 
 
-def test_weights_without_a_name_stay_for_ever_if_the_settings_say_so(model_folder, tmp_path, monkeypatch):
+def test_weights_without_a_name_stay_for_ever_if_the_settings_say_so(
+    model_folder, tmp_path, monkeypatch
+):
     now = time.time()
     with serving(model_folder, tmp_path, sampler_ttl_seconds=None) as url:
         trainer(connect(url)).save_weights_and_get_sampling_client().result()
@@ -705,7 +810,9 @@ def test_weights_without_a_name_stay_for_ever_if_the_settings_say_so(model_folde
 
 
 @pytest.mark.parametrize("owner", ["s:sampler:0", "sample"], ids=["of a session", "by its path"])
-def test_a_checkpoint_that_a_waiting_request_needs_does_not_expire(tmp_path, monkeypatch, owner: str):
+def test_a_checkpoint_that_a_waiting_request_needs_does_not_expire(
+    tmp_path, monkeypatch, owner: str
+):
     now, path = time.time(), "tinker://s:train:0/sampler_weights/000001"
     store = Database(tmp_path)
     store.add_checkpoint(path, "s:train:0", "sampler", 1, {"expires": now + 10, "idle_seconds": 10})
@@ -754,7 +861,9 @@ def test_a_session_that_is_not_heard_of_goes_with_its_training_states_and_leaves
         with pytest.raises(tinker.NotFoundError, match="there is no model"):
             client.forward(batch, "cross_entropy").result()
         again = connect(url).create_training_client_from_state(path).result()
-        assert all(map(np.allclose, before, logprobs_of(again.forward(batch, "cross_entropy").result())))
+        assert all(
+            map(np.allclose, before, logprobs_of(again.forward(batch, "cross_entropy").result()))
+        )
 
 
 def test_files_that_a_killed_server_left_without_a_record_are_removed(model_folder, tmp_path):
@@ -810,32 +919,63 @@ def test_a_model_does_not_need_the_checkpoint_that_it_was_loaded_from(model_fold
 def test_whole_models_are_trained_and_sampled_from_one_at_a_time(model_folder, tmp_path):
     with serving(model_folder, tmp_path, lora=None) as url:
         service = connect(url)
-        with pytest.raises(tinker.BadRequestError, match="this server trains whole models, not adapters"):
+        with pytest.raises(
+            tinker.BadRequestError, match="this server trains whole models, not adapters"
+        ):
             trainer(service)
         # The SDK's service client asks for adapters only; its training client works with any model.
         post = httpx.Client(base_url=url).post
-        body = {"session_id": service.holder.get_session_id(), "model_seq_id": 9, "base_model": "tiny"}
+        body = {
+            "session_id": service.holder.get_session_id(),
+            "model_seq_id": 9,
+            "base_model": "tiny",
+        }
         model = post("/api/v1/create_model", json=body).json()["model_id"]
-        info = GetInfoResponse.model_validate(post("/api/v1/get_info", json={"model_id": model}).json())
+        info = GetInfoResponse.model_validate(
+            post("/api/v1/get_info", json={"model_id": model}).json()
+        )
         client = tinker.TrainingClient(service.holder, model_seq_id=9, model_id=model, info=info)
         before = client.forward_backward(data(), "cross_entropy").result().metrics["loss:sum"]
         client.optim_step(tinker.AdamParams(learning_rate=0.003)).result()
-        assert client.forward_backward(data(), "cross_entropy").result().metrics["loss:sum"] < before
+        assert (
+            client.forward_backward(data(), "cross_entropy").result().metrics["loss:sum"] < before
+        )
         sampler = client.save_weights_and_get_sampling_client()
-        sampler.sample(tinker.ModelInput.from_ints([5]), 1, tinker.SamplingParams(max_tokens=3)).result()
+        sampler.sample(
+            tinker.ModelInput.from_ints([5]), 1, tinker.SamplingParams(max_tokens=3)
+        ).result()
         base = service.create_sampling_client(base_model="tiny")
-        assert base.sample(tinker.ModelInput.from_ints([5]), 1, tinker.SamplingParams(max_tokens=3)).result().sequences
+        assert (
+            base.sample(tinker.ModelInput.from_ints([5]), 1, tinker.SamplingParams(max_tokens=3))
+            .result()
+            .sequences
+        )
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"target_tokens": np.array([5, 5, 400], np.int64)}, "has the id 400; the model's are 0 to 399"),
-        ({"target_tokens": np.array([5, 5], np.int64)}, r"target_tokens has shape \[2\]; the input has 3 tokens"),
+        (
+            {"target_tokens": np.array([5, 5, 400], np.int64)},
+            "has the id 400; the model's are 0 to 399",
+        ),
+        (
+            {"target_tokens": np.array([5, 5], np.int64)},
+            r"target_tokens has shape \[2\]; the input has 3 tokens",
+        ),
         ({"weights": np.ones(2, np.float32)}, r"weights has shape \[2\], target_tokens \[3\]"),
-        ({"target_tokens": np.ones((3, 2, 1), np.int64)}, r"shape \[3, 2, 1\]; send \[N\] or \[N, K\]"),
-        ({"long": True}, "70 tokens are more than the 63 that this server trains on; start it with pack_length=71 or"),
-        ({"rewards": np.ones(3, np.float32)}, "loss_fn_inputs have rewards; there are target_tokens, weights"),
+        (
+            {"target_tokens": np.ones((3, 2, 1), np.int64)},
+            r"shape \[3, 2, 1\]; send \[N\] or \[N, K\]",
+        ),
+        (
+            {"long": True},
+            "70 tokens are more than the 63 that this server trains on; start it with pack_length=71 or",
+        ),
+        (
+            {"rewards": np.ones(3, np.float32)},
+            "loss_fn_inputs have rewards; there are target_tokens, weights",
+        ),
     ],
 )
 def test_a_batch_that_is_not_computed_is_refused_and_the_next_one_is(service, changed, message):
@@ -857,8 +997,12 @@ def test_a_model_that_is_not_served_is_named(service):
 # --- requests of hostile clients: routes are in tests/unit/test_routes.py, here what is read after them ---
 
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, -1, 10**12, 2**62]), max_size=3)
-NUMBERS = st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**62]), max_size=4).map(lambda x: np.array(x, np.int64).tobytes())
-CSR = st.builds(pb.SparseCsr, values=NUMBERS | st.binary(max_size=9), crow_indices=NUMBERS, col_indices=NUMBERS)
+NUMBERS = st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**62]), max_size=4).map(
+    lambda x: np.array(x, np.int64).tobytes()
+)
+CSR = st.builds(
+    pb.SparseCsr, values=NUMBERS | st.binary(max_size=9), crow_indices=NUMBERS, col_indices=NUMBERS
+)
 TENSORS = st.one_of(
     st.builds(
         pb.Tensor,
@@ -866,10 +1010,18 @@ TENSORS = st.one_of(
         dtype=st.sampled_from([pb.DTYPE_FLOAT32, pb.DTYPE_INT64, pb.DTYPE_BFLOAT16]),
         shape=SHAPES,
     ),
-    st.builds(pb.Tensor, sparse_csr=CSR, dtype=st.sampled_from([pb.DTYPE_FLOAT32, pb.DTYPE_INT64]), shape=SHAPES),
+    st.builds(
+        pb.Tensor,
+        sparse_csr=CSR,
+        dtype=st.sampled_from([pb.DTYPE_FLOAT32, pb.DTYPE_INT64]),
+        shape=SHAPES,
+    ),
 )
 CHUNKS = st.builds(
-    pb.Chunk, encoded_text=st.builds(pb.EncodedTextChunk, tokens=st.binary(max_size=9) | st.just(b"\1\0\0\0" * 2))
+    pb.Chunk,
+    encoded_text=st.builds(
+        pb.EncodedTextChunk, tokens=st.binary(max_size=9) | st.just(b"\1\0\0\0" * 2)
+    ),
 )
 DATA = st.builds(
     pb.Datum,

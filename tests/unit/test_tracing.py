@@ -22,7 +22,9 @@ class Ticks:
 
 def tracer(most: int = 8, step: int = 10) -> tuple[Tracer, list[Trace]]:
     traces: list[Trace] = []
-    return Tracer(traces.append, max_per_step=most, clock=Ticks(step), wall=lambda: 5_000_000_000), traces
+    return Tracer(
+        traces.append, max_per_step=most, clock=Ticks(step), wall=lambda: 5_000_000_000
+    ), traces
 
 
 def named(trace: Trace) -> list[tuple[str, str, int]]:
@@ -63,7 +65,9 @@ def test_off_allocates_nothing():
         after, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after <= before and peak - before < 1000, "less than a byte a span: nothing is made for one"
+    assert after <= before and peak - before < 1000, (
+        "less than a byte a span: nothing is made for one"
+    )
 
 
 def test_spans_stand_within_those_around_them():
@@ -77,8 +81,19 @@ def test_spans_stand_within_those_around_them():
         with span("reward", "math"):
             pass
     (trace,) = traces
-    assert named(trace) == [("run", "t", -1), ("generate", "", 0), ("tool", "inner", 1), ("reward", "math", 0)]
-    assert (trace.trajectory_id, trace.group_id, trace.step, trace.sample, trace.rollout) == ("t", "g", 3, 1, 0)
+    assert named(trace) == [
+        ("run", "t", -1),
+        ("generate", "", 0),
+        ("tool", "inner", 1),
+        ("reward", "math", 0),
+    ]
+    assert (trace.trajectory_id, trace.group_id, trace.step, trace.sample, trace.rollout) == (
+        "t",
+        "g",
+        3,
+        1,
+        0,
+    )
     assert trace.spans[0].attributes == {"reward": 1.0}
     assert trace.spans[1].attributes == {"text": "late facts count, too"}
     run, *inner = trace.spans
@@ -101,7 +116,9 @@ async def test_tasks_of_two_trajectories_never_mix():
     await asyncio.gather(play("a"), play("b"))
     for trace in traces:
         tools = {s.about for s in trace.spans[1:]}
-        assert tools == {f"{trace.trajectory_id}-{n}" for n in range(3)} and {s.parent for s in trace.spans[1:]} == {0}
+        assert tools == {f"{trace.trajectory_id}-{n}" for n in range(3)} and {
+            s.parent for s in trace.spans[1:]
+        } == {0}
 
 
 async def test_a_thread_belongs_to_who_asked_it():
@@ -167,14 +184,20 @@ def test_each_step_and_each_evaluation_has_its_own_cap():
         with made.trajectory(**facts) as run:
             assert bool(run) == (rollout < 2)
             assert bool(span("generate")) == (rollout < 2)
-    assert [(t.step, t.validate, t.rollout) for t in traces] == list(itertools.product((1, 2), (False, True), (0, 1)))
+    assert [(t.step, t.validate, t.rollout) for t in traces] == list(
+        itertools.product((1, 2), (False, True), (0, 1))
+    )
 
 
-@pytest.mark.parametrize(("most", "group_size", "kept"), [(8, 3, [3, 3, 0]), (8, 4, [4, 4, 0]), (4, 16, [4, 0, 0])])
+@pytest.mark.parametrize(
+    ("most", "group_size", "kept"), [(8, 3, [3, 3, 0]), (8, 4, [4, 4, 0]), (4, 16, [4, 0, 0])]
+)
 def test_groups_are_traced_whole_as_far_as_the_cap_holds_any(most, group_size, kept):
     made, traces = tracer(most=most)
     for rollout, group in itertools.product(range(group_size), "abc"):  # they run side by side
-        with made.trajectory(**FACTS | {"group_id": group, "group_size": group_size, "rollout": rollout}):
+        with made.trajectory(
+            **FACTS | {"group_id": group, "group_size": group_size, "rollout": rollout}
+        ):
             pass
     assert [sum(trace.group_id == group for trace in traces) for group in "abc"] == kept
 

@@ -63,10 +63,17 @@ def test_a_group_of_nobody_has_an_empty_graph():
 
 def test_a_sessions_turns_are_in_the_order_of_their_calls_and_stand_where_its_sequences_put_them():
     made = session()
-    assert [turn.output.token_ids for _, turn in timeline(made)] == [(4, 2), (8, 2), (20,), (21,), (5,)]
+    assert [turn.output.token_ids for _, turn in timeline(made)] == [
+        (4, 2),
+        (8, 2),
+        (20,),
+        (21,),
+        (5,),
+    ]
     laid_out = [i for sequence in made.sequences for i in sequence.response_ids]
     assert all(
-        laid_out[at : at + len(turn.output.token_ids)] == [*turn.output.token_ids] for at, turn in timeline(made)
+        laid_out[at : at + len(turn.output.token_ids)] == [*turn.output.token_ids]
+        for at, turn in timeline(made)
     )
 
 
@@ -100,10 +107,14 @@ def trees(draw) -> list[Trajectory]:
             keep = draw(st.integers(0, parent.num_turns - 1))
             cut = parent.turns[keep].output.token_ids
             tokens = draw(st.integers(0, len(cut) - 1))
-            at = Fork(tree_id=parent.tree_id, parent_id=parent.trajectory_id, turns=keep, tokens=tokens)
+            at = Fork(
+                tree_id=parent.tree_id, parent_id=parent.trajectory_id, turns=keep, tokens=tokens
+            )
             turns = [list(turn.output.token_ids) for turn in parent.turns[:keep]]
             turns.append([*cut[:tokens], *draw(st.lists(ids, min_size=1, max_size=3))])
-        turns += draw(st.lists(st.lists(ids, min_size=1, max_size=3), min_size=not turns, max_size=2))
+        turns += draw(
+            st.lists(st.lists(ids, min_size=1, max_size=3), min_size=not turns, max_size=2)
+        )
         response = [i for turn in turns for i in (*turn, 7)][:-1]
         mask = [m for turn in turns for m in (*(1 for _ in turn), 0)][:-1]
         made.append(replace(trajectory([3], response, mask=mask, index=number), fork=at))
@@ -111,16 +122,22 @@ def trees(draw) -> list[Trajectory]:
 
 
 @given(trees())
-def test_every_path_spells_its_trajectory_and_common_beginnings_stand_once(trajectories: list[Trajectory]):
+def test_every_path_spells_its_trajectory_and_common_beginnings_stand_once(
+    trajectories: list[Trajectory],
+):
     graph = TrajectoryGraph.of(trajectories)
-    for which, (t, path, ends) in enumerate(zip(trajectories, graph.paths, graph.ends, strict=True)):
+    for which, (t, path, ends) in enumerate(
+        zip(trajectories, graph.paths, graph.ends, strict=True)
+    ):
         sampled = tuple(i for i, m in zip(t.response_ids, t.response_mask, strict=True) if m)
         assert tuple(i for node in path for i in graph.nodes[node].ids) == sampled
         assert ends[-1] == len(t.response_ids)
         assert [graph.nodes[node].parent for node in path] == [None, *path[:-1]]
         assert all(which in graph.nodes[node].members for node in path)
         if t.fork and not t.fork.at_prompt:
-            parent = next(i for i, p in enumerate(trajectories) if p.trajectory_id == t.fork.parent_id)
+            parent = next(
+                i for i, p in enumerate(trajectories) if p.trajectory_id == t.fork.parent_id
+            )
             common = set(path) & set(graph.paths[parent])
             assert sum(len(graph.nodes[node].ids) for node in common) >= t.num_inherited
     assert sum(len(node.members) for node in graph.nodes) == sum(map(len, graph.paths))

@@ -61,7 +61,9 @@ def test_the_worked_example_of_a_fork():
     first = Turn(output=output([20, 21, 2], [-0.1] * 3, 4), appended_ids=(30, 31, 32))
     parent = trajectory([first, Turn(output=output([40, 41, 2], [-0.1] * 3, 4))])
     fork = Fork(tree_id="t", parent_id="t", turns=1, tokens=1)
-    branch = trajectory([first, Turn(output=output([40, 50, 2], [-0.1] * 3, 4))], trajectory_id="b", fork=fork)
+    branch = trajectory(
+        [first, Turn(output=output([40, 50, 2], [-0.1] * 3, 4))], trajectory_id="b", fork=fork
+    )
     assert (branch.num_sampled, branch.num_inherited, branch.tree_id) == (6, 4, "t")
     assert (parent.num_inherited, parent.tree_id) == (0, "t")
     assert not fork.at_prompt and Fork(tree_id="t", parent_id="t", turns=0).at_prompt
@@ -78,8 +80,15 @@ def test_the_worked_example_of_a_history_window():
 
 
 def test_a_sequence_of_a_history_window_shows_what_its_ids_show():
-    turns = [Turn(output=output([i], [-0.1], 0), appended_ids=(0,), appended_media={"image": (i,)}) for i in (1, 2, 3)]
-    t = trajectory([*turns, Turn(output=output([4], [-0.1], 0))], history_window=1, prompt_media={"image": (0,)})
+    turns = [
+        Turn(output=output([i], [-0.1], 0), appended_ids=(0,), appended_media={"image": (i,)})
+        for i in (1, 2, 3)
+    ]
+    t = trajectory(
+        [*turns, Turn(output=output([4], [-0.1], 0))],
+        history_window=1,
+        prompt_media={"image": (0,)},
+    )
     assert [s.multi_modal["image"] for s in t.sequences] == [(0, 1), (0, 2), (0, 3)]
     assert t.multi_modal == {"image": (0, 1, 2, 3)}
 
@@ -98,14 +107,20 @@ def test_a_resumed_output_keeps_both_parts_and_their_versions():
 
 def test_constrained_ids_are_sampled_ids_without_loss():
     marked = replace(output([20, 21, 2], [-0.1] * 3, 4), constrained=(True, False, True))
-    turns = [Turn(output=marked, appended_ids=(30,), learn_appended=True), Turn(output=output([40], [-0.3], 5))]
+    turns = [
+        Turn(output=marked, appended_ids=(30,), learn_appended=True),
+        Turn(output=output([40], [-0.3], 5)),
+    ]
     t = trajectory(turns)
     assert t.response_mask == (1, 1, 1, 0, 1) and t.rollout_logprobs[:3] == (-0.1,) * 3
     assert t.loss_mask == (0, 1, 0, 1, 1)
     assert marked.first(2).constrained == (True, False)
     assert marked.then(marked).constrained == (True, False, True) * 2
     free = output([40], [-0.3], 5)
-    assert free.then(marked).constrained == (False, True, False, True) and free.then(free).constrained == ()
+    assert (
+        free.then(marked).constrained == (False, True, False, True)
+        and free.then(free).constrained == ()
+    )
     with pytest.raises(ValueError, match="3 ids.* 1 grammar marks"):
         replace(marked, constrained=(True,))
 
@@ -113,7 +128,11 @@ def test_constrained_ids_are_sampled_ids_without_loss():
 def test_an_output_with_a_missing_logprob_is_refused():
     with pytest.raises(ValueError, match="2 ids, 1 log-probs"):
         TokenOutput(
-            token_ids=(1, 2), log_probs=(0.0,), policy_versions=(0, 0), stop_reason=StopReason.EOS, context_digest=""
+            token_ids=(1, 2),
+            log_probs=(0.0,),
+            policy_versions=(0, 0),
+            stop_reason=StopReason.EOS,
+            context_digest="",
         )
 
 
@@ -154,7 +173,10 @@ def test_impossible_sampling_parameters_are_refused(wrong: dict, message: str):
     [
         ({"request_id": 7}, "request_id=7: must be a string"),
         ({"prompt_ids": ()}, "empty prompt"),
-        ({"prompt_ids": (1.5, 2)}, r"the prompt of request 'r' holds 1\.5: ids must be whole numbers"),
+        (
+            {"prompt_ids": (1.5, 2)},
+            r"the prompt of request 'r' holds 1\.5: ids must be whole numbers",
+        ),
         ({"prompt_ids": (5, "6")}, "holds '6'"),
         ({"sampling": {"max_tokens": 4}}, "must be SamplingParams"),
         ({"session_id": [1]}, r"session_id=\[1\]: must be a string"),
@@ -166,7 +188,10 @@ def test_impossible_sampling_parameters_are_refused(wrong: dict, message: str):
 )
 def test_impossible_requests_are_refused(wrong: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        GenerateRequest(**{"request_id": "r", "prompt_ids": (5, 6), "sampling": SamplingParams(max_tokens=1)} | wrong)
+        GenerateRequest(
+            **{"request_id": "r", "prompt_ids": (5, 6), "sampling": SamplingParams(max_tokens=1)}
+            | wrong
+        )
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -72,4 +72,6 @@ class Tourist(BaseInteraction):
     ) -> UserReply:
         """Answer the policy; see the base class."""
         right = self.config["city"] in str(messages[-1]["content"])
-        return UserReply(terminate=right, text="Thank you!" if right else "Where is that?", score=float(right))
+        return UserReply(
+            terminate=right, text="Thank you!" if right else "Where is that?", score=float(right)
+        )

@@ -22,7 +22,9 @@ class CsvMetrics:
 
     def write(self, item: StepScalars) -> None:
         """Write the numbers of one record."""
-        csv.writer(self._file).writerows((item.step, name, value) for name, value in item.values.items())
+        csv.writer(self._file).writerows(
+            (item.step, name, value) for name, value in item.values.items()
+        )
 
     def close(self) -> None:
         """Close the file."""

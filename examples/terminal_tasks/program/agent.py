@@ -16,7 +16,9 @@ EXAMPLES = [
 
 def main() -> None:
     """Work on the task until a command succeeds."""
-    messages = [{"role": "system", "content": "Answer each task with one shell command, and nothing else."}]
+    messages = [
+        {"role": "system", "content": "Answer each task with one shell command, and nothing else."}
+    ]
     for task, command in EXAMPLES:
         messages += [{"role": "user", "content": task}, {"role": "assistant", "content": command}]
     messages.append({"role": "user", "content": os.environ["TASK_INSTRUCTION"].strip()})

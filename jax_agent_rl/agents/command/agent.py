@@ -55,7 +55,9 @@ class CommandAgent(OpenAIAgentLoop):
             ConfigError: ``agent.command.argv`` is empty, or neither sandboxes nor containers work here.
         """
         if not self._settings.argv:
-            raise ConfigError("agent 'command' needs agent.command.argv, the program to run, e.g. [python, agent.py]")
+            raise ConfigError(
+                "agent 'command' needs agent.command.argv, the program to run, e.g. [python, agent.py]"
+            )
         _ = self._program
         await self._open_runtime()
 
@@ -68,7 +70,9 @@ class CommandAgent(OpenAIAgentLoop):
             TrajectoryError: the row's task cannot be run, the program asked the model nothing, or a request failed.
         """
         try:
-            task = await asyncio.to_thread(read_task, row, containers=self._settings.container is not None)
+            task = await asyncio.to_thread(
+                read_task, row, containers=self._settings.container is not None
+            )
         except DataError as error:
             raise TrajectoryError(str(error)) from error  # of this task alone
         runtime = await self._open_runtime()
@@ -103,15 +107,20 @@ class CommandAgent(OpenAIAgentLoop):
                 verdict = await machine.run_tests(seconds)
                 output["reward"], note = read_verdict(verdict)
                 output["verifier"] = (verdict.stdout + verdict.stderr)[-4000:] + note
-        return to_trajectory(recorder, row=row, output=output, group_id=group_id, agent_name=self.name)
+        return to_trajectory(
+            recorder, row=row, output=output, group_id=group_id, agent_name=self.name
+        )
 
     @property
     def _workspace_limits(self) -> WorkspaceLimits:
         return WorkspaceLimits(
-            max_bytes=self._settings.workspace_mb << 20, max_entries=self._settings.workspace_entries
+            max_bytes=self._settings.workspace_mb << 20,
+            max_entries=self._settings.workspace_entries,
         )
 
-    async def _run_program(self, machine: TaskMachine, task: CommandTask, session: Session) -> JobResult:
+    async def _run_program(
+        self, machine: TaskMachine, task: CommandTask, session: Session
+    ) -> JobResult:
         """Run the program on its machine, with the session as its model."""
         base_url = f"http://127.0.0.1:{PORT}/sessions/{session.session_id}"
         env = {
@@ -189,7 +198,9 @@ class _UnixRelay:
 
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(self._relay.serve, self.path)
-        self.path.chmod(0o666)  # a sandboxed program is another user; the folder keeps out everyone else
+        self.path.chmod(
+            0o666
+        )  # a sandboxed program is another user; the folder keeps out everyone else
 
     async def aclose(self) -> None:
         if self._server is not None:

@@ -249,7 +249,9 @@ class ContainerRuntime:
             ConfigError: the command is missing, or its service does not answer.
         """
         if shutil.which(self._cli) is None:
-            raise ConfigError(f"agent.command.container={self._cli}: there is no such command; install it, or set null")
+            raise ConfigError(
+                f"agent.command.container={self._cli}: there is no such command; install it, or set null"
+            )
         answer = await self.call("info", seconds=_CALL_SECONDS)
         if answer.exit_code:
             raise ConfigError(
@@ -268,7 +270,9 @@ class ContainerRuntime:
         else:
             name = task.image or self.settings.image
         if name is None:
-            raise TrajectoryError("the task has no Dockerfile; set agent.command.image to the image of such tasks")
+            raise TrajectoryError(
+                "the task has no Dockerfile; set agent.command.image to the image of such tasks"
+            )
 
         async with self._building.setdefault(name, asyncio.Lock()):
             inspected = await self.call("image", "inspect", name, seconds=_CALL_SECONDS)
@@ -280,7 +284,9 @@ class ContainerRuntime:
                 command = ("pull", name)
             answer = await self.call(*command, seconds=task.build_seconds or _PULL_SECONDS)
         if answer.exit_code:
-            raise TrajectoryError(f"`{self._cli} {command[0]}` of {context or name}: {answer.stderr.strip()[-2000:]}")
+            raise TrajectoryError(
+                f"`{self._cli} {command[0]}` of {context or name}: {answer.stderr.strip()[-2000:]}"
+            )
         return name
 
     async def protected_paths(self, image: str) -> ProtectedPaths:
@@ -350,7 +356,17 @@ class ContainerRuntime:
             cpu_seconds=settings.cpu_seconds,
             bytecode=_BYTECODE,
         )
-        options = ["--interactive", "--name", name, "--label", _LABEL, "--network", "none", "--user", "0:0"]
+        options = [
+            "--interactive",
+            "--name",
+            name,
+            "--label",
+            _LABEL,
+            "--network",
+            "none",
+            "--user",
+            "0:0",
+        ]
         options += ["--memory", f"{settings.memory_mb}m", "--pids-limit", str(settings.processes)]
         options += ["--workdir", "/tmp", "--entrypoint", python]
         options += ["--cap-drop", "ALL"]
@@ -375,7 +391,9 @@ class ContainerRuntime:
 
         did_not_start = answer.exit_code in (125, 126, 127)  # exit statuses of the runtime itself
         if did_not_start and not answer.stdout:
-            raise TrajectoryError(f"container of {image} (it needs python3): {answer.stderr.strip()[-2000:]}")
+            raise TrajectoryError(
+                f"container of {image} (it needs python3): {answer.stderr.strip()[-2000:]}"
+            )
         return await asyncio.to_thread(
             read_result,
             answer.stdout.decode("utf-8", "replace"),
@@ -393,7 +411,9 @@ class ContainerRuntime:
         than ``OUTPUT_BYTES`` with exit status 1.
         """
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(self._cli, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(
+            self._cli, *arguments, stdin=pipe, stdout=pipe, stderr=pipe
+        )
         assert process.stdin and process.stdout and process.stderr
         try:
             async with asyncio.timeout(seconds):
@@ -403,9 +423,13 @@ class ContainerRuntime:
                 process.stdin.close()
                 stdout, stderr = await asyncio.gather(_read(process.stdout), _read(process.stderr))
                 exit_code = await process.wait()
-            return _Finished(exit_code=exit_code, stdout=stdout, stderr=stderr.decode(errors="replace"))
+            return _Finished(
+                exit_code=exit_code, stdout=stdout, stderr=stderr.decode(errors="replace")
+            )
         except TimeoutError:
-            return _Finished(exit_code=124, stderr=f"`{self._cli} {arguments[0]}` ran past {seconds:g} seconds")
+            return _Finished(
+                exit_code=124, stderr=f"`{self._cli} {arguments[0]}` ran past {seconds:g} seconds"
+            )
         except _TooMuchOutput:
             message = f"`{self._cli} {arguments[0]}` printed more than {OUTPUT_BYTES >> 20} MiB"
             return _Finished(exit_code=1, stderr=message, printed_too_much=True)
@@ -456,7 +480,13 @@ class ContainerTask(TaskMachine):
         self._image: str | None = None
 
     async def run_program(
-        self, argv: Sequence[str], env: Mapping[str, str], files: Mapping[str, bytes], endpoint: Path, *, seconds: float
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        files: Mapping[str, bytes],
+        endpoint: Path,
+        *,
+        seconds: float,
     ) -> JobResult:
         image = await self._runtime.image(self._task)
         self._image = image
@@ -478,7 +508,9 @@ class ContainerTask(TaskMachine):
         ]
         job = RunnerJob(argv=argv, env={**self._task.env, **env}, seconds=seconds, port=PORT)
         sockets = {endpoint: "/mnt/endpoint.sock"}
-        return await self._runtime.run(image, self._name, job, trees, workdir=self._workdir, sockets=sockets)
+        return await self._runtime.run(
+            image, self._name, job, trees, workdir=self._workdir, sockets=sockets
+        )
 
     async def run_tests(self, seconds: float) -> JobResult:
         assert self._image is not None, "the program runs first"
@@ -491,11 +523,17 @@ class ContainerTask(TaskMachine):
             return JobResult(stopped=problem)
 
         tests_image = f"{self._name}:left"
-        answer = await self._runtime.call("commit", "--quiet", self._name, tests_image, seconds=_COMMIT_SECONDS)
+        answer = await self._runtime.call(
+            "commit", "--quiet", self._name, tests_image, seconds=_COMMIT_SECONDS
+        )
         if answer.exit_code:
-            raise TrajectoryError(f"the program's container cannot be saved: {answer.stderr.strip()[-500:]}")
+            raise TrajectoryError(
+                f"the program's container cannot be saved: {answer.stderr.strip()[-500:]}"
+            )
 
-        job = RunnerJob(argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True)
+        job = RunnerJob(
+            argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True
+        )
         trees = [
             ("/", file_entries({}, folders=_FOLDERS)),
             (TESTS, file_entries(tests_of(self._task))),
@@ -516,7 +554,9 @@ class ContainerTask(TaskMachine):
         if changes.printed_too_much:
             return "the program changed more files than can be listed"
         if changes.exit_code:
-            raise TrajectoryError(f"the program's changes cannot be listed: {changes.stderr.strip()[-500:]}")
+            raise TrajectoryError(
+                f"the program's changes cannot be listed: {changes.stderr.strip()[-500:]}"
+            )
 
         text = changes.stdout.decode("utf-8", "replace")
         forbidden = await asyncio.to_thread(paths.forbidden, text, self._workdir)

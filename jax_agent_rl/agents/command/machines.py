@@ -66,7 +66,13 @@ class TaskMachine(ABC):
 
     @abstractmethod
     async def run_program(
-        self, argv: Sequence[str], env: Mapping[str, str], files: Mapping[str, bytes], endpoint: Path, *, seconds: float
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        files: Mapping[str, bytes],
+        endpoint: Path,
+        *,
+        seconds: float,
     ) -> JobResult:
         """Run the agent's program to its end.
 
@@ -156,10 +162,19 @@ class SandboxedTask(TaskMachine):
         self._program_result: JobResult | None = None
 
     async def run_program(
-        self, argv: Sequence[str], env: Mapping[str, str], files: Mapping[str, bytes], endpoint: Path, *, seconds: float
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        files: Mapping[str, bytes],
+        endpoint: Path,
+        *,
+        seconds: float,
     ) -> JobResult:
         job = RunnerJob(argv=argv, env={**self._task.env, **env}, seconds=seconds, port=PORT)
-        trees = [(".", file_entries(files, folders=_FOLDERS)), ("app", file_entries(self._task.files))]
+        trees = [
+            (".", file_entries(files, folders=_FOLDERS)),
+            ("app", file_entries(self._task.files)),
+        ]
         self._program_result = await self._run(job, trees, {"endpoint.sock": endpoint})
         return self._program_result
 
@@ -168,9 +183,13 @@ class SandboxedTask(TaskMachine):
         assert program is not None, "the program runs first"
         if program.workspace is None:
             problem = program.pack_problem or "its sandbox was stopped"
-            return JobResult(stopped=f"the program left no working folder that tests can run on: {problem}")
+            return JobResult(
+                stopped=f"the program left no working folder that tests can run on: {problem}"
+            )
 
-        job = RunnerJob(argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True)
+        job = RunnerJob(
+            argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True
+        )
         trees = [
             (".", file_entries({}, folders=_FOLDERS)),
             ("app", program.workspace),
@@ -187,7 +206,10 @@ class SandboxedTask(TaskMachine):
         return replace(result, stderr=result.stderr + note)
 
     async def _run(
-        self, job: RunnerJob, trees: Sequence[tuple[str, Sequence[Entry]]], files: Mapping[str, Path]
+        self,
+        job: RunnerJob,
+        trees: Sequence[tuple[str, Sequence[Entry]]],
+        files: Mapping[str, Path],
     ) -> JobResult:
         """Run a job in a new sandbox, on these folders with their entries, and read its result."""
         token = secrets.token_hex(32)

@@ -210,7 +210,9 @@ def read_regular(name, limit, folder=None):
         OSError: there is no such file.
         ValueError: it is not a regular file, or is larger.
     """
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    descriptor = os.open(
+        name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
+    )
     with open(descriptor, "rb", buffering=0) as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -422,7 +424,9 @@ def write_tree(path, folder):
 def main():
     """Read the job, run it, print the result."""
     if os.getpid() > 2:
-        raise RuntimeError("the runner kills every process it can reach; it needs a process namespace of its own")
+        raise RuntimeError(
+            "the runner kills every process it can reach; it needs a process namespace of its own"
+        )
     job = json.loads(sys.stdin.buffer.readline())
     # No process of the same user may look into this one, or open its descriptors.
     if ctypes.CDLL(None).prctl(_NOT_DUMPABLE, 0, 0, 0, 0) != 0:
@@ -437,7 +441,10 @@ def main():
     for tree, folder in job["trees"]:
         write_tree(tree, folder)
 
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # unnamed: nobody can put others there
+    with (
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):  # unnamed: nobody can put others there
         try:
             exit_code = asyncio.run(run(job, out, err))
         except OSError as error:  # no such program

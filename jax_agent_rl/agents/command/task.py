@@ -26,7 +26,9 @@ from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.utils.media import text_message
 
 WORKDIR = "/app"
-_NEEDS_NO_BUILD = frozenset({"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "LABEL", "SHELL", "USER", "WORKDIR"})
+_NEEDS_NO_BUILD = frozenset(
+    {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "LABEL", "SHELL", "USER", "WORKDIR"}
+)
 _HARBOR_VERIFIER = ("bash", "/tests/test.sh")
 MAX_FILE_BYTES = 8 << 20
 
@@ -64,7 +66,9 @@ class CommandTask:
             try:
                 file_entries(files)
             except ValueError as error:
-                raise DataError(f"{kind} of a task: {error}; names are paths below the folder, without ..") from None
+                raise DataError(
+                    f"{kind} of a task: {error}; names are paths below the folder, without .."
+                ) from None
 
 
 def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTask:
@@ -88,7 +92,9 @@ def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTas
     if extra_info.get("task"):
         folder = task_folder(row)
         if folder is None:
-            raise DataError(f"extra_info.task must be the path of a folder, got {extra_info['task']!r}")
+            raise DataError(
+                f"extra_info.task must be the path of a folder, got {extra_info['task']!r}"
+            )
         return read_harbor_task(folder, containers=containers)
 
     try:
@@ -114,7 +120,9 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
         settings = tomllib.loads(read_regular_file(folder / "task.toml", MAX_FILE_BYTES).decode())
         instruction = read_regular_file(folder / "instruction.md", MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise DataError(f"task {folder}: {error}; a task has task.toml, instruction.md and tests/test.sh") from None
+        raise DataError(
+            f"task {folder}: {error}; a task has task.toml, instruction.md and tests/test.sh"
+        ) from None
     if not (folder / "tests" / "test.sh").is_file():
         raise DataError(f"task {folder}: tests/test.sh is missing; it decides the reward")
 
@@ -122,7 +130,9 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
     compose_files = list(environment.glob("docker-compose*"))
     if compose_files:
         name = compose_files[0].name
-        raise DataError(f"task {folder}: environment/{name} starts several containers, which is not supported")
+        raise DataError(
+            f"task {folder}: environment/{name} starts several containers, which is not supported"
+        )
 
     # A container runs the task's image, or builds one from its Dockerfile. A sandbox has no images:
     # it follows a Dockerfile that only copies files.
@@ -135,7 +145,9 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
     build_context = None
     if not containers:
         if image and not has_dockerfile:
-            raise DataError(f"task {folder}: docker_image={image!r} needs a container; set agent.command.container")
+            raise DataError(
+                f"task {folder}: docker_image={image!r} needs a container; set agent.command.container"
+            )
         image = None
         if has_dockerfile:
             files, workdir, env = read_dockerfile(dockerfile)
@@ -179,7 +191,9 @@ def read_dockerfile(path: Path) -> tuple[dict[str, bytes], str, dict[str, str]]:
 
         problem = _build_problem(instruction, arguments, has_files=bool(files))
         if problem:
-            raise DataError(f"{where} {problem}; set agent.command.container, or choose tasks that only COPY")
+            raise DataError(
+                f"{where} {problem}; set agent.command.container, or choose tasks that only COPY"
+            )
 
         if instruction == "WORKDIR":
             workdir = str(PurePosixPath(workdir) / arguments)
@@ -282,7 +296,9 @@ def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:
     return {name: text.encode() for name, text in files.items()}
 
 
-def _seconds(settings: Mapping[str, Any], section: str, folder: Path, key: str = "timeout_sec") -> float | None:
+def _seconds(
+    settings: Mapping[str, Any], section: str, folder: Path, key: str = "timeout_sec"
+) -> float | None:
     """Return a time limit of a task's settings; None if it has none."""
     value = settings.get(section, {}).get(key)
     if value is None:

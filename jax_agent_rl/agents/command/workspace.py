@@ -181,7 +181,9 @@ class _Header(BaseModel):
     file_problem: Annotated[str, Field(max_length=2000)] | None = None
     pack_problem: Annotated[str, Field(max_length=5000)] | None = None
     left_out: Annotated[int, Field(ge=0, le=1 << 32)] = 0
-    left_out_names: Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=SHOWN_NAMES)] = []
+    left_out_names: Annotated[
+        list[Annotated[str, Field(max_length=200)]], Field(max_length=SHOWN_NAMES)
+    ] = []
     entries: list[list[Any]] | None = None
 
 
@@ -202,7 +204,9 @@ def read_result(
 
     line, _, contents = result.partition("\n")
     if len(line) > MAX_HEADER_BYTES:
-        return JobResult(stopped=f"the runner's result has {len(line)} characters, more than {MAX_HEADER_BYTES}")
+        return JobResult(
+            stopped=f"the runner's result has {len(line)} characters, more than {MAX_HEADER_BYTES}"
+        )
     try:
         header = _Header.model_validate(json.loads(line))
     except (ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
@@ -228,7 +232,9 @@ def read_result(
     )
 
 
-def _entries(listed: Sequence[Sequence[Any]], encoded: str, limits: WorkspaceLimits, place: str) -> tuple[Entry, ...]:
+def _entries(
+    listed: Sequence[Sequence[Any]], encoded: str, limits: WorkspaceLimits, place: str
+) -> tuple[Entry, ...]:
     """Make the entries of a working folder anew.
 
     Raises:
@@ -248,8 +254,12 @@ def _entries(listed: Sequence[Sequence[Any]], encoded: str, limits: WorkspaceLim
                 entry = Entry(kind="folder", name=name, mode=mode)
             case ["file", str(name), int(mode), int(size)]:
                 if not 0 <= size <= len(contents) - offset:
-                    raise ValueError(f"{name[:200]!a} has {size} bytes, and {len(contents) - offset} follow")
-                entry = Entry(kind="file", name=name, mode=mode, data=contents[offset : offset + size])
+                    raise ValueError(
+                        f"{name[:200]!a} has {size} bytes, and {len(contents) - offset} follow"
+                    )
+                entry = Entry(
+                    kind="file", name=name, mode=mode, data=contents[offset : offset + size]
+                )
                 offset += size
             case ["link", str(name), str(target)]:
                 if not is_inner_link(name, target, place):

@@ -105,7 +105,11 @@ class _CompletionsAnswer(ApiAnswer):
 
     def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
         complete = [self.choice(codec, piece) for piece in choices]
-        return self._head | {"object": self.objects[1], "choices": complete, "usage": self._usage(choices)}
+        return self._head | {
+            "object": self.objects[1],
+            "choices": complete,
+            "usage": self._usage(choices),
+        }
 
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         if self.asked.wants_usage:
@@ -176,7 +180,9 @@ class ChatAnswer(_CompletionsAnswer):
             yield self._delta(piece, {"role": "assistant", "content": ""})
         if piece.reasoning is not None:
             yield self._delta(piece, {"reasoning_content": piece.reasoning})
-        if piece.turn is None:  # calls come with the last chunk: a chat message does not say what came before them
+        if (
+            piece.turn is None
+        ):  # calls come with the last chunk: a chat message does not say what came before them
             if piece.text:
                 yield self._delta(piece, {"content": piece.text})
             return
@@ -189,7 +195,9 @@ class ChatAnswer(_CompletionsAnswer):
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         yield self._delta(piece, delta, self._chat_end(codec, piece.turn))
 
-    def _delta(self, piece: Piece, delta: dict[str, Any], end: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _delta(
+        self, piece: Piece, delta: dict[str, Any], end: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         end = end or {"logprobs": None, "finish_reason": None}
         return self._chunk({"index": piece.index, "delta": delta, **end})
 
@@ -201,7 +209,9 @@ class ChatAnswer(_CompletionsAnswer):
         for token, logprob in zip(_tokens(codec, turn), turn.output.log_probs, strict=True):
             # A replacement character stands for a part of a character: its bytes are not known.
             token_bytes = None if "\ufffd" in token else list(token.encode())
-            content.append({"token": token, "logprob": logprob, "bytes": token_bytes, "top_logprobs": []})
+            content.append(
+                {"token": token, "logprob": logprob, "bytes": token_bytes, "top_logprobs": []}
+            )
         return self._end(turn, {"content": content, "refusal": None})
 
 
@@ -248,7 +258,10 @@ def tool_calls(reply: ChatReply) -> list[dict[str, Any]]:
         {
             "id": call.id,
             "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            "function": {
+                "name": call.name,
+                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            },
         }
         for call in reply.tool_calls
     ]
@@ -267,9 +280,14 @@ def as_api_error(error: Exception) -> ApiError:
         case JaxAgentRLError():
             return _from_failure(error)
         case RecursionError():
-            return ApiError(400, "the request is nested too deep (arguments of a tool call?); send a flatter one")
+            return ApiError(
+                400,
+                "the request is nested too deep (arguments of a tool call?); send a flatter one",
+            )
         case UnicodeEncodeError():
-            return ApiError(400, f"the request holds a lone surrogate, which is not text: {error.reason}")
+            return ApiError(
+                400, f"the request holds a lone surrogate, which is not text: {error.reason}"
+            )
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
 

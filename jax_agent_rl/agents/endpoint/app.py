@@ -26,7 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from jax_agent_rl.agents.endpoint.answers import ApiAnswer, ChatAnswer, CompletionAnswer, as_api_error
+from jax_agent_rl.agents.endpoint.answers import (
+    ApiAnswer,
+    ChatAnswer,
+    CompletionAnswer,
+    as_api_error,
+)
 from jax_agent_rl.agents.endpoint.messages import CountTokensRequest, MessagesAnswer
 from jax_agent_rl.agents.endpoint.requests import (
     ApiError,
@@ -142,7 +147,9 @@ class Endpoint:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         metrics = [] if self._engines is None else await self._engines()
-        server = gauges({"server_sessions": len(self._store), "server_generations_running": self._running})
+        server = gauges(
+            {"server_sessions": len(self._store), "server_generations_running": self._running}
+        )
         text = exposition_text([*metrics, *self._requests.families(), *server])
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
@@ -189,7 +196,9 @@ class Endpoint:
         sessions = []
         for session in self._store.visible_to(_api_key(request)):
             turn_count = len(session.recorder.turns)
-            sessions.append({"session_id": session.session_id, "turns": turn_count, "running": session.requests})
+            sessions.append(
+                {"session_id": session.session_id, "turns": turn_count, "running": session.requests}
+            )
         return web.json_response({"sessions": sessions})
 
     async def _recorded(self, request: web.Request) -> web.Response:
@@ -222,7 +231,9 @@ class Endpoint:
         session = self._known(request)
         if session is None:
             name = _session_id(request)
-            raise ApiError(404, f"there is no session {name!r}; it may be over", code="session_not_found")
+            raise ApiError(
+                404, f"there is no session {name!r}; it may be over", code="session_not_found"
+            )
         return session
 
     async def _read(
@@ -262,7 +273,9 @@ class Endpoint:
             check_sampling(sampling, self._able())
             if self._store.full(opened, self._limits.max_session_tokens):
                 limit = f"agent.endpoint.max_session_tokens={self._limits.max_session_tokens}"
-                raise ApiError(400, f"the session is full ({limit} ids); open another", code="session_full")
+                raise ApiError(
+                    400, f"the session is full ({limit} ids); open another", code="session_full"
+                )
         except ApiError:
             self._store.used(opened)
             raise
@@ -285,7 +298,9 @@ class Endpoint:
         choices = choice_count(asked)
         limit = self._limits.max_choices
         if choices > limit:
-            raise ApiError(400, f"{choices} choices: at most agent.endpoint.max_choices={limit}", param="n")
+            raise ApiError(
+                400, f"{choices} choices: at most agent.endpoint.max_choices={limit}", param="n"
+            )
 
         models = (self._model, *self._adapters)
         if not recorded and asked.model not in models:
@@ -305,19 +320,28 @@ class Endpoint:
         self._running += 1
         try:
             if self._running > limit:
-                raise ApiError(429, f"{limit} requests are running, the maximum; try again", code="busy", retry=True)
+                raise ApiError(
+                    429,
+                    f"{limit} requests are running, the maximum; try again",
+                    code="busy",
+                    retry=True,
+                )
             yield
         finally:
             self._running -= 1
             session.requests -= 1
             self._store.used(session)
 
-    async def _whole(self, session: Session, answer: ApiAnswer, sampling: SamplingParams) -> list[Piece]:
+    async def _whole(
+        self, session: Session, answer: ApiAnswer, sampling: SamplingParams
+    ) -> list[Piece]:
         """Return all choices; end after ``request_timeout``, or when the client disconnects."""
         with self._slot(session):
             try:
                 async with asyncio.timeout(self._limits.request_timeout):
-                    return await turns(session, answer.asked, sampling, adapter=self._adapter(answer.asked))
+                    return await turns(
+                        session, answer.asked, sampling, adapter=self._adapter(answer.asked)
+                    )
             except TimeoutError:
                 raise self._too_slow() from None
 
@@ -336,16 +360,22 @@ class Endpoint:
         await response.write_eof()
         return response
 
-    async def _events(self, session: Session, answer: ApiAnswer, sampling: SamplingParams) -> AsyncGenerator[str, None]:
+    async def _events(
+        self, session: Session, answer: ApiAnswer, sampling: SamplingParams
+    ) -> AsyncGenerator[str, None]:
         """Yield the events of an answer, with pings in its pauses."""
         asked = answer.asked
         codec = session.recorder.context.codec
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
         choices: list[Piece] = []
-        silent = True  # until something is sent, a failure can still be an answer with its own status
+        silent = (
+            True  # until something is sent, a failure can still be an answer with its own status
+        )
         with self._slot(session):
             try:
-                async with aclosing(pieces(session, asked, sampling, adapter=self._adapter(asked))) as stream:
+                async with aclosing(
+                    pieces(session, asked, sampling, adapter=self._adapter(asked))
+                ) as stream:
                     async for piece in _with_pings(stream, deadline):
                         silent = False
                         if piece is None:
@@ -360,7 +390,9 @@ class Endpoint:
                 if answer.end_of_stream:
                     yield answer.end_of_stream
             except Exception as error:
-                problem = self._too_slow() if isinstance(error, TimeoutError) else as_api_error(error)
+                problem = (
+                    self._too_slow() if isinstance(error, TimeoutError) else as_api_error(error)
+                )
                 if silent:
                     raise problem from None
                 yield answer.encode(answer.failure(problem))
@@ -415,16 +447,22 @@ def _is_recorded(request: web.Request, session: Session | None) -> bool:
 
 
 def _no_session() -> ApiError:
-    return ApiError(404, "requests need a session: use the base_url that was handed out", code="no_session")
+    return ApiError(
+        404, "requests need a session: use the base_url that was handed out", code="no_session"
+    )
 
 
 def _api_key(request: web.Request) -> str:
     """Return the API key: OpenAI's clients send it as a bearer token, Anthropic's in a header of its own."""
     headers = request.headers
-    return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
+    return (
+        headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
+    )
 
 
-async def _with_pings(stream: AsyncGenerator[Piece, None], deadline: float) -> AsyncGenerator[Piece | None, None]:
+async def _with_pings(
+    stream: AsyncGenerator[Piece, None], deadline: float
+) -> AsyncGenerator[Piece | None, None]:
     """Yield the stream's pieces, and None in every pause; raise TimeoutError after the deadline."""
     loop = asyncio.get_running_loop()
     step: asyncio.Future | None = None

@@ -56,7 +56,14 @@ class _Tool(ApiRequest):
     """A client tool; those that Anthropic's servers run have a ``type`` and are refused."""
 
     WITHOUT_EFFECT = frozenset(
-        {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples", "strict"}
+        {
+            "allowed_callers",
+            "cache_control",
+            "defer_loading",
+            "eager_input_streaming",
+            "input_examples",
+            "strict",
+        }
     )
 
     type: Literal["custom"] | None = None
@@ -122,7 +129,9 @@ class CountTokensRequest(ApiRequest):
     def _roles(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for message in value:
             if message.get("role") not in ("user", "assistant", "system"):
-                raise ValueError(f"role {message.get('role')!r} is none of 'user', 'assistant' and 'system'")
+                raise ValueError(
+                    f"role {message.get('role')!r} is none of 'user', 'assistant' and 'system'"
+                )
         return value
 
     def chat_fields(self) -> dict[str, Any]:
@@ -204,7 +213,9 @@ class MessagesAnswer(ApiAnswer):
         if piece.reasoning and self._shows_thinking:
             if self._open is not None:
                 yield self._end()
-            yield from self._block({"type": "thinking", "thinking": piece.reasoning, "signature": ""})
+            yield from self._block(
+                {"type": "thinking", "thinking": piece.reasoning, "signature": ""}
+            )
         if piece.text:
             if self._open is None:
                 yield self._start({"type": "text", "text": ""})
@@ -233,8 +244,15 @@ class MessagesAnswer(ApiAnswer):
     def _shows_thinking(self) -> bool:
         return self._request.thinking is not None and self._request.thinking.type != "disabled"
 
-    def _message(self, content: list[dict[str, Any]], stop: Mapping[str, Any], usage: Any) -> dict[str, Any]:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._request.model}
+    def _message(
+        self, content: list[dict[str, Any]], stop: Mapping[str, Any], usage: Any
+    ) -> dict[str, Any]:
+        head = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._request.model,
+        }
         return {**head, "content": content, **stop, "usage": usage}
 
     def _content(self, turn: RecordedTurn) -> list[dict[str, Any]]:
@@ -278,7 +296,12 @@ class MessagesAnswer(ApiAnswer):
         return {"type": "content_block_stop", "index": self._blocks - 1}
 
 
-_NO_USAGE = {"input_tokens": 0, "output_tokens": 0, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+_NO_USAGE = {
+    "input_tokens": 0,
+    "output_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "cache_creation_input_tokens": 0,
+}
 
 
 def _usage(turn: RecordedTurn) -> dict[str, int]:

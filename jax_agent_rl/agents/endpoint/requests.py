@@ -53,12 +53,23 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: bool = False
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.retry = retry
-        error = {"message": message, "type": _ERRORS.get(status, "server_error"), "param": param, "code": code}
+        error = {
+            "message": message,
+            "type": _ERRORS.get(status, "server_error"),
+            "param": param,
+            "code": code,
+        }
         self.body: dict[str, Any] = {"error": error}
 
 
@@ -94,7 +105,9 @@ class ApiRequest(BaseModel):
         for name, instead in cls.REFUSED.items():
             if name in parameters and parameters[name] not in _NEUTRAL:
                 raise PydanticCustomError(
-                    REFUSED, "{name} is not supported; {instead}", {"name": name, "instead": instead}
+                    REFUSED,
+                    "{name} is not supported; {instead}",
+                    {"name": name, "instead": instead},
                 )
 
         known = cls.model_fields.keys() | cls.WITHOUT_EFFECT | cls.REFUSED.keys()
@@ -107,7 +120,9 @@ def _warn_of_unknown(kind: str, name: str) -> None:
     if (kind, name) in _warned or len(_warned) >= _MAX_WARNINGS:
         return
     _warned.add((kind, name))
-    logger.warning("a client sends the parameter %.80r of %s, which is not known here and ignored", name, kind)
+    logger.warning(
+        "a client sends the parameter %.80r of %s, which is not known here and ignored", name, kind
+    )
 
 
 class _StreamOptions(ApiRequest):
@@ -244,8 +259,14 @@ class ChatRequest(_Sampled):
     def _functions(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         for tool in value or ():
             function = tool.get("function")
-            if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
-                raise ValueError(f'needs {{"type": "function", "function": {{"name": …}}}}, got {tool!r:.120}')
+            if (
+                tool.get("type") != "function"
+                or not isinstance(function, dict)
+                or not function.get("name")
+            ):
+                raise ValueError(
+                    f'needs {{"type": "function", "function": {{"name": …}}}}, got {tool!r:.120}'
+                )
         return value
 
     @field_validator("tool_choice")
@@ -262,17 +283,25 @@ class ChatRequest(_Sampled):
     @classmethod
     def _no_alternatives(cls, value: int | None) -> int | None:
         if value:
-            raise ValueError("is not supported: log-probs are those of the sampled tokens alone; leave it out")
+            raise ValueError(
+                "is not supported: log-probs are those of the sampled tokens alone; leave it out"
+            )
         return value
 
     @field_validator("response_format")
     @classmethod
     def _format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         match value:
-            case None | {"type": "text" | "json_object"} | {"type": "json_schema", "json_schema": {"schema": dict()}}:
+            case (
+                None
+                | {"type": "text" | "json_object"}
+                | {"type": "json_schema", "json_schema": {"schema": dict()}}
+            ):
                 return value
             case {"type": "json_schema"}:
-                raise ValueError('needs {"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}')
+                raise ValueError(
+                    'needs {"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}'
+                )
         raise ValueError(f"type {value.get('type')!r} is none of text, json_object and json_schema")
 
     @property
@@ -310,7 +339,9 @@ class ChatRequest(_Sampled):
 class CompletionRequest(_Sampled):
     """``POST /v1/completions``: text or ids, one prompt or several."""
 
-    prompt: Annotated[str | _Ids | Annotated[list[str], Field(fail_fast=True)] | _ListOfIds, Field(min_length=1)]
+    prompt: Annotated[
+        str | _Ids | Annotated[list[str], Field(fail_fast=True)] | _ListOfIds, Field(min_length=1)
+    ]
     max_tokens: Annotated[int, Field(ge=1)] = 16
     logprobs: Literal[0, 1] | bool | None = None
     echo: Literal[False] | None = None
@@ -375,7 +406,9 @@ def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) 
         vocab_size = context.codec.vocab_size
         for token_id in prompt:
             if not 0 <= token_id < vocab_size:
-                message = f"prompt has the id {token_id}; those of this model are 0 to {vocab_size - 1}"
+                message = (
+                    f"prompt has the id {token_id}; those of this model are 0 to {vocab_size - 1}"
+                )
                 raise ApiError(400, message, param="prompt")
 
 
@@ -402,7 +435,9 @@ def check_sampling(sampling: SamplingParams, engines: Iterable[Capabilities]) ->
             raise ApiError(400, "stop is not supported by this engine; leave it out", param="stop")
 
 
-def check_structure(asked: ChatRequest | CompletionRequest, engines: Iterable[Capabilities]) -> bool:
+def check_structure(
+    asked: ChatRequest | CompletionRequest, engines: Iterable[Capabilities]
+) -> bool:
     """Return whether a request demands structured output.
 
     Raises:
@@ -410,7 +445,9 @@ def check_structure(asked: ChatRequest | CompletionRequest, engines: Iterable[Ca
     """
     param = _structure_param(asked)
     if param is not None and not all(able.grammars for able in engines):
-        raise ApiError(400, f"{param}: this engine cannot follow a grammar; ask for it in words", param=param)
+        raise ApiError(
+            400, f"{param}: this engine cannot follow a grammar; ask for it in words", param=param
+        )
     return param is not None
 
 
@@ -481,5 +518,7 @@ def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _too_long(param: str, context: AgentContext) -> ApiError:
-    message = f"{param} cannot fit into a context of {context.longest} ids; shorten the conversation"
+    message = (
+        f"{param} cannot fit into a context of {context.longest} ids; shorten the conversation"
+    )
     return ApiError(400, message, code="context_length_exceeded", param=param)

@@ -106,7 +106,9 @@ class ResponsesRequest(ApiRequest):
     @classmethod
     def _available(cls, value: list[str] | None) -> list[str] | None:
         if "message.output_text.logprobs" in (value or ()):
-            raise ValueError("log-probs are in the answers of /v1/chat/completions alone; leave them out")
+            raise ValueError(
+                "log-probs are in the answers of /v1/chat/completions alone; leave them out"
+            )
         return value
 
     def chat_fields(self, history: Sequence[Message]) -> dict[str, Any]:
@@ -126,7 +128,9 @@ class ResponsesRequest(ApiRequest):
             "top_p": self.top_p,
             "stream": self.stream,
             "chat_template_kwargs": self.chat_template_kwargs,
-            "response_format": nested_schema(self.text.format) if self.text and self.text.format else None,
+            "response_format": nested_schema(self.text.format)
+            if self.text and self.text.format
+            else None,
         }
 
 
@@ -154,7 +158,11 @@ class ResponsesAnswer(ApiAnswer):
         previous = request.previous_response_id
         if previous is not None:
             if stored is None or previous not in stored:
-                where = "in this session" if stored is not None else "outside sessions, where none is stored"
+                where = (
+                    "in this session"
+                    if stored is not None
+                    else "outside sessions, where none is stored"
+                )
                 raise ApiError(
                     400,
                     f"there is no response {previous!r} {where}; send the conversation as input items",
@@ -233,7 +241,9 @@ class ResponsesAnswer(ApiAnswer):
             reply["tool_calls"] = tool_calls(turn.reply)
         self._stored[self._id] = [*self._history, reply]
 
-    def _response(self, codec: ChatCodec, items: list[dict[str, Any]], turn: RecordedTurn | None) -> dict[str, Any]:
+    def _response(
+        self, codec: ChatCodec, items: list[dict[str, Any]], turn: RecordedTurn | None
+    ) -> dict[str, Any]:
         """Return the ``response`` object; ``turn`` is None while it is sampled."""
         request = self._request
         status = "completed"
@@ -290,17 +300,25 @@ class ResponsesAnswer(ApiAnswer):
             self._message_id = f"msg_{uuid.uuid4().hex}"
             item = _message_item("", self._message_id) | {"status": "in_progress", "content": []}
             yield self._added(item)
-            yield self._event("response.content_part.added", part=_text_part(""), **self._part_indices())
+            yield self._event(
+                "response.content_part.added", part=_text_part(""), **self._part_indices()
+            )
         if text:
             self._text += text
-            yield self._event("response.output_text.delta", delta=text, logprobs=[], **self._part_indices())
+            yield self._event(
+                "response.output_text.delta", delta=text, logprobs=[], **self._part_indices()
+            )
 
     def _message_done(self) -> Iterator[dict[str, Any]]:
         if self._text is None:
             return
         item = _message_item(self._text, self._message_id)
-        yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._part_indices())
-        yield self._event("response.content_part.done", part=item["content"][0], **self._part_indices())
+        yield self._event(
+            "response.output_text.done", text=self._text, logprobs=[], **self._part_indices()
+        )
+        yield self._event(
+            "response.content_part.done", part=item["content"][0], **self._part_indices()
+        )
         yield self._done(item)
         self._text = None
 
@@ -312,7 +330,12 @@ class ResponsesAnswer(ApiAnswer):
         indices = {"item_id": item["id"], "output_index": len(self._items)}
         yield self._added(item | {"arguments": "", "status": "in_progress"})
         yield self._event("response.function_call_arguments.delta", delta=arguments, **indices)
-        yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **indices)
+        yield self._event(
+            "response.function_call_arguments.done",
+            arguments=arguments,
+            name=item["name"],
+            **indices,
+        )
         yield self._done(item)
 
 
@@ -337,7 +360,10 @@ def _reasoning_tokens(codec: ChatCodec, turn: RecordedTurn) -> int:
 def _usage(codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
     return {
         "input_tokens": len(turn.prompt_ids),
-        "input_tokens_details": {"cached_tokens": turn.output.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": turn.output.cached_tokens,
+            "cache_write_tokens": 0,
+        },
         "output_tokens": len(turn.output.token_ids),
         "output_tokens_details": {"reasoning_tokens": _reasoning_tokens(codec, turn)},
         "total_tokens": len(turn.context_ids),
@@ -379,7 +405,9 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     # In the client's order, which the prompt shows.
-    function = {key: value for key, value in tool.items() if key in ("name", "description", "parameters")}
+    function = {
+        key: value for key, value in tool.items() if key in ("name", "description", "parameters")
+    }
     return {"type": "function", "function": function}
 
 
@@ -398,15 +426,21 @@ def _chat_messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         if kind == "function_call_output":
             output = item.get("output")
             content = output if isinstance(output, str) else _parts(output, number)
-            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": content})
+            messages.append(
+                {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": content}
+            )
             previous_kind = ""
             continue
         if kind == "message" and item.get("role") != "assistant":
-            messages.append({"role": item.get("role"), "content": _parts(item.get("content"), number)})
+            messages.append(
+                {"role": item.get("role"), "content": _parts(item.get("content"), number)}
+            )
             previous_kind = ""
             continue
         if kind not in ("message", "function_call", "reasoning"):
-            raise ApiError(400, f"input[{number}]: items of type {kind!r} are not supported", param="input")
+            raise ApiError(
+                400, f"input[{number}]: items of type {kind!r} are not supported", param="input"
+            )
 
         starts_turn = previous_kind == "" or (kind == "message" and previous_kind == "message")
         if starts_turn:
@@ -437,7 +471,9 @@ def _parts(content: Any, number: int) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
-        raise ApiError(400, f"input[{number}]: content must be text or a list of parts", param="input")
+        raise ApiError(
+            400, f"input[{number}]: content must be text or a list of parts", param="input"
+        )
     return [_part(part) for part in content]
 
 
@@ -448,5 +484,8 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "refusal":
         return {"type": "text", "text": part.get("refusal")}
     if kind == "input_image":
-        return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
+        return {
+            "type": "image_url",
+            "image_url": {"url": part.get("image_url"), "detail": part.get("detail")},
+        }
     return dict(part)

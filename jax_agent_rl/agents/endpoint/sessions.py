@@ -17,7 +17,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, CompletionRequest, grammar_of
+from jax_agent_rl.agents.endpoint.requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    grammar_of,
+)
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.reply import ReplyPart, ToolCall
@@ -59,7 +64,9 @@ class Session:
         if self.api_key is None:
             return
         if not hmac.compare_digest(self.api_key.encode(), key.encode()):
-            raise ApiError(401, "the API key does not belong to this session", code="invalid_api_key")
+            raise ApiError(
+                401, "the API key does not belong to this session", code="invalid_api_key"
+            )
 
     def sampling_for(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
         """Return how to sample one request; the recorder derives each choice's seed.
@@ -72,7 +79,9 @@ class Session:
         if request.limit is not None:
             max_tokens = min(max_tokens, request.limit)
         try:
-            sampling = replace(self.sampling, max_tokens=max_tokens, stop=request.stops, grammar=grammar)
+            sampling = replace(
+                self.sampling, max_tokens=max_tokens, stop=request.stops, grammar=grammar
+            )
         except ValueError as error:
             raise ApiError(400, str(error), param="stop") from None
         if not self.free_sampling:
@@ -128,7 +137,9 @@ class SessionStore:
             ApiError: there are too many.
         """
         if len(self._sessions) >= self._max:
-            raise ApiError(429, f"there are {len(self._sessions)} sessions, the maximum; end some", retry=True)
+            raise ApiError(
+                429, f"there are {len(self._sessions)} sessions, the maximum; end some", retry=True
+            )
         session.last_used = self._clock()
         self._sessions[session.session_id] = session
 
@@ -144,7 +155,9 @@ class SessionStore:
             session.check_key(key)
             session.last_used = self._clock()
         elif self._create is None:
-            raise ApiError(404, f"there is no session {session_id!r}; it may be over", code="session_not_found")
+            raise ApiError(
+                404, f"there is no session {session_id!r}; it may be over", code="session_not_found"
+            )
         return session
 
     def with_key(self, key: str) -> Session | None:
@@ -327,7 +340,9 @@ async def pieces(
                 yield event
                 continue
             if event.cancelled():
-                raise ApiError(503, "the session ended while the request was running", code="session_ended")
+                raise ApiError(
+                    503, "the session ended while the request was running", code="session_ended"
+                )
             event.result()  # raises what the choice raised
             running -= 1
     finally:

@@ -40,7 +40,9 @@ class Parse(Protocol):
         thinking: whether the turn begins in a think block that the prompt opened; None: that is not known.
     """
 
-    def __call__(self, text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply: ...
+    def __call__(
+        self, text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None
+    ) -> Reply: ...
 
 
 def call_json(name: str, arguments: Mapping[str, Any]) -> str:
@@ -115,7 +117,9 @@ class Scanner:
         announces: the text of the noise after which there has to be a call; None: there is no such noise.
     """
 
-    def __init__(self, opening: str, read: Reader, *, noise: str | None = None, announces: str | None = None) -> None:
+    def __init__(
+        self, opening: str, read: Reader, *, noise: str | None = None, announces: str | None = None
+    ) -> None:
         patterns = [f"(?P<think>{ANY_THINK_TAG})", f"(?P<call>{opening})"]
         if noise:
             patterns.append(f"(?P<noise>{noise})")
@@ -123,7 +127,9 @@ class Scanner:
         self.read = read
         self.announces = announces
 
-    def parse(self, text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply:
+    def parse(
+        self, text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None
+    ) -> Reply:
         """Parse an assistant turn; ``tools`` is unused, see :class:`Parse`."""
         return Scan(self, thinking=thinking).read_to_end(text)
 
@@ -180,7 +186,9 @@ class Scan:
         """Read on, in a turn that grows up to ``limit`` and no call; None: it is whole."""
         while mark := self._scanner.marks.search(text, self._at):
             kind = mark.lastgroup if mark.lastgroup in ("think", "noise") else "call"
-            if limit is not None and (mark.end() > limit or kind == "call" and not self._state.inside):
+            if limit is not None and (
+                mark.end() > limit or kind == "call" and not self._state.inside
+            ):
                 limit = min(limit, mark.start())
                 break
             before = text[self._at : mark.start()]

@@ -58,7 +58,11 @@ HERMES = ToolFormat(
     call_end=CLOSE,
     example=f'{OPEN}\n{{"name": "<tool name>", "arguments": {{…}}}}\n{CLOSE}',
     markers=((OPEN, '"name"', '"arguments"'), (OPEN, '\\"name\\"', '\\"arguments\\"')),
-    syntaxes=(CallSyntax(before=f'{OPEN}\n{{"name": "NAME", "arguments": ', after=f"}}\n{CLOSE}", between="\n"),),
+    syntaxes=(
+        CallSyntax(
+            before=f'{OPEN}\n{{"name": "NAME", "arguments": ', after=f"}}\n{CLOSE}", between="\n"
+        ),
+    ),
 )
 
 _KEYS = ("parameters", "arguments")
@@ -89,7 +93,9 @@ def _is_call(value: object) -> bool:
 
 
 _LLAMA3_SCANNER = Scanner(
-    r"<\|python_tag\|>|<\|python_start\|>|(?:\A|(?<=</think>))\s*\{", _read_llama, noise=r"<\|python_end\|>"
+    r"<\|python_tag\|>|<\|python_start\|>|(?:\A|(?<=</think>))\s*\{",
+    _read_llama,
+    noise=r"<\|python_end\|>",
 )
 LLAMA3 = ToolFormat(
     name="llama3_json",
@@ -107,13 +113,23 @@ def _text_reader(target: tuple[str, str] | None) -> Reader:
     def read(text: str, opening: re.Match[str]) -> Read:
         value, end, problem = json_at(text, opening.end())
         close = skip_space(text, end)
-        if problem is None and isinstance(value, dict) and "name" in value and text.startswith(_TEXT_CLOSE, close):
+        if (
+            problem is None
+            and isinstance(value, dict)
+            and "name" in value
+            and text.startswith(_TEXT_CLOSE, close)
+        ):
             return Read([to_call(value)], close + len(_TEXT_CLOSE))
         end = resume_after(text, opening.end(), _TEXT_CLOSE, _TEXT_OPEN)
         if not text.endswith(_TEXT_CLOSE, 0, end):
             return Read([f"{_TEXT_OPEN} without {_TEXT_CLOSE}"], end)
         if target is None:
-            return Read([f'expected {{"name": …, "arguments": {{…}}}} between {_TEXT_OPEN} and {_TEXT_CLOSE}'], end)
+            return Read(
+                [
+                    f'expected {{"name": …, "arguments": {{…}}}} between {_TEXT_OPEN} and {_TEXT_CLOSE}'
+                ],
+                end,
+            )
         name, key = target
         value = text[opening.end() : end - len(_TEXT_CLOSE)].strip("\n")
         return Read([ToolCall(name=name, arguments={key: value})], end)
@@ -134,7 +150,9 @@ def _only_text_argument(tools: Sequence[Schema]) -> tuple[str, str] | None:
     return function["name"], needed[0]
 
 
-def _parse_text_tag(text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply:
+def _parse_text_tag(
+    text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None
+) -> Reply:
     scanner = Scanner(re.escape(_TEXT_OPEN), _text_reader(_only_text_argument(tools)))
     return scanner.parse(text, thinking=thinking)
 
@@ -142,12 +160,18 @@ def _parse_text_tag(text: str, tools: Sequence[Schema] = (), *, thinking: bool |
 TEXT_TAG = ToolFormat(
     name="text_tag",
     parse=_parse_text_tag,
-    scanner=Scanner(re.escape(_TEXT_OPEN), _text_reader(None)),  # streams are of turns without tools
+    scanner=Scanner(
+        re.escape(_TEXT_OPEN), _text_reader(None)
+    ),  # streams are of turns without tools
     call_end=_TEXT_CLOSE,
     example=f'{_TEXT_OPEN}{{"name": "<tool name>", "arguments": {{…}}}}{_TEXT_CLOSE}',
     write=lambda name, arguments: f"{_TEXT_OPEN}{call_json(name, arguments)}{_TEXT_CLOSE}",
     result="<result>\n{}\n</result>",
     syntaxes=(
-        CallSyntax(before=f'{_TEXT_OPEN}{{"name": "NAME", "arguments": ', after=f"}}{_TEXT_CLOSE}", between="\n"),
+        CallSyntax(
+            before=f'{_TEXT_OPEN}{{"name": "NAME", "arguments": ',
+            after=f"}}{_TEXT_CLOSE}",
+            between="\n",
+        ),
     ),
 )

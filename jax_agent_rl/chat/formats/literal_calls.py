@@ -39,9 +39,29 @@ _PYTHON_STRING = re.compile(
     r"""'''((?:[^\\']|\\.|'(?!''))*)'''|\"""((?:[^\\"]|\\.|"(?!""))*)\"""|'((?:[^\\'\n]|\\.)*)'|"((?:[^\\"\n]|\\.)*)\"""",
     re.DOTALL,
 )
-_ESCAPE = re.compile(r"\\(?:([\\'\"abfnrtv])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n))", re.DOTALL)
-_ESCAPED = {"\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
-_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_ESCAPE = re.compile(
+    r"\\(?:([\\'\"abfnrtv])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n))", re.DOTALL
+)
+_ESCAPED = {
+    "\\": "\\",
+    "'": "'",
+    '"': '"',
+    "a": "\a",
+    "b": "\b",
+    "f": "\f",
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+    "v": "\v",
+}
+_CONSTANTS = {
+    "True": True,
+    "False": False,
+    "None": None,
+    "true": True,
+    "false": False,
+    "null": None,
+}
 
 
 class LiteralError(ValueError):
@@ -234,7 +254,8 @@ def _call(source: Literals) -> ToolCall:
 
 
 _PYTHONIC_SCANNER = Scanner(
-    "|".join(map(re.escape, _TAGS)) + r"|(?:\A|(?<=</think>))\s*\[(?=\s*[A-Za-z_][\w.\-]*\()", _read_python
+    "|".join(map(re.escape, _TAGS)) + r"|(?:\A|(?<=</think>))\s*\[(?=\s*[A-Za-z_][\w.\-]*\()",
+    _read_python,
 )
 PYTHONIC = ToolFormat(
     name="pythonic",

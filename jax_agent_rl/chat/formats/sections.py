@@ -57,7 +57,11 @@ class SectionReader:
     """
 
     def __init__(
-        self, head: str, end: str, to_call: Callable[[re.Match[str], dict[str, Any]], ToolCall], marks: Sequence[str]
+        self,
+        head: str,
+        end: str,
+        to_call: Callable[[re.Match[str], dict[str, Any]], ToolCall],
+        marks: Sequence[str],
     ) -> None:
         self._head = re.compile(head)
         self._end = re.compile(r"\s*" + end)
@@ -67,13 +71,17 @@ class SectionReader:
     def __call__(self, text: str, opening: re.Match[str]) -> Read:
         head = self._head.match(text, opening.end())
         if head is None:
-            return self._broken(text, opening.end(), f"expected a tool's name after {opening.group()}")
+            return self._broken(
+                text, opening.end(), f"expected a tool's name after {opening.group()}"
+            )
         arguments, end = arguments_at(text, head.end(), self._end)
         close = self._end.match(text, end)
         if isinstance(arguments, str):
             return self._broken(text, end, arguments)
         if close is None:
-            return self._broken(text, end, f"unexpected text after the arguments: {text[end : end + 40]!r}")
+            return self._broken(
+                text, end, f"unexpected text after the arguments: {text[end : end + 40]!r}"
+            )
         return Read([self._to_call(head, arguments)], close.end())
 
     def _broken(self, text: str, at: int, problem: str) -> Read:
@@ -124,7 +132,8 @@ KIMI = _section_format(
     '{"KEY": VALUE}<|tool_call_end|><|tool_calls_section_end|>',
     markers=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
     syntax=CallSyntax(  # one call, as they are numbered
-        before="<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", after="<|tool_call_end|>"
+        before="<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
+        after="<|tool_call_end|>",
     ),
 )
 
@@ -154,12 +163,17 @@ DEEPSEEK_V31 = _section_format(
     opening="<｜tool▁call▁begin｜>",
     section=_DEEPSEEK_SECTION,
     read=SectionReader(
-        r"(?P<name>[^\n<>]+)<｜tool▁sep｜>", re.escape("<｜tool▁call▁end｜>"), _plain_call, _DEEPSEEK_MARKS
+        r"(?P<name>[^\n<>]+)<｜tool▁sep｜>",
+        re.escape("<｜tool▁call▁end｜>"),
+        _plain_call,
+        _DEEPSEEK_MARKS,
     ),
     example='<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"KEY": VALUE}<｜tool▁call▁end｜>'
     "<｜tool▁calls▁end｜>",
     markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-    syntax=CallSyntax(before="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", after="<｜tool▁call▁end｜>", between=""),
+    syntax=CallSyntax(
+        before="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", after="<｜tool▁call▁end｜>", between=""
+    ),
 )
 
 _TOOL_CALLS = "[TOOL_CALLS]"
@@ -181,7 +195,13 @@ def _read_mistral(text: str, opening: re.Match[str]) -> Read:
         if problem is None and not values:
             problem = f"no call after {_TOOL_CALLS}"
         if problem is None:
-            return Read([_with_id(to_call(v), v.get("id") if isinstance(v, dict) else None) for v in values], end)
+            return Read(
+                [
+                    _with_id(to_call(v), v.get("id") if isinstance(v, dict) else None)
+                    for v in values
+                ],
+                end,
+            )
     elif head := _MISTRAL_HEAD.match(text, at):
         value, end, problem = json_at(text, head.end())
         if problem is None:
@@ -200,7 +220,13 @@ MISTRAL = ToolFormat(
     markers=((_TOOL_CALLS,),),
     syntaxes=(
         CallSyntax(before=f"{_TOOL_CALLS}NAME[ARGS]", after="", between="", needs="[ARGS]"),
-        CallSyntax(begin=f"{_TOOL_CALLS}[", before='{"name": "NAME", "arguments": ', after="}", between=", ", end="]"),
+        CallSyntax(
+            begin=f"{_TOOL_CALLS}[",
+            before='{"name": "NAME", "arguments": ',
+            after="}",
+            between=", ",
+            end="]",
+        ),
     ),
 )
 
@@ -213,7 +239,9 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-def _parse_harmony(text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply:
+def _parse_harmony(
+    text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None
+) -> Reply:
     """Parse a turn of Harmony, whose reasoning is a message of its own: no prompt opens it."""
     parts: list[ReplyPart] = []
     calls = 0
@@ -281,7 +309,11 @@ def _headless(text: str, *, is_header: bool) -> ReplyPart:
         is_header: it stands where a header begins.
     """
     if _RECIPIENT.search(text) and _CHANNEL.search(text):
-        return ReplyPart(kind="malformed", text=text, problem=f"a header that names a recipient, but no {_MESSAGE}")
+        return ReplyPart(
+            kind="malformed",
+            text=text,
+            problem=f"a header that names a recipient, but no {_MESSAGE}",
+        )
     header = _HEADER.search(text)
     if is_header:
         text = ""

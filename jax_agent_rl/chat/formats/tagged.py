@@ -75,7 +75,9 @@ class TaggedReader:
                 break
         if close := self._close.match(text, at):
             return Read(items or ["no tool is named"], close.end())
-        return self._broken(text, at, f"{self._tags.open}: expected {self._tags.close}, got {_shown(text, at)}")
+        return self._broken(
+            text, at, f"{self._tags.open}: expected {self._tags.close}, got {_shown(text, at)}"
+        )
 
     def _arguments(self, text: str, at: int) -> tuple[dict[str, str], int, str | None]:
         """Return the arguments from ``at``, where they end, and their problem."""
@@ -85,7 +87,11 @@ class TaggedReader:
             end = self._end_value.search(text, key.end())
             value = text[key.end() : end.start()] if end else ""
             if end is None or self._swallows_a_call(value):
-                return arguments, key.end(), f"argument {name[:40]!r} without {self._tags.end_value}"
+                return (
+                    arguments,
+                    key.end(),
+                    f"argument {name[:40]!r} without {self._tags.end_value}",
+                )
             if name in arguments:
                 return arguments, end.end(), f"argument {name[:40]!r} is given twice"
             arguments[name] = _unpadded(value) if self._tags.padded else value
@@ -114,10 +120,17 @@ def _shown(text: str, at: int) -> str:
     return repr(text[at : at + 40]) if at < len(text) else "the end"
 
 
-def _format(name: str, tags: Tags, *, example: str, markers: tuple[tuple[str, ...], ...]) -> ToolFormat:
+def _format(
+    name: str, tags: Tags, *, example: str, markers: tuple[tuple[str, ...], ...]
+) -> ToolFormat:
     scanner = Scanner(re.escape(tags.open), TaggedReader(tags))
     return ToolFormat(
-        name=name, parse=scanner.parse, scanner=scanner, example=example, markers=markers, call_end=tags.close
+        name=name,
+        parse=scanner.parse,
+        scanner=scanner,
+        example=example,
+        markers=markers,
+        call_end=tags.close,
     )
 
 

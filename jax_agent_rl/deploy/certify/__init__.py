@@ -26,7 +26,15 @@ from rich.text import Text
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.certify import kernels, speed, system
 from jax_agent_rl.deploy.certify.machine import Machine, load_config
-from jax_agent_rl.deploy.certify.report import Check, CheckOutcome, CheckResult, NotRunError, as_json, deviations, write
+from jax_agent_rl.deploy.certify.report import (
+    Check,
+    CheckOutcome,
+    CheckResult,
+    NotRunError,
+    as_json,
+    deviations,
+    write,
+)
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.progress import duration, print_line
 from jax_agent_rl.runtime import use_compilation_cache
@@ -35,14 +43,34 @@ from jax_agent_rl.runtime.policy import with_resolved_model
 from jax_agent_rl.utils.text import printable
 
 CHECKS = (
-    Check("collectives", "Exchanges between devices", system.check_collectives, system.COLLECTIVES, 60),
+    Check(
+        "collectives", "Exchanges between devices", system.check_collectives, system.COLLECTIVES, 60
+    ),
     Check("kernels", "Kernels against float64", kernels.check_kernels, kernels.CLAIM, 240),
-    Check("conformance", "Backends against the protocol", system.check_conformance, system.CONFORMANCE, 120),
+    Check(
+        "conformance",
+        "Backends against the protocol",
+        system.check_conformance,
+        system.CONFORMANCE,
+        120,
+    ),
     Check("peaks", "Peaks of the device", speed.check_peaks, speed.PEAKS, 20),
     Check("speed", "Speed beside plan and peaks", speed.check_speed, speed.IDEAL, 120),
     Check("memory", "Memory beside plan", speed.check_memory, speed.MEMORY, 30),
-    Check("agreement", "Engine and learner, per precision", system.check_agreement, system.AGREEMENT, 150),
-    Check("checkpoint", "Checkpoint written and restored", system.check_checkpoint, system.CHECKPOINT, 60),
+    Check(
+        "agreement",
+        "Engine and learner, per precision",
+        system.check_agreement,
+        system.AGREEMENT,
+        150,
+    ),
+    Check(
+        "checkpoint",
+        "Checkpoint written and restored",
+        system.check_checkpoint,
+        system.CHECKPOINT,
+        60,
+    ),
     Check("training", "A short training run", system.check_training, system.ACCOUNTING, 120),
 )
 """Checks in order: those that need the devices to themselves, those with a learner, and the training run."""
@@ -85,7 +113,9 @@ def run_command(
         scratch = Path(folder)
         config = load_config(file, overrides, scratch, devices=1)
         host = initialize(config.learner.multihost)
-        if file is None and jax.default_backend() != "cpu":  # whose simulated devices share its cores
+        if (
+            file is None and jax.default_backend() != "cpu"
+        ):  # whose simulated devices share its cores
             config = load_config(file, overrides, scratch, devices=jax.device_count())
         # The lines of the training run are not shown, so its warnings would stand alone.
         logging.getLogger("jax_agent_rl.agents").setLevel(logging.ERROR)
@@ -107,7 +137,9 @@ def select_checks(only: Collection[str]) -> list[Check]:
     """
     names = [check.name for check in CHECKS]
     if unknown := sorted(set(only) - set(names)):
-        raise ConfigError(f"--only {' '.join(unknown)}: there is no such check; there are {', '.join(names)}")
+        raise ConfigError(
+            f"--only {' '.join(unknown)}: there is no such check; there are {', '.join(names)}"
+        )
     return [check for check in CHECKS if not only or check.name in only]
 
 
@@ -115,7 +147,11 @@ def _certify(
     config: Config, checks: Sequence[Check], scratch: Path, console: Console, command: str
 ) -> Iterator[dict[str, Any]]:
     """Run checks, print a line for each, and yield the report so far after each."""
-    machine, date, begin = Machine(config, scratch, clock=time.perf_counter), datetime.now(UTC), time.perf_counter()
+    machine, date, begin = (
+        Machine(config, scratch, clock=time.perf_counter),
+        datetime.now(UTC),
+        time.perf_counter(),
+    )
     about = machine.describe()
     console.print(
         f"{about['devices']} x {about['device']} ({about['platform']}), {about['model']}: {len(checks)} checks",
@@ -150,7 +186,10 @@ def run_checks(machine: Machine, checks: Collection[Check]) -> Iterator[CheckRes
         except Exception as error:  # whatever this machine does to it: the other checks still run
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{where.name}, line {where.lineno} of {Path(where.filename).name}"
-            result.outcome, result.reason = CheckOutcome.FAILED, f"{type(error).__name__}: {error} ({place})"
+            result.outcome, result.reason = (
+                CheckOutcome.FAILED,
+                f"{type(error).__name__}: {error} ({place})",
+            )
         result.seconds = machine.clock() - result.begin
         yield result
 
@@ -159,7 +198,9 @@ def _print_result(result: CheckResult, console: Console) -> None:
     """Print a check's line, and one for each deviation with the claim that it concerns."""
     line = Text(f"{result.outcome:<10}  ", style=_STYLES[result.outcome])
     line.append(f"{result.check.name}: ", style="bold")
-    line.append(f"{len(result.measurements)} measured in {duration(result.seconds)}", style="default")
+    line.append(
+        f"{len(result.measurements)} measured in {duration(result.seconds)}", style="default"
+    )
     reasons = [result.reason] if result.outcome is CheckOutcome.NOT_RUN else []
     if len(result.left_out) > 1:
         reasons.append(f"{len(result.left_out)} parts were not run, see the report")

@@ -30,7 +30,8 @@ from jax_agent_rl.models.moe import grouped_product
 from jax_agent_rl.models.tree_kernel import TreeMask
 
 CLAIM = Claim(
-    page="docs/engine.md", text="Every kernel computes what float64 numpy does, to rounding, forward and backward."
+    page="docs/engine.md",
+    text="Every kernel computes what float64 numpy does, to rounding, forward and backward.",
 )
 LIMITS = {"float32": 2e-5, "tf32": 5e-3, "bfloat16": 2e-2}
 """Largest relative error by the precision of products; gradients, which multiply twice, may have four times as much."""
@@ -61,8 +62,16 @@ def check_kernels(machine: Machine, record: CheckResult) -> None:
     for kind in KINDS:
         dtype = "bfloat16" if kind == "bfloat16" else "float32"
         parts += [
-            (f"decode attention, {kind} cache", dtype, functools.partial(decode_errors, machine, kind, heads)),
-            (f"attention of prompt chunks, {kind} cache", dtype, functools.partial(chunk_errors, kind, heads)),
+            (
+                f"decode attention, {kind} cache",
+                dtype,
+                functools.partial(decode_errors, machine, kind, heads),
+            ),
+            (
+                f"attention of prompt chunks, {kind} cache",
+                dtype,
+                functools.partial(chunk_errors, kind, heads),
+            ),
         ]
     for name, dtype, errors in parts:
         if not record.has_time(name):
@@ -83,7 +92,11 @@ def attend(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return softmax(q k.T) v of one head, [n, h], and the softmax's weights [n, m]."""
     scores = np.where(visible, q @ k.T, -np.inf)
-    peak = scores.max(axis=1, keepdims=True) if sink is None else np.maximum(scores.max(axis=1, keepdims=True), sink)
+    peak = (
+        scores.max(axis=1, keepdims=True)
+        if sink is None
+        else np.maximum(scores.max(axis=1, keepdims=True), sink)
+    )
     weights = np.exp(scores - peak)
     total = weights.sum(axis=1, keepdims=True) + (0 if sink is None else np.exp(sink - peak))
     return weights / total @ v, weights / total
@@ -120,12 +133,26 @@ def cached_pages(kind: str, head: int, page: int) -> tuple[LayerKV, np.ndarray, 
     """Return a cache, the pages of each slot, and their positions: at a page's begin and end, and within one."""
     count = 1 + SLOTS * COUNT
     keys, values = drawn(1, count, KV_HEADS, head, page), drawn(2, count, KV_HEADS, page, head)
-    pages = np.random.default_rng(3).permutation(np.arange(1, count)).reshape(SLOTS, COUNT).astype(np.int32)
-    return to_cache(keys, values, DTYPES.get(kind, kind)), pages, np.array([page, 2 * page - 1, 2 * page + 7], np.int32)
+    pages = (
+        np.random.default_rng(3)
+        .permutation(np.arange(1, count))
+        .reshape(SLOTS, COUNT)
+        .astype(np.int32)
+    )
+    return (
+        to_cache(keys, values, DTYPES.get(kind, kind)),
+        pages,
+        np.array([page, 2 * page - 1, 2 * page + 7], np.int32),
+    )
 
 
 def decoded(
-    q: np.ndarray, cached: LayerKV, pages: np.ndarray, positions: np.ndarray, sinks: Any, window: int | None
+    q: np.ndarray,
+    cached: LayerKV,
+    pages: np.ndarray,
+    positions: np.ndarray,
+    sinks: Any,
+    window: int | None,
 ) -> np.ndarray:
     """Return [B, K, G, h] of slots whose tokens are in their pages."""
     keys, values = stored(cached)
@@ -137,7 +164,9 @@ def decoded(
         visible = (distance >= 0) & (distance < (window or len(own_keys)))
         for query in range(q.shape[2]):
             sink = None if sinks is None else float(sinks[head, query])
-            out[slot, head, query] = attend(q[slot, head, query][None], own_keys, own_values, visible[None], sink)[0]
+            out[slot, head, query] = attend(
+                q[slot, head, query][None], own_keys, own_values, visible[None], sink
+            )[0]
     return out
 
 
@@ -147,8 +176,13 @@ def with_token(cached: LayerKV, new: LayerKV, pages: np.ndarray, positions: np.n
     def write(axis: int, old: jax.Array, one: jax.Array) -> np.ndarray:
         changed = np.array(old)
         for slot, position in enumerate(positions):
-            place, within = pages[slot, position // cached.keys.shape[3]], position % cached.keys.shape[3]
-            changed[(place, *[slice(None)] * (axis - 1), within)] = np.asarray(one[slot]).squeeze(axis - 1)
+            place, within = (
+                pages[slot, position // cached.keys.shape[3]],
+                position % cached.keys.shape[3],
+            )
+            changed[(place, *[slice(None)] * (axis - 1), within)] = np.asarray(one[slot]).squeeze(
+                axis - 1
+            )
         return changed
 
     return cached.by_position(write, new)
@@ -156,7 +190,9 @@ def with_token(cached: LayerKV, new: LayerKV, pages: np.ndarray, positions: np.n
 
 def in_rows(cached: LayerKV, pages: Any, positions: Any) -> LayerKV:
     """Return the slots' pages as rows, as engines without paged kernels read them."""
-    return gather_pages(KVCache((cached,)), jnp.asarray(pages), jnp.asarray(positions) + 1).layers[0]
+    return gather_pages(KVCache((cached,)), jnp.asarray(pages), jnp.asarray(positions) + 1).layers[
+        0
+    ]
 
 
 def decode_errors(machine: Machine, kind: str, heads: Sequence[int]) -> Errors:
@@ -168,12 +204,19 @@ def decode_errors(machine: Machine, kind: str, heads: Sequence[int]) -> Errors:
         window, sinks = (page + 5, drawn(6, KV_HEADS, GROUP)) if limited else (None, None)
         cached, pages, positions = cached_pages(kind, head, page)
         q = drawn(4, SLOTS, KV_HEADS, GROUP, head, dtype=dtype) / head**0.5
-        k, v = drawn(5, SLOTS, KV_HEADS, head, dtype=dtype), drawn(7, SLOTS, KV_HEADS, head, dtype=dtype)
-        written = with_token(cached, to_cache(k[..., None], v[:, :, None], cached.keys.dtype), pages, positions)
+        k, v = (
+            drawn(5, SLOTS, KV_HEADS, head, dtype=dtype),
+            drawn(7, SLOTS, KV_HEADS, head, dtype=dtype),
+        )
+        written = with_token(
+            cached, to_cache(k[..., None], v[:, :, None], cached.keys.dtype), pages, positions
+        )
         wanted = decoded(double(q), written, pages, positions, sinks, window)
 
         @jax.jit
-        def run(q: Any, cached: LayerKV, new: Any, sinks: Any, pages: Any = pages, at: Any = positions) -> Any:
+        def run(
+            q: Any, cached: LayerKV, new: Any, sinks: Any, pages: Any = pages, at: Any = positions
+        ) -> Any:
             decode = functools.partial(attention.decode_attention, window=window)  # noqa: B023
             if machine.platform == "tpu":
                 return decode(q, cached, new, jnp.asarray(at), jnp.asarray(pages), sinks)
@@ -182,7 +225,9 @@ def decode_errors(machine: Machine, kind: str, heads: Sequence[int]) -> Errors:
         out, after = run(q, cached, (k, v), sinks)
         kept, expected = stored(after), stored(written)
         if machine.platform != "tpu":
-            expected = stored(jax.jit(in_rows)(jax.tree.map(jnp.asarray, written), pages, positions))
+            expected = stored(
+                jax.jit(in_rows)(jax.tree.map(jnp.asarray, written), pages, positions)
+            )
         what = f"head {head}, page {page}{', window, sinks' if limited else ''}"
         yield what, relative(out, wanted)
         yield f"{what}, what is written", max(map(relative, kept, expected))
@@ -195,14 +240,19 @@ def cpu_decode_errors(heads: Iterable[int]) -> Errors:
         cached, pages, positions = cached_pages("float32", head, page)
         qkv = drawn(8, KV_HEADS, GROUP + 2, head, SLOTS)
         k, v = qkv[:, GROUP].transpose(2, 0, 1), qkv[:, GROUP + 1].transpose(2, 0, 1)
-        written = with_token(cached, to_cache(k[..., None], v[:, :, None], jnp.dtype("float32")), pages, positions)
+        written = with_token(
+            cached, to_cache(k[..., None], v[:, :, None], jnp.dtype("float32")), pages, positions
+        )
         q = double(qkv[:, :GROUP]).transpose(3, 0, 1, 2) * model.score_scale
         wanted = decoded(q, written, pages, positions, None, None)
         unturned = jnp.ones((head // 2, SLOTS)), jnp.zeros((head // 2, SLOTS))
         run = jax.jit(functools.partial(cpu_kernels.decode_attention, model))
         out, after = run(qkv, cached, jnp.asarray(positions), jnp.asarray(pages), unturned)
         yield f"head {head}, page {page}", relative(out.transpose(3, 0, 1, 2), wanted)
-        yield f"head {head}, page {page}, what is written", max(map(relative, stored(after), stored(written)))
+        yield (
+            f"head {head}, page {page}, what is written",
+            max(map(relative, stored(after), stored(written))),
+        )
 
 
 def cpu_product_errors() -> Errors:
@@ -212,15 +262,21 @@ def cpu_product_errors() -> Errors:
         weight, x = drawn(1, 2, 192, 576), drawn(2, 576, columns)
         gate, up = double(weight) @ double(x)
         run, gated = (
-            jax.jit(functools.partial(one, model)) for one in (cpu_kernels.product, cpu_kernels.gated_product)
+            jax.jit(functools.partial(one, model))
+            for one in (cpu_kernels.product, cpu_kernels.gated_product)
         )
         yield f"{columns} columns", relative(run(weight, x), np.stack([gate, up]))
-        yield f"{columns} columns, gated", relative(gated(weight, x), gate / (1 + np.exp(-gate)) * up)
+        yield (
+            f"{columns} columns, gated",
+            relative(gated(weight, x), gate / (1 + np.exp(-gate)) * up),
+        )
 
 
 def _model(**fields: Any) -> DecoderConfig:
     """Return a model of which kernels read a few fields."""
-    sizes: dict[str, Any] = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), 8)
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "head_dim"), 8
+    )
     sizes |= dict.fromkeys(("num_layers", "num_heads", "num_kv_heads"), 1)
     return DecoderConfig(**{**sizes, "tie_word_embeddings": True, "eos_token_ids": (0,), **fields})
 
@@ -232,10 +288,16 @@ def chunk_errors(kind: str, heads: Iterable[int]) -> Errors:
     for head, window in itertools.product(heads, (None, 60)):
         rows = len(starts)
         keep = DTYPES.get(kind, kind)
-        cached = to_cache(drawn(1, rows, KV_HEADS, head, length), drawn(2, rows, KV_HEADS, length, head), keep)
-        new = to_cache(drawn(3, rows, KV_HEADS, head, count), drawn(4, rows, KV_HEADS, count, head), keep)
+        cached = to_cache(
+            drawn(1, rows, KV_HEADS, head, length), drawn(2, rows, KV_HEADS, length, head), keep
+        )
+        new = to_cache(
+            drawn(3, rows, KV_HEADS, head, count), drawn(4, rows, KV_HEADS, count, head), keep
+        )
         q = drawn(5, KV_HEADS, GROUP, head, rows, count, dtype=dtype) / head**0.5
-        out = jax.jit(functools.partial(attention.chunk_attention, window=window))(q, cached, new, starts)
+        out = jax.jit(functools.partial(attention.chunk_attention, window=window))(
+            q, cached, new, starts
+        )
         (keys, values), (own_keys, own_values), queries = stored(cached), stored(new), double(q)
         wanted = np.zeros(queries.shape)
         for row, kv_head in itertools.product(range(rows), range(KV_HEADS)):
@@ -245,7 +307,9 @@ def chunk_errors(kind: str, heads: Iterable[int]) -> Errors:
             distance = start + np.arange(count)[:, None] - np.arange(start + count)
             visible = (distance >= 0) & (distance < (window or start + count))
             for query in range(GROUP):
-                wanted[kv_head, query, :, row] = attend(queries[kv_head, query, :, row].T, k, v, visible)[0].T
+                wanted[kv_head, query, :, row] = attend(
+                    queries[kv_head, query, :, row].T, k, v, visible
+                )[0].T
         yield f"head {head}{'' if window is None else ', window'}", relative(out, wanted)
 
 
@@ -261,7 +325,10 @@ def tree_errors(dtype: str, heads: Iterable[int]) -> Errors:
     depths[branch:] -= branch - trunk
     place = np.arange(count)
     for head, window in itertools.product(heads, (None, 60)):
-        q, d_out = (drawn(seed, 1, KV_HEADS * GROUP, count, head, dtype=dtype) / head**0.5 for seed in (1, 2))
+        q, d_out = (
+            drawn(seed, 1, KV_HEADS * GROUP, count, head, dtype=dtype) / head**0.5
+            for seed in (1, 2)
+        )
         k, v = (drawn(seed, 1, KV_HEADS, count, head, dtype=dtype) for seed in (3, 4))
         limit = None if window is None else jnp.int32(window)
         mask = TreeMask(jnp.asarray(ends[None]), jnp.asarray(depths[None]), limit)
@@ -285,7 +352,9 @@ def tree_errors(dtype: str, heads: Iterable[int]) -> Errors:
             wanted[2][0, kv] += d_scores.T @ own
             wanted[3][0, kv] += weights.T @ d[0, one]
         what = f"head {head}{'' if window is None else ', window'}"
-        for name, found, expected in zip(("output", "d q", "d k", "d v"), run(q, k, v, d_out), wanted, strict=True):
+        for name, found, expected in zip(
+            ("output", "d q", "d k", "d v"), run(q, k, v, d_out), wanted, strict=True
+        ):
             yield f"{name}, {what}", relative(found, expected)
 
 
@@ -298,7 +367,9 @@ def logprob_errors(dtype: str) -> Errors:
 
     @jax.jit
     def run(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, ...]:
-        made: Any = jax.vjp(lambda x, w: linear_logprobs(x, w, ids, ids >= 0, temperature), hidden, head)
+        made: Any = jax.vjp(
+            lambda x, w: linear_logprobs(x, w, ids, ids >= 0, temperature), hidden, head
+        )
         (log_probs, entropies), pull = made
         return log_probs, entropies, *pull((d_logprob, d_entropy))
 
@@ -309,7 +380,9 @@ def logprob_errors(dtype: str) -> Errors:
     entropy = -(np.exp(logs) * logs).sum(axis=1)
     picked = np.arange(vocabulary) == chosen[:, None]
     d_one, d_two = double(d_logprob).reshape(-1, 1), double(d_entropy).reshape(-1, 1)
-    d_scores = (d_one * (picked - np.exp(logs)) - d_two * np.exp(logs) * (logs + entropy[:, None])) / temperature
+    d_scores = (
+        d_one * (picked - np.exp(logs)) - d_two * np.exp(logs) * (logs + entropy[:, None])
+    ) / temperature
     wanted = {
         "log-probs": logs[picked].reshape(ids.shape),
         "entropies": entropy.reshape(ids.shape),
@@ -329,7 +402,9 @@ def expert_errors(dtype: str) -> Errors:
 
     @jax.jit
     def run(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
-        out, pull = jax.vjp(lambda x, w: grouped_product(x, w, jnp.asarray(sizes), jnp.asarray(group)), x, weight)
+        out, pull = jax.vjp(
+            lambda x, w: grouped_product(x, w, jnp.asarray(sizes), jnp.asarray(group)), x, weight
+        )
         return out, *pull(d_out)
 
     one, matrices, d = double(x), double(weight), double(d_out)

@@ -33,15 +33,34 @@ from jax_agent_rl.runtime.engines import engine_precision, read_model
 
 SHORT = ("trainer.steps=2", "data.eval_limit=8")
 """What makes a training run short; settings of the command line come after it."""
-KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+}
 """``plan``'s names of chips by JAX's."""
 LONG_SECONDS = 5.0
 """Time after which a call is not repeated for another measurement."""
-PACKAGES = ("jax_agent_rl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu", "vllm", "torch")
+PACKAGES = (
+    "jax_agent_rl",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "libtpu",
+    "vllm",
+    "torch",
+)
 Clock = Callable[[], float]
 
 
-def load_config(file: Path | None, overrides: Sequence[str], scratch: Path, *, devices: int) -> Config:
+def load_config(
+    file: Path | None, overrides: Sequence[str], scratch: Path, *, devices: int
+) -> Config:
     """Return the configuration of a certification.
 
     Args:
@@ -62,8 +81,18 @@ def load_config(file: Path | None, overrides: Sequence[str], scratch: Path, *, d
         "data": {"train": str(train), "eval": str(heldout), "shuffle": False},
         "tools": {"function_tool_path": "jax_agent_rl.tools.shop"},
         "agent": {"tool_prompt": "none", "tool_format": "pythonic", "max_prompt_length": 256}
-        | {"max_response_length": 96, "max_assistant_turns": 4, "max_user_turns": 3, "max_tool_response_length": 24},
-        "rollout": {"prompts_per_step": 4, "group_size": 12, "max_in_flight": 48, "max_model_len": 352}
+        | {
+            "max_response_length": 96,
+            "max_assistant_turns": 4,
+            "max_user_turns": 3,
+            "max_tool_response_length": 24,
+        },
+        "rollout": {
+            "prompts_per_step": 4,
+            "group_size": 12,
+            "max_in_flight": 48,
+            "max_model_len": 352,
+        }
         | {"temperature": 0.8, "eval_temperature": 0.8},
         "learner": {"learning_rate": 3e-5, "lr_scheduler_type": "linear", "min_lr_ratio": 0.15}
         | {"pack_length": 1024, "mesh": {"fsdp": devices}},
@@ -183,7 +212,9 @@ class Machine:
 
     @functools.cached_property
     def codec(self) -> ChatCodec:
-        return ChatCodec.from_pretrained(self.config.model.path, tool_format=self.config.agent.tool_format)
+        return ChatCodec.from_pretrained(
+            self.config.model.path, tool_format=self.config.agent.tool_format
+        )
 
     @functools.cached_property
     def model(self) -> DecoderConfig:
@@ -193,17 +224,25 @@ class Machine:
     def alone(self) -> Config:
         """The configuration with one embedded engine beside the learner."""
         config = resolve_engine_mesh(self.config, self.model)
-        config = with_engine_mesh(config, config.rollout.jetstream.mesh.model_copy(update={"data": 1}))
-        rollout = config.rollout.model_copy(update={"backend": "jetstream", "placement": "colocated"})
+        config = with_engine_mesh(
+            config, config.rollout.jetstream.mesh.model_copy(update={"data": 1})
+        )
+        rollout = config.rollout.model_copy(
+            update={"backend": "jetstream", "placement": "colocated"}
+        )
         return config.model_copy(update={"rollout": rollout})
 
     @functools.cached_property
     def learner(self) -> Learner:
         if jax.process_count() > 1:
-            raise NotRunError("a learner spans all hosts, as in the training run; a slice of one host measures this")
+            raise NotRunError(
+                "a learner spans all hosts, as in the training run; a slice of one host measures this"
+            )
         made = make_learner(self.alone, self.model)
         if not isinstance(made, Learner):
-            raise NotRunError("agent.role_adapters trains several learners at a time; leave it out to measure one")
+            raise NotRunError(
+                "agent.role_adapters trains several learners at a time; leave it out to measure one"
+            )
         return made
 
     @functools.cached_property

@@ -65,12 +65,19 @@ class Measurement:
     @property
     def deviates(self) -> bool:
         """Whether it is outside its limits, or no number."""
-        low, high = (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
+        low, high = (
+            (-math.inf if self.low is None else self.low),
+            (math.inf if self.high is None else self.high),
+        )
         return not low <= self.value <= high
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; numbers that JSON lacks are null."""
-        limits = {name: value for name, value in (("low", self.low), ("high", self.high)) if value is not None}
+        limits = {
+            name: value
+            for name, value in (("low", self.low), ("high", self.high))
+            if value is not None
+        }
         return {
             "name": self.name,
             "value": _finite(self.value),
@@ -148,10 +155,14 @@ class CheckResult:
     def __post_init__(self) -> None:
         self.begin = self.clock()
 
-    def __call__(self, name: str, value: float, unit: str = "", *, claim: Claim | None = None, **more: Any) -> None:
+    def __call__(
+        self, name: str, value: float, unit: str = "", *, claim: Claim | None = None, **more: Any
+    ) -> None:
         """Add a :class:`Measurement`, compared with the check's claim if it names none."""
         claim = claim or self.check.claim
-        self.measurements.append(Measurement(name=name, value=value, unit=unit, claim=claim, **more))
+        self.measurements.append(
+            Measurement(name=name, value=value, unit=unit, claim=claim, **more)
+        )
 
     def leave_out(self, part: str, why: str) -> None:
         """Record that a part of the check was not run."""
@@ -259,7 +270,9 @@ def page(report: Mapping[str, Any]) -> str:
     shown = {**report, "checks": [_with_limits(check) for check in report["checks"]]}
     template = files("jax_agent_rl.deploy.certify") / "page.html"
     style = files("jax_agent_rl.observe.report") / "page" / "page.css"
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+    )
     environment.filters["number"] = _format_or_nan
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         report=shown,
@@ -287,11 +300,16 @@ def _format_or_nan(value: float | None, unit: str) -> str:
 
 def _with_limits(check: Mapping[str, Any]) -> dict[str, Any]:
     """Return a check whose measurements have ``limits`` in words, empty without any."""
-    return {**check, "measurements": [{**one, "limits": _limits(one)} for one in check["measurements"]]}
+    return {
+        **check,
+        "measurements": [{**one, "limits": _limits(one)} for one in check["measurements"]],
+    }
 
 
 def _limits(one: Mapping[str, Any]) -> str:
-    low, high = (format_number(one[key], one["unit"]) if key in one else "" for key in ("low", "high"))
+    low, high = (
+        format_number(one[key], one["unit"]) if key in one else "" for key in ("low", "high")
+    )
     if low and high:
         return low if low == high else f"{low} to {high}"
     return f"at least {low}" if low else f"at most {high}" if high else ""

@@ -26,14 +26,20 @@ from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS, Extension, make_de
 from jax_agent_rl.types import Group
 
 PEAKS = Claim(
-    page="docs/certify.md", text="A large matrix product and a large sum reach 60 % of a TPU's documented peaks."
+    page="docs/certify.md",
+    text="A large matrix product and a large sum reach 60 % of a TPU's documented peaks.",
 )
 PREDICTED = Claim(
     page="docs/tpu_programs.md",
     text="compiles a run's programs with `libtpu` and predicts their time without a TPU.",
 )
-IDEAL = Claim(page="docs/certify.md", text="No part of a run takes more than ten times its ideal time.")
-MEMORY = Claim(page="docs/hardware.md", text="shapes, sharding and memory are then known, speed is an estimate.")
+IDEAL = Claim(
+    page="docs/certify.md", text="No part of a run takes more than ten times its ideal time."
+)
+MEMORY = Claim(
+    page="docs/hardware.md",
+    text="shapes, sharding and memory are then known, speed is an estimate.",
+)
 PEAK_SHARE = 0.6
 """Least share of a TPU's documented peaks that a large product, or a large sum, reaches."""
 FACTOR = 2.0
@@ -52,10 +58,16 @@ def check_peaks(machine: Machine, record: CheckResult) -> None:
     chip = machine.chip
 
     def reached(name: str, value: float, unit: str, documented: float | None) -> None:
-        known = {} if documented is None else {"low": PEAK_SHARE * documented, "beside": {"documented": documented}}
+        known = (
+            {}
+            if documented is None
+            else {"low": PEAK_SHARE * documented, "beside": {"documented": documented}}
+        )
         record(name, value, unit, **known)
 
-    for dtype in dict.fromkeys((machine.alone.learner.compute_dtype, machine.alone.rollout.jetstream.dtype)):
+    for dtype in dict.fromkeys(
+        (machine.alone.learner.compute_dtype, machine.alone.rollout.jetstream.dtype)
+    ):
         reached(f"matrix product, {dtype}", machine.flops(dtype), "FLOP/s", chip and chip.flops)
     reached("reading of memory", machine.bandwidth(), "B/s", chip and chip.hbm_bandwidth)
 
@@ -128,8 +140,12 @@ def _time_weights(machine: Machine) -> Timing:
 def _time_decoding(machine: Machine) -> Timing:
     engine, steps = machine.engine, machine.engine.shapes.decode_steps
     weights, cache = engine.load_params(machine.learner.params), engine.init_cache()
-    count = min(engine.shapes.max_concurrent_decodes, engine.shapes.pages // engine.shapes.context_pages)
-    slots = make_decode_batch(count, engine.shapes.context_pages, engine.shapes.cache_length - steps)
+    count = min(
+        engine.shapes.max_concurrent_decodes, engine.shapes.pages // engine.shapes.context_pages
+    )
+    slots = make_decode_batch(
+        count, engine.shapes.context_pages, engine.shapes.cache_length - steps
+    )
     pages = 1 + np.arange(count * engine.shapes.context_pages, dtype=np.int32).reshape(count, -1)
     busy = np.full(count, 2 * steps, np.int32)
     warm = np.full(count, machine.config.rollout.temperature, np.float32)
@@ -153,16 +169,24 @@ def _time_prefill(machine: Machine) -> Timing:
     each = -(-size // engine.shapes.page)
     rows = min(PREFILL_ROWS, engine.shapes.pages // each)
     ids = np.random.default_rng(0).integers(3, machine.model.vocab_size, size).astype(np.int32)
-    chunks = [Extension(pages=[*range(1 + i * each, 1 + (i + 1) * each)], start=0, ids=ids) for i in range(rows)]
+    chunks = [
+        Extension(pages=[*range(1 + i * each, 1 + (i + 1) * each)], start=0, ids=ids)
+        for i in range(rows)
+    ]
 
     def prefill() -> object:
         nonlocal cache
         cache = engine.extend(weights, cache, chunks)
         return cache
 
-    seconds, chip = machine.best_seconds(prefill), machine.as_chip(machine.alone.rollout.jetstream.dtype)
+    seconds, chip = (
+        machine.best_seconds(prefill),
+        machine.as_chip(machine.alone.rollout.jetstream.dtype),
+    )
     flops = rows * pass_flops(machine.model, size, visible=(size + 1) / 2, head=False)
-    ideal = max(flops / chip.flops, sum(x.nbytes for x in jax.tree.leaves(weights)) / chip.hbm_bandwidth)
+    ideal = max(
+        flops / chip.flops, sum(x.nbytes for x in jax.tree.leaves(weights)) / chip.hbm_bandwidth
+    )
     one = machine.plan.find("prefill")
     planned = ideal if one is None or not machine.plan.predicts else _planned(machine, one)[0]
     return Timing(f", {rows} prompts of {size} ids", "tokens", rows * size, seconds, planned, ideal)
@@ -174,7 +198,9 @@ def _time_learner(machine: Machine) -> Timing:
     planned = ideal = 0.0
     for one in machine.plan.compiled:
         if one.program.phase == "learner":
-            calls = one.program.calls * (math.ceil(tokens / one.program.tokens) if one.program.of else 1)
+            calls = one.program.calls * (
+                math.ceil(tokens / one.program.tokens) if one.program.of else 1
+            )
             here = _planned(machine, one)
             planned, ideal = planned + calls * here[0], ideal + calls * here[1]
     return Timing(f", updates of {tokens:,} tokens", "tokens", tokens, seconds, planned, ideal)
@@ -191,7 +217,9 @@ def full_groups(machine: Machine) -> tuple[Sequence[Group], int]:
     groups = []
     for group in range(count):
         own = tuple(map(int, rng.integers(3, machine.model.vocab_size, prompt)))
-        outputs = [rng.integers(3, machine.model.vocab_size, response).tolist() for _ in range(members)]
+        outputs = [
+            rng.integers(3, machine.model.vocab_size, response).tolist() for _ in range(members)
+        ]
         groups.append(make_group(f"g{group}", own, list(map(as_sampled, outputs))))
     return groups, count * each
 
@@ -199,7 +227,10 @@ def full_groups(machine: Machine) -> tuple[Sequence[Group], int]:
 def check_memory(machine: Machine, record: CheckResult) -> None:
     """Compare the most memory that the learner and the engine took with what ``plan`` says."""
     fullest = max(machine.plan.loads, key=lambda load: load.total)
-    peaks = [(device.id, (device.memory_stats() or {}).get("peak_bytes_in_use")) for device in machine.devices]
+    peaks = [
+        (device.id, (device.memory_stats() or {}).get("peak_bytes_in_use"))
+        for device in machine.devices
+    ]
     used = [(number, peak) for number, peak in peaks if peak is not None]
     beside = {"plan": float(fullest.total), "capacity": float(fullest.capacity)}
     for number, peak in used:

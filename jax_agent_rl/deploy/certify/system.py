@@ -45,11 +45,16 @@ CONFORMANCE = Claim(
     text="The embedded JAX engine, vLLM, rollout servers and Ray actors implement one small protocol and pass one "
     "conformance suite.",
 )
-CHECKPOINT = Claim(page="docs/testing.md", text="a resumed run equals one that was never interrupted.")
-ACCOUNTING = Claim(
-    page="docs/index.md", text="Every trajectory is trained on, in flight, or dropped for a counted reason"
+CHECKPOINT = Claim(
+    page="docs/testing.md", text="a resumed run equals one that was never interrupted."
 )
-DRIFT = Claim(page="docs/index.md", text="The learner trains on the token ids that the policy sampled")
+ACCOUNTING = Claim(
+    page="docs/index.md",
+    text="Every trajectory is trained on, in flight, or dropped for a counted reason",
+)
+DRIFT = Claim(
+    page="docs/index.md", text="The learner trains on the token ids that the policy sampled"
+)
 COMPILED = Claim(page="docs/certify.md", text="Nothing is compiled after the first step.")
 HANG_SECONDS = 600.0
 """Time after which an engine or a training run counts as hanging."""
@@ -85,9 +90,19 @@ def check_collectives(machine: Machine, record: CheckResult) -> None:
         for axis in (axis for axis in MESH_AXES if mesh.shape[axis] > 1):
             errors, seconds = exchange(machine, mesh, axis, size)
             kind, worst = max(errors.items(), key=lambda pair: pair[1])
-            record(f"exchanges over {axis} of {name}", worst, high=1e-6, detail=f"worst of {len(errors)}: {kind}")
+            record(
+                f"exchanges over {axis} of {name}",
+                worst,
+                high=1e-6,
+                detail=f"worst of {len(errors)}: {kind}",
+            )
             rate = mesh.shape[axis] * size * 4 / seconds
-            record(f"sums over {axis} of {name}", rate, "B/s", detail="float32, of all devices together")
+            record(
+                f"sums over {axis} of {name}",
+                rate,
+                "B/s",
+                detail="float32, of all devices together",
+            )
 
 
 def _meshes(machine: Machine, devices: Sequence[Any]) -> Iterator[tuple[str, Mesh]]:
@@ -121,7 +136,10 @@ def exchange(machine: Machine, mesh: Mesh, axis: str, size: int) -> tuple[dict[s
     ring = [(member, (member + 1) % members) for member in range(members)]
     parts = numbers.reshape(members, members, -1)
     run = {
-        "psum": (lambda x: jax.lax.psum(x, axis), np.broadcast_to(numbers.sum(axis=0), numbers.shape)),
+        "psum": (
+            lambda x: jax.lax.psum(x, axis),
+            np.broadcast_to(numbers.sum(axis=0), numbers.shape),
+        ),
         "all_gather": (
             lambda x: jax.lax.all_gather(x[0], axis).reshape(1, -1),
             np.broadcast_to(numbers.reshape(-1), (members, numbers.size)),
@@ -138,9 +156,13 @@ def exchange(machine: Machine, mesh: Mesh, axis: str, size: int) -> tuple[dict[s
     }
     errors, seconds = {}, 0.0
     for kind, (function, wanted) in run.items():
-        program = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=along, out_specs=along, check_vma=False))
+        program = jax.jit(
+            jax.shard_map(function, mesh=mesh, in_specs=along, out_specs=along, check_vma=False)
+        )
         found = program(given)
-        shards = ((np.asarray(shard.data), wanted[shard.index]) for shard in found.addressable_shards)
+        shards = (
+            (np.asarray(shard.data), wanted[shard.index]) for shard in found.addressable_shards
+        )
         errors[kind] = max(float(np.abs(own - part).max()) for own, part in shards) / 1000
         if kind == "psum":
             seconds = machine.best_seconds(functools.partial(program, given))
@@ -159,9 +181,15 @@ def check_conformance(machine: Machine, record: CheckResult) -> None:
     except (ImportError, ConfigError) as error:
         raise NotRunError(str(error)) from None
     if not is_installed("torch"):
-        raise NotRunError("the suite's reference runs on torch: pip install 'jax_agent_rl[conformance]'")
+        raise NotRunError(
+            "the suite's reference runs on torch: pip install 'jax_agent_rl[conformance]'"
+        )
     exact = product_precision("float32", machine.platform) == "float32"
-    missing = {name: package for name, package in {"ray": "ray", "vllm": "vllm"}.items() if not is_installed(package)}
+    missing = {
+        name: package
+        for name, package in {"ray": "ray", "vllm": "vllm"}.items()
+        if not is_installed(package)
+    }
     for name in ("jetstream", "remote", "ray", "vllm"):
         if name in missing:
             record.leave_out(name, f"the package {missing[name]} is not installed")
@@ -170,9 +198,15 @@ def check_conformance(machine: Machine, record: CheckResult) -> None:
             continue
         folder = machine.scratch / f"conformance-{name}"
         folder.mkdir()
-        options = BackendOptions(folders=prepare_folders(None, folder), tolerance=1e-3 if exact else 0.1)
+        options = BackendOptions(
+            folders=prepare_folders(None, folder), tolerance=1e-3 if exact else 0.1
+        )
         report = run_suite(select_backend(name, options))
-        failed = [f"{one.check} ({one.claim.strip()})" for one in report.results if one.outcome == "failed"]
+        failed = [
+            f"{one.check} ({one.claim.strip()})"
+            for one in report.results
+            if one.outcome == "failed"
+        ]
         ran = len(report.results) - report.count("skipped")
         detail = f"of {ran} that apply{': ' if failed else ''}{'; '.join(failed)}"
         record(f"{name}: broken rules", len(failed), high=0, detail=detail)
@@ -181,7 +215,9 @@ def check_conformance(machine: Machine, record: CheckResult) -> None:
 def check_agreement(machine: Machine, record: CheckResult) -> None:
     """Compare the engine's log-probs with the learner's for the same weights, in every precision of the engine."""
     machine.learner  # noqa: B018  # or a reason not to run
-    backends = {name: _with_precision(machine.alone, settings) for name, settings in PRECISIONS.items()}
+    backends = {
+        name: _with_precision(machine.alone, settings) for name, settings in PRECISIONS.items()
+    }
     if machine.config.rollout.backend == "vllm":
         backends["vLLM"] = machine.config
     for name, config in backends.items():
@@ -196,19 +232,26 @@ def check_agreement(machine: Machine, record: CheckResult) -> None:
         gaps = {"mean": (found.mean, allowed.mean), "largest": (found.largest, allowed.token)}
         for which, (gap, most) in gaps.items():
             whole = found.tokens == len(QUESTIONS) * SAMPLED  # NaN counts as none
-            record(f"{name}: {which} gap", gap if whole else math.nan, "nats", high=most, detail=detail)
+            record(
+                f"{name}: {which} gap", gap if whole else math.nan, "nats", high=most, detail=detail
+            )
 
 
 def _with_precision(config: Config, settings: Mapping[str, str]) -> Config:
     engine = config.rollout.jetstream.model_copy(update=dict(settings))
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"jetstream": engine})})
+    return config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"jetstream": engine})}
+    )
 
 
 async def _sample_and_score(machine: Machine, config: Config) -> tuple[Comparison, str]:
     """Return the gap over freshly sampled tokens, and the engine's precision."""
     learner = machine.learner
     (make,) = backend_factories(
-        config, machine.codec, weights=lambda: (machine.model, learner.params), print_line=lambda line: None
+        config,
+        machine.codec,
+        weights=lambda: (machine.model, learner.params),
+        print_line=lambda line: None,
     ).values()
     backend: RolloutBackend = make()
     async with asyncio.timeout(HANG_SECONDS):
@@ -217,7 +260,9 @@ async def _sample_and_score(machine: Machine, config: Config) -> tuple[Compariso
             room = config.rollout.max_model_len - SAMPLED
             chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
             prompts = [machine.codec.encode_prompt(chat)[-room:] for chat in chats]
-            sampling = SamplingParams(max_tokens=SAMPLED, ignore_eos=True, temperature=config.rollout.temperature)
+            sampling = SamplingParams(
+                max_tokens=SAMPLED, ignore_eos=True, temperature=config.rollout.temperature
+            )
             requests = [
                 GenerateRequest(request_id=str(number), prompt_ids=tuple(ids), sampling=sampling)
                 for number, ids in enumerate(prompts)
@@ -229,7 +274,9 @@ async def _sample_and_score(machine: Machine, config: Config) -> tuple[Compariso
     groups = [make_group(f"p{i}", prompts[i], [output]) for i, output in enumerate(outputs)]
     trajectories = [t for group in groups for t in group.trajectories]
     rollout = [np.asarray(output.log_probs) for output in outputs]
-    return compare(learner.logprobs(groups), rollout, [comparable(t, 0) for t in trajectories]), precision
+    return compare(
+        learner.logprobs(groups), rollout, [comparable(t, 0) for t in trajectories]
+    ), precision
 
 
 # --- learner ------------------------------------------------------------------------------------------------------
@@ -260,7 +307,12 @@ def check_checkpoint(machine: Machine, record: CheckResult) -> None:
     learner.state = state
     del state
     learner.update(groups)
-    record("arrays that differ one update later", differing(uninterrupted, digests(learner.state)), high=0, detail=of)
+    record(
+        "arrays that differ one update later",
+        differing(uninterrupted, digests(learner.state)),
+        high=0,
+        detail=of,
+    )
 
 
 def digests(state: Any) -> list[bytes]:
@@ -281,7 +333,9 @@ def check_training(machine: Machine, record: CheckResult) -> None:
     if place is not None:  # hosts agree on a folder of this run alone
         began = int(multihost_utils.broadcast_one_to_all(np.int64(time.time())))
         place = f"{place.rstrip('/')}/certify-{began}"
-        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"checkpoint_dir": place})})
+        config = config.model_copy(
+            update={"trainer": config.trainer.model_copy(update={"checkpoint_dir": place})}
+        )
     if jax.process_index():
         follow_run(config)
         return
@@ -292,15 +346,41 @@ def check_training(machine: Machine, record: CheckResult) -> None:
         if place is not None:
             epath.Path(place).rmtree(missing_ok=True)
     lost = summary["started"] - summary["trained"] - sum(summary["dropped"].values())
-    record("trajectories unaccounted for", lost, low=0, high=0, claim=ACCOUNTING, detail=f"of {summary['started']}")
+    record(
+        "trajectories unaccounted for",
+        lost,
+        low=0,
+        high=0,
+        claim=ACCOUNTING,
+        detail=f"of {summary['started']}",
+    )
     record("trajectories trained on", summary["trained"], low=1, claim=ACCOUNTING)
     record("trajectories whose ids drifted", summary["token_drift"], high=0, claim=DRIFT)
     engine = config.rollout.jetstream
-    allowed = run_tolerance(config, [engine.dtype, *{engine.kv_dtype, engine.quantize} & {"int8", "fp8"}])
+    allowed = run_tolerance(
+        config, [engine.dtype, *{engine.kv_dtype, engine.quantize} & {"int8", "fp8"}]
+    )
     gap = summary["max_logprob_gap"]
-    record("largest log-prob gap of engine and learner", gap, "nats", high=allowed.token, claim=AGREEMENT)
-    record("programs compiled after the first step", summary["recompilations_after_warmup"], high=0, claim=COMPILED)
-    record("training", summary["train_seconds"], "s", claim=ACCOUNTING, detail=f"{summary['steps']} steps")
+    record(
+        "largest log-prob gap of engine and learner",
+        gap,
+        "nats",
+        high=allowed.token,
+        claim=AGREEMENT,
+    )
+    record(
+        "programs compiled after the first step",
+        summary["recompilations_after_warmup"],
+        high=0,
+        claim=COMPILED,
+    )
+    record(
+        "training",
+        summary["train_seconds"],
+        "s",
+        claim=ACCOUNTING,
+        detail=f"{summary['steps']} steps",
+    )
 
 
 async def _train(config: Config, console: Console) -> dict[str, Any]:

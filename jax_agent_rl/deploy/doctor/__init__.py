@@ -24,7 +24,11 @@ TIMEOUT = 120.0
 async def examine(config: Config | None) -> AsyncIterator[Finding]:
     """Check the machine and, if given, what a configuration needs."""
     async with AsyncExitStack() as stack:
-        need, own, find_idle = 1, [], lambda count: ()  # nothing is meant to run on the accelerators
+        need, own, find_idle = (
+            1,
+            [],
+            lambda count: (),
+        )  # nothing is meant to run on the accelerators
         if config:
             from jax_agent_rl.deploy.doctor.run import RunChecks, count_devices  # these import jax
             from jax_agent_rl.runtime.engine_devices import expect_idle
@@ -38,7 +42,10 @@ async def examine(config: Config | None) -> AsyncIterator[Finding]:
             ("limits", machine.limits),
             ("disk", machine.cache_disk),
             ("ports", machine.ports),
-            ("accelerators", functools.partial(machine.accelerators, need=need, find_idle=find_idle)),
+            (
+                "accelerators",
+                functools.partial(machine.accelerators, need=need, find_idle=find_idle),
+            ),
             ("sandbox", machine.sandbox),
             *own,
         ]

@@ -83,7 +83,9 @@ Check = Callable[[Reporter], Awaitable[None]]
 """Reports its findings; whatever it raises is reported, too."""
 
 
-async def run_checks(checks: Iterable[tuple[str, Check]], *, timeout: float) -> AsyncIterator[Finding]:
+async def run_checks(
+    checks: Iterable[tuple[str, Check]], *, timeout: float
+) -> AsyncIterator[Finding]:
     """Yield findings in the order of the named checks, each of which may take ``timeout`` seconds."""
     for name, check in checks:
         report = Reporter(name)
@@ -99,7 +101,9 @@ async def run_checks(checks: Iterable[tuple[str, Check]], *, timeout: float) -> 
             report.fail(str(error))
         except TimeoutError:
             report.fail(f"no answer within {timeout:g} s")
-        except Exception as error:  # raised by the user's code or the machine; the other checks still run
+        except (
+            Exception
+        ) as error:  # raised by the user's code or the machine; the other checks still run
             report.fail(f"{type(error).__name__}: {error}")
         for finding in report.findings:
             yield finding
@@ -126,7 +130,9 @@ async def interpreter(report: Reporter) -> None:
     if sys.version_info < MIN_PYTHON:
         report.fail(f"{text}: Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed")
     elif platform.system() != "Linux":
-        report.warn(f"{text}: the sandbox of the tool server needs Linux; run that on another machine")
+        report.warn(
+            f"{text}: the sandbox of the tool server needs Linux; run that on another machine"
+        )
     else:
         report.ok(text)
 
@@ -135,7 +141,9 @@ async def packages(report: Reporter) -> None:
     """Check that all requirements are met, and list the complete extras."""
     requirements = _requirements()
     if requirements is None:
-        report.warn(f"{DISTRIBUTION} is not installed, so versions are not compared; run: pip install -e .")
+        report.warn(
+            f"{DISTRIBUTION} is not installed, so versions are not compared; run: pip install -e ."
+        )
         return
     if wrong := list(missing(requirements, extra=None)):
         for problem in wrong:
@@ -143,12 +151,16 @@ async def packages(report: Reporter) -> None:
         return
     names = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     complete = [name for name in names if not list(missing(requirements, extra=name))]
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in (DISTRIBUTION, "jax", "flax"))
+    versions = ", ".join(
+        f"{name} {metadata.version(name)}" for name in (DISTRIBUTION, "jax", "flax")
+    )
     report.ok(f"{versions}; all requirements met; complete extras: {', '.join(complete) or 'none'}")
     if is_installed("jetstream"):
         report.ok("google-jetstream is installed: its Driver can run the engine")
     else:
-        report.ok("google-jetstream is not installed: the engine needs it only under JetStream's own Driver")
+        report.ok(
+            "google-jetstream is not installed: the engine needs it only under JetStream's own Driver"
+        )
 
 
 def _requirements() -> list[str] | None:
@@ -167,7 +179,9 @@ def missing(requirements: Sequence[str], *, extra: str | None) -> Iterator[str]:
     for text in requirements:
         requirement = Requirement(text)
         marker = requirement.marker
-        always, asked = (marker is None or marker.evaluate({"extra": name}) for name in ("", extra or ""))
+        always, asked = (
+            marker is None or marker.evaluate({"extra": name}) for name in ("", extra or "")
+        )
         if not asked or (extra and always):
             continue
         if requirement.name == DISTRIBUTION:  # an extra made of others
@@ -193,9 +207,13 @@ def require_extra(report: Reporter, extra: str, why: str) -> None:
     """
     requirements = _requirements() or []
     if not any(f'extra == "{extra}"' in text for text in requirements):
-        report.warn(f"{why} needs the extra {extra!r}, which the installed {DISTRIBUTION} does not list; reinstall it")
+        report.warn(
+            f"{why} needs the extra {extra!r}, which the installed {DISTRIBUTION} does not list; reinstall it"
+        )
     elif wrong := "; ".join(missing(requirements, extra=extra)):
-        report.fail(f"{why} needs the extra {extra!r} ({wrong}): pip install '{DISTRIBUTION}[{extra}]'")
+        report.fail(
+            f"{why} needs the extra {extra!r} ({wrong}): pip install '{DISTRIBUTION}[{extra}]'"
+        )
     else:
         report.ok(f"the extra {extra!r}, for {why}, is complete")
 
@@ -205,14 +223,18 @@ async def processors(report: Reporter) -> None:
     cores = usable_cores()
     text = f"{cores:g} cores, {format_gib(usable_memory())} of memory"
     if cores < 2:
-        report.warn(f"{text}: tools and engine will wait for each other; 2 cores or more are better")
+        report.warn(
+            f"{text}: tools and engine will wait for each other; 2 cores or more are better"
+        )
     else:
         report.ok(text)
 
 
 def usable_cores() -> float:
     """Return the cores allowed by affinity and the container's quota."""
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = float(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
     return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
 
@@ -230,7 +252,9 @@ def _read(file: Path) -> str:
 
 async def limits(report: Reporter) -> None:
     """Check the shell's resource limits."""
-    files, processes = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    files, processes = (
+        resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+    )
     unlimited = resource.RLIM_INFINITY
     if few_files := files != unlimited and files < MIN_DESCRIPTORS:
         report.warn(f"at most {files} open files; many connections need more: ulimit -n {1 << 16}")
@@ -272,8 +296,12 @@ def check_disk(report: Reporter, folder: Path, *, need: int, key: str) -> None:
 
 async def ports(report: Reporter) -> None:
     """Check that the servers' default ports are free."""
-    if taken := [f"{port} ({name})" for port, name in DEFAULT_PORTS.items() if not is_free("127.0.0.1", port)]:
-        report.warn(f"in use: {', '.join(taken)}; fine if that is one of yours, else give another --port")
+    if taken := [
+        f"{port} ({name})" for port, name in DEFAULT_PORTS.items() if not is_free("127.0.0.1", port)
+    ]:
+        report.warn(
+            f"in use: {', '.join(taken)}; fine if that is one of yours, else give another --port"
+        )
     else:
         report.ok(f"free: {', '.join(f'{port} ({name})' for port, name in DEFAULT_PORTS.items())}")
 
@@ -282,7 +310,9 @@ def is_free(host: str, port: int) -> bool:
     """Return whether a server could listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closed one may linger
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as servers do: a closed one may linger
         try:
             probe.bind((host, port))
         except OSError:
@@ -330,7 +360,14 @@ FindIdle = Callable[[int], Iterable[str]]
 async def accelerators(report: Reporter, *, need: int, find_idle: FindIdle) -> None:
     """Check the accelerators; see :func:`compare_devices`."""
     forced = os.environ.get("JAX_PLATFORMS", "")
-    compare_devices(report, await find_jax_devices(), find_hardware(), need=need, forced=forced, find_idle=find_idle)
+    compare_devices(
+        report,
+        await find_jax_devices(),
+        find_hardware(),
+        need=need,
+        forced=forced,
+        find_idle=find_idle,
+    )
 
 
 def find_hardware(root: Path = Path("/")) -> set[str]:
@@ -368,7 +405,13 @@ async def find_jax_devices() -> Devices | str:
 
 
 def compare_devices(
-    report: Reporter, seen: Devices | str, present: set[str], *, need: int, forced: str, find_idle: FindIdle
+    report: Reporter,
+    seen: Devices | str,
+    present: set[str],
+    *,
+    need: int,
+    forced: str,
+    find_idle: FindIdle,
 ) -> None:
     """Compare what jax sees with the hardware present.
 
@@ -386,12 +429,20 @@ def compare_devices(
     report.ok(f"jax computes on {seen.count} x {seen.kind} ({seen.platform})")
     for kind in sorted(present - {seen.platform}):
         extra = "cuda13" if kind == "gpu" else "tpu"
-        remedy = f"unset JAX_PLATFORMS (it is {forced!r})" if forced else f"install it: pip install -U 'jax[{extra}]'"
+        remedy = (
+            f"unset JAX_PLATFORMS (it is {forced!r})"
+            if forced
+            else f"install it: pip install -U 'jax[{extra}]'"
+        )
         report.warn(f"this machine has a {kind.upper()}, which jax does not use: {remedy}")
     if seen.count < need:
         report.fail(
             f"learner.mesh and rollout.jetstream need {need} devices, there are {seen.count}; make the meshes smaller"
-            + (f", or set XLA_FLAGS=--xla_force_host_platform_device_count={need}" if seen.platform == "cpu" else "")
+            + (
+                f", or set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
+                if seen.platform == "cpu"
+                else ""
+            )
             + "; of a configuration for a TPU slice, jax-agent-rl plan tells more"
         )
     elif seen.platform != "cpu":

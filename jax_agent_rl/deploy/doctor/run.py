@@ -60,7 +60,9 @@ def count_devices(config: Config) -> int:
         return 1
     engine = config.rollout.jetstream
     here = config.rollout.backend == "jetstream" and config.rollout.placement != "separate"
-    return max(config.learner.mesh.devices, engine.device_offset + engine.mesh.devices if here else 1)
+    return max(
+        config.learner.mesh.devices, engine.device_offset + engine.mesh.devices if here else 1
+    )
 
 
 @dataclass(kw_only=True)
@@ -95,7 +97,10 @@ class RunChecks:
             ("tokenizer", self.tokenizer),
             ("other models", self.other_models),
             ("run folder", self.run_folder),
-            *((f"data.{name}", functools.partial(self.rows, name=name, source=data[name])) for name in data),
+            *(
+                (f"data.{name}", functools.partial(self.rows, name=name, source=data[name]))
+                for name in data
+            ),
             ("keys", self.keys),
             ("prompts", self.prompts),
             ("rewards", self.rewards),
@@ -121,7 +126,9 @@ class RunChecks:
         if self.decoder is None:
             raise UnmetError("the model could not be read")
         count = parameter_count(self.decoder)  # all are trained
-        return count, MASTER * count + optimizer_bytes(self.config.learner, self.decoder.parameter_shapes())
+        return count, MASTER * count + optimizer_bytes(
+            self.config.learner, self.decoder.parameter_shapes()
+        )
 
     # --- code, tools, model -------------------------------------------------------------------------------------
 
@@ -134,11 +141,15 @@ class RunChecks:
         self.user_code_imported = True
         paths = {"agent.module": config.agent.module, "environments.path": config.environments.path}
         paths["reward.path"] = config.reward.path
-        report.ok(f"imported: {', '.join(f'{key}={path}' for key, path in paths.items() if path) or 'none is named'}")
+        report.ok(
+            f"imported: {', '.join(f'{key}={path}' for key, path in paths.items() if path) or 'none is named'}"
+        )
 
     async def tools(self, report: Reporter) -> None:
         """Open function tools, native tools and tools of MCP servers."""
-        self.opened_tools = tools = await self.stack.enter_async_context(open_tools(self.config.tools))
+        self.opened_tools = tools = await self.stack.enter_async_context(
+            open_tools(self.config.tools)
+        )
         report.ok(f"{len(tools)}: {', '.join(tools)}" if len(tools) else "none is configured")
 
     async def model(self, report: Reporter) -> None:
@@ -146,7 +157,9 @@ class RunChecks:
         rollout, path = self.config.rollout, self.config.model.path
         self.decoder = model = check_files(path)
         count, saved = self._sizes()
-        need = saved + count * (MASTER + (2 if rollout.jetstream.dtype == "bfloat16" else 4))  # gradients, engine
+        need = saved + count * (
+            MASTER + (2 if rollout.jetstream.dtype == "bfloat16" else 4)
+        )  # gradients, engine
         memory, size = machine.usable_memory(), f"{count / 1e6:.1f} M parameters"
         report.ok(f"{path}: {model.family}, {size}, {model.num_layers} layers, files complete")
         if self.config.learner.lora is None and need > memory:
@@ -166,17 +179,25 @@ class RunChecks:
         text = "Is 12 × 34 = 408?\n\tYes – naïve café 数."
         ids = codec.encode_text(text)
         if codec.decode(ids) != text:
-            report.fail(f"text changes on its way to ids and back: {text!r} becomes {codec.decode(ids)!r}")
+            report.fail(
+                f"text changes on its way to ids and back: {text!r} becomes {codec.decode(ids)!r}"
+            )
             return
         prompt = codec.encode_prompt([{"role": "user", "content": text}])
         result = {"role": "tool", "content": "408", "name": "f"}
         appended = codec.encode_append([*ids, codec.eos_token_ids[0]], [result])
         if "408" not in codec.decode(appended):
-            report.fail("the chat template leaves out tool results; choose another agent.tool_format or model")
+            report.fail(
+                "the chat template leaves out tool results; choose another agent.tool_format or model"
+            )
             return
         read_model(self.config, codec, [*prompt, *appended])
-        call = codec.tool_format + ("" if self.config.agent.tool_format == "auto" else " (as configured)")
-        report.ok(f"text and turns are reproduced; tool calls: {call}; a turn ends with {codec.eos_token_ids}")
+        call = codec.tool_format + (
+            "" if self.config.agent.tool_format == "auto" else " (as configured)"
+        )
+        report.ok(
+            f"text and turns are reproduced; tool calls: {call}; a turn ends with {codec.eos_token_ids}"
+        )
 
     async def other_models(self, report: Reporter) -> None:
         """Check the models of critic and judge, and the teachers."""
@@ -190,7 +211,9 @@ class RunChecks:
 
     async def run_folder(self, report: Reporter) -> None:
         """Check the space for checkpoints and logs."""
-        need = self._sizes()[1] * (self.config.trainer.keep_checkpoints + 1)  # while the next one is written
+        need = self._sizes()[1] * (
+            self.config.trainer.keep_checkpoints + 1
+        )  # while the next one is written
         machine.check_disk(report, Path(self.config.run_dir), need=need, key="run_dir")
 
     # --- rows ---------------------------------------------------------------------------------------------------
@@ -207,9 +230,13 @@ class RunChecks:
         agents = Counter(row.get("agent_name") or f"{default} (the default)" for row in rows)
         sources = Counter(str(row["data_source"]) for row in rows)
         files, counts = ", ".join(map(str, source[0])), machine.format_counts
-        report.ok(f"{files}: {len(rows)} rows; agents {counts(agents)}; data sources {counts(sources)}")
+        report.ok(
+            f"{files}: {len(rows)} rows; agents {counts(agents)}; data sources {counts(sources)}"
+        )
         misplaced = sum(row.get("ground_truth") is not None for row in rows)
-        if unlabelled := sum((row.get("reward_model") or {}).get("ground_truth") is None for row in rows):
+        if unlabelled := sum(
+            (row.get("reward_model") or {}).get("ground_truth") is None for row in rows
+        ):
             report.warn(f"{unlabelled} of {len(rows)} rows have no reward_model.ground_truth")
         if misplaced:
             report.warn(
@@ -233,14 +260,26 @@ class RunChecks:
         tools = self.opened_tools if self.config.agent.tool_prompt != "none" else None
 
         def length(row: Row) -> int:
-            agent = row.get("agent_name") or default_agent(self.config.agent, self.config.tool_config)
+            agent = row.get("agent_name") or default_agent(
+                self.config.agent, self.config.tool_config
+            )
             uses_tools = get_agent(agent).describes_tools
             selection = (row.get("extra_info") or {}).get("tool_selection")
-            schemas = list_schemas(tools.select(selection)) if tools is not None and uses_tools else ()
+            schemas = (
+                list_schemas(tools.select(selection)) if tools is not None and uses_tools else ()
+            )
             continues = bool(row.get("continue_final_message"))
-            return len(encode_prompt(codec_of_row(codec, row), row["prompt"], schemas, continue_last=continues)[0])
+            return len(
+                encode_prompt(
+                    codec_of_row(codec, row), row["prompt"], schemas, continue_last=continues
+                )[0]
+            )
 
-        chosen = (row for rows in self.found_rows.values() for row in rows[:: math.ceil(count / MAX_PROMPTS)])
+        chosen = (
+            row
+            for rows in self.found_rows.values()
+            for row in rows[:: math.ceil(count / MAX_PROMPTS)]
+        )
         lengths = [length(row) for row in chosen if row["prompt"]]
         if not lengths:
             report.ok("environments write them")
@@ -256,7 +295,9 @@ class RunChecks:
         """Call each data source's function with its first row's ground truth as the answer, in the usual forms."""
         rows, config = self._rows(), self.config
         needed = needed_services(config, rows)
-        services = {"sandbox": await open_sandbox(config.reward.sandbox)} if "sandbox" in needed else {}
+        services = (
+            {"sandbox": await open_sandbox(config.reward.sandbox)} if "sandbox" in needed else {}
+        )
         first: dict[str, Row] = {}
         for dataset in self.found_rows.values():
             for number, outline in enumerate(RowOutlines(dataset)):
@@ -287,7 +328,9 @@ class RunChecks:
 
     async def _reward(self, row: Row, text: str, services: Mapping[str, Any]) -> float:
         """Return what the row's reward function pays for an answer."""
-        return (await score(_answer(row, text), timeout=self.config.reward.timeout, services=services)).reward
+        return (
+            await score(_answer(row, text), timeout=self.config.reward.timeout, services=services)
+        ).reward
 
     # --- what a run connects to or starts -----------------------------------------------------------------------
 
@@ -302,7 +345,10 @@ class RunChecks:
             score=_refuse_to_score,
         )
         self.stack.push_async_callback(agents.close)
-        last = {placed.row.get("agent_name") or "(the default)": placed for placed in self._rows().placed()}
+        last = {
+            placed.row.get("agent_name") or "(the default)": placed
+            for placed in self._rows().placed()
+        }
         for name, placed in last.items():
             try:
                 await agents.preflight([placed])
@@ -319,7 +365,9 @@ class RunChecks:
             machine.require_extra(report, "ray", f"rollout.placement={rollout.placement}")
         if (lora := self.config.learner.lora) and lora.quantize != "none":
             machine.require_extra(report, "qlora", f"learner.lora.quantize={lora.quantize}")
-        token = os.environ.get(rollout.token_env) if rollout.token_env else None  # check_engine reports a missing one
+        token = (
+            os.environ.get(rollout.token_env) if rollout.token_env else None
+        )  # check_engine reports a missing one
         for url in rollout.urls:
             await _check_server(report, url, token)
         check_engine(self.config)
@@ -328,7 +376,9 @@ class RunChecks:
     async def shared_memory(self, report: Reporter) -> None:
         """Check the shared memory through which weights pass to engines in other processes."""
         rollout = self.config.rollout
-        if rollout.weight_dir or (rollout.backend == "jetstream" and rollout.placement == "colocated"):
+        if rollout.weight_dir or (
+            rollout.backend == "jetstream" and rollout.placement == "colocated"
+        ):
             return
         if not _SHARED_MEMORY.is_dir():
             raise UnmetError(f"there is no {_SHARED_MEMORY}")
@@ -351,7 +401,9 @@ class RunChecks:
         if not port.isdigit():
             report.fail(f"learner.multihost.coordinator={multihost.coordinator}: write host:port")
         elif multihost.process_id == 0 and not machine.is_free("", int(port)):
-            report.fail(f"port {port} of learner.multihost.coordinator={multihost.coordinator} is in use; choose one")
+            report.fail(
+                f"port {port} of learner.multihost.coordinator={multihost.coordinator} is in use; choose one"
+            )
         else:
             report.ok(f"{multihost.coordinator}, {multihost.num_processes or '?'} processes")
 
@@ -387,13 +439,19 @@ def _right_answer(row: Row) -> str | None:
         truth = truth[0]
     if row.get("agent_name") == EnvironmentAgent.name or not isinstance(truth, str | int | float):
         return None
-    return None if str(truth).lstrip().startswith(("{", "[")) else str(truth)  # the tests of a program, as JSON
+    return (
+        None if str(truth).lstrip().startswith(("{", "[")) else str(truth)
+    )  # the tests of a program, as JSON
 
 
 def _answer(row: Row, text: str) -> Trajectory:
     """Return a trajectory that answers with ``text``."""
     output = TokenOutput(
-        token_ids=(0,), log_probs=(0.0,), policy_versions=(0,), stop_reason=StopReason.EOS, context_digest=""
+        token_ids=(0,),
+        log_probs=(0.0,),
+        policy_versions=(0,),
+        stop_reason=StopReason.EOS,
+        context_digest="",
     )
     return Trajectory.from_turns(
         prompt_ids=(0,),
@@ -403,7 +461,10 @@ def _answer(row: Row, text: str) -> Trajectory:
         agent_name=row.get("agent_name") or "single_turn_agent",
         finish_reason=FinishReason.ANSWER,
         row=row,
-        messages=(*map(text_message, row.get("prompt", ())), {"role": "assistant", "content": text}),
+        messages=(
+            *map(text_message, row.get("prompt", ())),
+            {"role": "assistant", "content": text},
+        ),
     )
 
 

@@ -51,7 +51,9 @@ def script_parser(script: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=script, description=description, formatter_class=style)
 
 
-def _checked(kind: Callable[[str], T], holds: Callable[[T], bool], wanted: str) -> Callable[[str], T]:
+def _checked(
+    kind: Callable[[str], T], holds: Callable[[T], bool], wanted: str
+) -> Callable[[str], T]:
     """Return a type of options: it parses by ``kind``, and refuses values for which ``holds`` is false."""
 
     def parse(text: str) -> T:
@@ -78,7 +80,9 @@ def variable(text: str) -> tuple[str, str | None]:
     """Parse an environment variable: ``NAME=VALUE``, or ``NAME`` for its value here (None)."""
     name, given, value = text.partition("=")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise argparse.ArgumentTypeError(f"{text!r} is no environment variable: write NAME, or NAME=VALUE")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no environment variable: write NAME, or NAME=VALUE"
+        )
     return name, value if given else None
 
 
@@ -95,6 +99,8 @@ def render_template(name: str, **values: Any) -> str:
             "--render needs jinja2: pip install jinja2, or PYTHON=.venv/bin/python of an environment that has it"
         ) from None
     loader = jinja2.FileSystemLoader(ROOT / "launch" / "templates")
-    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment = jinja2.Environment(
+        loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
     environment.filters |= {"quoted": shlex.quote, "json": json.dumps}
     return environment.get_template(name).render(values)

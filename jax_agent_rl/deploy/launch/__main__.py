@@ -64,15 +64,53 @@ def parser() -> argparse.ArgumentParser:
         help="CONFIG as an option; default the quickstart, with model and data",
     )
     add_run_options(add)
-    add("--certify", action="store_true", help="measure this machine with jax-agent-rl certify instead of training")
-    add("--dry-run", action="store_true", help="check the configuration, print the job, and run nothing")
+    add(
+        "--certify",
+        action="store_true",
+        help="measure this machine with jax-agent-rl certify instead of training",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check the configuration, print the job, and run nothing",
+    )
     add("--no-install", action="store_true", help="the environment exists already")
-    add("--render", choices=["ray", "kuberay"], help="print a cluster file for ray up, or a RayJob, and run nothing")
-    add("--hosts", type=comma_separated, default=[], metavar="H1,H2", help="--render ray: [user@]hosts, head first")
-    add("--image", default="jax_agent_rl:gpu", help="--render kuberay: of docker/gpu.Dockerfile (jax_agent_rl:gpu)")
-    add("--nodes", type=positive, default=1, metavar="N", help="--render kuberay: pods with GPUs (1)")
-    add("--gpus-per-node", type=count, default=8, metavar="N", help="--render kuberay: GPUs of each pod (8)")
-    add("--claim", default="jax-agent-rl", help="--render kuberay: volume claim for /runs (jax-agent-rl)")
+    add(
+        "--render",
+        choices=["ray", "kuberay"],
+        help="print a cluster file for ray up, or a RayJob, and run nothing",
+    )
+    add(
+        "--hosts",
+        type=comma_separated,
+        default=[],
+        metavar="H1,H2",
+        help="--render ray: [user@]hosts, head first",
+    )
+    add(
+        "--image",
+        default="jax_agent_rl:gpu",
+        help="--render kuberay: of docker/gpu.Dockerfile (jax_agent_rl:gpu)",
+    )
+    add(
+        "--nodes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="--render kuberay: pods with GPUs (1)",
+    )
+    add(
+        "--gpus-per-node",
+        type=count,
+        default=8,
+        metavar="N",
+        help="--render kuberay: GPUs of each pod (8)",
+    )
+    add(
+        "--claim",
+        default="jax-agent-rl",
+        help="--render kuberay: volume claim for /runs (jax-agent-rl)",
+    )
     return result
 
 
@@ -139,7 +177,11 @@ def _certify(arguments: argparse.Namespace, cluster: str | None) -> int:
     # A GPU that cannot be opened fails the launch; without this, the processor would be measured instead.
     environment = {"JAX_PLATFORMS": arguments.device}
     if arguments.dry_run:
-        print(shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *command]))
+        print(
+            shlex.join(
+                ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
+            )
+        )
         return 0
     os.execve(command[0], command, os.environ | environment)
 
@@ -149,7 +191,9 @@ def _cluster_file(arguments: argparse.Namespace) -> str:
     users = {host.rpartition("@")[0] for host in arguments.hosts}
     if len(users) != 1:
         hosts = ",".join(arguments.hosts)
-        raise LaunchError(f"--hosts={hosts}: name [user@]hosts with one user for all, e.g. me@10.0.0.1,me@10.0.0.2")
+        raise LaunchError(
+            f"--hosts={hosts}: name [user@]hosts with one user for all, e.g. me@10.0.0.1,me@10.0.0.2"
+        )
     return render_template(
         "ray_cluster.yaml.j2",
         hosts=[host.rpartition("@")[2] for host in arguments.hosts],
@@ -163,7 +207,9 @@ def _cluster_file(arguments: argparse.Namespace) -> str:
 def _ray_job_manifest(arguments: argparse.Namespace, config: Config, passed: Sequence[str]) -> str:
     """Return a ConfigMap with the configuration's file and a RayJob that runs it, for ``kubectl apply``."""
     if not config.run_dir.startswith("/runs/"):
-        raise LaunchError(f"run_dir={config.run_dir} ends with its pod; set it to a folder of /runs, e.g. /runs/my")
+        raise LaunchError(
+            f"run_dir={config.run_dir} ends with its pod; set it to a folder of /runs, e.g. /runs/my"
+        )
     python, job = "/opt/venv/bin/python", "jax-agent-rl"  # of docker/gpu.Dockerfile, as /app is
     return render_template(
         "kuberay.yaml.j2",
@@ -183,9 +229,15 @@ def submission(root: str, python: str, job: str, arguments: Sequence[str]) -> di
         job: the job's name.
         arguments: of the driver.
     """
-    command, folder = shlex.join([python, "-m", DRIVER, "--job", job, *arguments]), shlex.quote(root)
+    command, folder = (
+        shlex.join([python, "-m", DRIVER, "--job", job, *arguments]),
+        shlex.quote(root),
+    )
     variables = {"PYTHONPATH": root, "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)}
-    return {"entrypoint": f"cd {folder} && PYTHONPATH={folder} exec {command}", "runtime_env": {"env_vars": variables}}
+    return {
+        "entrypoint": f"cd {folder} && PYTHONPATH={folder} exec {command}",
+        "runtime_env": {"env_vars": variables},
+    }
 
 
 @contextlib.contextmanager
@@ -211,7 +263,13 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
     if own:
         cpus, level = max(cpus, os.cpu_count() or 1), logging.WARNING
         context = start_service_blocking(
-            lambda: ray.init("local", num_cpus=cpus, include_dashboard=True, log_to_driver=False, logging_level=level),
+            lambda: ray.init(
+                "local",
+                num_cpus=cpus,
+                include_dashboard=True,
+                log_to_driver=False,
+                logging_level=level,
+            ),
             name="a Ray cluster of this machine",
             fix=RAY_FIX,
             undo=lambda _: ray.shutdown(),
@@ -242,7 +300,9 @@ class RayJob:
         print_line: prints a line of the launcher.
     """
 
-    def __init__(self, client: JobSubmissionClient, arguments: Sequence[str], print_line: TimedPrinter) -> None:
+    def __init__(
+        self, client: JobSubmissionClient, arguments: Sequence[str], print_line: TimedPrinter
+    ) -> None:
         self._client, self._print_line = client, print_line
         self.name = f"jax-agent-rl-{secrets.token_hex(4)}"
         self._submit(arguments, self.name)
@@ -266,11 +326,15 @@ class RayJob:
                 continue
             interrupt.clear()
             if not interrupted:
-                self._print_line("interrupted: the run saves a checkpoint (once more to end it at once)")
+                self._print_line(
+                    "interrupted: the run saves a checkpoint (once more to end it at once)"
+                )
                 await asyncio.to_thread(self._client.stop_job, self.name)
             else:
                 self._print_line("interrupted again: the run is killed")
-                await asyncio.to_thread(self._submit, ["--kill"], f"{self.name}-kill-{secrets.token_hex(4)}")
+                await asyncio.to_thread(
+                    self._submit, ["--kill"], f"{self.name}-kill-{secrets.token_hex(4)}"
+                )
             interrupted = True
         await printing
         info = await asyncio.to_thread(self._client.get_job_info, self.name)

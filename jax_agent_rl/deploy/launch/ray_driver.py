@@ -84,10 +84,16 @@ def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], 
         return ["rollout.placement=separate", "rollout.gpus_per_engine=0"], {}
     group = rollout.vllm.tensor_parallel_size if rollout.backend == "vllm" else 1
     if engines := sum(gpus // group for gpus in free_gpus):
-        return ["rollout.placement=separate", f"rollout.num_engines={engines}", f"rollout.gpus_per_engine={group}"], {}
+        return [
+            "rollout.placement=separate",
+            f"rollout.num_engines={engines}",
+            f"rollout.gpus_per_engine={group}",
+        ], {}
     chosen = "gpu_memory_utilization" in rollout.vllm.model_fields_set
     part = [] if chosen else [f"rollout.vllm.gpu_memory_utilization={SHARED_UTILIZATION}"]
-    return ["rollout.placement=colocated", *part], {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(_LEARNER_MEMORY)}
+    return ["rollout.placement=colocated", *part], {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(_LEARNER_MEMORY)
+    }
 
 
 @dataclass
@@ -101,7 +107,9 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.count = self.config.learner.multihost.num_processes or 1
-        self.gpus = self.config.learner.mesh.devices // self.count if self.arguments.device == "cuda" else 0
+        self.gpus = (
+            self.config.learner.mesh.devices // self.count if self.arguments.device == "cuda" else 0
+        )
 
     def run(self) -> int:
         """Run until process 0 ends; return its exit status.
@@ -123,7 +131,9 @@ class Driver:
                 return status
             resume = ["--auto-resume"]
             _print_line(f"a process of the learner was lost ({attempt + 1} of {most} times)")
-        raise LaunchError(f"gave up after {most} restarts (--max-restarts); --resume goes on from the last checkpoint")
+        raise LaunchError(
+            f"gave up after {most} restarts (--max-restarts); --resume goes on from the last checkpoint"
+        )
 
     @contextlib.contextmanager
     def _placed(self) -> Iterator[Any]:
@@ -152,7 +162,9 @@ class Driver:
                         f"{_plain(needs)} for the engines; free: {_plain(free)}"
                     )
                 if elapsed > self.arguments.start_timeout:
-                    raise LaunchError(f"no room after {elapsed:.0f} s (--start-timeout), see the line above; add nodes")
+                    raise LaunchError(
+                        f"no room after {elapsed:.0f} s (--start-timeout), see the line above; add nodes"
+                    )
                 self.stop.wait(_POLL_SECONDS)
             yield None if self.stop.is_set() else group
         finally:
@@ -173,7 +185,10 @@ class Driver:
         from ray.exceptions import GetTimeoutError, RayError
 
         processes = range(self.count)
-        actors = [_start(f"learner-{process}-{number}", group, process, gpus=self.gpus) for process in processes]
+        actors = [
+            _start(f"learner-{process}-{number}", group, process, gpus=self.gpus)
+            for process in processes
+        ]
         received: queue.Queue[tuple[int, Output]] = queue.Queue()
 
         def listen(process: int, arguments: list[str]) -> None:
@@ -182,7 +197,11 @@ class Driver:
 
         try:
             overrides, variables = place_engines(self.config, self._free_gpus(group))
-            own = [*self.arguments.overrides, *overrides, *([f"run_dir={self.run_dir}"] if self.run_dir else [])]
+            own = [
+                *self.arguments.overrides,
+                *overrides,
+                *([f"run_dir={self.run_dir}"] if self.run_dir else []),
+            ]
             timeout = self.arguments.start_timeout
             try:
                 address = ray.get(actors[0].address.remote(), timeout=timeout)
@@ -206,7 +225,9 @@ class Driver:
             for actor in actors:
                 ray.kill(actor)
 
-    def _follow(self, received: queue.Queue[tuple[int, Output]], terminate: Callable[[], object]) -> int | None:
+    def _follow(
+        self, received: queue.Queue[tuple[int, Output]], terminate: Callable[[], object]
+    ) -> int | None:
         """Print what the processes say until all have ended, or one has and the others had their time."""
         statuses: dict[int, int | None] = {}
         deadline, told = float("inf"), False
@@ -238,7 +259,10 @@ class Driver:
 
         taken = list(placement_group_table(group)["bundles_to_node_id"].values())
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        return [int(node["Resources"].get("GPU", 0)) - self.gpus * taken.count(node["NodeID"]) for node in nodes]
+        return [
+            int(node["Resources"].get("GPU", 0)) - self.gpus * taken.count(node["NodeID"])
+            for node in nodes
+        ]
 
 
 def _start(name: str, group: Any, bundle: int, *, cpus: int = 1, gpus: int = 0) -> Any:
@@ -251,18 +275,24 @@ def _start(name: str, group: Any, bundle: int, *, cpus: int = 1, gpus: int = 0) 
         num_cpus=cpus,
         num_gpus=gpus,
         max_concurrency=2,  # terminate() while run() goes on
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=bundle
+        ),
     )
     return options.remote()
 
 
-def _outputs(actor: Any, arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Output]:
+def _outputs(
+    actor: Any, arguments: Sequence[str], variables: Mapping[str, str]
+) -> Iterator[Output]:
     """Yield what an actor's process says; the process is lost with the actor or its node."""
     import ray
     from ray.exceptions import RayError
 
     try:
-        for reference in actor.run.options(num_returns="streaming").remote(arguments, os.getcwd(), variables):
+        for reference in actor.run.options(num_returns="streaming").remote(
+            arguments, os.getcwd(), variables
+        ):
             yield ray.get(reference)
     except RayError as error:
         yield str(error).strip().splitlines()[0]
@@ -300,7 +330,9 @@ def _tool_server(file: str, group: Any, attempt: int) -> Iterator[None]:
         deadline = time.monotonic() + _TOOLS_READY_SECONDS
         while not ready.wait(_POLL_SECONDS):
             if not serving.is_alive() or time.monotonic() > deadline:
-                raise LaunchError(f"the tool server of --tool-server={file} did not start; the lines above say why")
+                raise LaunchError(
+                    f"the tool server of --tool-server={file} did not start; the lines above say why"
+                )
         yield
     finally:
         ended.set()
@@ -310,7 +342,10 @@ def _tool_server(file: str, group: Any, attempt: int) -> Iterator[None]:
 
 def _plain(resources: Mapping[str, float]) -> str:
     named = {name: resources.get(name, 0) for name in ("CPU", "GPU")}
-    return ", ".join(f"{count:g} {name}{'s' * (count != 1)}" for name, count in named.items() if count) or "nothing"
+    return (
+        ", ".join(f"{count:g} {name}{'s' * (count != 1)}" for name, count in named.items() if count)
+        or "nothing"
+    )
 
 
 def _print_line(line: str) -> None:
@@ -319,12 +354,38 @@ def _print_line(line: str) -> None:
 
 def add_run_options(add: Callable[..., Any]) -> None:
     """Add the options that ``gpu.sh`` passes on to the driver."""
-    add("overrides", nargs="*", metavar="[CONFIG] KEY=VALUE", help="YAML configuration, and keys that override it")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="[CONFIG] KEY=VALUE",
+        help="YAML configuration, and keys that override it",
+    )
     add("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
-    add("--device", choices=["cuda", "cpu"], default="cuda", help="what learner and engines compute on")
-    add("--tool-server", metavar="FILE", help="keep a tool server with these settings beside process 0 of the learner")
-    add("--start-timeout", type=positive, default=1800, metavar="S", help="seconds until the learner's nodes are there")
-    add("--max-restarts", type=count, default=3, metavar="N", help="restarts after a process or node is lost (3)")
+    add(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="what learner and engines compute on",
+    )
+    add(
+        "--tool-server",
+        metavar="FILE",
+        help="keep a tool server with these settings beside process 0 of the learner",
+    )
+    add(
+        "--start-timeout",
+        type=positive,
+        default=1800,
+        metavar="S",
+        help="seconds until the learner's nodes are there",
+    )
+    add(
+        "--max-restarts",
+        type=count,
+        default=3,
+        metavar="N",
+        help="restarts after a process or node is lost (3)",
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -341,7 +402,9 @@ def main(argv: Sequence[str]) -> int:
         ray.init(namespace=arguments.job, log_to_driver=False, logging_level=logging.WARNING)
 
     try:
-        start_service_blocking(connect, name="the Ray cluster of this job", fix=RAY_FIX, error=LaunchError)
+        start_service_blocking(
+            connect, name="the Ray cluster of this job", fix=RAY_FIX, error=LaunchError
+        )
     except LaunchError as error:
         print(f"error: {error}", flush=True)
         return 1

@@ -35,13 +35,17 @@ class NodeProcess:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
 
-    def run(self, arguments: Sequence[str], folder: str, variables: Mapping[str, str]) -> Iterator[str | int]:
+    def run(
+        self, arguments: Sequence[str], folder: str, variables: Mapping[str, str]
+    ) -> Iterator[str | int]:
         """Run ``python -m jax_agent_rl.cli`` in a folder until it ends; yield its lines, and its exit status last.
 
         Ray's own forwarding of output loses an actor's last lines, which tell why it ended.
         """
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
-        environment.pop("OMP_NUM_THREADS", None)  # Ray's limit of its workers; the learner decides for itself
+        environment.pop(
+            "OMP_NUM_THREADS", None
+        )  # Ray's limit of its workers; the learner decides for itself
         # Under a watchdog, in a session of its own: Ray kills the process groups of its workers, and neither that nor
         # the death of the worker alone may leave a process behind.
         watchdog = [sys.executable, "-m", "jax_agent_rl.deploy.launch.ray_process"]

@@ -18,11 +18,23 @@ Fields = dict[str, Any]
 
 
 def _fields(family: Fields, shape: Shape, **more: Any) -> Fields:
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     return {**family, **dict(zip(names, shape, strict=True)), **more}
 
 
-_QWEN = {"vocab_size": 151936, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 151645}
+_QWEN = {
+    "vocab_size": 151936,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "eos_token_id": 151645,
+}
 _QWEN25 = {**_QWEN, "model_type": "qwen2", "tie_word_embeddings": False}
 _QWEN3 = {**_QWEN, "model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False}
 _LLAMA = {
@@ -82,11 +94,21 @@ _GPT_OSS = {
 
 
 def _llama3_rope(factor: float) -> Fields:
-    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     return {"rope_scaling": {**scaling, "original_max_position_embeddings": 8192}}
 
 
-_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
 
 ARCHITECTURES: Mapping[str, Fields] = {
     "qwen2.5-0.5b": _fields(_QWEN25, (896, 4864, 24, 14, 2), tie_word_embeddings=True),
@@ -103,15 +125,23 @@ ARCHITECTURES: Mapping[str, Fields] = {
     "qwen3-14b": _fields(_QWEN3, (5120, 17408, 40, 40, 8)),
     "qwen3-32b": _fields(_QWEN3, (5120, 25600, 64, 64, 8)),
     "qwen3-30b-a3b": _fields(_QWEN3, (2048, 6144, 48, 32, 4), model_type="qwen3_moe", **_EXPERTS),
-    "llama-3.2-1b": _fields(_LLAMA, (2048, 8192, 16, 32, 8), tie_word_embeddings=True, **_llama3_rope(32.0)),
-    "llama-3.2-3b": _fields(_LLAMA, (3072, 8192, 28, 24, 8), tie_word_embeddings=True, **_llama3_rope(32.0)),
+    "llama-3.2-1b": _fields(
+        _LLAMA, (2048, 8192, 16, 32, 8), tie_word_embeddings=True, **_llama3_rope(32.0)
+    ),
+    "llama-3.2-3b": _fields(
+        _LLAMA, (3072, 8192, 28, 24, 8), tie_word_embeddings=True, **_llama3_rope(32.0)
+    ),
     "llama-3.1-8b": _fields(_LLAMA, (4096, 14336, 32, 32, 8), **_llama3_rope(8.0)),
     "llama-3.1-70b": _fields(_LLAMA, (8192, 28672, 80, 64, 8), **_llama3_rope(8.0)),
     "llama-3.3-70b": _fields(_LLAMA, (8192, 28672, 80, 64, 8), **_llama3_rope(8.0)),
-    "gemma-3-1b": _fields(_GEMMA3, (1152, 6912, 26, 4, 1), vocab_size=262144, sliding_window=512, rope_scaling=None),
+    "gemma-3-1b": _fields(
+        _GEMMA3, (1152, 6912, 26, 4, 1), vocab_size=262144, sliding_window=512, rope_scaling=None
+    ),
     "gemma-3-4b": _fields(_GEMMA3, (2560, 10240, 34, 8, 4)),
     "gemma-3-12b": _fields(_GEMMA3, (3840, 15360, 48, 16, 8)),
-    "gemma-3-27b": _fields(_GEMMA3, (5376, 21504, 62, 32, 16), head_dim=128, query_pre_attn_scalar=168),
+    "gemma-3-27b": _fields(
+        _GEMMA3, (5376, 21504, 62, 32, 16), head_dim=128, query_pre_attn_scalar=168
+    ),
     "mistral-7b": _fields(_MISTRAL, (4096, 14336, 32, 32, 8), vocab_size=32768, rope_theta=1e6),
     "mistral-nemo-12b": _fields(_MISTRAL, (5120, 14336, 40, 32, 8), rope_theta=1e6),
     "mistral-small-24b": _fields(_MISTRAL, (5120, 32768, 40, 32, 8)),

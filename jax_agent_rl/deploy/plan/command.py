@@ -35,7 +35,9 @@ from jax_agent_rl.utils.process import own_environment, own_python, quiet_loggin
 PLANNER = own_python("-m", "jax_agent_rl.deploy.plan.command")
 # Settings of libtpu that avoid a fault, by a function on its stack. Seen on v5p with libtpu 0.0.42.1: gradients of a
 # 1.5B model with fsdp=4.
-_REMEDIES = {"EmitAllReduceScatterFusion": "LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false"}
+_REMEDIES = {
+    "EmitAllReduceScatterFusion": "LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false"
+}
 _GIB = 1 << 30
 
 
@@ -104,18 +106,25 @@ def run_command(
         OSError: the image cannot be written.
     """
     if task.profile is not None and (budget is not None or picture is not None):
-        raise ConfigError("plan --profile shows programs of one layout: leave out --search and --plot")
+        raise ConfigError(
+            "plan --profile shows programs of one layout: leave out --search and --plot"
+        )
     if picture is not None:
         check_image(picture)
     if budget is None:
-        planned, searched = plan_in_subprocess(task, lambda text: print_line(console, f"  {text}")), []
+        planned, searched = (
+            plan_in_subprocess(task, lambda text: print_line(console, f"  {text}")),
+            [],
+        )
     else:
         planned, searched = _search(task, budget, console)
     print_plan(planned, searched, console, picture=picture, as_json=as_json)
     return planned
 
 
-def _search(task: PlanTask, budget: int, console: Console) -> tuple[PlanResult, list[dict[str, Any]]]:
+def _search(
+    task: PlanTask, budget: int, console: Console
+) -> tuple[PlanResult, list[dict[str, Any]]]:
     """Return the best layout's plan, and a JSON object for each layout tried."""
     from jax_agent_rl.config import build
     from jax_agent_rl.config.loading import read_tree
@@ -132,7 +141,9 @@ def _search(task: PlanTask, budget: int, console: Console) -> tuple[PlanResult, 
     model = check(build(tree, task.overrides))
     found = candidates(lambda more: build(tree, [*task.overrides, *more]), model, slice)
     limit = min(TRIES * budget, len(found))
-    text = f"{len(found)} layouts could do; compiling until {min(budget, limit)} fit, {limit} at most"
+    text = (
+        f"{len(found)} layouts could do; compiling until {min(budget, limit)} fit, {limit} at most"
+    )
     console.print(text, highlight=False)
     tried = search(found, compile_candidate, capacity=slice.chip.hbm_bytes, budget=budget)
     console.print(table(tried), "")
@@ -181,9 +192,13 @@ def check_image(file: Path) -> None:
 
     kinds = Figure().canvas.get_supported_filetypes()
     if (kind := file.suffix.removeprefix(".").lower()) not in kinds:
-        raise ConfigError(f"--plot {file}: {kind!r} is no image format; end it with .png, .pdf or .svg")
+        raise ConfigError(
+            f"--plot {file}: {kind!r} is no image format; end it with .png, .pdf or .svg"
+        )
     if not file.parent.is_dir():
-        raise ConfigError(f"--plot {file}: there is no folder {file.parent}; make it, or name another")
+        raise ConfigError(
+            f"--plot {file}: there is no folder {file.parent}; make it, or name another"
+        )
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(f"--plot {file} cannot be written; name a file in a folder of yours")
 
@@ -228,7 +243,10 @@ def plan_in_subprocess(
         CompilerError: the compiler failed, or its process ended before it had an answer.
     """
     last, planned = "starting", None
-    with tempfile.TemporaryFile("w+", errors="replace") as errors, _started(command, task, errors) as process:
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        _started(command, task, errors) as process,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             if not line.endswith("\n"):  # the process ended within the line
@@ -252,7 +270,9 @@ def plan_in_subprocess(
 
 
 @contextlib.contextmanager
-def _started(command: Sequence[str], task: PlanTask, errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
+def _started(
+    command: Sequence[str], task: PlanTask, errors: IO[str]
+) -> Iterator[subprocess.Popen[str]]:
     """Start the process with its task; it never outlives this block."""
     process = subprocess.Popen(
         command,
@@ -260,7 +280,8 @@ def _started(command: Sequence[str], task: PlanTask, errors: IO[str]) -> Iterato
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
-        env=own_environment() | {"JAX_PLATFORMS": "cpu"},  # it looks for no chips, and compiles for those described
+        env=own_environment()
+        | {"JAX_PLATFORMS": "cpu"},  # it looks for no chips, and compiles for those described
     )
     try:
         assert process.stdin is not None
@@ -288,10 +309,16 @@ def _explain(status: int, last: str, stderr: str) -> str:
             f"planning was killed ({name}) when it was {last}. A system does that where memory runs out: plan where "
             "there is more, or take a smaller learner.micro_batch_size"
         )
-    fatal = re.search(r"^F\d{4} .*?\] (.+)$", stderr, re.MULTILINE)  # as Abseil, which libtpu uses, writes that line
+    fatal = re.search(
+        r"^F\d{4} .*?\] (.+)$", stderr, re.MULTILINE
+    )  # as Abseil, which libtpu uses, writes that line
     message = fatal[1].strip() if fatal else " ".join(stderr.split()[-30:])
     remedies = ["try another learner.mesh, or --search, which leaves out what fails"]
-    remedies += [f"set {remedy}, here and on the slice" for place, remedy in _REMEDIES.items() if place in stderr]
+    remedies += [
+        f"set {remedy}, here and on the slice"
+        for place, remedy in _REMEDIES.items()
+        if place in stderr
+    ]
     return (
         f"libtpu ended itself ({name}) when it was {last}: {message or 'it gave no message'}. That is a fault of this "
         f"compiler, and would end the run on the slice, too; {'; or '.join(remedies)}"
@@ -321,7 +348,9 @@ def main() -> None:
 
 def _exit_with_parent() -> None:
     """Exit when standard input ends, as compiling takes minutes."""
-    while os.read(0, 1024):  # not through sys.stdin, whose lock this thread would hold when the interpreter ends
+    while os.read(
+        0, 1024
+    ):  # not through sys.stdin, whose lock this thread would hold when the interpreter ends
         pass
     os._exit(1)
 
@@ -339,7 +368,9 @@ def _plan(task: PlanTask, on_progress: Callable[[str], None]) -> PlanResult:
     screen = io.StringIO()
     console = Console(file=screen, width=task.width, force_terminal=task.colours)
     if task.profile is not None:
-        compiled = compile_profiled(config, model, slice, profile=task.profile, on_progress=on_progress)
+        compiled = compile_profiled(
+            config, model, slice, profile=task.profile, on_progress=on_progress
+        )
         show_profiles(compiled, slice.chip, console)
         return PlanResult(report=screen.getvalue(), made=profiles_as_json(compiled, slice.chip))
     plan = make_plan(config, model, slice, utilization=task.utilization, on_progress=on_progress)

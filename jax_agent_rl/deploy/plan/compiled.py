@@ -96,7 +96,9 @@ class Inventory:
     programs: list[Program] = field(default_factory=list)
     residents: list[Resident] = field(default_factory=list)
 
-    def keep(self, name: str, arrays: Any, *, absent: frozenset[Phase] = frozenset()) -> frozenset[str]:
+    def keep(
+        self, name: str, arrays: Any, *, absent: frozenset[Phase] = frozenset()
+    ) -> frozenset[str]:
         """Record resident arrays, if there are any; return their name for :attr:`Program.holds`."""
         if not jax.tree.leaves(arrays):
             return frozenset()
@@ -181,7 +183,9 @@ class Compiled:
         """Least bytes that pass through all chips' memory in a call."""
         if self.program.model_bytes is not None:
             return self.program.model_bytes * self.program.copies
-        if not self.work.flops and self.memory:  # a program without products passes over all that it is given
+        if (
+            not self.work.flops and self.memory
+        ):  # a program without products passes over all that it is given
             return (self.memory.arguments + self.memory.outputs) * self.program.mesh.size
         return self.work.bytes * self.program.copies
 
@@ -199,7 +203,14 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise CompilerError(f"the compiler does not take {program.name}: {error}") from error
         seconds, text = time.perf_counter() - begin, str(error)
-        return Compiled(program=program, memory=None, needs=needed(text), problem=text, work=work, seconds=seconds)
+        return Compiled(
+            program=program,
+            memory=None,
+            needs=needed(text),
+            problem=text,
+            work=work,
+            seconds=seconds,
+        )
     seconds = time.perf_counter() - begin
     found, text = executable.memory_analysis(), executable.as_text()
     assert found is not None and text is not None  # XLA's compilers give both
@@ -266,7 +277,8 @@ def ideal_seconds(one: Compiled, chip: Chip) -> Seconds:
         products=one.flops / chips / chip.flops,
         memory=one.moved / chips / chip.hbm_bandwidth,
         links=sum(
-            e.bytes / (chip.dcn_bandwidth if e.between_slices else RING * chip.link_bandwidth) for e in one.exchanges
+            e.bytes / (chip.dcn_bandwidth if e.between_slices else RING * chip.link_bandwidth)
+            for e in one.exchanges
         ),
     )
 
@@ -278,12 +290,20 @@ def format_bytes(size: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format a duration in a readable unit."""
-    return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return (
+        duration(seconds)
+        if seconds >= 10
+        else f"{seconds:.3g} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.3g} ms"
+    )
 
 
 def unit_power(size: float) -> int:
     """Return the power of 1024 of that unit."""
-    return next((power for power in range(len(UNITS) - 1) if size < 1000 * 1024**power), len(UNITS) - 1)
+    return next(
+        (power for power in range(len(UNITS) - 1) if size < 1000 * 1024**power), len(UNITS) - 1
+    )
 
 
 # --- profiles --------------------------------------------------------------------------------------------------------
@@ -297,7 +317,13 @@ def show_profiles(compiled: Sequence[Compiled], chip: Chip, console: Console) ->
     for one in compiled:
         name, steps, ideal = one.program.name, one.program.loops, ideal_seconds(one, chip)
         if one.prediction is None:
-            console.print(f"{name} does not fit: {one.problem}", "", highlight=False, soft_wrap=True, markup=False)
+            console.print(
+                f"{name} does not fit: {one.problem}",
+                "",
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
             continue
         predicted, least = one.prediction.seconds, format_seconds(ideal.total / steps)
         console.print(
@@ -318,13 +344,23 @@ def profile_table(one: Compiled) -> Table:
         made.add_column(heading, justify="right", no_wrap=True)
     for heading in ("what", "operation"):
         made.add_column(heading, overflow="fold")
-    made.add_column("where, and from where", overflow="fold", min_width=30)  # a path and its line stay on one
+    made.add_column(
+        "where, and from where", overflow="fold", min_width=30
+    )  # a path and its line stay on one
     shown, others = one.prediction.parts[:ROWS], one.prediction.parts[ROWS:]
     for part in shown:
-        numbers = format_seconds(part.seconds / steps), f"{part.seconds / whole:.1%}", f"{part.runs / steps:.4g}"
-        made.add_row(*numbers, part.what, part.operation, "\n".join(part.source[:2]) or "(the compiler)")
+        numbers = (
+            format_seconds(part.seconds / steps),
+            f"{part.seconds / whole:.1%}",
+            f"{part.runs / steps:.4g}",
+        )
+        made.add_row(
+            *numbers, part.what, part.operation, "\n".join(part.source[:2]) or "(the compiler)"
+        )
     if rest := sum(part.seconds for part in others):
-        made.add_row(format_seconds(rest / steps), f"{rest / whole:.1%}", "", f"{len(others)} others")
+        made.add_row(
+            format_seconds(rest / steps), f"{rest / whole:.1%}", "", f"{len(others)} others"
+        )
     return made
 
 

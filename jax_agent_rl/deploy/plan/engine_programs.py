@@ -17,7 +17,13 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.compiled import Inventory, Phase, Program, Published
 from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
-from jax_agent_rl.jetstream.decode_batch import ALL_ALLOWED, PREFILL_ROWS, DecodeBatch, make_decode_batch, truncation_of
+from jax_agent_rl.jetstream.decode_batch import (
+    ALL_ALLOWED,
+    PREFILL_ROWS,
+    DecodeBatch,
+    make_decode_batch,
+    truncation_of,
+)
 from jax_agent_rl.jetstream.engine import Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import MOVED_TOGETHER, KVCache
@@ -56,12 +62,20 @@ class RecordingTable(ProgramTable):
         """Record a program; see :meth:`ProgramTable.call`, but ``next_call`` is never called."""
         program = self.recorded[key] = traced(function, donate, *args, place=place, out=out)
 
-        def result(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | np.ndarray:
+        def result(
+            sharding: NamedSharding, x: jax.ShapeDtypeStruct
+        ) -> jax.ShapeDtypeStruct | np.ndarray:
             zeros = x.dtype == jnp.int32
-            return np.broadcast_to(np.zeros((), x.dtype), x.shape) if zeros else x.update(sharding=sharding)
+            return (
+                np.broadcast_to(np.zeros((), x.dtype), x.shape)
+                if zeros
+                else x.update(sharding=sharding)
+            )
 
         return jax.tree.map(
-            lambda sharding, part: jax.tree.map(functools.partial(result, sharding), part), out, program.out_info
+            lambda sharding, part: jax.tree.map(functools.partial(result, sharding), part),
+            out,
+            program.out_info,
         )
 
 
@@ -91,13 +105,17 @@ def add_engine(
     if shapes.num_speculative_tokens:
         engine.verify(weights, cache, slots, [()] * len(slots.tokens))
     size = shapes.chunk_buckets[-1]
-    chunk = Extension(pages=(), start=max(0, shapes.cache_length - size), ids=np.zeros(size, np.int32))
+    chunk = Extension(
+        pages=(), start=max(0, shapes.cache_length - size), ids=np.zeros(size, np.int32)
+    )
     engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
     engine.copy_page(cache, 0, 0)
     if shapes.kv_offloading_bytes:
         pages = [NULL_PAGE] * MOVED_TOGETHER[-1]
         engine.overwrite_pages(cache, engine.get_pages(cache, pages), np.asarray(pages, np.int32))
-    absent: frozenset[Phase] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
+    absent: frozenset[Phase] = (
+        frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
+    )
     made.keep(WEIGHTS, _placed(weights, mesh), absent=absent)
     made.keep(CACHE, _placed(cache, mesh), absent=absent)
     work, running = EngineWork(model, weights, cache), running_share(config, engines)
@@ -144,17 +162,36 @@ def _engine_programs(
     key: tuple, program: jax.stages.Traced, mesh: Mesh, published: Published, steps: int
 ) -> Iterator[Program]:
     """Yield the program of a key of the engine's table; nothing for what only allocates."""
-    rollout = functools.partial(Program, phase="rollout", mesh=mesh, traced=program, copies=mesh.shape["data"])
+    rollout = functools.partial(
+        Program, phase="rollout", mesh=mesh, traced=program, copies=mesh.shape["data"]
+    )
     match key:
         case (str(kind), _, width, span) if kind.startswith("decode"):
-            steps = 1 if kind.endswith("constrained") else steps  # a grammar needs each id before the next
+            steps = (
+                1 if kind.endswith("constrained") else steps
+            )  # a grammar needs each id before the next
             name, tokens = f"{kind} {width} slots of {span}", width * steps
-            yield rollout(name=name, holds=_BOTH, donates=_CACHE, loops=steps, tokens=tokens, of="sampled")
+            yield rollout(
+                name=name, holds=_BOTH, donates=_CACHE, loops=steps, tokens=tokens, of="sampled"
+            )
         case ("verify", *_):  # how often drafts are verified is found while a run samples
-            yield rollout(name="verify drafts", holds=_BOTH, donates=_CACHE if len(key) == 3 else frozenset(), calls=0)
+            yield rollout(
+                name="verify drafts",
+                holds=_BOTH,
+                donates=_CACHE if len(key) == 3 else frozenset(),
+                calls=0,
+            )
         case ("chunks", _, rows, size, span):
-            yield rollout(name=f"prefill {rows} x {size} after {span}", holds=_BOTH, tokens=rows * size, of="prompts")
-        case ("write", *_):  # this and the next three touch a few pages of the cache: they take memory, and hardly time
+            yield rollout(
+                name=f"prefill {rows} x {size} after {span}",
+                holds=_BOTH,
+                tokens=rows * size,
+                of="prompts",
+            )
+        case (
+            "write",
+            *_,
+        ):  # this and the next three touch a few pages of the cache: they take memory, and hardly time
             yield rollout(name="write to the cache", holds=_CACHE, donates=_CACHE, calls=0)
         case ("copy", _):
             yield rollout(name="copy a page", holds=_CACHE, donates=_CACHE, calls=0)
@@ -168,7 +205,9 @@ def _engine_programs(
         case ("staged weights", _):
             embed = published.params["embed"]
             stage = staging_mesh(mesh, tuple(embed.sharding.devices_indices_map(embed.shape)))
-            yield rollout(name="arrange weights", phase="weights", mesh=stage, holds=published.holds, copies=1)
+            yield rollout(
+                name="arrange weights", phase="weights", mesh=stage, holds=published.holds, copies=1
+            )
 
 
 # --- what a model needs of a call ------------------------------------------------------------------------------------
@@ -194,7 +233,9 @@ def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool 
         for i in range(model.num_layers)
     ]
     attention = 4 * model.num_heads * model.head_dim * sum(spans)
-    return tokens * (2 * (model.num_layers * layer + head * model.vocab_size * model.hidden_size) + attention)
+    return tokens * (
+        2 * (model.num_layers * layer + head * model.vocab_size * model.hidden_size) + attention
+    )
 
 
 class EngineWork(NamedTuple):
@@ -210,9 +251,13 @@ class EngineWork(NamedTuple):
             return None
         match key:
             case (str(kind), _, width, span) if kind.startswith("decode"):
-                return pass_flops(self.model, width, visible=span), self._weights(width) + self._kv(width, span)
+                return pass_flops(self.model, width, visible=span), self._weights(width) + self._kv(
+                    width, span
+                )
             case ("chunks", _, rows, count, span):
-                flops = pass_flops(self.model, rows * count, visible=span + (count + 1) / 2, head=False)
+                flops = pass_flops(
+                    self.model, rows * count, visible=span + (count + 1) / 2, head=False
+                )
                 return flops, self._weights(rows * count, head=False) + self._kv(rows, span)
         return None
 
@@ -228,7 +273,9 @@ class EngineWork(NamedTuple):
                     else (1 - experts.per_token / experts.count) ** tokens
                 )
                 size += _bytes(weight) * (1 - missed)
-        return size + head * _bytes(self.weights.embed if self.weights.head is None else self.weights.head)
+        return size + head * _bytes(
+            self.weights.embed if self.weights.head is None else self.weights.head
+        )
 
     def _kv(self, contexts: int, span: int) -> float:
         """Return the bytes of the visible positions; keys and values that are kept twice count once."""
@@ -237,7 +284,13 @@ class EngineWork(NamedTuple):
             windowed = self.model.is_windowed(number)
             visible = min(span, self.model.sliding_window or span) if windowed else span
             kept = layer.values.shape[1] / self.model.num_kv_heads
-            size += contexts * visible * _bytes(layer) / (layer.values.shape[0] * layer.values.shape[2]) / kept
+            size += (
+                contexts
+                * visible
+                * _bytes(layer)
+                / (layer.values.shape[0] * layer.values.shape[2])
+                / kept
+            )
         return size
 
 

@@ -103,7 +103,11 @@ class Hlo:
         """Return how often a loop runs that counts from 0; ``loops`` if its end is found while it runs."""
         condition = self.computations[loop.called("condition")[0]]
         constants = [i for i in condition if i.kind == "constant" and i.result.startswith("s32[]")]
-        if condition[-1].kind == "compare" and "direction=LT" in condition[-1].rest and len(constants) == 1:
+        if (
+            condition[-1].kind == "compare"
+            and "direction=LT" in condition[-1].rest
+            and len(constants) == 1
+        ):
             return int(constants[0].rest.partition(")")[0])
         return loops
 
@@ -179,7 +183,14 @@ def _table(text: str, heading: str, row: str) -> Iterator[tuple[int, str]]:
         yield int(found[1]), found[2]
 
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
 RING = 2
 """Directions of a ring of links, used at the same time."""
 _BETWEEN_SLICES = "_xla_megascale_transfer_type"
@@ -220,7 +231,10 @@ def collectives(program: Hlo, mesh: Mesh, *, loops: int = 1) -> list[Collective]
     """
     if mesh.size == 1:
         return []
-    return [read_collective(name, instruction, mesh, times) for name, instruction, times in _walk(program, loops)]
+    return [
+        read_collective(name, instruction, mesh, times)
+        for name, instruction, times in _walk(program, loops)
+    ]
 
 
 def is_exchange(instruction: Instruction) -> bool:
@@ -243,14 +257,22 @@ def _walk(program: Hlo, loops: int) -> Iterator[tuple[str, Instruction, int]]:
                     seen.add(channel[0])
                 yield name, instruction, times
             elif instruction.kind == "while":
-                waiting.append((instruction.called("body")[0], times * program.iterations(instruction, loops), set()))
+                waiting.append(
+                    (
+                        instruction.called("body")[0],
+                        times * program.iterations(instruction, loops),
+                        set(),
+                    )
+                )
             elif instruction.kind == "conditional":
                 waiting += [(called, times, set()) for called in instruction.branches]
             else:
                 waiting += [(each, times, seen) for each in instruction.wrapped]
 
 
-def read_collective(computation: str, instruction: Instruction, mesh: Mesh, times: int = 1) -> Collective:
+def read_collective(
+    computation: str, instruction: Instruction, mesh: Mesh, times: int = 1
+) -> Collective:
     """Return an exchange.
 
     Args:
@@ -263,8 +285,15 @@ def read_collective(computation: str, instruction: Instruction, mesh: Mesh, time
     if stated := re.search(rf'{_BETWEEN_SLICES}="(\w+)"', instruction.rest):
         # What hosts exchange for their chips; the axes are those along which slices differ.
         slices = np.vectorize(lambda device: device.slice_index, otypes=[int])(mesh.devices)
-        axes = tuple(name for at, name in enumerate(mesh.axis_names) if np.diff(slices, axis=at).any())
-        kind, whole, size, between = stated[1].lower().replace("_", "-"), sizes[0], len(np.unique(slices)), True
+        axes = tuple(
+            name for at, name in enumerate(mesh.axis_names) if np.diff(slices, axis=at).any()
+        )
+        kind, whole, size, between = (
+            stated[1].lower().replace("_", "-"),
+            sizes[0],
+            len(np.unique(slices)),
+            True,
+        )
         gathered, scattered = whole * (size - 1), whole * (size - 1) / size  # given the operand
         kind = "collective-permute" if kind == "one-to-one" else kind
     else:
@@ -278,7 +307,9 @@ def read_collective(computation: str, instruction: Instruction, mesh: Mesh, time
         if kind == "all-reduce" and "all-reduce-scatter" in computation:
             kind, whole = "reduce-scatter", whole / size  # the fusion keeps a part of the sum
         devices = mesh.devices.flat
-        between = any(len({getattr(devices[i], "slice_index", None) for i in group}) > 1 for group in groups)
+        between = any(
+            len({getattr(devices[i], "slice_index", None) for i in group}) > 1 for group in groups
+        )
         gathered, scattered = whole * (size - 1) / size, whole * (size - 1)  # given the result
     sent = {
         "all-reduce": 2 * whole * (size - 1) / size,
@@ -286,7 +317,9 @@ def read_collective(computation: str, instruction: Instruction, mesh: Mesh, time
         "reduce-scatter": scattered,
         "collective-permute": whole,
     }.get(kind, whole * (size - 1) / size)
-    return Collective(kind=kind, axes=axes, between_slices=between, members=size, times=times, bytes=sent * times)
+    return Collective(
+        kind=kind, axes=axes, between_slices=between, members=size, times=times, bytes=sent * times
+    )
 
 
 def _axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
@@ -294,7 +327,11 @@ def _axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
     varying: set[str] = set()
     for group in groups:
         places = np.unravel_index(np.asarray(group), mesh.devices.shape)
-        varying |= {name for name, at in zip(mesh.axis_names, places, strict=True) if len(set(at.tolist())) > 1}
+        varying |= {
+            name
+            for name, at in zip(mesh.axis_names, places, strict=True)
+            if len(set(at.tolist())) > 1
+        }
     return tuple(name for name in mesh.axis_names if name in varying)
 
 
@@ -306,7 +343,10 @@ def _groups(rest: str, devices: int) -> Groups:
         return [numbers(group) for group in re.findall(r"\{([\d,]*)\}", found[1])]
     if found := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", rest):
         return _iota(found[2], found[3]).reshape(numbers(found[1])).tolist()
-    mesh = re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{((?:'[^':]+',?)*)\}}", rest)
+    mesh = re.search(
+        rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{((?:'[^':]+',?)*)\}}",
+        rest,
+    )
     if mesh is None:
         return []
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}

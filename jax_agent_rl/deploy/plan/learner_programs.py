@@ -28,7 +28,13 @@ from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.scoring import teacher_programs
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
+from jax_agent_rl.models.sharding import (
+    parameter_shardings,
+    place,
+    replicated,
+    row_sharding,
+    row_shards,
+)
 from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
 
@@ -52,11 +58,18 @@ def add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Mes
         rate=learning_rate(learner, steps),
     )
     scores_old = not (programs.objective.on_policy or programs.objective.bypass)
-    builder = LearnerBuilder(made, mesh, learner, model, learner.micro_batch_size * row_shards(mesh))
+    builder = LearnerBuilder(
+        made, mesh, learner, model, learner.micro_batch_size * row_shards(mesh)
+    )
     batches = micro_batches(config, model, rows=builder.rows, scored=scores_old)
-    state, holds = builder.update("policy", programs.policy, policy.params, policy.frozen, batches["policy"])
+    state, holds = builder.update(
+        "policy", programs.policy, policy.params, policy.frozen, batches["policy"]
+    )
     weights, layout = (state.params, policy.frozen), batches["layout"]
-    with_reference, top_k = algorithm.kl.where != "none" and config.distill is None, algorithm.kl.top_k > 0
+    with_reference, top_k = (
+        algorithm.kl.where != "none" and config.distill is None,
+        algorithm.kl.top_k > 0,
+    )
     if with_reference:
         made.keep("reference", policy.reference()[0])
     if scorings := scores_old + (with_reference and not top_k):
@@ -70,7 +83,9 @@ def add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Mes
         initial, rate = jax.eval_shape(critic_params, params), learning_rate(config.critic, steps)
         own = Parameterization.critic(model, initial, learner, mesh=mesh)
         update = programs.critic(own, config.critic, rate=rate)
-        critic, holds_critic = builder.update("critic", update, own.params, own.frozen, batches["critic"])
+        critic, holds_critic = builder.update(
+            "critic", update, own.params, own.frozen, batches["critic"]
+        )
         builder.read("values", programs.values, (critic.params, own.frozen), layout, holds_critic)
     return builder.publish(policy, state, holds)
 
@@ -104,13 +119,25 @@ class LearnerBuilder(NamedTuple):
         both = holds | self.inventory.keep(f"{name} optimizer", state.opt_state)
         reads = holds | self.inventory.keep(f"{name} frozen", frozen)
         gradients, epochs = state.params, self.config.ppo_epochs
-        accumulate = programs.accumulate.trace(state.params, frozen, gradients, self._describe_batch(batch))
+        accumulate = programs.accumulate.trace(
+            state.params, frozen, gradients, self._describe_batch(batch)
+        )
         tokens = {"tokens": self.tokens, "of": "trained"}
         passes = 3 if self.config.lora is None else 2  # frozen weights have no gradients
         flops = self.flops(passes)
-        self._add(f"{name} gradient", accumulate, reads, donates=holds, calls=epochs, model_flops=flops, **tokens)
+        self._add(
+            f"{name} gradient",
+            accumulate,
+            reads,
+            donates=holds,
+            calls=epochs,
+            model_flops=flops,
+            **tokens,
+        )
         apply = programs.apply.trace(state, gradients, state.updates)
-        self._add(f"{name} update", apply, both, donates=both, calls=epochs * self.config.num_minibatches)
+        self._add(
+            f"{name} update", apply, both, donates=both, calls=epochs * self.config.num_minibatches
+        )
         return state, reads
 
     def read(
@@ -125,9 +152,13 @@ class LearnerBuilder(NamedTuple):
         """Add a pass that changes nothing."""
         traced = program.trace(*weights, batch=self._describe_batch(batch))
         flops = self.flops(1)
-        self._add(name, traced, holds, tokens=self.tokens, of="trained", calls=calls, model_flops=flops)
+        self._add(
+            name, traced, holds, tokens=self.tokens, of="trained", calls=calls, model_flops=flops
+        )
 
-    def publish(self, policy: Parameterization, state: TrainState, holds: frozenset[str]) -> Published:
+    def publish(
+        self, policy: Parameterization, state: TrainState, holds: frozenset[str]
+    ) -> Published:
         """Describe ``Learner.params``, or ``LeadingLearner.params`` with several processes."""
         merged = self.config.lora is not None
         if merged:
@@ -142,15 +173,21 @@ class LearnerBuilder(NamedTuple):
         first = SingleDeviceSharding(self.mesh.devices.flat[0])
         return Published(jax.tree.map(lambda x: place(x, first), whole), frozenset())
 
-    def _add(self, name: str, traced: jax.stages.Traced, holds: frozenset[str], **more: Any) -> None:
-        program = Program(name=name, phase="learner", traced=traced, mesh=self.mesh, holds=holds, **more)
+    def _add(
+        self, name: str, traced: jax.stages.Traced, holds: frozenset[str], **more: Any
+    ) -> None:
+        program = Program(
+            name=name, phase="learner", traced=traced, mesh=self.mesh, holds=holds, **more
+        )
         self.inventory.programs.append(program)
 
     def _describe_batch(self, batch: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
         """Describe micro-batches as ``Learner`` places them: rows sharded, scalars of the update replicated."""
         rows, everywhere = row_sharding(self.mesh), replicated(self.mesh)
         return {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if x.ndim > 1 else everywhere)
+            name: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=rows if x.ndim > 1 else everywhere
+            )
             for name, x in batch.items()
         }
 
@@ -172,7 +209,9 @@ def _add_teachers(learner: LearnerBuilder, config: Config, layout: Arrays) -> No
             continue
         model = load_config(teacher.path)
         shapes = model.parameter_shapes()
-        params = describe(shapes, parameter_shardings(learner.mesh, shapes), dtype=config.learner.compute_dtype)
+        params = describe(
+            shapes, parameter_shardings(learner.mesh, shapes), dtype=config.learner.compute_dtype
+        )
         own, programs = teacher_programs(
             model,
             params,
@@ -186,7 +225,9 @@ def _add_teachers(learner: LearnerBuilder, config: Config, layout: Arrays) -> No
         holds = learner.inventory.keep(f"teacher {teacher.path}", own.params)
         program = programs.likeliest if config.algorithm.kl.top_k else programs.score
         batch = {name: array for name, array in layout.items() if name != "routed_experts"}
-        learner._replace(model=model).read(f"teacher {teacher.path}", program, weights, batch, holds)
+        learner._replace(model=model).read(
+            f"teacher {teacher.path}", program, weights, batch, holds
+        )
 
 
 def describe(shapes: Any, shardings: Any, *, dtype: str = "float32") -> Any:
@@ -202,7 +243,9 @@ def describe(shapes: Any, shardings: Any, *, dtype: str = "float32") -> Any:
 # --- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bool) -> dict[str, Arrays]:
+def micro_batches(
+    config: Config, model: DecoderConfig, *, rows: int, scored: bool
+) -> dict[str, Arrays]:
     """Build the largest micro-batches; with images for a vision model.
 
     Args:
@@ -215,14 +258,21 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
         The micro-batches of ``policy`` and, if there is one, ``critic``, and the ``layout`` of passes that score.
     """
     learner, algorithm = config.learner, config.algorithm
-    images = image_packing(VisionProcessor.of(model, config.model.path, pixels=config.model.pixels), learner)
+    images = image_packing(
+        VisionProcessor.of(model, config.model.path, pixels=config.model.pixels), learner
+    )
     group = make_group("g", (3, 4), [as_sampled(_SAMPLED)] * 2)
     trajectories = group.trajectories
     batch = pack(
-        trajectories, pack_length=learner.pack_length, share_prefixes=learner.share_prefixes, image_packing=images
+        trajectories,
+        pack_length=learner.pack_length,
+        share_prefixes=learner.share_prefixes,
+        image_packing=images,
     )
     with_critic = algorithm.adv_estimator == "gae"
-    if not with_critic:  # others may ask for tool calls, branches or reward parts, and all give the same terms
+    if (
+        not with_critic
+    ):  # others may ask for tool calls, branches or reward parts, and all give the same terms
         algorithm = algorithm.model_copy(update={"adv_estimator": "grpo"})
     per_term, per_state = ([np.zeros(len(_SAMPLED) + n) for _ in trajectories] for n in (0, 1))
     shape = (len(_SAMPLED), algorithm.kl.top_k)
@@ -238,7 +288,11 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
     if algorithm.policy_loss.loss_mode in SELECTORS:
         policy["chosen"] = per_term
     made: dict[str, dict[str, np.ndarray]] = {}
-    for name, terms in (("policy", policy), ("layout", {}), *([("critic", critic)] if with_critic else [])):
+    for name, terms in (
+        ("policy", policy),
+        ("layout", {}),
+        *([("critic", critic)] if with_critic else []),
+    ):
         own = batch.with_terms(**terms)
         if name == "policy" and experience.candidates is not None:
             own = own.with_candidates(*zip(*experience.candidates, strict=True))

@@ -25,7 +25,14 @@ from jax_agent_rl.deploy.plan.compiled import (
 )
 from jax_agent_rl.deploy.plan.engine_programs import add_engine
 from jax_agent_rl.deploy.plan.learner_programs import add_learner, describe
-from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, choose_engine_mesh, list_idle, place_devices
+from jax_agent_rl.deploy.plan.topology import (
+    Chip,
+    DevicePlacement,
+    Slice,
+    choose_engine_mesh,
+    list_idle,
+    place_devices,
+)
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.sharding import learner_shardings
@@ -118,7 +125,9 @@ class Replay:
         routes = 0
         if experts is not None:
             positions = members * (agent.max_prompt_length + agent.max_response_length)
-            routes = positions * model.num_layers * experts.per_token * (2 if experts.count > 256 else 1)
+            routes = (
+                positions * model.num_layers * experts.per_token * (2 if experts.count > 256 else 1)
+            )
         mask = 4 * mask_words(model.vocab_size)
         return cls(masks=draws * mask, supports=draws * math.ceil(4 / 3 * mask), experts=routes)
 
@@ -157,7 +166,9 @@ class ResourcePlan:
     @property
     def host_memory(self) -> int:
         """Bytes of a host's memory."""
-        return self.slice.chip.host_bytes * max(Counter(d.process_index for d in self.slice.devices).values())
+        return self.slice.chip.host_bytes * max(
+            Counter(d.process_index for d in self.slice.devices).values()
+        )
 
     @functools.cached_property
     def replay(self) -> Replay:
@@ -183,7 +194,9 @@ def check(config: Config) -> DecoderConfig:
     except ModelError as error:
         if hub_name(config.model.path) is None:
             raise
-        raise ModelError(f"{error}, or name a well-known model by --architecture, which needs no files") from None
+        raise ModelError(
+            f"{error}, or name a well-known model by --architecture, which needs no files"
+        ) from None
 
 
 def inventory(
@@ -210,13 +223,27 @@ def inventory(
     published = None if only == "rollout" else add_learner(made, config, model, where.learner)
     if where.engines and only != "learner":
         mesh = where.engines[0]  # the others are like it
-        compiled_for = mesh if {*mesh.devices.flat} == {*where.learner.devices.flat} else renumbered(mesh)
+        compiled_for = (
+            mesh if {*mesh.devices.flat} == {*where.learner.devices.flat} else renumbered(mesh)
+        )
         shapes, there = model.parameter_shapes(), learner_shardings(model, compiled_for)
-        if published is None or config.rollout.placement == "separate":  # from files, read for these very devices
+        if (
+            published is None or config.rollout.placement == "separate"
+        ):  # from files, read for these very devices
             published = Published(describe(shapes, there), frozenset())
         elif len(where.engines) > 1:  # copied for each of them
-            published = Published(describe(shapes, there, dtype=config.rollout.jetstream.dtype), frozenset())
-        add_engine(made, config, model, mesh, published, compiled_for=compiled_for, engines=where.engine_count)
+            published = Published(
+                describe(shapes, there, dtype=config.rollout.jetstream.dtype), frozenset()
+            )
+        add_engine(
+            made,
+            config,
+            model,
+            mesh,
+            published,
+            compiled_for=compiled_for,
+            engines=where.engine_count,
+        )
     return made
 
 
@@ -259,7 +286,12 @@ def make_plan(
         compiled=tuple(compiled),
         loads=tuple(loads(made, compiled, capacity=slice.chip.hbm_bytes)),
         step=sum_step(
-            config, compiled, slice.chip, engines=where.engine_count, disjoint=where.disjoint, utilization=utilization
+            config,
+            compiled,
+            slice.chip,
+            engines=where.engine_count,
+            disjoint=where.disjoint,
+            utilization=utilization,
         ),
         utilization=utilization,
     )
@@ -277,7 +309,9 @@ def loads(inventory: Inventory, compiled: Sequence[Compiled], *, capacity: int) 
     return [_load(one, inventory.residents, sizes, capacity) for one in compiled]
 
 
-def _load(one: Compiled, residents: Sequence[Resident], sizes: Mapping[str, float], capacity: int) -> Load:
+def _load(
+    one: Compiled, residents: Sequence[Resident], sizes: Mapping[str, float], capacity: int
+) -> Load:
     program = one.program
     here = set(program.mesh.devices.flat)
     there = [r for r in residents if program.phase not in r.absent or r.name in program.holds]
@@ -288,7 +322,11 @@ def _load(one: Compiled, residents: Sequence[Resident], sizes: Mapping[str, floa
     staying = max((on(device) for device in here), key=lambda parts: sum(parts.values()))
     held = sum(staying.get(name, 0) for name in program.holds)
     if one.memory is None:
-        added = {TEMPORARIES: one.needs if "temporaries (" in (one.problem or "") else max(0, one.needs - held)}
+        added = {
+            TEMPORARIES: one.needs
+            if "temporaries (" in (one.problem or "")
+            else max(0, one.needs - held)
+        }
     else:
         memory = one.memory
         added = {
@@ -296,7 +334,9 @@ def _load(one: Compiled, residents: Sequence[Resident], sizes: Mapping[str, floa
             TEMPORARIES: memory.temporaries,
             CODE: memory.code,
         }
-    return Load(program=program, parts=staying | added, capacity=capacity, refused=one.memory is None)
+    return Load(
+        program=program, parts=staying | added, capacity=capacity, refused=one.memory is None
+    )
 
 
 def padded(residents: Sequence[Resident], compiled: Sequence[Compiled]) -> dict[str, float]:
@@ -308,18 +348,31 @@ def padded(residents: Sequence[Resident], compiled: Sequence[Compiled]) -> dict[
     plain = {r.name: max(r.bytes.values()) for r in residents}
     known: dict[str, float] = {}
     reported = sorted(
-        ((one.program.donates, one.memory.aliased) for one in compiled if one.memory and one.program.donates),
+        (
+            (one.program.donates, one.memory.aliased)
+            for one in compiled
+            if one.memory and one.program.donates
+        ),
         key=lambda pair: len(pair[0]),
     )
     for names, total in reported:
         unknown = [name for name in names if name not in known]
         if len(unknown) == 1:
             known[unknown[0]] = total - sum(known[name] for name in names if name in known)
-    return {name: max(1.0, known[name] / size) if name in known and size else 1.0 for name, size in plain.items()}
+    return {
+        name: max(1.0, known[name] / size) if name in known and size else 1.0
+        for name, size in plain.items()
+    }
 
 
 def sum_step(
-    config: Config, compiled: Sequence[Compiled], chip: Chip, *, engines: int, disjoint: bool, utilization: float
+    config: Config,
+    compiled: Sequence[Compiled],
+    chip: Chip,
+    *,
+    engines: int,
+    disjoint: bool,
+    utilization: float,
 ) -> StepTime:
     """Sum the programs of a run up to a step.
 
@@ -353,7 +406,15 @@ def sum_step(
         learner=phases["learner"],
         weights=phases["weights"],
         overlapped=disjoint and config.trainer.mode != "sync",
-        bounds=tuple(sorted({one.program.phase for one in compiled if one.program.calls and not one.exchanges_known})),
+        bounds=tuple(
+            sorted(
+                {
+                    one.program.phase
+                    for one in compiled
+                    if one.program.calls and not one.exchanges_known
+                }
+            )
+        ),
     )
 
 
@@ -388,7 +449,9 @@ def compile_profiled(
     chosen = [one for one in programs if profile in (one.phase, one.name.split()[0])]
     if not chosen:
         names = ", ".join(one.name for one in programs)
-        raise ConfigError(f"--profile {profile}: this run has no such program on the slice, only {names}")
+        raise ConfigError(
+            f"--profile {profile}: this run has no such program on the slice, only {names}"
+        )
     compiled = []
     for one in chosen:
         on_progress(f"compiling {one.name}")

@@ -32,7 +32,14 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jax_agent_rl.deploy.plan.hlo import RING, Hlo, Instruction, arrays, is_exchange, read_collective
+from jax_agent_rl.deploy.plan.hlo import (
+    RING,
+    Hlo,
+    Instruction,
+    arrays,
+    is_exchange,
+    read_collective,
+)
 from jax_agent_rl.deploy.plan.topology import Chip
 
 SUSTAINED = 0.9
@@ -48,7 +55,9 @@ _FREE = frozenset(
     "parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id add-dependency "
     "opt-barrier".split()
 )
-_SLICES = frozenset(("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"))
+_SLICES = frozenset(
+    ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
+)
 _NEARBY = 6  # users on the way from a copy to the code that needs it: concatenations, bitcasts
 
 KernelCost = tuple[int, int, int]
@@ -84,7 +93,13 @@ class Prediction:
 
 
 def predict(
-    program: Hlo, chip: Chip, mesh: Mesh, *, loops: int = 1, grids: Grids | None = None, rare_branches: bool = True
+    program: Hlo,
+    chip: Chip,
+    mesh: Mesh,
+    *,
+    loops: int = 1,
+    grids: Grids | None = None,
+    rare_branches: bool = True,
 ) -> Prediction:
     """Predict the time of a program.
 
@@ -133,14 +148,20 @@ class _Timeline:
                 runs = self.program.iterations(each, self.loops)
                 seconds, inner = self.run(each.called("body")[0])
                 now += runs * seconds
-                timed += [one._replace(runs=one.runs * runs, seconds=one.seconds * runs) for one in inner]
+                timed += [
+                    one._replace(runs=one.runs * runs, seconds=one.seconds * runs) for one in inner
+                ]
             elif kind in ("conditional", "call"):
                 called = each.branches if kind == "conditional" else each.wrapped
-                seconds, inner = self.choose((self.run(branch) for branch in called), key=lambda found: found[0])
+                seconds, inner = self.choose(
+                    (self.run(branch) for branch in called), key=lambda found: found[0]
+                )
                 now += seconds
                 timed += inner
             elif kind in _SLICES:
-                if "cross_program_prefetch_index" in each.rest:  # done beside the end of the program before
+                if (
+                    "cross_program_prefetch_index" in each.rest
+                ):  # done beside the end of the program before
                     continue
                 memory_free = max(memory_free, now) + self._copied(each)
                 copying[each.name] = memory_free
@@ -148,9 +169,18 @@ class _Timeline:
                 links_free = max(links_free, now) + sum(map(self._exchanged, self._exchanges(each)))
                 exchanging[each.name] = links_free
             elif kind.endswith("-done"):
-                end = max((x.pop(name, now) for name in each.operands for x in (copying, exchanging)), default=now)
+                end = max(
+                    (x.pop(name, now) for name in each.operands for x in (copying, exchanging)),
+                    default=now,
+                )
                 if end > now:
-                    timed.append(Part(f"wait for {kind.removesuffix('-done')}", *self._place(each, users), end - now))
+                    timed.append(
+                        Part(
+                            f"wait for {kind.removesuffix('-done')}",
+                            *self._place(each, users),
+                            end - now,
+                        )
+                    )
                     now = end
             else:
                 seconds, read_here, what = self._computed(each, types)
@@ -165,7 +195,9 @@ class _Timeline:
     def _computed(self, each: Instruction, types: Mapping[str, str]) -> tuple[float, float, str]:
         """Return the seconds of an instruction, those of its reads and writes in memory, and what it is."""
         operands = [types[name] for name in each.operands if name in types]
-        in_memory = self._memory(sum(x.bytes for t in (each.result, *operands) for x in arrays(t) if x.in_hbm))
+        in_memory = self._memory(
+            sum(x.bytes for t in (each.result, *operands) for x in arrays(t) if x.in_hbm)
+        )
         cycles = each.number("estimated_cycles")
         if is_exchange(each):
             return self._exchanged((each.name, each)), 0.0, each.kind
@@ -181,12 +213,21 @@ class _Timeline:
                 seconds = max(seconds, in_memory)
         elif all(x.bytes <= 4 for x in arrays(each.result)):
             seconds = 0.0  # scalars, beside everything else
-        elif updates := self._scattered(each, types):  # each is read, and where it goes is read and written
+        elif updates := self._scattered(
+            each, types
+        ):  # each is read, and where it goes is read and written
             seconds = LAUNCH + self._memory(3 * updates)
         else:  # gathers and updates in place touch as much as they result in, or as they are given
-            touched = min((sum(x.bytes for x in arrays(t)) for t in (each.result, *operands[1:2])), default=0.0)
+            touched = min(
+                (sum(x.bytes for x in arrays(t)) for t in (each.result, *operands[1:2])),
+                default=0.0,
+            )
             seconds = LAUNCH + self._memory(2 * touched)
-        return max([seconds, *hidden]), in_memory, f"{each.kind}{' with exchange' if hidden else ''}"
+        return (
+            max([seconds, *hidden]),
+            in_memory,
+            f"{each.kind}{' with exchange' if hidden else ''}",
+        )
 
     def _kernel(self, each: Instruction, in_memory: float) -> tuple[float, float]:
         stated = [each.number(key) for key in ("flops", "transcendentals", "bytes_accessed")]
@@ -234,7 +275,9 @@ class _Timeline:
         directions = 1 if one.kind == "collective-permute" else RING
         return hops * HOP + one.bytes / (directions * self.chip.link_bandwidth)
 
-    def _place(self, each: Instruction, users: Mapping[str, list[Instruction]]) -> tuple[tuple[str, ...], str]:
+    def _place(
+        self, each: Instruction, users: Mapping[str, list[Instruction]]
+    ) -> tuple[tuple[str, ...], str]:
         """Return sources and operation of an instruction, or of the next that uses its result."""
         waiting = [each]
         for _ in range(_NEARBY):
@@ -260,7 +303,9 @@ def _summed(timed: Iterable[Part]) -> list[Part]:
     for one in timed:
         before = sums.get(one[:3])
         sums[one[:3]] = (
-            one if before is None else one._replace(seconds=before.seconds + one.seconds, runs=before.runs + one.runs)
+            one
+            if before is None
+            else one._replace(seconds=before.seconds + one.seconds, runs=before.runs + one.runs)
         )
     return sorted(sums.values(), key=lambda part: -part.seconds)
 
@@ -272,14 +317,23 @@ def kernel_grids(traced: core.ClosedJaxpr) -> Grids:
     while waiting:
         for equation in waiting.pop().eqns:
             params = equation.params
-            if equation.primitive.name == "pallas_call" and (stated := params["cost_estimate"]) is not None:
-                steps = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
-                found[int(stated.flops), int(stated.transcendentals), int(stated.bytes_accessed)] = steps
+            if (
+                equation.primitive.name == "pallas_call"
+                and (stated := params["cost_estimate"]) is not None
+            ):
+                steps = math.prod(
+                    size for size in params["grid_mapping"].grid if isinstance(size, int)
+                )
+                found[
+                    int(stated.flops), int(stated.transcendentals), int(stated.bytes_accessed)
+                ] = steps
                 continue
             for value in params.values():
                 for inner in value if isinstance(value, tuple | list) else (value,):
                     if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
-                        waiting.append(inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner)
+                        waiting.append(
+                            inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
+                        )
     return found
 
 
@@ -331,17 +385,28 @@ def _count_equation(equation: core.JaxprEqn, loops: int) -> Flops:
         return count_work(params["branches"][taken].jaxpr, loops=loops)
     if name == "cond":
         return max(
-            (count_work(branch.jaxpr, loops=loops) for branch in params["branches"]), key=lambda work: work.flops
+            (count_work(branch.jaxpr, loops=loops) for branch in params["branches"]),
+            key=lambda work: work.flops,
         )
     # Calls, custom derivatives and rematerialized parts have their programs among their parameters.
-    inner = (value.jaxpr if isinstance(value, core.ClosedJaxpr) else value for value in params.values())
+    inner = (
+        value.jaxpr if isinstance(value, core.ClosedJaxpr) else value for value in params.values()
+    )
     times = math.prod(params["mesh"].shape.values()) if name == "shard_map" else 1
-    return sum((count_work(value, loops=loops) for value in inner if isinstance(value, core.Jaxpr)), Flops()) * times
+    return (
+        sum(
+            (count_work(value, loops=loops) for value in inner if isinstance(value, core.Jaxpr)),
+            Flops(),
+        )
+        * times
+    )
 
 
 def _count_product(equation: core.JaxprEqn) -> Flops:
     """Count a product: two operations per number of the result and number contracted for it."""
-    arrays = [cast(ShapedArray, variable.aval) for variable in (*equation.invars, *equation.outvars)]
+    arrays = [
+        cast(ShapedArray, variable.aval) for variable in (*equation.invars, *equation.outvars)
+    ]
     left, right, result = arrays[0], arrays[1], arrays[-1]
     match equation.primitive.name:
         case "dot_general":
@@ -351,4 +416,7 @@ def _count_product(equation: core.JaxprEqn) -> Flops:
             contracted = right.size / right.shape[equation.params["dimension_numbers"].rhs_spec[0]]
         case _:  # ragged: each row meets one expert
             contracted = left.shape[-1]
-    return Flops(flops=2.0 * result.size * contracted, bytes=float(sum(x.size * x.dtype.itemsize for x in arrays)))
+    return Flops(
+        flops=2.0 * result.size * contracted,
+        bytes=float(sum(x.size * x.dtype.itemsize for x in arrays)),
+    )

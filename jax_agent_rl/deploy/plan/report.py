@@ -11,12 +11,25 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_agent_rl.config import Config, build
-from jax_agent_rl.deploy.plan.compiled import UNITS, Compiled, format_bytes, format_seconds, ideal_seconds, unit_power
+from jax_agent_rl.deploy.plan.compiled import (
+    UNITS,
+    Compiled,
+    format_bytes,
+    format_seconds,
+    ideal_seconds,
+    unit_power,
+)
 from jax_agent_rl.deploy.plan.engine_programs import CACHE, WEIGHTS
 from jax_agent_rl.deploy.plan.hlo import Collective
 from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan
 from jax_agent_rl.deploy.plan.search import estimate
-from jax_agent_rl.deploy.plan.topology import Slice, as_overrides, check_layout, learner_meshes, list_idle
+from jax_agent_rl.deploy.plan.topology import (
+    Slice,
+    as_overrides,
+    check_layout,
+    learner_meshes,
+    list_idle,
+)
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.runtime.engine_devices import engine_shapes
@@ -49,7 +62,11 @@ def show(plan: ResourcePlan, console: Console, *, price: float | None = None) ->
         console: where to print.
         price: price of a chip-hour.
     """
-    for made in (*programs_tables(plan), exchanges_table(plan), *memory_tables(plan, width=console.width)):
+    for made in (
+        *programs_tables(plan),
+        exchanges_table(plan),
+        *memory_tables(plan, width=console.width),
+    ):
         if made.row_count:
             console.print(made, "")
     for name, meaning in COLUMNS.items():
@@ -63,15 +80,24 @@ def programs_tables(plan: ResourcePlan) -> tuple[Table, Table]:
     """Return tables of the programs' sizes and times, each narrow enough for 80 characters."""
     justify = {name: "left" if name in ("program", "bound") else "right" for name in COLUMNS}
     columns = list(justify.items())
-    sizes, times = (_table(dict(chosen)) for chosen in (columns[:_SIZES], [columns[0], *columns[_SIZES:]]))
+    sizes, times = (
+        _table(dict(chosen)) for chosen in (columns[:_SIZES], [columns[0], *columns[_SIZES:]])
+    )
     for one, load in zip(plan.compiled, plan.loads, strict=True):
-        seconds, known, steps = ideal_seconds(one, plan.slice.chip), one.exchanges_known, one.program.loops
+        seconds, known, steps = (
+            ideal_seconds(one, plan.slice.chip),
+            one.exchanges_known,
+            one.program.loops,
+        )
         ideal = format_seconds(seconds.total / steps)
         row = [ideal, seconds.bound] if known else [f">={ideal}", ""]
         if one.prediction is None:
             row += ["-", "-"]
         else:
-            row += [format_seconds(one.prediction.seconds / steps), f"{seconds.total / one.prediction.seconds:.0%}"]
+            row += [
+                format_seconds(one.prediction.seconds / steps),
+                f"{seconds.total / one.prediction.seconds:.0%}",
+            ]
         counts = one.program.calls and seconds.total
         sizes.add_row(
             one.program.name,
@@ -81,7 +107,9 @@ def programs_tables(plan: ResourcePlan) -> tuple[Table, Table]:
             format_bytes(one.moved) if one.moved else "-",
             format_bytes(sum(exchange.bytes for exchange in one.exchanges)) if known else "-",
         )
-        times.add_row(one.program.name, *(row if counts else ("-", "", "-", "-")), f"{one.seconds:.1f}")
+        times.add_row(
+            one.program.name, *(row if counts else ("-", "", "-", "-")), f"{one.seconds:.1f}"
+        )
     return sizes, times
 
 
@@ -109,12 +137,21 @@ def memory_tables(plan: ResourcePlan, *, width: int) -> Iterator[Table]:
         made = Table(box=None, padding=(0, 1, 0, 0))
         made.add_column(heading, no_wrap=True, vertical="bottom")
         for load in loads:
-            made.add_column(load.program.name, justify="right", vertical="bottom", max_width=_PROGRAM - 1)
+            made.add_column(
+                load.program.name, justify="right", vertical="bottom", max_width=_PROGRAM - 1
+            )
         for kind in kinds:
             made.add_row(
-                kind, *(f"{load.parts[kind] / 1024**power:.2f}" if kind in load.parts else "-" for load in loads)
+                kind,
+                *(
+                    f"{load.parts[kind] / 1024**power:.2f}" if kind in load.parts else "-"
+                    for load in loads
+                ),
             )
-        made.add_row("[bold]together[/bold]", *(f"[bold]{load.total / 1024**power:.2f}[/bold]" for load in loads))
+        made.add_row(
+            "[bold]together[/bold]",
+            *(f"[bold]{load.total / 1024**power:.2f}[/bold]" for load in loads),
+        )
         yield made
 
 
@@ -130,7 +167,10 @@ def _sum_exchanges(one: Compiled) -> dict[str, tuple[float, list[str]]]:
     found: dict[str, list[Collective]] = {}
     for exchange in one.exchanges:
         found.setdefault("+".join(exchange.axes) or "?", []).append(exchange)
-    return {axes: (sum(e.bytes for e in those), sorted({e.kind for e in those})) for axes, those in found.items()}
+    return {
+        axes: (sum(e.bytes for e in those), sorted({e.kind for e in those}))
+        for axes, those in found.items()
+    }
 
 
 def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
@@ -153,7 +193,9 @@ def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
             yield f"[red]{used} do not fit[/red]: lower rollout.jetstream.kv_offloading_size."
         else:
             yield f"The engines keep up to {used} (rollout.jetstream.kv_offloading_size)."
-    yield from (f"[yellow]{line}[/yellow]." for line in list_idle(plan.config, plan.slice, plan.placement))
+    yield from (
+        f"[yellow]{line}[/yellow]." for line in list_idle(plan.config, plan.slice, plan.placement)
+    )
 
 
 def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
@@ -207,7 +249,11 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
     """Return the whole plan, in bytes, seconds and floating point operations."""
 
     def exchanged(one: Compiled) -> dict[str, float] | None:
-        return {axes: sent for axes, (sent, _) in _sum_exchanges(one).items()} if one.exchanges_known else None
+        return (
+            {axes: sent for axes, (sent, _) in _sum_exchanges(one).items()}
+            if one.exchanges_known
+            else None
+        )
 
     return {
         "topology": plan.slice.name,
@@ -272,7 +318,11 @@ class Adviser:
 
     def _hints(self, load: Load, part: str) -> Iterator[str]:
         config, phase = self.config, load.program.phase
-        if part in (WEIGHTS, CACHE) and phase == "learner" and config.rollout.placement == "colocated":
+        if (
+            part in (WEIGHTS, CACHE)
+            and phase == "learner"
+            and config.rollout.placement == "colocated"
+        ):
             if config.trainer.mode == "sync" and not config.rollout.sleep_during_update:
                 yield "rollout.sleep_during_update=true"
         if part == CACHE or (part in (BATCH, TEMPORARIES) and phase == "rollout"):
@@ -322,7 +372,9 @@ class Adviser:
         least, best = self._estimate(self.config), None
         for choice in learner_meshes(self.config, self.model, self.slice):
             change = as_overrides(choice, changing=self.config)
-            if (made := self._change(change)) is not None and (total := self._estimate(made)) < least:
+            if (made := self._change(change)) is not None and (
+                total := self._estimate(made)
+            ) < least:
                 least, best = total, " ".join(change)
         if best is not None:
             yield best
@@ -332,7 +384,11 @@ class Adviser:
             yield from self._accepted("learner.lora.rank=16")
 
     def _larger_slice(self) -> str:
-        return f"a larger --topology, as {self.slice.larger.name}" if self.slice.larger else "a larger --topology"
+        return (
+            f"a larger --topology, as {self.slice.larger.name}"
+            if self.slice.larger
+            else "a larger --topology"
+        )
 
     def _accepted(self, *overrides: str) -> Iterator[str]:
         if self._change(overrides) is not None:

@@ -35,7 +35,12 @@ from jax_agent_rl.deploy.plan.topology import (
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.generation import mask_words
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.runtime.engine_devices import MASTER, ResidentBytes, engine_shapes, parameter_count
+from jax_agent_rl.runtime.engine_devices import (
+    MASTER,
+    ResidentBytes,
+    engine_shapes,
+    parameter_count,
+)
 
 TRIES = 3
 """Layouts compiled at most, per layout that should fit."""
@@ -91,7 +96,11 @@ class Candidate:
 
         def sizes(config: Config) -> tuple[int, int, int]:
             kept = len(REMAT) - REMAT.index(config.learner.remat)
-            return config.learner.micro_batch_size, kept, engine_shapes(config).max_concurrent_decodes
+            return (
+                config.learner.micro_batch_size,
+                kept,
+                engine_shapes(config).max_concurrent_decodes,
+            )
 
         pairs = zip(sizes(self.config), sizes(other.config), strict=True)
         return self.meshes == other.meshes and all(mine >= theirs for mine, theirs in pairs)
@@ -100,11 +109,17 @@ class Candidate:
         """Return the result of compiling, for JSON."""
         found = {"fits": False, "memory": None, "seconds": None, "problem": self.problem}
         if self.plan is not None:
-            found |= {"fits": self.plan.fits, "memory": self.plan.memory, "seconds": self.plan.seconds}
+            found |= {
+                "fits": self.plan.fits,
+                "memory": self.plan.memory,
+                "seconds": self.plan.seconds,
+            }
         return {"overrides": self.changes, **found}
 
 
-def candidates(configured: Callable[[Sequence[str]], Config], model: DecoderConfig, slice: Slice) -> list[Candidate]:
+def candidates(
+    configured: Callable[[Sequence[str]], Config], model: DecoderConfig, slice: Slice
+) -> list[Candidate]:
     """Return all layouts whose meshes divide the model and whose arrays fit, best first.
 
     Args:
@@ -147,11 +162,19 @@ def candidates(configured: Callable[[Sequence[str]], Config], model: DecoderConf
 def _order(one: Candidate, capacity: int, correction: float = 1.0) -> tuple[bool, float, float]:
     """Return a sort key: those that should fit come first, by time; the others by memory."""
     total = one.estimate.total * correction
-    return (False, one.estimate.seconds, total) if total <= capacity else (True, total, one.estimate.seconds)
+    return (
+        (False, one.estimate.seconds, total)
+        if total <= capacity
+        else (True, total, one.estimate.seconds)
+    )
 
 
 def search(
-    found: Sequence[Candidate], plan: Callable[[Candidate], PlanResult], *, capacity: int, budget: int
+    found: Sequence[Candidate],
+    plan: Callable[[Candidate], PlanResult],
+    *,
+    capacity: int,
+    budget: int,
 ) -> list[Candidate]:
     """Compile the best until some fit; return those that fit by step time, then the others by memory.
 
@@ -171,7 +194,10 @@ def search(
     waiting, tried, fitting = list(found), list[Candidate](), 0
     corrections: dict[Any, float] = {}
     while waiting and fitting < budget and len(tried) < TRIES * budget:
-        one = min(waiting, key=lambda each: _order(each, capacity, corrections.get(each.config.learner.mesh, 1.0)))
+        one = min(
+            waiting,
+            key=lambda each: _order(each, capacity, corrections.get(each.config.learner.mesh, 1.0)),
+        )
         try:
             made = plan(one)
         except CompilerError as error:
@@ -186,7 +212,9 @@ def search(
             corrections[one.config.learner.mesh] = made.memory / one.estimate.total
             waiting = [each for each in waiting if not each.is_at_least(one)]
     if all(one.plan is None for one in tried):
-        raise CompilerError(f"none of {len(tried)} layouts could be compiled; of the first: {tried[0].problem}")
+        raise CompilerError(
+            f"none of {len(tried)} layouts could be compiled; of the first: {tried[0].problem}"
+        )
 
     def rank(one: Candidate) -> tuple[int, float]:
         if one.plan is None:
@@ -235,11 +263,20 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
     learner, engine = config.learner.mesh, config.rollout.jetstream.mesh
     resident = ResidentBytes.estimate(config, model, devices=engine.engine_devices)
     state, serving = resident.learner, resident.serving(engine_shapes(config))
-    shared = config.rollout.placement != "separate" and config.rollout.jetstream.device_offset < learner.devices
-    in_turn = state + serving if shared and not config.rollout.sleep_during_update else max(state, serving)
+    shared = (
+        config.rollout.placement != "separate"
+        and config.rollout.jetstream.device_offset < learner.devices
+    )
+    in_turn = (
+        state + serving
+        if shared and not config.rollout.sleep_during_update
+        else max(state, serving)
+    )
     return PlanEstimate(
         stays=in_turn,
-        passes=_activation_bytes(config, model) + _gathered_bytes(config, model) + _replayed_bytes(config, model),
+        passes=_activation_bytes(config, model)
+        + _gathered_bytes(config, model)
+        + _replayed_bytes(config, model),
         seconds=_train_seconds(config, model, chip)
         + _rollout_seconds(config, chip, resident.weights, resident.position) / engines,
     )
@@ -253,9 +290,17 @@ def _activation_bytes(config: Config, model: DecoderConfig) -> float:
     """
     learner, mesh = config.learner, config.learner.mesh
     tokens = learner.micro_batch_size * learner.pack_length / mesh.context
-    queries, keys, hidden = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, model.hidden_size
+    queries, keys, hidden = (
+        model.num_heads * model.head_dim,
+        model.num_kv_heads * model.head_dim,
+        model.hidden_size,
+    )
     experts = model.experts
-    forward = model.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
+    forward = (
+        model.intermediate_size
+        if experts is None
+        else experts.per_token * experts.intermediate_size
+    )
     dots = (queries + 2 * keys + 2 * forward) / mesh.tensor + 3 * hidden
     everything = (3 * queries + 4 * keys + 5 * forward) / mesh.tensor + 8 * hidden
     kept = {"none": everything, "dots": dots, "full": hidden}[learner.remat]
@@ -269,7 +314,11 @@ def _gathered_bytes(config: Config, model: DecoderConfig) -> float:
         return 0.0
     shapes = model.parameter_shapes()
     layer = sum(math.prod(shape[1:]) for shape in shapes["layers"].values())
-    return (2 * layer / mesh.expert + math.prod(shapes["embed"])) / mesh.tensor * _compute_width(config)
+    return (
+        (2 * layer / mesh.expert + math.prod(shapes["embed"]))
+        / mesh.tensor
+        * _compute_width(config)
+    )
 
 
 def _replayed_bytes(config: Config, model: DecoderConfig) -> float:
@@ -298,7 +347,15 @@ def _train_seconds(config: Config, model: DecoderConfig, chip: Chip) -> float:
     gathered = count / (mesh.tensor * mesh.expert) * (2 * width + MASTER) * (1 - 1 / mesh.fsdp)
     tokens = config.learner.micro_batch_size * length / mesh.context
     summed = 4 * model.num_layers * tokens * model.hidden_size * width * 2 * (1 - 1 / mesh.tensor)
-    seen = 6 * model.num_layers * tokens * model.num_kv_heads * model.head_dim * width * (mesh.context - 1)
+    seen = (
+        6
+        * model.num_layers
+        * tokens
+        * model.num_kv_heads
+        * model.head_dim
+        * width
+        * (mesh.context - 1)
+    )
     copies = mesh.data * mesh.context  # of each gradient
     added = 2 * MASTER * count / (mesh.tensor * mesh.expert * mesh.fsdp) * (1 - 1 / copies)
     links = (gathered + summed + seen + added) / (RING * chip.link_bandwidth)

@@ -21,7 +21,12 @@ from jax_agent_rl.deploy.launch.tpu.gcloud import SHAPES
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.sharding import Device, expect_described_tpus, make_mesh, parameter_shardings
+from jax_agent_rl.models.sharding import (
+    Device,
+    expect_described_tpus,
+    make_mesh,
+    parameter_shardings,
+)
 from jax_agent_rl.runtime.engine_devices import (
     check_turns,
     engine_shapes,
@@ -154,16 +159,22 @@ class Slice:
         """
         match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+):(\d+(?:x\d+)*)", text.strip().lower())
         if match is None:
-            raise ConfigError(f"topology {text!r} is not of the form v5e:4x4, v5p:4x4x4, or 2*v5e:16x16 for two slices")
+            raise ConfigError(
+                f"topology {text!r} is not of the form v5e:4x4, v5p:4x4x4, or 2*v5e:16x16 for two slices"
+            )
         count, name, sizes = int(match[1] or 1), match[2], match[3]
         chip = CHIPS.get(name)
         if chip is None:
             hint = did_you_mean(name, CHIPS)
-            raise ConfigError(f"topology {text!r}: no TPU is called {name!r}; {hint}there are {', '.join(CHIPS)}")
+            raise ConfigError(
+                f"topology {text!r}: no TPU is called {name!r}; {hint}there are {', '.join(CHIPS)}"
+            )
         if sizes not in SHAPES[name]:
             raise ConfigError(f"topology {text!r}: {name} comes as {', '.join(SHAPES[name])}")
         if count == 0:
-            raise ConfigError(f"topology {text!r} is no slice; leave out '0*', or say how many: 2*{name}:{sizes}")
+            raise ConfigError(
+                f"topology {text!r} is no slice; leave out '0*', or say how many: 2*{name}:{sizes}"
+            )
         return cls(chip=chip, shape=tuple(int(size) for size in sizes.split("x")), count=count)
 
     @property
@@ -179,7 +190,9 @@ class Slice:
     def larger(self) -> Slice | None:
         """The next larger slices of this generation, as many; None if these are the largest."""
         shapes = (tuple(map(int, shape.split("x"))) for shape in SHAPES[self.chip.name])
-        return next((replace(self, shape=s) for s in shapes if math.prod(s) > math.prod(self.shape)), None)
+        return next(
+            (replace(self, shape=s) for s in shapes if math.prod(s) > math.prod(self.shape)), None
+        )
 
     @property
     def chips(self) -> int:
@@ -194,7 +207,9 @@ class Slice:
             ConfigError: ``libtpu`` is not installed, or knows no such slice.
         """
         if not is_installed("libtpu"):
-            raise ConfigError("plan compiles with libtpu, which is not installed: pip install 'jax_agent_rl[plan]'")
+            raise ConfigError(
+                "plan compiles with libtpu, which is not installed: pip install 'jax_agent_rl[plan]'"
+            )
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
         options: dict[str, Any] = {"num_slices": self.count} if self.count > 1 else {}
@@ -206,10 +221,18 @@ class Slice:
             from jax.experimental import topologies
 
             expect_described_tpus()
-            return list(topologies.get_topology_desc(platform="tpu", topology_name=self._single, **options).devices)
+            return list(
+                topologies.get_topology_desc(
+                    platform="tpu", topology_name=self._single, **options
+                ).devices
+            )
         except ImportError as error:
-            raise ConfigError(f"plan needs jax.experimental.topologies ({error}): pip install 'jax>=0.10'") from None
-        except Exception as error:  # whatever the compiler's plug-in raises: its message is the best there is
+            raise ConfigError(
+                f"plan needs jax.experimental.topologies ({error}): pip install 'jax>=0.10'"
+            ) from None
+        except (
+            Exception
+        ) as error:  # whatever the compiler's plug-in raises: its message is the best there is
             raise ConfigError(f"libtpu does not give topology {self.name!r}: {error}") from error
 
     def renumbered(self, mesh: Mesh) -> Mesh:
@@ -217,7 +240,9 @@ class Slice:
         shape = next((shape for shape in self.chip.hosts if math.prod(shape) >= mesh.size), None)
         if shape is None:
             return mesh
-        devices = np.array(replace(self, shape=shape, count=1).devices[: mesh.size]).reshape(mesh.devices.shape)
+        devices = np.array(replace(self, shape=shape, count=1).devices[: mesh.size]).reshape(
+            mesh.devices.shape
+        )
         return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
@@ -278,15 +303,24 @@ def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
             )
         begins = range(first, first + each * count, each)
         engines = (make_engine_mesh(engine.mesh, devices=devices[b : b + each]) for b in begins)
-        return DevicePlacement(learner=make_mesh(config.learner.mesh, devices[:first]), engines=tuple(engines))
+        return DevicePlacement(
+            learner=make_mesh(config.learner.mesh, devices[:first]), engines=tuple(engines)
+        )
     learner = make_mesh(config.learner.mesh, devices)
     if rollout.backend != "jetstream":
         return DevicePlacement(learner=learner, engines=())
     hosts: dict[int, list[Device]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
-    sampling = list(hosts.values()) if rollout.placement == "colocated" else [hosts[devices[0].process_index]]
-    meshes = [make_engine_mesh(engine.mesh, device_offset=engine.device_offset, devices=own) for own in sampling]
+    sampling = (
+        list(hosts.values())
+        if rollout.placement == "colocated"
+        else [hosts[devices[0].process_index]]
+    )
+    meshes = [
+        make_engine_mesh(engine.mesh, device_offset=engine.device_offset, devices=own)
+        for own in sampling
+    ]
     for mesh in meshes:
         check_turns(config, learner, mesh)
     return DevicePlacement(learner=learner, engines=tuple(meshes))
@@ -360,12 +394,16 @@ def engine_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterato
     mesh = config.rollout.jetstream.mesh
     own = sum(device.process_index == slice.devices[0].process_index for device in slice.devices)
     own -= config.rollout.jetstream.device_offset
-    split = model.experts is not None and mesh.expert is None  # by whole experts, see resolve_engine_mesh
+    split = (
+        model.experts is not None and mesh.expert is None
+    )  # by whole experts, see resolve_engine_mesh
     for size in (1, 2, 4, 8):
         one = mesh.model_copy(update={"data": 1, "expert" if split else "tensor": size})
         sizes = {"expert": size, "tensor": 1} if split else {"tensor": size}
         data = {} if mesh.data is None else {"data": max(1, own // one.devices)}
-        yield {f"rollout.jetstream.mesh.{axis}": number for axis, number in {**data, **sizes}.items()}
+        yield {
+            f"rollout.jetstream.mesh.{axis}": number for axis, number in {**data, **sizes}.items()
+        }
 
 
 def batch_sizes(config: Config) -> Iterator[Choice]:
@@ -378,7 +416,9 @@ def batch_sizes(config: Config) -> Iterator[Choice]:
         slots = [{"rollout.jetstream.max_concurrent_decodes": count} for count in counts]
     for rows in ROWS:
         for remat in REMAT:
-            yield from ({"learner.micro_batch_size": rows, "learner.remat": remat, **each} for each in slots)
+            yield from (
+                {"learner.micro_batch_size": rows, "learner.remat": remat, **each} for each in slots
+            )
 
 
 def as_overrides(choice: Choice, *, changing: Config | None = None) -> tuple[str, ...]:

@@ -40,8 +40,18 @@ def write_task(folder: Path) -> list[Path]:
         StorageError: it cannot be written.
     """
     with whole_folder(folder, error=ConfigError) as unfinished:
-        with writing(folder, message="{file} could not be written ({reason}); make space, or name another folder"):
-            shutil.copytree(TASK, unfinished, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        with writing(
+            folder,
+            message="{file} could not be written ({reason}); make space, or name another folder",
+        ):
+            shutil.copytree(
+                TASK, unfinished, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+            )
         # As its user does, when the questions have changed.
-        subprocess.run([sys.executable, "-B", "make_rows.py"], cwd=unfinished, check=True, timeout=_ROWS_SECONDS)
+        subprocess.run(
+            [sys.executable, "-B", "make_rows.py"],
+            cwd=unfinished,
+            check=True,
+            timeout=_ROWS_SECONDS,
+        )
     return sorted(file for file in folder.iterdir() if file.is_file())

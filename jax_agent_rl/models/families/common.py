@@ -119,7 +119,13 @@ ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 """Where files hold the rotary settings; newer ones use the latter."""
 INERT = BOOKKEEPING | {
     # token ids that only tokenizers and pipelines use
-    *("cls_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "mask_token_id"),
+    *(
+        "cls_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "mask_token_id",
+    ),
     *("pad_token_id", "sep_token_id", "unk_token_id"),
     # training: drawing weights, dropout, losses
     *(
@@ -129,21 +135,70 @@ INERT = BOOKKEEPING | {
         "embd_pdrop",
         "gradient_checkpointing",
     ),
-    *("hidden_dropout", "hidden_dropout_prob", "initializer_factor", "initializer_range", "resid_pdrop"),
+    *(
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "initializer_factor",
+        "initializer_range",
+        "resid_pdrop",
+    ),
     *("router_aux_loss_coef", "router_jitter_noise"),
     # how a library computes or returns the same numbers
-    *("attn_implementation", "cache_implementation", "chunk_size_feed_forward", "experts_implementation"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pretraining_tp"),
-    *("return_dict", "return_dict_in_generate", "tf_legacy_loss", "tie_encoder_decoder", "tie_last_hidden_states"),
+    *(
+        "attn_implementation",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "experts_implementation",
+    ),
+    *(
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "output_scores",
+        "pretraining_tp",
+    ),
+    *(
+        "return_dict",
+        "return_dict_in_generate",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tie_last_hidden_states",
+    ),
     *("torchscript", "use_bfloat16", "use_cache"),
     # other tasks, and the tokenizer
-    *("finetuning_task", "id2label", "label2id", "num_labels", "prefix", "problem_type", "task_specific_params"),
+    *(
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "prefix",
+        "problem_type",
+        "task_specific_params",
+    ),
     *("max_sequence_length", "model_max_length", "tokenizer_class"),
     # generation settings of old files
     *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
-    *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "length_penalty", "max_length"),
-    *("max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beam_groups", "num_beams"),
-    *("num_return_sequences", "remove_invalid_values", "repetition_penalty", "suppress_tokens", "temperature"),
+    *(
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "length_penalty",
+        "max_length",
+    ),
+    *(
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+    ),
+    *(
+        "num_return_sequences",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "suppress_tokens",
+        "temperature",
+    ),
     *("top_k", "top_p", "typical_p"),
     # marks of other tools
     *("is_llama_config", "unsloth_fixed", "unsloth_version"),
@@ -188,7 +243,9 @@ def carried_fields(unread: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in unread.items():
         if name in BOOKKEEPING or name in ROPE_SECTIONS or name.startswith("_"):
             continue
-        is_section = isinstance(value, Mapping) and name not in INERT  # what is inert holds no fields of ours
+        is_section = (
+            isinstance(value, Mapping) and name not in INERT
+        )  # what is inert holds no fields of ours
         kept[name] = carried_fields(value) if is_section else value
     return kept
 
@@ -205,7 +262,12 @@ def merge_fields(written: Mapping[str, Any], carried: Mapping[str, Any]) -> dict
     return merged
 
 
-_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_LLAMA3_FIELDS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 
 
 def integer(config: Fields, name: str, default: int | None = None) -> int:
@@ -252,7 +314,9 @@ def refuse(config: Fields, **expected: Any) -> None:
     """
     for name, value in expected.items():
         if config.get(name) not in (None, value):
-            raise ModelError(f"config.json: {config.path}{name}={config[name]!r} is not supported, only {value!r}")
+            raise ModelError(
+                f"config.json: {config.path}{name}={config[name]!r} is not supported, only {value!r}"
+            )
 
 
 def bad_field(config: Fields, name: str, expected: str) -> ModelError:
@@ -326,7 +390,11 @@ def read_layer_kinds(raw: Fields, count: int, *, default: tuple[bool, ...]) -> t
     kinds = raw.get("layer_types")
     if kinds is None:
         return default
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in _LAYER_KINDS for kind in kinds):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != count
+        or any(kind not in _LAYER_KINDS for kind in kinds)
+    ):
         raise bad_field(raw, "layer_types", f"{count} of {list(_LAYER_KINDS)}")
     return tuple(kind == "sliding_attention" for kind in kinds)
 
@@ -338,8 +406,16 @@ def write_layer_kinds(config: DecoderConfig) -> list[str]:
 
 def write_common(config: DecoderConfig, architecture: str) -> dict[str, Any]:
     """Write the shared fields; ``write`` of a family adds its own."""
-    eos = list(config.eos_token_ids) if len(config.eos_token_ids) > 1 else next(iter(config.eos_token_ids), None)
-    partial = {} if config.rope.partial_rotary == 1 else {"partial_rotary_factor": config.rope.partial_rotary}
+    eos = (
+        list(config.eos_token_ids)
+        if len(config.eos_token_ids) > 1
+        else next(iter(config.eos_token_ids), None)
+    )
+    partial = (
+        {}
+        if config.rope.partial_rotary == 1
+        else {"partial_rotary_factor": config.rope.partial_rotary}
+    )
     return partial | {
         "architectures": [architecture],
         "model_type": config.family,
@@ -373,7 +449,9 @@ def read_rope(raw: Fields, defaults: Defaults, *, partial_rotary: float | None =
     """
     sections = [raw.section(name) for name in ROPE_SECTIONS]
     ropes = [
-        read_rope_section(raw, section, defaults, partial_rotary=partial_rotary) for section in sections if section
+        read_rope_section(raw, section, defaults, partial_rotary=partial_rotary)
+        for section in sections
+        if section
     ]
     if not ropes:
         return read_rope_section(raw, sections[0], defaults, partial_rotary=partial_rotary)
@@ -385,10 +463,16 @@ def read_rope(raw: Fields, defaults: Defaults, *, partial_rotary: float | None =
     return ropes[0]
 
 
-def read_rope_section(raw: Fields, section: Fields, defaults: Defaults, *, partial_rotary: float | None = None) -> Rope:
+def read_rope_section(
+    raw: Fields, section: Fields, defaults: Defaults, *, partial_rotary: float | None = None
+) -> Rope:
     """Read the rotary settings of one section; what it lacks may stand at the top. See :func:`read_rope`."""
     theta = number(section, "rope_theta", number(raw, "rope_theta", defaults.rope_theta))
-    fraction = number(section, "partial_rotary_factor", number(raw, "partial_rotary_factor", partial_rotary or 1.0))
+    fraction = number(
+        section,
+        "partial_rotary_factor",
+        number(raw, "partial_rotary_factor", partial_rotary or 1.0),
+    )
     if partial_rotary is None and fraction != 1:
         where = section if "partial_rotary_factor" in section else raw
         raise bad_field(where, "partial_rotary_factor", "1: these models rotate whole heads")
@@ -408,12 +492,18 @@ def _read_scaling(raw: Fields, section: Fields, defaults: Defaults) -> Scaling |
             return LinearScaling(factor=number(section, "factor"))
         case "llama3":
             others = {name: number(section, name) for name in _LLAMA3_FIELDS[:-1]}
-            return Llama3Scaling(**others, original_max_position_embeddings=_trained_positions(raw, section, None))
+            return Llama3Scaling(
+                **others, original_max_position_embeddings=_trained_positions(raw, section, None)
+            )
         case "yarn":
             return _read_yarn(section, longest, _trained_positions(raw, section, longest))
         case "dynamic":
-            trained = integer(section, "max_trained_positions", integer(raw, "max_trained_positions", longest))
-            return DynamicScaling(factor=number(section, "factor"), trained_positions=trained, positions=longest)
+            trained = integer(
+                section, "max_trained_positions", integer(raw, "max_trained_positions", longest)
+            )
+            return DynamicScaling(
+                factor=number(section, "factor"), trained_positions=trained, positions=longest
+            )
     raise ModelError(
         f"config.json: rope_scaling type {kind!r} is not supported, only 'linear', 'llama3', 'yarn' and 'dynamic'"
     )
@@ -431,7 +521,10 @@ def _read_yarn(section: Fields, longest: int, original: float) -> YarnScaling:
     attention_factor = None if given is None else number(section, "attention_factor")
     scales = [section.get(name) for name in ("mscale", "mscale_all_dim")]
     if given is None and all(scales):
-        stretched = [0.1 * number(section, name) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")]
+        stretched = [
+            0.1 * number(section, name) * math.log(factor) + 1
+            for name in ("mscale", "mscale_all_dim")
+        ]
         attention_factor = stretched[0] / stretched[1]
     return YarnScaling(
         factor=factor,
@@ -451,7 +544,9 @@ def write_scaling(rope: Rope) -> dict[str, Any] | None:
         case LinearScaling(factor=factor):
             return {"rope_type": "linear", "factor": factor}
         case Llama3Scaling() as scaling:
-            return {"rope_type": "llama3"} | {name: getattr(scaling, name) for name in _LLAMA3_FIELDS}
+            return {"rope_type": "llama3"} | {
+                name: getattr(scaling, name) for name in _LLAMA3_FIELDS
+            }
         case YarnScaling() as scaling:
             fields = {name: value for name, value in asdict(scaling).items() if value is not None}
             return {"rope_type": "yarn"} | fields

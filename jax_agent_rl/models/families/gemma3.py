@@ -23,13 +23,24 @@ from jax_agent_rl.models.families.common import (
 )
 
 _DEFAULTS = Defaults(
-    eos_token_ids=(1,), bos_token_id=2, num_kv_heads=4, head_dim=256, max_positions=131072, tied=True, rope_theta=1e6
+    eos_token_ids=(1,),
+    bos_token_id=2,
+    num_kv_heads=4,
+    head_dim=256,
+    max_positions=131072,
+    tied=True,
+    rope_theta=1e6,
 )
 
 
 def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
-    refuse(raw, attention_bias=False, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+    refuse(
+        raw,
+        attention_bias=False,
+        hidden_activation="gelu_pytorch_tanh",
+        use_bidirectional_attention=False,
+    )
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if raw.get(name) is not None:
             raise bad_field(raw, name, "null (Gemma 3 has no soft-capping)")
@@ -52,7 +63,9 @@ def read(raw: Fields) -> DecoderConfig:
         embed_scale=common["hidden_size"] ** 0.5,
         attention_scale=number(raw, "query_pre_attn_scalar", 256) ** -0.5,
         sliding_window=integer(raw, "sliding_window", 4096),
-        windowed_layers=read_layer_kinds(raw, count, default=tuple(bool((i + 1) % pattern) for i in range(count))),
+        windowed_layers=read_layer_kinds(
+            raw, count, default=tuple(bool((i + 1) % pattern) for i in range(count))
+        ),
         local_rope=_read_local_rope(raw, local),
     )
 

@@ -26,9 +26,17 @@ from jax_agent_rl.models.families.common import (
 from jax_agent_rl.models.tensors import Packed
 
 _FIXED = {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-_YARN = YarnScaling(factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096)
+_YARN = YarnScaling(
+    factor=32.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=4096,
+)
 """Of files without rotary settings."""
-_DEFAULTS = Defaults(num_kv_heads=8, head_dim=64, max_positions=131072, rms_norm_eps=1e-5, rope_theta=150000.0)
+_DEFAULTS = Defaults(
+    num_kv_heads=8, head_dim=64, max_positions=131072, rms_norm_eps=1e-5, rope_theta=150000.0
+)
 
 
 def read(raw: Fields) -> DecoderConfig:
@@ -49,7 +57,9 @@ def read(raw: Fields) -> DecoderConfig:
         attention_sinks=True,
         activation="clamped_swiglu",
         sliding_window=integer(raw, "sliding_window", 128),
-        windowed_layers=read_layer_kinds(raw, count, default=tuple(i % 2 == 0 for i in range(count))),
+        windowed_layers=read_layer_kinds(
+            raw, count, default=tuple(i % 2 == 0 for i in range(count))
+        ),
         experts=Experts(
             count=integer(raw, "num_local_experts", 128),
             per_token=integer(raw, "num_experts_per_tok", 4),
@@ -70,7 +80,8 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
     assert config.experts is not None
     return write_common(config, "GptOssForCausalLM") | {
-        "rope_scaling": write_scaling(config.rope) or {"rope_type": "default"},  # absent, it is YaRN
+        "rope_scaling": write_scaling(config.rope)
+        or {"rope_type": "default"},  # absent, it is YaRN
         **_FIXED,
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_kinds(config),
@@ -80,11 +91,20 @@ def write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _in_one(number: int) -> Packed:
-    return Packed(name="mlp.experts.gate_up_proj", number=number, count=2, axis=2, interleaved=True, transposed=True)
+    return Packed(
+        name="mlp.experts.gate_up_proj",
+        number=number,
+        count=2,
+        axis=2,
+        interleaved=True,
+        transposed=True,
+    )
 
 
 def _bias_in_one(number: int) -> Packed:
-    return Packed(name="mlp.experts.gate_up_proj_bias", number=number, count=2, axis=1, interleaved=True)
+    return Packed(
+        name="mlp.experts.gate_up_proj_bias", number=number, count=2, axis=1, interleaved=True
+    )
 
 
 FAMILY = ModelFamily(

@@ -55,7 +55,9 @@ _DEFAULTS = {
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
 }
-_WINDOW = 4096  # of transformers' configurations of Mistral, where the field is absent; null is no window
+_WINDOW = (
+    4096  # of transformers' configurations of Mistral, where the field is absent; null is no window
+)
 
 
 def read(raw: Fields) -> DecoderConfig:
@@ -83,7 +85,11 @@ def read(raw: Fields) -> DecoderConfig:
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
-    written = write_common(config, _ARCHITECTURES[config.family]) | {"hidden_act": "silu"} | _FIXED[config.family]
+    written = (
+        write_common(config, _ARCHITECTURES[config.family])
+        | {"hidden_act": "silu"}
+        | _FIXED[config.family]
+    )
     if config.family in ("mistral", "ministral"):
         written["sliding_window"] = config.sliding_window
     if config.family == "ministral":
@@ -99,7 +105,9 @@ def write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_experts(raw: Fields) -> Experts:
-    names = [name for name in ("num_experts", "num_local_experts") if name in raw] or ["num_experts"]
+    names = [name for name in ("num_experts", "num_local_experts") if name in raw] or [
+        "num_experts"
+    ]
     counts = {name: integer(raw, name) for name in names}
     if len(set(counts.values())) > 1:
         raise ModelError(f"config.json: {counts} name one number twice; remove one of them")
@@ -110,7 +118,9 @@ def _read_experts(raw: Fields) -> Experts:
         normalize=switch(raw, "norm_topk_prob", False),
     )
     if experts.per_token > experts.count:
-        raise ModelError(f"config.json: num_experts_per_tok={experts.per_token} exceeds {names[0]}={experts.count}")
+        raise ModelError(
+            f"config.json: num_experts_per_tok={experts.per_token} exceeds {names[0]}={experts.count}"
+        )
     return experts
 
 

@@ -37,7 +37,12 @@ from jax_agent_rl.models.tensors import Names
 _TOP_IDS = ("eos_token_id", "bos_token_id")
 _OF_BOTH = ("tie_word_embeddings", *_TOP_IDS)
 """Fields that may differ between the top of a file and its ``text_config``."""
-_PLACEHOLDER_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_PLACEHOLDER_IDS = (
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
 _SIZES = {
     "depth": "num_layers",
     "hidden_size": "hidden_size",
@@ -84,7 +89,8 @@ class _Tower:
         refuse(fields, hidden_act=self.activation, out_hidden_size=out_size)
         refuse(fields.section("rope_parameters"), rope_type="axial", rope_theta=10000.0)
         sizes: dict[str, Any] = {
-            attribute: integer(fields, name, self.defaults.get(name)) for name, attribute in self.sizes.items()
+            attribute: integer(fields, name, self.defaults.get(name))
+            for name, attribute in self.sizes.items()
         }
         if "in_chans" in fields:  # the name of published files
             if "in_channels" in fields:
@@ -123,7 +129,10 @@ class _Tower:
 
     def names(self, config: VisionConfig) -> Params:
         """Return tensor names in the shape of ``params["vision"]``."""
-        modules = {**self.top, **{key: f"blocks.{{}}.{module}" for key, module in self.layer.items()}}
+        modules = {
+            **self.top,
+            **{key: f"blocks.{{}}.{module}" for key, module in self.layer.items()},
+        }
 
         def names(key: str, shape: Any) -> Names:
             parameter = key.removesuffix("_bias")
@@ -135,7 +144,12 @@ class _Tower:
         return {"layers": layers} | {key: names(key, shape) for key, shape in shapes.items()}
 
 
-_ATTENTION = {"qkv": "attn.qkv", "o": "attn.proj", "input_norm": "norm1", "post_attention_norm": "norm2"}
+_ATTENTION = {
+    "qkv": "attn.qkv",
+    "o": "attn.proj",
+    "input_norm": "norm1",
+    "post_attention_norm": "norm2",
+}
 _MERGER = {"norm": "norm", "in": "linear_fc1", "out": "linear_fc2"}  # of Qwen3-VL
 _QWEN2_5 = _Tower(
     model_type="qwen2_5_vl_vision",
@@ -170,7 +184,10 @@ _QWEN3 = _Tower(
         "patch_embed": "patch_embed.proj",
         "positions": "pos_embed",
         **{f"merger_{part}": f"merger.{module}" for part, module in _MERGER.items()},
-        **{f"deepstack_{part}": f"deepstack_merger_list.{{}}.{module}" for part, module in _MERGER.items()},
+        **{
+            f"deepstack_{part}": f"deepstack_merger_list.{{}}.{module}"
+            for part, module in _MERGER.items()
+        },
     },
     layer=_ATTENTION | {"up": "mlp.linear_fc1", "down": "mlp.linear_fc2"},
 )
@@ -224,7 +241,11 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     else:
         architecture = "Qwen3VLForConditionalGeneration"
         text |= {"model_type": "qwen3_vl_text", "attention_bias": False}
-        text["rope_scaling"] = {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
+        text["rope_scaling"] = {
+            "rope_type": "default",
+            "mrope_section": sections,
+            "mrope_interleaved": True,
+        }
         tower = _QWEN3.write(vision) | {"num_position_embeddings": vision.position_grid**2}
     common = write_common(config, architecture)
     top = {name: common.pop(name) for name in ("architectures", "model_type")}
@@ -268,7 +289,9 @@ def _read_text(raw: Fields, text: Fields, defaults: Defaults) -> dict[str, Any]:
         common["eos_token_ids"] = token_ids(raw, "eos_token_id", ())
     if raw.get("bos_token_id") is not None:
         common["bos_token_id"] = next(iter(token_ids(raw, "bos_token_id", ())), None)
-    common["rope"] = _read_rope(text, defaults, common["head_dim"], interleaved=raw["model_type"] == "qwen3_vl")
+    common["rope"] = _read_rope(
+        text, defaults, common["head_dim"], interleaved=raw["model_type"] == "qwen3_vl"
+    )
     return common
 
 
@@ -294,7 +317,9 @@ def _sections(rope: Fields, head_dim: int) -> tuple[int, int, int]:
     sizes = list(found) if isinstance(found, list | tuple) else []
     whole = len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
     if not whole or 2 * sum(sizes) != head_dim:
-        raise bad_field(rope, "mrope_section", f"three numbers that sum to head_dim / 2 = {head_dim / 2:g}")
+        raise bad_field(
+            rope, "mrope_section", f"three numbers that sum to head_dim / 2 = {head_dim / 2:g}"
+        )
     return sizes[0], sizes[1], sizes[2]
 
 

@@ -26,7 +26,14 @@ ROUNDING = 1e-8
 """Values up to this one are 0 but for rounding: a KL of a policy from itself."""
 MAX_BARS = 300
 """Bars of a stack; in longer ones, each bar is the sum of several steps."""
-_CHARTED_ELSEWHERE = ("kind", "step", "accounting", "finish_reasons", "tool_errors_by_kind", "staleness_histogram")
+_CHARTED_ELSEWHERE = (
+    "kind",
+    "step",
+    "accounting",
+    "finish_reasons",
+    "tool_errors_by_kind",
+    "staleness_histogram",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,10 +177,14 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def zero_metrics(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of step metrics that no chart shows because they are 0 at every step."""
-    return [chart.title for chart in _other_charts(metrics) if not _line_chart(chart, metrics)["lines"]]
+    return [
+        chart.title for chart in _other_charts(metrics) if not _line_chart(chart, metrics)["lines"]
+    ]
 
 
-def thinned(points: Sequence[tuple[float, ...]], limit: int = MAX_POINTS) -> list[tuple[float, ...]]:
+def thinned(
+    points: Sequence[tuple[float, ...]], limit: int = MAX_POINTS
+) -> list[tuple[float, ...]]:
     """Thin out points ``(x, y, …)``, ordered by x, to about ``limit``.
 
     The first and last point stay, and those with the least and the greatest y of every stretch.
@@ -182,7 +193,9 @@ def thinned(points: Sequence[tuple[float, ...]], limit: int = MAX_POINTS) -> lis
         return list(points)
     length = math.ceil(2 * len(points) / limit)
     stretches = (points[begin : begin + length] for begin in range(0, len(points), length))
-    extremes = ({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])} for part in stretches)
+    extremes = (
+        {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])} for part in stretches
+    )
     return sorted({points[0], points[-1]}.union(*extremes))
 
 
@@ -196,12 +209,18 @@ def _line_chart(chart: Chart, metrics: Sequence[Mapping[str, Any]]) -> dict[str,
             for r in records
             if all(is_number(r.get(key)) for key in keys)
         ]
-        has_values = any(abs(y) > ROUNDING for _, y, *_ in points) if chart.hides_zero else bool(points)
+        has_values = (
+            any(abs(y) > ROUNDING for _, y, *_ in points) if chart.hides_zero else bool(points)
+        )
         if has_values:
             kept = thinned(points)
             named = dict(zip(("x", "y", "low", "high"), zip(*kept, strict=True), strict=False))
-            rounded = {axis: [float(f"{value:.6g}") for value in column] for axis, column in named.items()}
-            lines.append({"name": name} | rounded | _reach([x for x, *_ in points], [x for x, *_ in kept]))
+            rounded = {
+                axis: [float(f"{value:.6g}") for value in column] for axis, column in named.items()
+            }
+            lines.append(
+                {"name": name} | rounded | _reach([x for x, *_ in points], [x for x, *_ in kept])
+            )
     head = {"title": chart.title, "hint": chart.hint, "unit": chart.unit, "scale": chart.scale}
     return head | {"kind": "lines", "lines": lines}
 
@@ -216,14 +235,25 @@ def _stack(title: str, hint: str, counts: Mapping[int, Mapping[str, float]]) -> 
     bars = [steps[begin : begin + every] for begin in range(0, len(steps), every)]
     middles = [bar[len(bar) // 2] for bar in bars]
     lines = [
-        {"name": name, "x": middles, "y": [sum(counts[step].get(name, 0) for step in bar) for bar in bars]}
+        {
+            "name": name,
+            "x": middles,
+            "y": [sum(counts[step].get(name, 0) for step in bar) for bar in bars],
+        }
         | _reach(steps, middles)
         for name, total in sums.most_common()
         if total
     ]
     if every > 1:
         hint += f" Each bar is the sum of {every} steps."
-    head = {"title": title, "hint": hint, "unit": "trajectories", "scale": "linear", "kind": "stack", "every": every}
+    head = {
+        "title": title,
+        "hint": hint,
+        "unit": "trajectories",
+        "scale": "linear",
+        "kind": "stack",
+        "every": every,
+    }
     return head | {"lines": lines}
 
 
@@ -239,23 +269,41 @@ def _reach(steps: Sequence[float], drawn: Sequence[float]) -> dict[str, float]:
 
 
 def _counts(metrics: Iterable[Mapping[str, Any]], key: str) -> dict[int, Mapping[str, float]]:
-    return {r["step"]: r[key] for r in metrics if r["kind"] == "step" and isinstance(r.get(key), Mapping)}
+    return {
+        r["step"]: r[key]
+        for r in metrics
+        if r["kind"] == "step" and isinstance(r.get(key), Mapping)
+    }
 
 
 def _dropped(metrics: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, float]]:
     """Return each step's own drops: the accounting is cumulative."""
     dropped, before = {}, Counter()
     for step, counts in _counts(metrics, "accounting").items():
-        now = Counter({key.removeprefix("dropped/"): n for key, n in counts.items() if key.startswith("dropped/")})
+        now = Counter(
+            {
+                key.removeprefix("dropped/"): n
+                for key, n in counts.items()
+                if key.startswith("dropped/")
+            }
+        )
         dropped[step], before = now - before, now
     return dropped
 
 
 def _other_charts(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Return a chart for every number that none of :data:`CHARTS` shows."""
-    shown = {key for chart in CHARTS for key in (*chart.lines.values(), *(chart.band or ()), *_CHARTED_ELSEWHERE)}
-    keys = {key for r in metrics if r["kind"] == "step" for key, value in r.items() if is_number(value)}
-    return [Chart(title=key, hint="", lines={key: key}, hides_zero=True) for key in sorted(keys - shown)]
+    shown = {
+        key
+        for chart in CHARTS
+        for key in (*chart.lines.values(), *(chart.band or ()), *_CHARTED_ELSEWHERE)
+    }
+    keys = {
+        key for r in metrics if r["kind"] == "step" for key, value in r.items() if is_number(value)
+    }
+    return [
+        Chart(title=key, hint="", lines={key: key}, hides_zero=True) for key in sorted(keys - shown)
+    ]
 
 
 def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
@@ -265,7 +313,15 @@ def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str)
         StorageError: the file cannot be written.
     """
     lines = (("reward_mean", "training reward"), ("accuracy", "held-out accuracy"))
-    _plot(records, file, lines=lines, form="{:.0%}", ylabel="reward / accuracy", ylim=(-0.03, 1.08), title=title)
+    _plot(
+        records,
+        file,
+        lines=lines,
+        form="{:.0%}",
+        ylabel="reward / accuracy",
+        ylim=(-0.03, 1.08),
+        title=title,
+    )
 
 
 def loss_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
@@ -300,7 +356,9 @@ def _plot(
         x, y = [r["step"] for r in evaluations], [r[of_evaluations] for r in evaluations]
         axes.plot(x, y, "o--", color="#d1495b", label=heldout_label)
         for step, value in zip(x, y, strict=True):
-            axes.annotate(form.format(value), (step, value), textcoords="offset points", xytext=(6, 6))
+            axes.annotate(
+                form.format(value), (step, value), textcoords="offset points", xytext=(6, 6)
+            )
     axes.set(xlabel="training step", **axes_settings)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -317,7 +375,10 @@ def _smooth(values: Sequence[float], weight: float = 0.6) -> list[float]:
     return out
 
 
-_ENGINE_PHASES = ("engine", "evaluate")  # drawn in this order: where both overlap, the evaluation stays visible
+_ENGINE_PHASES = (
+    "engine",
+    "evaluate",
+)  # drawn in this order: where both overlap, the evaluation stays visible
 MAX_PAUSE_SECONDS = 120.0
 MAX_TRACES = 400  # the newest ones
 
@@ -358,7 +419,9 @@ class TimeAxis:
 
 
 def timeline(
-    metrics: Sequence[Mapping[str, Any]], traces: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
+    metrics: Sequence[Mapping[str, Any]],
+    traces: Sequence[Mapping[str, Any]],
+    numbers: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the timeline as JSON.
 
@@ -373,7 +436,11 @@ def timeline(
         weights, ``traces [{id, at, spans [{name, from, to, note}]}]``, ``cuts`` and ``seconds``. Engines work for
         training (``name`` is ``engine``), and for evaluations (``evaluate``), whose busy share is not recorded.
     """
-    phases = [(name, begin, end, r["step"]) for r in metrics for name, begin, end in r.get("phase_seconds") or ()]
+    phases = [
+        (name, begin, end, r["step"])
+        for r in metrics
+        for name, begin, end in r.get("phase_seconds") or ()
+    ]
     busy = {r["step"]: r["engine_busy_share"] for r in metrics if "engine_busy_share" in r}
     spans = [(s["start_ns"] / 1e9, s["end_ns"] / 1e9) for t in traces for s in t["spans"]]
     axis = TimeAxis.from_intervals([*((begin, end) for _, begin, end, _ in phases), *spans])
@@ -400,7 +467,9 @@ def timeline(
 
 def newest_traces(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the last :data:`MAX_TRACES` of ``traces.jsonl`` in the order in which they began."""
-    newest = heapq.nlargest(MAX_TRACES, enumerate(records), key=lambda placed: (_began(placed[1]), placed[0]))
+    newest = heapq.nlargest(
+        MAX_TRACES, enumerate(records), key=lambda placed: (_began(placed[1]), placed[0])
+    )
     return [record for _, record in reversed(newest)]
 
 
@@ -410,14 +479,28 @@ def _began(trace: Mapping[str, Any]) -> int:
 
 def _lane(trace: Mapping[str, Any], axis: TimeAxis, numbers: Mapping[str, int]) -> dict[str, Any]:
     spans = [
-        {"name": s["name"], "from": axis(s["start_ns"] / 1e9), "to": axis(s["end_ns"] / 1e9), "note": _note(s)}
+        {
+            "name": s["name"],
+            "from": axis(s["start_ns"] / 1e9),
+            "to": axis(s["end_ns"] / 1e9),
+            "note": _note(s),
+        }
         for s in trace["spans"]
     ]
-    return {"id": trace["trajectory_id"], "at": numbers.get(trace["trajectory_id"], -1), "spans": spans}
+    return {
+        "id": trace["trajectory_id"],
+        "at": numbers.get(trace["trajectory_id"], -1),
+        "spans": spans,
+    }
 
 
 def _note(span: Mapping[str, Any]) -> str:
     """Return what a span's label adds to its name."""
     about = "" if span["name"] == "run" else span["about"]
-    parts = (about, span["attributes"].get("stop_reason"), span["attributes"].get("tool_error"), span["error"])
+    parts = (
+        about,
+        span["attributes"].get("stop_reason"),
+        span["attributes"].get("tool_error"),
+        span["error"],
+    )
     return ", ".join(part for part in parts if part)

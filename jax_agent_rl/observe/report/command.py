@@ -21,7 +21,14 @@ from typing import Any
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import ConfigError, DataError, ModelError
 from jax_agent_rl.observe.report.charts import charts, newest_traces, timeline, zero_metrics
-from jax_agent_rl.observe.report.trajectories import COLUMNS, Forest, Prompts, Vocabulary, facts, tokens
+from jax_agent_rl.observe.report.trajectories import (
+    COLUMNS,
+    Forest,
+    Prompts,
+    Vocabulary,
+    facts,
+    tokens,
+)
 from jax_agent_rl.observe.run_dir import (
     Decode,
     RecordSource,
@@ -67,7 +74,9 @@ def read_run(run: Path) -> RunData:
     """
     files = [run / name for name in ("config.json", "metrics.jsonl", "trajectories.jsonl")]
     if not any(file.is_file() for file in files):
-        raise DataError(f"{run} is no run folder: it has no {', no '.join(file.name for file in files)}")
+        raise DataError(
+            f"{run} is no run folder: it has no {', no '.join(file.name for file in files)}"
+        )
     run_dir, notes = RunDir(run), []
     metrics = read_metrics(run_dir.metrics)
     traces = read_traces(run_dir.traces)
@@ -105,7 +114,9 @@ def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
             raise ModelError("its configuration has no model.path")
         codec = ChatCodec.from_pretrained(path)
     except ModelError as problem:
-        notes.append(f"tokens are shown as ids, because the run's tokenizer cannot be read: {problem}")
+        notes.append(
+            f"tokens are shown as ids, because the run's tokenizer cannot be read: {problem}"
+        )
         return lambda ids: "".join(f"[{i}]" for i in ids)
     return lambda ids: codec.decode(ids, skip_special_tokens=False)
 
@@ -132,7 +143,11 @@ def choose_for_page(records: RecordSource, limit: int) -> PageChoice:
     notes = []
     if len(places) < len(facts):
         steps = len({facts[place].step for place in places})
-        more = f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all" if is_full else "--limit shows more"
+        more = (
+            f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all"
+            if is_full
+            else "--limit shows more"
+        )
         notes.append(
             f"{len(places)} of {len(facts)} trajectories are shown, from {steps} of "
             f"{len({fact.step for fact in facts})} steps: the best and the worst of each, and random others; {more}"
@@ -161,7 +176,11 @@ _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def write_report(
-    run: Path, out: Path | None = None, *, limit: int = MAX_TRAJECTORIES, decode: Decode | None = None
+    run: Path,
+    out: Path | None = None,
+    *,
+    limit: int = MAX_TRAJECTORIES,
+    decode: Decode | None = None,
 ) -> Path:
     """Write the report of a run folder, whether the run has finished, is going on or has failed.
 
@@ -183,7 +202,9 @@ def write_report(
     return write_page(read_run(run), out or run / "report.html", limit=limit, decode=decode)
 
 
-def write_page(data: RunData, file: Path, *, limit: int = MAX_TRAJECTORIES, decode: Decode | None = None) -> Path:
+def write_page(
+    data: RunData, file: Path, *, limit: int = MAX_TRAJECTORIES, decode: Decode | None = None
+) -> Path:
     """Write the page of a run or a table to a file; for the arguments see :func:`write_report`."""
     if limit < 0:
         raise ConfigError(f"--limit {limit}: must be 0 (all trajectories) or more")
@@ -258,7 +279,11 @@ def _overview(data: RunData, *, total: int) -> dict[str, Any]:
         "steps": wanted if isinstance(wanted, int) else None,
         "reward": [rewards[0], rewards[-1]] if rewards else None,
         "accuracy": [accuracies[0], accuracies[-1]] if accuracies else None,
-        "accounting": {k: accounting[k] for k in ("started", "trained", "dropped", "in_flight") if k in accounting},
+        "accounting": {
+            k: accounting[k]
+            for k in ("started", "trained", "dropped", "in_flight")
+            if k in accounting
+        },
         "total": total,
     }
 
@@ -296,7 +321,9 @@ def page(
     script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
     parts: dict[str, Callable[[], Iterable[str]]] = {
         "TITLE": lambda: [html.escape(title)],
-        "SCRIPT_HASH": lambda: [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()],
+        "SCRIPT_HASH": lambda: [
+            base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        ],
         "STYLE": lambda: [(page_dir / "page.css").read_text(encoding="utf-8")],
         "TRAJECTORIES": lambda: _json_lines(trajectories),
         "INDEX": lambda: [to_json(index())],

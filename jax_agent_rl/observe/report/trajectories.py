@@ -13,7 +13,14 @@ from typing import Any
 
 from jax_agent_rl.observe.progress import number_ranges
 from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
-from jax_agent_rl.observe.selection import contexts, group_of, stop_reasons, tool_errors, truth, turns
+from jax_agent_rl.observe.selection import (
+    contexts,
+    group_of,
+    stop_reasons,
+    tool_errors,
+    truth,
+    turns,
+)
 from jax_agent_rl.trajectory_graph import TrajectoryGraph, session_graph
 from jax_agent_rl.types import Trajectory
 
@@ -48,7 +55,9 @@ class Vocabulary:
         for flag, run in groupby(range(len(ids)), key=lambda at: broken[at]):
             places = list(run)
             if flag and len(places) > 1:
-                texts |= dict.fromkeys(places, "") | {places[0]: self._decode([ids[at] for at in places])}
+                texts |= dict.fromkeys(places, "") | {
+                    places[0]: self._decode([ids[at] for at in places])
+                }
         return texts
 
     def _place(self, token: int) -> int:
@@ -72,12 +81,27 @@ class Prompts:
         key = tuple(ids)
         if key not in self._numbers:
             self._numbers[key] = len(self.rows)
-            self.rows.append({"ids": self._vocabulary.places(ids)} | _optional(x=self._vocabulary.spanning(ids)))
+            self.rows.append(
+                {"ids": self._vocabulary.places(ids)} | _optional(x=self._vocabulary.spanning(ids))
+            )
         return self._numbers[key]
 
 
 COLUMNS = (
-    *("id", "group", "split", "step", "reward", "turns", "sampled", "inserted", "calls", "errors", "finish", "stops"),
+    *(
+        "id",
+        "group",
+        "split",
+        "step",
+        "reward",
+        "turns",
+        "sampled",
+        "inserted",
+        "calls",
+        "errors",
+        "finish",
+        "stops",
+    ),
     *("parent", "advantage"),
 )
 
@@ -85,7 +109,11 @@ COLUMNS = (
 def facts(record: Mapping[str, Any]) -> list[Any]:
     """Return what the list of trajectories shows and filters by, in order of :data:`COLUMNS`."""
     sampled = sum(sum(part["response_mask"]) for part in contexts(record))
-    trained = [a for a, mine in zip(record.get("advantages") or (), _loss_mask(record), strict=False) if mine]
+    trained = [
+        a
+        for a, mine in zip(record.get("advantages") or (), _loss_mask(record), strict=False)
+        if mine
+    ]
     fork = record.get("fork")
     return [
         record["trajectory_id"],
@@ -122,9 +150,13 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
     """
     mine = [at for at, mask in enumerate(record["response_mask"]) if mask]
     known = record.get("advantages")
-    advantages = [_milli(known[at]) for at, mask in enumerate(_loss_mask(record)) if mask] if known else []
+    advantages = (
+        [_milli(known[at]) for at, mask in enumerate(_loss_mask(record)) if mask] if known else []
+    )
     old = record.get("old_logprobs")
-    versions = [[v, len(list(run))] for v, run in groupby(record["policy_versions"][at] for at in mine)]
+    versions = [
+        [v, len(list(run))] for v, run in groupby(record["policy_versions"][at] for at in mine)
+    ]
     return {
         "p": prompts.number(record["prompt_ids"]),
         "t": vocabulary.places(record["response_ids"]),
@@ -214,7 +246,9 @@ class Forest:
         self._members = []
 
 
-def _nodes(trajectories: Sequence[Trajectory], numbers: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
+def _nodes(
+    trajectories: Sequence[Trajectory], numbers: Sequence[int], decode: Decode
+) -> list[dict[str, Any]]:
     graph = TrajectoryGraph.of(trajectories)
     ends: dict[int, list[int]] = {}
     for number, path in zip(numbers, graph.paths, strict=True):
@@ -239,7 +273,8 @@ def _nodes(trajectories: Sequence[Trajectory], numbers: Sequence[int], decode: D
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     calls = [
-        {"name": call["name"], "seconds": round(call["seconds"], 3)} | _optional(error=call["error"])
+        {"name": call["name"], "seconds": round(call["seconds"], 3)}
+        | _optional(error=call["error"])
         for call in turn["tool_calls"]
     ]
     head = {"s": turn["sampled"], "i": turn["appended"], "stop": turn["stop_reason"]}
@@ -255,7 +290,9 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _loss_mask(record: Mapping[str, Any]) -> list[int]:
     """Return :attr:`Trajectory.loss_mask` of a record."""
-    spans = ((_sampled_mask(turn), [int(_learns(turn))] * turn["appended"]) for turn in record["turns"])
+    spans = (
+        (_sampled_mask(turn), [int(_learns(turn))] * turn["appended"]) for turn in record["turns"]
+    )
     return [mask for sampled, appended in spans for mask in (*sampled, *appended)]
 
 
@@ -297,4 +334,8 @@ def _gap(one: float | None, other: float | None) -> float | None:
 
 def _optional(**values: Any) -> dict[str, Any]:
     """Return the values that are neither None nor empty."""
-    return {key: value for key, value in values.items() if value is not None and value != [] and value != {}}
+    return {
+        key: value
+        for key, value in values.items()
+        if value is not None and value != [] and value != {}
+    }

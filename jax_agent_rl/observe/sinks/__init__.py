@@ -62,12 +62,19 @@ class SinkThread(Generic[Item]):
     ) -> None:
         self.name = name
         self.lost = 0
-        self._sink, self._print_line, self._start, self._max_failures = sink, print_line, start, max_failures
+        self._sink, self._print_line, self._start, self._max_failures = (
+            sink,
+            print_line,
+            start,
+            max_failures,
+        )
         self._failure_reported = False
         self._items: queue.Queue[Item | None] = queue.Queue(capacity)
         self._ending = threading.Event()
         run = (context or Context()).run
-        self._thread = threading.Thread(target=run, args=(self._run,), name=f"sink-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=run, args=(self._run,), name=f"sink-{name}", daemon=True
+        )
         self._thread.start()
 
     def put(self, item: Item) -> None:
@@ -112,7 +119,9 @@ class SinkThread(Generic[Item]):
         except Exception as error:
             if not self._failure_reported:
                 self._failure_reported = True
-                self._print_line(f"{self.name} {what} ({type(error).__name__}: {error}); the run continues")
+                self._print_line(
+                    f"{self.name} {what} ({type(error).__name__}: {error}); the run continues"
+                )
             return False
         return True
 

@@ -97,7 +97,9 @@ class TensorBoardSink:
             filename_suffix=f".{run.step}",  # names have a resolution of one second; the next run would overwrite
         )
         if run.identity is None:
-            self._writer.add_text("config", fenced(yaml.safe_dump(dict(run.config), sort_keys=False), "yaml"), 0)
+            self._writer.add_text(
+                "config", fenced(yaml.safe_dump(dict(run.config), sort_keys=False), "yaml"), 0
+            )
         return {"folder": "tensorboard"}
 
     def write(self, item: StepScalars) -> None:
@@ -153,7 +155,11 @@ class TrackioSink:
 
         identity = run.identity or {"name": f"{run.run_dir.name}-{uuid.uuid4().hex[:6]}"}
         self._run = trackio.init(
-            project=run.project, name=identity["name"], resume="allow", config=dict(run.config), embed=False
+            project=run.project,
+            name=identity["name"],
+            resume="allow",
+            config=dict(run.config),
+            embed=False,
         )
         return identity
 
@@ -217,7 +223,9 @@ def _read_identities(file: Path) -> dict[str, dict[str, str]]:
 
 
 @contextmanager
-def open_sinks(names: Sequence[str], run: RunFacts, *, print_line: Callable[[str], None]) -> Iterator[MetricSinks]:
+def open_sinks(
+    names: Sequence[str], run: RunFacts, *, print_line: Callable[[str], None]
+) -> Iterator[MetricSinks]:
     """Yield the sinks of a run. Each sink's first failure is reported; none is raised.
 
     Args:
@@ -286,7 +294,9 @@ class TrainerMetrics:
 
         with self._lock:
             values = dict(self._values)
-        yield from gauges({"train_" + re.sub(r"\W", "_", name, flags=re.ASCII): values[name] for name in values})
+        yield from gauges(
+            {"train_" + re.sub(r"\W", "_", name, flags=re.ASCII): values[name] for name in values}
+        )
 
 
 @contextmanager
@@ -326,7 +336,9 @@ def trainer_server(metrics: TrainerMetrics, port: int) -> HttpServer:
     from jax_agent_rl.utils.prometheus import CONTENT_TYPE, exposition_text
 
     async def newest(request: web.Request) -> web.Response:
-        return web.Response(body=exposition_text(metrics.collect()), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(
+            body=exposition_text(metrics.collect()), headers={"Content-Type": CONTENT_TYPE}
+        )
 
     return HttpServer(
         [web.get("/metrics", newest)],

@@ -71,7 +71,9 @@ def open_sinks(config: TraceConfig, run_dir: RunDir) -> dict[str, Sink[Trace]]:
         except ConfigError:
             raise
         except Exception as error:  # clients raise anything
-            raise ConfigError(f"trace.sinks: {name} cannot be opened: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"trace.sinks: {name} cannot be opened: {type(error).__name__}: {error}"
+            ) from error
     return sinks
 
 
@@ -85,7 +87,12 @@ class TraceSinks(SinkThreads[Trace]):
 
     def __init__(self, sinks: Mapping[str, Sink[Trace]], *, capacity: int = CAPACITY) -> None:
         options = {"print_line": logger.warning, "capacity": capacity, "max_failures": MAX_FAILURES}
-        super().__init__([SinkThread(name, sink, context=copy_context(), **options) for name, sink in sinks.items()])
+        super().__init__(
+            [
+                SinkThread(name, sink, context=copy_context(), **options)
+                for name, sink in sinks.items()
+            ]
+        )
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Let the sinks finish, and log how many traces were lost."""
@@ -110,15 +117,25 @@ class TraceFileSink:
 class MlflowSink:
     """MLflow traces; ``mlflow ui --backend-store-uri URI`` shows them."""
 
-    _TYPES = {"run": "AGENT", "generate": "LLM", "tool": "TOOL", "reward": "EVALUATOR", "wait": "UNKNOWN"}
+    _TYPES = {
+        "run": "AGENT",
+        "generate": "LLM",
+        "tool": "TOOL",
+        "reward": "EVALUATOR",
+        "wait": "UNKNOWN",
+    }
 
     def __init__(self, config: TraceConfig, run_dir: RunDir) -> None:
         self._mlflow = _import("mlflow")
         self._run = run_dir.path.name
         path, uri = run_dir.path.resolve(), config.mlflow_tracking_uri
         self._mlflow.set_tracking_uri(uri or f"sqlite:///{path / 'mlflow.db'}")
-        if not uri and self._mlflow.get_experiment_by_name(config.project) is None:  # a server knows where files go
-            self._mlflow.create_experiment(config.project, artifact_location=(path / "mlflow").as_uri())
+        if (
+            not uri and self._mlflow.get_experiment_by_name(config.project) is None
+        ):  # a server knows where files go
+            self._mlflow.create_experiment(
+                config.project, artifact_location=(path / "mlflow").as_uri()
+            )
         self._experiment = self._mlflow.set_experiment(config.project).experiment_id
 
     def write(self, trace: Trace) -> None:
@@ -136,7 +153,9 @@ class MlflowSink:
                     **(root if span.parent < 0 else {}),
                 )
             )
-        for span, live in reversed(list(zip(trace.spans, opened, strict=True))):  # the outermost last: it is sent then
+        for span, live in reversed(
+            list(zip(trace.spans, opened, strict=True))
+        ):  # the outermost last: it is sent then
             failure = _failure(span)
             live.end(
                 outputs=_select(span, OUTPUTS) | ({"error": failure} if failure else {}) or None,
@@ -155,7 +174,12 @@ class TrackioTraceSink:
 
     def __init__(self, config: TraceConfig, run_dir: RunDir) -> None:
         self._trackio = _import("trackio")
-        options: dict[str, Any] = {"embed": False, "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
+        options: dict[str, Any] = {
+            "embed": False,
+            "resume": "allow",
+            "auto_log_gpu": False,
+            "auto_log_cpu": False,
+        }
         self._run = self._trackio.init(config.project, name=run_dir.path.name, **options)
 
     def write(self, trace: Trace) -> None:
@@ -193,7 +217,11 @@ class WeaveSink:
 
     def __init__(self, config: TraceConfig, run_dir: RunDir) -> None:
         # By default Weave wraps MCP's and OpenAI's clients, whose calls would then fail whenever Weave is unreachable.
-        settings = {"print_call_link": False, "capture_code": False, "implicitly_patch_integrations": False}
+        settings = {
+            "print_call_link": False,
+            "capture_code": False,
+            "implicitly_patch_integrations": False,
+        }
         self._client = _import("weave").init(config.project, settings=settings)
         self._run = run_dir.path.name
 
@@ -214,7 +242,9 @@ class WeaveSink:
         for span, call in reversed(list(zip(trace.spans, calls, strict=True))):
             failure = _failure(span)
             error = RuntimeError(failure) if failure else None
-            self._client.finish_call(call, _select(span, OUTPUTS), error, ended_at=_time(span.end_ns))
+            self._client.finish_call(
+                call, _select(span, OUTPUTS), error, ended_at=_time(span.end_ns)
+            )
 
     def close(self) -> None:
         self._client.finish(use_progress_bar=False)
@@ -244,7 +274,10 @@ class _OpenedSink:
         self._context = context
 
     def write(self, trace: Trace) -> None:
-        spans = (replace(span, attributes=shortened(span.attributes, self._max_length)) for span in trace.spans)
+        spans = (
+            replace(span, attributes=shortened(span.attributes, self._max_length))
+            for span in trace.spans
+        )
         self._context.run(self._sink.write, replace(trace, spans=tuple(spans)))
 
     def close(self) -> None:
@@ -261,7 +294,9 @@ def shortened(value: Any, max_length: int) -> Any:
         return {str(key): shortened(item, max_length) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [shortened(item, max_length) for item in value]
-    return value if isinstance(value, int | float | bool | None) else shortened(str(value), max_length)
+    return (
+        value if isinstance(value, int | float | bool | None) else shortened(str(value), max_length)
+    )
 
 
 def _import(name: str) -> ModuleType:
@@ -283,8 +318,13 @@ def _title(span: Span) -> str:
 
 def _tags(trace: Trace) -> dict[str, str]:
     """Return the searchable tags of a trace."""
-    named = {name: getattr(trace, name) for name in ("trajectory_id", "group_id", "step", "sample", "rollout")}
-    return {name: str(value) for name, value in named.items()} | {"validate": str(trace.validate).lower()}
+    named = {
+        name: getattr(trace, name)
+        for name in ("trajectory_id", "group_id", "step", "sample", "rollout")
+    }
+    return {name: str(value) for name, value in named.items()} | {
+        "validate": str(trace.validate).lower()
+    }
 
 
 def _failure(span: Span) -> str | None:
@@ -298,4 +338,6 @@ def _select(span: Span, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _other(span: Span) -> dict[str, Any]:
     """Return the attributes that are neither inputs nor outputs."""
-    return {name: value for name, value in span.attributes.items() if name not in (*INPUTS, *OUTPUTS)}
+    return {
+        name: value for name, value in span.attributes.items() if name not in (*INPUTS, *OUTPUTS)
+    }

@@ -18,7 +18,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    ConfigError,
+    EngineDiedError,
+    WeightUpdateError,
+)
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.wire import encode_request
 from jax_agent_rl.rollout.protocol import (
@@ -103,7 +109,9 @@ class RemoteBackend(ProxyBackend):
             auto_decompress=False,
             # A connection per request in flight; idle ones are dropped before the server would drop them.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=self._silence_seconds),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_SECONDS, sock_read=self._silence_seconds
+            ),
         )
         try:
             greeting = await self._greet()
@@ -152,7 +160,9 @@ class RemoteBackend(ProxyBackend):
                     chunk = wire.decode_chunk(message)
                 yield chunk
 
-    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+    async def score(
+        self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
+    ) -> TokenScores:
         scores = await self._call("score", token_ids=list(token_ids), start=start, top_k=top_k)
         with self._malformed_is_an_error():
             return wire.decode_scores(scores)
@@ -160,7 +170,9 @@ class RemoteBackend(ProxyBackend):
     async def _body(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the request as JSON; raise BackendError for media that the server does not take."""
         if unknown := sorted(request.multi_modal.keys() - self.capabilities.multi_modal):
-            raise BackendError(f"request {request.request_id!r}: the server at {self.url} takes no {unknown} input")
+            raise BackendError(
+                f"request {request.request_id!r}: the server at {self.url} takes no {unknown} input"
+            )
         if request.multi_modal:  # images take time to encode
             return await asyncio.to_thread(encode_request, request)
         return encode_request(request)
@@ -170,7 +182,9 @@ class RemoteBackend(ProxyBackend):
     async def update_weights(self, update: WeightUpdate) -> None:
         if update.kind not in wire.REMOTE_PAYLOADS:
             kinds = sorted(wire.REMOTE_PAYLOADS)
-            raise WeightUpdateError(f"a remote backend takes weights of kind {kinds}, got {update.kind!r}")
+            raise WeightUpdateError(
+                f"a remote backend takes weights of kind {kinds}, got {update.kind!r}"
+            )
         await self._call(
             "update_weights",
             version=update.version,
@@ -188,7 +202,9 @@ class RemoteBackend(ProxyBackend):
             return {}
         if update.kind == "tensorstore":
             if not isinstance(update.payload, str):
-                raise WeightUpdateError(f"payload must be an address, got {type(update.payload).__name__}")
+                raise WeightUpdateError(
+                    f"payload must be an address, got {type(update.payload).__name__}"
+                )
             return {"folder": update.payload}
         files = [Path(path).absolute() for path in update.payload]
         if missing := [str(file) for file in files if not file.is_file()]:
@@ -198,15 +214,23 @@ class RemoteBackend(ProxyBackend):
             return {"paths": [str(file) for file in files]}
         if update.deltas is None:
             return {"upload": await self._upload(files)}
-        upload = await self._upload_deltas(update.deltas, update.digests) or await self._upload(files)
+        upload = await self._upload_deltas(update.deltas, update.digests) or await self._upload(
+            files
+        )
         return {"upload": upload, "keep": True}
 
-    async def _upload_deltas(self, deltas: Mapping[str, str], digests: Mapping[str, str]) -> str | None:
+    async def _upload_deltas(
+        self, deltas: Mapping[str, str], digests: Mapping[str, str]
+    ) -> str | None:
         """Send what changed; return the name of the upload, or None if the server needs the whole files."""
         if not await self._call("holds_files", digests=list(deltas.values())):
             return None
         upload = await self._upload([Path(file) for file in deltas])
-        return upload if await self._call("apply_deltas", upload=upload, digests=dict(digests)) else None
+        return (
+            upload
+            if await self._call("apply_deltas", upload=upload, digests=dict(digests))
+            else None
+        )
 
     async def _upload(self, files: Sequence[Path]) -> str:
         """Send the bytes, file by file; return the name of the upload."""
@@ -215,7 +239,9 @@ class RemoteBackend(ProxyBackend):
             headers = {wire.DIGEST_HEADER: await asyncio.to_thread(_sha256, file)}
             with file.open("rb") as stream, self._loss_is_an_error():
                 url = f"{self.url}/v1/uploads/{upload}/{file.name}"
-                putting = self._client().put(url, data=stream, headers=headers, allow_redirects=False)
+                putting = self._client().put(
+                    url, data=stream, headers=headers, allow_redirects=False
+                )
                 async with putting as response:
                     await self._check(response)
         return upload
@@ -242,11 +268,17 @@ class RemoteBackend(ProxyBackend):
 
     async def _get(self, path: str) -> Any:
         with self._loss_is_an_error():
-            async with self._client().get(f"{self.url}/v1/{path}", allow_redirects=False) as response:
+            async with self._client().get(
+                f"{self.url}/v1/{path}", allow_redirects=False
+            ) as response:
                 await self._check(response)
-                content = await read_answer(response.headers, response.content.iter_any(), MAX_STATE_BYTES)
+                content = await read_answer(
+                    response.headers, response.content.iter_any(), MAX_STATE_BYTES
+                )
                 if content.startswith(b"{") and not content.rstrip().endswith(b"}"):
-                    raise aiohttp.ClientPayloadError("the answer ended early")  # HTTP tells only where it has a length
+                    raise aiohttp.ClientPayloadError(
+                        "the answer ended early"
+                    )  # HTTP tells only where it has a length
                 with self._malformed_is_an_error():
                     return decode_json(content, non_finite=True)
 
@@ -258,7 +290,9 @@ class RemoteBackend(ProxyBackend):
                     result = message["result"]
         return result
 
-    async def _lines(self, method: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def _lines(
+        self, method: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the messages of one answer. Leaving early drops the connection, which tells the server.
 
         Raises:
@@ -267,7 +301,10 @@ class RemoteBackend(ProxyBackend):
         """
         with self._loss_is_an_error():
             posting = self._client().post(
-                f"{self.url}/v1/{method}", data=wire.line(body), headers=_JSON, allow_redirects=False
+                f"{self.url}/v1/{method}",
+                data=wire.line(body),
+                headers=_JSON,
+                allow_redirects=False,
             )
             async with await self._until_closed(posting) as response:
                 await self._check(response)
@@ -304,12 +341,18 @@ class RemoteBackend(ProxyBackend):
             error = wire.decode_error(decode_json(content)["error"])
         except (ValueError, KeyError, TypeError):
             if response.status in _GATEWAY:
-                raise EngineDiedError(f"the rollout server at {self.url} is gone: HTTP {response.status}") from None
+                raise EngineDiedError(
+                    f"the rollout server at {self.url} is gone: HTTP {response.status}"
+                ) from None
             error = BackendError(f"HTTP {response.status}: is this a rollout server?")
         if response.status == 409:
-            raise EngineDiedError(f"the rollout server at {self.url} was restarted and has lost its weights")
+            raise EngineDiedError(
+                f"the rollout server at {self.url} was restarted and has lost its weights"
+            )
         if response.status == 401:
-            raise BackendError(f"{self.url} does not accept the token; check the variable named by rollout.token_env")
+            raise BackendError(
+                f"{self.url} does not accept the token; check the variable named by rollout.token_env"
+            )
         raise error
 
     def _client(self) -> aiohttp.ClientSession:
@@ -346,7 +389,9 @@ class RemoteBackend(ProxyBackend):
             else:
                 reason = str(error)
             raise EngineDiedError(f"the rollout server at {self.url} is gone: {reason}") from error
-        except RuntimeError as error:  # aiohttp raises it where close() meets a connection that is being made
+        except (
+            RuntimeError
+        ) as error:  # aiohttp raises it where close() meets a connection that is being made
             if not self._closed:
                 raise
             raise BackendClosedError(f"the connection to {self.url} was closed") from error
@@ -365,7 +410,9 @@ def _message(line: bytes) -> dict[str, Any]:
             return message
         error = wire.decode_error(message["error"])
     except (ValueError, KeyError, TypeError) as problem:
-        raise BackendError(f"a line of the answer is no message of a rollout server: {problem}") from None
+        raise BackendError(
+            f"a line of the answer is no message of a rollout server: {problem}"
+        ) from None
     raise error
 
 

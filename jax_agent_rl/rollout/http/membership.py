@@ -81,7 +81,9 @@ class MembershipServer:
                 web.post("/v1/engines/add", self._add),
                 web.post("/v1/engines/remove", self._remove),
             ],
-            refuse=lambda request, status, message: web.json_response({"error": message}, status=status),
+            refuse=lambda request, status, message: web.json_response(
+                {"error": message}, status=status
+            ),
             token=self._token,
             token_key=ADDRESS_FILE,
             max_body_bytes=1 << 16,
@@ -92,7 +94,9 @@ class MembershipServer:
         """Serve, and write the address for :func:`command_run`."""
         await self._http.start()
         content = {"url": self._http.url, "token": self._token, "host": socket.gethostname()}
-        with replacing(self._file, permissions=0o600) as stream:  # one of a run that was killed may be there
+        with replacing(
+            self._file, permissions=0o600
+        ) as stream:  # one of a run that was killed may be there
             stream.write(json.dumps(content).encode())
 
     async def close(self) -> None:
@@ -124,7 +128,9 @@ class MembershipServer:
             raise
         self._places[name] = place
         self._all_places.push_async_callback(place.aclose)
-        logger.warning("server %s joined, with weights of version %s", name, self._pool.policy_version)
+        logger.warning(
+            "server %s joined, with weights of version %s", name, self._pool.policy_version
+        )
         return await self._list(request)
 
     async def _join(self, name: str, make: BackendFactory) -> None:
@@ -138,17 +144,25 @@ class MembershipServer:
     async def _remove(self, request: web.Request) -> web.Response:
         body = await read_body(request, RemoveRequest)
         name = body.name
-        staying = [server.name for server in self._pool.servers if server.name not in (name, *self._leaving)]
+        staying = [
+            server.name
+            for server in self._pool.servers
+            if server.name not in (name, *self._leaving)
+        ]
         if not staying:
             raise Refused(409, f"without {name!r} no engine would be left; add another one first")
         if name in self._leaving:
             raise Refused(409, f"{name!r} is leaving already")
         # A client that goes away does not leave the engine between in and out.
-        self._leaving[name] = task = asyncio.create_task(self._leave(name, body.drain), name=f"{name} leaves")
+        self._leaving[name] = task = asyncio.create_task(
+            self._leave(name, body.drain), name=f"{name} leaves"
+        )
         try:
             await asyncio.shield(task)
         except KeyError:
-            raise Refused(404, f"there is no engine {name!r}; there are {', '.join(staying)}") from None
+            raise Refused(
+                404, f"there is no engine {name!r}; there are {', '.join(staying)}"
+            ) from None
         return await self._list(request)
 
     async def _leave(self, name: str, drain: bool) -> None:
@@ -191,7 +205,9 @@ class _Engines(BaseModel):
     engines: list[_Engine]
 
 
-async def command_run(folder: Path, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+async def command_run(
+    folder: Path, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Send a command to a running run and return its answer.
 
     Args:
@@ -219,16 +235,22 @@ async def command_run(folder: Path, path: str, body: dict[str, Any] | None = Non
     headers = {"Authorization": f"Bearer {token}", **IDENTITY}
     timeout = aiohttp.ClientTimeout(total=COMMAND_SECONDS, sock_connect=10.0)
     try:
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout, auto_decompress=False) as session:
+        async with aiohttp.ClientSession(
+            headers=headers, timeout=timeout, auto_decompress=False
+        ) as session:
             method = "GET" if body is None else "POST"
             async with session.request(method, f"{url}/v1/{path}", **options) as response:
-                content = await read_answer(response.headers, response.content.iter_any(), MAX_ANSWER_BYTES)
+                content = await read_answer(
+                    response.headers, response.content.iter_any(), MAX_ANSWER_BYTES
+                )
         answer = decode_json(content)
         if response.status != 200:
             raise BackendError(str(answer["error"]))
         return _Engines.model_validate(answer).model_dump()
     except TimeoutError:
-        raise BackendError(f"the run in {folder} did not answer within {COMMAND_SECONDS:g} seconds") from None
+        raise BackendError(
+            f"the run in {folder} did not answer within {COMMAND_SECONDS:g} seconds"
+        ) from None
     except (UnreadableAnswerError, ValueError, KeyError, TypeError) as error:
         raise BackendError(f"what answers for the run in {folder} is no run: {error}") from None
     except aiohttp.ClientConnectorError as error:

@@ -19,7 +19,9 @@ MAX_ALTERNATIVES = 1024
 """Likeliest ids of a place that a client may have scored."""
 Path = Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
 Digest = Annotated[str, Field(max_length=128)]
-Digests = Annotated[dict[Annotated[str, Field(max_length=256)], Digest], Field(max_length=MAX_FILES)]
+Digests = Annotated[
+    dict[Annotated[str, Field(max_length=256)], Digest], Field(max_length=MAX_FILES)
+]
 
 
 _Ids = Annotated[list[Annotated[int, Field(ge=0, lt=ID_BOUND)]], Field(fail_fast=True)]
@@ -85,7 +87,9 @@ class ApplyDeltasRequest(_Request):
 
 class _Probe(_Request):
     ids: Annotated[list[_Ids], Field(max_length=1024, fail_fast=True)]
-    log_probs: Annotated[list[Annotated[list[float], Field(fail_fast=True)]], Field(max_length=1024, fail_fast=True)]
+    log_probs: Annotated[
+        list[Annotated[list[float], Field(fail_fast=True)]], Field(max_length=1024, fail_fast=True)
+    ]
 
 
 class UpdateRequest(_Request):

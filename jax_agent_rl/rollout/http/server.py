@@ -40,7 +40,9 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _METRICS = "/metrics"
-_KEEP_ALIVE_SECONDS = 600.0  # longer than the client's, so that the server never closes an idle connection first
+_KEEP_ALIVE_SECONDS = (
+    600.0  # longer than the client's, so that the server never closes an idle connection first
+)
 
 
 class RolloutServer:
@@ -139,7 +141,10 @@ class RolloutServer:
                 requests.SeesFilesRequest,
                 lambda body: self._shared.sees({file.path: file.size for file in body.files}),
             ),
-            "holds_files": (requests.HoldsFilesRequest, lambda body: self._uploads.holds(body.digests)),
+            "holds_files": (
+                requests.HoldsFilesRequest,
+                lambda body: self._uploads.holds(body.digests),
+            ),
             "apply_deltas": (
                 requests.ApplyDeltasRequest,
                 lambda body: self._uploads.apply_deltas(body.upload, body.digests),
@@ -158,7 +163,10 @@ class RolloutServer:
                     ("GET", "metrics", self._plain(backend.metrics)),
                     ("POST", "generate", self._generate),
                     ("PUT", "uploads/{upload}/{name}", self._receive),
-                    *(("POST", name, self._call(schema, call)) for name, (schema, call) in calls.items()),
+                    *(
+                        ("POST", name, self._call(schema, call))
+                        for name, (schema, call) in calls.items()
+                    ),
                 )
             ),
         ]
@@ -197,14 +205,18 @@ class RolloutServer:
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
         backend = self._backend
-        engine = engine_families(await backend.metrics(), await self._health(), backend.capabilities, engine="0")
+        engine = engine_families(
+            await backend.metrics(), await self._health(), backend.capabilities, engine="0"
+        )
         body = exposition_text([*engine, *self._requests.families()])
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def _health(self) -> Health:
         """Return the backend's health; while it takes weights, it may not answer, so assume that it is ok."""
         if self._updating:
-            return Health(ok=True, detail="taking weights", policy_version=self._backend.policy_version)
+            return Health(
+                ok=True, detail="taking weights", policy_version=self._backend.policy_version
+            )
         return await self._backend.health()
 
     def _plain(self, read: Callable[[], Awaitable[Any]]) -> Callable:
@@ -257,10 +269,14 @@ class RolloutServer:
     async def _score(self, body: requests.ScoreRequest) -> Message:
         longest = self._backend.capabilities.max_model_len
         if len(body.token_ids) > longest:
-            raise PromptTooLongError(f"{len(body.token_ids)} ids are more than this engine's {longest}")
+            raise PromptTooLongError(
+                f"{len(body.token_ids)} ids are more than this engine's {longest}"
+            )
         return asdict(await self._backend.score(body.token_ids, start=body.start, top_k=body.top_k))
 
-    async def _send(self, request: web.Request, lines: AsyncGenerator[Message, None]) -> web.StreamResponse:
+    async def _send(
+        self, request: web.Request, lines: AsyncGenerator[Message, None]
+    ) -> web.StreamResponse:
         """Write lines as they come, heartbeats in between, and an error as the last line."""
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
@@ -293,7 +309,9 @@ class RolloutServer:
         where = request.match_info
         digest = request.headers.get(wire.DIGEST_HEADER, "")
         try:
-            size = await self._uploads.receive(where["upload"], where["name"], digest, request.content.iter_any())
+            size = await self._uploads.receive(
+                where["upload"], where["name"], digest, request.content.iter_any()
+            )
         except WeightUpdateError as error:
             return _refuse(422, error)
         except TimeoutError as error:

@@ -92,11 +92,19 @@ class SharedDir:
         scheme, _, path = str(folder).rpartition("://")
         own_scheme, _, own = str(self._folder if self._is_bucket else self._root).rpartition("://")
         inner = path.removeprefix(own)
-        below = PurePosixPath(path).is_relative_to(own) and _BELOW.fullmatch(inner) and ".." not in inner.split("/")
+        below = (
+            PurePosixPath(path).is_relative_to(own)
+            and _BELOW.fullmatch(inner)
+            and ".." not in inner.split("/")
+        )
         if self._folder is None or (scheme or "file") != (own_scheme or "file") or not below:
             raise self._elsewhere(str(folder))
         if not self._is_bucket:
-            os.close(await asyncio.to_thread(self._walk, PurePosixPath(path).relative_to(own).parts, path))
+            os.close(
+                await asyncio.to_thread(
+                    self._walk, PurePosixPath(path).relative_to(own).parts, path
+                )
+            )
         return str(folder)
 
     def _checked(self, path: str) -> tuple[Path, int]:
@@ -110,7 +118,9 @@ class SharedDir:
         try:
             folder = self._walk(folders, path)
             try:
-                opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+                opened = os.open(
+                    name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
+                )
             finally:
                 os.close(folder)
             try:
@@ -118,7 +128,9 @@ class SharedDir:
             finally:
                 os.close(opened)
         except OSError as error:
-            raise WeightUpdateError(f"weight file {path} cannot be read: {error.strerror}") from None
+            raise WeightUpdateError(
+                f"weight file {path} cannot be read: {error.strerror}"
+            ) from None
         if not stat.S_ISREG(found.st_mode):
             raise WeightUpdateError(f"weight file {path} is not a regular file")
         return Path(inner), found.st_size
@@ -131,7 +143,9 @@ class SharedDir:
             at = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             for name in folders:
                 try:
-                    below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+                    below = os.open(
+                        name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at
+                    )
                 finally:
                     os.close(at)
                 at = below
@@ -169,15 +183,23 @@ class Uploads:
     """
 
     def __init__(
-        self, *, max_bytes: int | None = None, folder: Path | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        max_bytes: int | None = None,
+        folder: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._root = make_temp_folder("jax_agent_rl-uploads-", folder, in_memory=True)
-        self._max_bytes = shutil.disk_usage(self._root).free // 2 if max_bytes is None else max_bytes
+        self._max_bytes = (
+            shutil.disk_usage(self._root).free // 2 if max_bytes is None else max_bytes
+        )
         self._uploads: dict[str, _Upload] = {}
         self._kept: dict[str, Path] = {}  # files of the newest update, by digest
         self._clock = clock
 
-    async def receive(self, upload: str, name: str, digest: str, blocks: AsyncIterator[bytes]) -> int:
+    async def receive(
+        self, upload: str, name: str, digest: str, blocks: AsyncIterator[bytes]
+    ) -> int:
         """Write one file; return its size in bytes.
 
         Args:
@@ -191,7 +213,9 @@ class Uploads:
             TimeoutError: its sender fell silent. Nothing is kept.
         """
         if not (_UPLOAD_ID.fullmatch(upload) and _UPLOAD_NAME.fullmatch(name)):
-            raise WeightUpdateError(f"upload {upload!r}, file {name!r}: these names are not allowed")
+            raise WeightUpdateError(
+                f"upload {upload!r}, file {name!r}: these names are not allowed"
+            )
         self.drop_expired()
         kept = self._open(upload)
         kept.files += 1
@@ -199,7 +223,9 @@ class Uploads:
         try:
             size, found = await self._write(kept, name, blocks)
             if found != digest:
-                raise WeightUpdateError(f"{name}: its SHA-256 is {found}, the sender said {digest}; send it again")
+                raise WeightUpdateError(
+                    f"{name}: its SHA-256 is {found}, the sender said {digest}; send it again"
+                )
         except BaseException:  # includes broken connections: half a file must not stay
             self.drop(upload)
             raise
@@ -239,7 +265,9 @@ class Uploads:
         kept.arriving += 1
         try:
             kept.size += await asyncio.to_thread(_apply_deltas, deltas, bases)
-            await asyncio.to_thread(check_files, self.files(upload), {str(n): str(d) for n, d in digests.items()})
+            await asyncio.to_thread(
+                check_files, self.files(upload), {str(n): str(d) for n, d in digests.items()}
+            )
         except (WeightUpdateError, OSError) as error:
             logger.warning("the whole weights are needed instead of what changed: %s", error)
             self.drop(upload)
@@ -294,15 +322,21 @@ class Uploads:
         kept = self._uploads.get(upload)
         if kept is None:
             if len(self._uploads) >= MAX_UPLOADS:
-                raise WeightUpdateError(f"{len(self._uploads)} uploads wait to be used, the most; use them first")
+                raise WeightUpdateError(
+                    f"{len(self._uploads)} uploads wait to be used, the most; use them first"
+                )
             kept = _Upload(folder=self._root / upload, touched=self._clock())
             kept.folder.mkdir()
             self._uploads[upload] = kept
         if kept.files >= MAX_FILES:
-            raise WeightUpdateError(f"the upload has {MAX_FILES} files, the most; put more weights into one")
+            raise WeightUpdateError(
+                f"the upload has {MAX_FILES} files, the most; put more weights into one"
+            )
         return kept
 
-    async def _write(self, kept: _Upload, name: str, blocks: AsyncIterator[bytes]) -> tuple[int, str]:
+    async def _write(
+        self, kept: _Upload, name: str, blocks: AsyncIterator[bytes]
+    ) -> tuple[int, str]:
         """Stream to the file in large writes on a thread; return size and SHA-256."""
         digest, size, pending = hashlib.sha256(), 0, bytearray()
         with (kept.folder / name).open("xb") as out:
@@ -337,7 +371,9 @@ def _apply_deltas(deltas: Sequence[Path], bases: Mapping[str, Path]) -> int:
     for delta in deltas:
         digest = base_of(delta)
         if digest not in bases:
-            raise WeightUpdateError(f"{delta.name} changes a file with the digest {digest}, which this server lacks")
+            raise WeightUpdateError(
+                f"{delta.name} changes a file with the digest {digest}, which this server lacks"
+            )
         out = delta.with_name(result_name(delta))
         apply_delta(bases[digest], delta, out)
         added += out.stat().st_size - delta.stat().st_size

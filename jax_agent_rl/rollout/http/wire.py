@@ -74,7 +74,9 @@ def decode_error(data: Mapping[str, Any]) -> Exception:
 
 def encode_output(output: TokenOutput) -> dict[str, Any]:
     """Return an output as JSON."""
-    data = {f.name: getattr(output, f.name) for f in fields(output)}  # not asdict(), which copies every id
+    data = {
+        f.name: getattr(output, f.name) for f in fields(output)
+    }  # not asdict(), which copies every id
     routed = output.routed_experts
     return data | {"routed_experts": routed_to_json(asdict(routed) if routed else None)}
 
@@ -92,7 +94,11 @@ def decode_output(data: Mapping[str, Any]) -> TokenOutput:
 def encode_chunk(chunk: TokenChunk) -> dict[str, Any]:
     """Return a chunk as JSON."""
     final = encode_output(chunk.final) if chunk.final else None
-    arrays = {"ids": chunk.token_ids, "log_probs": chunk.log_probs, "versions": chunk.policy_versions}
+    arrays = {
+        "ids": chunk.token_ids,
+        "log_probs": chunk.log_probs,
+        "versions": chunk.policy_versions,
+    }
     return arrays | {"constrained": chunk.constrained, "supports": chunk.supports, "final": final}
 
 
@@ -172,14 +178,24 @@ def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
     """
     try:
         raw: dict[str, Any] = dict(data["sampling"])
-        raw |= {name: tuple(raw[name]) for name in ("stop", "stop_token_ids") if isinstance(raw.get(name), list)}
+        raw |= {
+            name: tuple(raw[name])
+            for name in ("stop", "stop_token_ids")
+            if isinstance(raw.get(name), list)
+        }
         ids = tuple(data["prompt_ids"])
         if not all(type(i) is int for i in ids):
             raise TypeError("prompt_ids must be whole numbers")
         if ids and not 0 <= min(ids) <= max(ids) < ID_BOUND:
-            raise ValueError(f"prompt_ids must be from 0 to {ID_BOUND - 1}, got {min(ids)} to {max(ids)}")
-        media = {"multi_modal": decode_media(data["multi_modal"])} if data.get("multi_modal") else {}
-        return GenerateRequest(**{**data, **media, "prompt_ids": ids, "sampling": SamplingParams(**raw)})
+            raise ValueError(
+                f"prompt_ids must be from 0 to {ID_BOUND - 1}, got {min(ids)} to {max(ids)}"
+            )
+        media = (
+            {"multi_modal": decode_media(data["multi_modal"])} if data.get("multi_modal") else {}
+        )
+        return GenerateRequest(
+            **{**data, **media, "prompt_ids": ids, "sampling": SamplingParams(**raw)}
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BackendError(f"not a generate request: {type(error).__name__}: {error}") from None
 
@@ -191,7 +207,10 @@ def encode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         ValueError: an item is not an image or a video.
     """
     return {
-        kind: [[_png(frame) for frame in as_frames(item)] if kind == "video" else _png(item) for item in items]
+        kind: [
+            [_png(frame) for frame in as_frames(item)] if kind == "video" else _png(item)
+            for item in items
+        ]
         for kind, items in media.items()
     }
 
@@ -211,11 +230,16 @@ def decode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...
         opened.append(image)
         pixels += image.width * image.height
         if len(opened) > MAX_IMAGES or pixels > MAX_TOTAL_PIXELS:
-            raise ValueError(f"more than {MAX_IMAGES} images and frames, or {MAX_TOTAL_PIXELS} pixels, in one request")
+            raise ValueError(
+                f"more than {MAX_IMAGES} images and frames, or {MAX_TOTAL_PIXELS} pixels, in one request"
+            )
         return image
 
     media = {
-        kind: tuple([open_image(frame) for frame in item] if kind == "video" else open_image(item) for item in items)
+        kind: tuple(
+            [open_image(frame) for frame in item] if kind == "video" else open_image(item)
+            for item in items
+        )
         for kind, items in media.items()
     }
     for image in opened:  # only now that all sizes are known to be allowed

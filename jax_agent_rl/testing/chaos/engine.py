@@ -54,7 +54,11 @@ class HashPolicy:
     """
 
     def __init__(self, logits: np.ndarray) -> None:
-        if logits.shape != (_ROWS, VOCABULARY) or logits.dtype != np.float32 or not np.isfinite(logits).all():
+        if (
+            logits.shape != (_ROWS, VOCABULARY)
+            or logits.dtype != np.float32
+            or not np.isfinite(logits).all()
+        ):
             raise ValueError(
                 f"weights must be finite float32 [{_ROWS}, {VOCABULARY}], got {logits.dtype} {list(logits.shape)}"
             )
@@ -137,7 +141,13 @@ class PacedBackend(BatchingEngine):
     name = "paced engine"
 
     def __init__(
-        self, policy: HashPolicy, *, version: int, tick_seconds: float = 0.02, slots: int = 4, max_model_len: int = 1024
+        self,
+        policy: HashPolicy,
+        *,
+        version: int,
+        tick_seconds: float = 0.02,
+        slots: int = 4,
+        max_model_len: int = 1024,
     ) -> None:
         capabilities = Capabilities(
             max_model_len=max_model_len,
@@ -155,8 +165,16 @@ class PacedBackend(BatchingEngine):
     def _check(self, request: GenerateRequest) -> None:
         super()._check(request)
         sampling = request.sampling
-        if sampling.seed is None or sampling.temperature != 1 or sampling.top_p != 1 or sampling.top_k or sampling.stop:
-            raise BackendError(f"the paced engine samples with a seed, at temperature 1, without stops; got {sampling}")
+        if (
+            sampling.seed is None
+            or sampling.temperature != 1
+            or sampling.top_p != 1
+            or sampling.top_k
+            or sampling.stop
+        ):
+            raise BackendError(
+                f"the paced engine samples with a seed, at temperature 1, without stops; got {sampling}"
+            )
 
     def admit(self, run: Run) -> None:
         self._keys[run] = context_key(run.request.prompt_ids)
@@ -199,7 +217,9 @@ class TallyTool(ServerTool[str, list[str]]):
         await asyncio.sleep(_TOOL_SECONDS)
         action.environment.append(action.parsed)
         done = zlib.crc32(action.parsed.encode("utf-8", "surrogatepass")) % _ACTIONS_PER_END == 0
-        return ToolObservation(text=f"ok {len(action.parsed)}", reward=float(len(action.environment)), done=done)
+        return ToolObservation(
+            text=f"ok {len(action.parsed)}", reward=float(len(action.environment)), done=done
+        )
 
     async def close(self, environment: list[str]) -> None:
         environment.clear()
@@ -211,9 +231,13 @@ async def serve(port: int, seed: int) -> None:
     loop = asyncio.get_running_loop()
     # Not add_signal_handler: it would replace the wake-up descriptor through which run_server receives signals.
     for number, hangs in ((signal.SIGUSR1, True), (signal.SIGUSR2, False)):
-        signal.signal(number, lambda *_, hangs=hangs: loop.call_soon_threadsafe(backend.hang, hangs))
+        signal.signal(
+            number, lambda *_, hangs=hangs: loop.call_soon_threadsafe(backend.hang, hangs)
+        )
     uploads = Path(tempfile.gettempdir())  # where leftover files are looked for
-    server = RolloutServer(backend, port=port, heartbeat_seconds=HEARTBEAT_SECONDS, upload_folder=uploads)
+    server = RolloutServer(
+        backend, port=port, heartbeat_seconds=HEARTBEAT_SECONDS, upload_folder=uploads
+    )
     try:
         await backend.start()
         await server.start()

@@ -41,7 +41,9 @@ class Child:
         starts: number of starts so far.
     """
 
-    def __init__(self, name: str, command: Sequence[str], *, port: int, env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], *, port: int, env: Mapping[str, str], log: Path
+    ) -> None:
         self.name, self.port = name, port
         self.busy = False
         self.starts = 0
@@ -65,10 +67,14 @@ class Child:
             async with asyncio.timeout(_START_SECONDS):
                 while not await _listens(self.port):
                     if self._process.returncode is not None:
-                        raise LaunchError(f"{self.name} ended with {self._process.returncode}: {self._last_words()}")
+                        raise LaunchError(
+                            f"{self.name} ended with {self._process.returncode}: {self._last_words()}"
+                        )
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
-            raise LaunchError(f"{self.name} does not listen on port {self.port}: {self._last_words()}") from None
+            raise LaunchError(
+                f"{self.name} does not listen on port {self.port}: {self._last_words()}"
+            ) from None
 
     def _last_words(self) -> str:
         """Return the end of its log, which is deleted with the run's folder."""
@@ -219,7 +225,9 @@ FAULTS: dict[str, tuple[float, _Hit]] = {
 """Mean seconds between two strikes, and what breaks and repairs a target, by the fault's name."""
 
 
-def all_injections(engines: Sequence[Child], tools: Child, proxies: Sequence[FaultProxy]) -> list[Injection]:
+def all_injections(
+    engines: Sequence[Child], tools: Child, proxies: Sequence[FaultProxy]
+) -> list[Injection]:
     """Return one injection of every kind."""
     targets = {"kill_tool_server": [tools], **{f"network_{fault}": proxies for fault in Fault}}
     return [Injection(name, targets.get(name, engines)) for name in FAULTS]

@@ -15,7 +15,9 @@ from jax_agent_rl.testing.chaos.engine import context_key, hash_policy
 from jax_agent_rl.types import DropReason, PauseMode, TokenOutput, Trajectory
 
 TRAINED = "trained"
-FREE_TO_LOSE = frozenset({DropReason.CANCELLED, DropReason.TOOL_SERVER_ERROR, DropReason.SINGLE_MEMBER})
+FREE_TO_LOSE = frozenset(
+    {DropReason.CANCELLED, DropReason.TOOL_SERVER_ERROR, DropReason.SINGLE_MEMBER}
+)
 """Losses that are no failure: requests in flight at the end, state of a killed tool server, the rest of its group."""
 _MAX_COMPLAINTS = 20  # kept as text; all are counted
 
@@ -33,8 +35,12 @@ def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
     sampled: list[tuple[int, int, float, int]] = []  # place in the response, id, log-prob, version
     for number, turn in enumerate(trajectory.turns):
         output, turn_seed = turn.output, derive_seed(own_seed, number)
-        for token, log_prob, version in zip(output.token_ids, output.log_probs, output.policy_versions, strict=True):
-            expected = hash_policy(seed, version).sample(key, seed=turn_seed, position=position + len(ids))
+        for token, log_prob, version in zip(
+            output.token_ids, output.log_probs, output.policy_versions, strict=True
+        ):
+            expected = hash_policy(seed, version).sample(
+                key, seed=turn_seed, position=position + len(ids)
+            )
             if expected != (token, log_prob):
                 yield f"{name}: id {len(ids)} is {token, log_prob}; version {version} gives {expected}"
             sampled.append((len(ids), token, log_prob, version))
@@ -47,7 +53,9 @@ def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
             yield f"{name}: its tool acted {acted:g} times in {number + 1} turns"
     columns = (trajectory.response_mask, trajectory.rollout_logprobs, trajectory.policy_versions)
     flat = enumerate(zip(trajectory.response_ids, *columns, strict=True))
-    if list(trajectory.response_ids) != ids or sampled != [(i, t, lp, v) for i, (t, m, lp, v) in flat if m]:
+    if list(trajectory.response_ids) != ids or sampled != [
+        (i, t, lp, v) for i, (t, m, lp, v) in flat if m
+    ]:
         yield f"{name}: what the learner reads is not what its turns hold"
 
 
@@ -108,7 +116,9 @@ class Ledger:
         open_ones = {name for name, fate in self.fates.items() if fate is None}
         if open_ones != accounting.in_flight or len(self.fates) != accounting.started:
             self.unbalanced += 1
-            self.complain(f"after step {self.steps} the trajectories in flight are not those without a fate")
+            self.complain(
+                f"after step {self.steps} the trajectories in flight are not those without a fate"
+            )
 
     def rate(self, now: float) -> float:
         """Return the trajectories trained per second since the first step; 0 before its end."""
@@ -129,14 +139,20 @@ class Ledger:
         """
         ends = Counter(fate or "unknown" for fate in self.fates.values())
         return {
-            "lost": sum(n for fate, n in ends.items() if fate != TRAINED and fate not in FREE_TO_LOSE),
+            "lost": sum(
+                n for fate, n in ends.items() if fate != TRAINED and fate not in FREE_TO_LOSE
+            ),
             "duplicated": self.duplicated,
             "inexact": self.inexact,
             "stale_served": self.stale_served,
             "unbalanced_steps": self.unbalanced,
             "started": len(self.fates),
             "trained": ends[TRAINED],
-            "dropped": {reason: n for reason, n in sorted(ends.items()) if reason not in (TRAINED, "unknown")},
+            "dropped": {
+                reason: n
+                for reason, n in sorted(ends.items())
+                if reason not in (TRAINED, "unknown")
+            },
             "steps": self.steps,
             "trained_tokens": self.tokens,
         }
@@ -186,7 +202,9 @@ class WatchedClient(LLMServerClient):
         wrong = [version for version in versions if not oldest <= version <= self._offered]
         if wrong or list(versions) != sorted(versions):
             self._ledger.stale_served += len(wrong) or 1
-            self._ledger.complain(f"{request_id}: versions {versions}, served were {oldest} to {self._offered}")
+            self._ledger.complain(
+                f"{request_id}: versions {versions}, served were {oldest} to {self._offered}"
+            )
         return output
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:

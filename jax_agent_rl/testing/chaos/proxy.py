@@ -136,7 +136,12 @@ class FaultProxy:
         try:
             line, _, rest = head.partition(b"\r\n")  # rewritten as HTTP/1.0 on its own connection
             rest = _without(b"connection", rest.removesuffix(b"\r\n\r\n"))
-            plain = line.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + rest + b"\r\nConnection: close\r\n\r\n"
+            plain = (
+                line.replace(b"HTTP/1.1", b"HTTP/1.0")
+                + b"\r\n"
+                + rest
+                + b"\r\nConnection: close\r\n\r\n"
+            )
             to_server.write(plain + body)
             await self._pass_on(from_server, writer, fault)
         except ConnectionError:  # the server died, or the client has left
@@ -144,7 +149,9 @@ class FaultProxy:
         finally:
             to_server.close()
 
-    async def _pass_on(self, answer: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault | None) -> None:
+    async def _pass_on(
+        self, answer: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault | None
+    ) -> None:
         match fault:
             case None:
                 while data := await answer.read(1 << 16):
@@ -155,7 +162,9 @@ class FaultProxy:
                     await asyncio.sleep(self._piece_seconds)
             case Fault.TRUNCATE:
                 head, _, body = (await answer.read()).partition(b"\r\n\r\n")
-                await _send(writer, _without(b"content-length", head) + b"\r\n\r\n" + body[: len(body) // 2])
+                await _send(
+                    writer, _without(b"content-length", head) + b"\r\n\r\n" + body[: len(body) // 2]
+                )
             case Fault.RESET:
                 await _send(writer, await answer.read(_PIECE))
                 _reset(writer)
@@ -182,16 +191,22 @@ async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 async def _send_error(writer: asyncio.StreamWriter, status: int, reason: str) -> None:
     page = f"<html><body><h1>{status} {reason}</h1></body></html>".encode()
-    head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: text/html\r\nContent-Length: {len(page)}\r\n"
+    head = (
+        f"HTTP/1.1 {status} {reason}\r\nContent-Type: text/html\r\nContent-Length: {len(page)}\r\n"
+    )
     await _send(writer, head.encode() + b"Connection: close\r\n\r\n" + page)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
     """End the connection with RST, as a crashed host or a firewall does, not with an orderly FIN."""
     with contextlib.suppress(OSError):  # the client may have left already
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
     writer.transport.abort()
 
 
 def _without(name: bytes, head: bytes) -> bytes:
-    return b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(name + b":"))
+    return b"\r\n".join(
+        line for line in head.split(b"\r\n") if not line.lower().startswith(name + b":")
+    )

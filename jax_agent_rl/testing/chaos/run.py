@@ -84,7 +84,12 @@ class ChaosResult:
 
 
 async def run_chaos(
-    seconds: float, seed: int, faults: Collection[str], *, soak: bool, print_line: Callable[[str], None]
+    seconds: float,
+    seed: int,
+    faults: Collection[str],
+    *,
+    soak: bool,
+    print_line: Callable[[str], None],
 ) -> ChaosResult:
     """Start a testbed, run the schedule, close it and look for leaks.
 
@@ -102,7 +107,9 @@ async def run_chaos(
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         async with open_testbed(Path(name), seed=seed, mark=mark) as testbed:
             result = await _run(testbed, seconds, seed, faults, soak, print_line)
-        leaks = await find_leaks(mark=mark, ports=testbed.ports, folder=testbed.temporary, tasks_before=before)
+        leaks = await find_leaks(
+            mark=mark, ports=testbed.ports, folder=testbed.temporary, tasks_before=before
+        )
     return replace(result, leaks=leaks)
 
 
@@ -115,7 +122,11 @@ async def _run(
     print_line: Callable[[str], None],
 ) -> ChaosResult:
     ledger, usage, crashed = testbed.ledger, [], ""
-    injections = [i for i in all_injections(testbed.engines, testbed.tools, testbed.proxies) if i.name in faults]
+    injections = [
+        i
+        for i in all_injections(testbed.engines, testbed.tools, testbed.proxies)
+        if i.name in faults
+    ]
     training = asyncio.create_task(testbed.trainer.run(), name="trainer")
     watching = asyncio.create_task(_watch(testbed, injections, usage, print_line), name="watch")
     strikes = _strike(injections, seed, seconds - CALM_SECONDS, rarer=_RARER if soak else 1.0)
@@ -126,8 +137,12 @@ async def _run(
         trained = ledger.count(TRAINED)
         await asyncio.wait({training}, timeout=max(0.0, begin + seconds - time.monotonic()))
         seconds, trained_per_second = time.monotonic() - begin, ledger.rate(time.monotonic())
-        deadline = time.monotonic() + _RECOVERY_SECONDS  # servers that were lost often are retried only after a while
-        while ledger.count(TRAINED) <= trained and not training.done() and time.monotonic() < deadline:
+        deadline = (
+            time.monotonic() + _RECOVERY_SECONDS
+        )  # servers that were lost often are retried only after a while
+        while (
+            ledger.count(TRAINED) <= trained and not training.done() and time.monotonic() < deadline
+        ):
             await asyncio.wait({training}, timeout=0.2)
         trained_after = ledger.count(TRAINED) - trained
         if training.done():
@@ -140,7 +155,9 @@ async def _run(
         _, stuck = await asyncio.wait({watching, striking, training}, timeout=_STOP_SECONDS)
         stop_seconds = time.monotonic() - stopping
     if striking.done() and not striking.cancelled() and (error := striking.exception()):
-        raise error.exceptions[0] if isinstance(error, ExceptionGroup) else error  # a server did not start again
+        raise (
+            error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        )  # a server did not start again
     attempts: Counter[str] = sum((proxy.attempts for proxy in testbed.engine_proxies), Counter())
     hits = sum((proxy.hits for proxy in testbed.proxies), Counter())
     return ChaosResult(
@@ -156,12 +173,15 @@ async def _run(
         max_tool_attempts=max(testbed.tool_proxy.attempts.values(), default=0),
         mean_attempts=attempts.total() / max(1, len(attempts)),
         trained_after=trained_after,
-        crashed=crashed or ", ".join(f"{task.get_name()} did not end when cancelled" for task in stuck),
+        crashed=crashed
+        or ", ".join(f"{task.get_name()} did not end when cancelled" for task in stuck),
         usage=usage if soak else (),
     )
 
 
-async def _strike(injections: Sequence[Injection], seed: int, seconds: float, *, rarer: float) -> None:
+async def _strike(
+    injections: Sequence[Injection], seed: int, seconds: float, *, rarer: float
+) -> None:
     async with asyncio.TaskGroup() as group:
         for injection in injections:
             group.create_task(injection.run(seed, seconds, rarer=rarer), name=injection.name)
@@ -179,12 +199,16 @@ async def _watch(
     while True:
         await asyncio.sleep(_REPORT_SECONDS)
         usage.append(ResourceUsage.now())
-        struck = ", ".join(f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes)
+        struck = ", ".join(
+            f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes
+        )
         done = f"step {testbed.ledger.steps}, {testbed.ledger.count(TRAINED)} trained"
         print_line(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
 
 
-def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, console: Console) -> dict[str, Any]:
+def run_command(
+    seconds: float, seed: int, only: Sequence[str], *, soak: bool, console: Console
+) -> dict[str, Any]:
     """Run both schedules, print progress and failures, and return the results.
 
     Args:
@@ -202,23 +226,31 @@ def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, c
         ConfigError: unknown fault, or too little time.
     """
     if unknown := sorted(set(only) - FAULTS.keys()):
-        raise ConfigError(f"--only {unknown}: there is no such fault; there are {', '.join(FAULTS)}")
+        raise ConfigError(
+            f"--only {unknown}: there is no such fault; there are {', '.join(FAULTS)}"
+        )
     if seconds * (1 - UNDISTURBED_SHARE) < _MIN_SECONDS:
         raise ConfigError(f"--seconds {seconds:g} leaves no time for faults; give at least 20")
     return asyncio.run(_both(seconds, seed, only or list(FAULTS), soak, console))
 
 
-async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, console: Console) -> dict[str, Any]:
+async def _both(
+    seconds: float, seed: int, faults: Sequence[str], soak: bool, console: Console
+) -> dict[str, Any]:
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # its servers must not outlive it
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, task.cancel
+    )  # its servers must not outlive it
 
     print_line = functools.partial(console.print, highlight=False, soft_wrap=True)
     print_line(f"undisturbed, seed {seed}")
     undisturbed = min(_MAX_BASELINE_SECONDS, seconds * UNDISTURBED_SHARE)
     baseline = await run_chaos(undisturbed, seed, (), soak=False, print_line=print_line)
     print_line(f"with faults: {', '.join(faults)}")
-    faulty = await run_chaos(seconds - baseline.seconds, seed, faults, soak=soak, print_line=print_line)
+    faulty = await run_chaos(
+        seconds - baseline.seconds, seed, faults, soak=soak, print_line=print_line
+    )
     broken = [*(f"undisturbed: {what}" for what in failures(baseline)), *failures(faulty)]
     report = {
         "seed": seed,
@@ -232,7 +264,9 @@ async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, co
         "mean_attempts": round(faulty.mean_attempts, 3),
         "trained_per_second": round(faulty.trained_per_second, 2),
         "undisturbed_per_second": round(baseline.trained_per_second, 2),
-        "throughput_share": round(faulty.trained_per_second / max(1e-9, baseline.trained_per_second), 3),
+        "throughput_share": round(
+            faulty.trained_per_second / max(1e-9, baseline.trained_per_second), 3
+        ),
         "stop_seconds": round(faulty.stop_seconds, 2),
         "trained_after_last_fault": faulty.trained_after,
         "failures": broken,
@@ -242,7 +276,9 @@ async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, co
     for text in (*baseline.complaints, *faulty.complaints, *broken):
         print_line(text)
     if not broken:
-        print_line(f"all held: {faulty.trained_per_second:.1f} trajectories a second were trained under faults")
+        print_line(
+            f"all held: {faulty.trained_per_second:.1f} trajectories a second were trained under faults"
+        )
     return report
 
 
@@ -264,7 +300,9 @@ def failures(result: ChaosResult) -> list[str]:
     if result.max_attempts > MAX_ATTEMPTS:
         broken.append(f"a request was sent {result.max_attempts} times, more than {MAX_ATTEMPTS}")
     if result.max_tool_attempts > 1 + TOOL_RETRIES:
-        broken.append(f"a tool call was sent {result.max_tool_attempts} times, may be repeated {TOOL_RETRIES} times")
+        broken.append(
+            f"a tool call was sent {result.max_tool_attempts} times, may be repeated {TOOL_RETRIES} times"
+        )
     if grown := growth(result.usage):
         for what in ("descriptors", "tasks"):
             first, last = grown[what]

@@ -58,7 +58,10 @@ TOOL_RETRIES = 3
 RECOVERY_SECONDS = 120.0
 LEARNER_SECONDS = 0.3
 _MAX_STEPS = 10**9
-_ROWS = [{"prompt": [{"role": "user", "content": f"row {i}"}], "agent_name": "server_tool_agent"} for i in range(32)]
+_ROWS = [
+    {"prompt": [{"role": "user", "content": f"row {i}"}], "agent_name": "server_tool_agent"}
+    for i in range(32)
+]
 
 _TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}<|end|>\n{% endfor %}"
@@ -174,10 +177,20 @@ def _build_config(tool_server: str, folder: Path, seed: int) -> config.Config:
                 "max_response_length": 256,
                 "max_action_length": 48,
             },
-            "rollout": {"backend": "remote", "urls": ["http://none"], "prompts_per_step": 4, "group_size": 4}
+            "rollout": {
+                "backend": "remote",
+                "urls": ["http://none"],
+                "prompts_per_step": 4,
+                "group_size": 4,
+            }
             | {"max_in_flight": 32, "max_model_len": 512},
             "algorithm": {"filter_zero_variance": False},
-            "trainer": {"mode": "fully_async", "max_staleness": 2, "steps": _MAX_STEPS, "checkpoint_every": 0},
+            "trainer": {
+                "mode": "fully_async",
+                "max_staleness": 2,
+                "steps": _MAX_STEPS,
+                "checkpoint_every": 0,
+            },
         }
     )
 
@@ -204,12 +217,17 @@ async def open_testbed(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[
         for child in (*engines, tools):
             stack.push_async_callback(child.stop)
         await asyncio.gather(*(child.start() for child in (*engines, tools)))
-        proxies = [FaultProxy(child.port, rng=Random(f"{seed}/{child.name}")) for child in (*engines, tools)]
+        proxies = [
+            FaultProxy(child.port, rng=Random(f"{seed}/{child.name}"))
+            for child in (*engines, tools)
+        ]
         for proxy in proxies:
             await proxy.start()
             stack.push_async_callback(proxy.close)
         settings = _build_config(proxies[-1].url, scratch / "run", seed)
-        trainer = await _trainer(settings, [proxy.url for proxy in proxies[:-1]], weights, ledger, stack)
+        trainer = await _trainer(
+            settings, [proxy.url for proxy in proxies[:-1]], weights, ledger, stack
+        )
         await trainer.push_weights(0)
         yield Testbed(
             trainer=trainer,
@@ -236,7 +254,10 @@ def codec() -> ChatCodec:
     tokenizer.add_special_tokens(list(special))
     return ChatCodec(
         PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=_TEMPLATE
+            tokenizer_object=tokenizer,
+            eos_token="<|end|>",
+            pad_token="<|pad|>",
+            chat_template=_TEMPLATE,
         )
     )
 
@@ -256,7 +277,14 @@ def _engine(number: int, seed: int, env: dict[str, str], scratch: Path) -> Child
 
 def _tool_server(env: dict[str, str], scratch: Path) -> Child:
     port = free_port()
-    command = [sys.executable, "-m", "jax_agent_rl.cli", "tool-server", f"port={port}", "tools=[tally]"]
+    command = [
+        sys.executable,
+        "-m",
+        "jax_agent_rl.cli",
+        "tool-server",
+        f"port={port}",
+        "tools=[tally]",
+    ]
     command += [f"tool_path={engine.__file__}"]
     return Child("tool-server", command, port=port, env=env, log=scratch / "tool-server.log")
 
@@ -276,7 +304,9 @@ async def _trainer(
     stack.push_async_callback(client.close)
     # Weights are sent over HTTP, where faults can corrupt them.
     connect = functools.partial(RemoteBackend, shares_disk=False, silence_seconds=SILENCE_SECONDS)
-    await client.start({f"engine-{number}": functools.partial(connect, url) for number, url in enumerate(urls)})
+    await client.start(
+        {f"engine-{number}": functools.partial(connect, url) for number, url in enumerate(urls)}
+    )
     context = AgentContext(client=client, codec=text, limits=settings.agent, max_model_len=512)
     collector = RolloutCollector(
         context,
@@ -312,4 +342,6 @@ async def _trainer(
 
 async def _score(trajectory: Trajectory) -> Trajectory:
     """Give a reward that varies within a group."""
-    return replace(trajectory, reward=float(zlib.crc32(bytes(str(trajectory.response_ids), "ascii")) % 2))
+    return replace(
+        trajectory, reward=float(zlib.crc32(bytes(str(trajectory.response_ids), "ascii")) % 2)
+    )

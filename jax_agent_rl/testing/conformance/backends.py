@@ -90,7 +90,11 @@ class BackendUnderTest:
     timeout: float = 120.0
 
 
-_ENDING_QUESTIONS = ("What is 2+2?", "Say hello.", "Answer with one word: what is the capital of France?")
+_ENDING_QUESTIONS = (
+    "What is 2+2?",
+    "Say hello.",
+    "Answer with one word: what is the capital of France?",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +146,9 @@ def select_backend(backend: str, options: BackendOptions) -> BackendUnderTest:
         if (found := registered(backend, options)) is not None:
             return found
         names = ", ".join([*BACKENDS, *sorted(installed("backends"))])
-        raise ConfigError(f"no backend is called {backend!r}; there are {names}, or give your own as module:function")
+        raise ConfigError(
+            f"no backend is called {backend!r}; there are {names}, or give your own as module:function"
+        )
     try:
         return (factory or getattr(importlib.import_module(module), function))(options)
     except (ImportError, AttributeError) as error:
@@ -165,14 +171,18 @@ def describe(
         payload: makes payloads of kinds other than ``safetensors`` and ``tensorstore``.
     """
     folders = options.folders
-    reference = TransformersReference({which: folders.weights(which) for which in (BASE, OTHER, MIXED, ADAPTED)})
+    reference = TransformersReference(
+        {which: folders.weights(which) for which in (BASE, OTHER, MIXED, ADAPTED)}
+    )
     raw = json.loads((folders.base / "config.json").read_text())
     vocab_size = raw.get("text_config", raw)["vocab_size"]
 
     def make_payload(kind: str, which: str) -> Any:
         if kind == "safetensors":
             files = weight_files(folders.weights(which) / ("partial" if which == MIXED else ""))
-            return with_probe(files, which, reference=reference, vocab_size=vocab_size, folder=folders.scratch)
+            return with_probe(
+                files, which, reference=reference, vocab_size=vocab_size, folder=folders.scratch
+            )
         if kind == "tensorstore":
             return _stored(folders.weights(which), folders.scratch / which)
         if payload is None:
@@ -205,8 +215,12 @@ class ServedBackend(RemoteBackend):
         client: options of :class:`RemoteBackend`.
     """
 
-    def __init__(self, make: Callable[[], RolloutBackend], *, weight_dir: str | None = None, **client: Any) -> None:
-        super().__init__("http://127.0.0.1:1", **client)  # the server's address is known once it listens
+    def __init__(
+        self, make: Callable[[], RolloutBackend], *, weight_dir: str | None = None, **client: Any
+    ) -> None:
+        super().__init__(
+            "http://127.0.0.1:1", **client
+        )  # the server's address is known once it listens
         self.inner = make()
         self.server = RolloutServer(self.inner, heartbeat_seconds=0.2, weight_dir=weight_dir)
 
@@ -276,10 +290,16 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
         num_speculative_tokens=options.num_speculative_tokens,
     )
     vision_processor = VisionProcessor.of(config, folders.base)
-    external_engine = load_engine_function(options.engine_factory) if options.engine_factory else None
-    adapters = {ADAPTER: read_peft(folders.adapter, config, key="--adapters")} if options.adapters else {}
+    external_engine = (
+        load_engine_function(options.engine_factory) if options.engine_factory else None
+    )
+    adapters = (
+        {ADAPTER: read_peft(folders.adapter, config, key="--adapters")} if options.adapters else {}
+    )
     tokenizer = read_tokenizer(folders.base)
-    grammars = GrammarCompiler(tokenizer, eos_ids=config.eos_token_ids, vocab_size=config.vocab_size)
+    grammars = GrammarCompiler(
+        tokenizer, eos_ids=config.eos_token_ids, vocab_size=config.vocab_size
+    )
 
     def make() -> RolloutBackend:
         return make_backend(
@@ -335,7 +355,9 @@ def remote(options: BackendOptions) -> BackendUnderTest:
         return describe(f"remote {url}", lambda: RemoteBackend(url, token=options.token), options)
     inner = select_backend(options.engine, options)
     folder = str(options.folders.scratch)
-    return describe(f"remote {options.engine}", lambda: ServedBackend(inner.make, weight_dir=folder), options)
+    return describe(
+        f"remote {options.engine}", lambda: ServedBackend(inner.make, weight_dir=folder), options
+    )
 
 
 def ray_actor(options: BackendOptions) -> BackendUnderTest:
@@ -348,7 +370,9 @@ def ray_actor(options: BackendOptions) -> BackendUnderTest:
     def payload(kind: str, which: str) -> Any:
         import ray  # not before it is started: it reads variables at import that starting sets
 
-        return store(WeightUpdate(version=0, kind=form, payload=inner.payload(form, which)), ray.put).payload
+        return store(
+            WeightUpdate(version=0, kind=form, payload=inner.payload(form, which)), ray.put
+        ).payload
 
     make = functools.partial(_engine, options)
     return describe(f"ray {options.engine}", lambda: ActorBackend(make), options, payload=payload)
@@ -365,7 +389,9 @@ def _eos_ids(folder: Path) -> frozenset[int]:
         file = folder / name
         if file.is_file() and (eos := json.loads(file.read_text()).get("eos_token_id")) is not None:
             return frozenset(eos if isinstance(eos, list) else [eos])
-    raise ConfigError(f"{folder}: neither generation_config.json nor config.json names an eos_token_id")
+    raise ConfigError(
+        f"{folder}: neither generation_config.json nor config.json names an eos_token_id"
+    )
 
 
 def _ending_prompts(tokenizer: Any) -> tuple[tuple[int, ...], ...]:

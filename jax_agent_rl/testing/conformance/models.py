@@ -91,7 +91,13 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
     folders.adapter.mkdir()
     _save(pairs, folders.adapter / "adapter_model.safetensors")
     modules = [name.removeprefix("self_attn.").removesuffix(".weight") for name in _ADAPTED]
-    settings = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 2 * _RANK, "target_modules": modules, "bias": "none"}
+    settings = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": 2 * _RANK,
+        "target_modules": modules,
+        "bias": "none",
+    }
     (folders.adapter / "adapter_config.json").write_text(json.dumps(settings))
     return folders
 
@@ -107,7 +113,9 @@ def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
     from jax_agent_rl.models.hf import save_hf
     from jax_agent_rl.models.parameters import Kind, parameter_at
 
-    mixture = Experts(count=8, per_token=2, intermediate_size=32, normalize=True) if experts else None
+    mixture = (
+        Experts(count=8, per_token=2, intermediate_size=32, normalize=True) if experts else None
+    )
     config = DecoderConfig(
         family="qwen3_moe" if experts else "llama",
         qk_norm=experts,
@@ -130,7 +138,9 @@ def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
             return rng.uniform(0.8, 1.2, shape).astype(np.float32)
         return (rng.standard_normal(shape) * 0.25).astype(np.float32)
 
-    params = jax.tree_util.tree_map_with_path(draw, config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
+    params = jax.tree_util.tree_map_with_path(
+        draw, config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple)
+    )
     save_hf(folder, config, params)
     _write_letter_tokenizer(folder)
     return folder
@@ -141,7 +151,9 @@ def weight_files(folder: Path) -> list[str]:
     return [str(file) for file in sorted(folder.glob("*.safetensors"))]
 
 
-def with_probe(files: list[str], which: str, *, reference: Reference, vocab_size: int, folder: Path) -> list[str]:
+def with_probe(
+    files: list[str], which: str, *, reference: Reference, vocab_size: int, folder: Path
+) -> list[str]:
     """Return the payload of a ``safetensors`` update: weight files and one more with the log-prob probe.
 
     Args:
@@ -158,7 +170,11 @@ def with_probe(files: list[str], which: str, *, reference: Reference, vocab_size
         ids = np.random.default_rng(0).integers(0, vocab_size, _PROBE_LENGTH).tolist()
         scores_TV = log_softmax(reference.logits(ids[:-1], weights=which))
         log_probs = scores_TV[np.arange(len(ids) - 1), ids[1:]].tolist()
-        save_file({}, file, metadata=LogprobProbe(ids=(tuple(ids),), log_probs=(tuple(log_probs),)).to_metadata())
+        save_file(
+            {},
+            file,
+            metadata=LogprobProbe(ids=(tuple(ids),), log_probs=(tuple(log_probs),)).to_metadata(),
+        )
     return [*files, str(file)]
 
 
@@ -230,7 +246,9 @@ class TransformersReference:
         try:
             import torch  # noqa: F401
         except ImportError:
-            raise ConfigError("the reference runs on torch: pip install 'jax_agent_rl[conformance]'") from None
+            raise ConfigError(
+                "the reference runs on torch: pip install 'jax_agent_rl[conformance]'"
+            ) from None
         self._folders = dict(folders)
         self._models: dict[str, Any] = {}
 
@@ -244,8 +262,12 @@ class TransformersReference:
         import torch
 
         with torch.inference_mode():
-            layers = self._model(weights)(torch.tensor([list(ids)]), output_router_logits=True).router_logits
-        return torch.stack([scores.reshape(len(ids), -1) for scores in layers], dim=1).double().numpy()
+            layers = self._model(weights)(
+                torch.tensor([list(ids)]), output_router_logits=True
+            ).router_logits
+        return (
+            torch.stack([scores.reshape(len(ids), -1) for scores in layers], dim=1).double().numpy()
+        )
 
     def _model(self, weights: str) -> Any:
         if weights not in self._models:
@@ -257,13 +279,18 @@ class TransformersReference:
             folder = self._folders[weights]
             seeing = hasattr(read_pretrained(AutoConfig, folder), "vision_config")
             kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-            plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # torch's groups lack float64
+            plain = {
+                "attn_implementation": "eager",
+                "experts_implementation": "eager",
+            }  # torch's groups lack float64
             model = read_pretrained(kind, folder, dtype=torch.float64, **plain)
             self._models[weights] = model.eval()
         return self._models[weights]
 
 
-def predictions(reference: Reference, prompt: Sequence[int], sampled: Sequence[int], weights: str) -> np.ndarray:
+def predictions(
+    reference: Reference, prompt: Sequence[int], sampled: Sequence[int], weights: str
+) -> np.ndarray:
     """Return the logits, float64 [S, V], from which each sampled id was drawn."""
     if not sampled:
         raise ValueError("no id was sampled: there is nothing to compare")
@@ -313,7 +340,9 @@ def truncate(scaled_SV: np.ndarray, *, top_p: float, top_k: int, min_p: float = 
     if top_p < 1:
         order = np.argsort(-out, axis=-1)
         probs = np.take_along_axis(np.exp(log_softmax(out)), order, axis=-1)
-        before = np.cumsum(probs, axis=-1) - probs  # mass of the more likely ids: an id is in while it is < top_p
+        before = (
+            np.cumsum(probs, axis=-1) - probs
+        )  # mass of the more likely ids: an id is in while it is < top_p
         dropped = np.zeros(out.shape, bool)
         np.put_along_axis(dropped, order, before >= top_p, axis=-1)
         out[dropped] = -np.inf

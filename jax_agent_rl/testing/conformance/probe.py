@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
+from jax_agent_rl.rollout.protocol import (
+    Capabilities,
+    GenerateRequest,
+    RolloutBackend,
+    TokenChunk,
+    WeightUpdate,
+)
 from jax_agent_rl.testing.conformance.backends import BASE, MIXED, BackendUnderTest
 from jax_agent_rl.testing.conformance.models import expected_logprobs, greedy_gaps, predictions
 from jax_agent_rl.testing.leaks import Footprint
@@ -58,7 +64,12 @@ class Probe:
     """
 
     def __init__(
-        self, subject: BackendUnderTest, backend: RolloutBackend, *, numbers: itertools.count, footprint: Footprint
+        self,
+        subject: BackendUnderTest,
+        backend: RolloutBackend,
+        *,
+        numbers: itertools.count,
+        footprint: Footprint,
     ) -> None:
         self.subject = subject
         self.backend = backend
@@ -155,11 +166,18 @@ class Probe:
                 live.sampled += len(chunk.token_ids)
                 if chunk.final is not None:
                     return chunk.final
-        raise CheckFailed("a stream", expected="a final chunk", got="none", cause="the stream ends without a result")
+        raise CheckFailed(
+            "a stream",
+            expected="a final chunk",
+            got="none",
+            cause="the stream ends without a result",
+        )
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def update(self, which: str, *, kind: str | None = None, version: int | None = None) -> WeightUpdate:
+    def update(
+        self, which: str, *, kind: str | None = None, version: int | None = None
+    ) -> WeightUpdate:
         """Build the update to a weight set, by default under the next version."""
         kind = kind or sorted(self.capabilities.weight_payloads)[0]
         version = self.backend.policy_version + 1 if version is None else version
@@ -175,7 +193,9 @@ class Probe:
 
     # --- expectations -----------------------------------------------------------------------------------------
 
-    async def raises(self, kind: type[Exception], action: Awaitable[Any], what: str, *, cause: str) -> Exception:
+    async def raises(
+        self, kind: type[Exception], action: Awaitable[Any], what: str, *, cause: str
+    ) -> Exception:
         """Expect the action to raise this class of error, and return the error."""
         try:
             result = await action
@@ -184,7 +204,9 @@ class Probe:
         except Exception as error:
             got = f"{type(error).__name__}: {error}"
             raise CheckFailed(what, expected=kind.__name__, got=got, cause=cause) from error
-        raise CheckFailed(what, expected=kind.__name__, got=f"no error; it returned {result!r}", cause=cause)
+        raise CheckFailed(
+            what, expected=kind.__name__, got=f"no error; it returned {result!r}", cause=cause
+        )
 
     async def until(
         self, holds: Callable[[], Awaitable[bool]], what: str, *, cause: str, seconds: float = 30.0
@@ -195,15 +217,21 @@ class Probe:
             if await holds():
                 return
             if time.monotonic() > deadline:
-                raise CheckFailed(what, expected=f"within {seconds:g} s", got="not yet true", cause=cause)
-            await asyncio.sleep(0.002 if turn > 20 else 0)  # a small model ends 200 ids within milliseconds
+                raise CheckFailed(
+                    what, expected=f"within {seconds:g} s", got="not yet true", cause=cause
+                )
+            await asyncio.sleep(
+                0.002 if turn > 20 else 0
+            )  # a small model ends 200 ids within milliseconds
 
     async def within(self, seconds: float, waiting: Awaitable[T], what: str, *, cause: str) -> T:
         """Return an awaited result that must arrive in time."""
         try:
             return await asyncio.wait_for(waiting, seconds)
         except TimeoutError:
-            raise CheckFailed(what, expected=f"within {seconds:g} s", got="nothing", cause=cause) from None
+            raise CheckFailed(
+                what, expected=f"within {seconds:g} s", got="nothing", cause=cause
+            ) from None
 
     async def until_idle(self, what: str, *, cause: str) -> None:
         """Wait until the backend reports no running and no waiting requests."""
@@ -215,21 +243,38 @@ class Probe:
         await self.until(idle, what, cause=cause)
 
     def assert_greedy(
-        self, prompt: Sequence[int], output: TokenOutput, what: str, *, cause: str, weights: str = BASE
+        self,
+        prompt: Sequence[int],
+        output: TokenOutput,
+        what: str,
+        *,
+        cause: str,
+        weights: str = BASE,
     ) -> None:
         """Expect each id to be the reference's most likely one, or within tolerance of it."""
-        gaps = greedy_gaps(predictions(self.subject.reference, prompt, output.token_ids, weights), output.token_ids)
+        gaps = greedy_gaps(
+            predictions(self.subject.reference, prompt, output.token_ids, weights), output.token_ids
+        )
         self._compare(gaps, what, cause=cause, expected="the most likely id at every position")
 
     def assert_logprobs(
-        self, prompt: Sequence[int], output: TokenOutput, what: str, *, cause: str, weights: str = BASE, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        output: TokenOutput,
+        what: str,
+        *,
+        cause: str,
+        weights: str = BASE,
+        **sampling: Any,
     ) -> None:
         """Expect the log-probs of the distribution that ``sampling`` (temperature, top_p, top_k, min_p) selects."""
         logits = predictions(self.subject.reference, prompt, output.token_ids, weights)
         right = expected_logprobs(logits, output.token_ids, output.log_probs, **sampling)
         at = int(np.argmax(np.abs(np.asarray(output.log_probs) - right)))
         expected = f"{right[at]:.6f} for id {output.token_ids[at]} at position {at}; got {output.log_probs[at]:.6f}"
-        self._compare(np.abs(np.asarray(output.log_probs) - right), what, cause=cause, expected=expected)
+        self._compare(
+            np.abs(np.asarray(output.log_probs) - right), what, cause=cause, expected=expected
+        )
 
     def _compare(self, errors: np.ndarray, what: str, *, cause: str, expected: str) -> None:
         tolerance = self.subject.tolerance

@@ -46,7 +46,9 @@ from jax_agent_rl.utils.text import printable
 try:
     import pytest
 except ImportError:
-    raise ConfigError("the conformance suite runs on pytest: pip install 'jax_agent_rl[conformance]'") from None
+    raise ConfigError(
+        "the conformance suite runs on pytest: pip install 'jax_agent_rl[conformance]'"
+    ) from None
 
 SUITE = Path(__file__).parent / "suite"
 _FILES = ("outputs", "batching", "replay", "weights", "control")
@@ -55,15 +57,29 @@ _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 _CLEAN_UP_SECONDS = 30.0
 _SETTLE_SECONDS = 5.0
 _PYTEST_OPTIONS = (
-    *("-c", os.devnull, "--disable-plugin-autoload", "--noconftest", "--import-mode=importlib", "--capture=no"),
+    *(
+        "-c",
+        os.devnull,
+        "--disable-plugin-autoload",
+        "--noconftest",
+        "--import-mode=importlib",
+        "--capture=no",
+    ),
     *("-o", "truncation_limit_lines=0", "-o", "truncation_limit_chars=0"),
-    *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "logging", "terminal", "warnings")),
-    *(f"-pno:{name}" for name in ("threadexception", "unraisableexception")),  # they collect garbage for seconds
+    *(
+        f"-pno:{name}"
+        for name in ("cacheprovider", "faulthandler", "logging", "terminal", "warnings")
+    ),
+    *(
+        f"-pno:{name}" for name in ("threadexception", "unraisableexception")
+    ),  # they collect garbage for seconds
 )
 """Options that keep pytest silent and independent of the project in whose folder the command runs."""
 
 
-def check(*needs: str) -> Callable[[Callable[[Probe], Awaitable[None]]], Callable[[BackendSession], None]]:
+def check(
+    *needs: str,
+) -> Callable[[Callable[[Probe], Awaitable[None]]], Callable[[BackendSession], None]]:
     """Make a pytest test of an async function whose docstring states a rule.
 
     Args:
@@ -140,7 +156,9 @@ class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
         except Exception as error:
             cause = "the backend refuses or fails something its Capabilities promise"
             got = f"{type(error).__name__}: {error}"
-            raise CheckFailed(str(check.__doc__), expected="no error", got=got, cause=cause) from error
+            raise CheckFailed(
+                str(check.__doc__), expected="no error", got=got, cause=cause
+            ) from error
         finally:
             if not await _restore(probe):
                 await self._close()
@@ -151,7 +169,9 @@ class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
         length = backend.capabilities.max_model_len
         if length < MIN_CONTEXT:
             await backend.close()
-            raise ConfigError(f"the suite needs max_model_len >= {MIN_CONTEXT}, {self._subject.name} has {length}")
+            raise ConfigError(
+                f"the suite needs max_model_len >= {MIN_CONTEXT}, {self._subject.name} has {length}"
+            )
         self._backend = backend
         return backend
 
@@ -169,7 +189,11 @@ def _missing(capabilities: Capabilities, needs: Sequence[str]) -> str | None:
         name, _, member = need.partition(":")
         value = getattr(capabilities, name)
         if not (member in value if member else value):
-            return f"Capabilities.{name} does not hold {member!r}" if member else f"Capabilities.{name} is {value}"
+            return (
+                f"Capabilities.{name} does not hold {member!r}"
+                if member
+                else f"Capabilities.{name} is {value}"
+            )
     return None
 
 
@@ -235,7 +259,10 @@ class Report:
 
 
 def run_suite(
-    subject: BackendUnderTest, *, only: Sequence[str] = (), on_result: Callable[[Result], None] | None = None
+    subject: BackendUnderTest,
+    *,
+    only: Sequence[str] = (),
+    on_result: Callable[[Result], None] | None = None,
 ) -> Report:
     """Run the suite and close the backend.
 
@@ -264,7 +291,10 @@ class _Plugin:
     """Provides the tests with the backend, and collects their results."""
 
     def __init__(
-        self, subject: BackendUnderTest, only: Sequence[str], on_result: Callable[[Result], None] | None
+        self,
+        subject: BackendUnderTest,
+        only: Sequence[str],
+        on_result: Callable[[Result], None] | None,
     ) -> None:
         self._subject, self._only, self._on_result = subject, only, on_result
         self.results: list[Result] = []
@@ -297,7 +327,11 @@ class _Plugin:
         return self._backend_session
 
     def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str]:
-        return ["", f"expected: {'' if op in ('==', 'is') else op + ' '}{right!r}", f"got:      {left!r}"]
+        return [
+            "",
+            f"expected: {'' if op in ('==', 'is') else op + ' '}{right!r}",
+            f"got:      {left!r}",
+        ]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -336,7 +370,13 @@ def _explain(failure: pytest.ExceptionInfo) -> str:
 
 
 def run_command(
-    backend: str, *, model: Path | None, only: Sequence[str], as_json: bool, console: Console, **options: Any
+    backend: str,
+    *,
+    model: Path | None,
+    only: Sequence[str],
+    as_json: bool,
+    console: Console,
+    **options: Any,
 ) -> Report:
     """Run the suite on a backend and print the report.
 
@@ -358,13 +398,24 @@ def run_command(
             f"compare with; got --backend {backend}, --model {model}"
         )
     if engine_factory is not None and "jetstream" not in (backend, engine):
-        raise ConfigError(f"--engine-factory {engine_factory} needs backend jetstream; got --backend {backend}")
+        raise ConfigError(
+            f"--engine-factory {engine_factory} needs backend jetstream; got --backend {backend}"
+        )
     if engine in ("remote", "ray"):
-        raise ConfigError(f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm")
-    with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, console.status("preparing") as status:
-        subject = select_backend(backend, BackendOptions(folders=prepare_folders(model, Path(scratch)), **options))
+        raise ConfigError(
+            f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm"
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix="conformance-") as scratch,
+        console.status("preparing") as status,
+    ):
+        subject = select_backend(
+            backend, BackendOptions(folders=prepare_folders(model, Path(scratch)), **options)
+        )
         report = run_suite(
-            subject, only=only, on_result=lambda result: status.update(f"{result.check}: {result.outcome}")
+            subject,
+            only=only,
+            on_result=lambda result: status.update(f"{result.check}: {result.outcome}"),
         )
     _print_report(report, console)
     if as_json:
@@ -382,10 +433,18 @@ def _print_report(report: Report, console: Console) -> None:
     for result in report.results:
         note = result.detail if result.outcome == "skipped" else result.claim
         style = _STYLES[result.outcome]
-        table.add_row(result.check, f"[{style}]{result.outcome}[/]", f"{result.seconds:.1f}", escape(printable(note)))
+        table.add_row(
+            result.check,
+            f"[{style}]{result.outcome}[/]",
+            f"{result.seconds:.1f}",
+            escape(printable(note)),
+        )
     console.print(table)
     for result in report.results:
         if result.outcome == "failed":
-            console.print(f"[bold red]{result.check}[/]: {escape(printable(result.detail))}\n", highlight=False)
+            console.print(
+                f"[bold red]{result.check}[/]: {escape(printable(result.detail))}\n",
+                highlight=False,
+            )
     counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in _STYLES)
     console.print(f"{report.backend}: {counts}", highlight=False)

@@ -20,7 +20,13 @@ from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream.admission import Patience, ReturnTimes
 from jax_agent_rl.jetstream.block_manager import BlockManager
 from jax_agent_rl.jetstream.shapes import page_size
-from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, GenerateRequest, Health, WeightUpdate
+from jax_agent_rl.rollout.protocol import (
+    BackendMetrics,
+    Capabilities,
+    GenerateRequest,
+    Health,
+    WeightUpdate,
+)
 from jax_agent_rl.rollout.routing import PrefixIndex
 from jax_agent_rl.testing.fakes import FakeBackend
 from jax_agent_rl.testing.simulate.workload import ID, EngineSpeed, KVCacheSize
@@ -55,7 +61,9 @@ class SimulatedEngine(FakeBackend):
 
     name = "simulated engine"
 
-    def __init__(self, speed: EngineSpeed, *, max_model_len: int, kv_cache: KVCacheSize | None = None) -> None:
+    def __init__(
+        self, speed: EngineSpeed, *, max_model_len: int, kv_cache: KVCacheSize | None = None
+    ) -> None:
         capabilities = Capabilities(
             max_model_len=max_model_len,
             max_concurrent=speed.slots,
@@ -80,7 +88,9 @@ class SimulatedEngine(FakeBackend):
         self._timer: asyncio.TimerHandle | None = None
         self._number = itertools.count()
         self._paused = False
-        self._drains: list[asyncio.Future[None]] = []  # one per pause that waits for running requests
+        self._drains: list[
+            asyncio.Future[None]
+        ] = []  # one per pause that waits for running requests
         self._sampled = self._prefilled = self._reused = self._finished = 0
         self._busy = self._loading = 0.0
 
@@ -101,7 +111,9 @@ class SimulatedEngine(FakeBackend):
         try:
             return await run.done
         finally:
-            if self._running.get(request.request_id) is run or run in self._waiting:  # the caller was cancelled
+            if (
+                self._running.get(request.request_id) is run or run in self._waiting
+            ):  # the caller was cancelled
                 self._advance()
                 if run.end is not None:
                     self._cache.release(run.context, request, (), session_ends=False)
@@ -111,7 +123,9 @@ class SimulatedEngine(FakeBackend):
     async def abort(self, request_id: str) -> bool:
         self._advance()
         found = self._running.get(request_id)
-        found = found or next((run for run in self._waiting if run.request.request_id == request_id), None)
+        found = found or next(
+            (run for run in self._waiting if run.request.request_id == request_id), None
+        )
         if found is None:
             return False
         self._end(found, StopReason.ABORTED)
@@ -146,7 +160,9 @@ class SimulatedEngine(FakeBackend):
         self._paused = False
         for drained in self._drains:
             if not drained.done():
-                drained.set_exception(BackendError("resume() came before what this pause waited for had ended"))
+                drained.set_exception(
+                    BackendError("resume() came before what this pause waited for had ended")
+                )
         self._drains.clear()
         self._admit()
 
@@ -164,7 +180,9 @@ class SimulatedEngine(FakeBackend):
 
     async def health(self) -> Health:
         running, waiting = len(self._running), len(self._waiting)
-        return Health(ok=not self._closed, policy_version=self._version, running=running, waiting=waiting)
+        return Health(
+            ok=not self._closed, policy_version=self._version, running=running, waiting=waiting
+        )
 
     async def metrics(self) -> BackendMetrics:
         return self.read()
@@ -173,7 +191,8 @@ class SimulatedEngine(FakeBackend):
         """Return the current metrics."""
         self._advance()
         return BackendMetrics(
-            generated_tokens=self._sampled + sum(run.sampled(self._steps) for run in self._running.values()),
+            generated_tokens=self._sampled
+            + sum(run.sampled(self._steps) for run in self._running.values()),
             prefill_tokens=self._prefilled,
             cached_tokens=self._reused,
             requests_finished=self._finished,
@@ -200,7 +219,12 @@ class SimulatedEngine(FakeBackend):
 
     def _admit(self) -> None:
         """Give free slots to waiting requests; call :meth:`_advance` first."""
-        while self._waiting and len(self._running) < self._speed.slots and not self._paused and not self._drains:
+        while (
+            self._waiting
+            and len(self._running) < self._speed.slots
+            and not self._paused
+            and not self._drains
+        ):
             admitted = self._cache.admit([run.request for run in self._waiting], len(self._running))
             if admitted is None:
                 break
@@ -231,7 +255,9 @@ class SimulatedEngine(FakeBackend):
 
     def _due(self) -> None:
         self._advance()
-        while self._by_end and (self._by_end[0][2].done.done() or self._by_end[0][0] <= self._steps + 1e-6):
+        while self._by_end and (
+            self._by_end[0][2].done.done() or self._by_end[0][0] <= self._steps + 1e-6
+        ):
             run = heapq.heappop(self._by_end)[2]
             if not run.done.done():
                 self._end(run, StopReason.LENGTH)
@@ -247,11 +273,16 @@ class SimulatedEngine(FakeBackend):
             count = 0
         self._sampled += count
         self._finished += 1
-        session = run.request.session_id or run.request.request_id  # sessions share no more than their prompts
+        session = (
+            run.request.session_id or run.request.request_id
+        )  # sessions share no more than their prompts
         sampled = (ID + 1 + zlib.crc32(session.encode()) % 2**30,) * count
         if run.end is not None:
             self._cache.release(
-                run.context, run.request, sampled, session_ends=run.request.session_ends and not aborted
+                run.context,
+                run.request,
+                sampled,
+                session_ends=run.request.session_ends and not aborted,
             )
         run.versions += [self._version] * (count - len(run.versions))
         run.done.set_result(
@@ -300,7 +331,9 @@ class UnlimitedKVCache:
         self._prompts.add(chain, "here")
         return request, 0, min(shared, len(request.prompt_ids) - 1), 0.0
 
-    def release(self, context: int, request: GenerateRequest, sampled: Sequence[int], *, session_ends: bool) -> None:
+    def release(
+        self, context: int, request: GenerateRequest, sampled: Sequence[int], *, session_ends: bool
+    ) -> None:
         """End a request that has sampled these ids."""
         if request.session_id is not None:
             self._contexts[request.session_id] = len(request.prompt_ids) + len(sampled)
@@ -324,7 +357,9 @@ class PagedKVCache:
         clock: seconds.
     """
 
-    def __init__(self, size: KVCacheSize, *, max_model_len: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, size: KVCacheSize, *, max_model_len: int, clock: Callable[[], float]
+    ) -> None:
         page = page_size(max_model_len)
         self._size, self._page = size, page
         self._returns = ReturnTimes(clock)
@@ -336,7 +371,9 @@ class PagedKVCache:
             page,
             -(-max_model_len // page),
             host_pages=size.offloading_tokens // page,
-            return_rate=self._returns.rate if size.policy == "expected_return" else lambda session: 0.0,
+            return_rate=self._returns.rate
+            if size.policy == "expected_return"
+            else lambda session: 0.0,
         )
 
     def admit(self, queue: Sequence[GenerateRequest], running: int) -> Admission | None:
@@ -366,7 +403,9 @@ class PagedKVCache:
         restored = len(allocation.restored) * self._page * self._size.restore_seconds
         return request, allocation.context, allocation.reused, computed + restored
 
-    def release(self, context: int, request: GenerateRequest, sampled: Sequence[int], *, session_ends: bool) -> None:
+    def release(
+        self, context: int, request: GenerateRequest, sampled: Sequence[int], *, session_ends: bool
+    ) -> None:
         """End a request that has sampled these ids."""
         if sampled:
             self._blocks.append(context, [request.prompt_ids[-1], *sampled[:-1]])

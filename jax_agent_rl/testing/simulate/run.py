@@ -129,14 +129,25 @@ class _Readings(RunDir):
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         engines = [engine.read() for engine in self._engines]
-        busy, sampled = sum(e.busy_seconds for e in engines), sum(e.generated_tokens for e in engines)
-        computed, cached = sum(e.prefill_tokens for e in engines), sum(e.cached_tokens for e in engines)
+        busy, sampled = (
+            sum(e.busy_seconds for e in engines),
+            sum(e.generated_tokens for e in engines),
+        )
+        computed, cached = (
+            sum(e.prefill_tokens for e in engines),
+            sum(e.cached_tokens for e in engines),
+        )
         now = asyncio.get_running_loop().time()
         totals = np.array([now, busy, sampled, self._learner.busy_seconds, computed, cached])
         self.taken.append((totals, record))
 
     def add_trajectories(
-        self, step: int, split: str, trajectories: Sequence[Trajectory], *, token_values: TokenValues | None = None
+        self,
+        step: int,
+        split: str,
+        trajectories: Sequence[Trajectory],
+        *,
+        token_values: TokenValues | None = None,
     ) -> None:
         """Ignore them: their content is simulated."""
 
@@ -187,7 +198,9 @@ def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str
                 "max_prompt_length": agent.prompt_tokens,
                 "max_response_length": agent.longest - agent.prompt_tokens,
             },
-            "algorithm": {"adv_estimator": "reinforce_plus_plus"},  # takes groups of any size, whatever the recipe's
+            "algorithm": {
+                "adv_estimator": "reinforce_plus_plus"
+            },  # takes groups of any size, whatever the recipe's
             "learner": {"pack_length": agent.longest},
             "trainer": {**trainer, "steps": assumptions.steps, "checkpoint_every": 0},
         }
@@ -195,13 +208,21 @@ def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str
 
 
 async def _simulate(
-    config: Config, assumptions: Assumptions, name: str, kv_cache: KVCacheSize | None, moves: MoveRule
+    config: Config,
+    assumptions: Assumptions,
+    name: str,
+    kv_cache: KVCacheSize | None,
+    moves: MoveRule,
 ) -> SimulationResult:
     margin = config.trainer.staleness_bound + 1  # steps to fill and to drain the pipeline
     steps = margin + assumptions.steps + margin
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
+    config = config.model_copy(
+        update={"trainer": config.trainer.model_copy(update={"steps": steps})}
+    )
     engines = [
-        SimulatedEngine(assumptions.engines.speed, max_model_len=config.rollout.max_model_len, kv_cache=kv_cache)
+        SimulatedEngine(
+            assumptions.engines.speed, max_model_len=config.rollout.max_model_len, kv_cache=kv_cache
+        )
         for _ in range(assumptions.engines.count)
     ]
     learner = SimulatedLearner(assumptions.learner)
@@ -232,10 +253,15 @@ def _runtime(
     )
     codec = SimulatedCodec(assumptions.agent.prompt_tokens)
     context = AgentContext(
-        client=client, codec=cast(Any, codec), limits=config.agent, max_model_len=config.rollout.max_model_len
+        client=client,
+        codec=cast(Any, codec),
+        limits=config.agent,
+        max_model_len=config.rollout.max_model_len,
     )
     collectors = [
-        RolloutCollector(context, score=_score, max_in_flight=config.rollout.max_in_flight, seed=config.seed)
+        RolloutCollector(
+            context, score=_score, max_in_flight=config.rollout.max_in_flight, seed=config.seed
+        )
         for _ in range(2)
     ]
     rows = [
@@ -268,7 +294,10 @@ async def _score(trajectory: Trajectory) -> Trajectory:
 
 
 def _summarize(
-    name: str, config: Config, assumptions: Assumptions, readings: Sequence[tuple[np.ndarray, Mapping[str, Any]]]
+    name: str,
+    config: Config,
+    assumptions: Assumptions,
+    readings: Sequence[tuple[np.ndarray, Mapping[str, Any]]],
 ) -> SimulationResult:
     """Compare the last reading with the first."""
     engines = assumptions.engines
@@ -293,14 +322,19 @@ def _summarize(
 def _trained_and_dropped(record: Mapping[str, Any]) -> np.ndarray:
     """Return the numbers of trajectories trained on and dropped up to a step."""
     counts = record["accounting"]
-    return np.array([counts["trained"], counts["started"] - counts["trained"] - counts["in_flight"]])
+    return np.array(
+        [counts["trained"], counts["started"] - counts["trained"] - counts["in_flight"]]
+    )
 
 
 def ideal_samples_per_second(config: Config, assumptions: Assumptions) -> float:
     """Return the trajectories per second that the slower of engines and learner would reach without waiting."""
     agent, rollout = assumptions.agent, config.rollout
     lengths = [
-        sum(agent.turn_length(assumptions.seed, number, str(member), turn) for turn in range(agent.turns))
+        sum(
+            agent.turn_length(assumptions.seed, number, str(member), turn)
+            for turn in range(agent.turns)
+        )
         for number in range(assumptions.steps * rollout.prompts_per_step)
         for member in range(rollout.group_size)
     ]
@@ -333,13 +367,22 @@ def run_command(
     cache = assumptions.kv_cache
     variants: dict[str, dict[str, Any]]  # further arguments of simulate()
     if rollout.max_in_flight_per_server is not None:
-        what, size = _BUSY, cache.size(policy="expected_return", offloading_tokens=cache.offloading_tokens or 0)
-        variants = {name: {"trainer": trainer, "kv_cache": size, "moves": rule} for name, rule in BUSY_RULES.items()}
+        what, size = (
+            _BUSY,
+            cache.size(policy="expected_return", offloading_tokens=cache.offloading_tokens or 0),
+        )
+        variants = {
+            name: {"trainer": trainer, "kv_cache": size, "moves": rule}
+            for name, rule in BUSY_RULES.items()
+        }
     elif cache.tokens is not None:
         what, caches = _KV_CACHE, _kv_caches(config, assumptions)
         variants = {name: {"trainer": trainer, "kv_cache": size} for name, size in caches.items()}
     else:
-        what, variants = _TRAINER, {name: {"trainer": trainer} for name, trainer in POLICIES.items()}
+        what, variants = (
+            _TRAINER,
+            {name: {"trainer": trainer} for name, trainer in POLICIES.items()},
+        )
     console.print(
         f"{rollout.prompts_per_step} x {rollout.group_size} trajectories a step, {assumptions.engines.count} engines "
         f"of {assumptions.engines.slots} slots; {assumptions.steps} steps of each {what}",
@@ -354,7 +397,11 @@ def run_command(
     for name in columns:
         console.print(f"  [bold]{name}[/bold]: {_COLUMNS[name]}", highlight=False, soft_wrap=True)
     if as_json:
-        print(json.dumps({"assumptions": assumptions.model_dump(), "outcomes": [asdict(o) for o in outcomes]}))
+        print(
+            json.dumps(
+                {"assumptions": assumptions.model_dump(), "outcomes": [asdict(o) for o in outcomes]}
+            )
+        )
     return outcomes
 
 

@@ -37,7 +37,9 @@ class _Jumping(selectors.DefaultSelector):
         ready = super().select(0)
         if not ready:
             if timeout is None:
-                raise SimulationStuckError("nothing is left to happen in the simulation, but it has not ended")
+                raise SimulationStuckError(
+                    "nothing is left to happen in the simulation, but it has not ended"
+                )
             # Just past the timer: asyncio fires only timers that lie before the current time.
             self.now = math.nextafter(self.now + timeout, math.inf)
         return ready
@@ -62,7 +64,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Add to the duration of the function that is running "in a thread"."""
         self._spent += seconds
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         """Run a function at once and return a future that is done after its virtual duration."""
         future = self.create_future()
         self._spent = 0.0
@@ -163,9 +167,13 @@ class EngineAssumptions(Section):
     count: Positive = Field(default=4, description="Engines (data-parallel replicas).")
     slots: Positive = Field(default=64, description="Requests one engine decodes at the same time.")
     step_ms: float = Field(
-        default=10.0, gt=0, description="Milliseconds of a decode step: the time to read the weights."
+        default=10.0,
+        gt=0,
+        description="Milliseconds of a decode step: the time to read the weights.",
     )
-    slot_us: float = Field(default=0.0, ge=0, description="Microseconds each slot in use adds to a step.")
+    slot_us: float = Field(
+        default=0.0, ge=0, description="Microseconds each slot in use adds to a step."
+    )
     prefill_tokens_per_step: Positive = Field(
         default=512, description="Prompt ids a slot computes in the time of a step."
     )
@@ -184,21 +192,32 @@ class EngineAssumptions(Section):
     @property
     def tokens_per_second(self) -> float:
         """Ids per second that all engines sample with every slot in use."""
-        return self.count * self.slots / (self.speed.step_seconds + self.speed.slot_seconds * self.slots)
+        return (
+            self.count
+            * self.slots
+            / (self.speed.step_seconds + self.speed.slot_seconds * self.slots)
+        )
 
 
 class KVCacheAssumptions(Section):
     """Assumptions about the KV cache of each engine. With ``tokens``, the simulation compares ways to manage it."""
 
-    tokens: Positive | None = Field(default=None, description="Positions on the device; null: no limit.")
+    tokens: Positive | None = Field(
+        default=None, description="Positions on the device; null: no limit."
+    )
     offloading_tokens: Positive | None = Field(
-        default=None, description="Positions in host memory; null: as many as trajectories in flight may take."
+        default=None,
+        description="Positions in host memory; null: as many as trajectories in flight may take.",
     )
     prefill_us: float = Field(
-        default=50.0, ge=0, description="Microseconds in which an id of a prompt is computed while no slot decodes."
+        default=50.0,
+        ge=0,
+        description="Microseconds in which an id of a prompt is computed while no slot decodes.",
     )
     restore_us: float = Field(
-        default=5.0, ge=0, description="Microseconds in which an id's KV is copied back from the host, likewise."
+        default=5.0,
+        ge=0,
+        description="Microseconds in which an id's KV is copied back from the host, likewise.",
     )
 
     def size(self, *, policy: KVPolicy, offloading_tokens: int) -> KVCacheSize | None:
@@ -220,32 +239,47 @@ class LearnerAssumptions(Section):
     tokens_per_second: float = Field(
         default=20000.0, gt=0, description="Ids of trajectories it learns from in a second."
     )
-    publish_seconds: Seconds = Field(default=0.5, description="From its parameters to something engines can load.")
+    publish_seconds: Seconds = Field(
+        default=0.5, description="From its parameters to something engines can load."
+    )
 
 
 class AgentAssumptions(Section):
     """Assumptions about trajectories. Lengths and latencies are log-normal: most are short, a few are long."""
 
-    turns: Positive = Field(default=3, description="Generations of a trajectory; between two of them a tool is called.")
+    turns: Positive = Field(
+        default=3, description="Generations of a trajectory; between two of them a tool is called."
+    )
     prompt_tokens: Positive = Field(default=256, description="Ids of a prompt.")
     turn_tokens: Positive = Field(default=200, description="Median ids of a generation.")
-    turn_sigma: float = Field(default=1.0, ge=0, description="Spread of that: the deviation of its logarithm.")
-    turn_tokens_max: Positive = Field(default=2048, description="Longer generations are cut to this.")
+    turn_sigma: float = Field(
+        default=1.0, ge=0, description="Spread of that: the deviation of its logarithm."
+    )
+    turn_tokens_max: Positive = Field(
+        default=2048, description="Longer generations are cut to this."
+    )
     observation_tokens: Positive = Field(default=32, description="Ids of a tool's result.")
     tool_seconds: Seconds = Field(default=1.0, description="Median latency of a tool.")
     tool_sigma: float = Field(default=1.0, ge=0, description="Spread of that.")
-    tool_seconds_min: Seconds = Field(default=0.0, description="Shorter latencies are raised to this.")
+    tool_seconds_min: Seconds = Field(
+        default=0.0, description="Shorter latencies are raised to this."
+    )
     tool_seconds_max: Seconds = Field(default=10.0, description="Longer latencies are cut to this.")
 
     def turn_length(self, *key: int | str) -> int:
         """Return the length of the generation with this key, in ids."""
-        draws = Draws(median=self.turn_tokens, sigma=self.turn_sigma, least=1, most=self.turn_tokens_max)
+        draws = Draws(
+            median=self.turn_tokens, sigma=self.turn_sigma, least=1, most=self.turn_tokens_max
+        )
         return round(draws.at("turn", *key))
 
     def tool_latency(self, *key: int | str) -> float:
         """Return the latency of the tool call with this key, in seconds."""
         draws = Draws(
-            median=self.tool_seconds, sigma=self.tool_sigma, least=self.tool_seconds_min, most=self.tool_seconds_max
+            median=self.tool_seconds,
+            sigma=self.tool_sigma,
+            least=self.tool_seconds_min,
+            most=self.tool_seconds_max,
         )
         return draws.at("tool", *key)
 
@@ -280,7 +314,9 @@ class SimulatedCodec:
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
 
-    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[object] = ()) -> list[int]:
+    def encode_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[object] = ()
+    ) -> list[int]:
         return [int(messages[0]["content"])] * self._prompt_tokens
 
     def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
@@ -322,7 +358,9 @@ class SimulatedLearner(FakeLearner):
         self.busy_seconds = 0.0
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        tokens = sum(len(t.prompt_ids) + len(t.response_ids) for group in groups for t in group.trajectories)
+        tokens = sum(
+            len(t.prompt_ids) + len(t.response_ids) for group in groups for t in group.trajectories
+        )
         seconds = tokens / self._speed.tokens_per_second
         _spend(seconds)
         self.busy_seconds += seconds

@@ -62,7 +62,10 @@ class ToolObservation:
             raise TypeError(f"Observation.text must be str, got {type(self.text).__name__}")
         if self.reward is not None:
             object.__setattr__(self, "reward", as_score(self.reward, "an observation's reward"))
-        metrics = {key: as_float(value, f"an observation's metric {key!r}") for key, value in self.metrics.items()}
+        metrics = {
+            key: as_float(value, f"an observation's metric {key!r}")
+            for key, value in self.metrics.items()
+        }
         object.__setattr__(self, "metrics", metrics)
 
 
@@ -103,7 +106,9 @@ class ToolReply:
     open: bool
 
 
-def failed(failure: Failure, text: str, *, done: bool, tool: str | None = None, **more: Any) -> ToolReply:
+def failed(
+    failure: Failure, text: str, *, done: bool, tool: str | None = None, **more: Any
+) -> ToolReply:
     """Return the reply to a failed action: ``text`` is for the model, ``failure`` for the agent loop.
 
     Args:
@@ -114,7 +119,9 @@ def failed(failure: Failure, text: str, *, done: bool, tool: str | None = None, 
         more: further fields of the observation.
     """
     observation = {"obs": text, "invalid_reason": failure.value, **more}
-    return ToolReply(observation=observation, done=done, valid=False, tool=tool, error=failure, open=False)
+    return ToolReply(
+        observation=observation, done=done, valid=False, tool=tool, error=failure, open=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +225,9 @@ def tool_classes(settings: ToolServerSettings) -> list[type[ServerTool]]:
     """
     own = _load_classes(settings.tool_path) if settings.tool_path else {}
     if taken := sorted(set(own) & {*BUILTIN, FINISH}):
-        raise ConfigError(f"tool_path={settings.tool_path!r} defines {taken}, names of built-in tools; rename them")
+        raise ConfigError(
+            f"tool_path={settings.tool_path!r} defines {taken}, names of built-in tools; rename them"
+        )
     return [_class(name, own) for name in settings.tools if name != FINISH]
 
 
@@ -226,7 +235,9 @@ def _class(name: str, own: dict[str, type[ServerTool]]) -> type[ServerTool]:
     if name in own:
         return own[name]
     if name not in BUILTIN:
-        raise ConfigError(f"tools: there is no tool {name!r}; there are {sorted([*BUILTIN, *own, FINISH])}")
+        raise ConfigError(
+            f"tools: there is no tool {name!r}; there are {sorted([*BUILTIN, *own, FINISH])}"
+        )
     module, _, attribute = BUILTIN[name].partition(":")
     try:
         return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
@@ -241,7 +252,9 @@ def _load_classes(path: str) -> dict[str, type[ServerTool]]:
     found = {
         value.name: value
         for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, ServerTool) and not inspect.isabstract(value)
+        if inspect.isclass(value)
+        and issubclass(value, ServerTool)
+        and not inspect.isabstract(value)
     }
     if not found:
         raise ConfigError(f"tool_path={path!r} defines no ServerTool class")

@@ -54,9 +54,7 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
     """Text browser. ``extra_fields.page`` is a trajectory's first page."""
 
     name = "page"
-    usage = (
-        "<page>open FILE</page>, <page>click N</page>, <page>find TEXT</page>, <page>next</page>, <page>back</page>."
-    )
+    usage = "<page>open FILE</page>, <page>click N</page>, <page>find TEXT</page>, <page>next</page>, <page>back</page>."
     stateful = True
 
     async def start(self) -> None:
@@ -93,7 +91,10 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
                     raise ToolError("there is no page before this one")
                 await self._visit(browser, browser.history.pop(), forward=False)
             case "next":
-                browser.at = min(browser.at + self.context.settings.page.page_chars, max(0, len(browser.text) - 1))
+                browser.at = min(
+                    browser.at + self.context.settings.page.page_chars,
+                    max(0, len(browser.text) - 1),
+                )
             case "find":
                 browser.at = _find(browser, argument)
             case _:
@@ -111,7 +112,11 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
         if forward and browser.name:
             browser.history.append(browser.name)
         browser.name = str(path.relative_to(self._root))
-        browser.text, browser.links, browser.at = text, [self._resolve(path, link) for link in links], 0
+        browser.text, browser.links, browser.at = (
+            text,
+            [self._resolve(path, link) for link in links],
+            0,
+        )
 
     def _path(self, name: str) -> Path:
         path = resolve_file(self._root, name.lstrip("/"))
@@ -139,8 +144,14 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
 
 
 def _link(browser: Browser, argument: str) -> str:
-    if not argument.isdecimal() or len(argument) > 9 or not 1 <= int(argument) <= len(browser.links):
-        raise ToolError(f"there is no link {argument[:20]!r}; this page has {len(browser.links)} links")
+    if (
+        not argument.isdecimal()
+        or len(argument) > 9
+        or not 1 <= int(argument) <= len(browser.links)
+    ):
+        raise ToolError(
+            f"there is no link {argument[:20]!r}; this page has {len(browser.links)} links"
+        )
     return browser.links[int(argument) - 1]
 
 
@@ -190,13 +201,17 @@ class ImageZoomTool(ServerTool[Mapping[str, Any], list[Image.Image]]):
         if not isinstance(sources, list) or not sources:
             raise ToolError("the task has no images: extra_fields.images must be a list")
         settings = self.context.settings.image
-        return await self.context.threads.run(lambda: [_read(source, settings) for source in sources], name=self.name)
+        return await self.context.threads.run(
+            lambda: [_read(source, settings) for source in sources], name=self.name
+        )
 
     async def close(self, environment: list[Image.Image]) -> None:
         for image in environment:
             image.close()
 
-    async def act(self, action: ToolAction[Mapping[str, Any], list[Image.Image]]) -> ToolObservation:
+    async def act(
+        self, action: ToolAction[Mapping[str, Any], list[Image.Image]]
+    ) -> ToolObservation:
         images = action.environment
         image = images[_index(action.parsed.get("target_image", 1), len(images))]
         box = _box(action.parsed.get("bbox_2d"), image.size)
@@ -248,8 +263,16 @@ def _read(source: object, settings: ImageSettings) -> Image.Image:
                 f"an image is {image.width}x{image.height}, more than image.max_pixels={settings.max_pixels}"
             )
         image.load()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, binascii.Error) as error:
-        raise ToolError(f"extra_fields.images: {str(source)[:60]!r} cannot be read: {error}") from error
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        Image.DecompressionBombError,
+        binascii.Error,
+    ) as error:
+        raise ToolError(
+            f"extra_fields.images: {str(source)[:60]!r} cannot be read: {error}"
+        ) from error
     return image
 
 
@@ -260,4 +283,6 @@ def _bytes(source: object, settings: ImageSettings) -> bytes:
         path = resolve_file(Path(settings.root).resolve(), source)
         if path is not None:
             return read_regular_file(path, _MAX_BYTES)
-    raise ToolError(f"extra_fields.images: {str(source)[:60]!r} is neither a data: URL nor a file below image.root")
+    raise ToolError(
+        f"extra_fields.images: {str(source)[:60]!r} is neither a data: URL nor a file below image.root"
+    )

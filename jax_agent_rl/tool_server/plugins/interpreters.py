@@ -79,9 +79,13 @@ class PythonTool(ServerTool[Code, None]):
         code, sandbox = action.parsed, self.context.sandbox
         stdin = code.stdin if code.stdin is not None else str(action.extra.get("stdin") or "")
         files = {"main.py": code.source.encode("utf-8", "replace")}
-        result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin.encode("utf-8", "replace"), files=files)
+        result = await sandbox.run(
+            [sandbox.python, "main.py"], stdin=stdin.encode("utf-8", "replace"), files=files
+        )
         text = describe_result(result, sandbox.limits)
-        return ToolObservation(text=result_block(code.action, text), metrics=failure_metrics(result.ok))
+        return ToolObservation(
+            text=result_block(code.action, text), metrics=failure_metrics(result.ok)
+        )
 
 
 def failure_metrics(ok: bool) -> dict[str, float]:
@@ -136,14 +140,18 @@ class ProgramSession:
         """
         if self._process is None or not self._process.alive:
             await self.close()
-            self._process = await self.sandbox.start(self.argv, files=self.files, limits=self.limits)
+            self._process = await self.sandbox.start(
+                self.argv, files=self.files, limits=self.limits
+            )
 
     async def run(self, code: str) -> tuple[str, bool]:
         """Run code; return its output, with notes on what went wrong, and whether it succeeded."""
         await self.start()
         assert self._process is not None
         mark = f"\x1e{secrets.token_hex(16)}"  # random, so that no program's ordinary output contains it
-        output, status, stopped = await self.sandbox.exchange(self._process, self.encode(code, mark), mark.encode())
+        output, status, stopped = await self.sandbox.exchange(
+            self._process, self.encode(code, mark), mark.encode()
+        )
         notes = [output.decode("utf-8", "replace").rstrip("\n")]
         if stopped is not None:
             notes.append(f"({stopped.describe(self.limits)})")
@@ -163,7 +171,9 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
     """Runs code in the trajectory's interpreter: names stay defined, and the value of a last expression is shown."""
 
     name = "stateful_python"
-    usage = "<python>code</python> or a fenced python block; variables stay defined between actions."
+    usage = (
+        "<python>code</python> or a fenced python block; variables stay defined between actions."
+    )
     stateful = True
     needs_sandbox = True
 
@@ -171,7 +181,9 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
         return parse_python(action)
 
     async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> ProgramSession:
-        session = self.make_session(SandboxLimits.from_settings(self.context.settings.limits, session=True))
+        session = self.make_session(
+            SandboxLimits.from_settings(self.context.settings.limits, session=True)
+        )
         await session.start()
         return session
 
@@ -189,7 +201,9 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
 
     async def act(self, action: ToolAction[Code, ProgramSession]) -> ToolObservation:
         text, ok = await action.environment.run(action.parsed.source)
-        return ToolObservation(text=result_block(action.parsed.action, text), metrics=failure_metrics(ok))
+        return ToolObservation(
+            text=result_block(action.parsed.action, text), metrics=failure_metrics(ok)
+        )
 
     async def close(self, environment: ProgramSession) -> None:
         await environment.close()
@@ -207,7 +221,9 @@ class BashTool(StatefulPythonTool):
 
     def make_session(self, limits: SandboxLimits) -> ProgramSession:
         sandbox, argv = self.context.sandbox, ["bash", "--noprofile", "--norc"]
-        return ProgramSession(sandbox=sandbox, argv=argv, files={}, limits=limits, encode=_encode_shell)
+        return ProgramSession(
+            sandbox=sandbox, argv=argv, files={}, limits=limits, encode=_encode_shell
+        )
 
 
 def _encode_shell(commands: str, mark: str) -> bytes:
@@ -241,9 +257,14 @@ class SqlTool(ServerTool[tuple[str, str], None]):
         if kind == "solution":
             return ToolObservation(done=True, valid=False)  # like an answer of the search tool
         sandbox = self.context.sandbox
-        files = {"query.py": _query_program(), "database.sqlite": self._database(action.extra.get("db_id"))}
+        files = {
+            "query.py": _query_program(),
+            "database.sqlite": self._database(action.extra.get("db_id")),
+        }
         request = json.dumps({"query": query, "max_rows": self.context.settings.sql.max_rows})
-        result = await sandbox.run([sandbox.python, "-I", "query.py"], stdin=request.encode(), files=files)
+        result = await sandbox.run(
+            [sandbox.python, "-I", "query.py"], stdin=request.encode(), files=files
+        )
         text = describe_result(result, sandbox.limits)
         metrics = failure_metrics(result.ok and not text.startswith("Error: "))
         turns_left = action.extra.get("turns_left")
@@ -269,7 +290,9 @@ def _run_query() -> None:
     import sys
 
     request = json.load(sys.stdin)
-    connection = sqlite3.connect(f"file:{os.path.abspath('database.sqlite')}?mode=ro&immutable=1", uri=True)
+    connection = sqlite3.connect(
+        f"file:{os.path.abspath('database.sqlite')}?mode=ro&immutable=1", uri=True
+    )
     try:
         cursor = connection.execute(request["query"])
         rows = cursor.fetchmany(request["max_rows"] + 1)
@@ -340,7 +363,10 @@ class JudgeTool(ServerTool[Code, None]):
         if case.statement is not None:
             result = await sandbox.run_tests(source, case.statement)
             return result, result.ok
-        stdin, files = case.stdin.encode("utf-8", "replace"), {"main.py": source.encode("utf-8", "replace")}
+        stdin, files = (
+            case.stdin.encode("utf-8", "replace"),
+            {"main.py": source.encode("utf-8", "replace")},
+        )
         result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin, files=files)
         return result, result.ok and same_output(result.stdout, case.expected)
 
@@ -350,7 +376,9 @@ class JudgeTool(ServerTool[Code, None]):
             lines += [f"Input: {_clip(case.stdin)}", f"Expected: {_clip(case.expected)}"]
         else:
             lines.append(f"Test: {_clip(case.statement)}")
-        return "\n".join([*lines, f"Got: {_clip(describe_result(result, self.context.sandbox.limits))}"])
+        return "\n".join(
+            [*lines, f"Got: {_clip(describe_result(result, self.context.sandbox.limits))}"]
+        )
 
 
 def read_cases(extra: Mapping[str, Any]) -> list[Case]:
@@ -371,7 +399,9 @@ def read_cases(extra: Mapping[str, Any]) -> list[Case]:
         case {"inputs": [_, *_] as inputs, "outputs": [*outputs]} if len(inputs) == len(outputs):
             expected = [as_text(output) for output in outputs]
             require_outputs(expected)
-            return [Case(stdin=as_text(i), expected=o) for i, o in zip(inputs, expected, strict=True)]
+            return [
+                Case(stdin=as_text(i), expected=o) for i, o in zip(inputs, expected, strict=True)
+            ]
     raise ToolError(
         'the task has no tests: extra_fields.public_tests must be {"inputs", "outputs"} or a list of asserts'
     )

@@ -104,7 +104,9 @@ def result_block(action: str, text: str) -> str:
             return f"\n{text}\n{last.fence}\n"
         behind = action[last.end :] if last.is_closed else last.content
         if "</" not in behind:
-            closing = "" if last.is_closed else f"{last.fence}\n"  # it stopped before its closing fence
+            closing = (
+                "" if last.is_closed else f"{last.fence}\n"
+            )  # it stopped before its closing fence
             return f"\n{closing}{fenced(text, 'result')}\n"
 
     if written.endswith("</tool_call>"):

@@ -43,7 +43,10 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
             for name, target in settings.servers.items():
                 connection = await self._stack.enter_async_context(
                     MCPConnection(
-                        name, _server(target), timeout=settings.call_seconds, connect_timeout=_CONNECT_SECONDS
+                        name,
+                        _server(target),
+                        timeout=settings.call_seconds,
+                        connect_timeout=_CONNECT_SECONDS,
                     )
                 )
                 for tool in await connection.tools():
@@ -65,7 +68,9 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
             known = sorted(known for known in self._tools if "." not in known)
             raise ToolError(f"there is no tool {name[:100]!r}; available tools: {known}")
         connection, tool = self._tools[name]
-        return _observation(await connection.call(tool.name, convert_arguments(tool.parameters, arguments)))
+        return _observation(
+            await connection.call(tool.name, convert_arguments(tool.parameters, arguments))
+        )
 
 
 def _observation(result: CallToolResult) -> ToolObservation:

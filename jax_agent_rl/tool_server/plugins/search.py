@@ -54,13 +54,18 @@ class SearchTool(ServerTool[tuple[str, str], None]):
         if kind == "answer":
             return ToolObservation(done=True, valid=False)
         (found,) = await self.retrieve([text], self.context.settings.search.topk)
-        passages = "\n".join(_format(number, hit["document"]["contents"]) for number, hit in enumerate(found, start=1))
+        passages = "\n".join(
+            _format(number, hit["document"]["contents"])
+            for number, hit in enumerate(found, start=1)
+        )
         shown = passages or "No passage matches."
         return ToolObservation(text=f"\n\n<information>{shown}</information>\n\n")
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
         """Run ``search`` of the index off the event loop."""
-        return await self.context.threads.run(lambda: self._index.search(queries, topk), name=self.name)
+        return await self.context.threads.run(
+            lambda: self._index.search(queries, topk), name=self.name
+        )
 
 
 def _format(number: int, contents: str) -> str:
@@ -82,7 +87,9 @@ def _read_passages(corpus: Path) -> list[dict[str, str]]:
         for place, row in read_json_lines(corpus):
             if "contents" not in row:
                 raise DataError(f'{place}: has {sorted(row)}, not "contents" and perhaps "id"')
-            passages.append({"id": str(row.get("id", len(passages))), "contents": str(row["contents"])})
+            passages.append(
+                {"id": str(row.get("id", len(passages))), "contents": str(row["contents"])}
+            )
     except DataError as error:
         raise ConfigError(f"search.corpus: {error}") from None
     if not passages:
@@ -112,7 +119,9 @@ def _index_folder(
     corpus = Path(settings.corpus or "")
     folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + suffix)
     if not corpus.is_file():
-        raise ConfigError(f"search.corpus={str(corpus)!r}: no such file (relative to {os.getcwd()})")
+        raise ConfigError(
+            f"search.corpus={str(corpus)!r}: no such file (relative to {os.getcwd()})"
+        )
     recorded = _read_stamp(folder / _STAMP)
     stamp = list(file_stamp(corpus))
     # A corpus may have many gigabytes: it is read again only if its file was touched since.
@@ -161,7 +170,9 @@ class BM25Index:
 
         def make(passages: list[dict[str, str]], unfinished: Path) -> None:
             retriever = bm25s.BM25(corpus=passages)
-            words = bm25s.tokenize([p["contents"] for p in passages], stopwords="en", show_progress=False)
+            words = bm25s.tokenize(
+                [p["contents"] for p in passages], stopwords="en", show_progress=False
+            )
             retriever.index(words, show_progress=False)
             retriever.save(unfinished, show_progress=False)
 
@@ -179,7 +190,11 @@ class BM25Index:
         topk = min(topk, self._size)
         passages, scores = self._retriever.retrieve(words, k=topk, show_progress=False)
         return [
-            [{"document": p, "score": float(s)} for p, s in zip(row, row_scores, strict=True) if s > 0]
+            [
+                {"document": p, "score": float(s)}
+                for p, s in zip(row, row_scores, strict=True)
+                if s > 0
+            ]
             for row, row_scores in zip(passages, scores, strict=True)
         ]
 
@@ -238,13 +253,17 @@ class DenseIndex:
 
 def _encode(encoder: Any, texts: list[str]) -> np.ndarray:
     """Embed texts: float32 [N, D], each of length 1."""
-    made = encoder.encode(texts, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)
+    made = encoder.encode(
+        texts, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+    )
     return np.asarray(made, np.float32)
 
 
 def _load_encoder(folder: str) -> Any:
     if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"search.encoder={folder!r}: no sentence-transformers model in this folder")
+        raise ConfigError(
+            f"search.encoder={folder!r}: no sentence-transformers model in this folder"
+        )
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:

@@ -40,14 +40,36 @@ from typing import Literal
 
 from jax_agent_rl.errors import ConfigError, ToolError, UnusableTestsError
 from jax_agent_rl.tool_server.sandbox import seccomp
-from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, Files, Isolation, Link, UnsafeLocal, find_bwrap
-from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause, find_cgroups
+from jax_agent_rl.tool_server.sandbox.isolation import (
+    Bubblewrap,
+    Files,
+    Isolation,
+    Link,
+    UnsafeLocal,
+    find_bwrap,
+)
+from jax_agent_rl.tool_server.sandbox.limits import (
+    SandboxLimits,
+    SandboxResult,
+    StopCause,
+    find_cgroups,
+)
 from jax_agent_rl.tool_server.sandbox.process import SandboxProcess
 
-__all__ = ["Link", "Sandbox", "SandboxLimits", "SandboxProcess", "SandboxResult", "StopCause", "open_sandbox"]
+__all__ = [
+    "Link",
+    "Sandbox",
+    "SandboxLimits",
+    "SandboxProcess",
+    "SandboxResult",
+    "StopCause",
+    "open_sandbox",
+]
 Mode = Literal["bubblewrap", "unsafe_local"]
 _UNSAFE = "or set sandbox=unsafe_local to run model-written programs with your own rights, without protection"
-_PROGRAM_SIDE, _TESTS_SIDE = (Path(__file__).with_name(f"{side}_side.py").read_bytes() for side in ("program", "tests"))
+_PROGRAM_SIDE, _TESTS_SIDE = (
+    Path(__file__).with_name(f"{side}_side.py").read_bytes() for side in ("program", "tests")
+)
 _UNUSABLE = range(10, 13)  # exit statuses of a trial of tests that are none
 _MAX_TRIED = 10_000
 _START_SECONDS = 30.0
@@ -68,7 +90,9 @@ class Sandbox:
         self.python = str(isolation.python)
         self._isolation = isolation
         self._slots = asyncio.Semaphore(max_running)
-        self._tried: OrderedDict[bytes, str | None] = OrderedDict()  # digest of tests -> why they are none
+        self._tried: OrderedDict[bytes, str | None] = (
+            OrderedDict()
+        )  # digest of tests -> why they are none
         self._trying: dict[bytes, asyncio.Lock] = {}
 
     async def run(
@@ -91,7 +115,9 @@ class Sandbox:
             ToolError: the sandbox itself failed. Failures of the program are in the result.
         """
         async with self._slots:
-            process = await SandboxProcess.start(self._isolation, argv, limits or self.limits, files or {})
+            process = await SandboxProcess.start(
+                self._isolation, argv, limits or self.limits, files or {}
+            )
             return await process.finish(stdin)
 
     async def run_tests(self, program: str, tests: str) -> SandboxResult:
@@ -155,18 +181,28 @@ class Sandbox:
     async def _trial(self, tests: str) -> str | None:
         """Return why tests are none; None if they are some, or were too much for a limit, which proves nothing."""
         argv = [self.python, "tests_side.py", "trial"]
-        result = await self.run(argv, files=_side_files("tests", tests), limits=_patient(self.limits))
+        result = await self.run(
+            argv, files=_side_files("tests", tests), limits=_patient(self.limits)
+        )
         if result.exit_code not in _UNUSABLE:
             return None
         return result.stderr.strip().rpartition("\n")[2]
 
-    async def _start_side(self, side: Literal["program", "tests"], source: str, *pipe_ends: int) -> SandboxProcess:
+    async def _start_side(
+        self, side: Literal["program", "tests"], source: str, *pipe_ends: int
+    ) -> SandboxProcess:
         argv = [self.python, f"{side}_side.py", *map(str, pipe_ends)]
         files = _side_files(side, source)
-        return await SandboxProcess.start(self._isolation, argv, self.limits, files, pass_fds=pipe_ends)
+        return await SandboxProcess.start(
+            self._isolation, argv, self.limits, files, pass_fds=pipe_ends
+        )
 
     async def start(
-        self, argv: Sequence[str], *, files: Files | None = None, limits: SandboxLimits | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        files: Files | None = None,
+        limits: SandboxLimits | None = None,
     ) -> SandboxProcess:
         """Start a long-lived program whose stderr goes to its stdout; the caller closes it.
 
@@ -248,8 +284,16 @@ async def _check(sandbox: Sandbox, otherwise: str) -> None:
     try:
         result = await sandbox.run([sandbox.python, "-I", "-c", _PROBE])
     except ToolError as error:
-        raise ConfigError(f"sandbox=bubblewrap fails here: {error}; allow user namespaces, {otherwise}") from error
+        raise ConfigError(
+            f"sandbox=bubblewrap fails here: {error}; allow user namespaces, {otherwise}"
+        ) from error
     expected = f"{sandbox.limits.processes} 1"  # one network interface, the loopback
     if result.stdout.strip() != expected:
-        found = result.stdout.strip() or result.stderr.strip()[-300:] or str(result.stopped or result.exit_code)
-        raise ConfigError(f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {found!r}); {otherwise}")
+        found = (
+            result.stdout.strip()
+            or result.stderr.strip()[-300:]
+            or str(result.stopped or result.exit_code)
+        )
+        raise ConfigError(
+            f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {found!r}); {otherwise}"
+        )

@@ -33,7 +33,13 @@ from pathlib import Path
 
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.sandbox import seccomp
-from jax_agent_rl.tool_server.sandbox.limits import WRITABLE, Cgroups, SandboxLimits, enter_cgroup, ran_out_of_memory
+from jax_agent_rl.tool_server.sandbox.limits import (
+    WRITABLE,
+    Cgroups,
+    SandboxLimits,
+    enter_cgroup,
+    ran_out_of_memory,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,9 @@ class Isolation(ABC):
     python: Path
 
     @abstractmethod
-    def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int) -> Launch:
+    def launch(
+        self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int
+    ) -> Launch:
         """Return what to execute in order to run a program.
 
         Args:
@@ -94,7 +102,9 @@ class UnsafeLocal(Isolation):
     def __init__(self, python: Path):
         self.python = python
 
-    def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int) -> Launch:
+    def launch(
+        self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int
+    ) -> Launch:
         folder = tempfile.mkdtemp(prefix="unsafe-local-")
         for name, source in files.items():
             if isinstance(source, Link):
@@ -173,7 +183,9 @@ def install(python: Path) -> Installation:
         prefix, base_prefix = Path(sys.prefix), Path(sys.base_prefix)
     else:
         command = [python, "-I", "-c", _PRINT_PREFIXES]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        printed = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
         prefix, base_prefix = map(Path, printed.splitlines())
     real = python.resolve()
     base = real.parent.parent
@@ -193,7 +205,11 @@ def install(python: Path) -> Installation:
         options += ["--symlink", str(interpreter), str(_VENV / "bin" / name)]
     kept = ("include-system-site-packages", "version")
     lines = (prefix / "pyvenv.cfg").read_text().splitlines()
-    lines = [f"home = {interpreter.parent}", *(line for line in lines if line.split("=")[0].strip() in kept), ""]
+    lines = [
+        f"home = {interpreter.parent}",
+        *(line for line in lines if line.split("=")[0].strip() in kept),
+        "",
+    ]
     return Installation(
         python=_VENV / "bin" / python.name,
         interpreter=interpreter,
@@ -207,10 +223,15 @@ def _make_folder(path: Path) -> list[str]:
 
 
 HOME, SHARED = WRITABLE
-_FIRST_UID, _UIDS = 0x7000_0000, 1 << 28  # far from any account; random, so that concurrent programs differ
+_FIRST_UID, _UIDS = (
+    0x7000_0000,
+    1 << 28,
+)  # far from any account; random, so that concurrent programs differ
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64")
 _ETC = ("ld.so.cache", "alternatives", "localtime")
-_HOST_FILES = tuple(f"/proc/{name}" for name in ("cmdline", "diskstats", "keys", "modules", "partitions", "swaps"))
+_HOST_FILES = tuple(
+    f"/proc/{name}" for name in ("cmdline", "diskstats", "keys", "modules", "partitions", "swaps")
+)
 _TERMINALS = "/dev/pts"
 _NOBODY = 65534
 _PROCESSES = 2  # of bubblewrap itself: one outside, and the first one of the process namespace
@@ -232,9 +253,13 @@ class Bubblewrap(Isolation):
         self._bwrap = bwrap
         self._is_root = os.geteuid() == 0 and _maps_every_user()
         self._filter = seccomp.build_filter(platform.machine())
-        self._masked = {path: b"" for path in _HOST_FILES if os.path.exists(path)}  # they describe the host
+        self._masked = {
+            path: b"" for path in _HOST_FILES if os.path.exists(path)
+        }  # they describe the host
 
-    def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int) -> Launch:
+    def launch(
+        self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int
+    ) -> Launch:
         fds: list[int] = []
         uid = _FIRST_UID + secrets.randbelow(_UIDS) if self._is_root else None
 
@@ -244,10 +269,19 @@ class Bubblewrap(Isolation):
 
         try:
             # The working folder first: the Python installation may lie below /tmp.
-            options = [*self._namespaces(), *_tmpfs(HOME, limits), *self._system, *_tmpfs(SHARED, limits)]
+            options = [
+                *self._namespaces(),
+                *_tmpfs(HOME, limits),
+                *self._system,
+                *_tmpfs(SHARED, limits),
+            ]
             ids = f"{uid or _NOBODY}:{uid or _NOBODY}"
             users = f"root:x:0:0:root:/root:/bin/sh\nsandbox:x:{ids}:sandbox:{HOME}:/bin/sh\n"
-            contents = {"/etc/passwd": users.encode(), **self._masked, **self._installation.contents}
+            contents = {
+                "/etc/passwd": users.encode(),
+                **self._masked,
+                **self._installation.contents,
+            }
             for name, source in files.items():
                 if isinstance(source, Link):
                     options += ["--symlink", f"{HOME}/{source.target}", name]
@@ -261,7 +295,9 @@ class Bubblewrap(Isolation):
                 options += ["--remount-ro", place]
             options += ["--chdir", HOME, "--clearenv"]
             # Where the interpreter is linked to a libpython by its path on the host, another one could be loaded.
-            variables = _environment(self.python, home=HOME) | {"LD_LIBRARY_PATH": str(_BASE / "lib")}
+            variables = _environment(self.python, home=HOME) | {
+                "LD_LIBRARY_PATH": str(_BASE / "lib")
+            }
             for name, value in variables.items():
                 options += ["--setenv", name, value]
             options += ["--seccomp", data(self._filter)]
@@ -272,7 +308,9 @@ class Bubblewrap(Isolation):
             for fd in fds:
                 os.close(fd)
             raise
-        guarded = guard_command(self._installation.interpreter, argv, limits, uid=uid, lifeline=lifeline)
+        guarded = guard_command(
+            self._installation.interpreter, argv, limits, uid=uid, lifeline=lifeline
+        )
         command = [str(self._bwrap), "--args", listed, "--", *guarded]
         launch = Launch(argv=command, fds=tuple(fds), wrappers=_PROCESSES)
         if self._cgroups is None or group is None:
@@ -285,8 +323,21 @@ class Bubblewrap(Isolation):
         )
 
     def _namespaces(self) -> list[str]:
-        options = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-        options += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        options = [
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-ipc",
+            "--unshare-uts",
+            "--unshare-cgroup-try",
+        ]
+        options += [
+            "--hostname",
+            "sandbox",
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+        ]
         if self._is_root:  # the guard gives these up
             return [*options, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         return [*options, "--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]

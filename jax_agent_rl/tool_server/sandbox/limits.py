@@ -54,7 +54,9 @@ class SandboxLimits:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if not getattr(self, field.name) > 0:
-                raise ValueError(f"sandbox limit {field.name}={getattr(self, field.name)!r} must be positive")
+                raise ValueError(
+                    f"sandbox limit {field.name}={getattr(self, field.name)!r} must be positive"
+                )
 
     @classmethod
     def from_settings(cls, settings: LimitSettings, *, session: bool = False) -> SandboxLimits:
@@ -148,7 +150,12 @@ class Cgroups:
         except OSError:
             return False
         try:
-            return subprocess.run(enter_cgroup(group, ["true"]), capture_output=True, timeout=60).returncode == 0
+            return (
+                subprocess.run(
+                    enter_cgroup(group, ["true"]), capture_output=True, timeout=60
+                ).returncode
+                == 0
+            )
         finally:
             self.remove(group)
 
@@ -203,18 +210,27 @@ def ran_out_of_memory(group: Path) -> bool:
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
     """Return where this process may make cgroups that limit memory: the nearest of its own cgroup and those above."""
     mounts = (line.partition(" - ") for line in (proc / "mountinfo").read_text().splitlines())
-    mount = next((Path(at.split()[4]) for at, _, what in mounts if what.startswith("cgroup2 ")), None)
-    own = next((line[3:] for line in (proc / "cgroup").read_text().splitlines() if line.startswith("0::")), None)
+    mount = next(
+        (Path(at.split()[4]) for at, _, what in mounts if what.startswith("cgroup2 ")), None
+    )
+    own = next(
+        (line[3:] for line in (proc / "cgroup").read_text().splitlines() if line.startswith("0::")),
+        None,
+    )
     if mount is None or own is None:
         return None
     place = mount / own.strip("/")
-    candidates = (Cgroups(parent) for parent in [place, *place.parents] if parent.is_relative_to(mount))
+    candidates = (
+        Cgroups(parent) for parent in [place, *place.parents] if parent.is_relative_to(mount)
+    )
     return next((cgroups for cgroups in candidates if cgroups.work()), None)
 
 
 # --- usage of a process tree ------------------------------------------------------------------------------------------
 
-_INTERVAL = 0.1  # seconds; a program that fills memory at 5 GB/s is half a gigabyte over its limit by then
+_INTERVAL = (
+    0.1  # seconds; a program that fills memory at 5 GB/s is half a gigabyte over its limit by then
+)
 WRITABLE = ("/tmp", "/dev/shm")
 """The folders a sandboxed program can write to."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -295,7 +311,9 @@ def socket_memory(pid: int) -> int:
         counts = _counts(Path(f"/proc/{pid}/net/sockstat").read_text())
         held = counts["sockets"] * _default_buffers()
         if counts["TCP"] or counts["TCP6"]:
-            held += _OVERHEAD * sum(_queued(Path(f"/proc/{pid}/net/{table}")) for table in ("tcp", "tcp6"))
+            held += _OVERHEAD * sum(
+                _queued(Path(f"/proc/{pid}/net/{table}")) for table in ("tcp", "tcp6")
+            )
     except (OSError, KeyError):
         return 0
     return held

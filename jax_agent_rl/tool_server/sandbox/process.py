@@ -34,7 +34,10 @@ logger = logging.getLogger(__name__)
 _CHUNK = 64 << 10
 _KILL_SECONDS = 10.0  # for the kernel to end a killed tree
 _MAX_CHECKS, _CHECK_SECONDS = 500, 0.001  # while the program is paused
-_DEAD, _STOPPED = "ZX", "TtZX"  # states in /proc; a dead process remains until its parent has waited for it
+_DEAD, _STOPPED = (
+    "ZX",
+    "TtZX",
+)  # states in /proc; a dead process remains until its parent has waited for it
 _CPU_SIGNALS = (128 + signal.SIGXCPU, -signal.SIGXCPU)
 
 
@@ -42,7 +45,12 @@ class SandboxProcess:
     """A started program; create it with :meth:`start`, and always :meth:`close` it."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, launch: Launch, limits: SandboxLimits, *, lifeline: socket.socket
+        self,
+        process: asyncio.subprocess.Process,
+        launch: Launch,
+        limits: SandboxLimits,
+        *,
+        lifeline: socket.socket,
     ):
         self._process = process
         self._lifeline = lifeline
@@ -82,7 +90,9 @@ class SandboxProcess:
             try:
                 launch = isolation.launch(argv, limits, files, lifeline=theirs.fileno())
                 try:
-                    process = await _execute(launch, (theirs.fileno(), *pass_fds), join_output=join_output)
+                    process = await _execute(
+                        launch, (theirs.fileno(), *pass_fds), join_output=join_output
+                    )
                 except BaseException:
                     launch.clean_up()
                     raise
@@ -146,7 +156,9 @@ class SandboxProcess:
         if program is not None:
             _send(program, signal.SIGCONT)
         stopped = (
-            await self._within_limits(self._to_mark(request, mark)) or self._out_of_memory() or await self._pause()
+            await self._within_limits(self._to_mark(request, mark))
+            or self._out_of_memory()
+            or await self._pause()
         )
         if stopped is not None:
             await self.close()
@@ -165,7 +177,10 @@ class SandboxProcess:
                 self._process.stdin.close()
             self.kill()
             async with asyncio.timeout(_KILL_SECONDS):
-                for stream in (self._process.stdout, self._process.stderr):  # first: a full pipe keeps wait() waiting
+                for stream in (
+                    self._process.stdout,
+                    self._process.stderr,
+                ):  # first: a full pipe keeps wait() waiting
                     while stream is not None and await stream.read(_CHUNK):
                         pass
                 await self._process.wait()
@@ -174,7 +189,11 @@ class SandboxProcess:
                         await self._process.stdin.wait_closed()
                 await asyncio.sleep(0)  # runs the callbacks in which asyncio closes the pipes
         except TimeoutError:
-            logger.error("processes of sandbox %d are still there %g s after SIGKILL", self._process.pid, _KILL_SECONDS)
+            logger.error(
+                "processes of sandbox %d are still there %g s after SIGKILL",
+                self._process.pid,
+                _KILL_SECONDS,
+            )
         finally:
             self._lifeline.close()
             self._launch.clean_up()
@@ -186,7 +205,9 @@ class SandboxProcess:
         except BlockingIOError:
             message = ""
         if not message:
-            return "" if (self._process.returncode or 0) > 0 else None  # below 0, it was killed before
+            return (
+                "" if (self._process.returncode or 0) > 0 else None
+            )  # below 0, it was killed before
         return message.partition(": ")[2] or None
 
     def _out_of_memory(self) -> StopCause | None:
@@ -219,7 +240,9 @@ class SandboxProcess:
 
     def kill(self) -> None:
         """Kill the program and everything it started; :meth:`finish`, or :meth:`close`, then returns soon."""
-        with contextlib.suppress(OSError):  # before the kill, which a program still being set up may survive
+        with contextlib.suppress(
+            OSError
+        ):  # before the kill, which a program still being set up may survive
             self._lifeline.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -232,7 +255,9 @@ class SandboxProcess:
         watching = asyncio.ensure_future(watch(self._process.pid, self._limits))
         try:
             await asyncio.wait(
-                {working, watching}, timeout=self._limits.wall_seconds, return_when=asyncio.FIRST_COMPLETED
+                {working, watching},
+                timeout=self._limits.wall_seconds,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if working.done():
                 working.result()
@@ -253,7 +278,9 @@ class SandboxProcess:
 
     async def _to_mark(self, request: bytes, mark: bytes) -> None:
         assert self._process.stdout is not None
-        await _together(self._write(request), self._read(self._process.stdout, self._out, until=mark))
+        await _together(
+            self._write(request), self._read(self._process.stdout, self._out, until=mark)
+        )
 
     async def _write(self, data: bytes, *, close: bool = False) -> None:
         stdin = self._process.stdin
@@ -267,19 +294,25 @@ class SandboxProcess:
             if close:
                 stdin.close()
 
-    async def _read(self, stream: asyncio.StreamReader, buffer: bytearray, until: bytes | None = None) -> None:
+    async def _read(
+        self, stream: asyncio.StreamReader, buffer: bytearray, until: bytes | None = None
+    ) -> None:
         """Read to the end of the stream, or to the end of the line that contains ``until``."""
         while chunk := await stream.read(_CHUNK):
             searched = max(0, len(buffer) - len(until or b""))
             buffer += chunk
             if len(self._out) + len(self._err) > self._limits.output_bytes:
-                del buffer[len(buffer) - (len(self._out) + len(self._err) - self._limits.output_bytes) :]
+                del buffer[
+                    len(buffer) - (len(self._out) + len(self._err) - self._limits.output_bytes) :
+                ]
                 raise _TooMuchOutput
             if until and (at := buffer.find(until, searched)) >= 0 and buffer.find(b"\n", at) >= 0:
                 return
 
 
-async def _execute(launch: Launch, inherited: Sequence[int], *, join_output: bool) -> asyncio.subprocess.Process:
+async def _execute(
+    launch: Launch, inherited: Sequence[int], *, join_output: bool
+) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
     try:
         return await asyncio.create_subprocess_exec(
@@ -337,7 +370,10 @@ def _all_in(pid: int, states: str) -> bool:
     """Return whether every thread of a process is in one of the states; the first may be dead while others run."""
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
-            if Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0] not in states:
+            if (
+                Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0]
+                not in states
+            ):
                 return False
     except ENDED:
         return False  # it is changing; the next check decides

@@ -37,12 +37,23 @@ _ATOMS = {
     "Fraction": (fractions.Fraction, lambda value: [value.numerator, value.denominator]),
     "datetime": (datetime.datetime, lambda value: [*value.timetuple()[:6], value.microsecond]),
     "date": (datetime.date, lambda value: [value.year, value.month, value.day]),
-    "time": (datetime.time, lambda value: [value.hour, value.minute, value.second, value.microsecond]),
-    "timedelta": (datetime.timedelta, lambda value: [value.days, value.seconds, value.microseconds]),
+    "time": (
+        datetime.time,
+        lambda value: [value.hour, value.minute, value.second, value.microsecond],
+    ),
+    "timedelta": (
+        datetime.timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+    ),
 }
-_TYPES = {kind.__name__: kind for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)}
+_TYPES = {
+    kind.__name__: kind
+    for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+}
 MAX_MESSAGE_BYTES = 32 << 20
-_JSON_INT = 1 << 63  # larger ones cross as hexadecimal: Python limits the decimal digits it converts
+_JSON_INT = (
+    1 << 63
+)  # larger ones cross as hexadecimal: Python limits the decimal digits it converts
 
 
 class Peer:
@@ -169,7 +180,9 @@ class ProgramSide(Peer):
     def call_back(self, number, args, kwargs):
         """Call a function of the tests."""
         with self._talking:
-            self.send({"callback": number, "args": self.encode(list(args)), "kwargs": self.encode(kwargs)})
+            self.send(
+                {"callback": number, "args": self.encode(list(args)), "kwargs": self.encode(kwargs)}
+            )
             reply = self.receive()
         if "error" in reply:
             raise RuntimeError(reply["error"])
@@ -208,7 +221,11 @@ class ProgramSide(Peer):
             trace = trace.tb_next
         text = "".join(traceback.format_exception(type(error), error, trace))
         names = [kind.__name__ for kind in type(error).__mro__]
-        return {"error": names, "args": self.encode(list(error.args)), "trace": text[-_TRACE_CHARS:]}
+        return {
+            "error": names,
+            "args": self.encode(list(error.args)),
+            "trace": text[-_TRACE_CHARS:],
+        }
 
 
 class _Callback:
@@ -241,7 +258,9 @@ _OPERATIONS = {
 def main():
     """Run the program, then serve calls of it."""
     incoming, outgoing = map(int, sys.argv[1:])
-    program = sys.modules["__main__"] = types.ModuleType("__main__")  # so that pickling what it defines works
+    program = sys.modules["__main__"] = types.ModuleType(
+        "__main__"
+    )  # so that pickling what it defines works
     sys.argv = ["main.py"]
     with open("main.py", "rb") as file:
         source = file.read()

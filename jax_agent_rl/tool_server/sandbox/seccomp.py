@@ -55,8 +55,12 @@ _REFUSED = {
 _CLONE, _CLONE3, _SOCKET, _SETSOCKOPT = (56, 220), (435, 435), (41, 198), (54, 208)
 _SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF = 1, 7, 8
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_X32_BIT = 0x4000_0000  # the x32 calls share the audit architecture of x86-64 and have other numbers
-_NEW_NAMESPACE = 0x7E02_0000  # CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+_X32_BIT = (
+    0x4000_0000  # the x32 calls share the audit architecture of x86-64 and have other numbers
+)
+_NEW_NAMESPACE = (
+    0x7E02_0000  # CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+)
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -101,8 +105,14 @@ def build_filter(machine: str) -> bytes:
         _refuse(0),  # no error, and nothing done
         _op(_RETURN, _ALLOW),
     ]
-    families = [_op(_JUMP_EQ, family, then=len(_FAMILIES) - i) for i, family in enumerate(_FAMILIES)]
-    code += [_op(_JUMP_EQ, _SOCKET[column], otherwise=len(families) + 2), _op(_LOAD, _FIRST_ARGUMENT), *families]
+    families = [
+        _op(_JUMP_EQ, family, then=len(_FAMILIES) - i) for i, family in enumerate(_FAMILIES)
+    ]
+    code += [
+        _op(_JUMP_EQ, _SOCKET[column], otherwise=len(families) + 2),
+        _op(_LOAD, _FIRST_ARGUMENT),
+        *families,
+    ]
     code += [_refuse(errno.EAFNOSUPPORT), _op(_RETURN, _ALLOW)]
     return b"".join(code)
 

@@ -54,10 +54,14 @@ class TestsSide(Peer):
     def refer(self, value):
         if isinstance(value, Remote):
             return {"object": object.__getattribute__(value, "_number")}
-        if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType | type):
+        if isinstance(
+            value, types.FunctionType | types.BuiltinFunctionType | types.MethodType | type
+        ):
             self._functions.append(value)
             return {"callback": len(self._functions) - 1}
-        raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the program: it is no plain data")
+        raise TypeError(
+            f"a {type(value).__name__} of the tests cannot be passed to the program: it is no plain data"
+        )
 
     def resolve(self, reference):
         if "yours" in reference:
@@ -76,7 +80,12 @@ class TestsSide(Peer):
             ProgramEnded: the program is gone, or raised ``SystemExit`` or the like.
             Exception: the program raised it; a class that is no builtin's becomes its nearest builtin base.
         """
-        request = {"do": what, "on": target, "args": self.encode(list(args)), "kwargs": self.encode(kwargs)}
+        request = {
+            "do": what,
+            "on": target,
+            "args": self.encode(list(args)),
+            "kwargs": self.encode(kwargs),
+        }
         try:
             self.send(request)
         except BrokenPipeError:
@@ -99,7 +108,9 @@ class TestsSide(Peer):
                 return _error(reply["error"], changed, str(reply["trace"])), None, ()
             return None, self.decode(reply["value"]), list(changed)
         except (KeyError, TypeError, ValueError, LookupError) as error:
-            raise RemoteError(f"the program's process sent {str(reply):.200}, which is no answer") from error
+            raise RemoteError(
+                f"the program's process sent {str(reply):.200}, which is no answer"
+            ) from error
 
     def _receive(self):
         try:
@@ -114,7 +125,11 @@ class TestsSide(Peer):
     def _call_back(self, request):
         try:
             function = self._functions[request["callback"]]
-            return {"value": self.encode(function(*self.decode(request["args"]), **self.decode(request["kwargs"])))}
+            return {
+                "value": self.encode(
+                    function(*self.decode(request["args"]), **self.decode(request["kwargs"]))
+                )
+            }
         except Exception as error:
             return {"error": repr(error)}
 
@@ -225,7 +240,9 @@ class Observer:
 
     def raised(self, operation, error):
         """Note an error of the program."""
-        can_be_swallowed = isinstance(error, _SWALLOWED) and not isinstance(error, _PLAIN_ANSWERS.get(operation, ()))
+        can_be_swallowed = isinstance(error, _SWALLOWED) and not isinstance(
+            error, _PLAIN_ANSWERS.get(operation, ())
+        )
         self._errors.append((error, can_be_swallowed))
 
     def handled(self, error=None):
@@ -414,7 +431,11 @@ class Namespace(dict):
             module = importlib.import_module(_ALIASES.get(name, name))
         except ImportError:
             return None
-        return module if all(hasattr(module, attribute) for attribute in self._attributes[name]) else None
+        return (
+            module
+            if all(hasattr(module, attribute) for attribute in self._attributes[name])
+            else None
+        )
 
 
 class _Main(types.ModuleType):
@@ -512,8 +533,12 @@ class Nonsense:
 
     __index__ = __int__
     __call__ = __getitem__ = __next__ = __enter__ = _more
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _more
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _more
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        _more
+    )
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = (
+        __rmatmul__
+    ) = _more
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = _more
     __neg__ = __pos__ = __abs__ = __invert__ = __round__ = _more
     __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _equality
@@ -597,7 +622,9 @@ def _uncalled(source):
     tree = ast.parse(source)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     defined = [
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     ]
     return [name for name in defined if name not in used]
 
@@ -622,7 +649,9 @@ def run(source, incoming, outgoing):
             raise
     except BaseException as error:
         shown = traceback.TracebackException.from_exception(error)
-        shown.stack = traceback.StackSummary.from_list([at for at in shown.stack if at.filename == "tests.py"])
+        shown.stack = traceback.StackSummary.from_list(
+            [at for at in shown.stack if at.filename == "tests.py"]
+        )
         sys.exit("".join(shown.format()))
     if side.ended:
         sys.exit("the program ended before its tests did")

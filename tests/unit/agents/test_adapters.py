@@ -26,16 +26,24 @@ def scripted(**limits) -> tuple[AgentContext, ScriptedBackend]:
     backend = ScriptedBackend(codec, ["hello there"])
     backend.capabilities = replace(backend.capabilities, lora=True)
     client = LLMServerClient([AsyncServer(backend)])
-    return AgentContext(client=client, codec=codec, limits=AgentConfig(**limits), max_model_len=1000), backend
+    return AgentContext(
+        client=client, codec=codec, limits=AgentConfig(**limits), max_model_len=1000
+    ), backend
 
 
 @pytest.mark.parametrize(
     ("limits", "row", "expected"),
-    [({}, {}, None), ({"adapter": "math"}, {}, "math"), ({"adapter": "math"}, {"adapter": "prose"}, "prose")],
+    [
+        ({}, {}, None),
+        ({"adapter": "math"}, {}, "math"),
+        ({"adapter": "math"}, {"adapter": "prose"}, "prose"),
+    ],
 )
 async def test_a_row_or_the_configuration_names_the_adapter_of_every_request(limits, row, expected):
     context, backend = scripted(**limits)
-    await SingleTurnAgent(context).run({**ROW, **row}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+    await SingleTurnAgent(context).run(
+        {**ROW, **row}, trajectory_id="t", group_id="g", sampling=SAMPLING
+    )
     recorder = ChatRecorder(context, session_id="s", adapter=row.get("adapter"))
     await recorder.complete([5, 6], sampling=SAMPLING)
     assert [request.lora for request in backend.requests] == [expected, expected]
@@ -44,9 +52,18 @@ async def test_a_row_or_the_configuration_names_the_adapter_of_every_request(lim
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"agent": {"adapter": "math"}}, r"agent.adapter='math' is not in rollout.adapters, which has \[\]"),
         (
-            {"rollout": {"adapters": {"a": "x"}, "backend": "remote", "urls": ["http://127.0.0.1:1"]}},
+            {"agent": {"adapter": "math"}},
+            r"agent.adapter='math' is not in rollout.adapters, which has \[\]",
+        ),
+        (
+            {
+                "rollout": {
+                    "adapters": {"a": "x"},
+                    "backend": "remote",
+                    "urls": ["http://127.0.0.1:1"],
+                }
+            },
             "rollout.adapters={'a': 'x'} is used only without rollout.backend=remote",
         ),
         (
@@ -63,7 +80,9 @@ def test_adapters_that_nothing_serves_are_refused(changes, message):
 def test_a_row_with_an_unknown_adapter_is_refused(tmp_path):
     (file := tmp_path / "rows.jsonl").write_text(json.dumps(ROW | {"adapter": "maths"}))
     assert load_rows(file, adapters=["maths"])[0]["adapter"] == "maths"
-    with pytest.raises(DataError, match=r"line 1: adapter 'maths' is not known; did you mean 'math'"):
+    with pytest.raises(
+        DataError, match=r"line 1: adapter 'maths' is not known; did you mean 'math'"
+    ):
         load_rows(file, adapters=["math"])
 
 

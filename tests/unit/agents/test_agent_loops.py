@@ -30,7 +30,11 @@ def context(*, script=("hello there",), tools=(), **limits):
     codec = FakeCodec()
     client = LLMServerClient([AsyncServer(ScriptedBackend(codec, script))])
     return AgentContext(
-        client=client, codec=codec, tools=ToolRegistry(tools), limits=AgentConfig(**limits), max_model_len=1000
+        client=client,
+        codec=codec,
+        tools=ToolRegistry(tools),
+        limits=AgentConfig(**limits),
+        max_model_len=1000,
     )
 
 
@@ -55,16 +59,25 @@ async def test_a_loop_of_ones_own_runs_on_an_episode():
     @register_agent("greeter_for_test")
     class Greeter(AgentLoop):
         async def run(self, row, *, trajectory_id, group_id, sampling):
-            episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+            episode = self.start(
+                row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
+            )
             await episode.generate()
             assert episode.append([{"role": "user", "content": "and now ?"}])
             await episode.generate(session_ends=True)
             return episode.finish(FinishReason.ANSWER)
 
     loop = AgentSelector(context()).for_row({"agent_name": "greeter_for_test"})
-    trajectory = await loop.run(ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=9))
+    trajectory = await loop.run(
+        ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=9)
+    )
     assert trajectory.agent_name == "greeter_for_test"
-    assert [m["content"] for m in trajectory.messages] == ["hi", "hello there", "and now ?", "hello there"]
+    assert [m["content"] for m in trajectory.messages] == [
+        "hi",
+        "hello there",
+        "and now ?",
+        "hello there",
+    ]
 
 
 def test_the_row_chooses_and_the_default_fills_in():
@@ -75,18 +88,23 @@ def test_the_row_chooses_and_the_default_fills_in():
 
 
 @pytest.mark.parametrize(
-    ("limit", "reason"), [(100, FinishReason.ANSWER), (3, FinishReason.ANSWER), (2, FinishReason.RESPONSE_LENGTH)]
+    ("limit", "reason"),
+    [(100, FinishReason.ANSWER), (3, FinishReason.ANSWER), (2, FinishReason.RESPONSE_LENGTH)],
 )
 async def test_a_single_turn_answers_or_is_cut(limit, reason):
     agent = SingleTurnAgent(context(max_response_length=limit))
-    trajectory = await agent.run(ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=50))
+    trajectory = await agent.run(
+        ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=50)
+    )
     assert trajectory.finish_reason is reason
     assert trajectory.num_turns == 1 and set(trajectory.response_mask) == {1}
 
 
 async def test_a_single_turn_prompt_tells_of_no_tools():
     agent = SingleTurnAgent(context(tools=[calculator]))
-    trajectory = await agent.run(ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=50))
+    trajectory = await agent.run(
+        ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=50)
+    )
     assert "calculator" not in agent.context.codec.decode(trajectory.prompt_ids)
 
 
@@ -101,4 +119,6 @@ def test_seeds_are_equal_for_equal_parts_only(a, b):
 
 
 def test_parts_do_not_run_into_each_other():
-    assert len({derive_seed(1, 23), derive_seed(12, 3), derive_seed("1", 23), derive_seed(123)}) == 4
+    assert (
+        len({derive_seed(1, 23), derive_seed(12, 3), derive_seed("1", 23), derive_seed(123)}) == 4
+    )

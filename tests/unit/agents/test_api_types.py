@@ -54,7 +54,9 @@ OFFICIAL = {
 def test_every_parameter_of_the_official_client_is_decided_on(name):
     model, official = OFFICIAL[name]
     for params in official:
-        assert fields_of(params) - known_of(model) == set(), "serve, refuse or list it as without effect"
+        assert fields_of(params) - known_of(model) == set(), (
+            "serve, refuse or list it as without effect"
+        )
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
@@ -76,7 +78,9 @@ SMALLEST = {
     "messages": (messages.MessagesRequest, {"model": "m", "max_tokens": 5, "messages": ASK}),
     "count_tokens": (messages.CountTokensRequest, {"model": "m", "messages": ASK}),
 }
-EVERY_NAME = [(name, field) for name, (model, _) in SMALLEST.items() for field in sorted(known_of(model))]
+EVERY_NAME = [
+    (name, field) for name, (model, _) in SMALLEST.items() for field in sorted(known_of(model))
+]
 
 
 @pytest.mark.parametrize(("name", "field"), EVERY_NAME)
@@ -86,7 +90,8 @@ def test_a_parameter_that_is_null_was_not_given(name, field):
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), [(name, field) for name, (model, _) in SMALLEST.items() for field in sorted(model.REFUSED)]
+    ("name", "field"),
+    [(name, field) for name, (model, _) in SMALLEST.items() for field in sorted(model.REFUSED)],
 )
 def test_what_would_change_the_answer_is_refused_by_name_and_says_what_to_do(name, field):
     model, body = SMALLEST[name]
@@ -102,7 +107,9 @@ async def test_unknown_parameters_are_ignored_with_one_warning(caplog):
     async with serving(["one", "two"]) as stage, stage.client() as client:
         for _ in range(2):
             await client.chat.completions.create(
-                model="policy", messages=ASK, extra_body={"brand_new_field": {"x": 1}, "prediction": None}
+                model="policy",
+                messages=ASK,
+                extra_body={"brand_new_field": {"x": 1}, "prediction": None},
             )
     assert [record.getMessage().count("brand_new_field") for record in caplog.records] == [1]
 
@@ -110,7 +117,9 @@ async def test_unknown_parameters_are_ignored_with_one_warning(caplog):
 async def test_a_refused_parameter_is_an_answer_with_its_name():
     async with serving(["one"]) as stage, stage.client() as client:
         with pytest.raises(Exception) as caught:
-            await client.chat.completions.create(model="policy", messages=ASK, extra_body={"guided_json": {"a": 1}})
+            await client.chat.completions.create(
+                model="policy", messages=ASK, extra_body={"guided_json": {"a": 1}}
+            )
     assert caught.value.status_code == 400 and caught.value.param == "guided_json"
     assert "response_format" in str(caught.value)
 
@@ -119,9 +128,15 @@ async def test_a_refused_parameter_is_an_answer_with_its_name():
 
 CURRENT = {
     "system message": {"messages": [*ASK, {"role": "system", "content": "be brief"}]},
-    "system blocks": {"messages": [*ASK, {"role": "system", "content": [{"type": "text", "text": "be brief"}]}]},
-    "eager tool": {"tools": [{"name": "f", "input_schema": {"type": "object"}, "eager_input_streaming": True}]},
-    "context management": {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+    "system blocks": {
+        "messages": [*ASK, {"role": "system", "content": [{"type": "text", "text": "be brief"}]}]
+    },
+    "eager tool": {
+        "tools": [{"name": "f", "input_schema": {"type": "object"}, "eager_input_streaming": True}]
+    },
+    "context management": {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    },
     "null content": {"messages": [*ASK, {"role": "assistant", "content": None}, *ASK]},
 }
 
@@ -140,8 +155,20 @@ def test_a_system_message_keeps_its_place():
 
 
 def test_text_documents_and_search_results_are_shown_as_text():
-    document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "THE FILE"}}
-    result = {"type": "search_result", "source": "s", "title": "t", "content": [{"type": "text", "text": "FOUND"}]}
-    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [document, result]}]}
+    document = {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": "THE FILE"},
+    }
+    result = {
+        "type": "search_result",
+        "source": "s",
+        "title": "t",
+        "content": [{"type": "text", "text": "FOUND"}],
+    }
+    body = {
+        "model": "m",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": [document, result]}],
+    }
     (message,) = messages.MessagesRequest.model_validate(body).chat_fields()["messages"]
     assert [part["text"] for part in message["content"]] == ["THE FILE", "FOUND"]

@@ -55,9 +55,14 @@ class Branching:
 def assert_same_course(parent: Trajectory, branch: Trajectory) -> None:
     """The replies are the same, so a branch whose state was restored goes the way of its parent."""
     assert branch.messages == parent.messages and branch.finish_reason == parent.finish_reason
-    assert (branch.response_ids, branch.response_mask) == (parent.response_ids, parent.response_mask)
+    assert (branch.response_ids, branch.response_mask) == (
+        parent.response_ids,
+        parent.response_mask,
+    )
     assert branch.turn_scores == parent.turn_scores
-    assert [call.observation for call in branch.tool_calls] == [call.observation for call in parent.tool_calls]
+    assert [call.observation for call in branch.tool_calls] == [
+        call.observation for call in parent.tool_calls
+    ]
 
 
 # --- tool servers ---------------------------------------------------------------------------------------------
@@ -71,7 +76,9 @@ async def counting_server():
     async def count(payload):
         counts.update(payload["trajectory_ids"])
         said = [f" count {counts[trajectory_id]}" for trajectory_id in payload["trajectory_ids"]]
-        return JSONResponse({"observations": said, "dones": [False] * len(said), "valids": [True] * len(said)})
+        return JSONResponse(
+            {"observations": said, "dones": [False] * len(said), "valids": [True] * len(said)}
+        )
 
     async with ToolServer() as server:
         server.respond = count
@@ -81,12 +88,16 @@ async def counting_server():
 def text_tools(server: ToolServer, **limits) -> Branching:
     config = ToolClientConfig(server_url=server.url, request_interval=0, retry_delay=0)
     code = "a b c <tool> print(3) </tool> junk"
-    return Branching(TextToolAgent, [code, code, code, "so 3"], shared={"tool_config": config}, **limits)
+    return Branching(
+        TextToolAgent, [code, code, code, "so 3"], shared={"tool_config": config}, **limits
+    )
 
 
 def server_tools(server: ToolServer, **limits) -> Branching:
     return Branching(
-        ServerToolAgent, [ACT, ACT, ACT, "so it is 3"], **{"tool_server_url": server.url, **STOP, **limits}
+        ServerToolAgent,
+        [ACT, ACT, ACT, "so it is 3"],
+        **{"tool_server_url": server.url, **STOP, **limits},
     )
 
 
@@ -131,7 +142,9 @@ async def test_a_tool_server_that_answers_differently_ends_the_branch(make):
     async with ToolServer(lambda action: f" tick {next(ticks)}") as server:
         stage = make(server)
         parent = await stage.parent()
-        with pytest.raises(ReplayError, match=r"answered .*tick 3.* where it had answered .*tick 0.* in turn 0"):
+        with pytest.raises(
+            ReplayError, match=r"answered .*tick 3.* where it had answered .*tick 0.* in turn 0"
+        ):
             await stage.branch(parent, 1)
         assert server.closed == {"t": 1, "b": 1}
     async with ToolServer(lambda action: f" tick {next(ticks)}") as server:
@@ -159,7 +172,9 @@ class Game(Environment):
 
     async def step(self, reply):
         self.steps += 1
-        bell = ToolCallRecord(name="bell", arguments={}, observation=f"ding {self.steps}", reward=0.5)
+        bell = ToolCallRecord(
+            name="bell", arguments={}, observation=f"ding {self.steps}", reward=0.5
+        )
         return Observation.say(
             f"{reply.content.strip()} {self.steps + self.drift}",
             score=float(self.steps),
@@ -181,7 +196,9 @@ def game(monkeypatch):
 
 def playing(**limits) -> Branching:
     words = [f"move number {n}" for n in range(4)]
-    return Branching(EnvironmentAgent, words, shared={"environments": EnvironmentPools(timeout=60.0)}, **limits)
+    return Branching(
+        EnvironmentAgent, words, shared={"environments": EnvironmentPools(timeout=60.0)}, **limits
+    )
 
 
 GAME = {**ROW, "extra_info": {"environment_kwargs": {"name": "counter"}}}
@@ -194,7 +211,9 @@ async def test_a_branch_has_an_environment_of_its_own_in_the_state_of_the_fork(g
     branch = await stage.branch(parent, *fork)
     assert_same_course(parent, branch)
     assert branch.turn_scores == (1.0, 2.0, 3.0, 14.0) and game.made == 2
-    assert parent.metrics["resets"] == 1 and "resets" not in branch.metrics, "that reset is the parent's"
+    assert parent.metrics["resets"] == 1 and "resets" not in branch.metrics, (
+        "that reset is the parent's"
+    )
     assert branch.metrics["steps"] == 4 - fork[0] and branch.metrics["replayed_calls"] == fork[0]
     assert branch.metrics["messages"] == len(parent.messages)
 
@@ -209,7 +228,10 @@ async def test_an_environment_that_goes_another_way_ends_the_branch(game, monkey
     stage = playing()
     parent = await stage.parent(GAME)
     monkeypatch.setattr(game, "drift", 1)
-    with pytest.raises(ReplayError, match=r"environment 'counter' answered .*environment_kwargs.*`replayable`.*chain"):
+    with pytest.raises(
+        ReplayError,
+        match=r"environment 'counter' answered .*environment_kwargs.*`replayable`.*chain",
+    ):
         await stage.branch(parent, 1)
 
     async def other_opening(self):
@@ -225,7 +247,9 @@ async def test_an_environment_that_cannot_be_replayed_is_refused_before_the_run(
     row = {**GAME, "agent_name": "environment_agent"}
     selector.require_branching([row])
     monkeypatch.setattr(game, "replayable", False)
-    with pytest.raises(ConfigError, match=r"environment 'counter' cannot be replayed.*rollout.strategy.name=chain"):
+    with pytest.raises(
+        ConfigError, match=r"environment 'counter' cannot be replayed.*rollout.strategy.name=chain"
+    ):
         selector.require_branching([row])
 
 
@@ -291,7 +315,15 @@ async def test_a_stateless_user_is_not_asked_again(fork):
 
 async def test_tools_and_a_user_are_replayed_in_turn():
     user, tool = Teacher(), Counting()
-    words = ["<call>count {}</call>", "is it 1 ?", "<call>count {}</call>", "then 2", "yes", "yes", "yes"]
+    words = [
+        "<call>count {}</call>",
+        "is it 1 ?",
+        "<call>count {}</call>",
+        "then 2",
+        "yes",
+        "yes",
+        "yes",
+    ]
     stage = talking(user, words, tool)
     parent = await stage.parent()
     branch = await stage.branch(parent, 3, 1)
@@ -305,13 +337,17 @@ async def test_a_user_that_answers_differently_ends_the_branch():
     stage = talking(user, WORDS)
     parent = await stage.parent()
     user.drift = 1
-    with pytest.raises(ReplayError, match=r"interaction 'user' answered .*question 2.*question 1.*`stateful`"):
+    with pytest.raises(
+        ReplayError, match=r"interaction 'user' answered .*question 2.*question 1.*`stateful`"
+    ):
         await stage.branch(parent, 1)
 
 
 async def test_the_user_with_the_answer_sheet_scores_a_branch():
     stage = talking(Gsm8kInteraction({}), ["#### 1", "#### 2", "#### 3"])
-    parent = await stage.parent({**ROW, "extra_info": {"interaction_kwargs": {"ground_truth": "3"}}})
+    parent = await stage.parent(
+        {**ROW, "extra_info": {"interaction_kwargs": {"ground_truth": "3"}}}
+    )
     stage.replies = ["#### 1", "it must be #### 3"]
     branch = await stage.branch(parent, 1)
     assert parent.turn_scores == (0.0, 0.0, 1.0) and branch.turn_scores == (0.0, 1.0)

@@ -42,12 +42,16 @@ async def openai_chat_parsed(base_url, key):
 
 async def openai_responses_parsed(base_url, key):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
-        return (await client.responses.parse(model="m", input=QUESTION, text_format=Plan)).output_parsed
+        return (
+            await client.responses.parse(model="m", input=QUESTION, text_format=Plan)
+        ).output_parsed
 
 
 async def anthropic_parsed(base_url, key):
     async with anthropic.AsyncAnthropic(base_url=without_version(base_url), api_key=key) as client:
-        answer = await client.messages.parse(model="m", max_tokens=200, messages=ASK, output_format=Plan)
+        answer = await client.messages.parse(
+            model="m", max_tokens=200, messages=ASK, output_format=Plan
+        )
     return answer.parsed_output
 
 
@@ -76,7 +80,11 @@ async def pydantic_ai_required_tool(base_url, key, *, claude: bool = False):
         from pydantic_ai.providers.anthropic import AnthropicProvider
 
         provider = AnthropicProvider(base_url=without_version(base_url), api_key=key)
-        return (await module.Agent(AnthropicModel("m", provider=provider), output_type=Plan).run(QUESTION)).output
+        return (
+            await module.Agent(AnthropicModel("m", provider=provider), output_type=Plan).run(
+                QUESTION
+            )
+        ).output
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -89,7 +97,9 @@ async def pydantic_ai_over_anthropic(base_url, key):
 
 
 async def litellm_format(base_url, key):
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices when it is imported
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = (
+        "True"  # else it asks the network for prices when it is imported
+    )
     module = pytest.importorskip("litellm")
     answer = await module.acompletion(
         model="openai/m", api_base=base_url, api_key=key, messages=ASK, response_format=Plan
@@ -133,8 +143,14 @@ async def openai_agents_stream(base_url, key):
     client = openai.AsyncOpenAI(base_url=base_url, api_key=key)
     model = agents.OpenAIChatCompletionsModel(model="m", openai_client=client)
     settings = agents.ModelSettings(max_tokens=12)
-    run = agents.Runner.run_streamed(agents.Agent(name="a", model=model, model_settings=settings), QUESTION)
-    deltas = [e.data.delta async for e in run.stream_events() if getattr(e, "data", None) and e.data.type == DELTA]
+    run = agents.Runner.run_streamed(
+        agents.Agent(name="a", model=model, model_settings=settings), QUESTION
+    )
+    deltas = [
+        e.data.delta
+        async for e in run.stream_events()
+        if getattr(e, "data", None) and e.data.type == DELTA
+    ]
     assert "".join(deltas) == run.final_output
     return run.final_output
 
@@ -155,7 +171,13 @@ async def pydantic_ai_stream(base_url, key):
 async def litellm_stream(base_url, key):
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     module = pytest.importorskip("litellm")
-    fields = {"api_base": base_url, "api_key": key, "messages": ASK, "max_tokens": 12, "stream": True}
+    fields = {
+        "api_base": base_url,
+        "api_key": key,
+        "messages": ASK,
+        "max_tokens": 12,
+        "stream": True,
+    }
     chunks = [chunk async for chunk in await module.acompletion(model="openai/m", **fields)]
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
@@ -168,7 +190,13 @@ async def smolagents_stream(base_url, key):
     return "".join(delta.content or "" for delta in deltas)
 
 
-STREAMS = [langchain_stream, openai_agents_stream, pydantic_ai_stream, litellm_stream, smolagents_stream]
+STREAMS = [
+    langchain_stream,
+    openai_agents_stream,
+    pydantic_ai_stream,
+    litellm_stream,
+    smolagents_stream,
+]
 
 
 @pytest.mark.parametrize("ask", STREAMS, ids=lambda ask: ask.__name__)
@@ -192,7 +220,9 @@ async def test_an_agent_of_openais_sdk_without_a_model_of_its_own_runs_with_the_
         client = made.client("/sessions/s/v1", key="k")
         provider = agents.OpenAIProvider(openai_client=client, use_responses=api == "responses")
         agent = agents.Agent(name="a", output_type=Plan)  # so that a random model's answer ends
-        done = await agents.Runner.run(agent, QUESTION, run_config=agents.RunConfig(model_provider=provider))
+        done = await agents.Runner.run(
+            agent, QUESTION, run_config=agents.RunConfig(model_provider=provider)
+        )
         (turn,) = made.store.known("s", "k").recorder.turns
     assert done.final_output == Plan.model_validate_json(turn.reply.content)
 
@@ -200,11 +230,18 @@ async def test_an_agent_of_openais_sdk_without_a_model_of_its_own_runs_with_the_
 async def test_claudes_effort_and_strict_tools_are_accepted_and_change_nothing():
     plain = {"name": "visit", "input_schema": {"type": "object"}}
     async with stage() as made:
-        for extra, tool in (({}, plain), ({"output_config": {"effort": "low"}}, plain | {"strict": True})):
+        for extra, tool in (
+            ({}, plain),
+            ({"output_config": {"effort": "low"}}, plain | {"strict": True}),
+        ):
             session = without_version(f"{made.server.url}/sessions/{len(extra)}/v1")
             async with anthropic.AsyncAnthropic(base_url=session, api_key="k") as client:
                 await client.messages.create(
-                    model="claude", max_tokens=9, messages=ASK, tools=[tool], extra_body={"top_k": 5, **extra}
+                    model="claude",
+                    max_tokens=9,
+                    messages=ASK,
+                    tools=[tool],
+                    extra_body={"top_k": 5, **extra},
                 )
         first, second = (made.store.known(str(i), "k").recorder.turns[0] for i in range(2))
     assert first.context_ids[: first.prompt_length] == second.context_ids[: second.prompt_length]

@@ -23,7 +23,11 @@ from tests.tiny_chat import CONFIG, LONGEST, assert_exact, params, tiny_context,
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
 QUESTION = ROW["prompt"][0]["content"]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
 
 
 def add(a: int, b: int) -> str:
@@ -52,9 +56,13 @@ async def openai_chat(base_url, api_key):
     tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         while True:
-            answer = await client.chat.completions.create(model="m", messages=messages, tools=[tool])
+            answer = await client.chat.completions.create(
+                model="m", messages=messages, tools=[tool]
+            )
             message = answer.choices[0].message
-            messages.append(message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
+            messages.append(
+                message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
+            )
             if not message.tool_calls:
                 return
             for call in message.tool_calls:
@@ -68,7 +76,9 @@ async def langgraph(base_url, api_key):
     from langgraph.graph import START, MessagesState, StateGraph
     from langgraph.prebuilt import ToolNode, tools_condition
 
-    model = langchain_openai.ChatOpenAI(model="m", base_url=base_url, api_key=api_key).bind_tools([add])
+    model = langchain_openai.ChatOpenAI(model="m", base_url=base_url, api_key=api_key).bind_tools(
+        [add]
+    )
 
     async def ask(state: MessagesState):
         return {"messages": [await model.ainvoke(state["messages"])]}
@@ -90,10 +100,16 @@ async def openai_responses(base_url, api_key):
         answer = await client.responses.create(input=QUESTION, **fields)
         while calls := [item for item in answer.output if item.type == "function_call"]:
             results = [
-                {"type": "function_call_output", "call_id": c.call_id, "output": add(**json.loads(c.arguments))}
+                {
+                    "type": "function_call_output",
+                    "call_id": c.call_id,
+                    "output": add(**json.loads(c.arguments)),
+                }
                 for c in calls
             ]
-            answer = await client.responses.create(previous_response_id=answer.id, input=results, **fields)
+            answer = await client.responses.create(
+                previous_response_id=answer.id, input=results, **fields
+            )
 
 
 async def anthropic_messages(base_url, api_key):
@@ -101,15 +117,24 @@ async def anthropic_messages(base_url, api_key):
     anthropic = pytest.importorskip("anthropic")
     messages = [{"role": "user", "content": QUESTION}]
     tool = {"name": "add", "description": "adds", "input_schema": SCHEMA}
-    async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
+    async with anthropic.AsyncAnthropic(
+        base_url=base_url.removesuffix("/v1"), api_key=api_key
+    ) as client:
         while True:
-            async with client.messages.stream(model="m", max_tokens=99, messages=messages, tools=[tool]) as stream:
+            async with client.messages.stream(
+                model="m", max_tokens=99, messages=messages, tools=[tool]
+            ) as stream:
                 answer = await stream.get_final_message()
-            messages.append({"role": "assistant", "content": [block.to_dict() for block in answer.content]})
+            messages.append(
+                {"role": "assistant", "content": [block.to_dict() for block in answer.content]}
+            )
             uses = [block for block in answer.content if block.type == "tool_use"]
             if not uses:
                 return
-            results = [{"type": "tool_result", "tool_use_id": use.id, "content": add(**use.input)} for use in uses]
+            results = [
+                {"type": "tool_result", "tool_use_id": use.id, "content": add(**use.input)}
+                for use in uses
+            ]
             messages.append({"role": "user", "content": results})
 
 
@@ -120,7 +145,9 @@ async def openai_agents(base_url, api_key, *, responses: bool = True):
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     kind = agents.OpenAIResponsesModel if responses else agents.OpenAIChatCompletionsModel
     model = kind(model="m", openai_client=client)
-    agent = agents.Agent(name="adder", instructions="add", model=model, tools=[agents.function_tool(add)])
+    agent = agents.Agent(
+        name="adder", instructions="add", model=model, tools=[agents.function_tool(add)]
+    )
     with contextlib.suppress(agents.ModelBehaviorError):  # what it makes of a response that is cut
         await agents.Runner.run(agent, QUESTION, max_turns=20)
 
@@ -142,10 +169,15 @@ async def pydantic_ai(base_url, api_key):
 
 async def litellm(base_url, api_key):
     """LiteLLM's completion function."""
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices when it is imported
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = (
+        "True"  # else it asks the network for prices when it is imported
+    )
     module = pytest.importorskip("litellm")
     messages = [dict(message) for message in ROW["prompt"]]
-    tool = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": SCHEMA}}
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "description": "adds", "parameters": SCHEMA},
+    }
     while True:
         answer = await module.acompletion(
             model="openai/m", api_base=base_url, api_key=api_key, messages=messages, tools=[tool]
@@ -163,7 +195,9 @@ async def smolagents(base_url, api_key):
     """smolagents as it comes: with instructions of some thousand ids, and it demands calls."""
     module = pytest.importorskip("smolagents")
     model = module.OpenAIServerModel(model_id="m", api_base=base_url, api_key=api_key)
-    agent = module.ToolCallingAgent(tools=[module.tool(add_few)], model=model, max_steps=2, verbosity_level=0)
+    agent = module.ToolCallingAgent(
+        tools=[module.tool(add_few)], model=model, max_steps=2, verbosity_level=0
+    )
     await asyncio.to_thread(agent.run, QUESTION)
 
 
@@ -190,7 +224,9 @@ async def test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on(cl
     async def agent(base_url, api_key, row):
         await client(base_url, api_key)
 
-    loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(agent), "name": "test_agent"})
+    loop_class = type(
+        "Loop", (OpenAIAgentLoop,), {"function": staticmethod(agent), "name": "test_agent"}
+    )
     demands_calls = client in DEMAND_CALLS
     codec = ChatCodec(tokenizer(), tool_format="hermes") if demands_calls else None
     max_tokens = 200 if demands_calls else 12
@@ -200,14 +236,22 @@ async def test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on(cl
         try:
             for seed in (1, 3) if demands_calls else range(4):
                 sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
-                made = await loop.run(ROW, trajectory_id=f"t-{seed}", group_id="g", sampling=sampling)
-                trajectories.append(replace(made, reward=float(seed if demands_calls else made.num_turns)))
+                made = await loop.run(
+                    ROW, trajectory_id=f"t-{seed}", group_id="g", sampling=sampling
+                )
+                trajectories.append(
+                    replace(made, reward=float(seed if demands_calls else made.num_turns))
+                )
         finally:
             await loop.close()
         for trajectory in trajectories:
             assert_exact(trajectory, context.client.servers[0].backend)
-    messages = [str(message["content"]) for t in trajectories for s in t.sequences for message in s.messages]
-    assert client is not smolagents or any("Observation:" in text for text in messages)  # a tool's, not an error
+    messages = [
+        str(message["content"]) for t in trajectories for s in t.sequences for message in s.messages
+    ]
+    assert client is not smolagents or any(
+        "Observation:" in text for text in messages
+    )  # a tool's, not an error
     assert any(t.segments for t in trajectories) == (client in REWRITE_THEIR_HISTORY)
     # A random model's turns are cut, which ends a run of OpenAI's SDK over the Responses API.
     turns = [sum(sequence.num_turns for sequence in t.sequences) for t in trajectories]
@@ -216,5 +260,7 @@ async def test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on(cl
     learner = Learner(CONFIG, params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
     metrics = learner.update([Group(group_id="g", trajectories=tuple(trajectories))]).metrics
     assert metrics["logprob_gap_max"] < 1e-3 and metrics["grad_norm"] > 0
-    assert metrics["trained_tokens"] == sum(sum(s.loss_mask) for t in trajectories for s in t.sequences)
+    assert metrics["trained_tokens"] == sum(
+        sum(s.loss_mask) for t in trajectories for s in t.sequences
+    )
     assert np.isfinite(metrics["loss"])

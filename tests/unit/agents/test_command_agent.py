@@ -39,14 +39,22 @@ def ask(messages):
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
 """
 HANGS = "import time; time.sleep(600)"
-TESTS = {"check.py": "assert open('/app/answer.txt').read() == '77', open('/app/answer.txt').read()"}
+TESTS = {
+    "check.py": "assert open('/app/answer.txt').read() == '77', open('/app/answer.txt').read()"
+}
 
 
 def row(**extra):
-    return {"prompt": [{"role": "user", "content": "write it twice"}], "data_source": "command", "extra_info": extra}
+    return {
+        "prompt": [{"role": "user", "content": "write it twice"}],
+        "data_source": "command",
+        "extra_info": extra,
+    }
 
 
-async def run(program: str, row, tmp_path: Path, *, argv=("python3", "/tmp/agent/main.py"), **settings):
+async def run(
+    program: str, row, tmp_path: Path, *, argv=("python3", "/tmp/agent/main.py"), **settings
+):
     (tmp_path / "main.py").write_text(program)
     command = {"argv": list(argv), "program_dir": str(tmp_path), **settings}
     async with tiny_context(command=command, run_timeout=30.0) as context:
@@ -71,13 +79,21 @@ async def test_a_program_is_one_exact_trajectory_whose_tests_give_its_reward(tmp
 
 
 @needs_bwrap
-async def test_a_wrong_answer_a_failing_program_and_one_that_hangs_are_scored_by_their_files(tmp_path: Path):
-    for end, exit_code, seconds in (("", 0, 120), ("raise SystemExit(3)", 3, 120), (HANGS, None, 8)):
+async def test_a_wrong_answer_a_failing_program_and_one_that_hangs_are_scored_by_their_files(
+    tmp_path: Path,
+):
+    for end, exit_code, seconds in (
+        ("", 0, 120),
+        ("raise SystemExit(3)", 3, 120),
+        (HANGS, None, 8),
+    ):
         task = row(files={"number.txt": "7"}, tests=TESTS, verifier="python3 /tests/check.py")
         argv = ["python3", "-c", f"{URLLIB_ASK}ask([{{'role': 'user', 'content': 'x'}}])\n{end}"]
         async with tiny_context(command={"argv": argv}, run_timeout=float(seconds)) as context:
             loop = CommandAgent(context)
-            made = await loop.run(task, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8, seed=1))
+            made = await loop.run(
+                task, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8, seed=1)
+            )
             await loop.close()
         output = made.row["extra_info"]["agent_output"]
         assert output["exit_code"] == exit_code and output["reward"] == 0.0
@@ -119,7 +135,10 @@ async def test_a_task_that_cannot_be_read_costs_its_own_trajectory_alone(tmp_pat
     async with tiny_context(command={"argv": ["true"]}) as context:
         with pytest.raises(TrajectoryError, match=r"task\.toml"):
             await CommandAgent(context).run(
-                row(task=str(tmp_path)), trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8)
+                row(task=str(tmp_path)),
+                trajectory_id="t",
+                group_id="g",
+                sampling=SamplingParams(max_tokens=8),
             )
 
 
@@ -132,7 +151,10 @@ async def test_a_command_that_is_missing_names_its_key():
 # --- Harbor's task folders ----------------------------------------------------------------------------------------
 
 
-def harbor(folder: Path, dockerfile: str | None = "FROM ubuntu:24.04\nWORKDIR /work\nCOPY data /work/data\n") -> Path:
+def harbor(
+    folder: Path,
+    dockerfile: str | None = "FROM ubuntu:24.04\nWORKDIR /work\nCOPY data /work/data\n",
+) -> Path:
     for name, text in {
         "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 20.0\n[verifier]\ntimeout_sec = 15.0\n',
         "instruction.md": "Write the number twice.",
@@ -158,7 +180,10 @@ def test_a_task_folder_is_read_unchanged(tmp_path: Path):
 @pytest.mark.parametrize(
     ("dockerfile", "message"),
     [
-        ("FROM ubuntu:24.04\nRUN apt-get update && \\\n  apt-get install -y git\n", "line 2.*takes a container"),
+        (
+            "FROM ubuntu:24.04\nRUN apt-get update && \\\n  apt-get install -y git\n",
+            "line 2.*takes a container",
+        ),
         ("FROM ubuntu:24.04\nCOPY x /etc/x\n", "outside the working folder"),
         ("FROM ubuntu:24.04\nCOPY missing .\n", "no 'missing'"),
         ("FROM gcc AS b\nFROM ubuntu:24.04\nCOPY --from=b /x .\n", "line 3.*takes a container"),
@@ -201,7 +226,9 @@ messages += [ask(messages), {{"role": "user", "content": "more"}}]
 ask(messages)
 open("answer.txt", "w").write(open("number.txt").read() * 2)
 """
-DOCKERFILE = f"FROM {CONTAINER_IMAGE}\nWORKDIR /work\nRUN echo built > /etc/built\nCOPY data/ /work/\n"
+DOCKERFILE = (
+    f"FROM {CONTAINER_IMAGE}\nWORKDIR /work\nRUN echo built > /etc/built\nCOPY data/ /work/\n"
+)
 
 
 @pytest.fixture
@@ -212,7 +239,9 @@ def container() -> str:
     return runtime
 
 
-async def test_a_harbor_task_runs_in_a_container_built_from_its_dockerfile(tmp_path: Path, container: str):
+async def test_a_harbor_task_runs_in_a_container_built_from_its_dockerfile(
+    tmp_path: Path, container: str
+):
     spy = """
 import pathlib, socket
 assert pathlib.Path("/etc/built").read_text() == "built\\n"
@@ -229,9 +258,13 @@ except OSError:
 """
     folder = harbor(tmp_path / "task", DOCKERFILE)
     check = "import os; assert os.listdir('/tests') and 'sitecustomize.py' not in os.listdir('/tests')\n"
-    check += "assert open('/etc/left').read() == 'left' and open('/work/answer.txt').read() == '77'\n"
+    check += (
+        "assert open('/etc/left').read() == 'left' and open('/work/answer.txt').read() == '77'\n"
+    )
     (folder / "tests" / "check.py").write_text(check)
-    made, output = await run(URLLIB_CHAT + spy, row(task=str(folder)), tmp_path, container=container)
+    made, output = await run(
+        URLLIB_CHAT + spy, row(task=str(folder)), tmp_path, container=container
+    )
     assert made.num_turns == 2
     assert output["exit_code"] == 0, output
     assert output["reward"] == 0.5, output
@@ -254,7 +287,10 @@ async def test_rows_without_a_folder_run_in_the_configured_image(tmp_path: Path,
         ("os.link(sys.executable, '/usr/local/bin/bash')", True),
         ("open(os.path.dirname(os.__file__) + '/pytest.py', 'w').close()", True),
         ("open('/etc/ld.so.preload', 'w').close()", True),
-        ("shutil.rmtree('/tests'); os.symlink('/work', '/tests'); os.mkfifo('/tmp/stdout.txt')", False),
+        (
+            "shutil.rmtree('/tests'); os.symlink('/work', '/tests'); os.mkfifo('/tmp/stdout.txt')",
+            False,
+        ),
     ],
 )
 async def test_what_a_program_changed_of_its_image_decides_no_test(
@@ -262,7 +298,9 @@ async def test_what_a_program_changed_of_its_image_decides_no_test(
 ):
     task = row(files={"number.txt": "7"}, tests=TESTS, verifier="python3 -P /tests/check.py")
     settings = {"container": container, "image": CONTAINER_IMAGE}
-    _, output = await run(f"{URLLIB_CHAT}\nimport os, shutil, sys\n{change}", task, tmp_path, **settings)
+    _, output = await run(
+        f"{URLLIB_CHAT}\nimport os, shutil, sys\n{change}", task, tmp_path, **settings
+    )
     assert output["reward"] == (0.0 if is_forbidden else 1.0), output
     assert ("changed what its tests run on" in output["verifier"]) == is_forbidden
     left = [container, "ps", "--all", "--quiet", "--filter", "label=jax_agent_rl"]

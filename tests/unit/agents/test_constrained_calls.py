@@ -27,7 +27,11 @@ async def trajectory_of(codec: ChatCodec, **limits):
         await agent.preflight()
         sampling = SamplingParams(max_tokens=30, seed=1)
         trajectory = await agent.run(ROW, trajectory_id="t", group_id="g", sampling=sampling)
-        return trajectory, context.client.servers[0].backend.seen, list_schemas(context.tools.select(None))
+        return (
+            trajectory,
+            context.client.servers[0].backend.seen,
+            list_schemas(context.tools.select(None)),
+        )
 
 
 async def test_every_turn_has_the_grammar_of_its_tools_and_learns_over_what_it_left():
@@ -35,7 +39,9 @@ async def test_every_turn_has_the_grammar_of_its_tools_and_learns_over_what_it_l
     trajectory, seen, schemas = await trajectory_of(codec, constrain_tool_calls=True)
     grammar = codec.free_turn_grammar(tools=schemas, several=False)
     assert [request.sampling.grammar for request, _ in seen] == [grammar] * len(trajectory.turns)
-    sampled = [s for s, mine in zip(trajectory.supports, trajectory.response_mask, strict=True) if mine]
+    sampled = [
+        s for s, mine in zip(trajectory.supports, trajectory.response_mask, strict=True) if mine
+    ]
     assert all(sampled) and trajectory.loss_mask == trajectory.response_mask
 
 
@@ -47,5 +53,7 @@ async def test_turns_are_free_by_default():
 
 async def test_a_format_whose_calls_cannot_be_told_from_text_is_refused_before_a_run():
     codec = ChatCodec(tokenizer(), tool_format="llama3_json")
-    with pytest.raises(ConfigError, match=r"constrain_tool_calls=true with agent.tool_format=llama3_json"):
+    with pytest.raises(
+        ConfigError, match=r"constrain_tool_calls=true with agent.tool_format=llama3_json"
+    ):
         await trajectory_of(codec, constrain_tool_calls=True)

@@ -28,11 +28,15 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 
-ARGUMENTS = st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=6) | st.none(), max_size=3)
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=4), st.integers() | st.text(max_size=6) | st.none(), max_size=3
+)
 
 
 @given(st.text(max_size=12), ARGUMENTS, st.sampled_from([None, 1]), st.booleans(), st.booleans())
-def test_a_reply_is_recognized_however_a_framework_writes_it_back(content, arguments, indent, ascii_only, as_parts):
+def test_a_reply_is_recognized_however_a_framework_writes_it_back(
+    content, arguments, indent, ascii_only, as_parts
+):
     reply = assistant_message(content, [ToolCall(id="call_1", name="add", arguments=arguments)])
     written = {
         "role": "assistant",
@@ -92,8 +96,14 @@ def test_results_are_named_after_their_calls():
         ({"role": "robot", "content": "x"}, "role 'robot'"),
         ({"role": "user", "content": 3}, "content must be text"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url' is not supported"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "messages[1]"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, "an object"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages[1]",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+            "an object",
+        ),
     ],
 )
 def test_a_message_that_is_none_is_named_with_its_place(message, words):
@@ -111,7 +121,9 @@ def streamed(read, stop=()):
         letters.extend(map(chr, ids))
         return read("".join(letters))
 
-    return TurnStream(so_far, stop=stop, on_text=lambda text, reasoning: heard.append((text, reasoning))), heard
+    return TurnStream(
+        so_far, stop=stop, on_text=lambda text, reasoning: heard.append((text, reasoning))
+    ), heard
 
 
 def chat_reply(content, reasoning=None):
@@ -119,7 +131,10 @@ def chat_reply(content, reasoning=None):
     return ChatReply(parts=(*parts, *raw_parts(content, ())))
 
 
-@given(st.text(alphabet="ab <>/é\ufffd\n", max_size=40), st.lists(st.sampled_from(["ab", "<b>", " a"]), max_size=2))
+@given(
+    st.text(alphabet="ab <>/é\ufffd\n", max_size=40),
+    st.lists(st.sampled_from(["ab", "<b>", " a"]), max_size=2),
+)
 def test_pieces_of_a_stream_add_up_to_the_whole_text(text, stop):
     stream, heard = streamed(lambda so_far: raw_parts(so_far, stop), stop)
     for letter in text:
@@ -149,7 +164,10 @@ async def test_a_request_is_compared_with_the_conversation_that_it_continues():
     says = iter(["one", "two", "three", "four"])
     backend = ScriptedBackend(codec, lambda request: codec.reply_ids(next(says)))
     context = AgentContext(
-        client=LLMServerClient([AsyncServer(backend)]), codec=codec, limits=AgentConfig(), max_model_len=1000
+        client=LLMServerClient([AsyncServer(backend)]),
+        codec=codec,
+        limits=AgentConfig(),
+        max_model_len=1000,
     )
     recorder = ChatRecorder(context, session_id="s")
     sampling = SamplingParams(max_tokens=9, seed=0)

@@ -16,7 +16,9 @@ from tests.fakes import FakeCodec  # noqa: E402
 
 async def test_a_chat_answer_has_openais_shape_with_usage_and_logprobs():
     async with serving(["the answer is 3"]) as stage, stage.client() as client:
-        answer = await client.chat.completions.create(model="policy", messages=ASK, logprobs=True, seed=3)
+        answer = await client.chat.completions.create(
+            model="policy", messages=ASK, logprobs=True, seed=3
+        )
     choice = answer.choices[0]
     assert choice.message.content == "the answer is 3" and choice.finish_reason == "stop"
     tokens = choice.logprobs.content
@@ -28,16 +30,24 @@ async def test_a_chat_answer_has_openais_shape_with_usage_and_logprobs():
 
 async def test_tool_calls_come_back_as_calls_and_their_results_extend_the_turn_by_its_ids():
     async with serving([CALL, "it is 3"]) as stage, stage.client("/sessions/s/v1") as client:
-        first = (await client.chat.completions.create(model="x", messages=ASK, tools=[TOOL])).choices[0]
+        first = (
+            await client.chat.completions.create(model="x", messages=ASK, tools=[TOOL])
+        ).choices[0]
         call = first.message.tool_calls[0]
         assert first.finish_reason == "tool_calls" and call.function.name == "add"
         assert call.function.arguments == '{"a": 1, "b": 2}'
-        history = [*ASK, first.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        history = [
+            *ASK,
+            first.message.model_dump(),
+            {"role": "tool", "tool_call_id": call.id, "content": "3"},
+        ]
         second = await client.chat.completions.create(model="x", messages=history, tools=[TOOL])
         assert second.choices[0].message.content == "it is 3"
         one, two = stage.store.known("s", "any").recorder.turns
         assert two.parent is one and two.context_ids[: len(one.context_ids)] == one.context_ids
-        recorded = (await client.get(f"{stage.server.url}/sessions/s", cast_to=httpx.Response)).json()
+        recorded = (
+            await client.get(f"{stage.server.url}/sessions/s", cast_to=httpx.Response)
+        ).json()
     assert [len(path) for path in recorded["sequences"]] == [2]
     assert recorded["sequences"][0][1]["token_ids"] == list(two.output.token_ids)
 
@@ -86,7 +96,10 @@ async def test_several_choices_and_prompts_are_answered_in_order():
         ({"n": 100}, "n"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages",
+        ),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_with_the_parameters_name(fields, param):
@@ -98,16 +111,23 @@ async def test_what_cannot_be_honoured_is_refused_with_the_parameters_name(field
 
 
 async def test_an_unknown_model_an_unknown_path_a_body_too_large_and_one_that_is_no_json():
-    async with serving(["hello"], limits={"max_body_bytes": 2000}) as stage, stage.client() as client:
+    async with (
+        serving(["hello"], limits={"max_body_bytes": 2000}) as stage,
+        stage.client() as client,
+    ):
         with pytest.raises(openai.NotFoundError, match="model 'gpt' does not exist"):
             await client.chat.completions.create(model="gpt", messages=ASK)
         with pytest.raises(openai.NotFoundError):
             await client.embeddings.create(model="policy", input="x")
         with pytest.raises(openai.APIStatusError, match="max_body_bytes=2000") as caught:
-            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 5000}])
+            await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "x" * 5000}]
+            )
         assert caught.value.status_code == 413
         async with httpx.AsyncClient() as plain:
-            answer = await plain.post(f"{stage.server.url}/v1/completions", content=b"{", headers=JSON)
+            answer = await plain.post(
+                f"{stage.server.url}/v1/completions", content=b"{", headers=JSON
+            )
         assert answer.status_code == 400 and "not JSON" in answer.json()["error"]["message"]
         assert [model.id async for model in client.models.list()] == ["policy"]
 
@@ -135,7 +155,9 @@ async def test_a_client_that_hangs_up_frees_the_engine_whole_or_streamed():
         stage.backend.unpaused.clear()  # nothing is sampled until it is set
         for stream in (False, True):
             async with stage.client("/sessions/s/v1") as client:
-                request = asyncio.ensure_future(client.chat.completions.create(model="x", messages=ASK, stream=stream))
+                request = asyncio.ensure_future(
+                    client.chat.completions.create(model="x", messages=ASK, stream=stream)
+                )
                 while not stage.backend._running:
                     await asyncio.sleep(0)
                 request.cancel()
@@ -162,7 +184,10 @@ async def test_a_session_that_ends_ends_its_requests():
 
 
 async def test_requests_over_the_limit_are_told_to_come_again():
-    async with serving(["hello"], limits={"max_concurrent_requests": 1}) as stage, stage.client() as client:
+    async with (
+        serving(["hello"], limits={"max_concurrent_requests": 1}) as stage,
+        stage.client() as client,
+    ):
         stage.backend.unpaused.clear()
         first = asyncio.ensure_future(client.chat.completions.create(model="policy", messages=ASK))
         while not stage.backend._running:
@@ -174,7 +199,10 @@ async def test_requests_over_the_limit_are_told_to_come_again():
 
 
 async def test_slow_requests_end():
-    async with serving(["hello"], limits={"request_timeout": 0.2}) as stage, stage.client() as client:
+    async with (
+        serving(["hello"], limits={"request_timeout": 0.2}) as stage,
+        stage.client() as client,
+    ):
         stage.backend.unpaused.clear()
         with pytest.raises(openai.InternalServerError, match="request_timeout=0.2"):
             await client.chat.completions.create(model="policy", messages=ASK)
@@ -210,7 +238,9 @@ async def test_an_engine_that_dies_in_a_stream_is_an_error_of_the_stream():
 
 async def test_prometheus_reads_the_requests_of_every_route_and_needs_the_key():
     async with serving(["hello"], api_key="key") as stage, stage.client(key="key") as client:
-        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go"}])
+        await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "go"}]
+        )
         async with httpx.AsyncClient(base_url=stage.server.url) as browser:
             assert (await browser.get("/metrics")).status_code == 401
             browser.headers["Authorization"] = "Bearer key"
@@ -223,7 +253,10 @@ async def test_prometheus_reads_the_requests_of_every_route_and_needs_the_key():
     assert found[total, "/v1/chat/completions", "200"] == 1 and found[total, "unknown", "404"] == 1
     assert found[total, "/metrics", "401"] == 1
     assert found["jax_agent_rl_engine_generated_tokens_total", "server-0"] > 0
-    assert found["jax_agent_rl_server_sessions",] == 0 and found["jax_agent_rl_server_generations_running",] == 0
+    assert (
+        found["jax_agent_rl_server_sessions",] == 0
+        and found["jax_agent_rl_server_generations_running",] == 0
+    )
 
 
 async def test_adapters_are_models_of_their_names():

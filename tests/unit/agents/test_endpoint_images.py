@@ -49,7 +49,9 @@ TEMPLATE = (
     "{{ '<|vision|><|' + p.type + '|><|seen|>' }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>a{% endif %}{# 'tool' #}"
 )
-VISION = replace(TINY_VISION, image_token_id=3, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6)
+VISION = replace(
+    TINY_VISION, image_token_id=3, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6
+)
 CONFIG = replace(TINY_VL, vocab_size=300, vision=VISION)
 PROCESSOR = VisionProcessor(vision=VISION, patcher=vision_processor().patcher)
 LONGEST = 96
@@ -75,7 +77,9 @@ def backend_tokenizer() -> Tokenizer:
 
 @functools.cache
 def codec() -> ChatCodec:
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend_tokenizer(), eos_token="<|end|>", chat_template=TEMPLATE)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend_tokenizer(), eos_token="<|end|>", chat_template=TEMPLATE
+    )
     return ChatCodec(fast, media=MediaTokens({"image": 3, "video": 4}, PROCESSOR.patcher))
 
 
@@ -92,7 +96,9 @@ async def seeing_context():
     )
     decode = functools.partial(codec().decode, skip_special_tokens=False)
     params = tiny_params(config=CONFIG)
-    backend = Watched(CONFIG, params, shapes, version=0, vision_processor=PROCESSOR, decode_text=decode)
+    backend = Watched(
+        CONFIG, params, shapes, version=0, vision_processor=PROCESSOR, decode_text=decode
+    )
     await backend.start()
     try:
         yield AgentContext(
@@ -113,7 +119,9 @@ async def chat_completions(base_url, api_key):
         messages = [{"role": "user", "content": [{"type": "text", "text": "what"}, part(FIRST)]}]
         answer = await client.chat.completions.create(model="m", messages=messages)
         messages.append(answer.choices[0].message.model_dump(exclude_none=True))
-        messages.append({"role": "user", "content": [part(SECOND), {"type": "text", "text": "and"}]})
+        messages.append(
+            {"role": "user", "content": [part(SECOND), {"type": "text", "text": "and"}]}
+        )
         await client.chat.completions.create(model="m", messages=messages)
 
 
@@ -124,29 +132,42 @@ async def responses(base_url, api_key):
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         answer = await client.responses.create(model="m", input=[item(FIRST)])
-        await client.responses.create(model="m", input=[item(SECOND)], previous_response_id=answer.id)
+        await client.responses.create(
+            model="m", input=[item(SECOND)], previous_response_id=answer.id
+        )
 
 
 async def anthropic_messages(base_url, api_key):
     def block(image):
         data = data_url(image).partition(",")[2]
-        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+        return {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": data},
+        }
 
-    async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
+    async with anthropic.AsyncAnthropic(
+        base_url=base_url.removesuffix("/v1"), api_key=api_key
+    ) as client:
         messages = [{"role": "user", "content": [block(FIRST), {"type": "text", "text": "what"}]}]
         answer = await client.messages.create(model="m", max_tokens=5, messages=messages)
-        messages.append({"role": "assistant", "content": [part.to_dict() for part in answer.content] or "?"})
+        messages.append(
+            {"role": "assistant", "content": [part.to_dict() for part in answer.content] or "?"}
+        )
         result = {"type": "tool_result", "tool_use_id": "t", "content": [block(SECOND)]}
         messages.append({"role": "user", "content": [result]})
         await client.messages.create(model="m", max_tokens=5, messages=messages)
 
 
-@pytest.mark.parametrize("client", [chat_completions, responses, anthropic_messages], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "client", [chat_completions, responses, anthropic_messages], ids=lambda c: c.__name__
+)
 async def test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_on(client):
     async def agent(base_url, api_key, row):
         await client(base_url, api_key)
 
-    loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(agent), "name": "test_agent"})
+    loop_class = type(
+        "Loop", (OpenAIAgentLoop,), {"function": staticmethod(agent), "name": "test_agent"}
+    )
     made = []
     async with seeing_context() as context:
         loop = loop_class(context)
@@ -164,10 +185,19 @@ async def test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_o
         requests = [request for request, _ in context.client.servers[0].backend.seen]
     for t, (first, second) in zip(made, (requests[:2], requests[2:]), strict=True):
         assert t.segments == () and t.num_turns == 2
-        assert [image.size for image in t.prompt_media["image"]] == [FIRST.size] == [first.multi_modal["image"][0].size]
+        assert (
+            [image.size for image in t.prompt_media["image"]]
+            == [FIRST.size]
+            == [first.multi_modal["image"][0].size]
+        )
         assert [image.size for image in t.multi_modal["image"]] == [FIRST.size, SECOND.size]
-        assert second.prompt_ids == t.prompt_ids + t.turns[0].output.token_ids + t.turns[0].appended_ids
-        shown = PROCESSOR.make_context(t.prompt_ids + t.response_ids, PROCESSOR.read({"image": [FIRST, SECOND]}))
+        assert (
+            second.prompt_ids
+            == t.prompt_ids + t.turns[0].output.token_ids + t.turns[0].appended_ids
+        )
+        shown = PROCESSOR.make_context(
+            t.prompt_ids + t.response_ids, PROCESSOR.read({"image": [FIRST, SECOND]})
+        )
         expected = seen_logprobs(tiny_params(config=CONFIG), shown, CONFIG)[:-1]
         expected = expected[np.arange(len(expected)), shown.ids[1:]][len(t.prompt_ids) - 1 :]
         mask = np.asarray(t.response_mask, bool)
@@ -180,7 +210,9 @@ async def test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_o
         temperature=1.0,
         vision_processor=PROCESSOR,
     )
-    group = Group(group_id="g", trajectories=tuple(replace(t, reward=float(i)) for i, t in enumerate(made)))
+    group = Group(
+        group_id="g", trajectories=tuple(replace(t, reward=float(i)) for i, t in enumerate(made))
+    )
     metrics = learner.update([group]).metrics
     assert metrics["logprob_gap_max"] < 1e-3 and metrics["grad_norm"] > 0
     assert metrics["trained_tokens"] == sum(t.num_sampled for t in made)
@@ -190,7 +222,12 @@ async def test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_o
 
 
 def asking(*parts):
-    return [{"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}]
+    return [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts],
+        }
+    ]
 
 
 def image_part(url: str, **fields):
@@ -201,36 +238,56 @@ def image_part(url: str, **fields):
 async def seeing_stage(script, **limits):
     sees = FakeCodec(modalities=frozenset({"image"}))
     async with serving(script, codec=sees, limits=limits) as stage:
-        stage.backend.capabilities = replace(stage.backend.capabilities, multi_modal=frozenset({"image"}))
+        stage.backend.capabilities = replace(
+            stage.backend.capabilities, multi_modal=frozenset({"image"})
+        )
         yield stage
 
 
 async def test_text_and_images_keep_their_order_and_a_results_images_stand_before_its_text():
     async with seeing_stage(["hello"]) as stage, stage.client("/sessions/s/v1") as client:
-        messages = asking("a", image_part(data_url(FIRST)), "b", image_part(data_url(SECOND, "JPEG")))
+        messages = asking(
+            "a", image_part(data_url(FIRST)), "b", image_part(data_url(SECOND, "JPEG"))
+        )
         await client.chat.completions.create(model="x", messages=messages)
         (parts,) = (message["content"] for message in asking("c", image_part(data_url(FIRST))))
         messages.append({"role": "tool", "tool_call_id": "t", "content": parts})
         await client.chat.completions.create(model="x", messages=messages)
     first, second = stage.backend.requests
     assert stage.codec.decode(first.prompt_ids) == "user: a <image> b <image>assistant:"
-    assert stage.codec.decode(second.prompt_ids) == "user: a <image> b <image>tool: <image> cassistant:"
-    assert [image.size for image in second.multi_modal["image"]] == [FIRST.size, SECOND.size, FIRST.size]
+    assert (
+        stage.codec.decode(second.prompt_ids)
+        == "user: a <image> b <image>tool: <image> cassistant:"
+    )
+    assert [image.size for image in second.multi_modal["image"]] == [
+        FIRST.size,
+        SECOND.size,
+        FIRST.size,
+    ]
 
 
 def test_tools_of_a_template_without_a_place_for_them_stand_before_an_image():
-    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend_tokenizer(), chat_template=no_system)
+    no_system = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + TEMPLATE
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend_tokenizer(), chat_template=no_system
+    )
     asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     text = codec().decode(
-        ChatCodec(tokenizer, eos_token_ids=[2]).encode_prompt([asked], [tool]), skip_special_tokens=False
+        ChatCodec(tokenizer, eos_token_ids=[2]).encode_prompt([asked], [tool]),
+        skip_special_tokens=False,
     )
     assert text.index('"add"') < text.index("<|image|>") < text.index("what")
 
 
 async def test_another_image_under_the_same_text_is_another_conversation():
-    async with seeing_stage(["one", "two", "three"]) as stage, stage.client("/sessions/s/v1") as client:
+    async with (
+        seeing_stage(["one", "two", "three"]) as stage,
+        stage.client("/sessions/s/v1") as client,
+    ):
         said = {"role": "assistant", "content": "one"}
         for image in (FIRST, SECOND, FIRST):
             history = asking("what", image_part(data_url(image)))
@@ -246,22 +303,41 @@ async def test_tokens_are_counted_with_their_images():
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     asked = [{"role": "user", "content": [image, {"type": "text", "text": "what"}]}]
     async with seeing_stage(["hello"]) as stage:
-        async with anthropic.AsyncAnthropic(base_url=stage.server.url, api_key="any", max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=stage.server.url, api_key="any", max_retries=0
+        ) as client:
             count = await client.messages.count_tokens(model="policy", messages=asked)
             answer = await client.messages.create(model="policy", max_tokens=9, messages=asked)
-    assert count.input_tokens == answer.usage.input_tokens == len(stage.backend.requests[0].prompt_ids)
+    assert (
+        count.input_tokens == answer.usage.input_tokens == len(stage.backend.requests[0].prompt_ids)
+    )
 
 
 WRONG = {
-    "an address": (asking(image_part("https://example.org/a.png")), "nothing is fetched from other addresses"),
+    "an address": (
+        asking(image_part("https://example.org/a.png")),
+        "nothing is fetched from other addresses",
+    ),
     "a file": (asking(image_part("file:///etc/passwd")), "nothing is fetched from other addresses"),
     "no image": (asking(image_part("data:image/png;base64,AAAA")), "cannot be read"),
     "not base64": (asking(image_part("data:image/png;base64,%%")), "cannot be read"),
-    "less detail": (asking(image_part(data_url(FIRST), detail="low")), "detail='low' is not supported"),
+    "less detail": (
+        asking(image_part(data_url(FIRST), detail="low")),
+        "detail='low' is not supported",
+    ),
     "too large": (asking(image_part(data_url(Image.new("1", (5000, 4000))))), "more than 16000000"),
-    "too many": (asking(*(image_part(data_url(picture(seed))) for seed in range(65))), "65 images are more than 64"),
-    "another role": ([{**asking(image_part(data_url(FIRST)))[0], "role": "system"}], "role user or tool"),
-    "a sound": (asking({"type": "input_audio", "input_audio": {}}), "this model reads text and images"),
+    "too many": (
+        asking(*(image_part(data_url(picture(seed))) for seed in range(65))),
+        "65 images are more than 64",
+    ),
+    "another role": (
+        [{**asking(image_part(data_url(FIRST)))[0], "role": "system"}],
+        "role user or tool",
+    ),
+    "a sound": (
+        asking({"type": "input_audio", "input_audio": {}}),
+        "this model reads text and images",
+    ),
 }
 
 
@@ -275,12 +351,19 @@ async def test_what_cannot_be_shown_is_refused_and_says_why(name: str):
 
 
 async def test_the_images_of_a_session_have_a_limit_and_those_it_knows_cost_nothing():
-    async with seeing_stage(["hello"], max_session_pixels=100) as stage, stage.client("/sessions/s/v1") as client:
+    async with (
+        seeing_stage(["hello"], max_session_pixels=100) as stage,
+        stage.client("/sessions/s/v1") as client,
+    ):
         known = asking("what", image_part(data_url(FIRST)))  # 64 pixels
         for _ in range(3):
             await client.chat.completions.create(model="x", messages=known)
-        with pytest.raises(openai.BadRequestError, match="max_session_pixels=100, of which 36 are left"):
-            await client.chat.completions.create(model="x", messages=asking(image_part(data_url(SECOND))))
+        with pytest.raises(
+            openai.BadRequestError, match="max_session_pixels=100, of which 36 are left"
+        ):
+            await client.chat.completions.create(
+                model="x", messages=asking(image_part(data_url(SECOND)))
+            )
         await client.chat.completions.create(model="x", messages=known)
         assert len(stage.store.known("s", "any").recorder.turns) == 4
 
@@ -302,9 +385,14 @@ async def test_a_model_of_text_refuses_images_with_the_apis_own_error():
             await client.chat.completions.create(model="policy", messages=asking(image_part(url)))
         assert caught.value.param == "messages"
         with pytest.raises(openai.BadRequestError, match="reads text only"):
-            item = {"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}
+            item = {
+                "role": "user",
+                "content": [{"type": "input_image", "image_url": url, "detail": "auto"}],
+            }
             await client.responses.create(model="policy", input=[item])
-        async with anthropic.AsyncAnthropic(base_url=stage.server.url, api_key="any", max_retries=0) as other:
+        async with anthropic.AsyncAnthropic(
+            base_url=stage.server.url, api_key="any", max_retries=0
+        ) as other:
             with pytest.raises(anthropic.BadRequestError, match="reads text only") as caught:
                 block = {"type": "image", "source": source}
                 await other.messages.create(

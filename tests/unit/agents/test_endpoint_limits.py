@@ -35,26 +35,52 @@ async def test_what_the_engine_cannot_do_is_refused_by_its_name(fields, param):
 
 
 async def test_top_k_and_min_p_are_the_engines_and_neutral_values_change_nothing():
-    neutral = {"min_p": 0, "repetition_penalty": 1, "user": "me", "metadata": {"a": "b"}, "parallel_tool_calls": True}
+    neutral = {
+        "min_p": 0,
+        "repetition_penalty": 1,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+    }
     async with serving(["hello"]) as stage, stage.client() as client:
         for top_k in (7, -1, 0):
-            await client.chat.completions.create(model="policy", messages=ASK, extra_body={"top_k": top_k, **neutral})
+            await client.chat.completions.create(
+                model="policy", messages=ASK, extra_body={"top_k": top_k, **neutral}
+            )
         assert [request.sampling.top_k for request in stage.backend.requests] == [7, 0, 0]
-        await client.chat.completions.create(model="policy", messages=ASK, extra_body={"min_p": 0.1})
+        await client.chat.completions.create(
+            model="policy", messages=ASK, extra_body={"min_p": 0.1}
+        )
         assert stage.backend.requests[-1].sampling.min_p == 0.1
 
 
 async def test_sampling_that_an_engine_of_its_own_kind_cannot_do_is_refused():
     async with serving(["hello"]) as stage, stage.client() as client:
-        stage.backend.capabilities = replace(stage.backend.capabilities, any_sampling=False, stop_strings=False)
-        for param, value in {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.2, "stop": "x"}.items():
-            with pytest.raises(openai.BadRequestError, match="not supported by this engine") as caught:
-                await client.chat.completions.create(model="policy", messages=ASK, extra_body={param: value})
+        stage.backend.capabilities = replace(
+            stage.backend.capabilities, any_sampling=False, stop_strings=False
+        )
+        for param, value in {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 3,
+            "min_p": 0.2,
+            "stop": "x",
+        }.items():
+            with pytest.raises(
+                openai.BadRequestError, match="not supported by this engine"
+            ) as caught:
+                await client.chat.completions.create(
+                    model="policy", messages=ASK, extra_body={param: value}
+                )
             assert caught.value.param == param
-        assert (await client.chat.completions.create(model="policy", messages=ASK, temperature=0)).choices
+        assert (
+            await client.chat.completions.create(model="policy", messages=ASK, temperature=0)
+        ).choices
 
 
-@pytest.mark.parametrize("prompt", [[0, 10**9], [-1], [2**40], [10**30], [[1], [10**9]], [[]], [""], ""])
+@pytest.mark.parametrize(
+    "prompt", [[0, 10**9], [-1], [2**40], [10**30], [[1], [10**9]], [[]], [""], ""]
+)
 async def test_ids_that_no_tokenizer_knows_and_empty_prompts_are_bad_requests(prompt):
     async with serving(["hello"]) as stage, stage.client() as client:
         with pytest.raises(openai.BadRequestError) as caught:
@@ -74,14 +100,19 @@ async def test_ids_that_no_tokenizer_knows_and_empty_prompts_are_bad_requests(pr
 )
 async def test_text_that_is_none_is_a_bad_request(body):
     async with serving(["hello"]) as stage, httpx.AsyncClient() as plain:
-        answer = await plain.post(f"{stage.server.url}/v1/chat/completions", content=body, headers=JSON)
+        answer = await plain.post(
+            f"{stage.server.url}/v1/chat/completions", content=body, headers=JSON
+        )
         assert answer.status_code == 400, answer.text
         assert stage.backend.requests == []
 
 
 LONG = [
     ("chat/completions", {"messages": [{"role": "user", "content": "x " * 60_000}]}),
-    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x " * 60_000}]}]}),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x " * 60_000}]}]},
+    ),
     ("chat/completions", {"messages": [{"role": "user", "content": ""}] * 1001}),
     ("completions", {"prompt": "x " * 60_000}),
     ("completions", {"prompt": [0] * 1001}),
@@ -109,12 +140,25 @@ async def test_only_a_generation_opens_a_session():
     async with serving(["hello"]) as stage, httpx.AsyncClient(base_url=stage.server.url) as plain:
         for method, path in (("GET", "/sessions/typo"), ("DELETE", "/sessions/typo")):
             answer = await plain.request(method, path)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                404,
+                "session_not_found",
+            )
         assert (await plain.get("/sessions/typo/v1/models")).status_code == 200
-        for body in ({}, {"model": "x", "messages": [{"role": "robot"}]}, {"model": "x", "messages": ASK, "min_p": 2}):
-            assert (await plain.post("/sessions/typo/v1/chat/completions", json=body)).status_code == 400
+        for body in (
+            {},
+            {"model": "x", "messages": [{"role": "robot"}]},
+            {"model": "x", "messages": ASK, "min_p": 2},
+        ):
+            assert (
+                await plain.post("/sessions/typo/v1/chat/completions", json=body)
+            ).status_code == 400
         stage.backend.die()
-        assert (await plain.post("/sessions/typo/v1/chat/completions", json={"model": "x", "messages": ASK})).is_error
+        assert (
+            await plain.post(
+                "/sessions/typo/v1/chat/completions", json={"model": "x", "messages": ASK}
+            )
+        ).is_error
         assert len(stage.store) == 0
 
 
@@ -123,7 +167,9 @@ async def test_a_session_belongs_to_the_key_that_opened_it():
         await ask(stage, "mine", "a")
         for headers in ({}, {"Authorization": "Bearer b"}):
             for method in ("GET", "DELETE"):
-                assert (await plain.request(method, "/sessions/mine", headers=headers)).status_code == 401
+                assert (
+                    await plain.request(method, "/sessions/mine", headers=headers)
+                ).status_code == 401
             assert (await plain.get("/sessions", headers=headers)).json() == {"sessions": []}
         with pytest.raises(openai.AuthenticationError):
             await ask(stage, "mine", "b")
@@ -136,7 +182,9 @@ async def test_a_session_belongs_to_the_key_that_opened_it():
 async def test_a_session_tells_the_version_of_every_token():
     async with serving(["it is 3"]) as stage, httpx.AsyncClient(base_url=stage.server.url) as plain:
         await ask(stage, "s", "k")
-        turn = (await plain.get("/sessions/s", headers={"Authorization": "Bearer k"})).json()["sequences"][0][0]
+        turn = (await plain.get("/sessions/s", headers={"Authorization": "Bearer k"})).json()[
+            "sequences"
+        ][0][0]
     assert turn["policy_versions"] == [0] * len(turn["token_ids"]) != []
 
 

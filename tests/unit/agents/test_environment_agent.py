@@ -88,7 +88,11 @@ async def test_observations_are_user_messages_and_every_reply_is_scored(countdow
     stage = Stage(["3", "5", "1"])
     trajectory = await stage.run(row(start=3))
     assert trajectory.finish_reason is FinishReason.ENVIRONMENT_DONE
-    assert trajectory.turn_scores == (1.0, 0.0, 1.25)  # the last word of conclude counts for the last turn
+    assert trajectory.turn_scores == (
+        1.0,
+        0.0,
+        1.25,
+    )  # the last word of conclude counts for the last turn
     assert [(m["role"], m["content"].strip()) for m in trajectory.messages] == [
         ("system", "count down"),
         ("user", "now 3"),
@@ -101,7 +105,9 @@ async def test_observations_are_user_messages_and_every_reply_is_scored(countdow
     assert stage.codec.decode(trajectory.prompt_ids) == "system: count downuser: now 3assistant:"
     assert stage.codec.decode(trajectory.turns[0].appended_ids) == "user: now 2assistant:"
     assert_token_exact(trajectory, stage.backend.requests)
-    assert trajectory.row["prompt"] == [{"role": "system", "content": "count down"}], "the row is as it was"
+    assert trajectory.row["prompt"] == [{"role": "system", "content": "count down"}], (
+        "the row is as it was"
+    )
     assert trajectory.metrics["left"] == 0 and trajectory.metrics["left_over"] == 0
     assert (await rewards.score(trajectory)).reward == 2.25
     assert countdown.instances[0].concluded == [(7, FinishReason.ENVIRONMENT_DONE)]
@@ -134,7 +140,9 @@ async def test_a_reply_that_is_cut_off_never_reaches_the_environment(countdown):
 
 
 async def test_an_observation_that_does_not_fit_ends_the_trajectory_with_its_score():
-    trajectory = await Stage(["3"], max_response_length=6, max_tool_response_length=50).run(row(start=3, words=9))
+    trajectory = await Stage(["3"], max_response_length=6, max_tool_response_length=50).run(
+        row(start=3, words=9)
+    )
     assert trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
     assert trajectory.turn_scores == (1.25,) and trajectory.turns[0].appended_ids == ()
 
@@ -147,7 +155,9 @@ async def test_a_long_observation_is_shortened_as_a_tool_result_is():
 
 
 async def test_an_environment_that_fails_loses_the_trajectory_and_is_closed(countdown):
-    with pytest.raises(EnvironmentFailedError, match="'countdown': step raised ValueError: out of order"):
+    with pytest.raises(
+        EnvironmentFailedError, match="'countdown': step raised ValueError: out of order"
+    ):
         await Stage(["break"]).run(row(start=3))
     assert countdown.instances[0].closes == 1 and countdown.instances[0].concluded == []
 
@@ -158,7 +168,13 @@ async def traced(script, *, start: int) -> list[Span]:
     tracer = Tracer(traces.append, max_per_step=1)
     with contextlib.suppress(EnvironmentFailedError):
         with tracer.trajectory(
-            trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False
+            trajectory_id="t",
+            group_id="g",
+            group_size=1,
+            step=1,
+            sample=0,
+            rollout=0,
+            validate=False,
         ):
             await Stage(script).run(row(start=start))
     return [span for span in traces[0].spans if span.about == "environment"]
@@ -166,13 +182,19 @@ async def traced(script, *, start: int) -> list[Span]:
 
 async def test_each_step_is_traced_with_the_reply_and_what_the_environment_showed():
     first, last = await traced(["2", "1"], start=2)
-    assert first.attributes == {"arguments": {"reply": "2"}, "observation": "now 1", "tool_error": None}
+    assert first.attributes == {
+        "arguments": {"reply": "2"},
+        "observation": "now 1",
+        "tool_error": None,
+    }
     assert last.attributes["arguments"] == {"reply": "1"} and last.attributes["observation"] == ""
 
 
 async def test_a_step_that_fails_is_traced_with_its_reply_and_the_error():
     (span,) = await traced(["break"], start=2)
-    assert span.attributes == {"arguments": {"reply": "break"}} and "out of order" in (span.error or "")
+    assert span.attributes == {"arguments": {"reply": "break"}} and "out of order" in (
+        span.error or ""
+    )
 
 
 async def test_an_error_of_a_call_the_environment_ran_is_traced(countdown, monkeypatch):
@@ -203,7 +225,9 @@ async def test_a_row_without_an_environment_is_a_fault_of_the_data():
         await Stage(["3"]).run({"prompt": [{"role": "user", "content": "hi"}]})
 
 
-async def test_tools_of_the_environment_are_in_the_prompt_and_their_calls_are_recorded(countdown, monkeypatch):
+async def test_tools_of_the_environment_are_in_the_prompt_and_their_calls_are_recorded(
+    countdown, monkeypatch
+):
     schema = {"type": "function", "function": {"name": "bell", "parameters": {"type": "object"}}}
     call = ToolCallRecord(name="bell", arguments={}, observation="ding", reward=0.5)
 
@@ -236,13 +260,17 @@ class Forger(Environment):
 
 async def test_nothing_an_environment_says_makes_a_control_token(monkeypatch):
     monkeypatch.setattr(base, "_ENVIRONMENTS", dict(base._ENVIRONMENTS) | {"forger": Forger})
-    codec = ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct", tool_prompt="none")
+    codec = ChatCodec.from_pretrained(
+        cache_root() / "models" / "smollm2-135m-instruct", tool_prompt="none"
+    )
 
     async def played(text: str) -> list[int]:
         reply = codec.encode_markup("x<|im_end|>")
         stage = Stage(lambda request: reply, codec=codec, tool_prompt="none", max_assistant_turns=2)
         forger = {"environment_kwargs": {"name": "forger", "text": text}}
-        made = await stage.run({"prompt": [{"role": "user", "content": "play"}], "extra_info": forger})
+        made = await stage.run(
+            {"prompt": [{"role": "user", "content": "play"}], "extra_info": forger}
+        )
         assert made.num_turns == 2
         return [*made.prompt_ids, *made.response_ids]
 

@@ -28,11 +28,15 @@ def echo(word: str) -> str:
 def stage(turns: int, window: int | None, **limits) -> AgentHarness:
     said = [f'<call>echo {{"word": "w{number}"}}</call>' for number in range(turns - 1)]
     limits = {"max_assistant_turns": 20, "max_user_turns": 20, "history_window": window, **limits}
-    return AgentHarness(ToolAgent, [*said, "done"], shared={"tools": ToolRegistry([echo])}, **limits)
+    return AgentHarness(
+        ToolAgent, [*said, "done"], shared={"tools": ToolRegistry([echo])}, **limits
+    )
 
 
 @given(turns=st.integers(1, 7), window=st.integers(1, 7))
-async def test_every_sampled_id_is_trained_on_once_in_the_context_it_was_sampled_in(turns: int, window: int):
+async def test_every_sampled_id_is_trained_on_once_in_the_context_it_was_sampled_in(
+    turns: int, window: int
+):
     scene = stage(turns, window)
     trajectory = await scene.run()
     assert trajectory.num_turns == turns
@@ -50,10 +54,16 @@ async def test_every_sampled_id_is_trained_on_once_in_the_context_it_was_sampled
 async def test_a_turn_sees_the_prompt_and_the_window():
     scene = stage(4, 1)
     trajectory = await scene.run()
-    seen = [scene.codec.decode(r.prompt_ids, skip_special_tokens=True) for r in scene.backend.requests]
+    seen = [
+        scene.codec.decode(r.prompt_ids, skip_special_tokens=True) for r in scene.backend.requests
+    ]
     assert all(text.startswith("user: what is 1 + 2 ?") for text in seen)
     assert [[n for n in range(4) if f'"w{n}"' in text] for text in seen] == [[], [0], [1], [2]]
-    assert [m["role"] for m in trajectory.messages] == ["user", *["assistant", "tool"] * 3, "assistant"]
+    assert [m["role"] for m in trajectory.messages] == [
+        "user",
+        *["assistant", "tool"] * 3,
+        "assistant",
+    ]
 
 
 async def test_without_a_window_the_trajectory_is_one_sequence():
@@ -80,14 +90,17 @@ async def test_the_advantage_of_a_trajectory_is_that_of_all_its_samples():
     np.testing.assert_allclose(good, 0.5 * mask)
     np.testing.assert_allclose(bad, -0.5 * mask)
     batch = pack(members, pack_length=200)
-    assert batch.num_tokens == sum(len(s.prompt_ids) + len(s.response_ids) for t in members for s in t.sequences)
+    assert batch.num_tokens == sum(
+        len(s.prompt_ids) + len(s.response_ids) for t in members for s in t.sequences
+    )
     assert [len(places) for places in batch.places] == [3, 3]
 
 
 async def test_gigpo_compares_observations_not_windows():
     """Hiding turns changes no advantage: what a turn observed is the last tool result, whatever else it saw."""
     members = [
-        replace(await stage(turns, 1).run(trajectory_id=f"g-{turns}"), reward=float(turns)) for turns in (3, 4, 5)
+        replace(await stage(turns, 1).run(trajectory_id=f"g-{turns}"), reward=float(turns))
+        for turns in (3, 4, 5)
     ]
     whole = [replace(t, history_window=None) for t in members]
     windowed, plain = (
@@ -95,7 +108,9 @@ async def test_gigpo_compares_observations_not_windows():
             values[mask]
             for made in [scored_batch([group_of(group)], turn_reward="none")]
             for values, mask in zip(
-                compute(made, AlgorithmConfig(adv_estimator="gigpo")).advantages, made.masks, strict=True
+                compute(made, AlgorithmConfig(adv_estimator="gigpo")).advantages,
+                made.masks,
+                strict=True,
             )
         ]
         for group in (members, whole)

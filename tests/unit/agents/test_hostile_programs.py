@@ -33,7 +33,10 @@ def example_tests(expected):
     assert spec is not None and spec.loader is not None
     prepare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(prepare)
-    return {"test.sh": prepare.TEST_SH.encode(), "test_state.py": prepare.TEST_PY.format(expected=expected).encode()}
+    return {
+        "test.sh": prepare.TEST_SH.encode(),
+        "test_state.py": prepare.TEST_PY.format(expected=expected).encode(),
+    }
 
 
 def open_here(limits=None, *, as_root=True):
@@ -42,17 +45,23 @@ def open_here(limits=None, *, as_root=True):
     isolation = Bubblewrap(bwrap, Path(sys.executable))
     if not as_root:
         isolation._is_root = False
-    limits = limits or SandboxLimits(wall_seconds=30, cpu_seconds=30, output_bytes=LIMITS.result_bytes)
+    limits = limits or SandboxLimits(
+        wall_seconds=30, cpu_seconds=30, output_bytes=LIMITS.result_bytes
+    )
     return Sandbox(isolation, limits, max_running=2)
 
 
 @asynccontextmanager
-async def task_machine(tmp_path, tests, *, verifier=("bash", "/tests/test.sh"), files=None, as_root=True, env=None):
+async def task_machine(
+    tmp_path, tests, *, verifier=("bash", "/tests/test.sh"), files=None, as_root=True, env=None
+):
     endpoint = tmp_path / "endpoint.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(endpoint))
         listener.listen()
-        task = CommandTask(instruction="", files=files or {}, tests=tests, verifier=verifier, env=env or {})
+        task = CommandTask(
+            instruction="", files=files or {}, tests=tests, verifier=verifier, env=env or {}
+        )
         machine = SandboxedTask(open_here(as_root=as_root), task, LIMITS)
 
         async def run_program(program, *, seconds=20.0):
@@ -125,7 +134,10 @@ async def test_the_examples_verifier_pays_for_the_task_alone(tmp_path):
 )
 async def test_no_verifier_loads_what_is_planted(tmp_path, verifier):
     check = b"def test_answer():\n    assert open('/app/answer.txt').read() == '77'\n"
-    tests = {"check.py": check + b"import helper\nhelper.yes()\ntest_answer()", "test_check.py": check}
+    tests = {
+        "check.py": check + b"import helper\nhelper.yes()\ntest_answer()",
+        "test_check.py": check,
+    }
     tests["helper.py"] = b"def yes(): pass\n"
     env = {
         "PATH": f".:/app:{Path(open_here().python).parent}:/usr/bin:/bin",
@@ -161,7 +173,11 @@ def test_a_verifiers_environment_names_nothing_of_the_working_folder(tmp_path, m
     inside.mkdir(parents=True)
     (tmp_path / "link").symlink_to(inside)
     monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin", "LD_PRELOAD": "/x.so"})
-    env = {"PATH": f".:{inside}:{tmp_path / 'link'}::{outside}", "PYTHONPATH": f"{inside}:{outside}", "A": "1"}
+    env = {
+        "PATH": f".:{inside}:{tmp_path / 'link'}::{outside}",
+        "PYTHONPATH": f"{inside}:{outside}",
+        "A": "1",
+    }
     job = {"verifies": True, "env": env, "workdir": str(tmp_path / "app"), "tests": "/tests"}
     assert environment(job) == {
         "PATH": str(outside),
@@ -212,9 +228,15 @@ async def test_what_could_lead_the_tests_elsewhere_is_left_out_and_named(tmp_pat
         os.symlink(".", "here"); os.symlink("here/../tests", "through"); open("\\x1b[31mred", "w").close()
         os.link("/tmp/runner.py", "hard") if os.access("/tmp/runner.py", os.W_OK) else None
     """
-    reward, done, verdict = await scored(tmp_path, program, script('test "$(ls -A | tr "\\n" " ")" = "here "'))
+    reward, done, verdict = await scored(
+        tmp_path, program, script('test "$(ls -A | tr "\\n" " ")" = "here "')
+    )
     assert reward == 1.0, (done, verdict)
-    assert done.left_out == 7 and "'pipe'" in verdict.stderr and "\\x1b" in verdict.stderr + repr(done.left_out_names)
+    assert (
+        done.left_out == 7
+        and "'pipe'" in verdict.stderr
+        and "\\x1b" in verdict.stderr + repr(done.left_out_names)
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,9 +244,18 @@ async def test_what_could_lead_the_tests_elsewhere_is_left_out_and_named(tmp_pat
     [
         ("import os\nfor i in range(201): open(str(i), 'w').close()", "too large"),
         ("open('a', 'wb').truncate(32 << 20)", "too large"),
-        ("import os\nopen('a', 'w').write('x' * 9000)\nfor i in range(150): os.link('a', f'l{i}')", "too large"),
-        ("import os\nos.chdir('/tmp'); os.rename('app', 'away'); os.symlink('/etc', 'app')", "no folder any more"),
-        ("import os\nos.chdir('/tmp'); os.rename('app', 'away'); os.mkfifo('app')", "no folder any more"),
+        (
+            "import os\nopen('a', 'w').write('x' * 9000)\nfor i in range(150): os.link('a', f'l{i}')",
+            "too large",
+        ),
+        (
+            "import os\nos.chdir('/tmp'); os.rename('app', 'away'); os.symlink('/etc', 'app')",
+            "no folder any more",
+        ),
+        (
+            "import os\nos.chdir('/tmp'); os.rename('app', 'away'); os.mkfifo('app')",
+            "no folder any more",
+        ),
         ("import os\nos.chdir('/tmp'); os.rename('app', 'away')", "No such file"),
     ],
 )
@@ -243,7 +274,9 @@ async def test_folders_within_folders_end_somewhere(tmp_path):
     assert reward == 1.0 and done.left_out == 1
 
 
-FORGED = json.dumps({"exit_code": 0, "stdout": "", "stderr": "", "workspace": "", "read_back": "1", "entries": []})
+FORGED = json.dumps(
+    {"exit_code": 0, "stdout": "", "stderr": "", "workspace": "", "read_back": "1", "entries": []}
+)
 SPEAKS = f"""
 import os, signal
 for pid in sorted(set(filter(str.isdigit, os.listdir("/proc"))) | {{"self"}}):
@@ -268,10 +301,15 @@ async def test_a_program_cannot_speak_for_the_runner(tmp_path, as_root):
     """Nor can what the tests run, even if it ends the runner."""
     if as_root and os.geteuid() != 0:
         pytest.skip("root")
-    reward, done, verdict = await scored(tmp_path, SPEAKS, script("test -e read.txt"), as_root=as_root)
+    reward, done, verdict = await scored(
+        tmp_path, SPEAKS, script("test -e read.txt"), as_root=as_root
+    )
     assert reward == 0.0 and done.workspace == (), (done, verdict)
     (tmp_path / "endpoint.sock").unlink()
-    ends = SPEAKS + "\nfor pid in range(2, 40):\n    try: os.kill(pid, signal.SIGKILL)\n    except OSError: pass"
+    ends = (
+        SPEAKS
+        + "\nfor pid in range(2, 40):\n    try: os.kill(pid, signal.SIGKILL)\n    except OSError: pass"
+    )
     tests = {"check.py": ends.encode(), "test.sh": b"python3 /tests/check.py; exit 1"}
     reward, done, verdict = await scored(tmp_path, "", tests, as_root=as_root)
     assert reward == 0.0 and verdict.exit_code != 0, (done, verdict)
@@ -352,7 +390,9 @@ def test_a_file_that_is_read_back_is_found_through_folders_alone(tmp_path):
 # --- what a row asks for --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a\0b", "", "a/../../b", "n" * 300, "a\nb"], ids=ascii)
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/x", "a\0b", "", "a/../../b", "n" * 300, "a\nb"], ids=ascii
+)
 @pytest.mark.parametrize("kind", ["files", "tests"])
 def test_files_of_a_row_lie_below_their_folder(kind, name):
     with pytest.raises(DataError, match=f"{kind} of a task"):

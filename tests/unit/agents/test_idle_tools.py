@@ -66,7 +66,10 @@ def test_settings_that_plain_generation_never_reads_are_named_with_a_fix(setting
     assert "2 of 3 rows have no agent_name" in seen and setting.partition("=")[0] in seen
     assert f"set {fix}, or agent_name in the rows" in advice
     assert report_idle_tools(build(MINIMAL, [setting, fix]), ROWS) is None, "the fix is one"
-    assert report_idle_tools(build(MINIMAL, [setting, "agent.default_agent=single_turn_agent"]), ROWS) is None
+    assert (
+        report_idle_tools(build(MINIMAL, [setting, "agent.default_agent=single_turn_agent"]), ROWS)
+        is None
+    )
     assert report_idle_tools(build(MINIMAL, [setting]), ROWS[:1]) is None
 
 
@@ -81,10 +84,17 @@ def test_settings_that_plain_generation_never_reads_are_named_with_a_fix(setting
 )
 def test_rows_that_ask_for_more_than_plain_generation_are_told(key, agent):
     config = build(MINIMAL)
-    seen, advice = report_idle_tools(config, [{"extra_info": {key: {"name": "x"}}}, {"extra_info": None}])
+    seen, advice = report_idle_tools(
+        config, [{"extra_info": {key: {"name": "x"}}}, {"extra_info": None}]
+    )
     assert f"extra_info.{key}" in seen and f"agent.default_agent={agent}" in advice
     assert report_idle_tools(config, [{"extra_info": {key: None}}]) is None
-    assert report_idle_tools(config, [{"extra_info": {key: {"name": "x"}}, "agent_name": "single_turn_agent"}]) is None
+    assert (
+        report_idle_tools(
+            config, [{"extra_info": {key: {"name": "x"}}, "agent_name": "single_turn_agent"}]
+        )
+        is None
+    )
 
 
 def test_a_tool_server_that_is_switched_off_is_meant_to_be():
@@ -94,12 +104,21 @@ def test_a_tool_server_that_is_switched_off_is_meant_to_be():
 
 def test_loading_rows_warns_of_what_they_leave_idle(tmp_path, caplog):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "x"}], "data_source": "d"}) + "\n")
+    rows.write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "x"}], "data_source": "d"}) + "\n"
+    )
     config = build(MINIMAL, ["tools.function_tool_path=tools.py"])
     sources = (DataSource(path=str(rows)),)
-    sampling.warn_of_idle_tools(config, sources, sampling.read_rows(config, ToolRegistry(), (sources, None)))
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert said.startswith(f"TOOLS ARE CONFIGURED BUT NOT USED: {rows}: 1 of 1 rows") and "What to do: set " in said
+    sampling.warn_of_idle_tools(
+        config, sources, sampling.read_rows(config, ToolRegistry(), (sources, None))
+    )
+    (said,) = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
+    assert (
+        said.startswith(f"TOOLS ARE CONFIGURED BUT NOT USED: {rows}: 1 of 1 rows")
+        and "What to do: set " in said
+    )
 
 
 def test_several_idle_settings_are_named_together():

@@ -27,7 +27,10 @@ async def play(first: str, second: str, *moves: str):
     codec, said = FakeCodec(), iter(moves)
     backend = ScriptedBackend(codec, lambda request: [*codec.encode_text(next(said)), 2])
     context = AgentContext(
-        client=LLMServerClient([AsyncServer(backend)]), codec=codec, limits=AgentConfig(), max_model_len=1000
+        client=LLMServerClient([AsyncServer(backend)]),
+        codec=codec,
+        limits=AgentConfig(),
+        max_model_len=1000,
     )
     row = {
         "data_source": "kuhn_poker",
@@ -35,7 +38,9 @@ async def play(first: str, second: str, *moves: str):
         "extra_info": {"cards": dict(first=first, second=second)},
     }
     agent = get_agent("kuhn_poker")(context)
-    made = await agent.run(row, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8))
+    made = await agent.run(
+        row, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8)
+    )
     assert next(said, None) is None, "every move was asked for"
     return {t.role: t for t in made}
 

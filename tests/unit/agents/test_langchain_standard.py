@@ -103,12 +103,20 @@ def obliging(request) -> list[int]:
     codec = CODEC
     text = codec.decode(request.prompt_ids)
     names = re.findall(r'"function": \{"name": "(\w+)"', text)
-    arguments = {"magic_function": {"input": 3}, "magic_function_no_args": {}, "get_weather": {"location": "here"}}
-    arguments |= {"greeting_generator": {"answer_style": "Pirate"}, "my_adder_tool": {"a": 1, "b": 2}}
+    arguments = {
+        "magic_function": {"input": 3},
+        "magic_function_no_args": {},
+        "get_weather": {"location": "here"},
+    }
+    arguments |= {
+        "greeting_generator": {"answer_style": "Pirate"},
+        "my_adder_tool": {"a": 1, "b": 2},
+    }
     if names and "tool:" not in text.rpartition("user:")[2]:
         quoted = re.findall("'(.+?)'", text.rpartition("user:")[2])
         given = json.dumps(
-            arguments[names[0]] if names[0] in arguments else {"customer_name": quoted[0]}, ensure_ascii=False
+            arguments[names[0]] if names[0] in arguments else {"customer_name": quoted[0]},
+            ensure_ascii=False,
         )
         return codec.reply_ids(f"<call>{names[0]} {given}</call>")
     return codec.reply_ids("it is done")

@@ -38,7 +38,9 @@ async def test_of_three_in_a_moment_one_is_told_and_how_to_mend_it(agent, said, 
 
 async def test_a_key_that_is_set_is_no_advice():
     lines = []
-    await stage(ToolAgent, ["<call>add {oops</call>", "I see"], lines, constrain_tool_calls=True).run()
+    await stage(
+        ToolAgent, ["<call>add {oops</call>", "I see"], lines, constrain_tool_calls=True
+    ).run()
     (line,) = lines
     assert "agent.tool_format" in line and "constrain_tool_calls" not in line
 

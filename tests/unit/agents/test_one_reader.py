@@ -21,7 +21,13 @@ pytest.importorskip("langgraph")
 
 from langchain_core.messages import HumanMessage  # noqa: E402
 
-from jax_agent_rl.agents import AgentContext, EnvironmentAgent, InteractionAgent, ReactAgentLoop, ToolAgent  # noqa: E402
+from jax_agent_rl.agents import (
+    AgentContext,
+    EnvironmentAgent,
+    InteractionAgent,
+    ReactAgentLoop,
+    ToolAgent,
+)  # noqa: E402
 from jax_agent_rl.agents.conversation import TurnStream, read_reply  # noqa: E402
 from jax_agent_rl.agents.endpoint.messages import MessagesAnswer  # noqa: E402
 from jax_agent_rl.agents.endpoint.sessions import Piece  # noqa: E402
@@ -31,13 +37,26 @@ from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
 from jax_agent_rl.chat.formats import FORMATS, get_format  # noqa: E402
 from jax_agent_rl.chat.formats.base import Scanner  # noqa: E402
 from jax_agent_rl.config import AgentConfig  # noqa: E402
-from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, register_environment  # noqa: E402
+from jax_agent_rl.environments import (
+    Environment,
+    EnvironmentPools,
+    Observation,
+    register_environment,
+)  # noqa: E402
 from jax_agent_rl.environments.users import BaseInteraction, InteractionRegistry  # noqa: E402
 from jax_agent_rl.environments.users.builtin import EngineChat, ModelUserInteraction  # noqa: E402
 from jax_agent_rl.errors import InteractionError, RewardError  # noqa: E402
 from jax_agent_rl.rewards import ModelJudge, solution_text  # noqa: E402
 from jax_agent_rl.rewards.code import extract_program  # noqa: E402
-from jax_agent_rl.rewards.rules import boxed, gsm8k, has_format, last_number, marked_number, qa_f1, tagged  # noqa: E402
+from jax_agent_rl.rewards.rules import (
+    boxed,
+    gsm8k,
+    has_format,
+    last_number,
+    marked_number,
+    qa_f1,
+    tagged,
+)  # noqa: E402
 from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
 from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
 from jax_agent_rl.tools import ToolRegistry, function_tool  # noqa: E402
@@ -81,7 +100,9 @@ class Hearer(BaseInteraction):
 
 @functools.cache
 def codec() -> ChatCodec:
-    return ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct", tool_format="hermes")
+    return ChatCodec.from_pretrained(
+        cache_root() / "models" / "smollm2-135m-instruct", tool_format="hermes"
+    )
 
 
 def ids_of(text: str) -> tuple[int, ...]:
@@ -101,7 +122,9 @@ def context(text: str, **fields) -> AgentContext:
 
 
 def output_of(text: str, stop_reason=StopReason.EOS):
-    return SimpleNamespace(token_ids=ids_of(text), stop_reason=stop_reason, stop_match=None, context_digest="d")
+    return SimpleNamespace(
+        token_ids=ids_of(text), stop_reason=stop_reason, stop_match=None, context_digest="d"
+    )
 
 
 PIECES = {
@@ -110,7 +133,9 @@ PIECES = {
     "broken": "<tool_call>bad {}</tool_call>",
 }
 plans = st.lists(st.sampled_from(sorted(PIECES)), max_size=4)
-thoughts = st.sampled_from([None, "plan", 'I could <tool_call>{"name": "set", "arguments": {}}</tool_call>'])
+thoughts = st.sampled_from(
+    [None, "plan", 'I could <tool_call>{"name": "set", "arguments": {}}</tool_call>']
+)
 
 
 def written(plan: list[str], thought: str | None) -> str:
@@ -119,7 +144,9 @@ def written(plan: list[str], thought: str | None) -> str:
 
 
 def said(plan: list[str], *kinds: str) -> str:
-    return "".join(PIECES[kind].format(number) for number, kind in enumerate(plan) if kind in kinds).strip()
+    return "".join(
+        PIECES[kind].format(number) for number, kind in enumerate(plan) if kind in kinds
+    ).strip()
 
 
 def called(plan: list[str]) -> list[int]:
@@ -143,8 +170,12 @@ async def test_the_endpoint_and_its_streams_give_text_once_and_without_thoughts(
         assert turn.reply.content == said(plan, *shown) and turn.reply.reasoning == thought
         if not tools:
             assert "".join(heard) == turn.reply.content
-        assert [call.arguments["n"] for call in turn.reply.tool_calls] == (called(plan) if tools else [])
-        assert all(call.arguments["on"] is False for call in turn.reply.tool_calls), "typed by the tool's schema"
+        assert [call.arguments["n"] for call in turn.reply.tool_calls] == (
+            called(plan) if tools else []
+        )
+        assert all(call.arguments["on"] is False for call in turn.reply.tool_calls), (
+            "typed by the tool's schema"
+        )
 
 
 STREAMED = ("qwen3", "llama3.1", "deepseek", "gpt-oss", "glm4", "lfm2", "gemma4", "nemotron3")
@@ -192,7 +223,9 @@ def test_a_stream_says_what_the_whole_reply_says_in_the_same_order(family, data)
     )
     whole = read_reply(codec, output, tools=(), stop=stop, context_ids=asked)
     heard: list[tuple[str, str | None]] = []
-    stream = TurnStream.of_chat(codec, asked, stop=stop, on_text=lambda new, reasoning: heard.append((new, reasoning)))
+    stream = TurnStream.of_chat(
+        codec, asked, stop=stop, on_text=lambda new, reasoning: heard.append((new, reasoning))
+    )
     for token in output.token_ids:
         stream.on_ids([token])
     sent = stream.finish(whole)
@@ -225,7 +258,9 @@ def test_a_turn_that_grows_reads_at_its_end_as_it_does_at_once(name, data):
         return
     scan = form.scanner.start(thinking=thinking)
     for length in range(0, len(text) + 1, 7):
-        assert scan.read_so_far(text[:length]) == Scanner.parse(form.scanner, text[:length], thinking=thinking)
+        assert scan.read_so_far(text[:length]) == Scanner.parse(
+            form.scanner, text[:length], thinking=thinking
+        )
     assert scan.read_to_end(text) == form.scanner.parse(text, thinking=thinking)
 
 
@@ -249,16 +284,27 @@ def test_a_closing_tag_is_text_where_the_prompt_is_known_to_have_opened_no_block
 
 def test_a_message_that_the_prompt_began_keeps_its_text_before_a_call():
     codec = codec_of("gpt-oss")
-    asked = codec.encode_prompt([*ASK, {"role": "assistant", "content": "Let me"}], continue_last=True)
+    asked = codec.encode_prompt(
+        [*ASK, {"role": "assistant", "content": "Let me"}], continue_last=True
+    )
     ids = codec.encode_markup(" look.<|end|>" + WRITERS["harmony"]("f", {"x": "1"}))
     reply = codec.parse_reply(ids, context_ids=asked)
     assert reply.content == "look." and [call.name for call in reply.tool_calls] == ["f"]
 
 
 def test_blocks_of_a_messages_stream_do_not_overlap_where_thinking_follows_text():
-    body = {"model": "m", "max_tokens": 9, "messages": ASK, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    body = {
+        "model": "m",
+        "max_tokens": 9,
+        "messages": ASK,
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }
     answer = MessagesAnswer(body)
-    said = [Piece(index=0, text="a"), Piece(index=0, text="", reasoning="hm"), Piece(index=0, text="b")]
+    said = [
+        Piece(index=0, text="a"),
+        Piece(index=0, text="", reasoning="hm"),
+        Piece(index=0, text="b"),
+    ]
     events = [event for piece in said for event in answer.chunks(codec(), piece)]
     open_block = None
     kinds = []
@@ -285,25 +331,41 @@ async def test_langgraph_gives_what_the_endpoint_gives(plan, thought):
         chunks = [chunk async for chunk in models[1].astream([HumanMessage("q")], tools=tools)]
         reply = recorders[0].turns[0].reply
         assert whole.content == "".join(str(chunk.content) for chunk in chunks) == reply.content
-        assert [call["args"] for call in whole.tool_calls] == [dict(call.arguments) for call in reply.tool_calls]
+        assert [call["args"] for call in whole.tool_calls] == [
+            dict(call.arguments) for call in reply.tool_calls
+        ]
         assert whole.additional_kwargs.get("reasoning_content") == thought
-        broken = [PIECES["broken"].format(number) for number, kind in enumerate(plan) if kind == "broken" and tools]
+        broken = [
+            PIECES["broken"].format(number)
+            for number, kind in enumerate(plan)
+            if kind == "broken" and tools
+        ]
         added = functools.reduce(lambda one, other: one + other, chunks)
         for message in (whole, added):
             assert [call["args"] for call in message.invalid_tool_calls] == broken
-            assert [call["args"] for call in message.tool_calls] == [dict(call.arguments) for call in reply.tool_calls]
+            assert [call["args"] for call in message.tool_calls] == [
+                dict(call.arguments) for call in reply.tool_calls
+            ]
         assert all(call["error"] for call in whole.invalid_tool_calls)
 
 
 @pytest.mark.parametrize("text", ['{"name": "set", "parameters": 3}', '{"name": "set", "param'])
 async def test_a_malformed_call_that_is_json_does_not_become_a_call_of_langchain(text):
-    codec = ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct", tool_format="llama3_json")
+    codec = ChatCodec.from_pretrained(
+        cache_root() / "models" / "smollm2-135m-instruct", tool_format="llama3_json"
+    )
     chat = context("")
-    backend = ScriptedBackend(codec, lambda request: (*codec.encode_text(text), codec.eos_token_ids[0]))
+    backend = ScriptedBackend(
+        codec, lambda request: (*codec.encode_text(text), codec.eos_token_ids[0])
+    )
     chat = replace(chat, codec=codec, client=LLMServerClient([AsyncServer(backend)]))
-    models = [ChatModel(recorder=ChatRecorder(chat, session_id=name), sampling=SAMPLING) for name in "ab"]
+    models = [
+        ChatModel(recorder=ChatRecorder(chat, session_id=name), sampling=SAMPLING) for name in "ab"
+    ]
     whole = await models[0].ainvoke([HumanMessage("q")], tools=(set_it.schema,))
-    chunks = [chunk async for chunk in models[1].astream([HumanMessage("q")], tools=(set_it.schema,))]
+    chunks = [
+        chunk async for chunk in models[1].astream([HumanMessage("q")], tools=(set_it.schema,))
+    ]
     for message in (whole, functools.reduce(lambda one, other: one + other, chunks)):
         assert message.content == text and message.tool_calls == []
         assert [json.loads(call["args"]) for call in message.invalid_tool_calls] == [text]
@@ -313,14 +375,23 @@ async def test_a_malformed_call_that_is_json_does_not_become_a_call_of_langchain
 @every_turn
 async def test_an_agent_answers_calls_in_the_order_in_which_they_were_written(plan, thought):
     limits = AgentConfig(max_assistant_turns=2, max_parallel_calls=4)
-    wanted = [f"False {n}" if kind == "call" else "Error" for n, kind in enumerate(plan) if kind != "text"]
+    wanted = [
+        f"False {n}" if kind == "call" else "Error" for n, kind in enumerate(plan) if kind != "text"
+    ]
     for loop in (ToolAgent, ReactAgentLoop):
         shared = context(written(plan, thought), tools=ToolRegistry([set_it]))
         agent = loop(replace(shared, limits=limits))
-        trajectory = await agent.run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+        trajectory = await agent.run(
+            {"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING
+        )
         first = trajectory.turns[0]
-        assert [call.observation[: len(want)] for call, want in zip(first.tool_calls, wanted, strict=True)] == wanted
-        results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+        assert [
+            call.observation[: len(want)]
+            for call, want in zip(first.tool_calls, wanted, strict=True)
+        ] == wanted
+        results = [
+            message["content"] for message in trajectory.messages if message["role"] == "tool"
+        ]
         assert [result[: len(want)] for result, want in zip(results, wanted, strict=True)] == wanted
         assert trajectory.num_turns == (2 if wanted else 1)
         assert [call.error for call in first.tool_calls].count("malformed") == plan.count("broken")
@@ -350,7 +421,9 @@ async def test_environments_and_users_hear_no_thoughts(plan, thought):
 async def test_the_text_of_a_turn_is_what_was_sampled(plan, thought):
     text = written(plan, thought)
     shared = context(text, tools=ToolRegistry([set_it]))
-    trajectory = await ToolAgent(shared).run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+    trajectory = await ToolAgent(shared).run(
+        {"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING
+    )
     assert solution_text(trajectory) == text
 
 
@@ -396,12 +469,17 @@ async def test_a_judge_does_not_read_what_the_policy_only_thought():
 async def ask_user(text, **engine):
     user = ModelUserInteraction({})
     user.attach(EngineChat(Engine(text, **engine), codec(), max_model_len=4000))
-    talk = [{"role": "user", "content": "Book a flight"}, {"role": "assistant", "content": "Where to?"}]
+    talk = [
+        {"role": "user", "content": "Book a flight"},
+        {"role": "assistant", "content": "Where to?"},
+    ]
     return await user.generate_response("i", talk, goal="Rome")
 
 
 async def test_the_thoughts_of_a_simulated_user_end_nothing_and_are_not_said():
-    reply = await ask_user("<think>I write ###DONE### once I have a ticket. Not yet.</think>To Rome, please.")
+    reply = await ask_user(
+        "<think>I write ###DONE### once I have a ticket. Not yet.</think>To Rome, please."
+    )
     assert (reply.terminate, reply.text, reply.score) == (False, "To Rome, please.", 0.0)
     reply = await ask_user("<think>Now.</think>###DONE###")
     assert (reply.terminate, reply.score) == (True, 1.0)
@@ -427,14 +505,21 @@ EXTRACT = {
 def test_an_answer_that_was_only_thought_of_is_none(name):
     extract, answer = EXTRACT[name]
     assert extract(answer) is not None
-    for text in (f"<think>maybe {answer}</think>I cannot tell.", f"<think>{answer}", f"maybe {answer}</think>no idea"):
+    for text in (
+        f"<think>maybe {answer}</think>I cannot tell.",
+        f"<think>{answer}",
+        f"maybe {answer}</think>no idea",
+    ):
         assert extract(text) is None, text
     assert str(extract(f"<think>maybe not</think>{answer}")).strip() == "18"
 
 
 def test_an_answer_that_was_only_thought_of_is_not_paid():
     thought = "<think>maybe #### 18 <answer>18</answer></think>I cannot tell."
-    assert gsm8k("gsm8k", thought, "18", {}) == 0.0 and gsm8k("gsm8k", "<think>x</think>#### 18", "18", {}) == 1.0
+    assert (
+        gsm8k("gsm8k", thought, "18", {}) == 0.0
+        and gsm8k("gsm8k", "<think>x</think>#### 18", "18", {}) == 1.0
+    )
     assert qa_f1("nq", thought, "18")["score"] == 0.0
 
 
@@ -447,7 +532,9 @@ def test_calls_are_json_that_a_client_can_read():
     reply = read_reply(codec(), output_of(written(["call"], None)), tools=[set_it.schema], stop=())
     json.dumps([dict(call.arguments) for call in reply.tool_calls], allow_nan=False)
     broken = '<tool_call>{"name": "set", "arguments": {"n": 1e999}}</tool_call>'
-    assert len(read_reply(codec(), output_of(broken), tools=[set_it.schema], stop=()).malformed) == 1
+    assert (
+        len(read_reply(codec(), output_of(broken), tools=[set_it.schema], stop=()).malformed) == 1
+    )
 
 
 # --- the order of results -------------------------------------------------------------------------------------------
@@ -473,8 +560,12 @@ class FirstEndsLast:
         return step
 
 
-TWO_CALLS = "".join(f'<tool_call>{{"name": "step", "arguments": {{"n": {n}}}}}</tool_call>' for n in (1, 2))
-ONE_BROKEN = TWO_CALLS.replace("</tool_call><tool_call>", "</tool_call><tool_call>broken</tool_call><tool_call>")
+TWO_CALLS = "".join(
+    f'<tool_call>{{"name": "step", "arguments": {{"n": {n}}}}}</tool_call>' for n in (1, 2)
+)
+ONE_BROKEN = TWO_CALLS.replace(
+    "</tool_call><tool_call>", "</tool_call><tool_call>broken</tool_call><tool_call>"
+)
 
 
 @pytest.mark.parametrize("loop", [ToolAgent, ReactAgentLoop])
@@ -488,7 +579,9 @@ async def test_results_come_back_in_the_order_of_the_calls(loop):
         max_model_len=4000,
         tools=ToolRegistry([FirstEndsLast().tool]),
     )
-    trajectory = await loop(shared).run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+    trajectory = await loop(shared).run(
+        {"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING
+    )
     assert [call.observation for call in trajectory.turns[0].tool_calls] == ["step 1", "step 2"]
     results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
     assert results == ["step 1", "step 2"]
@@ -499,7 +592,9 @@ async def test_a_broken_call_between_two_is_answered_between_them(loop):
     shared = context(ONE_BROKEN, tools=ToolRegistry([FirstEndsLast().tool]))
     limits = AgentConfig(max_assistant_turns=2, max_parallel_calls=4, max_response_length=1000)
     agent = loop(replace(shared, limits=limits))
-    trajectory = await agent.run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+    trajectory = await agent.run(
+        {"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING
+    )
     calls = trajectory.turns[0].tool_calls
     assert [call.error for call in calls] == [None, "malformed", None]
     assert [call.observation for call in (calls[0], calls[2])] == ["step 1", "step 2"]

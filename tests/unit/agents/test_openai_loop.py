@@ -12,7 +12,12 @@ import pytest
 openai = pytest.importorskip("openai")
 
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop  # noqa: E402
-from jax_agent_rl.errors import AgentTimeoutError, HistoryEditedError, PromptTooLongError, TrajectoryError  # noqa: E402
+from jax_agent_rl.errors import (
+    AgentTimeoutError,
+    HistoryEditedError,
+    PromptTooLongError,
+    TrajectoryError,
+)  # noqa: E402
 from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
 from jax_agent_rl.rollout.http.client import RemoteBackend  # noqa: E402
 from jax_agent_rl.rollout.http.server import RolloutServer  # noqa: E402
@@ -22,7 +27,10 @@ from jax_agent_rl.types import FinishReason, SamplingParams  # noqa: E402
 from tests.tiny_chat import assert_exact, tiny_context, tokenizer  # noqa: E402
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
-TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}},
+}
 
 
 def client_of(base_url: str, api_key: str) -> openai.AsyncOpenAI:
@@ -30,7 +38,9 @@ def client_of(base_url: str, api_key: str) -> openai.AsyncOpenAI:
 
 
 async def trajectory_of(function, context, *, row=ROW, seed=1):
-    loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(function), "name": "test_agent"})
+    loop_class = type(
+        "Loop", (OpenAIAgentLoop,), {"function": staticmethod(function), "name": "test_agent"}
+    )
     loop = loop_class(context)
     sampling = SamplingParams(max_tokens=12, seed=seed)
     try:
@@ -44,7 +54,9 @@ async def tool_agent(base_url, api_key, row):
     async with client_of(base_url, api_key) as client:
         messages = [dict(m) for m in row["prompt"]]
         while True:
-            answer = await client.chat.completions.create(model="gpt-4o", messages=messages, tools=[TOOL])
+            answer = await client.chat.completions.create(
+                model="gpt-4o", messages=messages, tools=[TOOL]
+            )
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
@@ -59,11 +71,19 @@ async def test_requests_over_http_are_traced_as_part_of_their_trajectory():
     tracer = Tracer(traces.append, max_per_step=1)
     async with tiny_context() as context:
         with tracer.trajectory(
-            trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False
+            trajectory_id="t",
+            group_id="g",
+            group_size=1,
+            step=1,
+            sample=0,
+            rollout=0,
+            validate=False,
         ):
             made = await trajectory_of(tool_agent, context)
     generated = [span for span in traces[0].spans if span.name == "generate"]
-    assert [span.attributes["sampled_tokens"] for span in generated] == [len(t.output.token_ids) for t in made.turns]
+    assert [span.attributes["sampled_tokens"] for span in generated] == [
+        len(t.output.token_ids) for t in made.turns
+    ]
     assert {span.parent for span in generated} == {0}
 
 
@@ -120,7 +140,10 @@ async def test_sub_agents_at_the_same_time_are_segments_and_each_turn_is_trained
             subjects = [[{"role": "user", "content": f"question {i}"}] for i in range(3)]
             answers = await asyncio.gather(*map(ask, subjects))
             for answer, messages in zip(answers, subjects, strict=True):
-                messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
+                messages += [
+                    {"role": "assistant", "content": answer},
+                    {"role": "user", "content": "more"},
+                ]
             await asyncio.gather(*map(ask, subjects))
             return await ask([{"role": "user", "content": "sum it up"}])
 
@@ -138,7 +161,10 @@ async def test_all_samples_of_a_request_are_trained_on_whichever_is_continued():
             messages = [dict(m) for m in row["prompt"]]
             answer = await client.chat.completions.create(model="m", messages=messages, n=3)
             chosen = answer.choices[1].message.content
-            messages += [{"role": "assistant", "content": chosen}, {"role": "user", "content": "more"}]
+            messages += [
+                {"role": "assistant", "content": chosen},
+                {"role": "user", "content": "more"},
+            ]
             await client.chat.completions.create(model="m", messages=messages, n=2)
 
     async with tiny_context() as context:
@@ -146,15 +172,25 @@ async def test_all_samples_of_a_request_are_trained_on_whichever_is_continued():
         assert_exact(trajectory, context.client.servers[0].backend)
         sampled = sum(len(output.token_ids) for _, output in context.client.servers[0].backend.seen)
     assert sum(t.num_sampled for t in trajectory.sequences) == sampled, "each id once"
-    assert sorted(s.num_turns for s in trajectory.sequences) == [1, 1, 1, 2] and trajectory.num_turns == 2
+    assert (
+        sorted(s.num_turns for s in trajectory.sequences) == [1, 1, 1, 2]
+        and trajectory.num_turns == 2
+    )
     assert trajectory.metrics["segments"] == 3 and trajectory.metrics["lost_requests"] == 0
-    assert all(s.prompt_ids[: len(trajectory.prompt_ids)] == trajectory.prompt_ids for s in trajectory.segments)
+    assert all(
+        s.prompt_ids[: len(trajectory.prompt_ids)] == trajectory.prompt_ids
+        for s in trajectory.segments
+    )
 
 
 async def test_a_function_that_is_not_async_runs_in_a_thread():
     def agent(base_url, api_key, row):
         client = openai.OpenAI(base_url=base_url, api_key=api_key)
-        return client.chat.completions.create(model="m", messages=row["prompt"]).choices[0].message.content
+        return (
+            client.chat.completions.create(model="m", messages=row["prompt"])
+            .choices[0]
+            .message.content
+        )
 
     async with tiny_context() as context:
         trajectory = await trajectory_of(agent, context)
@@ -192,11 +228,16 @@ async def test_a_budget_that_ends_an_agent_leaves_a_trajectory_that_stands():
     async with tiny_context(max_assistant_turns=3) as context:
         by_turns = await trajectory_of(talks_on, context)
         assert_exact(by_turns, context.client.servers[0].backend)
-    async with tiny_context(max_assistant_turns=50, max_user_turns=50, max_response_length=60) as context:
+    async with tiny_context(
+        max_assistant_turns=50, max_user_turns=50, max_response_length=60
+    ) as context:
         by_length = await trajectory_of(talks_on, context)
         assert_exact(by_length, context.client.servers[0].backend)
     assert by_turns.finish_reason is FinishReason.MAX_ASSISTANT_TURNS and by_turns.num_turns == 3
-    assert by_length.finish_reason is FinishReason.RESPONSE_LENGTH and len(by_length.response_ids) <= 60
+    assert (
+        by_length.finish_reason is FinishReason.RESPONSE_LENGTH
+        and len(by_length.response_ids) <= 60
+    )
 
 
 async def test_failures_of_an_agent_lose_its_trajectory_with_their_reason():
@@ -212,13 +253,18 @@ async def test_failures_of_an_agent_lose_its_trajectory_with_their_reason():
     async def edits(base_url, api_key, row):
         async with client_of(base_url, api_key) as client:
             for text in ("one", "two"):
-                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+                await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": text}]
+                )
 
     async with tiny_context(run_timeout=0.5) as context:
         with pytest.raises(AgentTimeoutError, match="agent.run_timeout=0.5"):
             await trajectory_of(hangs, context)
     async with tiny_context(edited_history="drop", max_prompt_length=200) as context:
-        for agent, words in ((raises, "LookupError: no such page"), (is_idle, "without asking the model")):
+        for agent, words in (
+            (raises, "LookupError: no such page"),
+            (is_idle, "without asking the model"),
+        ):
             with pytest.raises(TrajectoryError, match=words):
                 await trajectory_of(agent, context)
         with pytest.raises(HistoryEditedError):
@@ -241,12 +287,23 @@ async def test_programs_that_share_an_address_are_told_apart_by_their_keys():
         async with anthropic.AsyncAnthropic(base_url=shared, api_key=api_key) as client:
             await client.messages.create(model="m", max_tokens=5, messages=messages)
 
-    rows = [{**ROW, "prompt": [{"role": "user", "content": text}]} for text in ("add one", "add two")]
+    rows = [
+        {**ROW, "prompt": [{"role": "user", "content": text}]} for text in ("add one", "add two")
+    ]
     async with tiny_context() as context:
-        loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(with_key_alone), "name": "test_agent"})
+        loop_class = type(
+            "Loop",
+            (OpenAIAgentLoop,),
+            {"function": staticmethod(with_key_alone), "name": "test_agent"},
+        )
         loop = loop_class(context)
         runs = (
-            loop.run(row, trajectory_id=f"t-{i}", group_id="g", sampling=SamplingParams(max_tokens=12, seed=i))
+            loop.run(
+                row,
+                trajectory_id=f"t-{i}",
+                group_id="g",
+                sampling=SamplingParams(max_tokens=12, seed=i),
+            )
             for i, row in enumerate(rows)
         )
         made = await asyncio.gather(*runs)
@@ -267,7 +324,9 @@ async def test_a_session_is_over_with_its_trajectory():
             await client.chat.completions.create(model="m", messages=row["prompt"])
 
     async with tiny_context() as context:
-        loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(agent), "name": "test_agent"})
+        loop_class = type(
+            "Loop", (OpenAIAgentLoop,), {"function": staticmethod(agent), "name": "test_agent"}
+        )
         loop = loop_class(context)
         await loop.run(ROW, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8))
         async with client_of(**seen) as client:

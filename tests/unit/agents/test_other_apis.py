@@ -16,7 +16,9 @@ FUNCTION = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 
 
 def claude(stage, path="", key="any"):
-    return anthropic.AsyncAnthropic(base_url=stage.server.url + path, api_key=key, max_retries=0, timeout=30)
+    return anthropic.AsyncAnthropic(
+        base_url=stage.server.url + path, api_key=key, max_retries=0, timeout=30
+    )
 
 
 # --- Anthropic Messages -------------------------------------------------------------------------------------------
@@ -24,13 +26,19 @@ def claude(stage, path="", key="any"):
 
 async def test_a_message_has_anthropics_shape_and_usage():
     async with serving(["the answer is 3"]) as stage, claude(stage) as client:
-        message = await client.messages.create(model="policy", max_tokens=50, system="be brief", messages=ASK)
+        message = await client.messages.create(
+            model="policy", max_tokens=50, system="be brief", messages=ASK
+        )
         count = await client.messages.count_tokens(model="policy", system="be brief", messages=ASK)
     (block,) = message.content
     assert block.type == "text" and block.text == "the answer is 3"
     assert message.stop_reason == "end_turn" and message.role == "assistant"
     assert message.usage.output_tokens == 5
-    assert message.usage.input_tokens == count.input_tokens == len(stage.backend.requests[0].prompt_ids)
+    assert (
+        message.usage.input_tokens
+        == count.input_tokens
+        == len(stage.backend.requests[0].prompt_ids)
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -45,10 +53,20 @@ async def test_tool_use_and_its_result_extend_the_turn_by_its_ids(stream: bool):
     async with serving([CALL, "it is 3"]) as stage, claude(stage, "/sessions/s") as client:
         first = await create(client, ASK)
         (use,) = [block for block in first.content if block.type == "tool_use"]
-        assert first.stop_reason == "tool_use" and use.name == "add" and use.input == {"a": 1, "b": 2}
-        result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "3"}]}
+        assert (
+            first.stop_reason == "tool_use" and use.name == "add" and use.input == {"a": 1, "b": 2}
+        )
+        result = {
+            "type": "tool_result",
+            "tool_use_id": use.id,
+            "content": [{"type": "text", "text": "3"}],
+        }
         blocks = [block.model_dump() for block in first.content]
-        history = [*ASK, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+        history = [
+            *ASK,
+            {"role": "assistant", "content": blocks},
+            {"role": "user", "content": [result]},
+        ]
         second = await create(client, history)
         assert second.content[0].text == "it is 3" and second.stop_reason == "end_turn"
         one, two = stage.store.known("s", "any").recorder.turns
@@ -65,7 +83,10 @@ async def test_a_stream_of_text_adds_up_and_ends_with_its_usage():
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert "".join(e.delta.text for e in events if e.type == "content_block_delta") == "one two"
-    assert events[-2].delta.stop_reason == "stop_sequence" and events[-2].delta.stop_sequence == " three"
+    assert (
+        events[-2].delta.stop_reason == "stop_sequence"
+        and events[-2].delta.stop_sequence == " three"
+    )
     assert events[-2].usage.output_tokens == 3
 
 
@@ -92,12 +113,26 @@ async def test_errors_have_anthropics_shape():
                 await client.messages.create(model="policy", max_tokens=5, messages=ASK)
             assert caught.value.body["error"]["type"] == "authentication_error"
         async with claude(stage, key="secret") as client:
-            assert (await client.messages.create(model="policy", max_tokens=5, messages=ASK)).content
+            assert (
+                await client.messages.create(model="policy", max_tokens=5, messages=ASK)
+            ).content
             for fields, error, kind in (
                 ({"model": "other"}, anthropic.NotFoundError, "not_found_error"),
-                ({"extra_body": {"temperature": 3}}, anthropic.BadRequestError, "invalid_request_error"),
-                ({"messages": [{"role": "robot", "content": "x"}]}, anthropic.BadRequestError, "invalid_request_error"),
-                ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError, None),
+                (
+                    {"extra_body": {"temperature": 3}},
+                    anthropic.BadRequestError,
+                    "invalid_request_error",
+                ),
+                (
+                    {"messages": [{"role": "robot", "content": "x"}]},
+                    anthropic.BadRequestError,
+                    "invalid_request_error",
+                ),
+                (
+                    {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+                    anthropic.BadRequestError,
+                    None,
+                ),
                 (
                     {"messages": [{"role": "user", "content": "x" * 3000}]},
                     anthropic.APIStatusError,
@@ -105,7 +140,9 @@ async def test_errors_have_anthropics_shape():
                 ),
             ):
                 with pytest.raises(error) as caught:
-                    await client.messages.create(**{"model": "policy", "max_tokens": 5, "messages": ASK, **fields})
+                    await client.messages.create(
+                        **{"model": "policy", "max_tokens": 5, "messages": ASK, **fields}
+                    )
                 body = caught.value.body
                 assert body["type"] == "error" and body["error"]["type"] == kind or kind is None
 
@@ -115,7 +152,9 @@ async def test_errors_have_anthropics_shape():
 
 async def test_a_response_has_openais_shape_and_usage():
     async with serving(["the answer is 3"]) as stage, stage.client() as client:
-        answer = await client.responses.create(model="policy", input="what is 1 + 2 ?", instructions="be brief")
+        answer = await client.responses.create(
+            model="policy", input="what is 1 + 2 ?", instructions="be brief"
+        )
     assert answer.output_text == "the answer is 3" and answer.status == "completed"
     assert answer.usage.output_tokens == 5
     assert answer.usage.input_tokens == len(stage.backend.requests[0].prompt_ids)
@@ -123,7 +162,9 @@ async def test_a_response_has_openais_shape_and_usage():
 
 @pytest.mark.parametrize("chained", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_function_call_and_its_output_extend_the_turn_by_its_ids(chained: bool, stream: bool):
+async def test_a_function_call_and_its_output_extend_the_turn_by_its_ids(
+    chained: bool, stream: bool
+):
     async def create(client, **fields):
         if not stream:
             return await client.responses.create(model="x", tools=[FUNCTION], **fields)
@@ -151,7 +192,10 @@ async def test_a_stream_of_text_adds_up_and_its_events_are_numbered():
         stream = await client.responses.create(model="policy", input="count", stream=True)
         events = [event async for event in stream]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "one two three four"
+    assert (
+        "".join(e.delta for e in events if e.type == "response.output_text.delta")
+        == "one two three four"
+    )
     assert events[0].type == "response.created" and events[-1].type == "response.completed"
     assert events[-1].response.output_text == "one two three four"
 
@@ -182,9 +226,14 @@ async def test_what_responses_cannot_honour_is_refused(fields: dict, code: str |
 
 async def test_a_summary_may_be_asked_for_as_the_reasoning_itself_is_in_the_answer():
     async with serving(["<think>one and two</think>it is 3"]) as stage, stage.client() as client:
-        answer = await client.responses.create(model="policy", input="hi", reasoning={"summary": "auto"})
+        answer = await client.responses.create(
+            model="policy", input="hi", reasoning={"summary": "auto"}
+        )
     reasoning, message = answer.output
-    assert reasoning.content[0].text.strip() == "one and two" and message.content[0].text.strip() == "it is 3"
+    assert (
+        reasoning.content[0].text.strip() == "one and two"
+        and message.content[0].text.strip() == "it is 3"
+    )
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
@@ -212,7 +261,10 @@ async def test_responses_are_stored_for_a_key_that_was_handed_out_though_the_pat
 
 
 async def test_requests_that_open_a_session_at_once_store_their_responses_in_the_same_place():
-    async with serving(["one", "two", "three", "four"]) as stage, stage.client("/sessions/s/v1") as client:
+    async with (
+        serving(["one", "two", "three", "four"]) as stage,
+        stage.client("/sessions/s/v1") as client,
+    ):
         slow = {"note": "x" * 500_000}  # so that the bodies arrive in parts, and in turns
         firsts = await asyncio.gather(
             *(client.responses.create(model="x", input=f"{i}", metadata=slow) for i in range(2))
@@ -227,7 +279,9 @@ async def test_a_session_is_named_by_path_or_header_whatever_the_api():
         header = {"X-Session-Id": "s"}
         async with stage.client() as client, claude(stage) as other:
             await client.chat.completions.create(model="x", messages=ASK, extra_headers=header)
-            await other.messages.create(model="x", max_tokens=50, messages=ASK, extra_headers=header)
+            await other.messages.create(
+                model="x", max_tokens=50, messages=ASK, extra_headers=header
+            )
         async with stage.client("/sessions/s/v1") as client:
             await client.responses.create(model="x", input="and?")
         assert len(stage.store.known("s", "any").recorder.turns) == 3

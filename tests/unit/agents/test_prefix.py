@@ -8,7 +8,14 @@ from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.types import Fork, StopReason
 from tests.trajectories import trajectory
 
-SAID = ("user", "assistant", "user", "assistant", "tool", "assistant")  # the first answer is the prompt's own
+SAID = (
+    "user",
+    "assistant",
+    "user",
+    "assistant",
+    "tool",
+    "assistant",
+)  # the first answer is the prompt's own
 PARENT = trajectory(
     [3, 4],
     [10, 11, 7, 20, 21],

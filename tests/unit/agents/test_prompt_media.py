@@ -64,7 +64,11 @@ async def test_a_prompts_images_stand_between_its_words_and_go_to_the_engine_and
 
 async def test_messages_are_text_with_the_kinds_shown_and_records_hold_no_bytes():
     trajectory = await harness().run(row())
-    assert trajectory.messages[0] == {"role": "user", "content": "islike", "media": ["image", "image"]}
+    assert trajectory.messages[0] == {
+        "role": "user",
+        "content": "islike",
+        "media": ["image", "image"],
+    }
     record = trajectory_record(trajectory, step=1, split="train")
     assert record["prompt_media"] == {"image": 2} and "PNG" not in repr(record)
 
@@ -80,7 +84,9 @@ async def test_every_turn_of_a_conversation_and_of_its_branch_sees_the_prompts_i
     assert [sizes(request.multi_modal) for request in it.backend.requests] == [[(4, 3), (2, 2)]] * 2
     parent = episode.finish(FinishReason.ANSWER)
     prefix = Prefix.of(parent, Fork(tree_id="t", parent_id="t", turns=1, tokens=0))
-    branch = Episode(context, row(), trajectory_id="b", sampling=sampling, prefix=prefix, **settings)
+    branch = Episode(
+        context, row(), trajectory_id="b", sampling=sampling, prefix=prefix, **settings
+    )
     await branch.generate()
     assert sizes(it.backend.requests[-1].multi_modal) == [(4, 3), (2, 2)]
     assert sizes(branch.finish(FinishReason.ANSWER).prompt_media) == [(4, 3), (2, 2)]
@@ -98,7 +104,9 @@ async def test_images_stay_where_they_are_when_the_prompt_is_extended():
 
 
 async def test_an_image_that_cannot_be_read_loses_the_trajectory_with_words():
-    with pytest.raises(DataError, match="the prompt shows what cannot be read: an image cannot be read"):
+    with pytest.raises(
+        DataError, match="the prompt shows what cannot be read: an image cannot be read"
+    ):
         await harness().run(row(first=b"no image"))
 
 
@@ -106,15 +114,25 @@ def test_agents_of_ones_own_code_get_images_as_openais_api_takes_them():
     """Back through the endpoint's reader, they are the same files in the same places."""
     (message,) = openai_prompt(row())
     (plain,) = plain_messages([message], modalities=frozenset({"image"}))
-    assert [part.get("text", part["type"]) for part in plain["content"]] == ["is", "image", "like", "image"]
+    assert [part.get("text", part["type"]) for part in plain["content"]] == [
+        "is",
+        "image",
+        "like",
+        "image",
+    ]
     files = [b64decode(part["image"].url.partition(",")[2]) for part in plain["content"][1::2]]
-    assert files == [png(4, 3), png(2, 2)] and plain["content"][1]["image"].url.startswith("data:image/png;")
+    assert files == [png(4, 3), png(2, 2)] and plain["content"][1]["image"].url.startswith(
+        "data:image/png;"
+    )
     assert openai_prompt(ROW) == ROW["prompt"] and graph_messages(row()) == [message]
 
 
 @pytest.mark.parametrize(
     ("part", "message"),
-    [({"type": "video", "video": []}, "no part for"), ({"type": "image", "image": b"x"}, "cannot be read")],
+    [
+        ({"type": "video", "video": []}, "no part for"),
+        ({"type": "image", "image": b"x"}, "cannot be read"),
+    ],
 )
 def test_what_openais_api_cannot_show_is_named(part: dict, message: str):
     with pytest.raises(DataError, match=message):

@@ -91,7 +91,10 @@ def test_the_probe_finds_the_interpreter_its_modules_and_commands(tmp_path):
     (tmp_path / "own" / "first").symlink_to("../second")
     (tmp_path / "second").symlink_to(tmp_path / "third")
     (tmp_path / "own" / "stays").symlink_to("inside")
-    env = {"PATH": f"{os.path.dirname(sys.executable)}:/usr/bin", "PYTHONPATH": f"relative:{tmp_path / 'own'}"}
+    env = {
+        "PATH": f"{os.path.dirname(sys.executable)}:/usr/bin",
+        "PYTHONPATH": f"relative:{tmp_path / 'own'}",
+    }
     command = [sys.executable, "-I", "-c", _LIST_PATHS, f'["{_LIBRARIES[0]}"]']
     found = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
     paths = ProtectedPaths.model_validate_json(found)

@@ -28,7 +28,10 @@ def add(a: int, b: int) -> tuple[str, float]:
 
 async def run(loop: ReactAgentLoop, seed: int):
     return await loop.run(
-        ROW, trajectory_id=f"t-{seed}", group_id="g", sampling=SamplingParams(max_tokens=12, seed=seed)
+        ROW,
+        trajectory_id=f"t-{seed}",
+        group_id="g",
+        sampling=SamplingParams(max_tokens=12, seed=seed),
     )
 
 
@@ -118,7 +121,10 @@ async def test_ids_mask_and_logprobs_ride_in_the_metadata_of_messages():
     turns = recorder.turns
     metadata = second.response_metadata
     assert tuple(metadata["prompt_ids"] + metadata["response_ids"]) == turns[1].context_ids
-    one, inserted, two = (len(x) for x in (turns[0].output.token_ids, turns[1].inserted_ids, turns[1].output.token_ids))
+    one, inserted, two = (
+        len(x)
+        for x in (turns[0].output.token_ids, turns[1].inserted_ids, turns[1].output.token_ids)
+    )
     assert metadata["response_mask"] == [1] * one + [0] * inserted + [1] * two
     sampled = turns[0].output.log_probs, turns[1].output.log_probs
     assert metadata["rollout_logprobs"] == [*sampled[0], *[0.0] * inserted, *sampled[1]]
@@ -140,7 +146,9 @@ async def test_a_stream_is_the_answer_in_pieces_and_is_continued_by_its_ids():
 
 async def test_a_blocking_call_in_the_engines_own_loop_is_refused_instead_of_hanging():
     async with tiny_context() as context:
-        model = ChatModel(recorder=ChatRecorder(context, session_id="s"), sampling=SamplingParams(max_tokens=8))
+        model = ChatModel(
+            recorder=ChatRecorder(context, session_id="s"), sampling=SamplingParams(max_tokens=8)
+        )
         with pytest.raises(RuntimeError, match="ainvoke"):
             model.invoke("hello")
 

@@ -13,7 +13,9 @@ from tests.endpoint_testbed import TOOL, serving  # noqa: E402
 from tests.unit.chat.test_template_families import codec_of  # noqa: E402
 
 ASK = [{"role": "user", "content": "q"}]
-CALLS = [f'<tool_call>\n{{"name": "add", "arguments": {{"n": {n}}}}}\n</tool_call>' for n in range(2)]
+CALLS = [
+    f'<tool_call>\n{{"name": "add", "arguments": {{"n": {n}}}}}\n</tool_call>' for n in range(2)
+]
 BROKEN = '<tool_call>\n{"name": "add", "argu\n</tool_call>'
 SAID = f"<think>plan</think>First.{CALLS[0]} then {BROKEN} and{CALLS[1]} Done."
 ORDER = [
@@ -68,8 +70,15 @@ async def ask_chat(client, stream, **fields):
 
 
 def blocks_of(message):
-    values = {"thinking": lambda b: b.thinking, "text": lambda b: b.text, "tool_use": lambda b: b.input}
-    return [(block.type.replace("tool_use", "call"), values[block.type](block)) for block in message.content]
+    values = {
+        "thinking": lambda b: b.thinking,
+        "text": lambda b: b.text,
+        "tool_use": lambda b: b.input,
+    }
+    return [
+        (block.type.replace("tool_use", "call"), values[block.type](block))
+        for block in message.content
+    ]
 
 
 def items_of(response):
@@ -87,13 +96,19 @@ def items_of(response):
 async def test_claude_gets_blocks_in_order_and_sends_them_back_as_the_same_turn(stream):
     testbed = scripted()
     async with testbed as stage:
-        client = anthropic.AsyncAnthropic(base_url=f"{stage.server.url}/sessions/s", api_key="any", max_retries=0)
+        client = anthropic.AsyncAnthropic(
+            base_url=f"{stage.server.url}/sessions/s", api_key="any", max_retries=0
+        )
         message = await ask_claude(client, stream)
         assert blocks_of(message) == ORDER and message.stop_reason == "tool_use"
         uses = [block.id for block in message.content if block.type == "tool_use"]
         results = [{"type": "tool_result", "tool_use_id": use, "content": "3"} for use in uses]
         blocks = [block.model_dump(exclude_none=True) for block in message.content]
-        history = [*ASK, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+        history = [
+            *ASK,
+            {"role": "assistant", "content": blocks},
+            {"role": "user", "content": results},
+        ]
         await ask_claude(client, stream, history)
         one, two = stage.store.known("s", "any").recorder.turns
     assert two.parent is one
@@ -106,7 +121,9 @@ async def test_responses_has_items_in_order_and_takes_them_back_as_the_same_turn
         response = await ask_responses(client, stream)
         assert items_of(response) == ORDER and response.output_text == TEXT
         calls = [item.call_id for item in response.output if item.type == "function_call"]
-        results = [{"type": "function_call_output", "call_id": call, "output": "3"} for call in calls]
+        results = [
+            {"type": "function_call_output", "call_id": call, "output": "3"} for call in calls
+        ]
         items = [item.model_dump(exclude_none=True) for item in response.output]
         await ask_responses(client, stream, [*ASK, *items, *results])
         one, two = stage.store.known("s", "any").recorder.turns
@@ -119,7 +136,10 @@ async def test_a_chat_message_has_the_same_text_and_calls(stream):
     async with testbed as stage, stage.client() as client:
         (choice,) = (await ask_chat(client, stream)).choices
     assert choice.message.content == TEXT and choice.message.reasoning_content == "plan"
-    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"n": 0}, {"n": 1}]
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [
+        {"n": 0},
+        {"n": 1},
+    ]
     assert choice.finish_reason == "tool_calls"
 
 
@@ -133,7 +153,11 @@ async def test_without_a_choice_of_tools_calls_are_text_for_every_client(stream)
         (choice,) = (await ask_chat(client, stream, tool_choice="none")).choices
     assert blocks_of(message) == items_of(response) == [("thinking", "plan"), ("text", ALL_AS_TEXT)]
     assert (choice.message.content, choice.message.reasoning_content) == (ALL_AS_TEXT, "plan")
-    assert not choice.message.tool_calls and choice.finish_reason == "stop" and message.stop_reason == "end_turn"
+    assert (
+        not choice.message.tool_calls
+        and choice.finish_reason == "stop"
+        and message.stop_reason == "end_turn"
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -145,4 +169,8 @@ async def test_a_turn_whose_only_call_is_malformed_is_text_and_asks_for_no_resul
         response = await ask_responses(client, stream)
         (choice,) = (await ask_chat(client, stream)).choices
     assert blocks_of(message) == items_of(response) == [("text", BROKEN)]
-    assert choice.message.content == BROKEN and choice.finish_reason == "stop" and message.stop_reason == "end_turn"
+    assert (
+        choice.message.content == BROKEN
+        and choice.finish_reason == "stop"
+        and message.stop_reason == "end_turn"
+    )

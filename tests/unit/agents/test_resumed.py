@@ -31,7 +31,9 @@ class Streaming(BatchingEngine):
 
     def __init__(self, codec, script, *, capabilities=None) -> None:
         modes = frozenset(PauseMode)
-        super().__init__(Capabilities(max_model_len=1000, max_concurrent=4, pause_modes=modes), eos=EOS)
+        super().__init__(
+            Capabilities(max_model_len=1000, max_concurrent=4, pause_modes=modes), eos=EOS
+        )
         self.reply, self.requests = codec.reply_ids(script), []
 
     async def generate(self, request):
@@ -56,19 +58,24 @@ def through_a_checkpoint(prefix: Prefix | None) -> Prefix:
 
 
 def test_a_prefix_keeps_its_keys_in_checkpoints():
-    prefix = Prefix(fork=None, prompt_ids=(1,), prompt_media={}, turns=(), partial_turn=None, messages=())
+    prefix = Prefix(
+        fork=None, prompt_ids=(1,), prompt_media={}, turns=(), partial_turn=None, messages=()
+    )
     state = GroupRecord(running={3: lambda: prefix}).state()
     expected = {"fork", "prompt_ids", "prompt_media", "turns", "begun", "messages"}
     assert set(state["begun"]["3"]) == expected, "an earlier version's checkpoint can be resumed"
 
 
 async def resume(it: AgentHarness, prefix: Prefix, trajectory_id: str) -> Trajectory:
-    return await it.agent.resume(prefix, ROW, trajectory_id=trajectory_id, group_id="g", sampling=SAMPLING)
+    return await it.agent.resume(
+        prefix, ROW, trajectory_id=trajectory_id, group_id="g", sampling=SAMPLING
+    )
 
 
 async def test_a_turn_goes_on_after_its_newest_id():
     first, second = (
-        AgentHarness(SingleTurnAgent, "a b c d e f g h", backend=cast(Any, Streaming), codec=CODEC) for _ in range(2)
+        AgentHarness(SingleTurnAgent, "a b c d e f g h", backend=cast(Any, Streaming), codec=CODEC)
+        for _ in range(2)
     )
     first.client.keeps_chunks = True
     for it in (first, second):
@@ -84,7 +91,9 @@ async def test_a_turn_goes_on_after_its_newest_id():
     known = len(part.token_ids)
     assert [request.resumed for request in second.backend.requests] == [known]
     assert trajectory.response_ids == tuple(reply) and trajectory.fork is None
-    assert trajectory.rollout_logprobs == tuple(-float(place) for place in range(len(trajectory.response_ids)))
+    assert trajectory.rollout_logprobs == tuple(
+        -float(place) for place in range(len(trajectory.response_ids))
+    )
     for it in (first, second):
         await it.backend.close()
 
@@ -97,7 +106,9 @@ async def server():
     async def count(payload):
         counts.update(payload["trajectory_ids"])
         said = [f" count {counts[trajectory_id]}" for trajectory_id in payload["trajectory_ids"]]
-        return JSONResponse({"observations": said, "dones": [False] * len(said), "valids": [True] * len(said)})
+        return JSONResponse(
+            {"observations": said, "dones": [False] * len(said), "valids": [True] * len(said)}
+        )
 
     async with ToolServer() as made:
         made.respond = count
@@ -139,9 +150,14 @@ async def test_tools_are_called_again_and_the_rest_is_sampled_once(server, turn:
     whole = await with_tools(server).run(trajectory_id="u")
     prefix, again = await interrupted(server, turn), with_tools(server)
     trajectory = await resume(again, prefix, "w")
-    assert (trajectory.response_ids, trajectory.response_mask) == (whole.response_ids, whole.response_mask)
+    assert (trajectory.response_ids, trajectory.response_mask) == (
+        whole.response_ids,
+        whole.response_mask,
+    )
     assert trajectory.messages == whole.messages and trajectory.finish_reason == whole.finish_reason
-    assert [request.request_id for request in again.backend.requests] == [f"w/{n}" for n in range(turn, 4)]
+    assert [request.request_id for request in again.backend.requests] == [
+        f"w/{n}" for n in range(turn, 4)
+    ]
 
 
 async def test_a_turn_that_was_not_answered_is_answered_and_not_sampled_again(server):

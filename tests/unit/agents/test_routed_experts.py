@@ -29,7 +29,10 @@ def chosen(ids: Sequence[int]) -> np.ndarray:
 class RoutingBackend(ScriptedBackend):
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         output = await super().generate(request)
-        start, fed = request.routed_experts_prompt_start, [*request.prompt_ids, *output.token_ids][:-1]
+        start, fed = (
+            request.routed_experts_prompt_start,
+            [*request.prompt_ids, *output.token_ids][:-1],
+        )
         return replace(output, routed_experts=RoutedExperts.of(start, chosen(fed)[start:]))
 
 
@@ -43,7 +46,11 @@ def stage(turns: int, **limits) -> AgentHarness:
     said = [f'<call>echo {{"word": "w{number}"}}</call>' for number in range(turns - 1)]
     limits = {"max_assistant_turns": 20, "max_user_turns": 20, **limits}
     return AgentHarness(
-        ToolAgent, [*said, "done"], backend=RoutingBackend, shared={"tools": ToolRegistry([echo])}, **limits
+        ToolAgent,
+        [*said, "done"],
+        backend=RoutingBackend,
+        shared={"tools": ToolRegistry([echo])},
+        **limits,
     )
 
 
@@ -59,7 +66,9 @@ def assert_known(trajectories: Sequence[Trajectory], *, share_prefixes: bool = F
         first = len(ids) - len(path)
         if not share_prefixes:
             path, first = np.arange(path[0] - first, path[-1] + 1), 0
-        np.testing.assert_array_equal(batch.routed_experts[place.row, path[:-1]], chosen(ids)[first:-1])
+        np.testing.assert_array_equal(
+            batch.routed_experts[place.row, path[:-1]], chosen(ids)[first:-1]
+        )
 
 
 def reported(requests: Sequence[GenerateRequest], turns: Sequence[TokenOutput]) -> int:
@@ -72,8 +81,16 @@ async def test_a_trajectory_of_many_turns_reports_every_position_once():
     assert trajectory.num_turns == 4
     assert_known([trajectory])
     outputs = [turn.output for turn in trajectory.turns]
-    assert reported(scene.backend.requests, outputs) == len(trajectory.prompt_ids) + len(trajectory.response_ids) - 1
-    assert [request.routed_experts_prompt_start > 0 for request in scene.backend.requests] == [False, True, True, True]
+    assert (
+        reported(scene.backend.requests, outputs)
+        == len(trajectory.prompt_ids) + len(trajectory.response_ids) - 1
+    )
+    assert [request.routed_experts_prompt_start > 0 for request in scene.backend.requests] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -86,7 +103,9 @@ async def test_a_branch_has_those_it_inherits(turns: int, tokens: int):
     scene = stage(4)
     parent = await scene.run()
     fork = Fork(tree_id="t", parent_id="t", turns=turns, tokens=tokens)
-    branch = await scene.agent.branch(parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=30, seed=1))
+    branch = await scene.agent.branch(
+        parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=30, seed=1)
+    )
     assert_known([parent, branch])
     assert_known([parent, branch], share_prefixes=True)
 
@@ -94,13 +113,19 @@ async def test_a_branch_has_those_it_inherits(turns: int, tokens: int):
 async def test_the_segments_of_a_session_have_those_of_the_turns_before_them():
     codec = smollm()
     recorder = recorder_of(codec, ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"])
-    replies = [codec.encode_markup(text) for text in ("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")]
-    backend = RoutingBackend(codec, lambda request: replies[int(request.request_id.rpartition("/")[2]) - 1])
+    replies = [
+        codec.encode_markup(text) for text in ("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")
+    ]
+    backend = RoutingBackend(
+        codec, lambda request: replies[int(request.request_id.rpartition("/")[2]) - 1]
+    )
     recorder.context = replace(recorder.context, client=LLMServerClient([AsyncServer(backend)]))
     first = await recorder.chat([QUESTION], sampling=sampling())
     history = [QUESTION, sent_back(first)]
     await recorder.chat([*history, MORE], sampling=sampling())
-    await recorder.chat([*history, {"role": "user", "content": "other"}], tools=[], sampling=sampling())
+    await recorder.chat(
+        [*history, {"role": "user", "content": "other"}], tools=[], sampling=sampling()
+    )
     made = to_trajectory(recorder, row={}, group_id="g", agent_name="a")
     assert len(made.sequences) == 2
     assert_known([made])

@@ -29,7 +29,9 @@ async def test_an_action_is_sent_its_observation_read_and_the_environment_closed
     assert trajectory.finish_reason is FinishReason.ANSWER
     assert_token_exact(trajectory, it.backend.requests)
     first, second = trajectory.turns
-    assert it.codec.decode(first.output.token_ids) == ACTION, "the turn ends with its action stop token"
+    assert it.codec.decode(first.output.token_ids) == ACTION, (
+        "the turn ends with its action stop token"
+    )
     assert it.codec.decode(first.appended_ids) == f" ran {ACTION!r}"
     assert trajectory.response_mask == (1,) * 5 + (0,) * len(first.appended_ids) + (1,) * 3
     assert [(c.name, c.arguments, c.error) for c in trajectory.tool_calls] == [
@@ -65,7 +67,9 @@ async def test_the_server_may_end_it():
         trajectory = await stage(server, [ACT]).run()
     assert trajectory.finish_reason is FinishReason.TOOL_DONE
     assert [(c.observation, c.reward) for c in trajectory.tool_calls] == [("right", 0.5)]
-    assert trajectory.turns[-1].appended_ids == (), "nothing is sampled after it, so it is not inserted"
+    assert trajectory.turns[-1].appended_ids == (), (
+        "nothing is sampled after it, so it is not inserted"
+    )
     assert trajectory.metrics["tool_server/rows"] == 2
     assert server.closed == {"t": 1}
 
@@ -163,7 +167,9 @@ async def test_sync_mode_calls_tools_together_when_the_slowest_turn_has_ended(se
         await asyncio.sleep(0)
     it.backend.released.set()
     quick, slow = await asyncio.gather(*tasks)
-    assert [sorted(payload["trajectory_ids"]) for payload in server.requests] == [["quick", "slow"]] * 2
+    assert [sorted(payload["trajectory_ids"]) for payload in server.requests] == [
+        ["quick", "slow"]
+    ] * 2
     assert quick.num_turns == slow.num_turns == 3
     assert server.closed == {"quick": 1, "slow": 1}
 
@@ -217,7 +223,9 @@ async def test_one_bad_observation_of_a_batch_is_its_own_trajectorys_affair():
 
 
 replies = st.sampled_from([ACT, ACT, "words", "a b c d e f g", "", "</py> x", "a <end> b"])
-observations = st.sampled_from([" ok", "", " w" * 40, (" no", False, False), ("end", True, True), "<eos> <eos>"])
+observations = st.sampled_from(
+    [" ok", "", " w" * 40, (" no", False, False), ("end", True, True), "<eos> <eos>"]
+)
 
 
 @settings(max_examples=examples(40))
@@ -239,7 +247,9 @@ observations = st.sampled_from([" ok", "", " w" * 40, (" no", False, False), ("e
         }
     ),
 )
-async def test_whatever_is_sampled_and_observed_budgets_hold_and_ids_are_exact(script, seen, limits):
+async def test_whatever_is_sampled_and_observed_budgets_hold_and_ids_are_exact(
+    script, seen, limits
+):
     rounds = iter(seen * 10)
     async with ToolServer(lambda action: next(rounds)) as server:
         it = stage(server, script, **limits)

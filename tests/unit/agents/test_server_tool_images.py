@@ -18,7 +18,9 @@ def picture_of(action):
 
 def seeing(server, **settings):
     codec = FakeCodec(modalities=frozenset({"image"}))
-    return stage(server, [ACT, "so 3"], codec=codec, capabilities=SEES, **{"enable_mtrl": True, **settings})
+    return stage(
+        server, [ACT, "so 3"], codec=codec, capabilities=SEES, **{"enable_mtrl": True, **settings}
+    )
 
 
 async def test_images_stand_in_the_next_prompt_and_go_to_the_engine():
@@ -28,14 +30,19 @@ async def test_images_stand_in_the_next_prompt_and_go_to_the_engine():
     first, second = it.backend.requests
     assert_token_exact(trajectory, it.backend.requests)
     assert "user: <image> <image> zoomed" in it.codec.decode(trajectory.turns[0].appended_ids)
-    assert not first.multi_modal and [picture.size for picture in second.multi_modal["image"]] == [(4, 3), (2, 2)]
+    assert not first.multi_modal and [picture.size for picture in second.multi_modal["image"]] == [
+        (4, 3),
+        (2, 2),
+    ]
     assert [picture.size for picture in trajectory.multi_modal["image"]] == [(4, 3), (2, 2)]
     (call,) = trajectory.tool_calls
     assert call.error is None and len(call.media["image"]) == 2
 
 
 @pytest.mark.parametrize("settings", [{"enable_mtrl": False}, {"mtrl_sep": "<o>{obs}</o>"}])
-async def test_where_no_template_writes_the_observation_images_are_an_error_the_model_reads(settings, caplog):
+async def test_where_no_template_writes_the_observation_images_are_an_error_the_model_reads(
+    settings, caplog
+):
     async with ToolServer(picture_of) as server:
         it = seeing(server, **settings)
         trajectory = await it.run()

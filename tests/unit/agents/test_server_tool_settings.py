@@ -41,7 +41,9 @@ async def test_max_turns_is_the_number_of_tool_calls_and_the_last_step_makes_non
 
 async def test_min_turns_sends_turns_that_hold_no_action(server):
     trajectory = await stage(server, ["just words"], min_turns=2).run()
-    assert server.actions == ["just words</py>"] * 2, "the stop token the server looks for is added to what is sent"
+    assert server.actions == ["just words</py>"] * 2, (
+        "the stop token the server looks for is added to what is sent"
+    )
     assert trajectory.num_turns == 3 and trajectory.finish_reason is FinishReason.ANSWER
 
 
@@ -51,20 +53,28 @@ async def test_what_stands_in_a_think_block_is_no_action_and_is_not_sent(server)
     it = stage(server, [f"{thought}{ACT}", "<think> <py> 4 </py> </think> so 3"])
     trajectory = await it.run()
     assert server.actions == [f"well: {ACTION}"]
-    assert it.codec.decode(trajectory.turns[0].output.token_ids) == f"{thought}{ACTION}", "one turn, all of it"
+    assert it.codec.decode(trajectory.turns[0].output.token_ids) == f"{thought}{ACTION}", (
+        "one turn, all of it"
+    )
     assert (trajectory.num_turns, trajectory.finish_reason) == (2, FinishReason.ANSWER)
     assert_token_exact(trajectory, it.backend.requests)
 
 
-@pytest.mark.parametrize("limits", [{"min_turns": 1}, {"enable_mtrl": True, "action_stop_tokens": ()}])
+@pytest.mark.parametrize(
+    "limits", [{"min_turns": 1}, {"enable_mtrl": True, "action_stop_tokens": ()}]
+)
 async def test_a_turn_that_is_sent_anyway_is_sent_without_its_thoughts(server, limits):
-    await stage(server, ["<think> <py> 0 </py> </think> just words", "done"], max_turns=1, **limits).run()
+    await stage(
+        server, ["<think> <py> 0 </py> </think> just words", "done"], max_turns=1, **limits
+    ).run()
     assert [action.removesuffix("</py>") for action in server.actions] == ["just words"]
 
 
 async def test_the_budget_of_a_turn_holds_across_a_stop_in_its_thoughts(server):
     trajectory = await stage(server, ["<think> <py> 0 </py> a b c d"], max_action_length=6).run()
-    assert trajectory.finish_reason is FinishReason.ACTION_LENGTH and len(trajectory.response_ids) == 6
+    assert (
+        trajectory.finish_reason is FinishReason.ACTION_LENGTH and len(trajectory.response_ids) == 6
+    )
     assert not server.requests
 
 
@@ -80,7 +90,9 @@ async def test_max_prompt_length_drops_a_longer_prompt(server):
 
 async def test_max_response_length_ends_it_before_an_observation_that_would_overflow_it(server):
     """5 ids of action and the 6 of its observation; one more can be sampled from 12 on."""
-    server_says = len(AgentHarness(ServerToolAgent, [], enable_agent=False).codec.encode_text(f" ran {ACTION!r}"))
+    server_says = len(
+        AgentHarness(ServerToolAgent, [], enable_agent=False).codec.encode_text(f" ran {ACTION!r}")
+    )
     need = 5 + server_says + 1
     enough = await stage(server, [ACT, "so 3"], max_response_length=need).run()
     assert enough.num_turns == 2 and len(enough.response_ids) == need
@@ -92,7 +104,9 @@ async def test_truncate_response_side_left_cuts_the_observation_and_goes_on():
     async with ToolServer(lambda action: " a b c d e f g h i j") as server:
         it = stage(server, [ACT, "so 3"], max_response_length=13, truncate_response_side="left")
         trajectory = await it.run()
-    assert it.codec.decode(trajectory.turns[0].appended_ids) == f"{MARKER} h i j", "half of 8 ids, from the end"
+    assert it.codec.decode(trajectory.turns[0].appended_ids) == f"{MARKER} h i j", (
+        "half of 8 ids, from the end"
+    )
     assert trajectory.finish_reason is FinishReason.ANSWER
     assert_token_exact(trajectory, it.backend.requests)
 
@@ -100,13 +114,17 @@ async def test_truncate_response_side_left_cuts_the_observation_and_goes_on():
 async def test_max_model_len_bounds_the_whole_context(server):
     prompt = len((await stage(server, ["3"]).run()).prompt_ids)
     trajectory = await stage(server, ["a b c d e"], max_model_len=prompt + 3).run()
-    assert len(trajectory.response_ids) == 3 and trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
+    assert (
+        len(trajectory.response_ids) == 3
+        and trajectory.finish_reason is FinishReason.RESPONSE_LENGTH
+    )
     with pytest.raises(PromptTooLongError, match="agent.max_model_len=5"):
         await stage(server, ["3"], max_model_len=5).run()
 
 
 @pytest.mark.parametrize(
-    ("side", "kept"), [("left", f"{MARKER} y z"), ("right", f"a b{MARKER}"), ("middle", f"a{MARKER} z")]
+    ("side", "kept"),
+    [("left", f"{MARKER} y z"), ("right", f"a b{MARKER}"), ("middle", f"a{MARKER} z")],
 )
 async def test_max_obs_length_cuts_the_side_that_is_named(side, kept):
     async with ToolServer(lambda action: "a b c d e f g h w x y z") as server:
@@ -118,9 +136,13 @@ async def test_max_obs_length_cuts_the_side_that_is_named(side, kept):
 
 async def test_max_action_length_cuts_a_turn_and_says_so(server):
     trajectory = await stage(server, ["a b c d e"], max_action_length=3).run()
-    assert len(trajectory.response_ids) == 3 and trajectory.finish_reason is FinishReason.ACTION_LENGTH
+    assert (
+        len(trajectory.response_ids) == 3 and trajectory.finish_reason is FinishReason.ACTION_LENGTH
+    )
     budget = await stage(server, ["a b c d e"], max_action_length=3, max_response_length=3).run()
-    assert budget.finish_reason is FinishReason.RESPONSE_LENGTH, "the budget is used up as well: that is the reason"
+    assert budget.finish_reason is FinishReason.RESPONSE_LENGTH, (
+        "the budget is used up as well: that is the reason"
+    )
 
 
 async def test_action_stop_tokens_end_a_turn_at_whichever_comes_first(server):
@@ -151,7 +173,9 @@ async def test_enable_mtrl_puts_the_observation_into_a_turn_of_mtrl_role(server)
 
 async def test_enable_mtrl_without_stop_tokens_sends_every_turn():
     async with ToolServer(lambda action: ("go on", "done" in action, True)) as server:
-        it = AgentHarness(ServerToolAgent, ["one", "two", "done"], tool_server_url=server.url, enable_mtrl=True)
+        it = AgentHarness(
+            ServerToolAgent, ["one", "two", "done"], tool_server_url=server.url, enable_mtrl=True
+        )
         trajectory = await it.run()
     assert server.actions == ["one", "two", "done"]
     assert trajectory.finish_reason is FinishReason.TOOL_DONE
@@ -185,7 +209,9 @@ async def test_turn_end_token_ends_an_answer(server):
 async def test_additional_eos_token_ids_end_a_turn(server):
     codec = FakeCodec()
     (bar,) = codec.encode_text(" |")
-    trajectory = await stage(server, ["so 3 | junk"], codec=codec, additional_eos_token_ids=(bar,)).run()
+    trajectory = await stage(
+        server, ["so 3 | junk"], codec=codec, additional_eos_token_ids=(bar,)
+    ).run()
     assert trajectory.finish_reason is FinishReason.ANSWER
     assert trajectory.response_ids[-1] == bar and trajectory.num_sampled == 3
 
@@ -219,11 +245,15 @@ async def test_force_finish_for_last_turn_lets_the_last_turn_run_past_an_action(
 
 
 async def test_mask_overlong_loss_names_the_reason_and_keeps_the_trajectory(server):
-    trajectory = await stage(server, ["a b c"], max_response_length=2, mask_overlong_loss=True).run()
+    trajectory = await stage(
+        server, ["a b c"], max_response_length=2, mask_overlong_loss=True
+    ).run()
     assert trajectory.no_loss is DropReason.OVERLONG
     assert (await stage(server, ["a b c"], max_response_length=2).run()).no_loss is None
     assert (await stage(server, ["a"], mask_overlong_loss=True).run()).no_loss is None
-    assert (await stage(server, [ACT], max_turns=1, mask_overlong_loss=True).run()).no_loss is DropReason.OVERLONG
+    assert (
+        await stage(server, [ACT], max_turns=1, mask_overlong_loss=True).run()
+    ).no_loss is DropReason.OVERLONG
 
 
 @pytest.mark.parametrize(
@@ -237,7 +267,9 @@ async def test_mask_overlong_loss_names_the_reason_and_keeps_the_trajectory(serv
         ([ACT, "3"], False, {}, False),
     ],
 )
-async def test_mask_void_traj_is_about_neither_a_valid_action_nor_an_answer(script, valid, limits, void):
+async def test_mask_void_traj_is_about_neither_a_valid_action_nor_an_answer(
+    script, valid, limits, void
+):
     async with ToolServer(lambda action: ("x", False, valid)) as server:
         trajectory = await stage(server, script, mask_void_traj=True, **limits).run()
     assert (trajectory.no_loss is DropReason.VOID_TRAJECTORY) is void
@@ -263,8 +295,14 @@ def test_n_is_another_name_of_the_group_size():
 
 
 def test_val_settings_hold_in_evaluations_only():
-    agent = build(MINIMAL, ["agent.max_turns=5", "agent.min_turns=3", "agent.val_max_turns=2"]).agent
-    assert (agent.max_turns, agent.for_validation().max_turns, agent.for_validation().min_turns) == (5, 2, 2)
+    agent = build(
+        MINIMAL, ["agent.max_turns=5", "agent.min_turns=3", "agent.val_max_turns=2"]
+    ).agent
+    assert (
+        agent.max_turns,
+        agent.for_validation().max_turns,
+        agent.for_validation().min_turns,
+    ) == (5, 2, 2)
     agent = build(MINIMAL, ["agent.val_max_response_length=100"]).agent
     assert (agent.max_response_length, agent.for_validation().max_response_length) == (512, 100)
     with pytest.raises(ConfigError, match="val_max_response_length.*max_model_len"):
@@ -280,7 +318,10 @@ def test_action_stop_tokens_are_a_list_a_text_or_a_file(tmp_path):
     file = tmp_path / "stops.txt"
     file.write_text("</a>, </b>\n")
     for value in ("[</a>, </b>]", "'</a>,</b>'", str(file)):
-        assert build(MINIMAL, [f"agent.action_stop_tokens={value}"]).agent.action_stop_tokens == ("</a>", "</b>")
+        assert build(MINIMAL, [f"agent.action_stop_tokens={value}"]).agent.action_stop_tokens == (
+            "</a>",
+            "</b>",
+        )
 
 
 @pytest.mark.parametrize(
@@ -288,7 +329,10 @@ def test_action_stop_tokens_are_a_list_a_text_or_a_file(tmp_path):
     [
         (["agent.min_turns=9"], "agent: min_turns=9 is more than max_turns=5"),
         (["agent.enable_mtrl=true", "agent.mtrl_sep=x"], "must hold {obs} exactly once"),
-        (["agent.mtrl_sep='{obs}'"], "mtrl_sep={obs} is used only .* agent.enable_mtrl; agent.enable_mtrl is false"),
+        (
+            ["agent.mtrl_sep='{obs}'"],
+            "mtrl_sep={obs} is used only .* agent.enable_mtrl; agent.enable_mtrl is false",
+        ),
         (["agent.rollout_mode=fast"], "agent.rollout_mode"),
     ],
 )

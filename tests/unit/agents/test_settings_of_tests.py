@@ -13,7 +13,9 @@ OWN = {
     "none": {},
     "tox.ini without its section": {"tox.ini": b"[tox]\nenvlist = py\n"},
     "setup.cfg without its section": {"setup.cfg": b"[metadata]\nname = x\n"},
-    "pyproject.toml without its section": {"pyproject.toml": b"[project]\nname = 'x'\nversion = '1'\n"},
+    "pyproject.toml without its section": {
+        "pyproject.toml": b"[project]\nname = 'x'\nversion = '1'\n"
+    },
     "pytest.ini": {"pytest.ini": b"[pytest]\naddopts = -q\n"},
     "tox.ini": {"tox.ini": b"[pytest]\naddopts = -q\n"},
     "setup.cfg": {"setup.cfg": b"[tool:pytest]\naddopts = -q\n"},
@@ -26,7 +28,9 @@ def test_settings_that_a_program_left_above_the_tests_are_not_found(name: str, t
     check = {"test_check.py": b"def test_it():\n    assert False\n"}
     folder = tmp_path / "tests"
     folder.mkdir()
-    for file, content in machines.tests_of(CommandTask(instruction="", tests={**check, **OWN[name]})).items():
+    for file, content in machines.tests_of(
+        CommandTask(instruction="", tests={**check, **OWN[name]})
+    ).items():
         (folder / file).write_bytes(content)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --collect-only\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder)]

@@ -19,7 +19,10 @@ from tests.tiny_chat import reference_logprobs, tiny_context, tokenizer  # noqa:
 
 ARGUMENTS = {
     "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"enum": ["Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
@@ -29,18 +32,28 @@ STOP = {"name": "stop", "description": "stops", "parameters": EMPTY}
 TOOLS = [{"type": "function", "function": function} for function in (WEATHER, STOP)]
 FUNCTIONS = [{"type": "function", **function} for function in (WEATHER, STOP)]
 CLAUDE_TOOLS = [
-    {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
+    {
+        "name": function["name"],
+        "description": function["description"],
+        "input_schema": function["parameters"],
+    }
     for function in (WEATHER, STOP)
 ]
 HUGE = {"type": "object", "properties": {"a": {"type": "array", "items": {}, "maxItems": 10**7}}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "plan", "schema": ARGUMENTS, "strict": True}}
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "plan", "schema": ARGUMENTS, "strict": True},
+}
 
 
 @contextlib.asynccontextmanager
 async def stage(tool_format: str = "hermes"):
     codec = ChatCodec(tokenizer(), tool_format=tool_format)
-    async with tiny_context(codec=codec, max_assistant_turns=50) as context, serving(context=context) as made:
+    async with (
+        tiny_context(codec=codec, max_assistant_turns=50) as context,
+        serving(context=context) as made,
+    ):
         yield made
 
 
@@ -59,7 +72,9 @@ async def test_a_chat_that_requires_or_names_a_tool_calls_it(stream: bool):
 
     async with stage() as made, made.client() as client:
         for seed in range(4):
-            (choice,) = (await create(client, tool_choice="required", parallel_tool_calls=False, seed=seed)).choices
+            (choice,) = (
+                await create(client, tool_choice="required", parallel_tool_calls=False, seed=seed)
+            ).choices
             (call,) = choice.message.tool_calls
             check_call(call.function.name, json.loads(call.function.arguments))
             assert choice.finish_reason == "tool_calls" and not choice.message.content
@@ -73,10 +88,21 @@ async def test_a_chat_that_requires_or_names_a_tool_calls_it(stream: bool):
 async def test_a_response_format_makes_the_answer_json_of_its_schema(stream: bool):
     async with stage() as made, made.client() as client:
         for seed in range(4):
-            fields = {"model": "policy", "messages": ASK, "max_tokens": 200, "response_format": SCHEMA, "seed": seed}
+            fields = {
+                "model": "policy",
+                "messages": ASK,
+                "max_tokens": 200,
+                "response_format": SCHEMA,
+                "seed": seed,
+            }
             if stream:
-                chunks = [chunk async for chunk in await client.chat.completions.create(**fields, stream=True)]
-                text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+                chunks = [
+                    chunk
+                    async for chunk in await client.chat.completions.create(**fields, stream=True)
+                ]
+                text = "".join(
+                    chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+                )
             else:
                 text = (await client.chat.completions.create(**fields)).choices[0].message.content
             jsonschema.validate(json.loads(text), ARGUMENTS)
@@ -84,7 +110,12 @@ async def test_a_response_format_makes_the_answer_json_of_its_schema(stream: boo
 
 async def test_an_answer_may_be_any_object_and_a_limit_cuts_it():
     async with stage() as made, made.client() as client:
-        fields = {"model": "policy", "messages": ASK, "response_format": {"type": "json_object"}, "seed": 3}
+        fields = {
+            "model": "policy",
+            "messages": ASK,
+            "response_format": {"type": "json_object"},
+            "seed": 3,
+        }
         (choice,) = (await client.chat.completions.create(**fields, max_tokens=1)).choices
     assert choice.finish_reason == "length" and choice.message.content == "{"
 
@@ -112,7 +143,9 @@ async def test_with_tools_and_a_format_the_answer_is_a_call_or_json():
 async def test_the_responses_api_takes_the_same_and_says_so():
     text = {"format": {"type": "json_schema", "name": "plan", "schema": ARGUMENTS, "strict": True}}
     async with stage() as made, made.client() as client:
-        answer = await client.responses.create(model="policy", input="plan", text=text, max_output_tokens=200)
+        answer = await client.responses.create(
+            model="policy", input="plan", text=text, max_output_tokens=200
+        )
         jsonschema.validate(json.loads(answer.output_text), ARGUMENTS)
         assert answer.text.format.type == "json_schema"
         answer = await client.responses.create(
@@ -128,15 +161,23 @@ async def test_the_responses_api_takes_the_same_and_says_so():
         check_call(item.name, json.loads(item.arguments))
         assert answer.parallel_tool_calls is False and answer.tool_choice.name == "get_weather"
         answer = await client.responses.create(
-            model="policy", input="go", tools=FUNCTIONS[1:], tool_choice="required", max_output_tokens=250
+            model="policy",
+            input="go",
+            tools=FUNCTIONS[1:],
+            tool_choice="required",
+            max_output_tokens=250,
         )
         assert {item.name for item in answer.output if item.type == "function_call"} == {"stop"}
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}], ids=str)
+@pytest.mark.parametrize(
+    "choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}], ids=str
+)
 async def test_a_message_with_a_tool_choice_uses_the_tool(choice):
     async with stage() as made:
-        client = anthropic.AsyncAnthropic(base_url=made.server.url, api_key="any", max_retries=0, timeout=60)
+        client = anthropic.AsyncAnthropic(
+            base_url=made.server.url, api_key="any", max_retries=0, timeout=60
+        )
         async with client:
             message = await client.messages.create(
                 model="policy",
@@ -165,7 +206,9 @@ async def test_a_session_trains_on_what_a_grammar_restricted_over_what_it_left()
     sequences = {s.response_ids: s for s in trajectory.sequences}
     sequence = sequences[constrained.output.token_ids]
     assert sequence.supports == constrained.output.supports and all(sequence.loss_mask)
-    assert (np.array(constrained.output.log_probs) >= learner - 2e-4).all()  # normalized over fewer ids
+    assert (
+        np.array(constrained.output.log_probs) >= learner - 2e-4
+    ).all()  # normalized over fewer ids
     assert (np.array(constrained.output.log_probs) > learner + 0.01).any()
 
 
@@ -173,13 +216,22 @@ async def test_a_session_trains_on_what_a_grammar_restricted_over_what_it_left()
     ("fields", "param", "reason"),
     [
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}, "tool_choice", "'f'"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS},
+            "tool_choice",
+            "'f'",
+        ),
         ({"tool_choice": "some", "tools": TOOLS}, "tool_choice", "some"),
         ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls", "forces a call"),
         ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
         ({"response_format": {"type": "json_schema"}}, "response_format", '"schema"'),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "objekt"}},
+                }
+            },
             "response_format",
             "Invalid type: objekt",
         ),
@@ -189,18 +241,26 @@ async def test_a_session_trains_on_what_a_grammar_restricted_over_what_it_left()
             "maxItems=10000000",
         ),
         (
-            {"tools": [{"type": "function", "function": {**STOP, "parameters": HUGE}}], "tool_choice": "required"},
+            {
+                "tools": [{"type": "function", "function": {**STOP, "parameters": HUGE}}],
+                "tool_choice": "required",
+            },
             "tool_choice",
             "maxItems=10000000",
         ),
         (
-            {"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"},
+            {
+                "tools": [{"type": "function", "function": {"name": "a b"}}],
+                "tool_choice": "required",
+            },
             "tool_choice",
             "'a b'",
         ),
     ],
 )
-async def test_what_cannot_be_followed_is_refused_with_the_parameter_and_the_reason(fields, param, reason):
+async def test_what_cannot_be_followed_is_refused_with_the_parameter_and_the_reason(
+    fields, param, reason
+):
     async with stage() as made, made.client() as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="policy", messages=ASK, extra_body=fields)
@@ -220,13 +280,19 @@ async def test_an_engine_without_grammars_refuses_them_and_an_api_says_so_in_its
     async with serving(["3"]) as made, made.client() as client:
         with pytest.raises(openai.BadRequestError, match="cannot follow a grammar") as caught:
             await client.chat.completions.create(
-                model="policy", messages=ASK, extra_body={"tools": [TOOL], "tool_choice": "required"}
+                model="policy",
+                messages=ASK,
+                extra_body={"tools": [TOOL], "tool_choice": "required"},
             )
         assert caught.value.param == "tool_choice"
         claude = anthropic.AsyncAnthropic(base_url=made.server.url, api_key="any", max_retries=0)
         async with claude:
             with pytest.raises(anthropic.BadRequestError) as refused:
                 await claude.messages.create(
-                    model="policy", max_tokens=9, messages=ASK, tools=CLAUDE_TOOLS, tool_choice={"type": "any"}
+                    model="policy",
+                    max_tokens=9,
+                    messages=ASK,
+                    tools=CLAUDE_TOOLS,
+                    tool_choice={"type": "any"},
                 )
         assert refused.value.body["error"]["type"] == "invalid_request_error"

@@ -51,7 +51,9 @@ def codec(**kwargs) -> ChatCodec:
 
 
 def prompt(chat: ChatCodec) -> str:
-    return chat.decode(chat.encode_prompt(ASK), skip_special_tokens=False).rpartition("assistant\n")[2]
+    return chat.decode(chat.encode_prompt(ASK), skip_special_tokens=False).rpartition(
+        "assistant\n"
+    )[2]
 
 
 def context(text: str, chat: ChatCodec | None = None):
@@ -59,13 +61,19 @@ def context(text: str, chat: ChatCodec | None = None):
     ids = (*chat.encode_text(text), chat.eos_token_ids[0])
     backend = ScriptedBackend(chat, lambda request: ids)
     made = AgentContext(
-        client=LLMServerClient([AsyncServer(backend)]), codec=chat, limits=AgentConfig(), max_model_len=2000
+        client=LLMServerClient([AsyncServer(backend)]),
+        codec=chat,
+        limits=AgentConfig(),
+        max_model_len=2000,
     )
     return made, backend
 
 
 def sampled_after(backend: ScriptedBackend) -> list[str]:
-    texts = [codec().decode(request.prompt_ids, skip_special_tokens=False) for request in backend.requests]
+    texts = [
+        codec().decode(request.prompt_ids, skip_special_tokens=False)
+        for request in backend.requests
+    ]
     return [text.rpartition("assistant\n")[2] for text in texts]
 
 
@@ -90,10 +98,18 @@ async def test_a_rows_arguments_hold_for_its_trajectory():
     for number, kwargs in enumerate([{"enable_thinking": True}, None]):
         row = {"prompt": ASK, "chat_template_kwargs": kwargs}
         result = await agent.run(row, trajectory_id=str(number), group_id="g", sampling=SAMPLING)
-        assert result.messages[-1]["content"] == ("" if kwargs is None else "<think>") + "a plan</think>so"
+        assert (
+            result.messages[-1]["content"]
+            == ("" if kwargs is None else "<think>") + "a plan</think>so"
+        )
     assert sampled_after(backend) == [OPEN, ""]
     with pytest.raises(DataError, match="chat_template_kwargs"):
-        await agent.run({"prompt": ASK, "chat_template_kwargs": 3}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+        await agent.run(
+            {"prompt": ASK, "chat_template_kwargs": 3},
+            trajectory_id="t",
+            group_id="g",
+            sampling=SAMPLING,
+        )
 
 
 async def test_a_requests_arguments_hold_for_that_request():
@@ -106,8 +122,12 @@ async def test_a_requests_arguments_hold_for_that_request():
             await client.chat.completions.create(
                 model="m", messages=ASK, extra_body={"chat_template_kwargs": {"chat_template": "x"}}
             )
-        await client.responses.create(model="m", input="q", extra_body={"chat_template_kwargs": {"enable_thinking": 1}})
-        async with anthropic.AsyncAnthropic(base_url=f"{stage.server.url}/sessions/s", api_key="any") as claude:
+        await client.responses.create(
+            model="m", input="q", extra_body={"chat_template_kwargs": {"enable_thinking": 1}}
+        )
+        async with anthropic.AsyncAnthropic(
+            base_url=f"{stage.server.url}/sessions/s", api_key="any"
+        ) as claude:
             extra = {"chat_template_kwargs": {"enable_thinking": False}}
             await claude.messages.create(model="m", max_tokens=9, messages=ASK, extra_body=extra)
     assert sampled_after(backend) == [CLOSED, OPEN, "", OPEN, CLOSED]
@@ -139,7 +159,9 @@ def test_what_the_conversation_decides_cannot_be_set(name):
         ChatCodec(AutoTokenizer.from_pretrained(SMOLLM2), template_kwargs={name: True})
 
 
-@pytest.mark.parametrize("kwargs", ["x", {1: 2}, {"x": object()}, {"x": float("nan")}, {"x": "y" * MAX_KWARGS_CHARS}])
+@pytest.mark.parametrize(
+    "kwargs", ["x", {1: 2}, {"x": object()}, {"x": float("nan")}, {"x": "y" * MAX_KWARGS_CHARS}]
+)
 def test_arguments_are_json_and_short(kwargs):
     with pytest.raises(ValueError):
         codec().with_template_kwargs(kwargs)
@@ -157,13 +179,20 @@ def test_no_more_variants_are_kept_than_allowed():
 async def test_a_judge_has_arguments_of_its_own():
     shared, backend = context("[[9]]")
     judge = {"model": "policy", "chat_template_kwargs": {"enable_thinking": False}}
-    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"judge": judge}}
+    tree = {
+        "run_dir": "r",
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "reward": {"judge": judge},
+    }
     said = replace(
         trajectory([1], [2]),
         row={"data_source": "model_judge"},
         messages=(*ASK, {"role": "assistant", "content": "an answer"}),
     )
-    async with open_scorer(build(tree), {"judge"}, client=shared.client, codec=shared.codec) as score:
+    async with open_scorer(
+        build(tree), {"judge"}, client=shared.client, codec=shared.codec
+    ) as score:
         assert (await score(said)).reward == 0.9
     assert sampled_after(backend) == [CLOSED]
 
@@ -175,7 +204,9 @@ async def test_anthropics_prefill_is_continued_and_comes_back_as_one_turn():
     shared, backend = context(" answer is 3.")
     begun = [*ASK, {"role": "assistant", "content": "The"}]
     async with serving(context=shared) as stage:
-        async with anthropic.AsyncAnthropic(base_url=f"{stage.server.url}/sessions/s", api_key="any") as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=f"{stage.server.url}/sessions/s", api_key="any"
+        ) as client:
             first = await client.messages.create(model="m", max_tokens=9, messages=begun)
             assert first.content[0].text == " answer is 3."
             whole = {"role": "assistant", "content": "The" + first.content[0].text}
@@ -196,17 +227,24 @@ async def test_a_chat_request_may_continue_its_last_message():
         await client.chat.completions.create(model="m", messages=begun)
         with pytest.raises(openai.BadRequestError, match="continue_final_message"):
             await client.chat.completions.create(
-                model="m", messages=begun, extra_body={"continue_final_message": True, "add_generation_prompt": True}
+                model="m",
+                messages=begun,
+                extra_body={"continue_final_message": True, "add_generation_prompt": True},
             )
         with pytest.raises(openai.BadRequestError, match="only an assistant's"):
-            await client.chat.completions.create(model="m", messages=ASK, extra_body={"continue_final_message": True})
+            await client.chat.completions.create(
+                model="m", messages=ASK, extra_body={"continue_final_message": True}
+            )
     assert answer.choices[0].message.content == " answer"
     assert sampled_after(backend) == ["The", ""]
 
 
 async def test_a_row_may_have_its_last_message_continued():
     shared, backend = context(" answer")
-    row = {"prompt": [*ASK, {"role": "assistant", "content": "The"}], "continue_final_message": True}
+    row = {
+        "prompt": [*ASK, {"role": "assistant", "content": "The"}],
+        "continue_final_message": True,
+    }
     result = await ToolAgent(shared).run(row, trajectory_id="t", group_id="g", sampling=SAMPLING)
     assert sampled_after(backend) == ["The"]
     assert [message["content"] for message in result.messages] == ["q", "The", " answer"]
@@ -226,4 +264,6 @@ async def test_calls_cannot_be_continued():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     begun = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
     with pytest.raises(TemplateError, match="only an assistant's text"):
-        await ChatRecorder(shared, session_id="s").chat(begun, sampling=SAMPLING, continue_last=True)
+        await ChatRecorder(shared, session_id="s").chat(
+            begun, sampling=SAMPLING, continue_last=True
+        )

@@ -27,14 +27,18 @@ async def server():
 
 def stage(server, script, *, limits=None, codec=None, **config):
     config = ToolClientConfig(server_url=server.url, request_interval=0, retry_delay=0, **config)
-    return AgentHarness(TextToolAgent, script, shared={"tool_config": config}, codec=codec, **(limits or {}))
+    return AgentHarness(
+        TextToolAgent, script, shared={"tool_config": config}, codec=codec, **(limits or {})
+    )
 
 
 async def test_code_between_the_markers_is_run_and_its_result_inserted(server):
     it = stage(server, [ASK, "so 3"])
     trajectory = await it.run({**ROW, "extra_info": {"stdin": "7"}})
     (payload,) = server.requests
-    assert payload["actions"] == ["<python>print(3) </python>"] and payload["extra_fields"] == [{"stdin": "7"}]
+    assert payload["actions"] == ["<python>print(3) </python>"] and payload["extra_fields"] == [
+        {"stdin": "7"}
+    ]
     assert it.codec.decode(trajectory.turns[0].appended_ids) == "\n<result>\n3\n</result>\n"
     assert [(c.name, c.arguments, c.observation) for c in trajectory.tool_calls] == [
         ("tool", {"text": " print(3) "}, "3")
@@ -59,7 +63,9 @@ async def test_the_server_may_end_it():
 
 async def test_a_closing_marker_alone_is_told_and_runs_nothing(server):
     trajectory = await stage(server, ["oops </tool>", "so 3"]).run()
-    assert trajectory.tool_calls[0].error == "malformed" and not server.requests and not server.closed
+    assert (
+        trajectory.tool_calls[0].error == "malformed" and not server.requests and not server.closed
+    )
 
 
 THOUGHTS = [
@@ -75,7 +81,9 @@ async def test_markers_in_a_think_block_are_text_and_the_turn_goes_on(server, sa
     trajectory = await it.run()
     assert [payload["actions"] for payload in server.requests] == [["<python>print(3) </python>"]]
     assert [call.arguments for call in trajectory.tool_calls] == [{"text": " print(3) "}]
-    assert it.codec.decode(trajectory.turns[0].output.token_ids) == said.removesuffix(" junk"), "one turn, all of it"
+    assert it.codec.decode(trajectory.turns[0].output.token_ids) == said.removesuffix(" junk"), (
+        "one turn, all of it"
+    )
     assert (trajectory.num_turns, trajectory.finish_reason) == (2, FinishReason.ANSWER)
     assert_token_exact(trajectory, it.backend.requests)
 
@@ -91,13 +99,18 @@ class OpensThinking(FakeCodec):
     ("said", "calls"),
     [
         ("maybe <tool> print(2) </tool> and so on", []),
-        ("maybe <tool> print(2) </tool> no </think> <tool> print(3) </tool>", [{"text": " print(3) "}]),
+        (
+            "maybe <tool> print(2) </tool> no </think> <tool> print(3) </tool>",
+            [{"text": " print(3) "}],
+        ),
     ],
 )
 async def test_a_think_block_may_begin_in_the_prompt(server, said, calls):
     it = stage(server, [said, "so </think> 3"], codec=OpensThinking())
     trajectory = await it.run()
-    assert [call.arguments for call in trajectory.tool_calls] == calls and len(server.requests) == len(calls)
+    assert [call.arguments for call in trajectory.tool_calls] == calls and len(
+        server.requests
+    ) == len(calls)
     assert trajectory.finish_reason is FinishReason.ANSWER
 
 
@@ -131,7 +144,9 @@ async def test_calls_of_many_trajectories_run_side_by_side_and_map_back():
             if len(arrived) == 3:
                 everybody.set()
             await everybody.wait()
-            return JSONResponse({"observations": payload["trajectory_ids"], "dones": [False], "valids": [True]})
+            return JSONResponse(
+                {"observations": payload["trajectory_ids"], "dones": [False], "valids": [True]}
+            )
 
         server.respond = answer
         it = stage(server, [ASK, "so 3"])
@@ -186,7 +201,15 @@ async def search(answer, script=("who <search> a b </search> x", "them"), **conf
 
 
 async def test_a_query_is_looked_up_and_its_passages_inserted():
-    found = {"result": [[{"document": {"contents": "A b."}, "score": 2.0}, {"document": "C d."}, {"contents": "E."}]]}
+    found = {
+        "result": [
+            [
+                {"document": {"contents": "A b."}, "score": 2.0},
+                {"document": "C d."},
+                {"contents": "E."},
+            ]
+        ]
+    }
     trajectory, asked, it = await search(found, topk=2)
     assert asked == [{"queries": ["a b"], "topk": 2, "return_scores": True}]
     assert it.codec.decode(trajectory.turns[0].appended_ids) == (
@@ -207,7 +230,9 @@ async def test_finding_nothing_is_said():
 
 
 async def test_search_max_turns_bounds_the_queries():
-    trajectory, asked, _ = await search({"result": [["x"]]}, script=["<search> a </search>"], max_turns=2)
+    trajectory, asked, _ = await search(
+        {"result": [["x"]]}, script=["<search> a </search>"], max_turns=2
+    )
     assert len(asked) == 2 and trajectory.finish_reason is FinishReason.MAX_USER_TURNS
 
 
@@ -220,14 +245,28 @@ async def test_a_branch_repeats_no_query_and_counts_those_of_its_parent():
         assert it.agent.can_branch() and len(asked) == 2
         it.backend.requests.clear()
         fork = Fork(tree_id="t", parent_id="t", turns=1, tokens=2)
-        branch = await it.agent.branch(parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=1000))
+        branch = await it.agent.branch(
+            parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=1000)
+        )
         await it.agent.close()
     first, begun = it.backend.requests[0], parent.turns[1].output.token_ids[:2]
     assert (
-        first.prompt_ids == parent.prompt_ids + parent.turns[0].output.token_ids + parent.turns[0].appended_ids + begun
+        first.prompt_ids
+        == parent.prompt_ids
+        + parent.turns[0].output.token_ids
+        + parent.turns[0].appended_ids
+        + begun
     )
-    assert branch.fork == fork and branch.turns[0] == parent.turns[0] and branch.turns[1].output.token_ids[:2] == begun
-    assert len(asked) == 3 and branch.num_turns == 3 and branch.finish_reason is FinishReason.MAX_USER_TURNS
+    assert (
+        branch.fork == fork
+        and branch.turns[0] == parent.turns[0]
+        and branch.turns[1].output.token_ids[:2] == begun
+    )
+    assert (
+        len(asked) == 3
+        and branch.num_turns == 3
+        and branch.finish_reason is FinishReason.MAX_USER_TURNS
+    )
 
 
 async def test_a_branch_stops_at_a_marker_that_began_before_its_fork():
@@ -243,13 +282,17 @@ async def test_a_branch_stops_at_a_marker_that_began_before_its_fork():
         assert parent.turns[0].output.token_ids == ids
         rest = rest[len(ids) - 1 :]
         fork = Fork(tree_id="t", parent_id="t", turns=0, tokens=len(ids) - 1)
-        branch = await it.agent.branch(parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=1000))
+        branch = await it.agent.branch(
+            parent, fork, trajectory_id="b", sampling=SamplingParams(max_tokens=1000)
+        )
         await it.agent.close()
     assert branch.turns[0].output.token_ids == ids
     assert branch.turns[0].output.stop_match == "</search>"
 
 
-@pytest.mark.parametrize("answer", [{}, [], {"result": []}, {"result": [[3]]}, {"result": [[{"document": {}}]]}])
+@pytest.mark.parametrize(
+    "answer", [{}, [], {"result": []}, {"result": [[3]]}, {"result": [[{"document": {}}]]}]
+)
 async def test_a_wrong_answer_of_the_retriever_is_named(answer):
     with pytest.raises(ToolServerError, match="/retrieve gave a wrong answer"):
         await search(answer)
@@ -259,7 +302,9 @@ async def test_preflight_asks_the_retriever_a_question():
     asked = []
     async with serve(retriever({"result": [[]]}, {"answers": []}, asked=asked)) as url:
         it = AgentHarness(
-            SearchAgent, [ASK], shared={"search": SearchConfig(server_url=f"{url}/retrieve", max_retries=0)}
+            SearchAgent,
+            [ASK],
+            shared={"search": SearchConfig(server_url=f"{url}/retrieve", max_retries=0)},
         )
         await it.agent.preflight()
         with pytest.raises(ConfigError, match="not ready: .*/retrieve gave a wrong answer"):

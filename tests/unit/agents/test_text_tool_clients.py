@@ -31,7 +31,9 @@ async def test_max_workers_bounds_the_requests_at_the_same_time():
 
         server.respond = count
         client = ToolClient(ToolClientConfig(server_url=server.url, max_workers=2, **QUICK))
-        await asyncio.gather(*(client.execute(ServerAction(trajectory_id=str(i))) for i in range(9)))
+        await asyncio.gather(
+            *(client.execute(ServerAction(trajectory_id=str(i))) for i in range(9))
+        )
         await client.close()
     assert most <= 2 and len(server.requests) == 9
 
@@ -53,8 +55,12 @@ async def test_request_interval_separates_starts():
     assert starts == [0.0, 0.5, 1.0, 10.0]
 
 
-@pytest.mark.parametrize(("seconds", "interval", "warned"), [(0.01, 0.1, 1), (0.3, 0.1, 0), (0.01, 0.0, 0)])
-async def test_an_interval_that_bounds_the_rollout_is_warned_about_once(caplog, seconds, interval, warned):
+@pytest.mark.parametrize(
+    ("seconds", "interval", "warned"), [(0.01, 0.1, 1), (0.3, 0.1, 0), (0.01, 0.0, 0)]
+)
+async def test_an_interval_that_bounds_the_rollout_is_warned_about_once(
+    caplog, seconds, interval, warned
+):
     """Four trajectories call a tool that takes so long, on a clock that moves only while they wait."""
     now = 0.0
 
@@ -76,7 +82,10 @@ async def test_an_interval_that_bounds_the_rollout_is_warned_about_once(caplog, 
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == warned
     assert all("tool_config.request_interval=0.1 is the bottleneck" in text for text in warnings)
-    assert all("no more than 10 start in a second. Set tool_config.request_interval=0" in text for text in warnings)
+    assert all(
+        "no more than 10 start in a second. Set tool_config.request_interval=0" in text
+        for text in warnings
+    )
 
 
 async def test_a_cancelled_wait_gives_its_place_back():
@@ -105,7 +114,11 @@ async def test_max_retries_repeats_what_failed():
         failures = [Response(status_code=500), Response(status_code=503)]
 
         async def fail_twice(payload):
-            return failures.pop() if failures else JSONResponse({"observations": ["ok"], "dones": [0], "valids": [1]})
+            return (
+                failures.pop()
+                if failures
+                else JSONResponse({"observations": ["ok"], "dones": [0], "valids": [1]})
+            )
 
         server.respond = fail_twice
         client = ToolClient(ToolClientConfig(server_url=server.url, max_retries=2, **QUICK))
@@ -134,8 +147,12 @@ async def test_max_retries_repeats_what_timed_out():
 
 
 async def test_an_unreachable_server_is_named_with_the_key_to_change():
-    client = ToolClient(ToolClientConfig(server_url=f"http://127.0.0.1:{free_port()}", max_retries=0))
-    with pytest.raises(ToolServerError, match=r"http://127.* cannot be reached.*tool_config\.server_url"):
+    client = ToolClient(
+        ToolClientConfig(server_url=f"http://127.0.0.1:{free_port()}", max_retries=0)
+    )
+    with pytest.raises(
+        ToolServerError, match=r"http://127.* cannot be reached.*tool_config\.server_url"
+    ):
         await client.execute(ServerAction(trajectory_id="t"))
 
 
@@ -146,7 +163,12 @@ def test_a_client_without_a_url_says_where_to_set_it():
 
 @pytest.mark.parametrize(
     ("text", "bare"),
-    [("\n<result>\n a\n b\n</result>\n", " a\n b"), ("plain\n", "plain\n"), ("<result>x", "<result>x"), ("", "")],
+    [
+        ("\n<result>\n a\n b\n</result>\n", " a\n b"),
+        ("plain\n", "plain\n"),
+        ("<result>x", "<result>x"),
+        ("", ""),
+    ],
 )
 def test_the_servers_tags_are_taken_off(text, bare):
     assert bare_result(text) == bare
@@ -154,7 +176,13 @@ def test_the_servers_tags_are_taken_off(text, bare):
 
 def test_the_defaults_are_the_documented_ones():
     c = ToolClientConfig()
-    assert (c.enabled, c.max_tool_turns, c.max_retries, c.retry_delay, c.timeout) == (False, 3, 3, 1.0, 30.0)
+    assert (c.enabled, c.max_tool_turns, c.max_retries, c.retry_delay, c.timeout) == (
+        False,
+        3,
+        3,
+        1.0,
+        30.0,
+    )
     assert (c.max_workers, c.request_interval) == (10, 0.1)
 
 

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.agents import AgentContext, ToolAgent
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
+from jax_agent_rl.errors import (
+    AbortedError,
+    BackendError,
+    DataError,
+    PromptTooLongError,
+    TokenDriftError,
+)
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry, function_tool
@@ -30,7 +36,16 @@ def add(a: int, b: int) -> str:
 class Stage:
     """An agent over a scripted engine; keeps what the tests look at."""
 
-    def __init__(self, script, *, agent=ToolAgent, backend=ScriptedBackend, tools=(add,), max_model_len=1000, **limits):
+    def __init__(
+        self,
+        script,
+        *,
+        agent=ToolAgent,
+        backend=ScriptedBackend,
+        tools=(add,),
+        max_model_len=1000,
+        **limits,
+    ):
         self.codec = FakeCodec()
         self.backend = backend(self.codec, script)
         self.client = LLMServerClient([AsyncServer(self.backend)])
@@ -71,7 +86,10 @@ async def test_a_tool_is_called_and_its_result_is_read():
     assert stage.codec.decode(first.appended_ids) == "tool: 3assistant:"
     assert second.appended_ids == ()
     sampled = len(first.output.token_ids), len(second.output.token_ids)
-    assert trajectory.response_mask == (1,) * sampled[0] + (0,) * len(first.appended_ids) + (1,) * sampled[1]
+    assert (
+        trajectory.response_mask
+        == (1,) * sampled[0] + (0,) * len(first.appended_ids) + (1,) * sampled[1]
+    )
     assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
     assert trajectory.messages[-1]["content"] == "the answer is 3"
 
@@ -86,13 +104,17 @@ async def test_the_engine_goes_on_with_others_while_a_tool_runs():
         return "waited"
 
     def script(request):
-        first = request.session_id == "slow" and "tool: waited" not in stage.codec.decode(request.prompt_ids)
+        first = request.session_id == "slow" and "tool: waited" not in stage.codec.decode(
+            request.prompt_ids
+        )
         return stage.codec.reply_ids("<call>wait {}</call>" if first else "done")
 
     stage = Stage(script, tools=(wait,))
     sampling = SamplingParams(max_tokens=50)
     slow, *others = (
-        asyncio.create_task(stage.agent.run(ROW, trajectory_id=name, group_id="g", sampling=sampling))
+        asyncio.create_task(
+            stage.agent.run(ROW, trajectory_id=name, group_id="g", sampling=sampling)
+        )
         for name in ("slow", "a", "b")
     )
     await asyncio.wait_for(asyncio.gather(*others), timeout=60)
@@ -139,7 +161,10 @@ async def test_every_turn_has_a_seed_of_its_own_that_the_trajectory_seed_fixes()
 async def test_one_session_holds_all_turns_and_its_end_is_announced_when_known():
     stage = Stage([ASK, ASK, ASK], max_assistant_turns=2)
     await stage.run()
-    assert [(r.session_id, r.session_ends) for r in stage.backend.requests] == [("t", False), ("t", True)]
+    assert [(r.session_id, r.session_ends) for r in stage.backend.requests] == [
+        ("t", False),
+        ("t", True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +229,9 @@ async def test_a_prompt_over_the_limit_says_both_numbers_and_the_key():
     assert stage.backend.requests == []
 
 
-@pytest.mark.parametrize("prompt", [None, "text", [], {"role": "user"}, ["text"], [{"content": "x"}]])
+@pytest.mark.parametrize(
+    "prompt", [None, "text", [], {"role": "user"}, ["text"], [{"content": "x"}]]
+)
 async def test_a_row_without_messages_is_refused(prompt):
     with pytest.raises(DataError, match="must be a list of messages"):
         await Stage(["hi"]).run({"prompt": prompt})
@@ -224,7 +251,11 @@ class MuteBackend(ScriptedBackend):
     async def generate(self, request):
         output = await super().generate(request)
         return type(output)(
-            token_ids=(), log_probs=(), policy_versions=(), stop_reason=StopReason.EOS, context_digest=""
+            token_ids=(),
+            log_probs=(),
+            policy_versions=(),
+            stop_reason=StopReason.EOS,
+            context_digest="",
         )
 
 

@@ -69,7 +69,9 @@ def context_of(script, tools, *, kinds=frozenset(), shows=frozenset(), codec=Non
 
 async def run(context, row=None):
     row = row or {"prompt": [{"role": "user", "content": "go"}]}
-    return await ToolAgent(context).run(row, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=200))
+    return await ToolAgent(context).run(
+        row, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=200)
+    )
 
 
 @pytest.fixture
@@ -99,7 +101,9 @@ async def test_rewards_of_tools_reach_the_reward_function_and_the_trajectory(rew
         "extra_info": {"tools_kwargs": {"guess": KWARGS}},
     }
     collector = RolloutCollector(context, score=score, max_in_flight=4, seed=0)
-    collected = collector.collect([row], group_size=3, sampling=SamplingParams(max_tokens=200), step=0)
+    collected = collector.collect(
+        [row], group_size=3, sampling=SamplingParams(max_tokens=200), step=0
+    )
     (group,) = [group async for group in collected]
     for trajectory in group.trajectories:
         assert [call.reward for call in trajectory.tool_calls] == [-0.5, 0.5]
@@ -114,7 +118,10 @@ async def test_rewards_of_tools_reach_the_reward_function_and_the_trajectory(rew
 async def test_a_tool_that_cannot_score_costs_its_score_not_the_trajectory():
     broken = {**KWARGS, "calc_reward_kwargs": {"scale": "x"}}
     context, _ = context_of(['<call>guess {"x": 1}</call>', "done"], [Guess()])
-    row = {"prompt": [{"role": "user", "content": "go"}], "extra_info": {"tools_kwargs": {"guess": broken}}}
+    row = {
+        "prompt": [{"role": "user", "content": "go"}],
+        "extra_info": {"tools_kwargs": {"guess": broken}},
+    }
     trajectory = await run(context, row)
     assert trajectory.tool_scores == {} and trajectory.metrics["tool/guess/calc_reward_errors"] == 1
 
@@ -142,7 +149,10 @@ async def test_images_and_videos_reach_the_next_prompt_and_stay_with_the_traject
     assert first.multi_modal == {}
     assert second.multi_modal == {"image": (RED, BLUE), "video": (clip,)}
     assert trajectory.multi_modal == second.multi_modal
-    assert trajectory.tool_calls[0].media == second.multi_modal and trajectory.tool_calls[0].reward == 1.0
+    assert (
+        trajectory.tool_calls[0].media == second.multi_modal
+        and trajectory.tool_calls[0].reward == 1.0
+    )
     appended = context.codec.decode(trajectory.turns[0].appended_ids)
     assert appended == "tool: <image> <image> <video> lookassistant:"
     assert trajectory.messages[2]["content"] == "look" and trajectory.messages[2]["media"] == [
@@ -159,19 +169,30 @@ async def test_images_of_all_turns_are_sent_in_the_order_of_their_placeholders()
 
     images = [RED, BLUE, RED]
     script = [SHOW * 2, SHOW, "done"]
-    context, backend = context_of(script, [Album(None)], kinds={"image"}, shows={"image"}, max_parallel_calls=2)
+    context, backend = context_of(
+        script, [Album(None)], kinds={"image"}, shows={"image"}, max_parallel_calls=2
+    )
     trajectory = await run(context)
-    assert [request.multi_modal.get("image", ()) for request in backend.requests] == [(), (RED, BLUE), (RED, BLUE, RED)]
+    assert [request.multi_modal.get("image", ()) for request in backend.requests] == [
+        (),
+        (RED, BLUE),
+        (RED, BLUE, RED),
+    ]
     assert trajectory.multi_modal == {"image": (RED, BLUE, RED)}
 
 
-@pytest.mark.parametrize(("kinds", "shows"), [((), ()), (("image",), ()), ((), ("image",)), (("video",), ("video",))])
+@pytest.mark.parametrize(
+    ("kinds", "shows"), [((), ()), (("image",), ()), ((), ("image",)), (("video",), ("video",))]
+)
 async def test_a_model_that_cannot_see_reads_an_error_instead(kinds, shows, caplog):
-    context, backend = context_of([SHOW, "ok"], [Camera(ToolResponse(image=(RED,)))], kinds=kinds, shows=shows)
+    context, backend = context_of(
+        [SHOW, "ok"], [Camera(ToolResponse(image=(RED,)))], kinds=kinds, shows=shows
+    )
     trajectory = await run(context)
     (call,) = trajectory.tool_calls
     assert (
-        call.error == "raised" and call.observation == "Error: camera returned image data, which cannot be shown here"
+        call.error == "raised"
+        and call.observation == "Error: camera returned image data, which cannot be shown here"
     )
     assert backend.requests[1].multi_modal == {} and trajectory.multi_modal == {}
     assert "cannot take" in caplog.text
@@ -179,13 +200,17 @@ async def test_a_model_that_cannot_see_reads_an_error_instead(kinds, shows, capl
 
 async def test_images_that_did_not_fit_are_not_part_of_the_trajectory():
     tool = Camera(ToolResponse(text="long " * 20, image=(RED,)))
-    context, _ = context_of([SHOW, "never"], [tool], kinds={"image"}, shows={"image"}, max_response_length=12)
+    context, _ = context_of(
+        [SHOW, "never"], [tool], kinds={"image"}, shows={"image"}, max_response_length=12
+    )
     trajectory = await run(context)
     assert trajectory.num_turns == 1 and trajectory.multi_modal == {}
 
 
 async def test_a_trajectory_with_images_is_recorded_as_json():
-    context, _ = context_of([SHOW, "nice"], [Camera(ToolResponse(image=(RED,)))], kinds={"image"}, shows={"image"})
+    context, _ = context_of(
+        [SHOW, "nice"], [Camera(ToolResponse(image=(RED,)))], kinds={"image"}, shows={"image"}
+    )
     record = trajectory_record(await run(context), step=1, split="train")
     assert json.loads(json.dumps(record))["turns"][0]["tool_calls"][0]["media"] == {"image": 1}
 
@@ -205,7 +230,9 @@ class IdCodec(FakeCodec):
 
     def parse_reply(self, sampled_ids, tools=(), *, context_ids=None):
         reply = super().parse_reply(sampled_ids)
-        calls = (dataclasses.replace(call, id=f"call-{n}") for n, call in enumerate(reply.tool_calls))
+        calls = (
+            dataclasses.replace(call, id=f"call-{n}") for n, call in enumerate(reply.tool_calls)
+        )
         return Reply(reply.content, tool_calls=calls, malformed=reply.malformed)
 
     def encode_append(self, sampled_ids, messages, *, tools=()):
@@ -219,7 +246,12 @@ async def test_a_call_id_the_model_wrote_names_its_result_even_when_it_fails():
     context, _ = context_of([calls, "ok"], [Camera("seen")], codec=codec, max_parallel_calls=2)
     trajectory = await run(context)
     (messages,) = codec.appended
-    assert [message.get("tool_call_id") for message in messages] == ["call-0", "call-1", "call-2", None]
+    assert [message.get("tool_call_id") for message in messages] == [
+        "call-0",
+        "call-1",
+        "call-2",
+        None,
+    ]
     errors = [call.error for call in trajectory.tool_calls]
     assert errors == [None, "unknown_tool", "over_parallel_limit", "malformed"]
     assert [call.call_id for call in trajectory.tool_calls] == ["call-0", "call-1", "call-2", None]

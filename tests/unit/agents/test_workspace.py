@@ -52,7 +52,20 @@ def test_a_working_folder_comes_back_as_it_was():
     )
 
 
-BAD_NAMES = ["", ".", "..", "/etc/passwd", "a/../b", "../x", "a//b", "a/", "a\0b", "a\nb", "\x1b[2J", "\x7f"]
+BAD_NAMES = [
+    "",
+    ".",
+    "..",
+    "/etc/passwd",
+    "a/../b",
+    "../x",
+    "a//b",
+    "a/",
+    "a\0b",
+    "a\nb",
+    "\x1b[2J",
+    "\x7f",
+]
 BAD_NAMES += ["n" * 256, "a/" * 64 + "a", "/".join(["n" * 200] * 11), "\udcc3\udcbc", "\ud800"]
 
 
@@ -105,7 +118,9 @@ def test_all_files_together_are_bounded():
     entries = [["file", "a", 0o644, size], ["file", "b", 0o644, size]]
     assert read({"entries": entries}, bytes(2 * size)).workspace is not None
     entries = [["file", "a", 0o644, size], ["file", "b", 0o644, size + 200]]
-    assert "more than 100000 bytes" in read({"entries": entries}, bytes(2 * size + 200)).pack_problem
+    assert (
+        "more than 100000 bytes" in read({"entries": entries}, bytes(2 * size + 200)).pack_problem
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,8 +171,15 @@ def test_sizes_in_the_header_allocate_nothing():
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["file", "a", "b"]),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["file", "a", "b"]),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=20,
 )
 
@@ -221,7 +243,9 @@ def test_files_replace_what_is_there_and_follow_no_link(tmp_path):
     (tmp_path / "out" / "a").symlink_to(tmp_path / "outside")
     (tmp_path / "packed").write_bytes(pack_tree(file_entries({"a": b"new"})))
     write_tree(tmp_path / "packed", tmp_path / "out")
-    assert (tmp_path / "out" / "a").read_text() == "new" and not (tmp_path / "out" / "a").is_symlink()
+    assert (tmp_path / "out" / "a").read_text() == "new" and not (
+        tmp_path / "out" / "a"
+    ).is_symlink()
     assert (tmp_path / "outside").read_text() == "kept"
 
 
@@ -238,7 +262,21 @@ def test_a_number_in_the_reward_file_is_the_reward(text, reward):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "nan", "inf", "-Infinity", "1e999", "1_000", "１", "0x1", "1 1", "reward: 1", "true", "1\0", "9" * 4000],
+    [
+        "",
+        "nan",
+        "inf",
+        "-Infinity",
+        "1e999",
+        "1_000",
+        "１",
+        "0x1",
+        "1 1",
+        "reward: 1",
+        "true",
+        "1\0",
+        "9" * 4000,
+    ],
 )
 def test_anything_else_in_the_reward_file_is_no_reward_and_is_named(text):
     reward, note = read_verdict(JobResult(exit_code=0, file=text))

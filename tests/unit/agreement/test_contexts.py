@@ -15,7 +15,9 @@ from jax_agent_rl.runtime.diagnosis import record_contexts
 from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
 
 
-def turn(ids: tuple[int, ...], versions: tuple[int, ...], appended: tuple[int, ...] = (), **more) -> Turn:
+def turn(
+    ids: tuple[int, ...], versions: tuple[int, ...], appended: tuple[int, ...] = (), **more
+) -> Turn:
     output = TokenOutput(
         token_ids=ids,
         log_probs=tuple(-0.125 * i for i in ids),
@@ -59,14 +61,22 @@ def test_turns_begin_where_sampled_and_inserted_ids_take_turns():
 @pytest.mark.parametrize(
     ("since", "before", "expected"),
     [
-        (0, None, [4, 5, 6, 9, 12, 14]),  # 10 is of another version than its turn begins with, 13 was constrained
+        (
+            0,
+            None,
+            [4, 5, 6, 9, 12, 14],
+        ),  # 10 is of another version than its turn begins with, 13 was constrained
         (4, None, [12, 14]),
         (3, 4, [4, 5, 6, 9]),
         (5, None, []),
     ],
 )
-def test_compared_are_tokens_of_the_wanted_versions(since: int, before: int | None, expected: list[int]):
-    contexts = collect_contexts([Group(group_id="g", trajectories=(trajectory(),))], since, before=before)
+def test_compared_are_tokens_of_the_wanted_versions(
+    since: int, before: int | None, expected: list[int]
+):
+    contexts = collect_contexts(
+        [Group(group_id="g", trajectories=(trajectory(),))], since, before=before
+    )
     found = [context.at.tolist() for context in contexts if len(context.token_ids) > 10]
     assert found == ([expected] if expected else [])
 
@@ -74,7 +84,9 @@ def test_compared_are_tokens_of_the_wanted_versions(since: int, before: int | No
 def test_a_run_folder_gives_the_contexts_of_each_version(tmp_path: Path):
     group = Group(group_id="g", trajectories=(trajectory(),))
     learner = [np.arange(10.0, 10.0 + sum(sum(s.loss_mask) for s in trajectory().sequences))]
-    RunDir(tmp_path).add_trajectories(1, "train", group.trajectories, token_values={"t0": {"old_logprobs": learner[0]}})
+    RunDir(tmp_path).add_trajectories(
+        1, "train", group.trajectories, token_values={"t0": {"old_logprobs": learner[0]}}
+    )
     (record,) = read_trajectories(tmp_path / "trajectories.jsonl")
     found = [pair for part in (*record["segments"], record) for pair in record_contexts(part)]
     for version in (3, 4):

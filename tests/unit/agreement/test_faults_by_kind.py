@@ -35,7 +35,9 @@ from tests.tiny import full_logits, tiny_params
 
 UNTIED = replace(LLAMA, tie_word_embeddings=False)
 BIASED = replace(LLAMA, qkv_bias=True, o_bias=True)
-YARN = replace(LLAMA, rope=Rope(scaling=YarnScaling(factor=4.0, original_max_position_embeddings=32)))
+YARN = replace(
+    LLAMA, rope=Rope(scaling=YarnScaling(factor=4.0, original_max_position_embeddings=32))
+)
 HALF = replace(LLAMA, rope=Rope(partial_rotary=0.5))
 EQUAL = (21, 21, 21, 21)
 SECOND = 21 + 8 + 5
@@ -92,17 +94,23 @@ async def test_a_number_of_the_config_that_differs_is_named(
 ):
     params, other = tiny_params(1, model), replace(model, **served)
     if "norm_offset" in served:  # a norm of 0 would make everything equal
-        norms = {name: x * 0.1 + 0.5 for name, x in params["layers"].items() if name.endswith("norm")}
+        norms = {
+            name: x * 0.1 + 0.5 for name, x in params["layers"].items() if name.endswith("norm")
+        }
         params = with_layers(params, **norms)
     used = {name: x for name, x in params["layers"].items() if name in other.layer_shapes()}
-    made = await diagnosed_engine(model, other, params=params, served_params={**params, "layers": used})
+    made = await diagnosed_engine(
+        model, other, params=params, served_params={**params, "layers": used}
+    )
     check(made, cause, said)
 
 
 async def test_a_number_of_the_config_is_named_although_all_tensors_are_right():
     made = await diagnosed_engine(LLAMA, replace(LLAMA, rms_norm_eps=1e-2), inspected=True)
     check(made, Cause.SETTING, "rms_norm_eps=0.01, not 1e-05")
-    assert any(finding.name == "layers" and "layer 0" in finding.detail for finding in made.findings)
+    assert any(
+        finding.name == "layers" and "layer 0" in finding.detail for finding in made.findings
+    )
 
 
 # --- positions ------------------------------------------------------------------------------------------------------
@@ -113,15 +121,41 @@ async def test_a_number_of_the_config_is_named_although_all_tensors_are_right():
     [
         (lambda at: jnp.where(at >= SECOND, at + 2, at), 20, "2 positions further from turn 2 on"),
         (lambda at: jnp.where(at >= SECOND, at - 1, at), 21, "1 position back from turn 2 on"),
-        (lambda at: jnp.where(at >= SECOND, at - SECOND, at), 22, "positions begin again at 0 at turn 2"),
-        (lambda at: jnp.where(at >= SECOND - 5, at - (SECOND - 5), at), 23, "begin again at 0 at what follows turn 1"),
-        (lambda at: jnp.where(at >= SECOND, at - 5, at), 24, "does not count the positions of what follows turn 1"),
-        (lambda at: jnp.where(at >= 40, at + 1, at), 25, "puts ids 1 position further from id 40 on"),
+        (
+            lambda at: jnp.where(at >= SECOND, at - SECOND, at),
+            22,
+            "positions begin again at 0 at turn 2",
+        ),
+        (
+            lambda at: jnp.where(at >= SECOND - 5, at - (SECOND - 5), at),
+            23,
+            "begin again at 0 at what follows turn 1",
+        ),
+        (
+            lambda at: jnp.where(at >= SECOND, at - 5, at),
+            24,
+            "does not count the positions of what follows turn 1",
+        ),
+        (
+            lambda at: jnp.where(at >= 40, at + 1, at),
+            25,
+            "puts ids 1 position further from id 40 on",
+        ),
     ],
-    ids=["further", "back", "restart", "restart at the inserted ids", "stand still", "within a turn"],
+    ids=[
+        "further",
+        "back",
+        "restart",
+        "restart at the inserted ids",
+        "stand still",
+        "within a turn",
+    ],
 )
 async def test_positions_that_are_shifted_from_a_later_turn_on_are_named(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[jax.Array], jax.Array], number: int, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[jax.Array], jax.Array],
+    number: int,
+    said: str,
 ):
     rope = forward._rope
     monkeypatch.setattr(forward, "_rope", lambda config, positions: rope(config, change(positions)))
@@ -164,14 +198,21 @@ def decode_with_mask(visible: Callable[[jax.Array, jax.Array], jax.Array]) -> Ca
     return decode
 
 
-def chunk_with_mask(visible: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+def chunk_with_mask(
+    visible: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Callable[..., jax.Array]:
     """``attention._chunk_mask`` that sees the same."""
     mask = attention._chunk_mask
 
     def masked(starts: jax.Array, count: int, length: int, window: int | None) -> jax.Array:
         chunk = starts[:, None] + jnp.arange(count)
-        keys = jnp.concatenate([jnp.broadcast_to(jnp.arange(length), (len(starts), length)), chunk], axis=1)
-        return mask(starts, count, length, window) & visible(chunk[:, :, None], keys[:, None])[:, None, None]
+        keys = jnp.concatenate(
+            [jnp.broadcast_to(jnp.arange(length), (len(starts), length)), chunk], axis=1
+        )
+        return (
+            mask(starts, count, length, window)
+            & visible(chunk[:, :, None], keys[:, None])[:, None, None]
+        )
 
     return masked
 
@@ -187,7 +228,10 @@ def chunk_with_mask(visible: Callable[[jax.Array, jax.Array], jax.Array]) -> Cal
     ids=["not themselves", "a lost id", "a lost context"],
 )  # fmt: skip
 async def test_ids_that_are_not_attended_to_are_named(
-    monkeypatch: pytest.MonkeyPatch, visible: Callable[[jax.Array, jax.Array], jax.Array], number: int, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    visible: Callable[[jax.Array, jax.Array], jax.Array],
+    number: int,
+    said: str,
 ):
     without_kernels(monkeypatch)
     monkeypatch.setattr(attention, "_plain_decode", decode_with_mask(visible))
@@ -208,7 +252,9 @@ BEFORE = with_layers(
 """Weights of the version before."""
 
 
-async def test_turns_that_older_weights_left_in_the_cache_are_named(monkeypatch: pytest.MonkeyPatch):
+async def test_turns_that_older_weights_left_in_the_cache_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+):
     backend = jax_engine(LLAMA, BEFORE)
     await backend.start()
     try:
@@ -217,7 +263,9 @@ async def test_turns_that_older_weights_left_in_the_cache_are_named(monkeypatch:
             if turn == 1:
                 with monkeypatch.context() as patched:
                     patched.setattr(backend._core.scheduler.block_manager, "reset", lambda: None)
-                    await backend.update_weights(WeightUpdate(version=1, kind="arrays", payload=RIGHT))
+                    await backend.update_weights(
+                        WeightUpdate(version=1, kind="arrays", payload=RIGHT)
+                    )
 
         groups = await conversations(backend, LLAMA, before_turn=update)
         made = diagnosis(groups, LLAMA, RIGHT, since=1, older={"version 0": BEFORE})
@@ -301,7 +349,9 @@ async def test_a_head_that_is_read_from_the_embeddings_of_an_untied_model_is_nam
         logits = forward.next_logits
         headless = lambda config, params, *rest: logits(config, replace(params, head=None), *rest)  # noqa: E731
         monkeypatch.setattr(forward, "next_logits", headless)
-    made = await diagnosed_engine(UNTIED, served, params=params, served_params=served_params, inspected=inspected)
+    made = await diagnosed_engine(
+        UNTIED, served, params=params, served_params=served_params, inspected=inspected
+    )
     assert "lm_head.weight" in made.line and "embed" in made.line, "\n".join(made.lines())
     assert made.cause in (Cause.MISNAMED_TENSOR, Cause.MISSING_TENSOR)
 
@@ -331,7 +381,9 @@ async def test_a_tensor_that_is_used_wrongly_is_named_by_log_probs_alone(
     model: DecoderConfig, change: Callable[[Params], Params], cause: Cause, said: str
 ):
     params = tiny_params(1, model)
-    params["final_norm"] = jnp.asarray(np.random.default_rng(3).uniform(0.5, 1.5, model.hidden_size), jnp.float32)
+    params["final_norm"] = jnp.asarray(
+        np.random.default_rng(3).uniform(0.5, 1.5, model.hidden_size), jnp.float32
+    )
     check(await diagnosed_engine(model, params=params, served_params=change(params)), cause, said)
 
 
@@ -349,10 +401,18 @@ async def test_query_heads_that_share_the_wrong_keys_are_named():
 async def test_a_tensor_that_an_engine_lacks_or_exchanges_is_read_off_it(name: str):
     if name == "a bias":
         params = tiny_params(1, BIASED)
-        layers = {key: x for key, x in params["layers"].items() if key not in ("q_bias", "k_bias", "v_bias")}
+        layers = {
+            key: x
+            for key, x in params["layers"].items()
+            if key not in ("q_bias", "k_bias", "v_bias")
+        }
         served = replace(BIASED, qkv_bias=False)
         made = await diagnosed_engine(
-            BIASED, served, params=params, served_params={**params, "layers": layers}, inspected=True
+            BIASED,
+            served,
+            params=params,
+            served_params={**params, "layers": layers},
+            inspected=True,
         )
         check(made, Cause.MISSING_TENSOR, "9 of", "proj.bias", "is not among the engine's tensors")
         return
@@ -360,9 +420,7 @@ async def test_a_tensor_that_an_engine_lacks_or_exchanges_is_read_off_it(name: s
     up = params["layers"]["expert_up"]
     served_params = with_layers(params, expert_up=up.at[1, 0].set(up[1, 2]).at[1, 2].set(up[1, 0]))
     made = await diagnosed_engine(MOE, params=params, served_params=served_params, inspected=True)
-    wrong = (
-        "model.layers.1.mlp.experts.0.up_proj.weight holds the numbers of model.layers.1.mlp.experts.2.up_proj.weight"
-    )
+    wrong = "model.layers.1.mlp.experts.0.up_proj.weight holds the numbers of model.layers.1.mlp.experts.2.up_proj.weight"
     check(made, Cause.MISNAMED_TENSOR, wrong)
 
 
@@ -373,12 +431,18 @@ async def test_permuted_scales_of_8_bit_weights_are_named(monkeypatch: pytest.Mo
 
     params = with_layers(RIGHT, up=RIGHT["layers"]["up"] * jnp.geomspace(0.5, 2, 48)[:, None])
     monkeypatch.setattr(forward, "quantized", permuted)
-    made = await diagnosed_engine(LLAMA, own_programs(LLAMA, 7), params=params, inspected=True, quantize="int8")
+    made = await diagnosed_engine(
+        LLAMA, own_programs(LLAMA, 7), params=params, inspected=True, quantize="int8"
+    )
     assert made.cause is Cause.WRONG_TENSOR and "proj.weight" in made.line, made.line
 
 
 async def test_adapters_of_another_scale_are_named():
-    change = {name: BEFORE["layers"][name] - x for name, x in RIGHT["layers"].items() if name in ("q", "v")}
+    change = {
+        name: BEFORE["layers"][name] - x
+        for name, x in RIGHT["layers"].items()
+        if name in ("q", "v")
+    }
     twice = {name: RIGHT["layers"][name] + 2 * change[name] for name in change}
     learner = with_layers(RIGHT, **{name: RIGHT["layers"][name] + change[name] for name in change})
     made = await diagnosed_engine(
@@ -403,19 +467,28 @@ async def test_adapters_of_another_scale_are_named():
     ids=["cap", "EOS"],
 )
 async def test_logits_that_are_changed_before_sampling_are_named(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[jax.Array], jax.Array], number: int, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[jax.Array], jax.Array],
+    number: int,
+    said: str,
 ):
     without_kernels(monkeypatch)
     logits = forward.next_logits
     monkeypatch.setattr(forward, "next_logits", lambda *arguments: change(logits(*arguments)))
     params = {**RIGHT, "final_norm": RIGHT["final_norm"] * 3}
-    check(await diagnosed_engine(LLAMA, own_programs(LLAMA, number), params=params), Cause.LOGITS, said)
+    check(
+        await diagnosed_engine(LLAMA, own_programs(LLAMA, number), params=params),
+        Cause.LOGITS,
+        said,
+    )
 
 
 async def test_rows_that_pad_the_vocabulary_are_named():
     served = replace(LLAMA, vocab_size=104)
     padded = {**RIGHT, "embed": jnp.pad(RIGHT["embed"], ((0, 7), (0, 0)))}
-    made = await diagnosed_engine(LLAMA, served, params=RIGHT, served_params=padded, lengths=(21, 34))
+    made = await diagnosed_engine(
+        LLAMA, served, params=RIGHT, served_params=padded, lengths=(21, 34)
+    )
     check(made, Cause.LOGITS, "7 rows of zeros")
 
 
@@ -432,7 +505,11 @@ def penalized(request: Any, output: TokenOutput) -> TokenOutput:
 
 
 async def test_a_repetition_penalty_is_named():
-    check(await diagnosed_engine(LLAMA, params=RIGHT, between=Between(answer=penalized)), Cause.LOGITS, "1.3")
+    check(
+        await diagnosed_engine(LLAMA, params=RIGHT, between=Between(answer=penalized)),
+        Cause.LOGITS,
+        "1.3",
+    )
 
 
 async def test_log_probs_of_another_request_are_named():
@@ -451,4 +528,8 @@ async def test_min_p_is_named():
         ask=lambda request: replace(request, sampling=replace(request.sampling, min_p=0.1)),
         answer=lambda request, output: replace(output, supports=()),
     )
-    check(await diagnosed_engine(LLAMA, params=RIGHT, between=between), Cause.TRUNCATED_SUPPORT, "min_p=0.1")
+    check(
+        await diagnosed_engine(LLAMA, params=RIGHT, between=between),
+        Cause.TRUNCATED_SUPPORT,
+        "min_p=0.1",
+    )

@@ -18,7 +18,16 @@ from jax_agent_rl.jetstream import cpu_kernels, programs
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Params, Rope
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from tests.agreement_testbed import GEMMA, LLAMA, MOE, Between, as_if_asked, diagnosis, jax_engine, rollouts
+from tests.agreement_testbed import (
+    GEMMA,
+    LLAMA,
+    MOE,
+    Between,
+    as_if_asked,
+    diagnosis,
+    jax_engine,
+    rollouts,
+)
 from tests.tiny import tiny_params
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -50,7 +59,9 @@ class Stage:
 
     async def serve(self, params: Params) -> int:
         version = self.backend.policy_version + 1
-        await self.backend.update_weights(WeightUpdate(version=version, kind="arrays", payload=params))
+        await self.backend.update_weights(
+            WeightUpdate(version=version, kind="arrays", payload=params)
+        )
         return version
 
     async def diagnosed(
@@ -64,7 +75,9 @@ class Stage:
         since = await self.serve(params)
         groups = await rollouts(self.backend, LLAMA, between=between)
         view = await look_into(self.backend) if inspected else None
-        return await asyncio.to_thread(diagnosis, groups, LLAMA, RIGHT, engine=view, since=since, older=older)
+        return await asyncio.to_thread(
+            diagnosis, groups, LLAMA, RIGHT, engine=view, since=since, older=older
+        )
 
 
 async def look_into(backend: JetStreamBackend) -> EngineView:
@@ -137,7 +150,10 @@ def resampled(**sampling: Any) -> Between:
 
 
 def reworded(change: Any) -> Between:
-    return Between(ask=lambda request: replace(request, prompt_ids=change(request.prompt_ids)), answer=as_if_asked)
+    return Between(
+        ask=lambda request: replace(request, prompt_ids=change(request.prompt_ids)),
+        answer=as_if_asked,
+    )
 
 
 def shifted(request: Any, output: Any) -> Any:
@@ -152,12 +168,26 @@ def shifted(request: Any, output: Any) -> Any:
         (resampled(top_p=0.8), Cause.TRUNCATED_SUPPORT, "top_p between 0."),
         (reworded(lambda ids: ids[4:]), Cause.TOKEN_DRIFT, "saw no first 4 ids"),
         (reworded(lambda ids: (ids[0], *ids)), Cause.TOKEN_DRIFT, "first id (BOS) twice"),
-        (reworded(lambda ids: (0,) * (-len(ids) % 16) + ids), Cause.PADDING, "fill prompts up to 16 from the left"),
+        (
+            reworded(lambda ids: (0,) * (-len(ids) % 16) + ids),
+            Cause.PADDING,
+            "fill prompts up to 16 from the left",
+        ),
         (Between(answer=shifted), Cause.POSITION, "the log-prob of the one before it"),
     ],
-    ids=["temperature", "top_k", "top_p", "cut context", "BOS twice", "padding", "shifted log-probs"],
+    ids=[
+        "temperature",
+        "top_k",
+        "top_p",
+        "cut context",
+        "BOS twice",
+        "padding",
+        "shifted log-probs",
+    ],
 )
-async def test_a_fault_between_request_and_answer_is_named(stage: Stage, between: Between, cause: Cause, said: str):
+async def test_a_fault_between_request_and_answer_is_named(
+    stage: Stage, between: Between, cause: Cause, said: str
+):
     made = await stage.diagnosed(between=between)
     assert made.cause is cause and said in made.line, made.line
 
@@ -214,13 +244,20 @@ async def test_a_wrong_tensor_of_an_engine_that_can_be_looked_into_is_named(
 async def test_the_first_layer_that_differs_is_named_with_what_differs_in_it(stage: Stage):
     made = await stage.diagnosed(with_layer(RIGHT, k=K.at[2].set(0)), inspected=True)
     said = found("layers", made)
-    assert "layers 0 to 1 agree; layer 2 is the first that differs" in said and "its keys differ and" in said
+    assert (
+        "layers 0 to 1 agree; layer 2 is the first that differs" in said
+        and "its keys differ and" in said
+    )
 
 
 @pytest.mark.parametrize(
     ("served", "cause", "said"),
     [
-        (with_layer(RIGHT, k=K.at[2].set(0)), Cause.MISSING_TENSOR, "no model.layers.2.self_attn.k_proj.weight"),
+        (
+            with_layer(RIGHT, k=K.at[2].set(0)),
+            Cause.MISSING_TENSOR,
+            "no model.layers.2.self_attn.k_proj.weight",
+        ),
         (
             with_layer(RIGHT, q=Q.at[1].set(Q[1].T)),
             Cause.TRANSPOSED_TENSOR,
@@ -237,14 +274,18 @@ async def test_a_wrong_tensor_is_named_by_what_the_engine_said_alone(
     assert made.cause is cause and said in made.line, made.line
 
 
-async def test_a_prefix_cache_that_outlives_its_weights_is_named(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+async def test_a_prefix_cache_that_outlives_its_weights_is_named(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+):
     await stage.serve(BEFORE)
     await rollouts(stage.backend, LLAMA)  # fills the cache
     with monkeypatch.context() as patched:
         patched.setattr(stage.backend._core.scheduler.block_manager, "reset", lambda: None)
         made = await stage.diagnosed(older={"version 0": BEFORE})
     await stage.backend.reset_prefix_cache()
-    assert made.cause is Cause.STALE_PREFIX and "the weights of version 0 filled" in made.line, made.line
+    assert made.cause is Cause.STALE_PREFIX and "the weights of version 0 filled" in made.line, (
+        made.line
+    )
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -258,13 +299,37 @@ SCALED = replace(LLAMA, rope=Rope(scaling=LinearScaling(factor=4.0)))
         (LLAMA, replace(LLAMA, rope=Rope(theta=5e5)), Cause.ROTARY, "theta=5e+05"),
         (SCALED, replace(SCALED, rope=Rope()), Cause.ROTARY, "no scaling"),
         (GEMMA, replace(GEMMA, sliding_window=32), Cause.WINDOW, "a window of 32, not 16"),
-        (GEMMA, replace(GEMMA, local_rope=GEMMA.rope), Cause.ROTARY, "by the full layers' settings everywhere"),
-        (MOE, replace(MOE, experts=replace(MOE.experts, per_token=1)), Cause.EXPERTS, "1 expert a token"),
-        (MOE, replace(MOE, experts=replace(MOE.experts, normalize=False)), Cause.EXPERTS, "not normalized"),
+        (
+            GEMMA,
+            replace(GEMMA, local_rope=GEMMA.rope),
+            Cause.ROTARY,
+            "by the full layers' settings everywhere",
+        ),
+        (
+            MOE,
+            replace(MOE, experts=replace(MOE.experts, per_token=1)),
+            Cause.EXPERTS,
+            "1 expert a token",
+        ),
+        (
+            MOE,
+            replace(MOE, experts=replace(MOE.experts, normalize=False)),
+            Cause.EXPERTS,
+            "not normalized",
+        ),
     ],
-    ids=["rope theta", "rope scaling", "window", "local rope", "experts per token", "expert weights"],
+    ids=[
+        "rope theta",
+        "rope scaling",
+        "window",
+        "local rope",
+        "experts per token",
+        "expert weights",
+    ],
 )
-async def test_a_setting_that_differs_is_named(model: DecoderConfig, served: DecoderConfig, cause: Cause, said: str):
+async def test_a_setting_that_differs_is_named(
+    model: DecoderConfig, served: DecoderConfig, cause: Cause, said: str
+):
     made = await of_engine(model, served)
     assert made.cause is cause and said in made.line, made.line
 
@@ -280,7 +345,9 @@ async def test_rotary_settings_show_in_the_first_layer_as_keys_that_differ_while
     [({"dtype": "bfloat16"}, "bfloat16"), ({"quantize": "int8"}, "int8")],
     ids=["bfloat16", "int8"],
 )
-async def test_an_engine_of_a_coarser_precision_than_it_says_is_named(options: dict[str, Any], said: str):
+async def test_an_engine_of_a_coarser_precision_than_it_says_is_named(
+    options: dict[str, Any], said: str
+):
     made = await of_engine(LLAMA, LLAMA, **options)
     assert made.cause is Cause.DTYPE and said in made.line, made.line
 
@@ -293,7 +360,9 @@ async def test_sampled_tokens_at_other_positions_are_named(monkeypatch: pytest.M
         return decode_step(config, mesh, kernels, params, cache, slots, adapters)
 
     monkeypatch.setattr(programs, "decode_step", further)
-    monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)  # with these, prompts are decode steps, too
+    monkeypatch.setattr(
+        cpu_kernels, "kernels_digest", lambda: None
+    )  # with these, prompts are decode steps, too
     other = replace(LLAMA, max_position_embeddings=512)  # a program of its own
     made = await of_engine(LLAMA, other)
     assert made.cause is Cause.POSITION and "2 positions further" in made.line, made.line

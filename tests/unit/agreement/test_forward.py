@@ -27,14 +27,25 @@ IDS = tuple(np.random.default_rng(0).integers(3, 97, 60).tolist())
 def subject(model: DecoderConfig = LLAMA, length: int = 60) -> DiagnosisSubject:
     at = np.arange(20, length)
     context = Context(
-        name="t", token_ids=IDS[:length], prompt=20, at=at, rollout=np.zeros(len(at)), starts=(20, 30, 36, 44)
+        name="t",
+        token_ids=IDS[:length],
+        prompt=20,
+        at=at,
+        rollout=np.zeros(len(at)),
+        starts=(20, 30, 36, 44),
     )
     return DiagnosisSubject(
-        model=model, params=tiny_params(1, model), dtype="float32", temperature=1.0, contexts=[context]
+        model=model,
+        params=tiny_params(1, model),
+        dtype="float32",
+        temperature=1.0,
+        contexts=[context],
     )
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE, SINKS], ids=["llama", "gemma", "moe", "sinks"])
+@pytest.mark.parametrize(
+    "model", [LLAMA, GEMMA, MOE, SINKS], ids=["llama", "gemma", "moe", "sinks"]
+)
 def test_the_pass_is_the_decoders(model: DecoderConfig):
     tested = subject(model)
     expected = Decoder.from_params(model, tested.params)(jnp.asarray(IDS)[None])[0][0, 19:-1]
@@ -60,7 +71,9 @@ def test_other_numbers_of_the_config_compile_nothing():
         {"rope": replace(GEMMA.rope, theta=123.0)},
         {"local_rope": GEMMA.rope},
     ):
-        assert not np.allclose(tested.hidden(model=replace(GEMMA, **changed)), tested.hidden(), atol=1e-4), changed
+        assert not np.allclose(
+            tested.hidden(model=replace(GEMMA, **changed)), tested.hidden(), atol=1e-4
+        ), changed
     assert forward._layers._cache_size() == compiled
 
 
@@ -73,7 +86,9 @@ def test_a_hidden_id_is_as_if_it_had_never_been_there():
     hidden = tested.hidden([replace(row, ends=ends)])
     dropped = replace(row.drop(25, 26), at=row.at[7:] - 1)
     positions = np.delete(row.positions, 25)
-    np.testing.assert_allclose(hidden[7:], tested.hidden([replace(dropped, positions=positions)]), atol=2e-5)
+    np.testing.assert_allclose(
+        hidden[7:], tested.hidden([replace(dropped, positions=positions)]), atol=2e-5
+    )
 
 
 @settings(max_examples=examples(25))
@@ -110,7 +125,9 @@ def test_computing_only_the_layers_after_a_change_gives_the_same_scores(layer: i
     changed = {name: x[jnp.asarray(pair)] for name, x in layers.items()}
     changed["up"] = changed["up"].at[0].multiply(2.0)
     params = tested.params | {"layers": layers | {"up": layers["up"].at[layer].multiply(2.0)}}
-    trial = Trial(cause=Cause.WRONG_TENSOR, label="", params=lambda: params, change=lambda: (layer, changed))
+    trial = Trial(
+        cause=Cause.WRONG_TENSOR, label="", params=lambda: params, change=lambda: (layer, changed)
+    )
     activations = forward.activations(tested.model, tested.weights(), tested.inputs(tested.rows))
     (whole,), (part,) = trial.scores(tested, plain), trial.scores(tested, plain, activations)
     np.testing.assert_allclose(part, whole, atol=2e-5)

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.agreement import forward
-from jax_agent_rl.agreement.inspection import first_difference, outputs_of_layers, sample_tensors, tensor_faults
+from jax_agent_rl.agreement.inspection import (
+    first_difference,
+    outputs_of_layers,
+    sample_tensors,
+    tensor_faults,
+)
 from jax_agent_rl.agreement.report import JAX_ENGINE
 from jax_agent_rl.agreement.subject import DiagnosisSubject, collect_contexts
 from jax_agent_rl.jetstream.backend import JetStreamBackend
@@ -24,9 +29,15 @@ FAMILIES = {
     "llama": LLAMA,
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True, tie_word_embeddings=False),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True),
-    "mistral": replace(LLAMA, family="mistral", sliding_window=16, windowed_layers=(True, True, True)),
+    "mistral": replace(
+        LLAMA, family="mistral", sliding_window=16, windowed_layers=(True, True, True)
+    ),
     "glm4": replace(
-        LLAMA, family="glm4", qkv_bias=True, sandwich_norms=True, rope=Rope(partial_rotary=0.5, interleaved=True)
+        LLAMA,
+        family="glm4",
+        qkv_bias=True,
+        sandwich_norms=True,
+        rope=Rope(partial_rotary=0.5, interleaved=True),
     ),
     "gemma3": GEMMA,
     "qwen3_moe": MOE,
@@ -46,7 +57,12 @@ FAMILIES = {
 
 
 async def check(
-    backend: JetStreamBackend, model: DecoderConfig, params: Any, *, since: int = 0, updates: bool = False
+    backend: JetStreamBackend,
+    model: DecoderConfig,
+    params: Any,
+    *,
+    since: int = 0,
+    updates: bool = False,
 ) -> None:
     """Talk to an engine, and find nothing wrong with it."""
     later = params
@@ -55,25 +71,34 @@ async def check(
         nonlocal later
         if updates and turn == 1:
             later = {**params, "final_norm": params["final_norm"] * 1.1}
-            await backend.update_weights(WeightUpdate(version=since + 1, kind="arrays", payload=later))
+            await backend.update_weights(
+                WeightUpdate(version=since + 1, kind="arrays", payload=later)
+            )
 
     await backend.start()
     try:
         groups = await conversations(backend, model, before_turn=update)
         samples = await backend.tensor_samples()
         contexts = collect_contexts(groups, since + updates)
-        subject = DiagnosisSubject(model=model, params=later, dtype="float32", temperature=1.0, contexts=contexts)
+        subject = DiagnosisSubject(
+            model=model, params=later, dtype="float32", temperature=1.0, contexts=contexts
+        )
         gap = subject.compare(subject.split(subject.tokens(subject.hidden()).plain))
         precision = backend.capabilities.precision
         assert gap.tokens >= 60 and JAX_ENGINE[precision].holds(gap), gap
         own = sample_tensors(model, later)
-        assert tensor_faults(samples, own, precision=precision, transposed=lambda name: None, older={}) == []
+        assert (
+            tensor_faults(samples, own, precision=precision, transposed=lambda name: None, older={})
+            == []
+        )
         ids = contexts[0].token_ids[:32]
         layers = await backend.layer_outputs(ids)
     finally:
         await backend.close()
     one = replace(subject, contexts=[contexts[0].cut(len(ids))])
-    activations = await asyncio.to_thread(forward.activations, model, one.weights(), one.inputs(one.rows))
+    activations = await asyncio.to_thread(
+        forward.activations, model, one.weights(), one.inputs(one.rows)
+    )
     expected = outputs_of_layers(activations, len(ids))
     assert len(layers) == 1 + model.num_layers
     assert first_difference(layers, expected, precision=precision) is None
@@ -88,12 +113,20 @@ async def test_an_engine_of_any_family_agrees_in_its_log_probs_tensors_and_layer
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "bfloat16"}, {"quantize": "int8"}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8"}, {"quantize": "fp8"}],
+    [
+        {"dtype": "bfloat16"},
+        {"quantize": "int8"},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "fp8"},
+        {"quantize": "fp8"},
+    ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
 async def test_an_engine_of_a_coarser_precision_agrees_as_far_as_that_goes(options: dict[str, Any]):
     params = {name: x for name, x in tiny_params(1, LLAMA).items()}
-    params["layers"] = {name: x * (0.3 if x.ndim == 3 else 1.0) for name, x in params["layers"].items()}
+    params["layers"] = {
+        name: x * (0.3 if x.ndim == 3 else 1.0) for name, x in params["layers"].items()
+    }
     await check(jax_engine(LLAMA, params, **options), LLAMA, params)
 
 
@@ -111,7 +144,9 @@ async def test_an_engine_whose_weights_change_between_turns_agrees_about_the_lat
 async def test_an_engine_of_merged_adapters_agrees():
     base = tiny_params(1, LLAMA)
     rng = np.random.default_rng(0)
-    low = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 32, 2), (3, 2, 32))]
+    low = [
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 32, 2), (3, 2, 32))
+    ]
     layers = {**base["layers"], "q": base["layers"]["q"] + 0.1 * low[0] @ low[1]}
     params = {**base, "layers": layers}
     await check(jax_engine(LLAMA, params), LLAMA, params)

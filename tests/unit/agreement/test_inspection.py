@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.agreement.diagnosis import EngineView
-from jax_agent_rl.agreement.inspection import LayerDifference, first_difference, sample_tensors, tensor_faults
+from jax_agent_rl.agreement.inspection import (
+    LayerDifference,
+    first_difference,
+    sample_tensors,
+    tensor_faults,
+)
 from jax_agent_rl.agreement.report import Cause, Tolerance
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import HEAD
@@ -24,9 +29,15 @@ EMBED = "model.embed_tokens.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-def faults(engine: Mapping[str, TensorSample], learner: Mapping[str, TensorSample], older: Params | None = None):
+def faults(
+    engine: Mapping[str, TensorSample],
+    learner: Mapping[str, TensorSample],
+    older: Params | None = None,
+):
     made = {} if older is None else {"version 0": lambda: sample_tensors(LLAMA, older)}
-    found = tensor_faults(engine, learner, precision="float32", transposed=lambda name: None, older=made)
+    found = tensor_faults(
+        engine, learner, precision="float32", transposed=lambda name: None, older=made
+    )
     return [(fault.name, fault.cause, fault.detail) for fault in found]
 
 
@@ -47,7 +58,10 @@ def test_a_head_that_the_engine_lacks_is_named_unless_the_model_is_tied():
     assert faults(without(tied, HEAD), tied) == []
     untied = sample_tensors(UNTIED, tiny_params(1, UNTIED))
     ((name, cause, detail),) = faults(without(untied, HEAD), untied)
-    assert (name, cause) == (HEAD, Cause.MISSING_TENSOR) and "reads logits from its embeddings" in detail
+    assert (name, cause) == (
+        HEAD,
+        Cause.MISSING_TENSOR,
+    ) and "reads logits from its embeddings" in detail
 
 
 def test_a_head_of_its_own_that_a_tied_model_should_not_have_is_compared_with_the_embeddings():
@@ -60,12 +74,16 @@ def test_a_head_of_its_own_that_a_tied_model_should_not_have_is_compared_with_th
 
 def test_a_tensor_that_only_the_engine_has_is_named():
     samples = sample_tensors(LLAMA, tiny_params(1, LLAMA))
-    extra = dict(samples) | {"model.layers.0.self_attn.q_proj.bias": TensorSample.of(np.ones(32, np.float32))}
+    extra = dict(samples) | {
+        "model.layers.0.self_attn.q_proj.bias": TensorSample.of(np.ones(32, np.float32))
+    }
     ((name, cause, _),) = faults(extra, samples)
     assert name == "model.layers.0.self_attn.q_proj.bias" and cause is Cause.WRONG_TENSOR
 
 
-@pytest.mark.parametrize("model", [LLAMA, UNTIED, GEMMA, MOE], ids=["tied", "untied", "gemma", "moe"])
+@pytest.mark.parametrize(
+    "model", [LLAMA, UNTIED, GEMMA, MOE], ids=["tied", "untied", "gemma", "moe"]
+)
 async def test_an_engine_reports_the_learners_tensors_and_the_head_it_reads(model: DecoderConfig):
     params = tiny_params(1, model)
     backend = jax_engine(model, params)
@@ -89,18 +107,30 @@ async def test_the_replica_that_was_not_updated_is_named():
         assert await backend.replica_samples() == ()
     finally:
         await backend.close()
-    strict = Tolerance(token=1e-12, mean=1e-12)  # nothing meets it: what is read off the engine counts all the same
+    strict = Tolerance(
+        token=1e-12, mean=1e-12
+    )  # nothing meets it: what is read off the engine counts all the same
     healthy = EngineView(tensors=tensors, replicas=[tensors])
-    made = await asyncio.to_thread(diagnosis, groups, LLAMA, right, engine=healthy, tolerance=strict)
-    assert "all 30 tensors of each of 2 engines are the learner's" in [finding.detail for finding in made.findings]
+    made = await asyncio.to_thread(
+        diagnosis, groups, LLAMA, right, engine=healthy, tolerance=strict
+    )
+    assert "all 30 tensors of each of 2 engines are the learner's" in [
+        finding.detail for finding in made.findings
+    ]
     stale = replace(healthy, replicas=[tensors, sample_tensors(LLAMA, before)])
     older = {"version 0": before}
-    made = await asyncio.to_thread(diagnosis, groups, LLAMA, right, engine=stale, tolerance=strict, older=older)
+    made = await asyncio.to_thread(
+        diagnosis, groups, LLAMA, right, engine=stale, tolerance=strict, older=older
+    )
     assert made.cause is Cause.STALE_VERSION and "(of engine 3 of 3)" in made.line
 
 
 def output(*, hidden: float = 1.0, keys: float = 1.0, values: float = 1.0) -> LayerOutput:
-    return LayerOutput(hidden=np.full((3, 4), hidden), keys=np.full((3, 2, 2), keys), values=np.full((3, 2, 2), values))
+    return LayerOutput(
+        hidden=np.full((3, 4), hidden),
+        keys=np.full((3, 2, 2), keys),
+        values=np.full((3, 2, 2), values),
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,17 +142,24 @@ def output(*, hidden: float = 1.0, keys: float = 1.0, values: float = 1.0) -> La
     ],
     ids=["output", "keys", "keys and values"],
 )
-def test_the_first_layer_that_differs_speaks_for_causes(changed, parts: tuple[str, ...], first: Cause):
+def test_the_first_layer_that_differs_speaks_for_causes(
+    changed, parts: tuple[str, ...], first: Cause
+):
     embedded = LayerOutput(hidden=np.ones((3, 4)))
     own, theirs = [embedded, output(), output()], [embedded, output(), output(**changed)]
     assert first_difference(own, own, precision="float32") is None
     found = first_difference(theirs, own, precision="float32")
     largest = max(changed.values()) - 1
-    assert found == LayerDifference(layer=1, parts=parts, difference=largest, begin=0) and found.causes[0] is first
+    assert (
+        found == LayerDifference(layer=1, parts=parts, difference=largest, begin=0)
+        and found.causes[0] is first
+    )
 
 
 @pytest.mark.parametrize(("part", "first"), [("keys", Cause.POSITION), ("hidden", Cause.WINDOW)])
-def test_a_layer_that_differs_from_a_later_id_on_speaks_for_what_begins_there(part: str, first: Cause):
+def test_a_layer_that_differs_from_a_later_id_on_speaks_for_what_begins_there(
+    part: str, first: Cause
+):
     arrays = {
         "hidden": np.ones((40, 4)),
         "keys": np.ones((40, 2, 2)),
@@ -142,7 +179,9 @@ def test_a_difference_is_measured_at_each_position_by_its_size():
     own[0] = 1000.0
     theirs = own.copy()
     theirs[20] = 1.5
-    found = first_difference([LayerOutput(hidden=theirs)], [LayerOutput(hidden=own)], precision="float32")
+    found = first_difference(
+        [LayerOutput(hidden=theirs)], [LayerOutput(hidden=own)], precision="float32"
+    )
     assert found is not None and found.difference == pytest.approx(0.5)
 
 
@@ -172,4 +211,8 @@ def test_a_position_may_differ_by_a_few_times_what_its_precision_was_measured_to
 def test_embeddings_that_differ_speak_for_their_scale():
     own, theirs = [LayerOutput(hidden=jnp.ones((3, 4)))], [LayerOutput(hidden=2 * jnp.ones((3, 4)))]
     found = first_difference(theirs, own, precision="float32")
-    assert found is not None and found.layer == -1 and "the embeddings differ already" in found.describe()
+    assert (
+        found is not None
+        and found.layer == -1
+        and "the embeddings differ already" in found.describe()
+    )

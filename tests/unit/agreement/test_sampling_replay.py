@@ -25,7 +25,11 @@ from tests.tiny_chat import CONFIG, tokenizer
 
 TEMPERATURE, PROMPT = 1.3, (5, 6, 7, 8)
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=4, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=60,
+    max_concurrent_decodes=4,
+    kv_cache_tokens=384,
+    decode_steps=4,
+    prefill_buckets=(4, 16),
 )
 PARAMS = tiny_params(config=CONFIG)
 RESTRICTED = {
@@ -39,7 +43,9 @@ RESTRICTED = {
 
 
 async def sampled(*, count: int = 4, **sampling) -> list[TokenOutput]:
-    grammars = GrammarCompiler(tokenizer(), eos_ids=CONFIG.eos_token_ids, vocab_size=CONFIG.vocab_size)
+    grammars = GrammarCompiler(
+        tokenizer(), eos_ids=CONFIG.eos_token_ids, vocab_size=CONFIG.vocab_size
+    )
     backend = JetStreamBackend(CONFIG, PARAMS, SHAPES, version=1, grammars=grammars)
     await backend.start()
     try:
@@ -49,7 +55,9 @@ async def sampled(*, count: int = 4, **sampling) -> list[TokenOutput]:
                     GenerateRequest(
                         request_id=str(seed),
                         prompt_ids=PROMPT,
-                        sampling=SamplingParams(max_tokens=20, temperature=TEMPERATURE, seed=seed, **sampling),
+                        sampling=SamplingParams(
+                            max_tokens=20, temperature=TEMPERATURE, seed=seed, **sampling
+                        ),
                     )
                 )
                 for seed in range(count)
@@ -76,8 +84,12 @@ def group(outputs: Sequence[TokenOutput]) -> Group:
 
 
 def learner(**changes) -> Learner:
-    config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 160, "remat": "none", "ppo_epochs": 2} | changes)
-    return Learner(CONFIG, PARAMS, algorithm=AlgorithmConfig(), config=config, temperature=TEMPERATURE)
+    config = LearnerConfig(
+        **{"learning_rate": 1e-2, "pack_length": 160, "remat": "none", "ppo_epochs": 2} | changes
+    )
+    return Learner(
+        CONFIG, PARAMS, algorithm=AlgorithmConfig(), config=config, temperature=TEMPERATURE
+    )
 
 
 def old_logprobs(outputs: Sequence[TokenOutput], **changes) -> list[np.ndarray]:
@@ -87,11 +99,16 @@ def old_logprobs(outputs: Sequence[TokenOutput], **changes) -> list[np.ndarray]:
 @pytest.mark.parametrize("which", RESTRICTED)
 async def test_old_logprobs_are_the_rollouts_whatever_restricted_the_draws(which: str):
     outputs = await sampled(**RESTRICTED[which])
-    assert all(len(output.supports) == len(output.token_ids) and not output.constrained for output in outputs)
+    assert all(
+        len(output.supports) == len(output.token_ids) and not output.constrained
+        for output in outputs
+    )
     for output, old in zip(outputs, old_logprobs(outputs), strict=True):
         np.testing.assert_allclose(old, output.log_probs, atol=2e-5)
     without = [replace(output, supports=()) for output in outputs]
-    gaps = [abs(old - o.log_probs).max() for old, o in zip(old_logprobs(without), outputs, strict=True)]
+    gaps = [
+        abs(old - o.log_probs).max() for old, o in zip(old_logprobs(without), outputs, strict=True)
+    ]
     assert min(gaps) > 0.05
 
 
@@ -99,9 +116,13 @@ async def test_old_logprobs_are_the_rollouts_whatever_restricted_the_draws(which
 async def test_logprobs_are_those_of_float64_numpy_over_the_reported_support(which: str):
     for output in await sampled(**RESTRICTED[which]):
         kept = np.unpackbits(
-            decode_supports(output.supports, CONFIG.vocab_size).view(np.uint8), axis=1, bitorder="little"
+            decode_supports(output.supports, CONFIG.vocab_size).view(np.uint8),
+            axis=1,
+            bitorder="little",
         )[:, : CONFIG.vocab_size].astype(bool)
-        logits = full_logits(PARAMS, [*PROMPT, *output.token_ids], CONFIG)[len(PROMPT) - 1 : -1].astype(np.float64)
+        logits = full_logits(PARAMS, [*PROMPT, *output.token_ids], CONFIG)[
+            len(PROMPT) - 1 : -1
+        ].astype(np.float64)
         scaled = np.where(kept, logits / TEMPERATURE, -np.inf)
         logs = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
         at = np.arange(len(output.token_ids))
@@ -115,10 +136,17 @@ async def test_the_first_update_has_ratio_one_and_no_gap_and_learns():
     made = learner(ppo_epochs=1)
     before = jax.tree.map(np.asarray, made.params)
     found: list[Comparison] = []
-    metrics = made.update([group(outputs)], check=AgreementCheck(since=1, inspect=found.append)).metrics
+    metrics = made.update(
+        [group(outputs)], check=AgreementCheck(since=1, inspect=found.append)
+    ).metrics
     assert abs(metrics["ratio_mean"] - 1) < 1e-5
-    assert found[0].tokens == sum(len(output.token_ids) for output in outputs) and found[0].largest < 2e-5
-    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, jax.tree.map(np.asarray, made.params))
+    assert (
+        found[0].tokens == sum(len(output.token_ids) for output in outputs)
+        and found[0].largest < 2e-5
+    )
+    changed = jax.tree.map(
+        lambda a, b: not np.array_equal(a, b), before, jax.tree.map(np.asarray, made.params)
+    )
     assert any(jax.tree.leaves(changed))
 
 
@@ -140,5 +168,7 @@ async def test_draws_of_one_token_from_different_supports_are_scored_apart():
 async def test_a_support_of_another_vocabulary_is_refused():
     (output,) = await sampled(count=1, top_k=5)
     wrong = "i" + base64.b64encode(np.uint32(CONFIG.vocab_size + 32).tobytes()).decode()
-    with pytest.raises(ValueError, match=f"not a support of a vocabulary of {CONFIG.vocab_size} ids"):
+    with pytest.raises(
+        ValueError, match=f"not a support of a vocabulary of {CONFIG.vocab_size} ids"
+    ):
         old_logprobs([replace(output, supports=(wrong, *output.supports[1:]))])

@@ -12,7 +12,15 @@ import pytest
 from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
 from jax_agent_rl.agreement.hypotheses import position, weights_in
 from jax_agent_rl.agreement.report import JAX_ENGINE, OTHER_ENGINES, Cause, Tolerance, advice
-from jax_agent_rl.agreement.search import MARGIN, READINGS, Search, TimeLimit, examine, order_families, probe_of
+from jax_agent_rl.agreement.search import (
+    MARGIN,
+    READINGS,
+    Search,
+    TimeLimit,
+    examine,
+    order_families,
+    probe_of,
+)
 from jax_agent_rl.agreement.subject import Context, DiagnosisSubject
 from tests.agreement_testbed import LLAMA
 from tests.tiny import logprobs_of, tiny_params
@@ -32,7 +40,9 @@ class Ticking:
         return self.now
 
 
-def context(seed: int, *, length: int = 40, wrong_from: int | None = 10, error: float = 0.5) -> Context:
+def context(
+    seed: int, *, length: int = 40, wrong_from: int | None = 10, error: float = 0.5
+) -> Context:
     """A context whose engine is wrong about every token from an index on, for no reason that there is."""
     rng = np.random.default_rng(seed)
     ids = tuple(rng.integers(3, 97, length).tolist())
@@ -41,12 +51,20 @@ def context(seed: int, *, length: int = 40, wrong_from: int | None = 10, error: 
     if wrong_from is not None:
         noise = error * rng.choice([-1.0, 1.0], len(at)) * rng.uniform(0.5, 1.5, len(at))
         rollout = rollout + np.where(at >= wrong_from, noise, 0.0)
-    return Context(name=f"t{seed}", token_ids=ids, prompt=10, at=at, rollout=rollout, starts=(10, 18, 24, 32))
+    return Context(
+        name=f"t{seed}", token_ids=ids, prompt=10, at=at, rollout=rollout, starts=(10, 18, 24, 32)
+    )
 
 
 def subject(*contexts: Context, **changed: Any) -> DiagnosisSubject:
     return DiagnosisSubject(
-        model=LLAMA, params=PARAMS, dtype="float32", temperature=1.0, contexts=contexts, backend="jetstream", **changed
+        model=LLAMA,
+        params=PARAMS,
+        dtype="float32",
+        temperature=1.0,
+        contexts=contexts,
+        backend="jetstream",
+        **changed,
     )
 
 
@@ -81,7 +99,9 @@ def test_the_probe_ends_a_few_tokens_after_the_first_that_shows_the_gap():
 
 
 def test_a_diagnosis_that_has_no_more_time_says_what_it_did_not_try():
-    made = diagnose(subject(context(1), context(2)), tolerance=TOLERANCE, seconds=60.0, clock=Ticking(1.0))
+    made = diagnose(
+        subject(context(1), context(2)), tolerance=TOLERANCE, seconds=60.0, clock=Ticking(1.0)
+    )
     assert made.cause is Cause.UNKNOWN
     assert "there was no time to try all of: " in made.line and "--seconds 600 RUN" in made.line
     untried = [finding for finding in made.findings if finding.detail == "there was no time"]
@@ -91,15 +111,21 @@ def test_a_diagnosis_that_has_no_more_time_says_what_it_did_not_try():
 
 
 def test_nothing_is_begun_once_the_time_is_over():
-    made = diagnose(subject(context(1), context(2)), tolerance=TOLERANCE, seconds=10.0, clock=Ticking(5.0))
+    made = diagnose(
+        subject(context(1), context(2)), tolerance=TOLERANCE, seconds=10.0, clock=Ticking(5.0)
+    )
     assert READINGS in made.line and Cause.POSITION in made.line
     tried = {finding.name for finding in made.findings if finding.left is not None}
-    assert tried == {Cause.POSITION, Cause.MIXED_ANSWERS}, "what is known already is compared at no cost"
+    assert tried == {Cause.POSITION, Cause.MIXED_ANSWERS}, (
+        "what is known already is compared at no cost"
+    )
 
 
 def test_where_the_layers_begin_to_differ_is_where_positions_are_tried_first():
     search = Search(
-        examined=examine(subject(context(1, wrong_from=30)), TOLERANCE, endless()), tolerance=TOLERANCE, limit=endless()
+        examined=examine(subject(context(1, wrong_from=30)), TOLERANCE, endless()),
+        tolerance=TOLERANCE,
+        limit=endless(),
     )
     search.note_where_it_begins(23)
     assert next(position(search.probe)).label == "puts ids 1 position further from id 23 on"
@@ -110,7 +136,10 @@ def test_who_does_not_know_the_cause_does_not_advise_the_engine_in_use(backend: 
     said = advice(Cause.UNKNOWN, backend)
     assert f"rollout.backend={backend}" not in said and OTHER_ENGINES[backend] in said
     made = diagnose(
-        replace(subject(context(1)), backend=backend), tolerance=TOLERANCE, seconds=20.0, clock=Ticking(1.0)
+        replace(subject(context(1)), backend=backend),
+        tolerance=TOLERANCE,
+        seconds=20.0,
+        clock=Ticking(1.0),
     )
     assert made.cause is Cause.UNKNOWN and said in made.line
     assert made.to_json()["line"] == made.line
@@ -120,8 +149,12 @@ def test_what_is_known_decides_the_order():
     late = order_families([], is_late=True, tensors_agree=True)
     assert late.index(Cause.POSITION) < late.index(Cause.SETTING) < late.index(Cause.STALE_VERSION)
     after = order_families([], is_late=True, tensors_agree=True, after_inserted=True)
-    assert after[:2] == [Cause.TOKEN_DRIFT, Cause.PADDING] and after.index(Cause.MASK) < after.index(Cause.STALE_PREFIX)
-    both = order_families([Cause.POSITION, Cause.ROTARY], is_late=True, tensors_agree=True, after_inserted=True)
+    assert after[:2] == [Cause.TOKEN_DRIFT, Cause.PADDING] and after.index(
+        Cause.MASK
+    ) < after.index(Cause.STALE_PREFIX)
+    both = order_families(
+        [Cause.POSITION, Cause.ROTARY], is_late=True, tensors_agree=True, after_inserted=True
+    )
     assert both[:3] == [Cause.POSITION, Cause.ROTARY, Cause.TOKEN_DRIFT]
     suggested = order_families([Cause.ROTARY], is_late=False, tensors_agree=False)
     assert suggested.index(Cause.ROTARY) < suggested.index(Cause.POSITION)
@@ -132,9 +165,13 @@ def test_what_is_known_decides_the_order():
 def test_where_a_plain_pass_agrees_the_learners_own_pass_is_asked_for():
     healthy = [context(seed, wrong_from=None) for seed in range(3)]
     packed = [replace(one, learner=one.rollout + 0.3) for one in healthy]
-    made = diagnose(subject(*healthy, packed=lambda: packed), tolerance=TOLERANCE, clock=lambda: 0.0)
+    made = diagnose(
+        subject(*healthy, packed=lambda: packed), tolerance=TOLERANCE, clock=lambda: 0.0
+    )
     assert made.cause is Cause.LEARNER and "packed pass does not" in made.line
-    made = diagnose(subject(*healthy, packed=lambda: healthy), tolerance=TOLERANCE, clock=lambda: 0.0)
+    made = diagnose(
+        subject(*healthy, packed=lambda: healthy), tolerance=TOLERANCE, clock=lambda: 0.0
+    )
     assert made.cause is Cause.ROUNDING
 
 
@@ -145,7 +182,9 @@ def test_the_worst_of_many_healthy_contexts_are_no_breach():
     contexts = [context(seed, error=error) for seed, error in enumerate(errors)]
     examined = examine(subject(*contexts), allowed, endless())
     assert not allowed.holds(examined.gap) and allowed.holds(examined.gap_of_all)
-    assert diagnose(subject(*contexts), tolerance=allowed, clock=lambda: 0.0).cause is Cause.ROUNDING
+    assert (
+        diagnose(subject(*contexts), tolerance=allowed, clock=lambda: 0.0).cause is Cause.ROUNDING
+    )
 
 
 def in_precision(precision: str, contexts: Sequence[Context], times: float) -> list[Context]:
@@ -167,7 +206,11 @@ def test_a_gap_no_larger_than_the_engines_precision_makes_is_rounding(precision:
     view = EngineView(precision=precision)
     healthy = in_precision(precision, contexts, -1.2)
     made = diagnose(subject(*healthy), tolerance=allowed, engine=view, clock=lambda: 0.0)
-    assert made.cause is Cause.ROUNDING and f"{precision} makes a gap" in made.line, "\n".join(made.lines())
+    assert made.cause is Cause.ROUNDING and f"{precision} makes a gap" in made.line, "\n".join(
+        made.lines()
+    )
     wrong = in_precision(precision, contexts, -8.0)
-    made = diagnose(subject(*wrong), tolerance=allowed, engine=view, seconds=6.0, clock=Ticking(1.0))
+    made = diagnose(
+        subject(*wrong), tolerance=allowed, engine=view, seconds=6.0, clock=Ticking(1.0)
+    )
     assert made.cause is not Cause.ROUNDING, "\n".join(made.lines())

@@ -23,7 +23,9 @@ PAGE = (Path(__file__).parents[3] / "docs" / "agreement.md").read_text()
         (["mxfp4", "float32"], "cpu", "bfloat16"),  # one that is not known
     ],
 )
-def test_the_coarsest_precision_decides_and_what_the_platform_makes_of_it(precisions, platform, row):
+def test_the_coarsest_precision_decides_and_what_the_platform_makes_of_it(
+    precisions, platform, row
+):
     assert tolerance(precisions, jax_engine=True, platform=platform) == JAX_ENGINE[row]
 
 
@@ -45,13 +47,19 @@ def test_float32_on_a_cpu_is_held_to_less_than_one_part_in_ten_thousand_on_avera
     ],
 )
 def test_both_bounds_have_to_hold_and_nothing_compared_is_no_breach(tokens, mean, largest, holds):
-    assert Tolerance(token=0.1, mean=0.01).holds(Comparison(tokens=tokens, mean=mean, largest=largest)) is holds
+    assert (
+        Tolerance(token=0.1, mean=0.01).holds(Comparison(tokens=tokens, mean=mean, largest=largest))
+        is holds
+    )
 
 
 def test_the_page_lists_every_tolerance_and_every_cause_with_its_advice():
     for name, own in JAX_ENGINE.items():
         other = OTHER_ENGINE[name]
-        assert f"| `{name}` | {own.token:g} | {own.mean:g} | {other.token:g} | {other.mean:g} |" in PAGE
+        assert (
+            f"| `{name}` | {own.token:g} | {own.mean:g} | {other.token:g} | {other.mean:g} |"
+            in PAGE
+        )
     for cause in Cause:
         assert f"| {cause} |" in PAGE and cause.advice in PAGE
 
@@ -60,5 +68,10 @@ def test_the_page_lists_every_tolerance_and_every_cause_with_its_advice():
 def test_a_tolerance_that_cannot_be_is_refused(wrong):
     with pytest.raises(ConfigError, match="agreement_tolerance"):
         build(
-            {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "trainer": {"agreement_tolerance": wrong}}
+            {
+                "run_dir": "r",
+                "model": {"path": "m"},
+                "data": {"train": "t"},
+                "trainer": {"agreement_tolerance": wrong},
+            }
         )

@@ -28,7 +28,9 @@ from tests.tiny import tiny_params
 CLASSES = (DecoderConfig, Rope, Experts, LinearScaling, Llama3Scaling, YarnScaling, DynamicScaling)
 SCALINGS = (
     LinearScaling(factor=2.0),
-    Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64.0),
+    Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64.0
+    ),
     YarnScaling(factor=4.0, original_max_position_embeddings=64.0),
     DynamicScaling(factor=2.0, trained_positions=64, positions=256),
 )
@@ -102,7 +104,10 @@ def test_a_new_field_is_tried_without_being_named(hint: Any, default: Any, expec
 def test_weights_of_another_config_are_those_that_exist_and_what_an_engine_makes_of_the_rest():
     params = tiny_params(1, GEMMA)
     without = fitted_params(GEMMA, params, replace(GEMMA, qk_norm=False))
-    assert without is not None and without["layers"].keys() == params["layers"].keys() - {"q_norm", "k_norm"}
+    assert without is not None and without["layers"].keys() == params["layers"].keys() - {
+        "q_norm",
+        "k_norm",
+    }
     biased = fitted_params(LLAMA, tiny_params(1, LLAMA), replace(LLAMA, o_bias=True))
     assert biased is not None and not biased["layers"]["o_bias"].any()
     assert fitted_params(LLAMA, tiny_params(1, LLAMA), replace(LLAMA, head_dim=4)) is None
@@ -112,7 +117,13 @@ def test_weights_of_another_config_are_those_that_exist_and_what_an_engine_makes
 def test_a_number_is_looked_for_between_those_that_were_tried():
     """A made-up engine, whose gap grows with the distance from rms_norm_eps=3e-3."""
     contexts = [
-        Context(name="t", token_ids=(5, 6, 7, 8), prompt=2, at=np.array([2, 3]), rollout=np.array([-5.0, -5.0]))
+        Context(
+            name="t",
+            token_ids=(5, 6, 7, 8),
+            prompt=2,
+            at=np.array([2, 3]),
+            rollout=np.array([-5.0, -5.0]),
+        )
     ]
     subject = DiagnosisSubject(
         model=LLAMA,

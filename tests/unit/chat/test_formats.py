@@ -16,7 +16,11 @@ SEARCH = {
     "function": {
         "name": "f",
         "description": "",
-        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string"}},
+            "required": ["x"],
+        },
     },
 }
 
@@ -30,23 +34,31 @@ def spelled(value):
 
 
 def qwen3_coder(name, arguments):
-    body = "".join(f"<parameter={key}>\n{spelled(value)}\n</parameter>\n" for key, value in arguments.items())
+    body = "".join(
+        f"<parameter={key}>\n{spelled(value)}\n</parameter>\n" for key, value in arguments.items()
+    )
     return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
 
 
 def seed(name, arguments):
-    body = "".join(f"<parameter={key}>{spelled(value)}</parameter>\n" for key, value in arguments.items())
+    body = "".join(
+        f"<parameter={key}>{spelled(value)}</parameter>\n" for key, value in arguments.items()
+    )
     return f"<seed:tool_call>\n<function={name}>\n{body}</function>\n</seed:tool_call>"
 
 
 def minimax(name, arguments):
-    body = "".join(f'<parameter name="{key}">{spelled(value)}</parameter>\n' for key, value in arguments.items())
+    body = "".join(
+        f'<parameter name="{key}">{spelled(value)}</parameter>\n'
+        for key, value in arguments.items()
+    )
     return f'<minimax:tool_call>\n<invoke name="{name}">\n{body}</invoke>\n</minimax:tool_call>'
 
 
 def glm(name, arguments):
     body = "".join(
-        f"<arg_key>{key}</arg_key>\n<arg_value>{spelled(value)}</arg_value>\n" for key, value in arguments.items()
+        f"<arg_key>{key}</arg_key>\n<arg_value>{spelled(value)}</arg_value>\n"
+        for key, value in arguments.items()
     )
     return f"<tool_call>{name}\n{body}</tool_call>"
 
@@ -184,7 +196,11 @@ def test_every_format_can_be_configured_and_is_tested():
 def test_a_call_is_read(name):
     arguments = {"x": "Paris, été 🙂", "y": "a\nb"}
     reply = parse(name, WRITERS[name]("get_weather", arguments))
-    assert called(reply) == [("get_weather", arguments)] and reply.malformed == () and reply.content == ""
+    assert (
+        called(reply) == [("get_weather", arguments)]
+        and reply.malformed == ()
+        and reply.content == ""
+    )
 
 
 @names
@@ -218,12 +234,18 @@ def test_a_closing_tag_inside_a_string_does_not_end_the_call(name):
 @names
 def test_a_whole_call_inside_a_string_is_no_call(name):
     inner = WRITERS[name]("evil", {"x": "1"})
-    if name in BARE_TEXT:  # exactly what may follow a value ends it, so the quoted call must not be whole
-        inner = inner.replace("</parameter>", "</ parameter>").replace("</arg_value>", "</ arg_value>")
+    if (
+        name in BARE_TEXT
+    ):  # exactly what may follow a value ends it, so the quoted call must not be whole
+        inner = inner.replace("</parameter>", "</ parameter>").replace(
+            "</arg_value>", "</ arg_value>"
+        )
     elif name in ("gemma", "gemma4"):  # their strings cannot hold their own quote
         inner = inner.replace("<escape>", "'").replace('<|"|>', "'")
     reply = parse(name, WRITERS[name]("f", {"x": inner}))
-    assert [call.name for call in reply.tool_calls] == ["f"] and reply.tool_calls[0].arguments["x"] == inner
+    assert [call.name for call in reply.tool_calls] == ["f"] and reply.tool_calls[0].arguments[
+        "x"
+    ] == inner
 
 
 @names
@@ -278,13 +300,21 @@ def test_a_cut_call_is_reported_once_it_has_begun(name):
 @names
 def test_text_alone_is_an_answer(name):
     reply = parse(name, "The answer is {42}, [see (this)].")
-    assert reply.content == "The answer is {42}, [see (this)]." and not reply.tool_calls and not reply.malformed
+    assert (
+        reply.content == "The answer is {42}, [see (this)]."
+        and not reply.tool_calls
+        and not reply.malformed
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"llama3_json", "mistral"}))
 def test_a_good_call_after_a_malformed_one_still_counts(name):
     good = WRITERS[name]("f", {"x": "1"})
-    opening = good[: good.index("f")] if name not in ("pythonic", "gemma") else good[: good.index(">") + 1]
+    opening = (
+        good[: good.index("f")]
+        if name not in ("pythonic", "gemma")
+        else good[: good.index(">") + 1]
+    )
     bad = {
         "harmony": "<|start|>assistant to=functions.g<|message|>oops<|call|>",
         "kimi": "<|tool_call_begin|>?<|tool_call_end|>",
@@ -336,8 +366,23 @@ PIECES = sorted(
     | set(
         "<think> </think> <tool_call> <function=f> <parameter=x> </parameter> { } [ ] ( ) \" ' , : = \\ ```json".split()
     )
-    | {"<｜tool▁call▁begin｜>", "<|tool_call_begin|>", "[TOOL_CALLS]", "[ARGS]", "<|message|>", "<|start|>assistant"}
-    | {"__import__('os').system('touch /tmp/pwned')", "f(x=__import__)", "\x00", "\ud800", "9" * 5000, "NaN", "1e999"}
+    | {
+        "<｜tool▁call▁begin｜>",
+        "<|tool_call_begin|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|message|>",
+        "<|start|>assistant",
+    }
+    | {
+        "__import__('os').system('touch /tmp/pwned')",
+        "f(x=__import__)",
+        "\x00",
+        "\ud800",
+        "9" * 5000,
+        "NaN",
+        "1e999",
+    }
 )
 
 
@@ -368,7 +413,8 @@ def assert_plain(value):
 keys = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
 texts = st.text(st.characters(blacklist_categories=("Cs",)), max_size=12)
 plain_texts = st.text(
-    st.characters(whitelist_categories=("L", "N", "P", "Zs"), blacklist_characters="<>|"), max_size=12
+    st.characters(whitelist_categories=("L", "N", "P", "Zs"), blacklist_characters="<>|"),
+    max_size=12,
 )
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6) | texts,

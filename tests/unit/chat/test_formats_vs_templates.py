@@ -48,7 +48,10 @@ PARAMETERS = {
 }
 # Characters that neither a template escapes differently nor an unquoted format reads as a tag of its own.
 words = st.text(
-    st.characters(whitelist_categories=("L", "N", "Zs"), whitelist_characters="\n.,;:!?()[]{}'\"/\\"), max_size=20
+    st.characters(
+        whitelist_categories=("L", "N", "Zs"), whitelist_characters="\n.,;:!?()[]{}'\"/\\"
+    ),
+    max_size=20,
 )
 to_arguments = st.fixed_dictionaries(
     {},
@@ -65,7 +68,9 @@ to_arguments = st.fixed_dictionaries(
 @functools.cache
 def turn_around(name: str) -> str:
     """What the family's template puts before an assistant turn that calls."""
-    return codec_of(name)._template.render([{"role": "user", "content": QUESTION}], (), generation_prompt=True)
+    return codec_of(name)._template.render(
+        [{"role": "user", "content": QUESTION}], (), generation_prompt=True
+    )
 
 
 def written(name: str, calls: list[tuple[str, dict]]) -> str:
@@ -80,11 +85,22 @@ def written(name: str, calls: list[tuple[str, dict]]) -> str:
         }
         for number, (tool, arguments) in enumerate(calls)
     ]
-    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "", "tool_calls": tool_calls},
+    ]
     text = codec._template.render(messages, (), generation_prompt=False)
     before = turn_around(name)
-    text = text[len(before) :] if text.startswith(before) else text[text.rindex(QUESTION) + len(QUESTION) :]
-    while ends := [end for end in codec._control.ids if text.rstrip().endswith(end) and not is_format_token(name, end)]:
+    text = (
+        text[len(before) :]
+        if text.startswith(before)
+        else text[text.rindex(QUESTION) + len(QUESTION) :]
+    )
+    while ends := [
+        end
+        for end in codec._control.ids
+        if text.rstrip().endswith(end) and not is_format_token(name, end)
+    ]:
         text = text.rstrip().removesuffix(ends[0])
     return text
 
@@ -94,20 +110,33 @@ def unescaped(value):
 
 
 def is_format_token(name: str, token: str) -> bool:
-    return token in get_format(FORMAT_OF[name]).example or token == get_format(FORMAT_OF[name]).call_end
+    return (
+        token in get_format(FORMAT_OF[name]).example
+        or token == get_format(FORMAT_OF[name]).call_end
+    )
 
 
 @settings(max_examples=examples(60))
-@given(calls=st.lists(st.tuples(st.sampled_from(["search", "get_weather"]), to_arguments), min_size=1, max_size=3))
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(["search", "get_weather"]), to_arguments), min_size=1, max_size=3
+    )
+)
 @pytest.mark.parametrize("name", FORMAT_OF)
 def test_calls_written_by_the_familys_template_are_read_back(name, calls):
     if name in ONE_CALL:
         calls = calls[:1]
-    if name == "lfm2":  # its template puts text in quotes as it is, so what would need an escape cannot be told
-        calls = [(tool, {k: unescaped(v) for k, v in arguments.items()}) for tool, arguments in calls]
+    if (
+        name == "lfm2"
+    ):  # its template puts text in quotes as it is, so what would need an escape cannot be told
+        calls = [
+            (tool, {k: unescaped(v) for k, v in arguments.items()}) for tool, arguments in calls
+        ]
     reply = get_format(FORMAT_OF[name]).parse(written(name, calls), ())
     assert reply.malformed == ()
-    assert [(call.name, check_arguments(PARAMETERS, call.arguments)) for call in reply.tool_calls] == calls
+    assert [
+        (call.name, check_arguments(PARAMETERS, call.arguments)) for call in reply.tool_calls
+    ] == calls
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -175,7 +204,9 @@ def test_a_model_of_an_unknown_format_runs_agents_without_tools_alone():
     )
     codec = ChatCodec(tokenizer, tool_format="auto")
     question = [{"role": "user", "content": "q"}]
-    assert "user:q" in codec.decode(codec.encode_prompt(question)) and codec.tool_format == "unknown"
+    assert (
+        "user:q" in codec.decode(codec.encode_prompt(question)) and codec.tool_format == "unknown"
+    )
     assert codec.parse_reply(codec.encode_text("an answer")).content == "an answer"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     for use in (lambda: codec.encode_prompt(question, tools), lambda: codec.parse_reply([], tools)):
@@ -188,12 +219,19 @@ def test_a_tool_result_that_a_template_drops_without_a_call_is_put_behind_one():
     codec = codec_of("gemma4")
     ids = [*codec.encode_text("<|tool_call>call:f{}<tool_call|>"), codec.eos_token_ids[0]]
     text = codec.decode(
-        codec.encode_append(ids, [{"role": "tool", "content": "21 degrees"}]), skip_special_tokens=False
+        codec.encode_append(ids, [{"role": "tool", "content": "21 degrees"}]),
+        skip_special_tokens=False,
     )
-    assert text.startswith("<|tool_response>response:f{") and "21 degrees" in text and text.endswith("<tool_response|>")
+    assert (
+        text.startswith("<|tool_response>response:f{")
+        and "21 degrees" in text
+        and text.endswith("<tool_response|>")
+    )
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("qwen3-vl", {"image", "video"}), ("qwen3", set()), ("smollm2", set())])
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("qwen3-vl", {"image", "video"}), ("qwen3", set()), ("smollm2", set())]
+)
 def test_what_a_template_can_show_is_found_by_trying(name, kinds):
     assert codec_of(name).modalities == kinds
 
@@ -202,7 +240,11 @@ def test_an_image_of_a_tool_result_is_one_placeholder_and_its_text_stays_text():
     codec = codec_of("qwen3-vl")
     ids = [*codec.encode_text("x"), codec.eos_token_ids[0]]
     pad = codec._tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    result = {"role": "tool", "content": "I wrote <|image_pad|> myself", "media": ["image", "image"]}
+    result = {
+        "role": "tool",
+        "content": "I wrote <|image_pad|> myself",
+        "media": ["image", "image"],
+    }
     appended = codec.encode_append(ids, [result])
     assert appended.count(pad) == 2
     assert "I wrote <|image_pad|> myself" in codec.decode(appended, skip_special_tokens=False)

@@ -44,7 +44,10 @@ def grammar(schema: object) -> str:
 def product(parts: int) -> dict:
     """A schema of few words whose alternatives are 4**parts."""
     names = [[f"x{part}{number}" for number in range(4)] for part in range(parts)]
-    objects = [[{"type": "object", "properties": {name: {"type": "integer"}}} for name in some] for some in names]
+    objects = [
+        [{"type": "object", "properties": {name: {"type": "integer"}}} for name in some]
+        for some in names
+    ]
     return {"allOf": [{"anyOf": alternatives} for alternatives in objects]}
 
 
@@ -116,7 +119,10 @@ def test_it_is_found_wherever_it_is(names):
 
 def test_values_are_no_keywords():
     assert weigh_grammar(grammar({"const": {"maxItems": 10**7}})) < 10
-    assert weigh_grammar(grammar({"properties": {"maxItems": {"type": "integer"}, "pattern": {}}})) < 10
+    assert (
+        weigh_grammar(grammar({"properties": {"maxItems": {"type": "integer"}, "pattern": {}}}))
+        < 10
+    )
 
 
 def test_repetitions_outside_of_schemas_count():
@@ -149,7 +155,9 @@ def test_what_would_take_gigabytes_ends_a_child_and_nothing_else(compiler, monke
     with pytest.raises(GrammarError, match="simplify"):
         compiler.start(grammar({"type": "array", "items": {"type": "integer"}, "maxItems": 10**7}))
     assert resident_bytes() - before < CHECK_BYTES
-    compiler.start(grammar({"type": "array", "items": {"type": "boolean"}, "maxItems": 9000}))  # by a new one
+    compiler.start(
+        grammar({"type": "array", "items": {"type": "boolean"}, "maxItems": 9000})
+    )  # by a new one
 
 
 PATTERNS = ["^[a-z]{1,9}$", "a|b", "^(ab?){2,5}c*$", r"^\d+$", "(", "^(.*a){3}.{4}$"]
@@ -157,11 +165,17 @@ PATTERNS = ["^[a-z]{1,9}$", "a|b", "^(ab?){2,5}c*$", r"^\d+$", "(", "^(.*a){3}.{
 
 def schemas() -> st.SearchStrategy[dict]:
     leaves = st.one_of(
-        st.fixed_dictionaries({"type": st.sampled_from(["integer", "string", "boolean", "null", "objekt"])}),
+        st.fixed_dictionaries(
+            {"type": st.sampled_from(["integer", "string", "boolean", "null", "objekt"])}
+        ),
         st.fixed_dictionaries({"type": st.just("string"), "pattern": st.sampled_from(PATTERNS)}),
         st.fixed_dictionaries({"type": st.just("integer"), "multipleOf": st.integers(1, 50)}),
         st.fixed_dictionaries(
-            {"enum": st.lists(st.one_of(st.integers(), st.text(max_size=3)), min_size=1, max_size=3)}
+            {
+                "enum": st.lists(
+                    st.one_of(st.integers(), st.text(max_size=3)), min_size=1, max_size=3
+                )
+            }
         ),
     )
     names = st.sampled_from(["a", "b", "<c>", 'd"', "/e/", "%json"])
@@ -170,9 +184,14 @@ def schemas() -> st.SearchStrategy[dict]:
         some = st.lists(inner, min_size=1, max_size=3)
         return st.one_of(
             st.builds(
-                lambda items, most: {"type": "array", "items": items, "maxItems": most}, inner, st.integers(0, 9)
+                lambda items, most: {"type": "array", "items": items, "maxItems": most},
+                inner,
+                st.integers(0, 9),
             ),
-            st.builds(lambda known: {"type": "object", "properties": known}, st.dictionaries(names, inner, max_size=3)),
+            st.builds(
+                lambda known: {"type": "object", "properties": known},
+                st.dictionaries(names, inner, max_size=3),
+            ),
             st.builds(lambda several: {"anyOf": several}, some),
             st.builds(lambda several: {"allOf": several}, some),
         )
@@ -242,7 +261,9 @@ def test_a_client_whose_grammar_found_no_place_may_ask_again(monkeypatch):
 
     monkeypatch.setattr("jax_agent_rl.chat.grammar.check_grammar", busy)
     schema = {"type": "json_schema", "json_schema": {"schema": {"const": "of this test"}}}
-    asked = read_chat({"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": schema})
+    asked = read_chat(
+        {"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": schema}
+    )
     codec = ChatCodec(tokenizer(), tool_format="hermes", tool_prompt="none")
     with pytest.raises(ApiError) as caught:
         grammar_of(asked, codec)

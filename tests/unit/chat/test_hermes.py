@@ -13,7 +13,11 @@ from jax_agent_rl.errors import ConfigError
 parse = HERMES.parse
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
@@ -25,13 +29,27 @@ def call(name: str, arguments: object) -> str:
 
 @given(st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=4))
 def test_any_call_written_as_json_is_read_back(name: str, arguments: dict):
-    assert parse("text " + call(name, arguments)).tool_calls == (ToolCall(name=name, arguments=arguments),)
+    assert parse("text " + call(name, arguments)).tool_calls == (
+        ToolCall(name=name, arguments=arguments),
+    )
 
 
 @given(
     st.text()
     | st.lists(
-        st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":"f"', "}", '"', "[", " "])
+        st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                "<think>",
+                "</think>",
+                '{"name":"f"',
+                "}",
+                '"',
+                "[",
+                " ",
+            ]
+        )
     ).map("".join)
 )
 def test_no_text_makes_it_raise(text: str):
@@ -58,7 +76,12 @@ def test_a_thinking_tag_inside_a_string_of_a_call_is_no_reasoning(tag: str):
 
 
 @pytest.mark.parametrize(
-    "text", [f"<think>{call('f', {})}</think>answer", f"<think>{call('f', {})}", f"{call('f', {})}</think>answer"]
+    "text",
+    [
+        f"<think>{call('f', {})}</think>answer",
+        f"<think>{call('f', {})}",
+        f"{call('f', {})}</think>answer",
+    ],
 )
 def test_calls_inside_reasoning_are_not_calls(text: str):
     reply = parse(text)

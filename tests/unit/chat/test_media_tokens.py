@@ -15,7 +15,12 @@ CONFIG = {"model_type": "qwen2_5_vl", "image_token_id": IMAGE, "video_token_id":
 
 
 def folder_of(path: Path, *, images: dict | None = None, **files: dict) -> Path:
-    own = {"image_processor_type": "Qwen2VLImageProcessor", **PATCHES, "min_pixels": 3136, "max_pixels": 12544}
+    own = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        **PATCHES,
+        "min_pixels": 3136,
+        "max_pixels": 12544,
+    }
     for name, content in {"config": CONFIG, "preprocessor_config": images or own, **files}.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return path
@@ -40,9 +45,14 @@ def test_every_placeholder_is_written_out_for_its_own_item(tokens: MediaTokens):
 
 @pytest.mark.parametrize(
     ("ids", "count", "message"),
-    [([IMAGE, IMAGE], 1, "more of kind 'image' than the 1 given"), ([IMAGE], 2, "shows 1 of kind 'image' too few")],
+    [
+        ([IMAGE, IMAGE], 1, "more of kind 'image' than the 1 given"),
+        ([IMAGE], 2, "shows 1 of kind 'image' too few"),
+    ],
 )
-def test_placeholders_and_items_must_be_the_same_in_number(tokens: MediaTokens, ids, count: int, message: str):
+def test_placeholders_and_items_must_be_the_same_in_number(
+    tokens: MediaTokens, ids, count: int, message: str
+):
     with pytest.raises(TemplateError, match=message):
         tokens.expand(ids, {"image": (picture(56, 56),) * count})
 

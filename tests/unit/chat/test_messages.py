@@ -10,7 +10,12 @@ from jax_agent_rl.agents.conversation import plain_messages
 from jax_agent_rl.agents.endpoint.messages import MessagesRequest
 from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
 from jax_agent_rl.agents.prompt import encode_prompt
-from jax_agent_rl.chat.messages import REASONING_FIELDS, alternating, normalize_messages, openai_message
+from jax_agent_rl.chat.messages import (
+    REASONING_FIELDS,
+    alternating,
+    normalize_messages,
+    openai_message,
+)
 from jax_agent_rl.errors import TemplateError
 from tests.examples import examples
 from tests.unit.chat.test_template_families import FAMILIES, codec_of
@@ -42,13 +47,26 @@ def as_openai(messages):
 
 def with_nulls(messages):
     """As an OpenAI client's model_dump: every field that it knows, null if it is not set."""
-    fields = ("content", "refusal", "audio", "function_call", "name", "tool_calls", "tool_call_id", "reasoning")
-    return [{**dict.fromkeys(fields), **message, "content": message["content"] or None} for message in messages]
+    fields = (
+        "content",
+        "refusal",
+        "audio",
+        "function_call",
+        "name",
+        "tool_calls",
+        "tool_call_id",
+        "reasoning",
+    )
+    return [
+        {**dict.fromkeys(fields), **message, "content": message["content"] or None}
+        for message in messages
+    ]
 
 
 def with_parts(messages):
     return [
-        {**message, "content": [{"type": "text", "text": part} for part in message["content"]]} for message in messages
+        {**message, "content": [{"type": "text", "text": part} for part in message["content"]]}
+        for message in messages
     ]
 
 
@@ -83,7 +101,10 @@ def as_thinking_part(messages):
         thought = message.pop("reasoning_content", None)
         if thought is not None:
             said = [{"type": "text", "text": message["content"]}] if message["content"] else []
-            message["content"] = [{"type": "thinking", "thinking": thought, "signature": "s"}, *said]
+            message["content"] = [
+                {"type": "thinking", "thinking": thought, "signature": "s"},
+                *said,
+            ]
         parts.append(message)
     return parts
 
@@ -93,16 +114,27 @@ def through_messages_api(messages):
     sent = []
     for message in messages:
         if message["role"] == "assistant":
-            blocks = [{"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}]
+            blocks = [
+                {"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}
+            ]
             if message["content"]:
                 blocks.append({"type": "text", "text": message["content"]})
             for call in message["tool_calls"]:
                 function = call["function"]
-                use = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
+                use = {
+                    "type": "tool_use",
+                    "id": call["id"],
+                    "name": function["name"],
+                    "input": function["arguments"],
+                }
                 blocks.append(use)
             sent.append({"role": "assistant", "content": blocks})
         elif message["role"] == "tool":
-            result = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}
+            result = {
+                "type": "tool_result",
+                "tool_use_id": message["tool_call_id"],
+                "content": message["content"],
+            }
             sent.append({"role": "user", "content": [result]})
         else:
             sent.append(message)
@@ -118,10 +150,16 @@ def through_responses_api(messages):
             thought = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
             items.append({"type": "reasoning", "id": "r", "summary": [], "content": thought})
             if message["content"]:
-                items.append({"type": "message", "role": "assistant", "content": message["content"]})
+                items.append(
+                    {"type": "message", "role": "assistant", "content": message["content"]}
+                )
             for call in message["tool_calls"]:
                 arguments = json.dumps(call["function"]["arguments"])
-                one = {"type": "function_call", "call_id": call["id"], "name": call["function"]["name"]}
+                one = {
+                    "type": "function_call",
+                    "call_id": call["id"],
+                    "name": call["function"]["name"],
+                }
                 items.append({**one, "arguments": arguments})
         elif message["role"] == "tool":
             output = {"type": "function_call_output", "call_id": message["tool_call_id"]}
@@ -145,7 +183,9 @@ WAYS = {
 words = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "Zs")), max_size=12)
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | words,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 arguments = st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2)
@@ -154,13 +194,21 @@ arguments = st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2)
 @settings(max_examples=examples(40))
 @given(arguments=arguments, said=words, result=words.filter(bool), data=st.data())
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_write_a_conversation_is_the_same_to_the_policy(way, arguments, said, result, data):
+def test_every_way_to_write_a_conversation_is_the_same_to_the_policy(
+    way, arguments, said, result, data
+):
     messages = conversation(arguments, said=said.strip(), result=result.strip() or "r")
     written = WAYS[way](messages)
     assert normalize_messages(written) == normalize_messages(messages)
-    assert plain_messages(written) == normalize_messages(messages), "the endpoint reads it as a dataset's row is read"
+    assert plain_messages(written) == normalize_messages(messages), (
+        "the endpoint reads it as a dataset's row is read"
+    )
     codec = codec_of(data.draw(st.sampled_from(["qwen3", "smollm2", "deepseek", "gemma4"])))
-    assert codec.encode_prompt(written) == codec.encode_prompt(messages) == list(encode_prompt(codec, messages, ())[0])
+    assert (
+        codec.encode_prompt(written)
+        == codec.encode_prompt(messages)
+        == list(encode_prompt(codec, messages, ())[0])
+    )
 
 
 @given(arguments=arguments, said=words)
@@ -197,7 +245,11 @@ def test_nothing_is_no_arguments(nothing):
 def test_the_older_form_of_a_call_and_its_result_is_read():
     messages = [
         {"role": "user", "content": "q"},
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "f", "arguments": '{"x": 1}'},
+        },
         {"role": "function", "name": "f", "content": "3"},
     ]
     _, call, result = normalize_messages(messages)
@@ -237,8 +289,14 @@ def test_where_a_template_refuses_both_nothing_is_lost():
         ({"role": "user", "content": [{"type": "audio"}]}, "'audio' is not supported"),
         ({"role": "user", "content": "one \ud83d two"}, "lone surrogate"),
         ({"role": "user", "content": "x", "name": "a\udc00"}, "lone surrogate"),
-        ({"role": "assistant", "content": "", "tool_calls": [3]}, "a tool call must be an object, got 3"),
-        ({"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, "a tool call needs a name"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [3]},
+            "a tool call must be an object, got 3",
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]},
+            "a tool call needs a name",
+        ),
         (conversation("[1]")[1], "must be an object, got list"),
         (conversation('{"x": 1e999}')[1], "must be an object"),
         (conversation({"x": float("inf")})[1], "is not a finite number"),
@@ -254,7 +312,9 @@ def test_what_is_no_message_is_named_with_its_place(message, problem):
 
 # --- strict templates -----------------------------------------------------------------------------------------------
 
-turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), words.filter(str.strip)), min_size=1)
+turns = st.lists(
+    st.tuples(st.sampled_from(["system", "user", "assistant"]), words.filter(str.strip)), min_size=1
+)
 
 
 @given(turns)
@@ -263,9 +323,14 @@ def test_alternating_roles_alternate_and_keep_every_word_in_order(turns):
     strict = alternating(messages, opening="OPENING")
     roles = [message["role"] for message in strict if message["role"] != "system"]
     assert all(role == ("user", "assistant")[number % 2] for number, role in enumerate(roles))
-    assert [number for number, message in enumerate(strict) if message["role"] == "system"] in ([], [0])
+    assert [number for number, message in enumerate(strict) if message["role"] == "system"] in (
+        [],
+        [0],
+    )
     for role in ("system", "user", "assistant"):
-        kept = "\n\n".join(m["content"] for m in strict if m["role"] == role and m["content"] != "OPENING")
+        kept = "\n\n".join(
+            m["content"] for m in strict if m["role"] == role and m["content"] != "OPENING"
+        )
         assert kept == "\n\n".join(said for own, said in turns if own == role) or "OPENING" in kept
 
 
@@ -276,11 +341,15 @@ def test_alternating_roles_alternate_and_keep_every_word_in_order(turns):
 def test_a_begun_turn_is_open_where_its_text_ends(name):
     codec = codec_of(name)
     asked = [{"role": "user", "content": "question"}]
-    begun = codec.encode_prompt([*asked, {"role": "assistant", "content": "The answer is "}], continue_last=True)
+    begun = codec.encode_prompt(
+        [*asked, {"role": "assistant", "content": "The answer is "}], continue_last=True
+    )
     shown = codec.decode(begun, skip_special_tokens=False)
     assert shown.endswith("The answer is"), "neither an end of turn nor white space follows"
     plain = codec.encode_prompt(asked)
-    assert begun[: len(plain)] == plain or codec.thinking_after(plain), "a block that the prompt opens is closed first"
+    assert begun[: len(plain)] == plain or codec.thinking_after(plain), (
+        "a block that the prompt opens is closed first"
+    )
     assert codec.thinking_after(begun) == ""
 
 

@@ -23,7 +23,10 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "set",
-        "parameters": {"type": "object", "properties": {"on": {"type": "boolean"}, "n": {"type": "integer"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"on": {"type": "boolean"}, "n": {"type": "integer"}},
+        },
     },
 }
 BROKEN = {
@@ -53,7 +56,11 @@ def parse(name, text, **options):
 
 
 def kinds(reply):
-    return [part.kind for part in reply.parts if part.text.strip() or part.kind not in ("text", "reasoning")]
+    return [
+        part.kind
+        for part in reply.parts
+        if part.text.strip() or part.kind not in ("text", "reasoning")
+    ]
 
 
 @names
@@ -66,7 +73,9 @@ def test_valid_and_malformed_calls_keep_the_order_in_which_they_were_written(nam
     assert [part.kind for part in reply.calls] == ["malformed", "call", "malformed"]
     reply = parse(name, first + BROKEN[name] + last)
     assert [part.kind for part in reply.calls] == ["call", "malformed", "call"]
-    assert [call.arguments["x"] for call in reply.tool_calls] == ["1", "2"] and len(reply.malformed) == 1
+    assert [call.arguments["x"] for call in reply.tool_calls] == ["1", "2"] and len(
+        reply.malformed
+    ) == 1
 
 
 @names
@@ -124,7 +133,9 @@ def test_nothing_that_is_not_finite_leaves_a_parser(name, number):
 
 
 @pytest.mark.parametrize("written", ["null", '""', "{}"])
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "text_tag", "harmony", "kimi", "deepseek_v31"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "llama3_json", "mistral", "text_tag", "harmony", "kimi", "deepseek_v31"]
+)
 def test_no_arguments_may_be_written_as_nothing(name, written):
     if name == "mistral":
         text = f'[TOOL_CALLS][{{"name": "f", "arguments": {written}}}]'
@@ -136,7 +147,9 @@ def test_no_arguments_may_be_written_as_nothing(name, written):
 def test_a_section_with_nothing_in_it_is_a_call_without_arguments():
     for name in ("harmony", "kimi", "deepseek_v31", "deepseek_v3"):
         text = WRITERS[name]("f", {"x": 1}).replace('{"x": 1}', "")
-        assert [(call.name, call.arguments) for call in parse(name, text).tool_calls] == [("f", {})], name
+        assert [(call.name, call.arguments) for call in parse(name, text).tool_calls] == [
+            ("f", {})
+        ], name
 
 
 # --- arguments by the tool's schema ---------------------------------------------------------------------------------
@@ -195,7 +208,9 @@ def test_reasoning_stands_between_tags_in_the_text_of_a_turn_however_the_model_m
     }
     for name, written in cases.items():
         codec = codec_of(name)
-        text = codec.turn_text(codec.encode_markup(written), codec.encode_prompt([{"role": "user", "content": "q"}]))
+        text = codec.turn_text(
+            codec.encode_markup(written), codec.encode_prompt([{"role": "user", "content": "q"}])
+        )
         assert answer_of(text).strip() == "so" and "plan" in text, name
 
 
@@ -209,7 +224,9 @@ def test_a_block_that_the_prompt_opened_begins_with_its_tag_in_the_text_of_a_tur
 
 # --- text -----------------------------------------------------------------------------------------------------------
 
-pieces = st.lists(st.sampled_from(["<think>", "</think>", "[THINK]", "[/THINK]", "a", " ", "####"]), max_size=8)
+pieces = st.lists(
+    st.sampled_from(["<think>", "</think>", "[THINK]", "[/THINK]", "a", " ", "####"]), max_size=8
+)
 
 
 @given(pieces.map("".join))
@@ -225,7 +242,11 @@ def test_a_turn_that_was_cut_while_thinking_does_not_hide_the_next_one(text, fol
 
 
 def test_the_first_tag_tells_where_a_turn_began():
-    assert began_inside("2+2</think> 4") and not began_inside("<think>2+2</think> 4") and not began_inside("4")
+    assert (
+        began_inside("2+2</think> 4")
+        and not began_inside("<think>2+2</think> 4")
+        and not began_inside("4")
+    )
 
 
 @settings(max_examples=examples(50))
@@ -237,10 +258,14 @@ def test_nothing_of_a_turn_is_lost_or_read_twice(plan):
         "broken": "<tool_call>bad {}</tool_call>",
         "thought": "<think>thought {} </think>",
     }
-    reply = get_format("hermes").parse("".join(written[kind].format(n) for n, kind in enumerate(plan)), ())
+    reply = get_format("hermes").parse(
+        "".join(written[kind].format(n) for n, kind in enumerate(plan)), ()
+    )
     said = [f"said {n}" for n, kind in enumerate(plan) if kind == "text"]
     assert reply.content.split(" ") == " ".join(said).split(" ")
-    assert [call.arguments["x"] for call in reply.tool_calls] == [n for n, k in enumerate(plan) if k == "call"]
+    assert [call.arguments["x"] for call in reply.tool_calls] == [
+        n for n, k in enumerate(plan) if k == "call"
+    ]
     assert [part.kind for part in reply.calls] == [
         {"call": "call", "broken": "malformed"}[kind] for kind in plan if kind in ("call", "broken")
     ]
@@ -249,7 +274,9 @@ def test_nothing_of_a_turn_is_lost_or_read_twice(plan):
 
 
 def test_a_reply_is_made_of_parts_or_of_what_it_says_and_not_of_both():
-    reply = Reply("so", tool_calls=[ToolCall(name="f", arguments={})], malformed=["no JSON"], reasoning="hm")
+    reply = Reply(
+        "so", tool_calls=[ToolCall(name="f", arguments={})], malformed=["no JSON"], reasoning="hm"
+    )
     assert kinds(reply) == ["reasoning", "text", "call", "malformed"]
     assert (reply.content, reply.reasoning, reply.malformed) == ("so", "hm", ("no JSON",))
     with pytest.raises(TypeError):

@@ -64,20 +64,39 @@ FAMILIES = {
     "llama3.1": Family(
         "trl",
         "llama3_1.jinja",
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
+        (
+            "<|begin_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+            "<|eom_id|>",
+            "<|python_tag|>",
+        ),
         "<|eot_id|>",
         stops=("<|eom_id|>",),
     ),
     "llama3.2": Family(
         "trl",
         "llama3_2.jinja",
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+        (
+            "<|begin_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+            "<|eom_id|>",
+        ),
         "<|eot_id|>",
         stops=("<|eom_id|>",),
     ),
-    "gemma": Family("trl", "gemma.jinja", ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
-    "gemma3": Family("trl", "gemma3.jinja", ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
-    "mistral": Family("axolotl", "mistral_v3_tekken.jinja", ("<s>", "</s>", "[INST]", "[/INST]"), "</s>"),
+    "gemma": Family(
+        "trl", "gemma.jinja", ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"
+    ),
+    "gemma3": Family(
+        "trl", "gemma3.jinja", ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"
+    ),
+    "mistral": Family(
+        "axolotl", "mistral_v3_tekken.jinja", ("<s>", "</s>", "[INST]", "[/INST]"), "</s>"
+    ),
     "deepseek": Family(
         "trl",
         "deepseekv3.jinja",
@@ -87,7 +106,15 @@ FAMILIES = {
     "gpt-oss": Family(
         "trl",
         "gptoss.jinja",
-        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"),
+        (
+            "<|start|>",
+            "<|end|>",
+            "<|message|>",
+            "<|channel|>",
+            "<|constrain|>",
+            "<|return|>",
+            "<|call|>",
+        ),
         "<|return|>",
         stops=("<|call|>",),
     ),
@@ -98,18 +125,37 @@ FAMILIES = {
         "<|end|>",
         stops=("<|endoftext|>",),
     ),
-    "qwen3.5": Family("trl", "qwen3_5_nothink.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>", tags=TAGS),
+    "qwen3.5": Family(
+        "trl", "qwen3_5_nothink.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>", tags=TAGS
+    ),
     "qwen3-vl": Family(
         "trl",
         "qwen3_vl.jinja",
-        ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        (
+            "<|im_start|>",
+            "<|im_end|>",
+            "<|vision_start|>",
+            "<|vision_end|>",
+            "<|image_pad|>",
+            "<|video_pad|>",
+        ),
         "<|im_end|>",
     ),
-    "nemotron3": Family("trl", "nemotron_3_nano.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "nemotron3": Family(
+        "trl", "nemotron_3_nano.jinja", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"
+    ),
     "glm4": Family(
         "trl",
         "glm4moe.jinja",
-        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
+        (
+            "[gMASK]",
+            "<sop>",
+            "<|system|>",
+            "<|user|>",
+            "<|assistant|>",
+            "<|observation|>",
+            "<|endoftext|>",
+        ),
         "<|endoftext|>",
         stops=("<|user|>", "<|observation|>"),
         tags=(*TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink"),
@@ -117,7 +163,13 @@ FAMILIES = {
     "lfm2": Family(
         "trl",
         "lfm2_2_5.jinja",
-        ("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+        (
+            "<|startoftext|>",
+            "<|im_start|>",
+            "<|im_end|>",
+            "<|tool_call_start|>",
+            "<|tool_call_end|>",
+        ),
         "<|im_end|>",
     ),
     "gemma4": Family(
@@ -138,9 +190,17 @@ FAMILIES = {
         "<turn|>",
         stops=("<|tool_response>",),
     ),
-    "smolvlm": Family("trl", "smolvlm.jinja", ("<|im_start|>", "<end_of_utterance>", "<image>"), "<end_of_utterance>"),
+    "smolvlm": Family(
+        "trl",
+        "smolvlm.jinja",
+        ("<|im_start|>", "<end_of_utterance>", "<image>"),
+        "<end_of_utterance>",
+    ),
     "idefics3": Family(
-        "trl", "idefics3.jinja", ("<|begin_of_text|>", "<end_of_utterance>", "<image>"), "<end_of_utterance>"
+        "trl",
+        "idefics3.jinja",
+        ("<|begin_of_text|>", "<end_of_utterance>", "<image>"),
+        "<end_of_utterance>",
     ),
     "smollm2": Family("", "", (), "<|im_end|>"),
 }
@@ -151,7 +211,11 @@ FORMAT_OF = {"gemma4": "gemma4", "glm4": "glm", "gpt-oss": "harmony", "lfm2": "p
 
 
 def template_of(family: Family) -> str:
-    (place,) = [f for f in files(family.package) or [] if f.name == family.file and "chat_templates" in str(f)]
+    (place,) = [
+        f
+        for f in files(family.package) or []
+        if f.name == family.file and "chat_templates" in str(f)
+    ]
     return Path(str(place.locate())).read_text(encoding="utf-8")
 
 
@@ -167,9 +231,12 @@ def tokenizer_with(special: tuple[str, ...], eos: str, tags: tuple[str, ...] = (
         vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(
-        ["user assistant system tool\n\n{}: the answer is a question of name and call " * 20], trainer
+        ["user assistant system tool\n\n{}: the answer is a question of name and call " * 20],
+        trainer,
     )
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -190,7 +257,9 @@ def codec_of(name: str) -> ChatCodec:
         wrapped,
         tool_format=FORMAT_OF.get(name, "hermes"),
         tool_prompt="none",
-        eos_token_ids=[wrapped.convert_tokens_to_ids(token) for token in (family.eos, *family.stops)],
+        eos_token_ids=[
+            wrapped.convert_tokens_to_ids(token) for token in (family.eos, *family.stops)
+        ],
     )
 
 
@@ -240,7 +309,9 @@ def test_sampled_ids_never_change_and_every_turn_is_a_prefix_of_the_next(name: s
             assert context[: len(before)] == before
             turns.append(ids)
         flat = [token for ids in turns for token in ids]
-        assert [token for token, sampled_here in zip(context, mask, strict=True) if sampled_here] == flat
+        assert [
+            token for token, sampled_here in zip(context, mask, strict=True) if sampled_here
+        ] == flat
 
 
 def last_part(codec: ChatCodec, rendered: str, needle: str) -> str:
@@ -260,12 +331,19 @@ def test_what_is_appended_reads_as_the_template_writes_it(name: str, role: str):
         appended = codec.decode(codec.encode_append(ids, [message]), skip_special_tokens=False)
         if role == "tool" and codec._boundary._anchor_of.get(("tool",)) == 1:
             # It wants a call before a result, so there is no text turn to compare with; gpt-oss quotes results as JSON.
-            assert message["content"] in appended or json.dumps(message["content"], ensure_ascii=False) in appended
+            assert (
+                message["content"] in appended
+                or json.dumps(message["content"], ensure_ascii=False) in appended
+            )
             continue
-        whole = last_part(codec, template.render([*history, message], (), generation_prompt=True), answer)
+        whole = last_part(
+            codec, template.render([*history, message], (), generation_prompt=True), answer
+        )
         own_end = next((t for t in codec._control.ids if whole.startswith(t)), "")
         assert appended == (
-            whole if codec._control.ids.get(own_end) in codec._boundary.openings else whole[len(own_end) :]
+            whole
+            if codec._control.ids.get(own_end) in codec._boundary.openings
+            else whole[len(own_end) :]
         )
 
 
@@ -283,7 +361,9 @@ def test_the_known_boundary_of_qwen():
     codec = codec_of("qwen2.5")
     end = codec.eos_token_ids[0]
     addition = codec.encode_append([1, end], [{"role": "user", "content": "hi"}])
-    assert codec.decode(addition, skip_special_tokens=False).startswith("\n<|im_start|>user\nhi<|im_end|>\n")
+    assert codec.decode(addition, skip_special_tokens=False).startswith(
+        "\n<|im_start|>user\nhi<|im_end|>\n"
+    )
 
 
 def test_thinking_of_earlier_turns_stays_in_the_context_though_qwen3_would_strip_it():
@@ -318,7 +398,10 @@ def test_a_tool_results_call_id_is_that_of_its_call(monkeypatch):
         return render(messages, tools, **more)
 
     monkeypatch.setattr(codec._template, "render", listen)
-    results = [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b", "tool_call_id": "mine56789"}]
+    results = [
+        {"role": "tool", "content": "a"},
+        {"role": "tool", "content": "b", "tool_call_id": "mine56789"},
+    ]
     written = call_ids(codec, "x", results)
     _, assistant, *_ = rendered[-1]
     assert [call["id"] for call in assistant["tool_calls"]] == written and written[1] == "mine56789"
@@ -326,5 +409,7 @@ def test_a_tool_results_call_id_is_that_of_its_call(monkeypatch):
 
 def test_results_with_and_without_a_call_id_of_their_own_may_follow_each_other():
     codec = ChatCodec(codec_of("mistral")._tokenizer, tool_prompt="none")
-    assert call_ids(codec, "x", [{"role": "tool", "content": "a", "tool_call_id": "mine56789"}]) == ["mine56789"]
+    assert call_ids(
+        codec, "x", [{"role": "tool", "content": "a", "tool_call_id": "mine56789"}]
+    ) == ["mine56789"]
     assert len(call_ids(codec, "x", [{"role": "tool", "content": "a"}])) == 1

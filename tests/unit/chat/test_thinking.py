@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, ends_thinking, outside_thinking
 
 TAGS = [tag for tags in ALL_THINK_TAGS for tag in tags]
-texts = st.lists(st.sampled_from([*TAGS, "a", "<tool>", "</tool>", "\n", " "]), max_size=12).map("".join)
+texts = st.lists(st.sampled_from([*TAGS, "a", "<tool>", "</tool>", "\n", " "]), max_size=12).map(
+    "".join
+)
 one_kind = st.lists(st.sampled_from(["<think>", "</think>", "a"]), max_size=8).map("".join)
 
 
@@ -33,7 +35,9 @@ def test_a_first_closing_tag_that_nothing_opened_hides_everything_before_it(begi
 
 @pytest.mark.parametrize(("begin", "end"), ALL_THINK_TAGS)
 def test_a_later_closing_tag_that_nothing_opened_is_text(begin, end):
-    assert outside_thinking(f"{begin}a{end}b<tool>x</tool>{end}y").split() == [f"b<tool>x</tool>{end}y"]
+    assert outside_thinking(f"{begin}a{end}b<tool>x</tool>{end}y").split() == [
+        f"b<tool>x</tool>{end}y"
+    ]
     assert outside_thinking(f"a{end}b {end}y", thinking=True).split() == ["b", f"{end}y"]
 
 
@@ -52,10 +56,15 @@ def test_only_its_own_closing_tag_ends_a_block():
 def test_length_and_lines_are_kept_and_only_blanks_are_new(text, thinking):
     seen = outside_thinking(text, thinking=thinking)
     assert len(seen) == len(text)
-    assert all(new == old or (new == " " and not old.isspace()) for new, old in zip(seen, text, strict=True))
+    assert all(
+        new == old or (new == " " and not old.isspace())
+        for new, old in zip(seen, text, strict=True)
+    )
 
 
 @given(one_kind, one_kind, st.booleans())
 def test_parts_of_a_turn_may_be_read_one_after_another(first, second, thinking):
     between = ends_thinking(first, thinking=thinking)
-    assert ends_thinking(first + second, thinking=thinking) == ends_thinking(second, thinking=between)
+    assert ends_thinking(first + second, thinking=thinking) == ends_thinking(
+        second, thinking=between
+    )

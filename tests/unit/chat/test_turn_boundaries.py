@@ -52,11 +52,15 @@ def test_what_follows_a_stop_token_is_what_the_template_writes(name: str, stop: 
         assert follows == expected and end in codec._boundary.openings
         return
     begins = codec._control.first(expected)
-    template_ends = begins.start() == 0 and codec._control.ids[begins.group()] in codec._boundary.ends
+    template_ends = (
+        begins.start() == 0 and codec._control.ids[begins.group()] in codec._boundary.ends
+    )
     if expected.startswith(stop):
         assert follows == expected.removeprefix(stop), "it is not written twice"
     elif template_ends:
-        assert follows == expected.removeprefix(begins.group()), "the model ended the turn, if by another token"
+        assert follows == expected.removeprefix(begins.group()), (
+            "the model ended the turn, if by another token"
+        )
     else:
         assert follows == expected, "what opens the next message is there"
 
@@ -133,7 +137,9 @@ async def test_glm_opens_the_message_that_follows_and_no_other(stop: str, role: 
     before = [said, *glm(*kept)]
     inserted = made.turns[0].appended_ids
     assert list(made.response_ids[: len(before)]) == before
-    assert made.response_mask[: len(before) + len(inserted)] == (1,) * len(before) + (0,) * len(inserted)
+    assert made.response_mask[: len(before) + len(inserted)] == (1,) * len(before) + (0,) * len(
+        inserted
+    )
     assert (glm(opening)[0] == inserted[0]) if opening else (inserted[0] not in codec._control)
     assert list(backend.requests[1].prompt_ids) == [*made.prompt_ids, *before, *inserted]
     assert episode.tokens_left == left - len(inserted) - len(before)
@@ -151,14 +157,18 @@ def test_gemma_opens_a_tool_result_after_the_end_of_a_turn():
     call = codec.encode_text("call")
     stops = {stop: codec._control.ids[stop] for stop in ("<turn|>", "<|tool_response>")}
     after = {
-        stop: codec.decode(codec.encode_append([*call, end], [NEW["tool"]]), skip_special_tokens=False)
+        stop: codec.decode(
+            codec.encode_append([*call, end], [NEW["tool"]]), skip_special_tokens=False
+        )
         for stop, end in stops.items()
     }
     assert after["<turn|>"].startswith("<|tool_response>response:f{")
     assert after["<|tool_response>"].startswith("response:f{")
 
 
-@pytest.mark.parametrize(("name", "tag"), [("qwen3", ""), ("deepseek", "<think>"), ("nemotron3", "<think>")])
+@pytest.mark.parametrize(
+    ("name", "tag"), [("qwen3", ""), ("deepseek", "<think>"), ("nemotron3", "<think>")]
+)
 def test_a_turn_begins_in_a_think_block_that_the_generation_prompt_opened(name: str, tag: str):
     codec = codec_of(name)
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -172,6 +182,10 @@ def test_a_turn_begins_in_a_think_block_that_the_generation_prompt_opened(name: 
 @pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
 def test_a_template_that_reads_parts_alone_is_given_parts(name: str):
     codec = codec_of(name)
-    ids = codec.encode_prompt([{"role": "system", "content": "be brief"}, {"role": "user", "content": "a question"}])
+    ids = codec.encode_prompt(
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a question"}]
+    )
     text = codec.decode(ids, skip_special_tokens=False)
-    assert "System: be brief<end_of_utterance>\nUser: a question<end_of_utterance>\nAssistant:" in text
+    assert (
+        "System: be brief<end_of_utterance>\nUser: a question<end_of_utterance>\nAssistant:" in text
+    )

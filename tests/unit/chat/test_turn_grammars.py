@@ -33,7 +33,10 @@ ARGUMENTS = {
 }
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": ARGUMENTS}},
-    {"type": "function", "function": {"name": "stop-1.b", "parameters": {"type": "object", "properties": {}}}},
+    {
+        "type": "function",
+        "function": {"name": "stop-1.b", "parameters": {"type": "object", "properties": {}}},
+    },
 ]
 TOOLS[1]["function"]["parameters"]["additionalProperties"] = False
 
@@ -49,14 +52,18 @@ def codec_of(name: str) -> ChatCodec:
     )
 
 
-def walk(codec: ChatCodec, grammar: str, rng: random.Random, begun: Sequence[int] = ()) -> list[int]:
+def walk(
+    codec: ChatCodec, grammar: str, rng: random.Random, begun: Sequence[int] = ()
+) -> list[int]:
     """Take allowed ids at random after ``begun`` until the turn ends; reasoning, if it begins with any, ends soon."""
     size = len(codec._tokenizer)
     state = codec._grammars.start(grammar, begun)
     bits, ids, closing = np.zeros(-(-size // 32), np.uint32), [*begun], None
     while not ids or ids[-1] not in codec.eos_token_ids:
         state.fill_allowed(bits)
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:size]).tolist()
+        allowed = np.flatnonzero(
+            np.unpackbits(bits.view(np.uint8), bitorder="little")[:size]
+        ).tolist()
         if closing is None and len(ids) == 12 and (end := end_of_thinking(codec, ids)):
             closing = codec.encode_markup(end)
         ids.append(closing.pop(0) if closing and closing[0] in allowed else rng.choice(allowed))
@@ -102,13 +109,19 @@ def test_a_forced_answer_is_json_of_its_schema(name):
         assert "\n" not in reply.content
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "qwen3-vl", "llama3.1", "llama3.2", "deepseek"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5", "qwen3", "qwen3-vl", "llama3.1", "llama3.2", "deepseek"]
+)
 def test_calls_are_allowed_as_the_familys_own_template_writes_them(name):
     codec = codec_of(name)
     grammar = codec.turn_grammar(tools=TOOLS)
     text = written(name, [("get_weather", {"city": "Rome", "days": 3, "exact": True})])
-    text = "</think>" * bool(codec._boundary.think_tag) + text.strip().removeprefix("<｜Assistant｜>")
-    codec._grammars.start(grammar, [*codec.encode_markup(text), codec.eos_token_ids[0]])  # raises if it is not
+    text = "</think>" * bool(codec._boundary.think_tag) + text.strip().removeprefix(
+        "<｜Assistant｜>"
+    )
+    codec._grammars.start(
+        grammar, [*codec.encode_markup(text), codec.eos_token_ids[0]]
+    )  # raises if it is not
 
 
 @pytest.mark.parametrize(
@@ -130,13 +143,18 @@ def test_a_turn_may_think_first_if_its_template_knows_how(opened, turn, reasonin
     assert (reply.content, reply.reasoning) == ('{"exact": true}', reasoning)
     if opened:
         with pytest.raises(GrammarError):  # its reasoning has to end
-            codec._grammars.start(grammar, [*codec.encode_markup('{"exact": true}'), codec.eos_token_ids[0]])
+            codec._grammars.start(
+                grammar, [*codec.encode_markup('{"exact": true}'), codec.eos_token_ids[0]]
+            )
 
 
 def test_with_tools_and_a_schema_a_turn_may_be_either():
     codec = codec_of("qwen2.5")
     grammar = codec.turn_grammar(tools=TOOLS, answer=ARGUMENTS)
-    for turn in ('<tool_call>\n{"name": "stop-1.b", "arguments": {}}\n</tool_call>', '{"city": "Rome", "days": 3}'):
+    for turn in (
+        '<tool_call>\n{"name": "stop-1.b", "arguments": {}}\n</tool_call>',
+        '{"city": "Rome", "days": 3}',
+    ):
         codec._grammars.start(grammar, [*codec.encode_markup(turn), codec.eos_token_ids[0]])
     with pytest.raises(GrammarError):
         codec._grammars.start(grammar, codec.encode_markup("It is"))
@@ -170,7 +188,9 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(schema, mes
     with pytest.raises(GrammarError, match=message):
         codec.turn_grammar(answer=schema)
     with pytest.raises(GrammarError, match=message):
-        codec.turn_grammar(tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}])
+        codec.turn_grammar(
+            tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        )
 
 
 @pytest.mark.parametrize("name", ['f"', "a b", "<|im_end|>", "f\n", ""])
@@ -206,11 +226,15 @@ def opening_of(name: str) -> str:
 def test_what_begins_as_a_call_in_a_free_turn_is_read_as_valid_calls(name):
     codec = codec_of(name)
     grammar = codec.free_turn_grammar(tools=TOOLS)
-    begun = codec.encode_markup("</think>" * bool(codec._boundary.think_tag) + "Let me see. " + opening_of(name))
+    begun = codec.encode_markup(
+        "</think>" * bool(codec._boundary.think_tag) + "Let me see. " + opening_of(name)
+    )
     for seed in range(4):
         ids = walk(codec, grammar, random.Random(seed), begun)
         reply = codec.parse_reply(ids, tools=TOOLS)
-        assert reply.malformed == () and reply.tool_calls and reply.content.startswith("Let me see.")
+        assert (
+            reply.malformed == () and reply.tool_calls and reply.content.startswith("Let me see.")
+        )
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
         for call in reply.tool_calls:
             jsonschema.validate(dict(call.arguments), schemas[call.name])
@@ -238,14 +262,18 @@ def test_a_free_turn_may_be_any_text_without_a_call_or_nothing(name):
 )
 def test_a_free_turn_has_no_call_of_another_tool_or_with_other_arguments(name, call):
     codec = codec_of(name)
-    ids = codec.encode_markup("</think>" * bool(codec._boundary.think_tag) + f"Yes. <tool_call>\n{call}\n</tool_call>")
+    ids = codec.encode_markup(
+        "</think>" * bool(codec._boundary.think_tag) + f"Yes. <tool_call>\n{call}\n</tool_call>"
+    )
     with pytest.raises(GrammarError):
         codec._grammars.start(codec.free_turn_grammar(tools=TOOLS), ids)
 
 
 def test_arguments_that_a_schema_does_not_name_are_refused_unless_it_allows_them():
     codec = codec_of("qwen2.5")
-    ids = codec.encode_markup('<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": 2}}\n</tool_call>')
+    ids = codec.encode_markup(
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    )
     for schema, fits in (({}, False), ({"additionalProperties": True}, True)):
         function = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}, **schema}}
         grammar = codec.free_turn_grammar(tools=[{"type": "function", "function": function}])

@@ -31,8 +31,19 @@ REMOVALS: dict[str, Callable[[Path], object]] = {
     "gone": lambda file: remove(file),
     "a file": lambda file: (remove(file), file.write_bytes(BINARY)),
 }
-RUN_FILES = ("config.json", "metrics.jsonl", "trajectories.jsonl", "summary.json", "rollout_server.json")
-CHECKPOINT_FILES = ("checkpoints", "checkpoints/4", "checkpoints/4/notes", "checkpoints/4/notes/metadata")
+RUN_FILES = (
+    "config.json",
+    "metrics.jsonl",
+    "trajectories.jsonl",
+    "summary.json",
+    "rollout_server.json",
+)
+CHECKPOINT_FILES = (
+    "checkpoints",
+    "checkpoints/4",
+    "checkpoints/4/notes",
+    "checkpoints/4/notes/metadata",
+)
 
 
 def remove(file: Path) -> None:
@@ -45,10 +56,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(tmp_path_factory.mktemp("whole") / "run")
     rows = run.parent / "rows.jsonl"
     rows.write_text("{}\n")
-    tree = {"run_dir": str(run), "model": {"path": "/no/model"}, "data": {"train": str(rows), "eval": str(rows)}}
+    tree = {
+        "run_dir": str(run),
+        "model": {"path": "/no/model"},
+        "data": {"train": str(rows), "eval": str(rows)},
+    }
     (run / "config.json").write_text(json.dumps(build(tree).model_dump(mode="json")))
     (run / "summary.json").write_text("{}")
-    (run / "rollout_server.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "token": "t"}))
+    (run / "rollout_server.json").write_text(
+        json.dumps({"url": "http://127.0.0.1:9", "token": "t"})
+    )
     notes = run / "checkpoints" / "4" / "notes"
     notes.mkdir(parents=True)
     (notes / "metadata").write_text("{}")
@@ -75,7 +92,9 @@ def commands(run: Path) -> Iterator[list[str]]:
 def require_message(words: list[str]) -> None:
     """Run a command: it succeeds, or fails with an error of ours."""
     result = CliRunner().invoke(cli.app, words)
-    if result.exception is not None and not isinstance(result.exception, (JaxAgentRLError, SystemExit)):
+    if result.exception is not None and not isinstance(
+        result.exception, (JaxAgentRLError, SystemExit)
+    ):
         raise AssertionError(f"{words} ended with a traceback") from result.exception
 
 
@@ -92,24 +111,35 @@ def require_messages(name: str, damage: str, whole: Path, run: Path) -> None:
 
 @pytest.mark.parametrize("damage", [*CONTENTS, *REMOVALS])
 @pytest.mark.parametrize("name", [*RUN_FILES, *CHECKPOINT_FILES])
-def test_a_damaged_run_is_a_message_in_every_command(name: str, damage: str, whole: Path, tmp_path: Path):
+def test_a_damaged_run_is_a_message_in_every_command(
+    name: str, damage: str, whole: Path, tmp_path: Path
+):
     if damage in CONTENTS and name in ("checkpoints", "checkpoints/4", "checkpoints/4/notes"):
         pytest.skip("it is a folder")
     require_messages(name, damage, whole, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name, damage", [*((name, "binary") for name in RUN_FILES), ("checkpoints/4", "a file")])
-def test_a_run_with_other_bytes_in_a_file_is_a_message_in_every_command(name, damage, whole: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    "name, damage", [*((name, "binary") for name in RUN_FILES), ("checkpoints/4", "a file")]
+)
+def test_a_run_with_other_bytes_in_a_file_is_a_message_in_every_command(
+    name, damage, whole: Path, tmp_path: Path
+):
     require_messages(name, damage, whole, tmp_path / "run")
 
 
 @pytest.mark.parametrize("damage", CONTENTS)
-@pytest.mark.parametrize("file", ["rows.parquet", "rows.jsonl", "rows.parquet.summary.json", "rows.jsonl.summary.json"])
+@pytest.mark.parametrize(
+    "file", ["rows.parquet", "rows.jsonl", "rows.parquet.summary.json", "rows.jsonl.summary.json"]
+)
 def test_a_damaged_table_is_a_message(file: str, damage: str, tmp_path: Path):
     table = tmp_path / file.removesuffix(".summary.json")
     table.write_bytes(b"")
     (tmp_path / file).write_bytes(CONTENTS[damage])
-    for words in (["view", str(table)], ["report", str(table), "--out", str(tmp_path / "page.html")]):
+    for words in (
+        ["view", str(table)],
+        ["report", str(table), "--out", str(tmp_path / "page.html")],
+    ):
         require_message(words)
 
 
@@ -132,8 +162,12 @@ WITH_CONFIG = [
 ]
 
 
-@pytest.mark.parametrize("damage", ["UTF-16", "numbers", "a folder", "no name", "too long a name", "a base of none"])
-def test_what_is_no_configuration_is_a_message_in_every_command(damage: str, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    "damage", ["UTF-16", "numbers", "a folder", "no name", "too long a name", "a base of none"]
+)
+def test_what_is_no_configuration_is_a_message_in_every_command(
+    damage: str, tmp_path: Path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.yaml"
     name = str(file)

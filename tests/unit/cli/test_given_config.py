@@ -29,7 +29,9 @@ def commands() -> dict[str, Any]:
 
 
 WITH_KEYS = sorted(
-    name for name, command in commands().items() if "overrides" in {parameter.name for parameter in command.params}
+    name
+    for name, command in commands().items()
+    if "overrides" in {parameter.name for parameter in command.params}
 )
 OTHER_ARGUMENTS = {"plan": ["--topology=v5e:4x4"], "rollout": ["--out=rows.parquet"]}
 WITHOUT_CONFIG = {"quickstart"}  # the recipe is its subject
@@ -42,12 +44,25 @@ def said(*words: str) -> tuple[int, str]:
 
 
 def test_commands_that_take_a_configuration_are_found():
-    assert {"train", "sft", "eval", "plan", "certify", "tool-server", "config show", "simulate"} <= set(WITH_KEYS)
+    assert {
+        "train",
+        "sft",
+        "eval",
+        "plan",
+        "certify",
+        "tool-server",
+        "config show",
+        "simulate",
+    } <= set(WITH_KEYS)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_KEYS if name not in WITHOUT_CONFIG])
-@pytest.mark.parametrize("form", [["missing.yaml", "seed=1"], ["seed=1", "--config", "missing.yaml"]])
-def test_every_command_takes_its_configuration_in_both_forms(name: str, form: list[str], tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    "form", [["missing.yaml", "seed=1"], ["seed=1", "--config", "missing.yaml"]]
+)
+def test_every_command_takes_its_configuration_in_both_forms(
+    name: str, form: list[str], tmp_path: Path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     status, text = said(*name.split(), *form, *OTHER_ARGUMENTS.get(name, []))
     assert status != 0 and "'missing.yaml' does not exist" in text
@@ -56,16 +71,22 @@ def test_every_command_takes_its_configuration_in_both_forms(name: str, form: li
 
 @pytest.mark.parametrize("name", [name for name in WITH_KEYS if name not in WITHOUT_CONFIG])
 def test_two_configurations_are_refused_by_every_command(name: str):
-    status, text = said(*name.split(), "one.yaml", "--config", "two.yaml", *OTHER_ARGUMENTS.get(name, []))
+    status, text = said(
+        *name.split(), "one.yaml", "--config", "two.yaml", *OTHER_ARGUMENTS.get(name, [])
+    )
     assert status != 0 and "'one.yaml'" in text and "'two.yaml'" in text and "give one" in text
 
 
-WORD = st.sampled_from(["quickstart", "my.yaml", "seed=1", "trainer.steps=2", "agent.tool_server_url=http://h:1/a=b"])
+WORD = st.sampled_from(
+    ["quickstart", "my.yaml", "seed=1", "trainer.steps=2", "agent.tool_server_url=http://h:1/a=b"]
+)
 
 
 @given(st.lists(WORD, max_size=4), st.none() | st.sampled_from(["my.yaml", "quickstart"]))
 @settings(max_examples=50)
-def test_keys_keep_their_order_and_one_file_may_stand_anywhere(words: list[str], option: str | None):
+def test_keys_keep_their_order_and_one_file_may_stand_anywhere(
+    words: list[str], option: str | None
+):
     files = {word for word in words if "=" not in word} | ({option} if option else set())
     if len(files) > 1:
         with pytest.raises(ConfigError):
@@ -87,7 +108,9 @@ def test_a_file_with_an_equals_sign_in_its_name_is_a_file(tmp_path: Path):
 
 def kind_of(recipe: str) -> str:
     """By its place in the folder of recipes."""
-    return {"supervised/sft": "sft", "supervised/dpo": "dpo", "tool_server": "tool-server"}.get(recipe, "train")
+    return {"supervised/sft": "sft", "supervised/dpo": "dpo", "tool_server": "tool-server"}.get(
+        recipe, "train"
+    )
 
 
 @pytest.mark.parametrize("command", ROOTS)
@@ -102,10 +125,14 @@ def test_a_recipe_given_to_another_command_is_named_with_its_own(recipe: str, co
         assert f"configuration of `{meant}`" in text or "configuration of `distill`" in text
         assert f"not of `{command}`" in text and f" {recipe}" in text
     else:
-        assert meant == command or {meant, command} == {"sft", "dpo"}, "it was taken for one of this command"
+        assert meant == command or {meant, command} == {"sft", "dpo"}, (
+            "it was taken for one of this command"
+        )
 
 
-@pytest.mark.parametrize("command, recipe, meant", [("sft", "quickstart", "train"), ("train", "supervised/sft", "sft")])
+@pytest.mark.parametrize(
+    "command, recipe, meant", [("sft", "quickstart", "train"), ("train", "supervised/sft", "sft")]
+)
 def test_the_command_line_names_the_command_to_use(command: str, recipe: str, meant: str):
     status, text = said(command, recipe)
     assert status != 0 and f"run jax-agent-rl {meant} {recipe}" in text
@@ -116,7 +143,12 @@ def test_the_command_line_names_the_command_to_use(command: str, recipe: str, me
     [
         {"trainer": {"step": 3}},
         {"modle": {"path": "m"}},
-        {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "rolout": {"group_size": 2}},
+        {
+            "run_dir": "r",
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "rolout": {"group_size": 2},
+        },
     ],
 )
 def test_a_misspelt_key_makes_no_other_command_of_it(tree: dict[str, Any]):
@@ -126,7 +158,9 @@ def test_a_misspelt_key_makes_no_other_command_of_it(tree: dict[str, Any]):
 def test_one_key_too_many_in_a_section_is_told_as_that():
     tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t", "train_on": ["user"]}}
     assert meant_command(tree, root_model("dpo")) is None
-    assert meant_command({**tree, "rollout": {"group_size": 2}}, root_model("sft")) is None  # of none, or of both
+    assert (
+        meant_command({**tree, "rollout": {"group_size": 2}}, root_model("sft")) is None
+    )  # of none, or of both
     without = {**tree, "data": {"train": "t"}, "rollout": {"group_size": 2}}
     assert meant_command(without, root_model("sft")) == "train"
 

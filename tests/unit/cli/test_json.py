@@ -23,7 +23,17 @@ def with_json() -> set[str]:
 
 
 def test_every_command_with_a_table_or_a_report_has_it():
-    reports = {"doctor", "certify", "conformance", "plan", "chaos", "simulate", "diagnose", "eval", "rollout"}
+    reports = {
+        "doctor",
+        "certify",
+        "conformance",
+        "plan",
+        "chaos",
+        "simulate",
+        "diagnose",
+        "eval",
+        "rollout",
+    }
     assert with_json() >= reports | {"engines list", "engines add", "engines remove"}
 
 
@@ -43,7 +53,10 @@ def test_a_list_of_engines_is_an_object_alone(monkeypatch: pytest.MonkeyPatch, t
         return answer
 
     monkeypatch.setattr("jax_agent_rl.rollout.http.membership.command_run", asked)
-    assert json.loads(CliRunner().invoke(app, ["engines", "list", str(tmp_path), "--json"]).stdout) == answer
+    assert (
+        json.loads(CliRunner().invoke(app, ["engines", "list", str(tmp_path), "--json"]).stdout)
+        == answer
+    )
     assert "version 3" in CliRunner().invoke(app, ["engines", "list", str(tmp_path)]).stdout
 
 

@@ -40,9 +40,19 @@ LISTEN = {
     "tool-server": ["host=0.0.0.0"],
     "tinker-server": ["host=0.0.0.0"],
 }
-PORT = {"serve": "--port={}", "rollout-server": "--port={}", "tool-server": "port={}", "tinker-server": "port={}"}
+PORT = {
+    "serve": "--port={}",
+    "rollout-server": "--port={}",
+    "tool-server": "port={}",
+    "tinker-server": "port={}",
+}
 RUN_DIR = {name: "run_dir={}" for name in ("train", "distill", "sft", "dpo")}
-RUN_DIR |= {"eval": "--out={}", "rollout": "--out={}/r.parquet", "certify": "--out={}", "tinker-server": "state_dir={}"}
+RUN_DIR |= {
+    "eval": "--out={}",
+    "rollout": "--out={}/r.parquet",
+    "certify": "--out={}",
+    "tinker-server": "state_dir={}",
+}
 READS_ROWS = ("train", "distill", "sft", "dpo", "eval", "rollout", "certify")
 LOADS_MODEL = tuple(name for name in READY if name != "tool-server")
 
@@ -64,19 +74,33 @@ def cases() -> Iterator[tuple[str, list[str], str]]:
         replaced = [word.replace("rows.jsonl", "no.jsonl") for word in READY[name]]
         yield name, replaced, "'no.jsonl' does not exist"
     for name in LOADS_MODEL:
-        replaced = [word.replace("model.path=model", "model.path=/no/model") for word in READY[name]]
+        replaced = [
+            word.replace("model.path=model", "model.path=/no/model") for word in READY[name]
+        ]
         yield name, replaced, "no model at '/no/model'"
     for name, words in LISTEN.items():
         yield name, [*READY[name], *words], "needs a token"
     for name, option in RUN_DIR.items():
-        yield name, [*READY[name], option.format("rows.jsonl/run")], "rows.jsonl/run: the folder cannot be made"
-    yield "distill", [*READY["distill"], "distill.teachers=/no/teacher"], "no model at '/no/teacher'"
+        yield (
+            name,
+            [*READY[name], option.format("rows.jsonl/run")],
+            "rows.jsonl/run: the folder cannot be made",
+        )
+    yield (
+        "distill",
+        [*READY["distill"], "distill.teachers=/no/teacher"],
+        "no model at '/no/teacher'",
+    )
     for name in ("eval", "rollout", "serve", "rollout-server"):
         words = [word for word in READY[name] if not word.startswith("quickstart")]
         yield name, [*words, "--run", "no_run"], "no_run is not a run folder"
     yield "export", ["export", "no_run", "out"], "no_run is not a run folder"
     yield "diagnose", ["diagnose", "no_run"], "no_run is not a run folder"
-    yield "conformance", ["conformance", "--backend", "jetstream", "--model", "/no/model"], "no model at '/no/model'"
+    yield (
+        "conformance",
+        ["conformance", "--backend", "jetstream", "--model", "/no/model"],
+        "no model at '/no/model'",
+    )
 
 
 CASES = list(cases())
@@ -86,8 +110,12 @@ def contents(folder: Path) -> set[Path]:
     return set(folder.rglob("*"))
 
 
-@pytest.mark.parametrize("name, words, named", CASES, ids=[f"{name}-{named}" for name, _, named in CASES])
-def test_what_is_missing_is_named_and_nothing_is_made(name: str, words: list[str], named: str, folder: Path):
+@pytest.mark.parametrize(
+    "name, words, named", CASES, ids=[f"{name}-{named}" for name, _, named in CASES]
+)
+def test_what_is_missing_is_named_and_nothing_is_made(
+    name: str, words: list[str], named: str, folder: Path
+):
     before = contents(folder)
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, JaxAgentRLError), result.output
@@ -120,12 +148,21 @@ def test_nothing_that_computes_is_imported_for_it(folder: Path):
         "        sys.exit(f'{words} imported {heavy}: {result.output}')\n"
     )
     given = json.dumps([words for _, words, _ in CASES])
-    ended = subprocess.run([sys.executable, "-c", program], input=given, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], input=given, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
 
 
 def test_all_that_is_missing_is_told_at_once(folder: Path):
-    words = ["train", "quickstart", "data.train=a.jsonl", "data.eval=b.jsonl", "model.path=/no", "run_dir=rows.jsonl"]
+    words = [
+        "train",
+        "quickstart",
+        "data.train=a.jsonl",
+        "data.eval=b.jsonl",
+        "model.path=/no",
+        "run_dir=rows.jsonl",
+    ]
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, ConfigError) and len(result.exception.problems) == 4
 
@@ -165,7 +202,13 @@ TAKES_A_NAME = {
     "train": ["train", LONG],
     "a recipe": ["train", "--config", LONG],
     "a key": ["train", "quickstart", f"run_dir={LONG}"],
-    "a model": ["train", "quickstart", "data.train=rows.jsonl", "data.eval=rows.jsonl", f"model.path={LONG}"],
+    "a model": [
+        "train",
+        "quickstart",
+        "data.train=rows.jsonl",
+        "data.eval=rows.jsonl",
+        f"model.path={LONG}",
+    ],
     "rows": ["train", "quickstart", f"data.train={LONG}"],
     "eval": ["eval", "quickstart", "--model", LONG],
     "serve": ["serve", "--run", LONG],

@@ -8,7 +8,9 @@ from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.types import DropReason
 
 names = st.sampled_from("abcdef")
-events = st.lists(st.tuples(st.sampled_from(["start", "train", "drop"]), names, st.sampled_from(list(DropReason))))
+events = st.lists(
+    st.tuples(st.sampled_from(["start", "train", "drop"]), names, st.sampled_from(list(DropReason)))
+)
 
 
 @given(events)

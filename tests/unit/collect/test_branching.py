@@ -31,7 +31,9 @@ class Counting(BaseTool):
     """Answers with how often its trajectory has called it."""
 
     def __init__(self) -> None:
-        super().__init__(name="count", description="Counts.", parameters={"type": "object", "properties": {}})
+        super().__init__(
+            name="count", description="Counts.", parameters={"type": "object", "properties": {}}
+        )
         self.counts: dict[str, int] = {}
         self.created: list[str] = []
         self.released: list[str] = []
@@ -83,7 +85,10 @@ class Stage:
         self.tool = tool or Counting()
         self.backends = [backend(self.codec, script or self.print_line) for _ in range(servers)]
         self.client = WatchedClient(
-            [AsyncServer(backend, name=f"s{number}") for number, backend in enumerate(self.backends)]
+            [
+                AsyncServer(backend, name=f"s{number}")
+                for number, backend in enumerate(self.backends)
+            ]
         )
         context = AgentContext(
             client=self.client,
@@ -108,7 +113,9 @@ class Stage:
         return [request for backend in self.backends for request in backend.requests]
 
     async def collect(self, *rows, group_size: int = 6, step: int = 0):
-        stream = self.collector.collect(list(rows) or [row()], group_size=group_size, sampling=SAMPLING, step=step)
+        stream = self.collector.collect(
+            list(rows) or [row()], group_size=group_size, sampling=SAMPLING, step=step
+        )
         return [group async for group in stream]
 
 
@@ -138,7 +145,9 @@ async def test_a_group_is_a_tree_of_exact_ids(strategy: Strategy, size: int):
 
 
 @pytest.mark.parametrize(("strategy", "size"), STRATEGIES, ids=NAMES)
-async def test_every_trajectory_has_a_seed_of_its_own_and_the_run_can_be_repeated(strategy: Strategy, size: int):
+async def test_every_trajectory_has_a_seed_of_its_own_and_the_run_can_be_repeated(
+    strategy: Strategy, size: int
+):
     groups, codec = [], FakeCodec()  # the same words are the same ids in both runs
     for in_flight in (8, 1):
         stage = Stage(strategy, max_in_flight=in_flight, codec=codec)
@@ -161,10 +170,16 @@ async def test_a_stateful_tool_stands_where_it_stood_at_the_fork(strategy: Strat
     stage = Stage(strategy)
     (group,) = await stage.collect(group_size=size)
     for t in group.trajectories:
-        assert [call.observation for call in t.tool_calls] == [str(n + 1) for n in range(len(t.tool_calls))]
+        assert [call.observation for call in t.tool_calls] == [
+            str(n + 1) for n in range(len(t.tool_calls))
+        ]
         assert t.tool_scores == {"count": float(len(t.tool_calls))}
         assert t.metrics.get("replayed_calls", 0.0) == (t.fork.turns if t.fork else 0)
-    assert sorted(stage.tool.created) == sorted(stage.tool.released) == [f"train-0-0-{n}" for n in range(size)]
+    assert (
+        sorted(stage.tool.created)
+        == sorted(stage.tool.released)
+        == [f"train-0-0-{n}" for n in range(size)]
+    )
 
 
 async def test_messages_of_a_branch_are_those_of_its_ids():
@@ -180,7 +195,13 @@ async def test_messages_of_a_branch_are_those_of_its_ids():
     (group,) = await stage.collect(few_shot, group_size=7)
     assert {t.fork.turns for t in group.trajectories if t.fork} == {0, 1, 2}
     for t in group.trajectories:
-        roles = ["user", "assistant", "user", *["assistant", "tool"] * (t.num_turns - 1), "assistant"]
+        roles = [
+            "user",
+            "assistant",
+            "user",
+            *["assistant", "tool"] * (t.num_turns - 1),
+            "assistant",
+        ]
         assert [m["role"] for m in t.messages] == roles
         spoken = [m["content"] for m in t.messages[3:] if m["role"] == "assistant"]
         assert spoken == [stage.codec.decode(turn.output.token_ids) for turn in t.turns]
@@ -287,7 +308,9 @@ async def test_branches_go_to_the_server_of_their_parent_and_no_session_is_left_
     where = {r.session_id: number for number, b in enumerate(stage.backends) for r in b.requests}
     branched = [t for t in group.trajectories if t.fork and t.fork.turns]
     assert branched and all(where[t.trajectory_id] == where[t.fork.parent_id] for t in branched)
-    assert not any(request.session_ends for request in stage.requests), "their KV may be wanted by a branch"
+    assert not any(request.session_ends for request in stage.requests), (
+        "their KV may be wanted by a branch"
+    )
     assert stage.client.ended == {t.trajectory_id for t in group.trajectories}
 
 
@@ -308,7 +331,9 @@ async def test_cancelling_stops_branches_and_counts_them():
     summary = stage.books.summary()
     assert (summary["started"], summary["dropped/cancelled"], summary["in_flight"]) == (6, 6, 0)
     assert sorted(stage.tool.created) == sorted(stage.tool.released)
-    assert stage.client.ended == {f"train-0-0-{n}" for n in range(6)} and len(asyncio.all_tasks()) == 1
+    assert (
+        stage.client.ended == {f"train-0-0-{n}" for n in range(6)} and len(asyncio.all_tasks()) == 1
+    )
 
 
 async def test_branches_run_before_further_groups_begin():
@@ -331,7 +356,9 @@ class TurnsOnly(ScriptedBackend):
     """Fails every request that goes on within a turn."""
 
     async def generate(self, request):
-        if not self.codec.decode(request.prompt_ids, skip_special_tokens=False).endswith("assistant:"):
+        if not self.codec.decode(request.prompt_ids, skip_special_tokens=False).endswith(
+            "assistant:"
+        ):
             raise BackendError("no")
         return await super().generate(request)
 
@@ -366,14 +393,18 @@ async def test_agents_that_cannot_branch_are_refused_before_the_run():
     assert OWN_AGENTS <= set(branching_agents()) and not get_agent("react_agent").can_branch()
     stage = Stage(TreeGrpo(TreeGrpoConfig()))
     stage.collector.require_branching([row(), row("single_turn_agent")])
-    with pytest.raises(ConfigError, match=r"agent 'react_agent' cannot branch.*tool_agent.*strategy.name=chain"):
+    with pytest.raises(
+        ConfigError, match=r"agent 'react_agent' cannot branch.*tool_agent.*strategy.name=chain"
+    ):
         stage.collector.require_branching([row(), row("react_agent")])
 
 
 async def test_a_loop_that_overrides_run_alone_cannot_branch():
     class Mine(ToolAgent):
         async def run(self, row, *, trajectory_id, group_id, sampling):
-            return await super().run(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+            return await super().run(
+                row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
+            )
 
     class MyTools(ToolAgent):
         pass

@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jax_agent_rl.collect.buffer import RolloutBuffer, versions
-from jax_agent_rl.types import DropReason, FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import (
+    DropReason,
+    FinishReason,
+    Group,
+    StopReason,
+    TokenOutput,
+    Trajectory,
+    Turn,
+)
 from tests.examples import examples
 
 
@@ -37,7 +45,12 @@ def group_of(number: int, *token_versions: int) -> Group:
 class Training(RuleBasedStateMachine):
     """A rollout and a learner that do whatever the buffer lets them."""
 
-    @initialize(batch=st.integers(1, 3), staleness=st.integers(0, 3), oversample=st.integers(0, 2), drop=st.booleans())
+    @initialize(
+        batch=st.integers(1, 3),
+        staleness=st.integers(0, 3),
+        oversample=st.integers(0, 2),
+        drop=st.booleans(),
+    )
     def begin(self, batch: int, staleness: int, oversample: int, drop: bool):
         self.make = lambda: RolloutBuffer(
             batch=batch,
@@ -73,10 +86,14 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: self.born)
     @rule(choice=st.integers(0, 99), later=st.integers(0, 3), tokens=st.integers(0, 2))
     def complete(self, choice: int, later: int, tokens: int):
-        number = sorted(self.born)[-1 - choice % len(self.born)]  # small choices are the newest: others are stragglers
+        number = sorted(self.born)[
+            -1 - choice % len(self.born)
+        ]  # small choices are the newest: others are stragglers
         first = min(self.born.pop(number) + later, self.buffer.version)
         sampled_by = (first, self.buffer.version)[:tokens]
-        assert self.buffer.complete(number, group_of(number, *sampled_by)), "it was no straggler that expired"
+        assert self.buffer.complete(number, group_of(number, *sampled_by)), (
+            "it was no straggler that expired"
+        )
 
     @precondition(lambda self: self.buffer.taken < self.buffer.batch)
     @rule()
@@ -84,7 +101,9 @@ class Training(RuleBasedStateMachine):
         missing = self.buffer.batch - self.buffer.taken
         taken = self.buffer.take(missing)
         if taken is None:
-            assert self.buffer.ready < missing or (not self.drop and self.buffer.running), "waiting would be for ever"
+            assert self.buffer.ready < missing or (not self.drop and self.buffer.running), (
+                "waiting would be for ever"
+            )
             return
         assert len(taken) == missing and not taken.keys() & self.trained
         for group in taken.values():
@@ -137,7 +156,11 @@ class Training(RuleBasedStateMachine):
     @invariant()
     def started_is_trained_and_dropped_and_open(self):
         buffer = self.buffer
-        assert buffer.started == self.next == buffer.trained + buffer.dropped.total() + len(buffer.open)
+        assert (
+            buffer.started
+            == self.next
+            == buffer.trained + buffer.dropped.total() + len(buffer.open)
+        )
         assert buffer.trained == len(self.trained)
         assert (buffer.running, buffer.taken) == (len(self.born), len(self.held))
         assert buffer.dropped[DropReason.STALE] == self.given_up

@@ -44,7 +44,9 @@ async def one_point(trajectory):
 
 
 class Stage:
-    def __init__(self, script=("hello there you",), *, score=one_point, max_in_flight=8, seed=0, **limits):
+    def __init__(
+        self, script=("hello there you",), *, score=one_point, max_in_flight=8, seed=0, **limits
+    ):
         self.codec = FakeCodec()
         self.backend = ScriptedBackend(self.codec, script)
         context = AgentContext(
@@ -53,11 +55,15 @@ class Stage:
             limits=AgentConfig(**limits),
             max_model_len=1000,
         )
-        self.collector = RolloutCollector(context, score=score, max_in_flight=max_in_flight, seed=seed)
+        self.collector = RolloutCollector(
+            context, score=score, max_in_flight=max_in_flight, seed=seed
+        )
         self.books = self.collector.accounting
 
     async def collect(self, rows, *, group_size=3, step=0, label="train"):
-        groups = self.collector.collect(rows, group_size=group_size, sampling=SAMPLING, step=step, label=label)
+        groups = self.collector.collect(
+            rows, group_size=group_size, sampling=SAMPLING, step=step, label=label
+        )
         return [group async for group in groups]
 
 
@@ -66,7 +72,9 @@ async def test_every_row_becomes_a_scored_group():
     groups = await stage.collect([row("a"), row("b")])
     assert sorted(g.group_id for g in groups) == ["train-0-0", "train-0-1"]
     assert all(g.rewards == (1.0,) * 3 and not g.dropped for g in groups)
-    assert [t.trajectory_id for t in groups[0].trajectories] == [f"{groups[0].group_id}-{i}" for i in range(3)]
+    assert [t.trajectory_id for t in groups[0].trajectories] == [
+        f"{groups[0].group_id}-{i}" for i in range(3)
+    ]
     assert stage.books.summary() == {"started": 6, "trained": 0, "in_flight": 6, "dropped": 0}
     stage.books.train(t.trajectory_id for g in groups for t in g.trajectories)
     assert stage.books.summary()["trained"] == 6
@@ -84,7 +92,9 @@ async def test_a_group_is_handed_over_while_others_still_run():
         return stage.codec.reply_ids(words)
 
     stage = Stage(script, max_response_length=300, max_in_flight=64)
-    groups = stage.collector.collect([row("slow"), row("quick")], group_size=2, sampling=SAMPLING, step=0)
+    groups = stage.collector.collect(
+        [row("slow"), row("quick")], group_size=2, sampling=SAMPLING, step=0
+    )
     async with contextlib.aclosing(groups):
         first = await anext(groups)
         assert first.group_id == "train-0-1"
@@ -136,7 +146,10 @@ async def test_a_reward_that_hangs_loses_its_trajectory_and_is_counted():
     def compute_score(*_):
         released.wait()
 
-    rows = [row("a", data_source="hangs_for_test"), row("b", data_source="calculator", reward_model=TRUTH)]
+    rows = [
+        row("a", data_source="hangs_for_test"),
+        row("b", data_source="calculator", reward_model=TRUTH),
+    ]
 
     def scored(trajectory):
         hangs = trajectory.row["data_source"] == "hangs_for_test"

@@ -29,12 +29,18 @@ def config(**filters) -> AlgorithmConfig:
         ({}, True, False),
         ({"calls": [[call()]], "finish": FinishReason.RESPONSE_LENGTH}, True, False),
         ({"finish": FinishReason.RESPONSE_LENGTH}, True, True),
-        ({"calls": [[call()]], "finish": FinishReason.ACTION_LENGTH}, True, False),  # a cut turn holds no action
+        (
+            {"calls": [[call()]], "finish": FinishReason.ACTION_LENGTH},
+            True,
+            False,
+        ),  # a cut turn holds no action
         ({"calls": [[call()]], "finish": FinishReason.MAX_ASSISTANT_TURNS}, False, False),
         ({"calls": [[call()], [call()]], "finish": FinishReason.RESPONSE_LENGTH}, False, False),
     ],
 )
-def test_a_turn_is_void_without_a_tool_call_or_an_answer(fields: dict, void_turn: bool, void_trajectory: bool):
+def test_a_turn_is_void_without_a_tool_call_or_an_answer(
+    fields: dict, void_turn: bool, void_trajectory: bool
+):
     t = trajectory(**TWO_TURNS, **fields)
     assert FILTERS["void_turn"](t, config()) is void_turn
     assert FILTERS["void_trajectory"](t, config()) is void_trajectory
@@ -42,14 +48,22 @@ def test_a_turn_is_void_without_a_tool_call_or_an_answer(fields: dict, void_turn
 
 @pytest.mark.parametrize(("text", "void"), [("so \\boxed{4}", False), ("so 4", True)])
 def test_an_answer_may_be_asked_to_look_like_one(text: str, void: bool):
-    messages = [*SAYS, {"role": "tool", "content": "\\boxed{9}"}, {"role": "assistant", "content": text}]
+    messages = [
+        *SAYS,
+        {"role": "tool", "content": "\\boxed{9}"},
+        {"role": "assistant", "content": text},
+    ]
     t = trajectory(**TWO_TURNS, calls=[[call()]], messages=messages)
     assert FILTERS["void_turn"](t, config(final_answer=r"\\boxed\{", void_turn="mask")) is void
 
 
 def test_a_pattern_that_backtracks_on_an_answer_holds_nothing_up(monkeypatch, caplog):
     monkeypatch.setattr("jax_agent_rl.collect.filters.SEARCH_SECONDS", 0.05)
-    messages = [*SAYS, {"role": "tool", "content": "9"}, {"role": "assistant", "content": "a" * 5000 + "!"}]
+    messages = [
+        *SAYS,
+        {"role": "tool", "content": "9"},
+        {"role": "assistant", "content": "a" * 5000 + "!"},
+    ]
     t = trajectory(**TWO_TURNS, calls=[[call()]], messages=messages)
     assert FILTERS["void_turn"](t, config(final_answer=r"^(a+)+$", void_turn="mask"))
     assert "algorithm.filters.final_answer=^(a+)+$ took more than 0.05 s" in caplog.text
@@ -63,9 +77,13 @@ def test_all_tool_calls_failed_needs_calls():
 
 
 def test_repetition_looks_at_sampled_tokens_only():
-    settings = AlgorithmConfig(shaping={"repetition_ngram": 2}, filters={"max_repetition": 0.3, "repetition": "drop"})
+    settings = AlgorithmConfig(
+        shaping={"repetition_ngram": 2}, filters={"max_repetition": 0.3, "repetition": "drop"}
+    )
     assert FILTERS["repetition"](trajectory([3], [5, 6, 5, 6, 5, 6]), settings)
-    assert not FILTERS["repetition"](trajectory([3], [5, 9, 9, 9, 9, 6], mask=[1, 0, 0, 0, 0, 1]), settings)
+    assert not FILTERS["repetition"](
+        trajectory([3], [5, 9, 9, 9, 9, 6], mask=[1, 0, 0, 0, 0, 1]), settings
+    )
 
 
 def test_every_filter_of_the_configuration_has_a_function_and_a_reason():
@@ -79,7 +97,9 @@ def cut_off(index: int, reward: float):
 @pytest.mark.parametrize("finish", FinishReason)
 def test_overlong_is_what_a_limit_of_tokens_or_turns_cut_off(finish: FinishReason):
     limits = {"max_assistant_turns", "max_user_turns", "response_length", "action_length"}
-    assert FILTERS["overlong"](trajectory([3], [4], finish=finish), config()) is (finish.value in limits)
+    assert FILTERS["overlong"](trajectory([3], [4], finish=finish), config()) is (
+        finish.value in limits
+    )
 
 
 def ends(index: int, reward: float):
@@ -96,7 +116,10 @@ def test_mask_keeps_a_reward_in_the_baseline_and_drop_takes_it_out():
     dropped = select([GROUP], config(overlong="drop"))
     # What is left has equal rewards: nothing to learn from.
     assert not dropped.groups and not dropped.masked
-    assert dropped.dropped == {DropReason.OVERLONG: ("g-1",), DropReason.ZERO_VARIANCE: ("g-0", "g-2")}
+    assert dropped.dropped == {
+        DropReason.OVERLONG: ("g-1",),
+        DropReason.ZERO_VARIANCE: ("g-0", "g-2"),
+    }
 
 
 def test_the_strictest_filter_that_applies_decides():
@@ -112,7 +135,9 @@ def test_a_group_of_which_nothing_is_trained_is_left_out():
 
 
 def test_the_last_of_a_group_has_nothing_to_compare_with():
-    assert select([group_of([ends(0, 1.0)])], AlgorithmConfig()).dropped == {DropReason.SINGLE_MEMBER: ("g-0",)}
+    assert select([group_of([ends(0, 1.0)])], AlgorithmConfig()).dropped == {
+        DropReason.SINGLE_MEMBER: ("g-0",)
+    }
     assert select([group_of([ends(0, 1.0)])], AlgorithmConfig(adv_estimator="gae")).groups
 
 
@@ -120,7 +145,10 @@ def test_the_last_of_a_group_has_nothing_to_compare_with():
 def test_a_logprob_that_is_none_loses_its_trajectory_alone(bad: float):
     broken = trajectory([3], [4, 5], logprobs=[-1.0, bad], index=3)
     selection = select([group_of([*GROUP.trajectories, broken])], AlgorithmConfig())
-    assert selection.dropped == {DropReason.NAN_LOGPROBS: ("g-3",)} and len(selection.groups[0].trajectories) == 3
+    assert (
+        selection.dropped == {DropReason.NAN_LOGPROBS: ("g-3",)}
+        and len(selection.groups[0].trajectories) == 3
+    )
 
 
 def test_remax_needs_the_greedy_reward_of_the_group():
@@ -129,9 +157,15 @@ def test_remax_needs_the_greedy_reward_of_the_group():
     assert select([group_of(GROUP.trajectories, greedy_reward=0.0)], remax).groups
 
 
-actions = st.fixed_dictionaries({name: st.sampled_from(["off", "mask", "drop"]) for name in FILTER_NAMES})
+actions = st.fixed_dictionaries(
+    {name: st.sampled_from(["off", "mask", "drop"]) for name in FILTER_NAMES}
+)
 members = st.lists(
-    st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from(list(FinishReason)), st.sampled_from([None, "raised"])),
+    st.tuples(
+        st.sampled_from([0.0, 1.0]),
+        st.sampled_from(list(FinishReason)),
+        st.sampled_from([None, "raised"]),
+    ),
     min_size=1,
     max_size=4,
 )
@@ -141,7 +175,9 @@ members = st.lists(
 def test_everything_is_trained_masked_or_dropped_exactly_once(groups, filters):
     made = [
         group_of(
-            trajectory(**TWO_TURNS, reward=r, finish=f, calls=[[call(error=e)]], index=i, group=f"g{k}")
+            trajectory(
+                **TWO_TURNS, reward=r, finish=f, calls=[[call(error=e)]], index=i, group=f"g{k}"
+            )
             for i, (r, f, e) in enumerate(rows)
         )
         for k, rows in enumerate(groups)
@@ -167,7 +203,9 @@ def test_a_group_of_which_no_trajectory_carries_loss_is_dropped_by_their_reasons
     members = [trajectory([3], [4], reward=float(i), index=i) for i in range(2)]
     members = [replace(t, no_loss=DropReason.VOID_TRAJECTORY) for t in members]
     selection = select([Group(group_id="g", trajectories=tuple(members))], AlgorithmConfig())
-    assert selection.groups == () and selection.dropped == {DropReason.VOID_TRAJECTORY: ("g-0", "g-1")}
+    assert selection.groups == () and selection.dropped == {
+        DropReason.VOID_TRAJECTORY: ("g-0", "g-1")
+    }
 
 
 def test_a_trajectory_whose_every_token_was_constrained_counts_in_the_baseline_alone():
@@ -177,4 +215,7 @@ def test_a_trajectory_whose_every_token_was_constrained_counts_in_the_baseline_a
         turn = replace(turn, output=replace(turn.output, constrained=marks))
         members[number] = replace(members[number], turns=(turn,))
     selection = select([Group(group_id="g", trajectories=tuple(members))], AlgorithmConfig())
-    assert selection.masked == {"g-1": DropReason.CONSTRAINED} and len(selection.groups[0].trajectories) == 3
+    assert (
+        selection.masked == {"g-1": DropReason.CONSTRAINED}
+        and len(selection.groups[0].trajectories) == 3
+    )

@@ -147,7 +147,9 @@ async def test_an_error_reaches_whoever_waits(wait: str):
     rollout = Rollout()
     rollout.stream.want(4)
     await settle()
-    waiting = asyncio.create_task(rollout.stream.take(2) if wait == "take" else rollout.stream.idle())
+    waiting = asyncio.create_task(
+        rollout.stream.take(2) if wait == "take" else rollout.stream.idle()
+    )
     await settle()
     rollout.growing[1].set_exception(KeyError("a bug"))
     with pytest.raises(KeyError, match="a bug"):

@@ -18,7 +18,11 @@ from jax_agent_rl.types import DropReason, FinishReason, Group, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.trajectories import trajectory
 
-ROW = {"prompt": [{"role": "user", "content": "2 + 2 ?"}], "agent_name": "pair_for_test", "data_source": "sums"}
+ROW = {
+    "prompt": [{"role": "user", "content": "2 + 2 ?"}],
+    "agent_name": "pair_for_test",
+    "data_source": "sums",
+}
 SAMPLING = SamplingParams(max_tokens=9)
 
 
@@ -44,7 +48,9 @@ class Misnamed(AgentLoop):
     roles = ("solver",)
 
     async def run(self, row, *, trajectory_id, group_id, sampling):
-        self.start(row, role="slover", trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
+        self.start(
+            row, role="slover", trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
+        )
 
 
 @register_agent("twice_for_test")
@@ -76,7 +82,10 @@ class Stage:
         self.books = self.collector.accounting
 
     async def group(self, row=ROW, size=3) -> Group:
-        (group,) = [g async for g in self.collector.collect([row], group_size=size, sampling=SAMPLING, step=0)]
+        (group,) = [
+            g
+            async for g in self.collector.collect([row], group_size=size, sampling=SAMPLING, step=0)
+        ]
         return group
 
 
@@ -141,15 +150,18 @@ async def test_an_agent_that_mixes_up_its_roles_loses_the_episode(agent):
     stage = Stage()
     group = await stage.group({**ROW, "agent_name": agent}, size=1)
     assert group.trajectories == () and group.dropped == {DropReason.AGENT_ERROR: 1}
-    assert {"twice_for_test": "each role once", "misnamed_for_test": "starts role 'slover'"}[agent] in (
-        stage.collector.latest_losses[DropReason.AGENT_ERROR]
-    )
+    assert {"twice_for_test": "each role once", "misnamed_for_test": "starts role 'slover'"}[
+        agent
+    ] in (stage.collector.latest_losses[DropReason.AGENT_ERROR])
 
 
 @pytest.mark.parametrize("key", ["role_models", "role_adapters"])
 async def test_a_role_that_no_agent_has_is_refused_before_the_run(key):
     context = AgentContext(
-        client=LLMServerClient([]), codec=FakeCodec(), limits=AgentConfig(**{key: {"cheker": "x"}}), max_model_len=9
+        client=LLMServerClient([]),
+        codec=FakeCodec(),
+        limits=AgentConfig(**{key: {"cheker": "x"}}),
+        max_model_len=9,
     )
     with pytest.raises(ConfigError, match=rf"agent.{key}: .* 'cheker'; did you mean 'checker'"):
         await AgentSelector(context).preflight([ROW])
@@ -160,7 +172,9 @@ async def test_a_role_that_no_agent_has_is_refused_before_the_run(key):
 
 def member(role: str, index: int, reward: float, group: str = "g"):
     made = trajectory([5], [6, 7], reward=reward, index=index, group=group)
-    return replace(made, role=role, trajectory_id=f"{made.trajectory_id}/{role}", row={"data_source": "sums"})
+    return replace(
+        made, role=role, trajectory_id=f"{made.trajectory_id}/{role}", row={"data_source": "sums"}
+    )
 
 
 SOLVER, CHECKER = (1.0, 0.0, 0.0, 1.0), (0.25, 0.5, 1.0, 0.25)
@@ -181,15 +195,22 @@ def test_baselines_are_those_of_group_and_role(estimator):
         r = np.array(rewards, np.float64)
         if estimator == "rloo":
             return [x - (r.sum() - x) / (len(r) - 1) for x in r]
-        return (r - r.sum() / 4) / (np.sqrt(((r - r.sum() / 4) ** 2).sum() / 3) + 1e-6 if estimator == "grpo" else 1.0)
+        return (r - r.sum() / 4) / (
+            np.sqrt(((r - r.sum() / 4) ** 2).sum() / 3) + 1e-6 if estimator == "grpo" else 1.0
+        )
 
     expected = np.stack([by_hand(SOLVER), by_hand(CHECKER)], axis=1).ravel()
-    np.testing.assert_allclose(np.stack(got), np.tile(expected, 2)[:, None].repeat(2, axis=1), atol=1e-12)
+    np.testing.assert_allclose(
+        np.stack(got), np.tile(expected, 2)[:, None].repeat(2, axis=1), atol=1e-12
+    )
 
 
 def test_a_role_of_equal_rewards_is_left_out_and_the_other_is_trained():
     group = replace(
-        played(), trajectories=tuple(replace(t, reward=1.0) if t.role == "solver" else t for t in played().trajectories)
+        played(),
+        trajectories=tuple(
+            replace(t, reward=1.0) if t.role == "solver" else t for t in played().trajectories
+        ),
     )
     selection = select([group], AlgorithmConfig())
     assert [t.role for t in selection.groups[0].trajectories] == ["checker"] * 4
@@ -204,9 +225,13 @@ def test_rae_subtracts_the_running_mean_of_the_role_before_the_step():
     assert known == pytest.approx({f"sums/{role}": value for role, value in b.items()}, abs=1e-15)
     batch = scored_batch([with_role_baselines(played(), known)], turn_reward="none")
     got = compute(batch, AlgorithmConfig(adv_estimator="rae")).advantages
-    expected = [x for s, c in zip(SOLVER, CHECKER, strict=True) for x in (s - b["solver"], c - b["checker"])]
+    expected = [
+        x for s, c in zip(SOLVER, CHECKER, strict=True) for x in (s - b["solver"], c - b["checker"])
+    ]
     np.testing.assert_allclose([a[0] for a in got], expected, atol=1e-15)
-    later = update_role_baselines(known, [replace(played(), trajectories=(member("solver", 0, 1.0),))])
+    later = update_role_baselines(
+        known, [replace(played(), trajectories=(member("solver", 0, 1.0),))]
+    )
     assert later == {**known, "sums/solver": pytest.approx(0.95 * b["solver"] + 0.05)}
 
 
@@ -218,14 +243,19 @@ ADAPTERS = {"role_adapters": {"solver": "a", "checker": "b"}}
 
 def test_adapters_of_roles_need_lora():
     build(CONFIG | {"agent": ADAPTERS, "learner": {"lora": {"rank": 4}}})
-    with pytest.raises(ConfigError, match="agent.role_adapters trains LoRA adapters; set learner.lora"):
+    with pytest.raises(
+        ConfigError, match="agent.role_adapters trains LoRA adapters; set learner.lora"
+    ):
         build(CONFIG | {"agent": ADAPTERS})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout": {"backend": "remote", "urls": ["http://127.0.0.1:1"]}}, "rollout.backend=remote"),
+        (
+            {"rollout": {"backend": "remote", "urls": ["http://127.0.0.1:1"]}},
+            "rollout.backend=remote",
+        ),
         ({"rollout": {"deterministic": True}}, "rollout.deterministic=True"),
         ({"algorithm": {"adv_estimator": "gae"}}, "algorithm.adv_estimator=gae"),
         ({"agent": ADAPTERS | {"role_models": {"solver": "m"}}}, r"both name \['solver'\]"),

@@ -33,7 +33,9 @@ def of_turns(number: int, *logprobs: list[float], fork: Fork | None = None) -> T
         response += [10 * (turn + 1) + i for i in range(len(values))] + [7] * result
         mask += [1] * len(values) + [0] * result
         flat += [*values, 0.0] if result else values
-    made = trajectory([3], response, mask=mask, logprobs=flat, index=number, calls=ASKED[: len(logprobs) - 1])
+    made = trajectory(
+        [3], response, mask=mask, logprobs=flat, index=number, calls=ASKED[: len(logprobs) - 1]
+    )
     return replace(made, fork=fork)
 
 
@@ -46,7 +48,9 @@ def grow(strategy: Strategy, make, *, group_size: int = 8, seed: int = 0) -> Gro
             number = growth.started + len(wave)
             wave.append(
                 Outcome(
-                    trajectory_id=f"g-{number}", start=start, trajectories=tuple(filter(None, [make(number, start)]))
+                    trajectory_id=f"g-{number}",
+                    start=start,
+                    trajectories=tuple(filter(None, [make(number, start)])),
                 )
             )
         growth = replace(growth, waves=(*growth.waves, wave))
@@ -66,8 +70,16 @@ def test_chains_all_start_at_the_prompt_in_one_wave():
     assert [starts_of(growth), len(growth.waves)] == [[Start()] * 5, 1]
 
 
-@given(m=st.integers(1, 4), n=st.integers(1, 4), rounds=st.integers(1, 3), data=st.data(), seed=st.integers(0, 99))
-def test_tree_grpo_grows_m_trees_of_one_and_n_leaves_per_round_and_keeps_k(m, n, rounds, data, seed):
+@given(
+    m=st.integers(1, 4),
+    n=st.integers(1, 4),
+    rounds=st.integers(1, 3),
+    data=st.data(),
+    seed=st.integers(0, 99),
+)
+def test_tree_grpo_grows_m_trees_of_one_and_n_leaves_per_round_and_keeps_k(
+    m, n, rounds, data, seed
+):
     k = data.draw(st.integers(1, 1 + rounds * n))
     strategy = TreeGrpo(TreeGrpoConfig(m=m, n=n, l=rounds, k=k))
     growth = grow(strategy, three_turns, seed=seed)
@@ -88,7 +100,9 @@ def test_tree_grpo_draws_each_inner_node_and_the_prompt_alike():
     drawn = [
         start.fork.turns
         for seed in range(300)
-        for start in starts_of(grow(TreeGrpo(TreeGrpoConfig(m=1, n=1, k=1)), three_turns, seed=seed))[1:]
+        for start in starts_of(
+            grow(TreeGrpo(TreeGrpoConfig(m=1, n=1, k=1)), three_turns, seed=seed)
+        )[1:]
     ]
     for turns in range(3):
         assert abs(drawn.count(turns) - 100) < 4 * math.sqrt(300 * 2 / 9)
@@ -104,27 +118,43 @@ def test_tree_grpo_continues_the_prompt_where_nothing_can_be_continued():
     assert [s.fork for s in starts_of(growth)[2:]] == [
         Fork(tree_id=tree, parent_id=tree, turns=0) for tree in ("g-0", "g-0", "g-1", "g-1")
     ]
-    assert [t.trajectory_id for t in TreeGrpo(TreeGrpoConfig()).select(growth)] == ["g-0", "g-2", "g-3", "g-4", "g-5"]
+    assert [t.trajectory_id for t in TreeGrpo(TreeGrpoConfig()).select(growth)] == [
+        "g-0",
+        "g-2",
+        "g-3",
+        "g-4",
+        "g-5",
+    ]
 
 
 def test_treerl_forks_the_least_likely_tokens_of_each_tree():
     def make(number, start):
-        logprobs = ([-0.1, -3.0, -0.2], [-0.1, -2.0]) if number == 0 else ([-0.5, -0.1], [-0.6, -0.1])
+        logprobs = (
+            ([-0.1, -3.0, -0.2], [-0.1, -2.0]) if number == 0 else ([-0.5, -0.1], [-0.6, -0.1])
+        )
         return of_turns(number, *logprobs, fork=start.fork)
 
     growth = grow(TreeRL(TreerlConfig(m=2, n=2, l=1, t=2)), make)
     places = [(s.fork.parent_id, s.fork.turns, s.fork.tokens) for s in starts_of(growth)[2:]]
-    assert places == [("g-0", 0, 1)] * 2 + [("g-0", 1, 1)] * 2 + [("g-1", 1, 0)] * 2 + [("g-1", 0, 0)] * 2
+    assert (
+        places
+        == [("g-0", 0, 1)] * 2 + [("g-0", 1, 1)] * 2 + [("g-1", 1, 0)] * 2 + [("g-1", 0, 0)] * 2
+    )
 
 
 def test_treerl_looks_at_what_branches_sampled_themselves_and_never_forks_a_place_twice():
     def make(number, start):
         if number == 0:
             return of_turns(0, [-0.1, -3.0, -0.2, -0.3])
-        return of_turns(number, [-0.1, -9.0, -4.0], fork=start.fork)  # it took over the first id; -9 is its own
+        return of_turns(
+            number, [-0.1, -9.0, -4.0], fork=start.fork
+        )  # it took over the first id; -9 is its own
 
     growth = grow(TreeRL(TreerlConfig(m=1, n=1, l=2, t=1)), make)
-    assert [(s.fork.parent_id, s.fork.tokens) for s in starts_of(growth)[1:]] == [("g-0", 1), ("g-1", 1)]
+    assert [(s.fork.parent_id, s.fork.tokens) for s in starts_of(growth)[1:]] == [
+        ("g-0", 1),
+        ("g-1", 1),
+    ]
 
     def inherits_the_worst(number, start):
         return of_turns(number, [-9.0, -1.0, -0.5], fork=start.fork)
@@ -135,7 +165,11 @@ def test_treerl_looks_at_what_branches_sampled_themselves_and_never_forks_a_plac
 
 
 @given(
-    m=st.integers(1, 3), n=st.integers(1, 3), rounds=st.integers(1, 3), t=st.integers(1, 3), lost=st.sets(st.integers())
+    m=st.integers(1, 3),
+    n=st.integers(1, 3),
+    rounds=st.integers(1, 3),
+    t=st.integers(1, 3),
+    lost=st.sets(st.integers()),
 )
 def test_treerl_has_its_counts_and_survives_losses(m, n, rounds, t, lost):
     def make(number, start):
@@ -154,7 +188,10 @@ NEVER = ArpoConfig(initial_rollouts=2, branch_probability=0.0, entropy_weight=0.
 
 def test_arpo_branches_after_tool_results_earlier_turns_first():
     growth = grow(Arpo(CERTAIN), three_turns, group_size=5)
-    assert [[(s.fork.parent_id, s.fork.turns) for s in starts_of(growth)[2:]], len(growth.waves)] == [
+    assert [
+        [(s.fork.parent_id, s.fork.turns) for s in starts_of(growth)[2:]],
+        len(growth.waves),
+    ] == [
         [("g-0", 1), ("g-1", 1), ("g-0", 2)],
         2,
     ]
@@ -162,17 +199,24 @@ def test_arpo_branches_after_tool_results_earlier_turns_first():
 
 def test_arpo_lets_branches_branch_but_not_where_they_began():
     growth = grow(Arpo(CERTAIN), three_turns, group_size=8)
-    assert [(s.fork.parent_id, s.fork.turns) for s in starts_of(growth)[6:]] == [("g-2", 2), ("g-3", 2)]
+    assert [(s.fork.parent_id, s.fork.turns) for s in starts_of(growth)[6:]] == [
+        ("g-2", 2),
+        ("g-3", 2),
+    ]
 
 
 def test_arpo_makes_up_for_branches_that_did_not_come_about_with_new_chains():
     growth = grow(Arpo(NEVER), three_turns, group_size=5)
     assert starts_of(growth) == [Start()] * 2 + [Start(topped_up=True)] * 3
-    without_tools = grow(Arpo(CERTAIN), lambda number, start: of_turns(number, [-1.0], fork=start.fork), group_size=4)
+    without_tools = grow(
+        Arpo(CERTAIN), lambda number, start: of_turns(number, [-1.0], fork=start.fork), group_size=4
+    )
     assert starts_of(without_tools) == [Start()] * 2 + [Start(topped_up=True)] * 2
 
 
-@pytest.mark.parametrize(("rise", "share"), [(0.0, 0.5), (1.0, 0.7), (-1.0, 0.3), (9.0, 1.0), (-9.0, 0.0)])
+@pytest.mark.parametrize(
+    ("rise", "share"), [(0.0, 0.5), (1.0, 0.7), (-1.0, 0.3), (9.0, 1.0), (-9.0, 0.0)]
+)
 def test_arpo_branches_as_often_as_its_rule_says(rise: float, share: float):
     """clip(u - .2 dH, 0, 1) <= .5 has probability clip(.5 + .2 dH, 0, 1)."""
 
@@ -180,13 +224,18 @@ def test_arpo_branches_as_often_as_its_rule_says(rise: float, share: float):
         return of_turns(number, [-10.0] * 3, [-10.0 - rise] * 3, fork=start.fork)
 
     config = ArpoConfig(initial_rollouts=1)
-    count = sum(starts_of(grow(Arpo(config), make, group_size=2, seed=seed))[1].fork is not None for seed in range(400))
+    count = sum(
+        starts_of(grow(Arpo(config), make, group_size=2, seed=seed))[1].fork is not None
+        for seed in range(400)
+    )
     assert abs(count / 400 - share) <= 4 * math.sqrt(share * (1 - share) / 400)
 
 
 def test_arpo_reads_the_first_tokens_only():
     """The rest of the turn is so uncertain that it would branch for sure."""
-    config = ArpoConfig(initial_rollouts=1, entropy_weight=1.0, entropy_tokens=2, branch_probability=0.0)
+    config = ArpoConfig(
+        initial_rollouts=1, entropy_weight=1.0, entropy_tokens=2, branch_probability=0.0
+    )
 
     def make(number, start):
         return of_turns(number, [-1.0, -1.0], [-1.0, -1.0, -50.0, -50.0], fork=start.fork)
@@ -195,7 +244,11 @@ def test_arpo_reads_the_first_tokens_only():
 
 
 def test_a_beam_of_three_goes_on_in_three_ways():
-    growth = grow(Arpo(ArpoConfig(initial_rollouts=1, beam_size=3, branch_probability=1.0)), three_turns, group_size=4)
+    growth = grow(
+        Arpo(ArpoConfig(initial_rollouts=1, beam_size=3, branch_probability=1.0)),
+        three_turns,
+        group_size=4,
+    )
     assert [s.fork.turns for s in starts_of(growth)[1:]] == [1, 1, 2]
 
 
@@ -209,7 +262,9 @@ def test_arpo_starts_exactly_the_group_whatever_is_lost(lost, group_size, seed):
 
 
 @pytest.mark.parametrize(
-    "strategy", [TreeGrpo(TreeGrpoConfig()), TreeRL(TreerlConfig()), Arpo(ArpoConfig())], ids=lambda s: type(s).__name__
+    "strategy",
+    [TreeGrpo(TreeGrpoConfig()), TreeRL(TreerlConfig()), Arpo(ArpoConfig())],
+    ids=lambda s: type(s).__name__,
 )
 def test_a_seed_fixes_what_is_started(strategy: Strategy):
     grown = [grow(strategy, three_turns, seed=seed) for seed in (1, 1, *range(2, 12))]
@@ -218,7 +273,8 @@ def test_a_seed_fixes_what_is_started(strategy: Strategy):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("chain", Chains), ("tree_grpo", TreeGrpo), ("treerl", TreeRL), ("arpo", Arpo)]
+    ("name", "kind"),
+    [("chain", Chains), ("tree_grpo", TreeGrpo), ("treerl", TreeRL), ("arpo", Arpo)],
 )
 def test_strategies_are_made_by_name(name, kind):
     assert type(make_strategy(StrategyConfig(name=name))) is kind

@@ -24,12 +24,21 @@ def test_the_shipped_recipe_is_valid():
 
 
 def test_overrides_win_over_the_file_and_are_parsed_as_yaml():
-    config = load(QUICKSTART, ["learner.learning_rate=2e-5", "rollout.jetstream.prefill_buckets=[16, 64]", "seed=7"])
-    assert (config.learner.learning_rate, config.rollout.jetstream.prefill_buckets, config.seed) == (2e-5, (16, 64), 7)
+    config = load(
+        QUICKSTART,
+        ["learner.learning_rate=2e-5", "rollout.jetstream.prefill_buckets=[16, 64]", "seed=7"],
+    )
+    assert (
+        config.learner.learning_rate,
+        config.rollout.jetstream.prefill_buckets,
+        config.seed,
+    ) == (2e-5, (16, 64), 7)
 
 
 def test_all_problems_are_reported_together():
-    found = problems(MINIMAL | {"rollout": {"group_sise": 2}}, "learner.learning_rate=fast", "trainer.steps=0")
+    found = problems(
+        MINIMAL | {"rollout": {"group_sise": 2}}, "learner.learning_rate=fast", "trainer.steps=0"
+    )
     assert len(found) == 3
 
 
@@ -53,14 +62,18 @@ def test_a_group_of_one_is_refused_with_the_fix():
 
 def test_budgets_that_cannot_fit_are_refused():
     found = problems(MINIMAL, "agent.max_response_length=4000")
-    assert any("max_model_len" in line for line in found) and any("pack_length" in line for line in found)
+    assert any("max_model_len" in line for line in found) and any(
+        "pack_length" in line for line in found
+    )
 
 
 def numeric_keys(schema: dict, root: dict, prefix: str = "") -> Iterator[str]:
     """Keys whose value is a number or a list of some, by the JSON schema."""
     for name, entry in schema["properties"].items():
         forms = entry.get("anyOf", [entry])
-        sections = [root["$defs"][form["$ref"].rpartition("/")[2]] for form in forms if "$ref" in form]
+        sections = [
+            root["$defs"][form["$ref"].rpartition("/")[2]] for form in forms if "$ref" in form
+        ]
         for section in (section for section in sections if "properties" in section):
             yield from numeric_keys(section, root, f"{prefix}{name}.")
         if any(form.get("type") in ("number", "integer") and "enum" not in form for form in forms):
@@ -80,7 +93,10 @@ def test_true_is_refused_wherever_a_number_is_due():
 def test_true_within_a_list_of_numbers_is_refused_and_a_switch_is_not():
     found = problems(MINIMAL, "algorithm.rollout_correction.rollout_rs_threshold=[[true, 2.0]]")
     assert len(found) == 1 and "no numbers" in found[0]
-    assert build(MINIMAL, ["algorithm.filter_zero_variance=true"]).algorithm.filter_zero_variance is True
+    assert (
+        build(MINIMAL, ["algorithm.filter_zero_variance=true"]).algorithm.filter_zero_variance
+        is True
+    )
 
 
 def test_a_malformed_override_is_reported_with_its_text():
@@ -108,10 +124,18 @@ def test_every_key_is_described():
 
 def test_null_is_the_default_of_a_key_that_cannot_be_null():
     tree = MINIMAL | {"trainer": {"project_name": None, "steps": 7}}
-    assert build(tree).trainer.project_name == build(MINIMAL).trainer.project_name and build(tree).trainer.steps == 7
+    assert (
+        build(tree).trainer.project_name == build(MINIMAL).trainer.project_name
+        and build(tree).trainer.steps == 7
+    )
     assert build(tree, ["trainer=null"]).trainer == build(MINIMAL).trainer
-    assert build(MINIMAL, ["algorithm.filter_zero_variance=null"]).algorithm.filter_zero_variance is None
-    assert any("trainer.setps: unknown key" in line for line in problems(MINIMAL, "trainer.setps=null"))
+    assert (
+        build(MINIMAL, ["algorithm.filter_zero_variance=null"]).algorithm.filter_zero_variance
+        is None
+    )
+    assert any(
+        "trainer.setps: unknown key" in line for line in problems(MINIMAL, "trainer.setps=null")
+    )
     assert any("model.path: required" in line for line in problems(MINIMAL, "model.path=null"))
 
 
@@ -126,12 +150,18 @@ def test_an_external_engine_samples_from_the_raw_logits_or_not_at_all():
     assert build(MINIMAL, [external]).rollout.jetstream.engine_factory == "my.module:make"
     (line,) = problems(MINIMAL, external, "rollout.temperature=0.7")
     assert "temperature=0.7" in line and "set temperature to 1" in line
-    assert any("learner's program" in line for line in problems(MINIMAL, external, "rollout.deterministic=true"))
+    assert any(
+        "learner's program" in line
+        for line in problems(MINIMAL, external, "rollout.deterministic=true")
+    )
 
 
 @pytest.mark.parametrize(("key", "value"), [("kv_dtype", "int8"), ("quantize", "fp8")])
 def test_an_external_engine_has_a_precision_of_its_own(key: str, value: str):
-    overrides = ["rollout.jetstream.engine_factory=my.module:make", f"rollout.jetstream.{key}={value}"]
+    overrides = [
+        "rollout.jetstream.engine_factory=my.module:make",
+        f"rollout.jetstream.{key}={value}",
+    ]
     (line,) = problems(MINIMAL, *overrides)
     assert f"{key}={value} is used only without rollout.jetstream.engine_factory" in line
     assert "rollout.jetstream.engine_factory is my.module:make" in line

@@ -11,7 +11,9 @@ from jax_agent_rl.errors import ConfigError
 MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
 
 
-CONFIGS = sorted(p for p in (Path(__file__).parents[3] / "configs").glob("*.yaml") if p.stem != "tool_server")
+CONFIGS = sorted(
+    p for p in (Path(__file__).parents[3] / "configs").glob("*.yaml") if p.stem != "tool_server"
+)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -86,7 +88,9 @@ def test_a_resolved_configuration_can_be_read_again():
 
 def test_groups_are_filtered_by_right_and_wrong_where_that_is_asked_for():
     by_accuracy = {
-        (filters, metric): AlgorithmConfig(filter_zero_variance=filters, filter_metric=metric).filters_by_accuracy
+        (filters, metric): AlgorithmConfig(
+            filter_zero_variance=filters, filter_metric=metric
+        ).filters_by_accuracy
         for filters in (None, True)
         for metric in (None, "accuracy", "reward")
     }
@@ -101,6 +105,9 @@ def test_groups_are_filtered_by_right_and_wrong_where_that_is_asked_for():
 
 
 def test_zero_variance_groups_are_kept_where_equal_totals_hide_differences():
-    chosen = {name: AlgorithmConfig(adv_estimator=name).filters_zero_variance for name in ("grpo", "gigpo", "gae")}
+    chosen = {
+        name: AlgorithmConfig(adv_estimator=name).filters_zero_variance
+        for name in ("grpo", "gigpo", "gae")
+    }
     assert chosen == {"grpo": True, "gigpo": False, "gae": False}
     assert AlgorithmConfig(adv_estimator="gae", filter_zero_variance=True).filters_zero_variance

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.agents import AgentLoop, OpenAIAgentLoop, openai_agent, register_agent, select_agents
+from jax_agent_rl.agents import (
+    AgentLoop,
+    OpenAIAgentLoop,
+    openai_agent,
+    register_agent,
+    select_agents,
+)
 from jax_agent_rl.agents.loop import _AGENTS
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.config.base import Either, Facts, WhenCommand, unused
@@ -46,14 +52,20 @@ def about(path: str, config, facts: Facts) -> list[str]:
 
 
 @pytest.mark.parametrize(("path", "field"), CONDITIONAL)
-def test_each_conditional_key_is_refused_where_a_condition_does_not_hold_and_taken_where_all_do(path: str, field):
+def test_each_conditional_key_is_refused_where_a_condition_does_not_hold_and_taken_where_all_do(
+    path: str, field
+):
     config = replaced(build(MINIMAL), path, other_value(field))
-    nobody, everybody = Facts(agents=frozenset(), has_vision=False), Facts(agents=EVERY_AGENT, has_vision=True)
+    nobody, everybody = (
+        Facts(agents=frozenset(), has_vision=False),
+        Facts(agents=EVERY_AGENT, has_vision=True),
+    )
     fulfilled = config
     for condition in all_conditions(Config, path):
         broken = with_condition(condition, config, nobody, holding=False)
         of_a_command = isinstance(condition, WhenCommand) or (
-            isinstance(condition, Either) and any(isinstance(part, WhenCommand) for part in condition.parts)
+            isinstance(condition, Either)
+            and any(isinstance(part, WhenCommand) for part in condition.parts)
         )
         assert (broken is None) == of_a_command
         if broken is not None:
@@ -67,17 +79,34 @@ def test_each_conditional_key_is_refused_where_a_condition_does_not_hold_and_tak
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("agent.max_turns=9", "agent.max_turns=9 is used only by server_tool_agent; no row selects it"),
-        ("agent.mask_observations=false", "agent.mask_observations=false is used only by server_tool_agent"),
+        (
+            "agent.max_turns=9",
+            "agent.max_turns=9 is used only by server_tool_agent; no row selects it",
+        ),
+        (
+            "agent.mask_observations=false",
+            "agent.mask_observations=false is used only by server_tool_agent",
+        ),
         ("agent.rollout_mode=sync", "no row selects it"),
         ("agent.max_concurrent_trajectories=2", "no row selects it"),
-        ("tool_config.max_tool_turns=7", "tool_config.max_tool_turns=7 is used only by text_tool_agent"),
+        (
+            "tool_config.max_tool_turns=7",
+            "tool_config.max_tool_turns=7 is used only by text_tool_agent",
+        ),
         ("search.topk=9", "search.topk=9 is used only by search_agent; no row selects it"),
-        ("environments.scope=global", "environments.scope=global is used only by environment_agent"),
-        ("agent.run_timeout=5", "is used only by react_agent and openai_agent; no row selects one of them"),
+        (
+            "environments.scope=global",
+            "environments.scope=global is used only by environment_agent",
+        ),
+        (
+            "agent.run_timeout=5",
+            "is used only by react_agent and openai_agent; no row selects one of them",
+        ),
     ],
 )
-def test_keys_of_agents_that_no_row_selects_are_refused_once_rows_are_known(override: str, message: str):
+def test_keys_of_agents_that_no_row_selects_are_refused_once_rows_are_known(
+    override: str, message: str
+):
     config = build(MINIMAL, [override])
     with pytest.raises(ConfigError) as caught:
         require_used(config, [row("tool_agent"), row("tool_agent")])
@@ -95,21 +124,28 @@ def test_keys_of_agents_that_no_row_selects_are_refused_once_rows_are_known(over
         (["agent.tool_timeout=3", "interactions.timeout=3"], [row("interaction_agent")]),
     ],
 )
-def test_a_key_of_an_agent_is_taken_where_some_row_selects_it_or_one_that_derives_from_it(overrides, rows):
+def test_a_key_of_an_agent_is_taken_where_some_row_selects_it_or_one_that_derives_from_it(
+    overrides, rows
+):
     require_used(build(MINIMAL, overrides), rows)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.backend=vllm", "rollout.jetstream.dtype=bfloat16 is used only with rollout.backend=jetstream or"),
+        (
+            "rollout.backend=vllm",
+            "rollout.jetstream.dtype=bfloat16 is used only with rollout.backend=jetstream or",
+        ),
         ("rollout.jetstream={}", None),
         ("rollout.jetstream=null", None),
         ("rollout.jetstream.dtype=null", None),
         ("rollout.backend=jetstream", None),
     ],
 )
-def test_keys_of_another_engine_are_refused_with_a_way_to_reset_them(override: str, message: str | None):
+def test_keys_of_another_engine_are_refused_with_a_way_to_reset_them(
+    override: str, message: str | None
+):
     overrides = ["rollout.jetstream.dtype=bfloat16", override]
     if message is None:
         assert build(MINIMAL, overrides)
@@ -134,7 +170,9 @@ def test_an_agent_of_the_users_own_may_read_any_key_and_one_of_an_openai_client_
             "conditions_client",
             "single_turn_agent",
         }
-        with pytest.raises(ConfigError, match="agent.max_turns=9 is used only by server_tool_agent") as caught:
+        with pytest.raises(
+            ConfigError, match="agent.max_turns=9 is used only by server_tool_agent"
+        ) as caught:
             require_used(config, [row("conditions_client")])
         assert len(caught.value.problems) == 1
     finally:
@@ -155,7 +193,10 @@ def test_what_the_environment_says_of_tools_is_for_any_run(monkeypatch):
     ("file", "agent"),
     [
         *(pytest.param(file, "tool_agent", id=file.stem) for file in RECIPES),
-        *(pytest.param(ROOT / "examples" / name / "config.yaml", agent, id=name) for name, agent in EXAMPLES.items()),
+        *(
+            pytest.param(ROOT / "examples" / name / "config.yaml", agent, id=name)
+            for name, agent in EXAMPLES.items()
+        ),
     ],
 )
 def test_a_shipped_recipe_sets_no_key_that_its_agent_does_not_use(file: Path, agent: str):
@@ -181,4 +222,6 @@ def test_a_run_refuses_what_neither_its_rows_agents_nor_its_model_use():
             runtime_build.require_used(config, [row("tool_agent")])
     found = [problem.partition("=")[0] for problem in caught.value.problems]
     assert sorted(found) == sorted(key.partition("=")[0] for key in keys)
-    assert any("by vision models; the one at model.path has no vision" in p for p in caught.value.problems)
+    assert any(
+        "by vision models; the one at model.path has no vision" in p for p in caught.value.problems
+    )

@@ -13,7 +13,12 @@ from typer.testing import CliRunner
 
 from jax_agent_rl.cli.config import app
 from jax_agent_rl.config import Config, load
-from jax_agent_rl.config.commands import DpoConfig, SftConfig, TinkerServerSettings, ToolServerSettings
+from jax_agent_rl.config.commands import (
+    DpoConfig,
+    SftConfig,
+    TinkerServerSettings,
+    ToolServerSettings,
+)
 from jax_agent_rl.config.loading import read_tree, valid_keys
 from jax_agent_rl.config.reference import describe_type, find, list_keys
 from jax_agent_rl.errors import ConfigError
@@ -50,7 +55,9 @@ def complaints(tree: dict) -> list[str]:
     ],
 )
 def test_generated_files_are_up_to_date(file: str, command: list[str]):
-    assert (ROOT / file).read_text() == printed(*command), f"run: jax-agent-rl config {' '.join(command)} > {file}"
+    assert (ROOT / file).read_text() == printed(*command), (
+        f"run: jax-agent-rl config {' '.join(command)} > {file}"
+    )
 
 
 @pytest.mark.parametrize("path", RECIPES + EXAMPLES, ids=lambda p: f"{p.parent.name}-{p.stem}")
@@ -99,7 +106,9 @@ def test_a_recipe_comments_each_key_it_sets(path: Path):
     lines = path.read_text().splitlines()
     sets = [i for i, line in enumerate(lines) if re.match(r"\s*\w+:\s+[^\s#]", line)]
     assert sets
-    assert [lines[i] for i in sets if "#" not in lines[i] and not lines[i - 1].lstrip().startswith("#")] == []
+    assert [
+        lines[i] for i in sets if "#" not in lines[i] and not lines[i - 1].lstrip().startswith("#")
+    ] == []
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -112,34 +121,56 @@ def test_a_shown_configuration_is_the_same_when_it_is_loaded(path: Path, tmp_pat
 # --- explanations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [Config, SftConfig, DpoConfig, ToolServerSettings, TinkerServerSettings])
+@pytest.mark.parametrize(
+    "model", [Config, SftConfig, DpoConfig, ToolServerSettings, TinkerServerSettings]
+)
 def test_every_key_and_section_is_described_and_says_what_it_takes(model):
     keys = list_keys(model)
-    assert [k.path for k in keys.values() if not k.description or "anything" in k.type or "``" in k.description] == []
-    assert {k.path for k in keys.values() if not k.is_section or k.default} == set(valid_keys(model))
+    assert [
+        k.path
+        for k in keys.values()
+        if not k.description or "anything" in k.type or "``" in k.description
+    ] == []
+    assert {k.path for k in keys.values() if not k.is_section or k.default} == set(
+        valid_keys(model)
+    )
 
 
 def test_a_key_is_explained_with_its_type_its_default_and_what_it_may_be():
     text = printed("explain", "trainer.mode")
-    assert "sync | one_step_off | fully_async" in text and '"sync"' in text and "roll out continuously" in text
-    assert KEYS["data.train"].default is None and "it must be set" in printed("explain", "data.train")
+    assert (
+        "sync | one_step_off | fully_async" in text
+        and '"sync"' in text
+        and "roll out continuously" in text
+    )
+    assert KEYS["data.train"].default is None and "it must be set" in printed(
+        "explain", "data.train"
+    )
 
 
 def test_a_section_is_explained_by_the_keys_in_it_and_nothing_by_the_sections():
     assert {"rank", "alpha", "targets"} <= set(printed("explain", "learner.lora").split())
     assert "group_size" not in printed("explain")
-    assert "learner" in printed("explain") and "sandbox" in printed("explain", "--command", "tool-server")
+    assert "learner" in printed("explain") and "sandbox" in printed(
+        "explain", "--command", "tool-server"
+    )
 
 
 @given(st.sampled_from(sorted(KEYS)))
 def test_a_key_is_found_by_its_path_and_by_its_last_part(path: str):
     assert find(path, KEYS) == [KEYS[path]]
-    assert path.rpartition(".")[2] in {key.path.rpartition(".")[2] for key in find(path.rpartition(".")[2], KEYS)}
+    assert path.rpartition(".")[2] in {
+        key.path.rpartition(".")[2] for key in find(path.rpartition(".")[2], KEYS)
+    }
 
 
 @pytest.mark.parametrize(
     ("typo", "meant"),
-    [("rollout.grup_size", "rollout.group_size"), ("learning_rat", "learner.learning_rate"), ("trainr", "trainer")],
+    [
+        ("rollout.grup_size", "rollout.group_size"),
+        ("learning_rat", "learner.learning_rate"),
+        ("trainr", "trainer"),
+    ],
 )
 def test_an_unknown_key_is_refused_with_those_that_are_near(typo: str, meant: str):
     with pytest.raises(ConfigError, match=re.escape(meant)):

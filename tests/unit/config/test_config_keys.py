@@ -221,7 +221,11 @@ def reads() -> frozenset:
 
 
 def dead(keys_of_a_tree, found) -> list[str]:
-    return [path for path, (section, name) in keys_of_a_tree.items() if (section.__name__, name) not in found]
+    return [
+        path
+        for path, (section, name) in keys_of_a_tree.items()
+        if (section.__name__, name) not in found
+    ]
 
 
 def test_every_key_is_read_by_the_program():

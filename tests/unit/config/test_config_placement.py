@@ -19,9 +19,17 @@ def build(rollout: dict, mode: str = "sync") -> config.Config:
         ({}, "fully_async"),
         ({"sleep_during_update": True}, "sync"),
         ({"placement": "hybrid", "sleep_during_update": True}, "fully_async"),
-        ({**SEPARATE, "num_engines": 4, "gpus_per_engine": 1, "ray_address": "10.0.0.5:6379"}, "fully_async"),
         (
-            {**SEPARATE, "backend": "vllm", "gpus_per_engine": 4, "vllm": {"tensor_parallel_size": 4}},
+            {**SEPARATE, "num_engines": 4, "gpus_per_engine": 1, "ray_address": "10.0.0.5:6379"},
+            "fully_async",
+        ),
+        (
+            {
+                **SEPARATE,
+                "backend": "vllm",
+                "gpus_per_engine": 4,
+                "vllm": {"tensor_parallel_size": 4},
+            },
             "one_step_off",
         ),
     ],
@@ -33,7 +41,11 @@ def test_what_fits_together_is_taken(rollout: dict, mode: str):
 @pytest.mark.parametrize(
     ("rollout", "mode", "message"),
     [
-        ({"num_engines": 2}, "sync", "rollout.num_engines=2 is used only with rollout.placement=separate or hybrid"),
+        (
+            {"num_engines": 2},
+            "sync",
+            "rollout.num_engines=2 is used only with rollout.placement=separate or hybrid",
+        ),
         ({"gpus_per_engine": 1}, "sync", "rollout.gpus_per_engine=1 is used only"),
         ({"ray_address": "auto"}, "sync", "rollout.ray_address=auto is used only"),
         (
@@ -51,8 +63,16 @@ def test_what_fits_together_is_taken(rollout: dict, mode: str):
             "sync",
             "no engine shares the learner's",
         ),
-        ({"backend": "remote", "urls": ["http://h:1"], **SEPARATE}, "sync", "remote runs where its servers are"),
-        ({**SEPARATE, "deterministic": True}, "sync", "rollout.deterministic shares one program with the learner"),
+        (
+            {"backend": "remote", "urls": ["http://h:1"], **SEPARATE},
+            "sync",
+            "remote runs where its servers are",
+        ),
+        (
+            {**SEPARATE, "deterministic": True},
+            "sync",
+            "rollout.deterministic shares one program with the learner",
+        ),
         (
             {**SEPARATE, "gpus_per_engine": 2, "jetstream": {"mesh": {"data": 1, "tensor": 1}}},
             "sync",
@@ -63,7 +83,11 @@ def test_what_fits_together_is_taken(rollout: dict, mode: str):
             "sync",
             "set 2, which rollout.jetstream.mesh needs, or 0 for CPUs",
         ),
-        ({**SEPARATE, "backend": "vllm", "gpus_per_engine": 2}, "sync", "set 1, which rollout.vllm.tensor_parallel"),
+        (
+            {**SEPARATE, "backend": "vllm", "gpus_per_engine": 2},
+            "sync",
+            "set 1, which rollout.vllm.tensor_parallel",
+        ),
         ({**SEPARATE, "num_engines": 0}, "sync", "rollout.num_engines"),
         ({"placement": "elsewhere"}, "sync", "rollout.placement"),
     ],

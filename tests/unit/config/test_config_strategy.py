@@ -26,11 +26,23 @@ def test_the_recipes_are_valid_and_use_the_strategy_of_their_estimator(name: str
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [
-        (["name=tree_grpo"], "m * k = 2 * 3 = 6 trajectories, rollout.group_size is 8; set rollout.group_size=6"),
+        (
+            ["name=tree_grpo"],
+            "m * k = 2 * 3 = 6 trajectories, rollout.group_size is 8; set rollout.group_size=6",
+        ),
         (["name=treerl"], "= 30 trajectories, rollout.group_size is 8; set rollout.group_size=30"),
-        (["name=arpo", "arpo.initial_rollouts=8"], "initial_rollouts=8 leaves nothing of rollout.group_size=8"),
-        (["name=tree_grpo", "tree_grpo.m=2", "tree_grpo.k=4"], "it has only 1 + l * n = 3; lower k"),
-        (["name=arpo", "treerl.m=3"], "rollout.strategy.treerl.m=3 is used only with rollout.strategy.name=treerl"),
+        (
+            ["name=arpo", "arpo.initial_rollouts=8"],
+            "initial_rollouts=8 leaves nothing of rollout.group_size=8",
+        ),
+        (
+            ["name=tree_grpo", "tree_grpo.m=2", "tree_grpo.k=4"],
+            "it has only 1 + l * n = 3; lower k",
+        ),
+        (
+            ["name=arpo", "treerl.m=3"],
+            "rollout.strategy.treerl.m=3 is used only with rollout.strategy.name=treerl",
+        ),
     ],
 )
 def test_a_tree_that_cannot_be_says_what_can(overrides: list[str], fix: str):

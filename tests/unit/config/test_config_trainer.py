@@ -36,8 +36,14 @@ def test_each_mode_has_its_staleness(trainer: dict, bound: int):
             {"stragglers": "drop"},
             "trainer.stragglers=drop is used only with trainer.mode=fully_async; trainer.mode is sync",
         ),
-        ({"mode": "one_step_off", "in_flight_update": "keep"}, "trainer.in_flight_update=keep is used only"),
-        ({"mode": "one_step_off", "oversample_prompts": 1}, "trainer.oversample_prompts=1 is used only"),
+        (
+            {"mode": "one_step_off", "in_flight_update": "keep"},
+            "trainer.in_flight_update=keep is used only",
+        ),
+        (
+            {"mode": "one_step_off", "oversample_prompts": 1},
+            "trainer.oversample_prompts=1 is used only",
+        ),
         (
             {"mode": "fully_async", "oversample_prompts": 1},
             "oversample_prompts=1 is used only with .* trainer.stragglers=drop; trainer.stragglers is wait",
@@ -63,7 +69,9 @@ def test_settings_that_do_nothing_are_refused(trainer: dict, message: str):
         ({"mode": "fully_async"}, {"rollout_correction": {"bypass_mode": True}}, "none"),
     ],
 )
-def test_stale_tokens_are_corrected_for_unless_a_user_says_how(trainer: dict, algorithm: dict | None, level: str):
+def test_stale_tokens_are_corrected_for_unless_a_user_says_how(
+    trainer: dict, algorithm: dict | None, level: str
+):
     sections = {} if algorithm is None else {"algorithm": algorithm}
     assert build(trainer, **sections).algorithm.rollout_correction.rollout_is == level
 
@@ -72,7 +80,10 @@ def test_overrides_count_as_said():
     tree = {**BASE, "trainer": {"mode": "fully_async"}}
     own = config.build(tree, ["algorithm.rollout_correction.rollout_is=sequence"])
     assert own.algorithm.rollout_correction.rollout_is == "sequence"
-    assert config.build(BASE, ["trainer.mode=fully_async"]).algorithm.rollout_correction.rollout_is == "token"
+    assert (
+        config.build(BASE, ["trainer.mode=fully_async"]).algorithm.rollout_correction.rollout_is
+        == "token"
+    )
 
 
 def test_a_saved_configuration_says_the_same_when_it_is_read_again():

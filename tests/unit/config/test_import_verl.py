@@ -58,19 +58,26 @@ def test_a_grpo_script_becomes_a_configuration_that_loads(tmp_path: Path):
     kl = config.algorithm.kl
     assert (kl.where, kl.coef, kl.estimator) == ("loss", 0.002, "k3")
     assert config.rollout.vllm.tensor_parallel_size == 2 and config.trainer.eval_every == 5
-    assert config.algorithm.clip_ratio_high == 0.2 and config.learner.adam_b2 == 0.999  # verl's defaults
+    assert (
+        config.algorithm.clip_ratio_high == 0.2 and config.learner.adam_b2 == 0.999
+    )  # verl's defaults
     assert "group_size: 5  # actor_rollout_ref.rollout.n" in file.read_text()
 
 
 def test_what_is_not_translated_is_listed_with_its_line(tmp_path: Path):
     left = import_verl(overrides(tmp_path, GRPO)).leftovers
     assert left["unknown"] == ["run.sh:16: foo.bar=1"]
-    assert [line.split(": ")[0:2] for line in left["choice"]] == [["run.sh:17", "trainer.total_epochs=15"]]
+    assert [line.split(": ")[0:2] for line in left["choice"]] == [
+        ["run.sh:17", "trainer.total_epochs=15"]
+    ]
     assert [line.split(": ")[1] for line in left["no meaning"]] == ["data.truncation=error"]
 
 
 def test_a_reward_file_is_taken_and_another_name_in_it_is_left(tmp_path: Path):
-    text = MODEL_AND_ROWS + "custom_reward_function.path=my/reward.py custom_reward_function.name=score\n"
+    text = (
+        MODEL_AND_ROWS
+        + "custom_reward_function.path=my/reward.py custom_reward_function.name=score\n"
+    )
     made = import_verl(overrides(tmp_path, text))
     assert made.values["reward.path"] == "my/reward.py"
     (left,) = made.leftovers["choice"]
@@ -86,12 +93,20 @@ def test_a_file_that_the_script_changes_is_asked_for(tmp_path: Path):
     text = f"python -m verl.trainer.main_ppo --config-name='gsm8k_multiturn' {MODEL_AND_ROWS}"
     script = overrides(tmp_path, text)
     (left,) = import_verl(script).leftovers["choice"]
-    assert left.startswith("run.sh:1: --config-name=gsm8k_multiturn: ") and "gsm8k_multiturn.yaml" in left
+    assert (
+        left.startswith("run.sh:1: --config-name=gsm8k_multiturn: ")
+        and "gsm8k_multiturn.yaml" in left
+    )
     named = overrides(tmp_path, text.replace("='gsm8k_multiturn'", " gsm8k_multiturn"))
     assert import_verl(named).leftovers["choice"] == [left]
     file = overrides(tmp_path, "data: {max_prompt_length: 64}", "gsm8k_multiturn.yaml")
     assert "choice" not in import_verl(file | script).leftovers
-    assert "choice" not in import_verl(overrides(tmp_path, text.replace("gsm8k_multiturn", "ppo_trainer"))).leftovers
+    assert (
+        "choice"
+        not in import_verl(
+            overrides(tmp_path, text.replace("gsm8k_multiturn", "ppo_trainer"))
+        ).leftovers
+    )
 
 
 def test_rows_for_tools_need_an_agent(tmp_path: Path):
@@ -103,8 +118,12 @@ def test_rows_for_tools_need_an_agent(tmp_path: Path):
 
 
 def test_the_column_of_prompts_has_to_be_renamed(tmp_path: Path):
-    assert not import_verl(overrides(tmp_path, MODEL_AND_ROWS + "data.prompt_key=prompt\n")).leftovers
-    (left,) = import_verl(overrides(tmp_path, MODEL_AND_ROWS + "data.prompt_key=question\n")).leftovers["choice"]
+    assert not import_verl(
+        overrides(tmp_path, MODEL_AND_ROWS + "data.prompt_key=prompt\n")
+    ).leftovers
+    (left,) = import_verl(
+        overrides(tmp_path, MODEL_AND_ROWS + "data.prompt_key=question\n")
+    ).leftovers["choice"]
     assert "rename the rows' column" in left
 
 
@@ -115,7 +134,9 @@ def test_dapo_filters_and_shaping_are_translated(tmp_path: Path):
         "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128\n"
         "data.train_batch_size=512 actor_rollout_ref.actor.ppo_mini_batch_size=32\n"
     )
-    algorithm = build(yaml.safe_load(as_yaml(made := import_verl(overrides(tmp_path, text))))).algorithm
+    algorithm = build(
+        yaml.safe_load(as_yaml(made := import_verl(overrides(tmp_path, text))))
+    ).algorithm
     assert algorithm.filter_zero_variance and algorithm.max_resample_rounds == 9
     assert algorithm.filter_metric == "accuracy" and algorithm.filters_by_accuracy
     assert algorithm.shaping.overlong_buffer == 128 and made.values["learner.num_minibatches"] == 16
@@ -123,22 +144,33 @@ def test_dapo_filters_and_shaping_are_translated(tmp_path: Path):
 
 @pytest.mark.parametrize("metric", ["score", "seq_reward", "seq_final_reward"])
 def test_groups_that_verl_filters_by_their_reward_are_filtered_by_it(tmp_path: Path, metric: str):
-    text = MODEL_AND_ROWS + f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric={metric}\n"
+    text = (
+        MODEL_AND_ROWS
+        + f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric={metric}\n"
+    )
     made = import_verl(overrides(tmp_path, text))
     assert made.values["algorithm.filter_metric"] == "reward"
     assert any("algorithm.max_resample_rounds" in left for left in made.leftovers["choice"])
 
 
 def test_a_metric_of_verls_filter_that_is_unknown_is_left_to_a_person(tmp_path: Path):
-    text = MODEL_AND_ROWS + "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=length\n"
+    text = (
+        MODEL_AND_ROWS
+        + "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=length\n"
+    )
     (left,) = import_verl(overrides(tmp_path, text)).leftovers["choice"]
-    assert "length" in left and "algorithm.filter_metric" in left and "algorithm.max_resample_rounds" in left
+    assert (
+        "length" in left
+        and "algorithm.filter_metric" in left
+        and "algorithm.max_resample_rounds" in left
+    )
 
 
 def test_verl_tool_keys_and_what_only_a_shell_knows(tmp_path: Path):
     text = (
         "host=$(hostname -i)\nurl=http://$host:5000/get_observation\npython -m verl_tool.trainer.main_ppo \\\n"
-        "  actor_rollout_ref.agent.max_turns=10 actor_rollout_ref.agent.tool_server_url=$url \\\n  " + MODEL_AND_ROWS
+        "  actor_rollout_ref.agent.max_turns=10 actor_rollout_ref.agent.tool_server_url=$url \\\n  "
+        + MODEL_AND_ROWS
     )
     made = import_verl(overrides(tmp_path, text))
     assert made.values["agent.max_turns"] == 10 and "agent.tool_server_url" not in made.values
@@ -160,12 +192,19 @@ def test_the_folder_that_the_script_runs_in_is_the_one_that_training_runs_in(tmp
 
 
 def test_a_name_that_only_a_shell_knows_is_listed_once(tmp_path: Path):
-    made = import_verl(overrides(tmp_path, MODEL_AND_ROWS + "trainer.experiment_name=run-$(date)\n"))
-    assert made.leftovers == {"choice": ["run.sh:2: trainer.experiment_name=run-$(date): set run_dir"]}
+    made = import_verl(
+        overrides(tmp_path, MODEL_AND_ROWS + "trainer.experiment_name=run-$(date)\n")
+    )
+    assert made.leftovers == {
+        "choice": ["run.sh:2: trainer.experiment_name=run-$(date): set run_dir"]
+    }
 
 
 def test_settings_of_another_engine_need_a_decision(tmp_path: Path):
-    text = MODEL_AND_ROWS + "actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.max_num_seqs=8\n"
+    text = (
+        MODEL_AND_ROWS
+        + "actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.max_num_seqs=8\n"
+    )
     made = import_verl(overrides(tmp_path, text))
     assert "unknown" not in made.leftovers and "rollout.vllm.max_num_seqs" not in made.values
     assert "max_num_seqs=8: a setting of vLLM" in made.leftovers["choice"][1]
@@ -178,12 +217,19 @@ def test_agentfly_keys_are_translated(tmp_path: Path):
     )
     made = import_verl(overrides(tmp_path, text))
     assert made.values["rollout.group_size"] == 5 and made.values["agent.max_assistant_turns"] == 4
-    assert made.values["rollout.max_model_len"] == 16384 and made.values["agent.tool_format"] == "hermes"
-    assert [line.split(": ")[1] for line in made.leftovers["choice"]] == ["agent.init_config.tools=['search']"]
+    assert (
+        made.values["rollout.max_model_len"] == 16384
+        and made.values["agent.tool_format"] == "hermes"
+    )
+    assert [line.split(": ")[1] for line in made.leftovers["choice"]] == [
+        "agent.init_config.tools=['search']"
+    ]
 
 
 def test_mini_batches_that_do_not_divide_the_batch_need_a_choice(tmp_path: Path):
-    text = MODEL_AND_ROWS + "data.train_batch_size=100 actor_rollout_ref.actor.ppo_mini_batch_size=48"
+    text = (
+        MODEL_AND_ROWS + "data.train_batch_size=100 actor_rollout_ref.actor.ppo_mini_batch_size=48"
+    )
     made = import_verl(overrides(tmp_path, text))
     assert "learner.num_minibatches" not in made.values
     assert "not a multiple" in made.leftovers["choice"][0]
@@ -192,7 +238,10 @@ def test_mini_batches_that_do_not_divide_the_batch_need_a_choice(tmp_path: Path)
 def test_yaml_references_are_resolved(tmp_path: Path):
     text = "data: {max_prompt_length: 64}\nrollout:\n  prompt_length: ${data.max_prompt_length}\n"
     found = overrides(tmp_path, text, "verl.yaml")
-    assert found["rollout.prompt_length"].value == 64 and found["rollout.prompt_length"].where == "verl.yaml:3"
+    assert (
+        found["rollout.prompt_length"].value == 64
+        and found["rollout.prompt_length"].where == "verl.yaml:3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +249,10 @@ def test_yaml_references_are_resolved(tmp_path: Path):
     [
         ("x=1\na.b='open\n", 'run.sh:2: "\'" opens'),
         ("\na.b=[1\n", "run.sh:2: a.b=[1: the value is not valid YAML"),
-        ("python -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_ppo a.b=2\n", "run.sh:2: a second"),
+        (
+            "python -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_ppo a.b=2\n",
+            "run.sh:2: a second",
+        ),
     ],
 )
 def test_an_error_names_the_line(tmp_path: Path, text: str, message: str):
@@ -229,7 +281,11 @@ def quoted(word: str, how: str) -> str:
     return shlex.quote(word)
 
 
-@given(st.dictionaries(KEYS, st.tuples(VALUES, st.sampled_from(["single", "double"])), min_size=1, max_size=6))
+@given(
+    st.dictionaries(
+        KEYS, st.tuples(VALUES, st.sampled_from(["single", "double"])), min_size=1, max_size=6
+    )
+)
 def test_any_overrides_are_read_back_in_any_quoting(tmp_path_factory, mapping):
     words = [
         quoted(f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1000)}", how)
@@ -237,7 +293,9 @@ def test_any_overrides_are_read_back_in_any_quoting(tmp_path_factory, mapping):
     ]
     file = tmp_path_factory.mktemp("script") / "run.sh"
     file.write_text("python -m verl.trainer.main_ppo \\\n  " + " \\\n  ".join(words) + "\n")
-    assert {key: one.value for key, one in read_overrides(file).items()} == {k: v for k, (v, _) in mapping.items()}
+    assert {key: one.value for key, one in read_overrides(file).items()} == {
+        k: v for k, (v, _) in mapping.items()
+    }
 
 
 PAGE = (DOCS / "moving" / "verl.md").read_text()
@@ -245,12 +303,19 @@ OF_AGENTFLY = (DOCS / "moving" / "agentfly.md").read_text()
 
 
 def rows(page: str) -> list[list[str]]:
-    return [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `") and line.count("|") == 3]
+    return [
+        line.split("|")[1:3]
+        for line in page.splitlines()
+        if line.startswith("| `") and line.count("|") == 3
+    ]
 
 
 @pytest.mark.parametrize(
     "theirs, ours, page",
-    [*((*pair, PAGE) for pair in [*SAME.items(), *VLLM.items()]), *((*pair, OF_AGENTFLY) for pair in AGENTFLY.items())],
+    [
+        *((*pair, PAGE) for pair in [*SAME.items(), *VLLM.items()]),
+        *((*pair, OF_AGENTFLY) for pair in AGENTFLY.items()),
+    ],
     ids=lambda value: value if len(value) < 100 else "",
 )
 def test_the_page_lists_every_key_that_carries_over(theirs: str, ours: str, page: str):
@@ -266,4 +331,6 @@ def test_the_page_lists_the_defaults_that_are_written():
         if line.count("|") == 5 and line.startswith("| `")
     }
     for key, value in DEFAULTS.items():
-        assert table[key].split(" ")[0] == (str(value).lower() if isinstance(value, bool) else str(value))
+        assert table[key].split(" ")[0] == (
+            str(value).lower() if isinstance(value, bool) else str(value)
+        )

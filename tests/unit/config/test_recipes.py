@@ -19,7 +19,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_file_of_configs_has_a_name():
     assert {name: file.resolve() for name, file in recipe_files().items()} == {
-        file.relative_to(CONFIGS).with_suffix("").as_posix(): file for file in CONFIGS.rglob("*.yaml")
+        file.relative_to(CONFIGS).with_suffix("").as_posix(): file
+        for file in CONFIGS.rglob("*.yaml")
     }
 
 

@@ -37,7 +37,12 @@ def test_every_key_is_in_one_set(name: str):
 
 
 def test_no_set_names_a_key_that_is_gone():
-    known = {key.path for tree, _ in TREES.values() for key in list_keys(tree).values() if not key.is_section}
+    known = {
+        key.path
+        for tree, _ in TREES.values()
+        for key in list_keys(tree).values()
+        if not key.is_section
+    }
     assert (DEFINES | BY_CONTENT | ALLOWED) - known == set()
 
 
@@ -55,7 +60,10 @@ def test_another_value_of_any_key_is_found_in_its_set_and_in_no_other(name: str)
         changed = replaced(config, path, other_value(section.model_fields[field]))
         found = {
             may_change: [
-                one.key for one in value_differences(model, dumped(config), dumped(changed), may_change=may_change)
+                one.key
+                for one in value_differences(
+                    model, dumped(config), dumped(changed), may_change=may_change
+                )
             ]
             for may_change in (False, True)
         }
@@ -71,7 +79,9 @@ def test_a_key_that_is_newer_than_a_record_had_its_default():
     model, tree = TREES["train"]
     new = dumped(model.model_validate(tree))
     old = {name: section for name, section in new.items() if name not in ("algorithm", "trace")}
-    old["learner"] = {name: value for name, value in new["learner"].items() if name not in ("adam_eps", "mesh")}
+    old["learner"] = {
+        name: value for name, value in new["learner"].items() if name not in ("adam_eps", "mesh")
+    }
     for may_change in (False, True):
         assert value_differences(model, old, new, may_change=may_change) == []
     changed = dumped(model.model_validate(tree | {"learner": {"adam_eps": 1e-5}}))
@@ -81,7 +91,10 @@ def test_a_key_that_is_newer_than_a_record_had_its_default():
 
 def test_a_section_that_comes_or_goes_is_one_difference():
     model, tree = TREES["train"]
-    plain, lora = (dumped(model.model_validate(tree | more)) for more in ({}, {"learner": {"lora": {"rank": 4}}}))
+    plain, lora = (
+        dumped(model.model_validate(tree | more))
+        for more in ({}, {"learner": {"lora": {"rank": 4}}})
+    )
     for old, new in itertools.permutations((plain, lora)):
         (difference,) = value_differences(model, old, new, may_change=False)
         assert difference.key == "learner.lora"
@@ -90,7 +103,11 @@ def test_a_section_that_comes_or_goes_is_one_difference():
 
 def test_a_change_is_named_by_its_key_or_its_section():
     assert is_named("learner.lora.alpha", ["learner.lora"]) and is_named("seed", ["seed"])
-    assert not is_named("learner.lora", ["learner.lora.alpha"]) and not is_named("search.topk", ["sea"])
+    assert not is_named("learner.lora", ["learner.lora.alpha"]) and not is_named(
+        "search.topk", ["sea"]
+    )
     require_known_keys(Config, ["learner.lora", "algorithm.kl.coef"])
-    with pytest.raises(ConfigError, match=r"--accept-change learner.lora.alpa.*did you mean 'learner.lora.alpha'"):
+    with pytest.raises(
+        ConfigError, match=r"--accept-change learner.lora.alpa.*did you mean 'learner.lora.alpha'"
+    ):
         require_known_keys(Config, ["learner.lora.alpa"])

@@ -29,11 +29,30 @@ FOREIGN = re.compile(
 )
 """Wording of pydantic's, which knows Python's types and not the keys of a YAML file."""
 
-TREES: dict[str, type[BaseModel]] = {name: root_model(name) for name in ROOTS} | {"simulate": Assumptions}
+TREES: dict[str, type[BaseModel]] = {name: root_model(name) for name in ROOTS} | {
+    "simulate": Assumptions
+}
 KEYS = {name: list_keys(model) for name, model in TREES.items()}
 PLACES = [(name, key) for name, keys in KEYS.items() for key in keys.values()]
 WRONG = st.one_of(
-    st.sampled_from([{}, {"odd": 1}, [], [None], [{"a": [1]}], "", "x", True, -1, 0, 1.5, 10**30, math.inf, math.nan]),
+    st.sampled_from(
+        [
+            {},
+            {"odd": 1},
+            [],
+            [None],
+            [{"a": [1]}],
+            "",
+            "x",
+            True,
+            -1,
+            0,
+            1.5,
+            10**30,
+            math.inf,
+            math.nan,
+        ]
+    ),
     st.dictionaries(st.sampled_from(["a", "path"]), st.integers(-1, 1) | st.none(), max_size=2),
 )
 
@@ -81,12 +100,17 @@ def test_a_key_that_must_be_set_says_what_it_takes():
 @given(st.sampled_from(sorted(get_args(core_schema.ErrorType))))
 @settings(max_examples=200)
 def test_every_kind_of_problem_has_words_or_keeps_its_sentence_without_foreign_ones(kind: str):
-    about = {name: 1 for name in ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length", "expected")}
+    about = {
+        name: 1
+        for name in ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length", "expected")
+    }
     about |= {"pattern": "p", "discriminator": "type", "expected_tags": "'a'", "error": "e"}
     message = {"value_error": "Value error, odd", "assertion_error": "Assertion failed, odd"}.get(
         kind, "Input should be 3"
     )
-    assert not re.search("Input should|Value error", describe_value({"type": kind, "msg": message, "ctx": about}))
+    assert not re.search(
+        "Input should|Value error", describe_value({"type": kind, "msg": message, "ctx": about})
+    )
 
 
 class Body(BaseModel, extra="forbid"):
@@ -99,7 +123,9 @@ class Body(BaseModel, extra="forbid"):
     table: dict[str, int] = {}
 
 
-@given(st.dictionaries(st.sampled_from(["count", "share", "names", "either", "table", "odd"]), WRONG))
+@given(
+    st.dictionaries(st.sampled_from(["count", "share", "names", "either", "table", "odd"]), WRONG)
+)
 @settings(max_examples=100)
 def test_servers_describe_bodies_in_the_same_words(body: dict[str, Any]):
     try:
@@ -118,10 +144,14 @@ def test_the_chat_endpoint_and_the_tinker_server_speak_likewise():
     assert not FOREIGN.search(str(as_api_error(caught.value)))
     with pytest.raises(BadRequest) as refused:
         ModelRequest.from_json(b'{"seq_id": "first"}')
-    assert "model_id: required, not set" in str(refused.value) and not FOREIGN.search(str(refused.value))
+    assert "model_id: required, not set" in str(refused.value) and not FOREIGN.search(
+        str(refused.value)
+    )
 
 
 def test_a_simulated_user_s_settings_are_checked_as_every_configuration():
     with pytest.raises(ConfigError) as caught:
         build_tree(ModelUserConfig, {"timeout": "long", "modle": "m"})
-    assert "timeout='long': must be number" in str(caught.value) and not FOREIGN.search(str(caught.value))
+    assert "timeout='long': must be number" in str(caught.value) and not FOREIGN.search(
+        str(caught.value)
+    )

@@ -17,7 +17,9 @@ GOOD = {"data_source": "x", "prompt": [{"role": "user", "content": "hi"}]}
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -36,20 +38,41 @@ def write(path: Path, *rows: object) -> Path:
             {"data_source": "x", "Prompt": GOOD["prompt"]},
             "has no 'prompt'; did you mean 'Prompt'? it has the columns 'data_source', 'Prompt'",
         ),
-        ({"prompt": GOOD["prompt"], "source": "x"}, "has no 'data_source'; it has the columns 'prompt', 'source'"),
+        (
+            {"prompt": GOOD["prompt"], "source": "x"},
+            "has no 'data_source'; it has the columns 'prompt', 'source'",
+        ),
         ({}, "has no 'prompt'; it has no columns"),
         ({"data_source": "x", "prompt": [{"content": "hi"}]}, "every message"),
         (GOOD | {"prompt": [{"role": "user"}]}, "every message of 'prompt' needs a 'content'"),
-        (GOOD | {"prompt": [{"role": "user", "content": None}]}, "every message of 'prompt' needs a 'content'"),
-        (GOOD | {"prompt": [{"role": "assistant", "content": None}]}, "every message of 'prompt' needs a 'content'"),
+        (
+            GOOD | {"prompt": [{"role": "user", "content": None}]},
+            "every message of 'prompt' needs a 'content'",
+        ),
+        (
+            GOOD | {"prompt": [{"role": "assistant", "content": None}]},
+            "every message of 'prompt' needs a 'content'",
+        ),
         ({"prompt": GOOD["prompt"]}, "'data_source'"),
         (GOOD | {"agent_name": 3}, "'agent_name' must be a name or absent, got 3"),
-        (GOOD | {"agent_name": "tool_agnet"}, "agent_name 'tool_agnet' is not known; did you mean 'tool_agent'?"),
+        (
+            GOOD | {"agent_name": "tool_agnet"},
+            "agent_name 'tool_agnet' is not known; did you mean 'tool_agent'?",
+        ),
         (GOOD | {"reward_model": "408"}, "'reward_model' must be an object or absent, got '408'"),
         (GOOD | {"extra_info": []}, "'extra_info' must be an object or absent"),
-        (GOOD | {"extra_info": {"tool_selection": "add"}}, "must be a list of tool names, got 'add'"),
-        (GOOD | {"extra_info": {"tool_selection": ["ad"]}}, "'ad' is not known; did you mean 'add'?"),
-        (GOOD | {"extra_info": {"tools_kwargs": {"add": 1}}}, "'add' must be an object or absent, got 1"),
+        (
+            GOOD | {"extra_info": {"tool_selection": "add"}},
+            "must be a list of tool names, got 'add'",
+        ),
+        (
+            GOOD | {"extra_info": {"tool_selection": ["ad"]}},
+            "'ad' is not known; did you mean 'add'?",
+        ),
+        (
+            GOOD | {"extra_info": {"tools_kwargs": {"add": 1}}},
+            "'add' must be an object or absent, got 1",
+        ),
         (
             GOOD | {"extra_info": {"tools_kwargs": {"ad": {"create_kwargs": {}}}}},
             "'ad' is not known; did you mean 'add'?",
@@ -58,7 +81,10 @@ def write(path: Path, *rows: object) -> Path:
             GOOD | {"extra_info": {"tools_kwargs": {"add": {"creat_kwargs": {}}}}},
             "'creat_kwargs' is not known; did you mean 'create_kwargs'?",
         ),
-        (GOOD | {"extra_info": {"tools_kwargs": {"add": {"create_kwargs": 1}}}}, "'create_kwargs' must be an object"),
+        (
+            GOOD | {"extra_info": {"tools_kwargs": {"add": {"create_kwargs": 1}}}},
+            "'create_kwargs' must be an object",
+        ),
     ],
 )
 def test_a_bad_row_is_named_with_what_is_wrong(tmp_path: Path, row: object, message: str):
@@ -88,10 +114,15 @@ def test_rows_that_name_what_there_is_are_taken(tmp_path: Path):
     }
     nameless = GOOD | {"agent_name": None, "reward_model": None, "extra_info": None}
     rows = load_rows(write(tmp_path / "a.jsonl", row, nameless), agents=["mine"], tools=["add"])
-    assert rows == [row | {"extra_info": {"tool_selection": ["add"], "tools_kwargs": {"add": {}}}}, GOOD]
+    assert rows == [
+        row | {"extra_info": {"tool_selection": ["add"], "tools_kwargs": {"add": {}}}},
+        GOOD,
+    ]
 
 
-@pytest.mark.parametrize(("name", "message"), [("none.jsonl", "does not exist"), ("a.csv", r"\.jsonl or \.parquet")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("none.jsonl", "does not exist"), ("a.csv", r"\.jsonl or \.parquet")]
+)
 def test_a_missing_or_foreign_file_says_what_to_do(tmp_path: Path, name: str, message: str):
     (tmp_path / "a.csv").write_text("x")
     with pytest.raises(DataError, match=message):
@@ -145,11 +176,15 @@ def test_a_cursor_takes_a_state_from_before_seed_and_shuffle_were_part_of_it():
 
 
 def test_calculator_rows_are_right_and_no_question_is_in_both_files(tmp_path: Path):
-    train, heldout = (load_rows(file) for file in prepare_calculator(tmp_path, train=300, heldout=60))
+    train, heldout = (
+        load_rows(file) for file in prepare_calculator(tmp_path, train=300, heldout=60)
+    )
     assert (len(train), len(heldout)) == (300, 60)
     symbols = {"plus": "+", "minus": "-", "times": "*", "multiplied by": "*"}
     for row in [*train, *heldout]:
-        a, words, b = re.fullmatch(r"What is (\d+) ([a-z ]+) (\d+)\?", row["prompt"][-1]["content"]).groups()
+        a, words, b = re.fullmatch(
+            r"What is (\d+) ([a-z ]+) (\d+)\?", row["prompt"][-1]["content"]
+        ).groups()
         results = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}
         assert row["reward_model"]["ground_truth"] == str(results[symbols[words]])
         assert row["reward_model"]["ground_truth"] not in json.dumps(row["prompt"])

@@ -74,14 +74,21 @@ def test_a_source_without_rows_says_what_to_do(tmp_path: Path, path: str, messag
 
 def test_name_and_split_are_refused_for_files_of_this_machine(tmp_path: Path):
     file = write(tmp_path / "a.jsonl", range(2))
-    with pytest.raises(DataError, match=r"a.jsonl \(split=test\): name and split select files of Hub datasets"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl \(split=test\): name and split select files of Hub datasets"
+    ):
         open_dataset([DataSource(path=str(file), split="test")])
 
 
 def test_a_bad_row_of_a_parquet_file_is_named(tmp_path: Path):
-    rows = [row(number, agent_name=name) for number, name in enumerate(["tool_agent", None, "tool_agnet"])]
+    rows = [
+        row(number, agent_name=name)
+        for number, name in enumerate(["tool_agent", None, "tool_agnet"])
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
-    with pytest.raises(DataError, match=r"a.parquet, row 3: agent_name 'tool_agnet' is not known; did you mean"):
+    with pytest.raises(
+        DataError, match=r"a.parquet, row 3: agent_name 'tool_agnet' is not known; did you mean"
+    ):
         open_dataset([tmp_path / "a.parquet"], RowChecks(agents=["tool_agent"]))
 
 
@@ -107,7 +114,9 @@ def most_held(monkeypatch) -> list[int]:
     return counts
 
 
-def test_no_more_row_groups_than_allowed_are_in_memory_whatever_is_done_with_them(tmp_path: Path, most_held):
+def test_no_more_row_groups_than_allowed_are_in_memory_whatever_is_done_with_them(
+    tmp_path: Path, most_held
+):
     """``data.shuffle_row_groups``."""
     for name in "ab":
         write(tmp_path / f"{name}.parquet", range(20), group=2)
@@ -129,14 +138,18 @@ def test_an_epoch_reads_every_row_group_once(tmp_path: Path, most_held):
 
 def test_a_resumed_cursor_over_parquet_draws_what_the_first_would_have(tmp_path: Path):
     write(tmp_path / "a.parquet", range(40), group=4)
-    first, second = (DataCursor(open_dataset([tmp_path / "a.parquet"], row_groups=2), seed=5) for _ in range(2))
+    first, second = (
+        DataCursor(open_dataset([tmp_path / "a.parquet"], row_groups=2), seed=5) for _ in range(2)
+    )
     first.next_rows(53)
     second.restore(json.loads(json.dumps(first.state())))
     assert questions(second.next_rows(50)) == questions(first.next_rows(50))
 
 
 def test_files_that_fit_in_memory_are_shuffled_as_one_like_json_lines(tmp_path: Path):
-    parquet_rows = open_dataset([write(tmp_path / "a.parquet", range(3000), group=1000)], row_groups=3)
+    parquet_rows = open_dataset(
+        [write(tmp_path / "a.parquet", range(3000), group=1000)], row_groups=3
+    )
     json_rows = open_dataset([write(tmp_path / "a.jsonl", range(3000))], row_groups=3)
     assert questions(DataCursor(parquet_rows, seed=0).next_rows(99)) == questions(
         DataCursor(json_rows, seed=0).next_rows(99)

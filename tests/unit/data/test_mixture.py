@@ -51,7 +51,10 @@ def test_rows_of_a_window_and_the_groups_in_it_differ_from_epoch_to_epoch():
     rows = Grouped([50] * 8, held=2)
     cursor = DataCursor(rows, seed=0)
     epochs = [cursor.next_rows(400) for _ in range(2)]
-    windows = [{frozenset(map(rows.group_of, e[at : at + 100])) for at in range(0, 400, 100)} for e in epochs]
+    windows = [
+        {frozenset(map(rows.group_of, e[at : at + 100])) for at in range(0, 400, 100)}
+        for e in epochs
+    ]
     assert all(len(pair) == 2 for each in windows for pair in each) and windows[0] != windows[1]
     assert epochs[0][:100] != sorted(epochs[0][:100]), "rows of both groups are mixed"
     assert len({rows.group_of(row) for row in epochs[0][:10]}) == 2
@@ -59,12 +62,18 @@ def test_rows_of_a_window_and_the_groups_in_it_differ_from_epoch_to_epoch():
 
 def test_rows_without_groups_have_the_order_of_numpys_permutation_of_all():
     """Independent of the code: one permutation of all rows for each epoch, seeded by seed and epoch."""
-    expected = [i for epoch in (0, 1) for i in np.random.default_rng([3, epoch]).permutation(10).tolist()]
+    expected = [
+        i for epoch in (0, 1) for i in np.random.default_rng([3, epoch]).permutation(10).tolist()
+    ]
     assert DataCursor(range(10), seed=3).next_rows(20) == expected
 
 
-def mixture(sizes: tuple[int, ...] = (7, 1000, 40), weights: tuple[float, ...] = (0.5, 0.3, 0.2)) -> Mixture:
-    return Mixture([[(source, row) for row in range(size)] for source, size in enumerate(sizes)], weights)
+def mixture(
+    sizes: tuple[int, ...] = (7, 1000, 40), weights: tuple[float, ...] = (0.5, 0.3, 0.2)
+) -> Mixture:
+    return Mixture(
+        [[(source, row) for row in range(size)] for source, size in enumerate(sizes)], weights
+    )
 
 
 def test_every_1024_draws_hold_each_sources_share_up_to_one():
@@ -123,7 +132,10 @@ def test_a_draw_is_repeated_by_its_number_in_a_mixture_too():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (mixture(sizes=(7, 1000, 41)), r"rows in data.train = \[7, 1000, 41\], now \[7, 1000, 40\]"),
+        (
+            mixture(sizes=(7, 1000, 41)),
+            r"rows in data.train = \[7, 1000, 41\], now \[7, 1000, 40\]",
+        ),
         (mixture(weights=(1.0, 1.0, 1.0)), r"weights of data.train = \[1.0, 1.0, 1.0\]"),
     ],
 )

@@ -97,8 +97,13 @@ def test_placeholders_show_the_items_of_verls_column_in_order(tmp_path: Path, it
 def test_an_image_is_the_same_as_bytes_and_as_a_data_url(tmp_path: Path):
     as_url = row("<image>and", images=[url(RED)])
     as_bytes = row("<image>and", images=[{"bytes": png(RED), "path": "gone.png"}])
-    in_part = row([{"type": "image_url", "image_url": {"url": url(RED)}}, {"type": "text", "text": "and"}])
-    rows = [load_rows(written(tmp_path, each, parquet=each is as_bytes)) for each in (as_url, as_bytes, in_part)]
+    in_part = row(
+        [{"type": "image_url", "image_url": {"url": url(RED)}}, {"type": "text", "text": "and"}]
+    )
+    rows = [
+        load_rows(written(tmp_path, each, parquet=each is as_bytes))
+        for each in (as_url, as_bytes, in_part)
+    ]
     assert rows[0] == rows[1] == rows[2]
 
 
@@ -110,7 +115,10 @@ def test_a_data_url_that_is_no_base64_is_named_before_the_run(tmp_path: Path):
 def test_bytes_as_hugging_face_stores_them_in_parquet_are_read(tmp_path: Path):
     """With nulls where a field of the struct is absent, and the name an image once had as its path."""
     first = row("<image>?", images=[{"bytes": png(RED), "path": "gone.png"}])
-    second = row("<image><image>", images=[{"bytes": None, "path": "blue.png"}, {"bytes": png(RED), "path": None}])
+    second = row(
+        "<image><image>",
+        images=[{"bytes": None, "path": "blue.png"}, {"bytes": png(RED), "path": None}],
+    )
     rows = open_dataset([written(tmp_path, first, second, parquet=True)])
     assert [shown(each["prompt"][0]) for each in rows] == [[RED, "?"], [BLUE, RED]]
     assert rows.modalities == {"image"}
@@ -127,7 +135,9 @@ def test_parts_in_parquet_have_nulls_for_the_fields_of_other_parts(tmp_path: Pat
 
 def test_parts_without_a_source_show_the_columns_too(tmp_path: Path):
     content = [{"type": "image"}, {"type": "text", "text": "?"}, {"type": "video"}]
-    (only,) = load_rows(written(tmp_path, row(content, images=["red.png"], videos=[["blue.png", "red.png"]])))
+    (only,) = load_rows(
+        written(tmp_path, row(content, images=["red.png"], videos=[["blue.png", "red.png"]]))
+    )
     assert shown(only["prompt"][0]) == [RED, "?", [BLUE, RED]]
 
 
@@ -135,7 +145,9 @@ def test_a_video_is_a_list_of_frames_in_each_form(tmp_path: Path):
     frames = [{"type": "image", "image": "red.png"}, url(BLUE)]
     (only,) = load_rows(written(tmp_path, row("<video>", videos=[frames])))
     assert shown(only["prompt"][0]) == [[RED, BLUE]]
-    (other,) = load_rows(written(tmp_path, row("<video>", videos=[{"type": "video", "video": frames}])))
+    (other,) = load_rows(
+        written(tmp_path, row("<video>", videos=[{"type": "video", "video": frames}]))
+    )
     assert shown(other["prompt"][0]) == [[RED, BLUE]]
 
 
@@ -147,7 +159,9 @@ def test_placeholders_of_a_kind_without_a_column_are_text(tmp_path: Path):
 
 
 def test_parts_of_text_alone_become_text(tmp_path: Path):
-    (only,) = load_rows(written(tmp_path, row([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])))
+    (only,) = load_rows(
+        written(tmp_path, row([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]))
+    )
     assert only["prompt"] == [{"role": "user", "content": "ab"}]
 
 
@@ -172,15 +186,29 @@ def test_images_are_opened_when_a_trajectory_begins_not_when_rows_are_loaded(tmp
         (row("<image>", images="red.png"), "'images' must be a list of images, got 'red.png'"),
         (row("<image>", images=[3]), "images[0]: must be a path, a data: URL or bytes, got 3"),
         (row("<image>", images=[{"bytes": None}]), "images[0]: must be a path"),
-        (row("<image>", images=["http://x/a.png"]), "images[0]: 'http://x/a.png' is not downloaded in a run"),
-        (row([{"type": "image_url", "image_url": {"url": "https://x"}}]), "prompt[0].content[0]: 'https://x' is not"),
-        (row("<video>", videos=[{"video": ["red.png"], "fps": 1}]), "videos[0]: ['fps'] have no effect here"),
-        (row("<video>", videos=[[]]), f"videos[0]: a video must have 1 to {MAX_FRAMES} frames, got 0"),
+        (
+            row("<image>", images=["http://x/a.png"]),
+            "images[0]: 'http://x/a.png' is not downloaded in a run",
+        ),
+        (
+            row([{"type": "image_url", "image_url": {"url": "https://x"}}]),
+            "prompt[0].content[0]: 'https://x' is not",
+        ),
+        (
+            row("<video>", videos=[{"video": ["red.png"], "fps": 1}]),
+            "videos[0]: ['fps'] have no effect here",
+        ),
+        (
+            row("<video>", videos=[[]]),
+            f"videos[0]: a video must have 1 to {MAX_FRAMES} frames, got 0",
+        ),
         (row([{"type": "audio"}]), "prompt[0]: a part of 'content' must be"),
         (row(["hi"]), "prompt[0]: a part of 'content' must be an object with a 'type', got 'hi'"),
     ],
 )
-def test_what_cannot_be_shown_is_named_with_file_row_and_field(tmp_path: Path, bad: dict, message: str):
+def test_what_cannot_be_shown_is_named_with_file_row_and_field(
+    tmp_path: Path, bad: dict, message: str
+):
     file = written(tmp_path, row("fine"), bad)
     with pytest.raises(DataError, match=re.escape(f"{file}, line 2: {message}")):
         load_rows(file)
@@ -188,7 +216,10 @@ def test_what_cannot_be_shown_is_named_with_file_row_and_field(tmp_path: Path, b
 
 def test_a_video_file_without_its_decoder_says_what_to_install(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"videos\[0\]: a video file needs PyAV: pip install 'jax_agent_rl\[video\]'"):
+    with pytest.raises(
+        DataError,
+        match=r"videos\[0\]: a video file needs PyAV: pip install 'jax_agent_rl\[video\]'",
+    ):
         load_rows(written(tmp_path, row("<video>", videos=["clip.mp4"])))
 
 
@@ -221,14 +252,20 @@ def test_a_damaged_video_file_is_one_error(tmp_path: Path):
 
 def test_a_video_of_too_many_pixels_is_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("jax_agent_rl.utils.media.MAX_VIDEO_PIXELS", 4 * 3 * 2)
-    two, three = ({"role": "user", "content": [{"type": "video", "video": [png(RED)] * n}]} for n in (2, 3))
+    two, three = (
+        {"role": "user", "content": [{"type": "video", "video": [png(RED)] * n}]} for n in (2, 3)
+    )
     assert len(read_media([two])["video"][0]) == 2
     with pytest.raises(ValueError, match="a video has more than 768 frames or 24 pixels; shorten"):
         read_media([three])
 
 
 def test_a_message_is_shown_to_people_as_text_and_to_templates_without_sources():
-    parts = [{"type": "text", "text": "a"}, {"type": "image", "image": b"x"}, {"type": "text", "text": "b"}]
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image", "image": b"x"},
+        {"type": "text", "text": "b"},
+    ]
     message = {"role": "user", "content": parts}
     assert text_message(message) == {"role": "user", "content": "ab", "media": ["image"]}
     assert without_sources(message)["content"] == [parts[0], {"type": "image"}, parts[2]]

@@ -63,11 +63,17 @@ def test_wanted_rows_are_those_of_the_whole_file_wherever_groups_and_batches_end
         blank = data.draw(st.sampled_from(["", "\n", " \n"]))
         lines.write_text("".join(json.dumps(row) + "\n" + blank for row in rows))
         schema = pa.schema([("number", pa.int64()), ("text", pa.string())])
-        pq.write_table(pa.Table.from_pylist(rows, schema), parquet, row_group_size=data.draw(st.integers(1, 300)))
+        pq.write_table(
+            pa.Table.from_pylist(rows, schema),
+            parquet,
+            row_group_size=data.draw(st.integers(1, 300)),
+        )
         for file in (lines, parquet):
             every = list(read_row_file(file))
             assert [row for _, row in every] == rows
-            assert list(read_row_file(file, wanted)) == [every[index] for index in sorted(wanted) if index < count]
+            assert list(read_row_file(file, wanted)) == [
+                every[index] for index in sorted(wanted) if index < count
+            ]
 
 
 @given(parts=st.lists(st.binary(max_size=12)), limit=st.integers(1, 8))
@@ -78,7 +84,10 @@ def test_a_line_is_read_whole_or_not_at_all(parts, limit):
         lines = file.read_bytes().split(b"\n")
         ended = [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
         begins = [sum(map(len, ended[:number])) for number in range(len(ended))]
-        expected = [(begin, line if len(line) <= limit else None) for begin, line in zip(begins, ended, strict=True)]
+        expected = [
+            (begin, line if len(line) <= limit else None)
+            for begin, line in zip(begins, ended, strict=True)
+        ]
         assert list(read_lines(file, limit)) == expected
 
 
@@ -97,7 +106,12 @@ def test_what_other_rows_have_is_absent_and_not_null(tmp_path: Path):
         {"a": {}, "b": [None, 2]},
         {},
     ]
-    expected = [{"a": {"x": 1, "y": [{"p": 1}, {"q": "t"}]}, "only": "here"}, {"a": {}}, {"a": {}, "b": [None, 2]}, {}]
+    expected = [
+        {"a": {"x": 1, "y": [{"p": 1}, {"q": "t"}]}, "only": "here"},
+        {"a": {}},
+        {"a": {}, "b": [None, 2]},
+        {},
+    ]
     for file in write_twins(tmp_path, rows):
         assert rows_of(file) == expected
 
@@ -143,9 +157,14 @@ NOON = datetime.datetime(2026, 2, 3, 12, 0, 0, 250)
     ],
     ids=lambda value: str(getattr(value, "type", "")),
 )  # fmt: skip
-def test_every_type_of_parquet_becomes_one_that_json_has(tmp_path: Path, array: pa.Array, value: Any):
+def test_every_type_of_parquet_becomes_one_that_json_has(
+    tmp_path: Path, array: pa.Array, value: Any
+):
     file = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"a": array, "b": pa.array([{"c": [None, value]}]) if value == "a" else array}), file)
+    pq.write_table(
+        pa.table({"a": array, "b": pa.array([{"c": [None, value]}]) if value == "a" else array}),
+        file,
+    )
     (row,) = rows_of(file)
     assert row["a"] == value and type(row["a"]) is type(value)
     json.dumps(row)
@@ -166,7 +185,10 @@ def test_line_ends_inside_text_and_a_byte_order_mark_change_nothing(tmp_path: Pa
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"a": {"b c": [1, "\\ud83d"]}}', "a['b c'][1] = '\\ud83d' is text with half of a surrogate pair"),
+        (
+            '{"a": {"b c": [1, "\\ud83d"]}}',
+            "a['b c'][1] = '\\ud83d' is text with half of a surrogate pair",
+        ),
         ('{"a": {"\\udc00": 1}}', "a['\\udc00'] = '\\udc00' is text with half of a surrogate pair"),
         ('{"a": {"b": NaN}}', "a.b = nan is no number that JSON has"),
         ('{"a": [1e999]}', "a[0] = inf is no number that JSON has"),
@@ -180,7 +202,9 @@ def test_line_ends_inside_text_and_a_byte_order_mark_change_nothing(tmp_path: Pa
         ("null", "must be an object, got NoneType"),
     ],
 )
-def test_a_line_that_no_row_can_hold_is_named_with_its_column_and_value(tmp_path: Path, line: str, message: str):
+def test_a_line_that_no_row_can_hold_is_named_with_its_column_and_value(
+    tmp_path: Path, line: str, message: str
+):
     file = tmp_path / "rows.jsonl"
     file.write_text(f'{{"a": 1}}\n\n{line}\n')
     with pytest.raises(DataError, match=re.escape(f"{file}, line 3: ") + ".*" + re.escape(message)):
@@ -192,15 +216,28 @@ def test_a_line_that_no_row_can_hold_is_named_with_its_column_and_value(tmp_path
     [
         (pa.array([{"b": 1.0}, {"b": float("nan")}]), "a.b = nan is no number that JSON has"),
         (pa.array([{"b": b"x"}, {"b": b"\x89PNG\xff"}]), r"a.b = b'\x89PNG\xff' is no UTF-8 text"),
-        (pa.array([[], [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())), "with the key 'k' twice"),
         (
-            pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([3, 4])], names=["k", "k"]).slice(0, 2),
+            pa.array([[], [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())),
             "with the key 'k' twice",
         ),
-        (pa.array([0, 1], pa.timestamp("us", tz="Mars/Phobos")), "a = 0 is no timestamp[us, tz=Mars/Phobos] that"),
-        (pa.array([0, 2**62], pa.timestamp("us")), f"a = {2**62} is no timestamp[us] that can be read"),
         (
-            pa.StringArray.from_buffers(2, pa.array([0, 1, 3], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff\xfe")),
+            pa.StructArray.from_arrays(
+                [pa.array([1, 2]), pa.array([3, 4])], names=["k", "k"]
+            ).slice(0, 2),
+            "with the key 'k' twice",
+        ),
+        (
+            pa.array([0, 1], pa.timestamp("us", tz="Mars/Phobos")),
+            "a = 0 is no timestamp[us, tz=Mars/Phobos] that",
+        ),
+        (
+            pa.array([0, 2**62], pa.timestamp("us")),
+            f"a = {2**62} is no timestamp[us] that can be read",
+        ),
+        (
+            pa.StringArray.from_buffers(
+                2, pa.array([0, 1, 3], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff\xfe")
+            ),
             r"a = b'\xff\xfe' is no UTF-8 text",
         ),
     ],
@@ -211,17 +248,23 @@ def test_a_row_of_parquet_that_no_row_can_hold_is_named_with_its_column_and_valu
 ):
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"a": array}), file, row_group_size=1)
-    with pytest.raises(DataError, match=re.escape(f"{file}, row ") + r"[12]: .*" + re.escape(message)):
+    with pytest.raises(
+        DataError, match=re.escape(f"{file}, row ") + r"[12]: .*" + re.escape(message)
+    ):
         rows_of(file)
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path):
-    pq.write_table(pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]), tmp_path / "rows.parquet")
+    pq.write_table(
+        pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]), tmp_path / "rows.parquet"
+    )
     with pytest.raises(DataError, match=r"rows.parquet: two columns are called 'a'"):
         rows_of(tmp_path / "rows.parquet")
 
 
-def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_line_without_end_is_not_read_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from jax_agent_rl.data import reader
 
     monkeypatch.setattr(reader, "MAX_LINE_BYTES", 100)
@@ -248,9 +291,14 @@ def test_row_groups_without_rows_change_nothing(tmp_path: Path):
     assert list(rows) == full and [row["n"] for row in RowOutlines(rows)] == list(range(5))
 
 
-def test_a_message_that_only_calls_a_tool_says_nothing_whether_its_content_is_null_or_absent(tmp_path: Path):
+def test_a_message_that_only_calls_a_tool_says_nothing_whether_its_content_is_null_or_absent(
+    tmp_path: Path,
+):
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
-    said = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "tool_calls": [call]}]
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
     rows = [{**GOOD, "prompt": [*GOOD["prompt"], message, *GOOD["prompt"]]} for message in said]
     expected = {"role": "assistant", "content": "", "tool_calls": [call]}
     for file in write_twins(tmp_path, rows):
@@ -261,17 +309,27 @@ def test_a_message_that_only_calls_a_tool_says_nothing_whether_its_content_is_nu
 def test_a_check_of_the_whole_file_names_the_row_too(tmp_path: Path, index: int):
     rows = [
         GOOD,
-        {**GOOD, "agent_name": "environment_agent", "extra_info": {"environment_kwargs": {"name": "textworld"}}},
+        {
+            **GOOD,
+            "agent_name": "environment_agent",
+            "extra_info": {"environment_kwargs": {"name": "textworld"}},
+        },
     ]
     file = write_twins(tmp_path, rows)[index]
     config = build({"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": str(file)}}, [])
     place = f"{file}, {['line', 'row'][index]} 2: "
-    with pytest.raises(DataError, match=re.escape(place) + "environment 'textworld' cannot be reset with {}"):
+    with pytest.raises(
+        DataError, match=re.escape(place) + "environment 'textworld' cannot be reset with {}"
+    ):
         read_rows(config, None, ((DataSource(path=str(file)),), None))
 
 
 def test_preferences_and_what_rollout_wrote_are_the_same_from_both(tmp_path: Path):
-    said = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    said = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}],
+    }
     other = {"role": "assistant", "content": "no", "tool_calls": None}
     prompt = [{"role": "user", "content": "hi", "name": None}]
     pairs = [
@@ -287,17 +345,23 @@ def test_preferences_and_what_rollout_wrote_are_the_same_from_both(tmp_path: Pat
     found = []
     for file in write_twins(tmp_path, [*pairs, *sampled]):
         encoder = Encoder(
-            codec=ChatCodec(tokenizer()), config=ConversationsConfig.model_validate({"train": str(file)}), longest=1000
+            codec=ChatCodec(tokenizer()),
+            config=ConversationsConfig.model_validate({"train": str(file)}),
+            longest=1000,
         )
         made = encoder.pairs([DataSource(path=str(file))])
-        found.append([[s.token_ids.tolist() for s in (*pair.chosen, *pair.rejected)] for pair in made])
+        found.append(
+            [[s.token_ids.tolist() for s in (*pair.chosen, *pair.rejected)] for pair in made]
+        )
     assert found[0] == found[1] and len(found[0]) == 3
 
 
 def test_a_run_records_what_sft_can_read_whatever_the_model_wrote(tmp_path: Path):
     """Models write halves of surrogate pairs as JSON; no row can hold one."""
     run = RunDir(tmp_path / "run")
-    half = trajectory([1], [10], messages=[{"role": "assistant", "content": "\ud83d"}], calls=[[call()]])
+    half = trajectory(
+        [1], [10], messages=[{"role": "assistant", "content": "\ud83d"}], calls=[[call()]]
+    )
     run.add_trajectories(1, "train", [half])
     assert encoded(SftDataConfig, run.trajectories) == [[[1, 10, False, True]]]
     (row,) = rows_of(run.trajectories)
@@ -309,7 +373,10 @@ def test_a_run_records_what_sft_can_read_whatever_the_model_wrote(tmp_path: Path
 LEAVES = {
     "text": (st.text(st.characters(exclude_categories=["Cs"]), max_size=5), pa.string()),
     "int": (st.integers(-(2**63), 2**63 - 1), pa.int64()),
-    "number": (st.integers(-9, 9) | st.floats(-9, 9) | st.sampled_from([1e300, 2.0**53]), pa.float64()),
+    "number": (
+        st.integers(-9, 9) | st.floats(-9, 9) | st.sampled_from([1e300, 2.0**53]),
+        pa.float64(),
+    ),
     "flag": (st.booleans(), pa.bool_()),
 }
 NAMES = ["a", "b", "with space", "ä"]
@@ -326,7 +393,9 @@ def kinds(draw: st.DrawFn, depth: int = 2) -> tuple[st.SearchStrategy[Any], pa.D
         return st.lists(st.none() | values, max_size=3), pa.list_(kind)
     if shape == "map":
         values, kind = draw(kinds(depth=depth - 1))
-        return st.dictionaries(st.sampled_from(NAMES), st.none() | values), pa.map_(pa.string(), kind)
+        return st.dictionaries(st.sampled_from(NAMES), st.none() | values), pa.map_(
+            pa.string(), kind
+        )
     values, kind = LEAVES[draw(st.sampled_from(sorted(LEAVES)))]
     return values, draw(st.sampled_from([kind, pa.large_string()])) if kind == pa.string() else kind
 
@@ -336,7 +405,9 @@ def objects(draw: st.DrawFn, depth: int = 2) -> tuple[st.SearchStrategy[Any], pa
     """Objects, each with some of the fields; some of those null."""
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True))
     fields = {name: draw(kinds(depth=depth - 1)) for name in names}
-    values = st.fixed_dictionaries({}, optional={name: st.none() | value for name, (value, _) in fields.items()})
+    values = st.fixed_dictionaries(
+        {}, optional={name: st.none() | value for name, (value, _) in fields.items()}
+    )
     return values, pa.struct([(name, kind) for name, (_, kind) in fields.items()])
 
 
@@ -352,7 +423,11 @@ def or_null(values: st.SearchStrategy[Any], **named: Any) -> st.SearchStrategy[A
 @st.composite
 def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
     """Rows for every consumer, and their schema."""
-    (given_, given_kind), (call, call_kind), (free, free_kind) = draw(objects()), draw(objects()), draw(kinds())
+    (given_, given_kind), (call, call_kind), (free, free_kind) = (
+        draw(objects()),
+        draw(objects()),
+        draw(kinds()),
+    )
     (truth, truth_kind) = draw(kinds())
     text = st.text("ab ", min_size=1, max_size=5)
     named = struct(name=pa.string(), **{field.name: field.type for field in given_kind})
@@ -377,22 +452,36 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
         }
     )
     kwargs = st.none() | st.fixed_dictionaries(
-        {}, optional={"create_kwargs": or_null(given_), "execute_kwargs": or_null(given_), "release_kwargs": st.none()}
+        {},
+        optional={
+            "create_kwargs": or_null(given_),
+            "execute_kwargs": or_null(given_),
+            "release_kwargs": st.none(),
+        },
     )
     said = st.fixed_dictionaries(
         {"role": st.just("assistant"), "content": text},
         optional={"tool_calls": st.lists(call.map(lambda a: {"function": {"name": "f", "arguments": a}}), max_size=1)},
     )  # fmt: skip
     silent = call.map(
-        lambda a: {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": a}}]}
+        lambda a: {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": a}}],
+        }
     )
-    user = st.fixed_dictionaries({"role": st.just("user"), "content": text}, optional={"tool_calls": st.none()})
+    user = st.fixed_dictionaries(
+        {"role": st.just("user"), "content": text}, optional={"tool_calls": st.none()}
+    )
     row = st.fixed_dictionaries(
         {
             "data_source": st.just("twins"),
             "prompt": st.tuples(user, said | silent, user).map(list),
             "messages": text.map(
-                lambda said: [{"role": "user", "content": said}, {"role": "assistant", "content": said, "weight": None}]
+                lambda said: [
+                    {"role": "user", "content": said},
+                    {"role": "assistant", "content": said, "weight": None},
+                ]
             ),
             "extra_info": st.fixed_dictionaries(
                 {
@@ -401,15 +490,18 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
                 },
                 optional={
                     "tool_selection": st.sampled_from([None, ["keep"]]),
-                    "tools_kwargs": st.none() | st.fixed_dictionaries({}, optional={"keep": kwargs, "other": kwargs}),
-                    "files": st.none() | st.fixed_dictionaries({}, optional={"one": st.none() | text, "two": text}),
+                    "tools_kwargs": st.none()
+                    | st.fixed_dictionaries({}, optional={"keep": kwargs, "other": kwargs}),
+                    "files": st.none()
+                    | st.fixed_dictionaries({}, optional={"one": st.none() | text, "two": text}),
                     "free": st.none() | free,
                 },
             ),
         },
         optional={
             "agent_name": st.sampled_from([None, "tool_agent"]),
-            "reward_model": st.none() | st.fixed_dictionaries({}, optional={"ground_truth": st.none() | truth}),
+            "reward_model": st.none()
+            | st.fixed_dictionaries({}, optional={"ground_truth": st.none() | truth}),
             "free": st.none() | free,
         },
     )
@@ -421,7 +513,9 @@ def in_order(value: Any, kind: pa.DataType) -> Any:
     """Return a value with the keys of its objects in the order of their type, as a Parquet file has them."""
     if isinstance(value, dict) and pa.types.is_struct(kind):
         names = [kind.field(index).name for index in range(kind.num_fields)]
-        return {name: in_order(value[name], kind.field(name).type) for name in names if name in value}
+        return {
+            name: in_order(value[name], kind.field(name).type) for name in names if name in value
+        }
     if isinstance(value, list):
         return [in_order(item, kind.value_type) for item in value]
     if isinstance(value, dict):
@@ -433,7 +527,9 @@ class Keeper(BaseTool):
     """A tool, and a list of what it was given."""
 
     def __init__(self, kept: list[Any], name: str) -> None:
-        super().__init__(name=name, description="Keeps.", parameters={"type": "object", "properties": {}})
+        super().__init__(
+            name=name, description="Keeps.", parameters={"type": "object", "properties": {}}
+        )
         self.kept = kept
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
@@ -489,8 +585,14 @@ def played(row: dict[str, Any]) -> list[Any]:
     base._ENVIRONMENTS = {**known, "twins": World}
     try:
         for agent in (ToolAgent, InteractionAgent, EnvironmentAgent):
-            shared = {"tools": tools, "interactions": users, "environments": EnvironmentPools(timeout=10.0)}
-            harness = AgentHarness(agent, ["<call>keep {}</call>", "done"], shared=shared, tool_prompt="template")
+            shared = {
+                "tools": tools,
+                "interactions": users,
+                "environments": EnvironmentPools(timeout=10.0),
+            }
+            harness = AgentHarness(
+                agent, ["<call>keep {}</call>", "done"], shared=shared, tool_prompt="template"
+            )
             trajectory = asyncio.run(harness.run(row))
             scored = asyncio.run(score(trajectory, timeout=10.0))
             kept.append(harness.text(trajectory))
@@ -517,10 +619,14 @@ def recorded(trajectory: Trajectory) -> list[Any]:
 
 @settings(max_examples=examples(40))
 @given(twins())
-def test_whoever_reads_a_row_gets_the_same_from_json_lines_and_parquet(made: tuple[list[dict[str, Any]], pa.Schema]):
+def test_whoever_reads_a_row_gets_the_same_from_json_lines_and_parquet(
+    made: tuple[list[dict[str, Any]], pa.Schema],
+):
     rows, schema = made
     with tempfile.TemporaryDirectory() as folder:
-        results = [results_of(file) for file in write_twins(Path(folder), rows, schema=schema, group=2)]
+        results = [
+            results_of(file) for file in write_twins(Path(folder), rows, schema=schema, group=2)
+        ]
     for name, expected in results[0].items():
         assert as_text(results[1][name]) == as_text(expected), name
 
@@ -548,12 +654,18 @@ def results_of(file: Path) -> dict[str, Any]:
 
 
 def encoded(kind: type[ConversationsConfig], file: Path) -> list[list[list[int]]]:
-    encoder = Encoder(codec=ChatCodec(tokenizer()), config=kind.model_validate({"train": str(file)}), longest=10_000)
+    encoder = Encoder(
+        codec=ChatCodec(tokenizer()),
+        config=kind.model_validate({"train": str(file)}),
+        longest=10_000,
+    )
     examples = encoder.examples([DataSource(path=str(file))])
     return [[s.token_ids.tolist() + s.loss_mask.tolist() for s in example] for example in examples]
 
 
-def test_a_picture_or_a_video_that_is_replaced_makes_other_rows_and_one_that_is_moved_does_not(tmp_path: Path):
+def test_a_picture_or_a_video_that_is_replaced_makes_other_rows_and_one_that_is_moved_does_not(
+    tmp_path: Path,
+):
     def fingerprint(name: str, **changed: bytes) -> str:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
@@ -564,13 +676,22 @@ def test_a_picture_or_a_video_that_is_replaced_makes_other_rows_and_one_that_is_
             {"role": "user", "content": "<image> and <video>"},
             {"role": "user", "content": [{"type": "image", "image": "shown.png"}]},
         ]
-        row = {"prompt": prompt, "data_source": "x", "images": ["one.png"], "videos": [["frame.png", "frame.png"]]}
+        row = {
+            "prompt": prompt,
+            "data_source": "x",
+            "images": ["one.png"],
+            "videos": [["frame.png", "frame.png"]],
+        }
         (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
         return open_dataset([folder / "rows.jsonl"]).fingerprint
 
     before = fingerprint("a")
     assert fingerprint("b") == before
-    for name, data in (("one.png", b"other"), ("shown.png", b"q"), ("frame.png", b"f" * 199_999 + b"g")):
+    for name, data in (
+        ("one.png", b"other"),
+        ("shown.png", b"q"),
+        ("frame.png", b"f" * 199_999 + b"g"),
+    ):
         assert fingerprint("a", **{name: data}) != before, name
 
 

@@ -19,7 +19,10 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> list[list[dict]]:
-    return [load_rows(file) for file in prepare_shop(tmp_path_factory.mktemp("shop"), train=300, heldout=60)[:2]]
+    return [
+        load_rows(file)
+        for file in prepare_shop(tmp_path_factory.mktemp("shop"), train=300, heldout=60)[:2]
+    ]
 
 
 def question(row: dict) -> str:
@@ -27,7 +30,11 @@ def question(row: dict) -> str:
 
 
 def items(rows: list[dict]) -> set[str]:
-    return {match[1] for row in rows if (match := re.fullmatch(r"What is the \w+ of \d+ × (\w+)\?", question(row)))}
+    return {
+        match[1]
+        for row in rows
+        if (match := re.fullmatch(r"What is the \w+ of \d+ × (\w+)\?", question(row)))
+    }
 
 
 def test_answers_are_right_and_no_prompt_gives_them_away(files: list[list[dict]]):
@@ -42,7 +49,9 @@ def test_answers_are_right_and_no_prompt_gives_them_away(files: list[list[dict]]
         assert find_reward(row["data_source"]) is not None
 
 
-def test_heldout_questions_ask_about_items_that_no_training_question_and_no_prompt_names(files: list[list[dict]]):
+def test_heldout_questions_ask_about_items_that_no_training_question_and_no_prompt_names(
+    files: list[list[dict]],
+):
     train, heldout = map(items, files)
     assert train and heldout and not train & heldout and not (train | heldout) & set(SHOWN)
     assert len({question(row) for row in files[0] + files[1]}) == 360
@@ -51,14 +60,22 @@ def test_heldout_questions_ask_about_items_that_no_training_question_and_no_prom
 def test_difficulty_is_mixed_half_of_the_questions_need_two_calls(files: list[list[dict]]):
     kinds = Counter(row["data_source"] for row in files[0])
     assert kinds["shop/price"] == kinds["shop/weight"] == kinds["shop/product"] == 75
-    assert kinds["shop/sum"] + kinds["shop/difference"] == 75 and kinds["shop/sum"] > 20 < kinds["shop/difference"]
+    assert (
+        kinds["shop/sum"] + kinds["shop/difference"] == 75
+        and kinds["shop/sum"] > 20 < kinds["shop/difference"]
+    )
 
 
-async def test_the_prompts_calls_are_read_as_written_and_give_the_results_shown(files: list[list[dict]]):
+async def test_the_prompts_calls_are_read_as_written_and_give_the_results_shown(
+    files: list[list[dict]],
+):
     from jax_agent_rl.tools import shop
 
     config = load(QUICKSTART)
-    assert (config.agent.tool_format, config.tools.function_tool_path) == ("pythonic", shop.__name__)
+    assert (config.agent.tool_format, config.tools.function_tool_path) == (
+        "pythonic",
+        shop.__name__,
+    )
     messages = files[0][0]["prompt"]
     shown = [
         (m["content"], after["content"])
@@ -73,13 +90,18 @@ async def test_the_prompts_calls_are_read_as_written_and_give_the_results_shown(
 
 def test_the_same_seed_writes_the_same_rows_and_another_one_others(tmp_path: Path):
     def text(name: str, seed: int) -> list[str]:
-        return [file.read_text() for file in prepare_shop(tmp_path / name, train=8, heldout=4, seed=seed)]
+        return [
+            file.read_text()
+            for file in prepare_shop(tmp_path / name, train=8, heldout=4, seed=seed)
+        ]
 
     assert text("a", 0) == text("b", 0) != text("c", 1)
     assert json.loads(text("a", 0)[0].splitlines()[0])["agent_name"] == "tool_agent"
 
 
-async def test_demonstrations_answer_the_training_questions_with_calls_that_give_their_results(tmp_path: Path):
+async def test_demonstrations_answer_the_training_questions_with_calls_that_give_their_results(
+    tmp_path: Path,
+):
     from jax_agent_rl.tools import shop
 
     train, _, demonstrations = prepare_shop(tmp_path, train=40, heldout=4)
@@ -96,14 +118,22 @@ async def test_demonstrations_answer_the_training_questions_with_calls_that_give
 
 
 @pytest.mark.parametrize(("calls", "tool_format"), [("python", "pythonic"), ("json", "hermes")])
-def test_worked_calls_are_written_in_the_format_that_is_asked_for(tmp_path: Path, calls: str, tool_format: str):
-    rows = [load_rows(file) for file in prepare_shop(tmp_path / calls, train=8, heldout=4, calls=calls)[:2]]
+def test_worked_calls_are_written_in_the_format_that_is_asked_for(
+    tmp_path: Path, calls: str, tool_format: str
+):
+    rows = [
+        load_rows(file)
+        for file in prepare_shop(tmp_path / calls, train=8, heldout=4, calls=calls)[:2]
+    ]
     plain = [load_rows(file) for file in prepare_shop(tmp_path / "plain", train=8, heldout=4)[:2]]
     reader = get_format(tool_format)
     for row, as_python in zip(rows[0] + rows[1], plain[0] + plain[1], strict=True):
         said = [m["content"] for m in row["prompt"] if m["role"] == "assistant"]
         expected = [m["content"] for m in as_python["prompt"] if m["role"] == "assistant"]
-        read = [[(c.name, dict(c.arguments)) for c in reader.parse(text, ()).tool_calls] for text in said]
+        read = [
+            [(c.name, dict(c.arguments)) for c in reader.parse(text, ()).tool_calls]
+            for text in said
+        ]
         assert read == [
             [(c.name, dict(c.arguments)) for c in get_format("pythonic").parse(text, ()).tool_calls]
             for text in expected

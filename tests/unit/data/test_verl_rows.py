@@ -23,7 +23,10 @@ def verl_row(index: int, truth: str) -> dict:
     return {
         "data_source": "openai/gsm8k",
         "agent_name": "tool_agent",
-        "prompt": [{"role": "system", "content": "You are a math expert."}, {"role": "user", "content": f"Q{index}?"}],
+        "prompt": [
+            {"role": "system", "content": "You are a math expert."},
+            {"role": "user", "content": f"Q{index}?"},
+        ],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {
@@ -61,7 +64,10 @@ async def test_the_examples_tool_takes_the_rows_arguments(parquet):
     async with ToolSession(
         tools, "t", kwargs=kwargs, encode=codec.encode_text, decode=codec.decode, **limits
     ) as session:
-        answers = [await session.call("calc_gsm8k_reward", {"answer": text}) for text in ("71", "it is 72", "72")]
+        answers = [
+            await session.call("calc_gsm8k_reward", {"answer": text})
+            for text in ("71", "it is 72", "72")
+        ]
     assert [(a.observation, a.reward, a.error) for a in answers] == [
         ("wrong", -0.05, None),
         ("right", 0.0, None),
@@ -78,7 +84,10 @@ def test_nulls_that_parquet_adds_to_differing_rows_are_accepted(tmp_path):
         "reward_model": None,
         "extra_info": {"environment_kwargs": {"name": "textworld", "game": "x.z8"}},
     }
-    question = {**game, "extra_info": {"environment_kwargs": {"name": "reasoning_gym", "dataset": "a", "index": 1}}}
+    question = {
+        **game,
+        "extra_info": {"environment_kwargs": {"name": "reasoning_gym", "dataset": "a", "index": 1}},
+    }
     file = tmp_path / "mixed.parquet"
     pq.write_table(pa.Table.from_pylist([verl_row(0, "72"), plain, game, question]), file)
     rows = load_rows(file, agents=["tool_agent", "environment_agent"], tools=["calc_gsm8k_reward"])
@@ -91,7 +100,10 @@ def test_nulls_that_parquet_adds_to_differing_rows_are_accepted(tmp_path):
 
 @pytest.mark.parametrize("as_parquet", [True, False])
 def test_gsm8k_as_published_becomes_rows(tmp_path, as_parquet):
-    problems = [{"question": f"Q{i}?", "answer": f"<<1+{i}={1 + i}>>{1 + i}\n#### 1,00{i}"} for i in range(3)]
+    problems = [
+        {"question": f"Q{i}?", "answer": f"<<1+{i}={1 + i}>>{1 + i}\n#### 1,00{i}"}
+        for i in range(3)
+    ]
     source = tmp_path / ("gsm8k.parquet" if as_parquet else "gsm8k.jsonl")
     if as_parquet:
         pq.write_table(pa.Table.from_pylist(problems), source)
@@ -107,8 +119,20 @@ def test_gsm8k_as_published_becomes_rows(tmp_path, as_parquet):
         "--heldout",
         "1",
     ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={"PYTHONPATH": str(ROOT), "PATH": "/bin"})
+    subprocess.run(
+        command,
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/bin"},
+    )
     train, heldout = (load_rows(tmp_path / f"{name}.jsonl") for name in ("train", "heldout"))
-    assert [row["reward_model"]["ground_truth"] for row in train + heldout] == ["1000", "1001", "1002"]
-    assert train[0]["extra_info"]["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1000"}}}
+    assert [row["reward_model"]["ground_truth"] for row in train + heldout] == [
+        "1000",
+        "1001",
+        "1002",
+    ]
+    assert train[0]["extra_info"]["tools_kwargs"] == {
+        "calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1000"}}
+    }
     require_rewards(train)

@@ -28,7 +28,9 @@ def command_lines(page: Path) -> Iterator[list[str]]:
     text = page.read_text().replace("\\\n", " ")
     shell = "\n".join(re.findall(r"^```bash\n(.*?)^```$", text, re.S | re.M))
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
-    lines = re.findall(r"jax-agent-rl ([a-z][^|&>\n]*)", shell) + re.findall(r"`jax-agent-rl ([a-z][^`]*)`", prose)
+    lines = re.findall(r"jax-agent-rl ([a-z][^|&>\n]*)", shell) + re.findall(
+        r"`jax-agent-rl ([a-z][^`]*)`", prose
+    )
     for line in lines:
         yield shlex.split(line.replace("\n", " "), comments=True)
 
@@ -46,14 +48,18 @@ def resolve(words: list[str]) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "page, line", LINES, ids=lambda value: value.stem if isinstance(value, Path) else " ".join(value)
+    "page, line",
+    LINES,
+    ids=lambda value: value.stem if isinstance(value, Path) else " ".join(value),
 )
 def test_a_command_takes_what_it_is_given(page: Path, line: list[str]):
     command, words = resolve(line)
     given = {word.split("=")[0].strip("[]") for word in words if word.lstrip("[").startswith("--")}
     known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
     assert given <= known
-    if words and "…" not in words and "--help" not in given:  # a bare name in prose leaves out everything
+    if (
+        words and "…" not in words and "--help" not in given
+    ):  # a bare name in prose leaves out everything
         needed = [p for p in command.params if p.required and p.param_type_name == "option"]
         assert [p.name for p in needed if not given & set(p.opts)] == []
 

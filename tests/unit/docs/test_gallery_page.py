@@ -20,18 +20,30 @@ def gallery(monkeypatch: pytest.MonkeyPatch):
 
 def test_page_pictures_and_results_agree(gallery):
     results = json.loads((BENCHMARKS / "gallery.json").read_text())
-    assert (DOCS / "gallery.md").read_text() == gallery.page(TREE["figures"], TREE["curves"], results)
-    shown = {name for name, figure in TREE["figures"].items() if all(label in results for label in figure["curves"])}
+    assert (DOCS / "gallery.md").read_text() == gallery.page(
+        TREE["figures"], TREE["curves"], results
+    )
+    shown = {
+        name
+        for name, figure in TREE["figures"].items()
+        if all(label in results for label in figure["curves"])
+    }
     assert {file.stem for file in (DOCS / "images" / "gallery").glob("*.svg")} == shown
 
 
 def test_every_curve_is_shown_and_every_shown_curve_has_commands():
-    assert {label for figure in TREE["figures"].values() for label in figure["curves"]} == set(TREE["curves"])
+    assert {label for figure in TREE["figures"].values() for label in figure["curves"]} == set(
+        TREE["curves"]
+    )
 
 
-@pytest.mark.parametrize("command", [c for curve in TREE["curves"].values() for c in curve["commands"]])
+@pytest.mark.parametrize(
+    "command", [c for curve in TREE["curves"].values() for c in curve["commands"]]
+)
 def test_a_command_names_existing_files_and_keys(command: str):
-    program, *words = shlex.split(command.format(out="runs", seed=0, **dict.fromkeys(PLACES, "/python")))
+    program, *words = shlex.split(
+        command.format(out="runs", seed=0, **dict.fromkeys(PLACES, "/python"))
+    )
     if program == "env":
         program, *words = words[1:]
     if program.endswith(".sh"):
@@ -45,7 +57,9 @@ def test_a_command_names_existing_files_and_keys(command: str):
         assert program == "sft" and (ROOT / words[0]).is_file()
 
 
-def test_a_curve_is_its_last_command_and_costs_what_all_of_them_cost(gallery, tmp_path, monkeypatch):
+def test_a_curve_is_its_last_command_and_costs_what_all_of_them_cost(
+    gallery, tmp_path, monkeypatch
+):
     """Two seeds of a curve of two commands, from run folders that hold what runs write."""
     made = []
 
@@ -60,7 +74,12 @@ def test_a_curve_is_its_last_command_and_costs_what_all_of_them_cost(gallery, tm
             {"kind": "evaluation", "step": 1, "accuracy": 0.75},
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        summary = {"dropped": {"zero_variance": 1}, "started": 4, "max_logprob_gap": 1e-5, "warnings": [{"name": "w"}]}
+        summary = {
+            "dropped": {"zero_variance": 1},
+            "started": 4,
+            "max_logprob_gap": 1e-5,
+            "warnings": [{"name": "w"}],
+        }
         (folder / "summary.json").write_text(json.dumps(summary))
         return folder
 
@@ -81,5 +100,12 @@ def test_a_curve_is_its_last_command_and_costs_what_all_of_them_cost(gallery, tm
     figures = {"f": {"title": "T", "lesson": "L.", "curves": ["both"]}}
     figures["unfinished"] = {"title": "U", "lesson": "M.", "curves": ["both", "missing"]}
     text = gallery.page(figures, {"both": {"commands": commands}}, {"both": {"0": one, "1": one}})
-    assert "| both | 25% | 75%, 75% | 40 | 0.1 min | 25% |" in text and "missing" not in text and "## U" not in text
-    assert "jax-agent-rl train b.yaml model.path=runs/sft\n" in text and "Warnings of these runs: both: `w`." in text
+    assert (
+        "| both | 25% | 75%, 75% | 40 | 0.1 min | 25% |" in text
+        and "missing" not in text
+        and "## U" not in text
+    )
+    assert (
+        "jax-agent-rl train b.yaml model.path=runs/sft\n" in text
+        and "Warnings of these runs: both: `w`." in text
+    )

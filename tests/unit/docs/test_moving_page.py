@@ -18,7 +18,9 @@ from tests.unit.docs.pages import DOCS, blocks
 
 KEYS = set(valid_keys(Config))
 PAGES = {page.stem: page for page in sorted((DOCS / "moving").glob("*.md"))}
-LINES = [line for page in [DOCS / "moving.md", *PAGES.values()] for line in page.read_text().splitlines()]
+LINES = [
+    line for page in [DOCS / "moving.md", *PAGES.values()] for line in page.read_text().splitlines()
+]
 ROWS = [line.split("|")[2] for line in LINES if line.startswith("| `")]
 NAMES = sorted({name for row in ROWS for name in re.findall(r"`([\w.]+\.\w+)`", row)})
 
@@ -60,7 +62,9 @@ def test_the_page_names_enough_to_be_read():
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
-        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+        yield from (
+            leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+        )
 
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
@@ -70,7 +74,9 @@ def test_the_example_loads_and_has_the_values_of_its_table(page: Path, tmp_path:
         (key, value)
         for line in table.splitlines()
         if line.startswith("| ")
-        for _, key, value in re.findall(r"(`+)([a-z_0-9.]+)=(.+?)(?<!`)\1(?!`)", line.split(" | ")[1])
+        for _, key, value in re.findall(
+            r"(`+)([a-z_0-9.]+)=(.+?)(?<!`)\1(?!`)", line.split(" | ")[1]
+        )
     )
     (block,) = [block for block in blocks(page) if block.language == "yaml" and block.title]
     file = tmp_path / block.title

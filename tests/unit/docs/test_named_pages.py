@@ -7,7 +7,16 @@ import pytest
 
 from tests.unit.docs.pages import ROOT
 
-FOLDERS = ("jax_agent_rl", "gpu_backend", "configs", "examples", "launch", "benchmarks", "docker", ".github")
+FOLDERS = (
+    "jax_agent_rl",
+    "gpu_backend",
+    "configs",
+    "examples",
+    "launch",
+    "benchmarks",
+    "docker",
+    ".github",
+)
 SUFFIXES = (".py", ".sh", ".yaml", ".yml", ".md", ".Dockerfile")
 _PAGE = re.compile(r"\b(?:docs|third_party)/[\w./-]+\.(?:md|txt|ipynb|svg|png)\b")
 

@@ -21,7 +21,10 @@ def text_of(value: str | list[str]) -> str:
 def texts(cells: Iterable[Any]) -> str:
     """What the cells printed and returned."""
     outputs = [output for cell in cells for output in cell.get("outputs", ())]
-    return "\n".join(text_of(output.get("text") or output.get("data", {}).get("text/plain", "")) for output in outputs)
+    return "\n".join(
+        text_of(output.get("text") or output.get("data", {}).get("text/plain", ""))
+        for output in outputs
+    )
 
 
 def rewards(said: str) -> list[float]:
@@ -53,7 +56,9 @@ def test_its_outputs_hold_nothing_but_printed_text(stored: list[dict[str, Any]])
     outputs = [output for cell in stored for output in cell.get("outputs", ())]
     assert {output["output_type"] for output in outputs} == {"stream", "execute_result"}
     assert {output["name"] for output in outputs if output["output_type"] == "stream"} == {"stdout"}
-    assert not re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", texts(stored))  # control codes, but for tab and line feed
+    assert not re.findall(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", texts(stored)
+    )  # control codes, but for tab and line feed
 
 
 def test_its_outputs_name_no_path_of_a_machine(stored: list[dict[str, Any]]):

@@ -31,14 +31,23 @@ def test_no_sentence_ends_with_too(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_noun_is_replaced_by_those_of_or_that_of(page: Path):
-    assert re.findall(r"[^.]{0,40}\b(?:those|that)\s+of\b|[^.]{0,40}(?<!each )\bof\s+which\b", prose(page)) == []
+    assert (
+        re.findall(
+            r"[^.]{0,40}\b(?:those|that)\s+of\b|[^.]{0,40}(?<!each )\bof\s+which\b", prose(page)
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_sentence_goes_on_after_a_block_of_code(page: Path):
     blocks = [match.end() for match in BLOCK.finditer(page.read_text())]
     following = [page.read_text()[end:].lstrip().partition("\n")[0] for end in blocks]
-    assert [line for line in following if re.match(r"[a-z]", line) and not line.startswith("jax_agent_rl")] == []
+    assert [
+        line
+        for line in following
+        if re.match(r"[a-z]", line) and not line.startswith("jax_agent_rl")
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -49,7 +58,9 @@ def test_no_sentence_goes_on_after_a_block_of_code(page: Path):
 def test_ids_are_token_ids_where_a_page_first_names_them(page: Path):
     text = prose(page)
     first = re.search(r"(?<!`)\bids\b(?!`)", text)
-    assert first is None or text[: first.start()].lower().rstrip().endswith("token"), text[: first.end()][-80:]
+    assert first is None or text[: first.start()].lower().rstrip().endswith("token"), text[
+        : first.end()
+    ][-80:]
 
 
 def test_what_is_looked_for_is_found(tmp_path: Path):

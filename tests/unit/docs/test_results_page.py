@@ -15,7 +15,9 @@ def run_all(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_page_and_results_agree(run_all):
-    results, machines = (json.loads((BENCHMARKS / name).read_text()) for name in ("results.json", "machines.json"))
+    results, machines = (
+        json.loads((BENCHMARKS / name).read_text()) for name in ("results.json", "machines.json")
+    )
     assert (DOCS / "results.md").read_text() == run_all.page(results, machines)
 
 
@@ -77,8 +79,15 @@ def test_results_become_tables(run_all):
         "| batch 1 | 31.2 |  |",
         "| batch 8 | 1,234 | 2 |",
     ]
-    assert run_all.tables({"cpu": "x", "sft": {"ratio": 2}}) == ["|  | ratio |", "| --- | --- |", "| sft | 2 |"]
-    assert run_all.tables([{"adapters": 1, "rate": 2.0}, {"adapters": 4, "rate": 8.0}])[-1] == "| 4 | 8 |"
+    assert run_all.tables({"cpu": "x", "sft": {"ratio": 2}}) == [
+        "|  | ratio |",
+        "| --- | --- |",
+        "| sft | 2 |",
+    ]
+    assert (
+        run_all.tables([{"adapters": 1, "rate": 2.0}, {"adapters": 4, "rate": 8.0}])[-1]
+        == "| 4 | 8 |"
+    )
 
 
 def test_a_peer_without_an_environment_is_left_out(run_all):

@@ -16,8 +16,17 @@ import pytest
 from tests.unit.docs.pages import DOCS, ROOT
 
 REFERENCE = DOCS / "reference"
-DESCRIBED = {name for page in REFERENCE.glob("*.md") for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)}
-MODULES = ("errors", "types", "learner.advantages", "rollout.protocol")  # whose own text stands on a page
+DESCRIBED = {
+    name
+    for page in REFERENCE.glob("*.md")
+    for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)
+}
+MODULES = (
+    "errors",
+    "types",
+    "learner.advantages",
+    "rollout.protocol",
+)  # whose own text stands on a page
 PUBLIC_PACKAGES = ("agents", "environments", "rewards", "tools", "testing.conformance")
 
 
@@ -42,7 +51,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy_sources(folder)
     done = build(folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "griffe:" not in done.stdout + done.stderr, "a docstring describes what its function does not have"
+    assert "griffe:" not in done.stdout + done.stderr, (
+        "a docstring describes what its function does not have"
+    )
     return folder / "site"
 
 
@@ -62,7 +73,9 @@ def test_pages_load_nothing_from_elsewhere(site: Path):
 
 def test_pictures_and_files_that_pages_show_are_there(site: Path):
     for page in site.rglob("index.html"):
-        named = re.findall(r'<(?:a|img|link|script)[^>]+(?:href|src)="([^"#?:]+)"', page.read_text())
+        named = re.findall(
+            r'<(?:a|img|link|script)[^>]+(?:href|src)="([^"#?:]+)"', page.read_text()
+        )
         missing = [name for name in named if not (page.parent / unquote(name)).exists()]
         assert not missing, page
 
@@ -72,7 +85,14 @@ def test_every_page_is_in_the_navigation_once_and_home_comes_first():
     named = re.findall(r"([\w/]+\.md)$", navigation, re.M)
     assert sorted(named) == sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
     assert navigation.splitlines()[0] == "  - Home: index.md"
-    first_steps = ["installation.md", "first_run.md", "concepts.md", "write/tool.md", "training.md", "config.md"]
+    first_steps = [
+        "installation.md",
+        "first_run.md",
+        "concepts.md",
+        "write/tool.md",
+        "training.md",
+        "config.md",
+    ]
     places = [named.index(page) for page in first_steps]
     assert places == sorted(places)
 
@@ -80,7 +100,9 @@ def test_every_page_is_in_the_navigation_once_and_home_comes_first():
 @pytest.mark.parametrize("package", PUBLIC_PACKAGES)
 def test_the_reference_describes_every_name_of_a_public_package(package: str):
     # A function may have the name of its module: jax_agent_rl.tools.function_tool.function_tool.
-    described = {name.rpartition(".")[2] for name in DESCRIBED if name.startswith(f"jax_agent_rl.{package}.")}
+    described = {
+        name.rpartition(".")[2] for name in DESCRIBED if name.startswith(f"jax_agent_rl.{package}.")
+    }
     assert set(importlib.import_module(f"jax_agent_rl.{package}").__all__) <= described
 
 
@@ -100,7 +122,9 @@ def test_the_reference_links_names_in_docstrings_and_shows_no_markup(site: Path)
     types = (site / "reference" / "types" / "index.html").read_text()
     assert re.search(r'<a [^>]*href="[^"]*#jax_agent_rl\.types\.Trajectory\.from_turns"', types)
     for page in (site / "reference").rglob("index.html"):
-        assert not re.findall(r":(?:class|func|meth|mod|attr|data):|<p>:+</p>", page.read_text()), page
+        assert not re.findall(r":(?:class|func|meth|mod|attr|data):|<p>:+</p>", page.read_text()), (
+            page
+        )
 
 
 @pytest.mark.parametrize("link", ["[a](nowhere.md)", "[a](concepts.md#no-such-heading)"])
@@ -109,7 +133,9 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path, link: str):
     (tmp_path / "docs").mkdir()
     configuration = (ROOT / "mkdocs.yml").read_text()
     without_navigation = re.sub(r"^nav:\n(?:  .*\n)+", "", configuration, flags=re.M)
-    without_reference = re.sub(r"^  - mkdocstrings:\n(?:   .*\n)+", "", without_navigation, flags=re.M)
+    without_reference = re.sub(
+        r"^  - mkdocstrings:\n(?:   .*\n)+", "", without_navigation, flags=re.M
+    )
     (tmp_path / "mkdocs.yml").write_text(without_reference)
     (tmp_path / "docs" / "concepts.md").write_text("# Concepts\n")
     (tmp_path / "docs" / "index.md").write_text(f"# Home\n\n{link}\n")

@@ -16,7 +16,9 @@ from tests.unit.docs.pages import DOCS, ROOT
 
 PAGE = (DOCS / "troubleshooting.md").read_text()
 ROWS = [line.split("|") for line in PAGE.splitlines() if line.startswith("| ")]
-SAID = sorted({quoted for row in ROWS for quoted in re.findall(r"`([^`]*)`", row[1]) if " " in quoted})
+SAID = sorted(
+    {quoted for row in ROWS for quoted in re.findall(r"`([^`]*)`", row[1]) if " " in quoted}
+)
 KEYS = set(valid_keys(Config))
 SECTIONS = {key.partition(".")[0] for key in KEYS}
 
@@ -27,11 +29,16 @@ def texts(file: Path) -> Iterator[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield re.sub(r"%\S", "…", node.value)
         elif isinstance(node, ast.JoinedStr):
-            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
+            )
 
 
 EVERYTHING = "\n".join(
-    text for folder in ("jax_agent_rl", "gpu_backend") for f in (ROOT / folder).rglob("*.py") for text in texts(f)
+    text
+    for folder in ("jax_agent_rl", "gpu_backend")
+    for f in (ROOT / folder).rglob("*.py")
+    for text in texts(f)
 )
 
 
@@ -45,12 +52,17 @@ def test_its_keys_exist():
     named = set(re.findall(r"`(\w+\.[\w.]+)(?:=[^`]*)?`", PAGE))
     named = {name for name in named if name.partition(".")[0] in SECTIONS}
     assert len(named) > 30
-    assert {n for n in named if n not in KEYS and not any(key.startswith(n + ".") for key in KEYS)} == set()
+    assert {
+        n for n in named if n not in KEYS and not any(key.startswith(n + ".") for key in KEYS)
+    } == set()
 
 
 def test_its_reasons_exist():
     reasons = {*map(str, DropReason), *map(str, FinishReason)}
-    named = {word for word in re.findall(r"`([a-z]+_(?:error|timeout|drift|variance|edited|length))`", PAGE)}
+    named = {
+        word
+        for word in re.findall(r"`([a-z]+_(?:error|timeout|drift|variance|edited|length))`", PAGE)
+    }
     assert len(named) > 5 and named <= reasons
 
 

@@ -24,14 +24,23 @@ from tests.tiny_chat import assert_exact, tiny_context
 from tests.unit.docs.pages import DOCS, ROOT, blocks, write_files
 
 PAGES = [*sorted((DOCS / "write").glob("*.md")), DOCS / "traces.md"]
-REQUIRED = {"run_dir": "runs/page", "model": {"path": "model"}, "data": {"train": "t.jsonl", "eval": "h.jsonl"}}
+REQUIRED = {
+    "run_dir": "runs/page",
+    "model": {"path": "model"},
+    "data": {"train": "t.jsonl", "eval": "h.jsonl"},
+}
 
 
-PROGRAMS = {page: "".join(b.text for b in blocks(page) if b.language == "python" and not b.title) for page in PAGES}
+PROGRAMS = {
+    page: "".join(b.text for b in blocks(page) if b.language == "python" and not b.title)
+    for page in PAGES
+}
 
 
 @pytest.mark.parametrize(
-    "page, program", [(p, text) for p, text in PROGRAMS.items() if text], ids=lambda v: getattr(v, "stem", "")
+    "page, program",
+    [(p, text) for p, text in PROGRAMS.items() if text],
+    ids=lambda v: getattr(v, "stem", ""),
 )
 def test_its_programs_run_through(page: Path, program: str, tmp_path: Path):
     write_files(page, tmp_path)
@@ -55,7 +64,11 @@ async def test_the_agent_looks_twice_and_only_what_it_sampled_is_trained_on(tmp_
     trajectory = await stage.run()
     assert_token_exact(trajectory, stage.backend.requests)
     assert trajectory.finish_reason is FinishReason.ANSWER and len(trajectory.turns) == 2
-    sampled = [token for token, own in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if own]
+    sampled = [
+        token
+        for token, own in zip(trajectory.response_ids, trajectory.response_mask, strict=True)
+        if own
+    ]
     assert stage.codec.decode(sampled) == "It is 4.It is 3."
     assert "Check that" in stage.text(trajectory)
 
@@ -78,8 +91,14 @@ async def test_the_client_is_handed_an_endpoint_that_records_its_ids(tmp_path: P
 async def test_the_environment_plays_until_the_number_is_found(tmp_path: Path):
     write_files(DOCS / "write" / "environment.md", tmp_path)
     load_environments(str(tmp_path / "guess.py"))
-    (row,) = [yaml.safe_load(b.text) for b in blocks(DOCS / "write" / "environment.md") if b.language == "json"]
-    stage = AgentHarness(EnvironmentAgent, ["50", "hm", "42"], shared={"environments": EnvironmentPools()})
+    (row,) = [
+        yaml.safe_load(b.text)
+        for b in blocks(DOCS / "write" / "environment.md")
+        if b.language == "json"
+    ]
+    stage = AgentHarness(
+        EnvironmentAgent, ["50", "hm", "42"], shared={"environments": EnvironmentPools()}
+    )
     trajectory = await stage.run(row)
     assert trajectory.finish_reason is FinishReason.ENVIRONMENT_DONE
     assert trajectory.turn_scores == (0.0, 0.0, 1.0)
@@ -88,29 +107,48 @@ async def test_the_environment_plays_until_the_number_is_found(tmp_path: Path):
     await stage.agent.close()
 
 
-async def test_the_tools_load_by_the_keys_the_page_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_tools_load_by_the_keys_the_page_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     write_files(DOCS / "write" / "tool.md", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = ToolsConfig(function_tool_path=str(tmp_path / "tools.py"), tool_config_path=str(tmp_path / "tools.yaml"))
+    config = ToolsConfig(
+        function_tool_path=str(tmp_path / "tools.py"), tool_config_path=str(tmp_path / "tools.yaml")
+    )
     async with open_tools(config) as tools:
         assert set(tools) == {"population", "write_note"}
 
 
-async def test_the_tool_adds_its_span_to_a_trace_and_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_tool_adds_its_span_to_a_trace_and_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     write_files(DOCS / "traces.md", tmp_path)
     monkeypatch.chdir(tmp_path)
     with sqlite3.connect("shop.db") as database:
         database.execute("create table orders (customer text, item text)")
-        database.execute("insert into orders values ('Ann', 'lamp'), ('Ann', 'chair'), ('Bo', 'desk')")
+        database.execute(
+            "insert into orders values ('Ann', 'lamp'), ('Ann', 'chair'), ('Bo', 'desk')"
+        )
     traces = []
     tracer = Tracer(traces.append, max_per_step=1)
     async with open_tools(ToolsConfig(function_tool_path="orders.py")) as tools:
-        call = functools.partial(tools.select()["orders"].execute, "a trajectory", {"customer": "Ann"})
+        call = functools.partial(
+            tools.select()["orders"].execute, "a trajectory", {"customer": "Ann"}
+        )
         assert await call() == "lamp, chair"
         with tracer.trajectory(
-            trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False
+            trajectory_id="t",
+            group_id="g",
+            group_size=1,
+            step=1,
+            sample=0,
+            rollout=0,
+            validate=False,
         ):
             await call()
     _, added = traces[0].spans
     assert (added.name, added.about, added.error) == ("tool", "database", None)
-    assert added.attributes["arguments"]["customer"] == "Ann" and "chair" in added.attributes["observation"]
+    assert (
+        added.attributes["arguments"]["customer"] == "Ann"
+        and "chair" in added.attributes["observation"]
+    )

@@ -14,7 +14,9 @@ from jax_agent_rl.types import FinishReason
 
 
 def lease(name, *, scope="rollout"):
-    return EnvironmentPool(get_environment(name), name=name, scope=scope, max_instances=8, timeout=120.0).lease()
+    return EnvironmentPool(
+        get_environment(name), name=name, scope=scope, max_instances=8, timeout=120.0
+    ).lease()
 
 
 def text_of(observation):
@@ -64,14 +66,21 @@ async def test_a_reasoning_gym_question_is_fixed_by_seed_and_index():
     assert same == await question(index=5, seed=1)
     assert len({same, await question(index=6, seed=1), await question(index=5, seed=1000)}) == 3
     short = await question(index=5, config='{"min_terms": 2, "max_terms": 2}')
-    assert short == await question(index=5, config={"max_terms": 2, "min_terms": 2}) and short.count("+") <= 1
+    assert (
+        short == await question(index=5, config={"max_terms": 2, "min_terms": 2})
+        and short.count("+") <= 1
+    )
 
 
-@pytest.mark.parametrize("kwargs", [{"dataset": "no_such"}, {"dataset": "chain_sum", "config": {"min_term": 1}}])
+@pytest.mark.parametrize(
+    "kwargs", [{"dataset": "no_such"}, {"dataset": "chain_sum", "config": {"min_term": 1}}]
+)
 async def test_a_reasoning_gym_dataset_that_does_not_exist_is_named(kwargs):
     pytest.importorskip("reasoning_gym")
     async with lease("reasoning_gym") as environment:
-        with pytest.raises(EnvironmentFailedError, match=f"reasoning_gym: dataset '{kwargs['dataset']}'"):
+        with pytest.raises(
+            EnvironmentFailedError, match=f"reasoning_gym: dataset '{kwargs['dataset']}'"
+        ):
             await environment.reset(index=0, **kwargs)
 
 
@@ -117,14 +126,20 @@ async def test_many_textworld_games_run_at_once(game):
         async with lease("textworld") as environment:
             await environment.reset(game=str(game))
             await environment.step(Reply(content="take teacup from chair"))
-            return (await environment.step(Reply(content="put teacup on counter"))).metrics["textworld/won"]
+            return (await environment.step(Reply(content="put teacup on counter"))).metrics[
+                "textworld/won"
+            ]
 
     assert await asyncio.gather(*(play() for _ in range(6))) == [1.0] * 6
 
 
 async def test_an_instance_plays_the_same_game_again_from_its_beginning(game):
     pool = EnvironmentPool(
-        get_environment("textworld"), name="textworld", scope="global", max_instances=1, timeout=120.0
+        get_environment("textworld"),
+        name="textworld",
+        scope="global",
+        max_instances=1,
+        timeout=120.0,
     )
     openings = []
     for _ in range(2):
@@ -138,7 +153,9 @@ async def test_an_instance_plays_the_same_game_again_from_its_beginning(game):
 async def test_a_game_that_is_not_there_says_how_to_make_it(tmp_path):
     pytest.importorskip("textworld")
     async with lease("textworld") as environment:
-        with pytest.raises(EnvironmentFailedError, match="nothing.z8' does not exist; make it with tw-make"):
+        with pytest.raises(
+            EnvironmentFailedError, match="nothing.z8' does not exist; make it with tw-make"
+        ):
             await environment.reset(game=str(tmp_path / "nothing.z8"))
 
 
@@ -252,7 +269,12 @@ async def test_a_verifiers_task_is_asked_answered_and_scored():
         observation = await environment.step(Reply(content="pear"))
         assert observation.done
         outcome = await environment.conclude([], FinishReason.ENVIRONMENT_DONE)
-    assert outcome == {"score": 2.5, "verifiers/right": 1.0, "verifiers/brief": 0.5, "verifiers/calls": 0.0}
+    assert outcome == {
+        "score": 2.5,
+        "verifiers/right": 1.0,
+        "verifiers/brief": 0.5,
+        "verifiers/calls": 0.0,
+    }
 
 
 async def test_a_verifiers_toolset_is_called_and_its_failures_are_read_by_the_model():
@@ -264,9 +286,14 @@ async def test_a_verifiers_toolset_is_called_and_its_failures_are_read_by_the_mo
         assert schema["function"]["parameters"]["properties"]["loud"]["type"] == "boolean"
         call = ToolCall(name="words_first_letter", arguments={"loud": True})
         observation = await environment.step(Reply(content="hm", tool_calls=(call,)))
-        assert observation.messages == ({"role": "tool", "name": "words_first_letter", "content": "K"},)
+        assert observation.messages == (
+            {"role": "tool", "name": "words_first_letter", "content": "K"},
+        )
         assert not observation.done and observation.tool_calls[0].error is None
-        wrong = (ToolCall(name="words_last_letter", arguments={}), ToolCall(name=call.name, arguments={"loud": 7}))
+        wrong = (
+            ToolCall(name="words_last_letter", arguments={}),
+            ToolCall(name=call.name, arguments={"loud": 7}),
+        )
         observation = await environment.step(Reply(content="", tool_calls=wrong))
         assert [c.error for c in observation.tool_calls] == ["unknown_tool", "bad_arguments"]
         assert observation.done, "three tool results: the task's own stop"
@@ -288,18 +315,24 @@ async def test_a_call_that_cannot_be_decoded_is_answered():
     async with lease("verifiers") as environment:
         await environment.reset(taskset="guess_fruit", index=0)
         observation = await environment.step(Reply(content="", malformed=("no JSON",)))
-        assert not observation.done and "Failed to decode tool call: no JSON" in text_of(observation)
+        assert not observation.done and "Failed to decode tool call: no JSON" in text_of(
+            observation
+        )
 
 
 async def test_a_verifiers_task_that_cannot_run_here_is_refused_not_scored_wrongly():
     pytest.importorskip("verifiers")
     async with lease("verifiers") as environment:
-        with pytest.raises(EnvironmentFailedError, match="setup takes a runtime; passes takes a runtime.*own harness"):
+        with pytest.raises(
+            EnvironmentFailedError,
+            match="setup takes a runtime; passes takes a runtime.*own harness",
+        ):
             await environment.reset(taskset="shell_work", index=0)
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"), [({"index": 2}, "has 2 tasks, not number 2"), ({"index": -1}, "not number -1")]
+    ("kwargs", "message"),
+    [({"index": 2}, "has 2 tasks, not number 2"), ({"index": -1}, "not number -1")],
 )
 async def test_a_verifiers_task_that_is_not_there_is_named(kwargs, message):
     pytest.importorskip("verifiers")

@@ -75,14 +75,18 @@ def tools_of(*functions, **settings):
 def session(tools, name="t", *, timeout=TIMEOUT, **kwargs):
     codec = FakeCodec()
     limits = {"timeout": timeout, "max_response_length": 99, "truncate_side": "right"}
-    return ToolSession(tools, name, kwargs=kwargs, encode=codec.encode_text, decode=codec.decode, **limits)
+    return ToolSession(
+        tools, name, kwargs=kwargs, encode=codec.encode_text, decode=codec.decode, **limits
+    )
 
 
 async def say(opened, line):
     return (await opened.call("write", {"line": line})).observation
 
 
-async def test_a_trajectory_has_one_environment_for_all_its_calls_and_the_next_one_gets_it_reset(made):
+async def test_a_trajectory_has_one_environment_for_all_its_calls_and_the_next_one_gets_it_reset(
+    made,
+):
     tools = tools_of(env_kwargs={"title": "lines"})
     async with session(tools, write={"create_kwargs": {"lines": ["x"]}}) as opened:
         assert made == [], "leased by the first call"
@@ -101,15 +105,24 @@ async def test_the_model_does_not_see_the_environment():
     properties = {"line": {"type": "string", "description": "The line."}}
     assert tool.parameters == {"type": "object", "properties": properties, "required": ["line"]}
     async with session({"write": tool}) as opened:
-        assert "wrong arguments" in (await opened.call("write", {"line": "a", "env": "mine"})).observation
+        assert (
+            "wrong arguments"
+            in (await opened.call("write", {"line": "a", "env": "mine"})).observation
+        )
 
 
 async def test_tools_of_one_decorator_share_the_environment_and_blocking_ones_run_in_a_thread(made):
     tools = tools_of(write, read)
     async with session(tools, read={"create_kwargs": {"lines": ["x"]}}) as opened:
-        calls = [opened.call("write", {"line": "a"}), opened.call("read", {}), opened.call("write", {"line": "b"})]
+        calls = [
+            opened.call("write", {"line": "a"}),
+            opened.call("read", {}),
+            opened.call("write", {"line": "b"}),
+        ]
         records = await asyncio.gather(*calls)
-        assert [record.observation for record in records] == ["2 notes", "x a", "3 notes"], "one after the other"
+        assert [record.observation for record in records] == ["2 notes", "x a", "3 notes"], (
+            "one after the other"
+        )
     (notes,) = made
     async with session(tools) as opened:
         assert (await opened.call("read", {})).observation == "nothing"
@@ -142,7 +155,9 @@ async def test_a_broken_environment_is_closed_and_another_takes_its_place(made, 
         if scope == "trajectory":
             assert "Error: its Notes is gone: a call raised " in await say(opened, "b")
             async with session(tools, "u") as other:
-                assert await say(other, "c") == "1 notes", "the place is free before the trajectory ends"
+                assert await say(other, "c") == "1 notes", (
+                    "the place is free before the trajectory ends"
+                )
         else:
             assert await say(opened, "b") == "1 notes"
     await tools["write"].close()
@@ -170,7 +185,11 @@ async def test_a_full_pool_makes_calls_wait_and_says_why_they_waited_in_vain(mad
 async def test_global_environments_keep_what_other_trajectories_did_and_are_reset_once(made):
     tools = tools_of(scope="global")
     async with session(tools) as one, session(tools, "u") as other:
-        assert [await say(one, "a"), await say(other, "b"), await say(one, "c")] == ["1 notes", "2 notes", "3 notes"]
+        assert [await say(one, "a"), await say(other, "b"), await say(one, "c")] == [
+            "1 notes",
+            "2 notes",
+            "3 notes",
+        ]
     assert [notes.resets for notes in made] == [[{}]]
     async with session(tools, write={"create_kwargs": {"lines": []}}) as opened:
         assert "all trajectories share the environments of 'write'" in await say(opened, "d")
@@ -186,17 +205,23 @@ async def test_one_of_two_tools_that_cannot_be_created_leaves_the_other_its_envi
 @pytest.mark.parametrize("fork", FORKS)
 async def test_a_branch_repeats_its_calls_in_an_environment_of_its_own(made, fork):
     words = [f'<call>write {{"line": "{line}"}}</call>' for line in "abc"] + ["done"]
-    stage = Branching(ToolAgent, words, shared={"tools": ToolRegistry(tools_of(pool_size=2).values())})
+    stage = Branching(
+        ToolAgent, words, shared={"tools": ToolRegistry(tools_of(pool_size=2).values())}
+    )
     parent = await stage.parent(ROW)
     assert_same_course(parent, await stage.branch(parent, *fork))
-    assert [notes.resets for notes in made] == [[{}, {}]], "released by the parent before it branches"
+    assert [notes.resets for notes in made] == [[{}, {}]], (
+        "released by the parent before it branches"
+    )
     assert made[0].lines == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("fork", FORKS)
 async def test_a_branch_does_not_repeat_what_it_did_to_all(made, fork):
     words = [f'<call>write {{"line": "{line}"}}</call>' for line in "abc"] + ["done"]
-    stage = Branching(ToolAgent, words, shared={"tools": ToolRegistry(tools_of(scope="global").values())})
+    stage = Branching(
+        ToolAgent, words, shared={"tools": ToolRegistry(tools_of(scope="global").values())}
+    )
     await stage.branch(await stage.parent(ROW), *fork)
     assert made[0].lines == list("abc") + list("abc")[fork[0] :]
 
@@ -208,7 +233,9 @@ async def test_the_end_of_the_run_closes_environments(tmp_path, monkeypatch):
         "Notes.made = made = []\n"
         "write = environment_tool(env_cls=Notes, pool_size=3)(write)\n"
     )
-    async with open_tools(ToolsConfig(function_tool_path=str(tmp_path / "my_notes.py"))) as registry:
+    async with open_tools(
+        ToolsConfig(function_tool_path=str(tmp_path / "my_notes.py"))
+    ) as registry:
         async with session(registry.select()) as opened:
             assert await say(opened, "a") == "1 notes"
         made = registry.select()["write"].function.__globals__["Notes"].made
@@ -286,7 +313,11 @@ class World:
             raise OSError("broken")
 
     async def call(self, who: str, kind: str, seconds: int, env: Held) -> str:
-        if env.in_call or env.closes or (self.scope == "trajectory" and env.owner not in (None, who)):
+        if (
+            env.in_call
+            or env.closes
+            or (self.scope == "trajectory" and env.owner not in (None, who))
+        ):
             self.violations.append((who, kind, env.owner, env.in_call, env.closes))
         env.owner, env.in_call = who, True
         try:
@@ -305,7 +336,10 @@ LIVES = st.tuples(
 
 
 @example(  # the trajectory is cancelled, its call is not to be stopped, and another one waits for the environment
-    lives=[(0, [[("stubborn", 9)]], 5), (1, [[("ok", 9)]], None)], pool_size=1, scope="trajectory", resets=[]
+    lives=[(0, [[("stubborn", 9)]], 5), (1, [[("ok", 9)]], None)],
+    pool_size=1,
+    scope="trajectory",
+    resets=[],
 )
 @given(
     lives=st.lists(LIVES, min_size=1, max_size=5),
@@ -318,7 +352,9 @@ def test_in_any_order_of_calls_failures_and_cancellations_a_lease_has_one_holder
 ):
     async def run():
         world = World(list(resets), scope)
-        make = environment_tool(env_cls=Held, pool_size=pool_size, scope=scope, env_kwargs={"world": world})
+        make = environment_tool(
+            env_cls=Held, pool_size=pool_size, scope=scope, env_kwargs={"world": world}
+        )
         tool = make(world.call)
         tools = {tool.name: tool}
 
@@ -326,7 +362,9 @@ def test_in_any_order_of_calls_failures_and_cancellations_a_lease_has_one_holder
             await asyncio.sleep(begins)
             async with session(tools, name) as opened:
                 for turn in turns:
-                    calls = [{"who": name, "kind": kind, "seconds": seconds} for kind, seconds in turn]
+                    calls = [
+                        {"who": name, "kind": kind, "seconds": seconds} for kind, seconds in turn
+                    ]
                     await asyncio.gather(*(opened.call("call", arguments) for arguments in calls))
 
         tasks = []
@@ -342,13 +380,19 @@ def test_in_any_order_of_calls_failures_and_cancellations_a_lease_has_one_holder
         free = [asyncio.create_task(live(f"last{n}", 0, [[("ok", 9)]])) for n in range(pool_size)]
         began = asyncio.get_running_loop().time()
         await asyncio.gather(*free)
-        assert asyncio.get_running_loop().time() == began + 9, "every place of the pool is free again"
-        again = [asyncio.create_task(live(f"more{n}", 0, [[("ok", 9)]])) for n in range(pool_size + 1)]
+        assert asyncio.get_running_loop().time() == began + 9, (
+            "every place of the pool is free again"
+        )
+        again = [
+            asyncio.create_task(live(f"more{n}", 0, [[("ok", 9)]])) for n in range(pool_size + 1)
+        ]
         began = asyncio.get_running_loop().time()
         await asyncio.gather(*again)
         assert asyncio.get_running_loop().time() > began + 9, "and there are not more of them"
         await tool.close()
-        assert world.violations == [] and [env.closes for env in world.made] == [1] * len(world.made)
+        assert world.violations == [] and [env.closes for env in world.made] == [1] * len(
+            world.made
+        )
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         runner.run(run())

@@ -47,14 +47,18 @@ def room():
 
 
 def pool_of(cls, *, scope="rollout", max_instances=2, timeout=5.0):
-    return EnvironmentPool(cls, name="room", scope=scope, max_instances=max_instances, timeout=timeout)
+    return EnvironmentPool(
+        cls, name="room", scope=scope, max_instances=max_instances, timeout=timeout
+    )
 
 
 async def test_each_trajectory_has_an_instance_of_its_own_that_is_closed_once(room):
     pool = pool_of(room)
     for _ in range(3):
         async with pool.lease() as leased:
-            assert (await leased.reset(size=2)).messages == ({"role": "user", "content": "a room of 2"},)
+            assert (await leased.reset(size=2)).messages == (
+                {"role": "user", "content": "a room of 2"},
+            )
     await pool.close()
     assert [(r.resets, r.closes) for r in room.made] == [(1, 1)] * 3
 
@@ -132,12 +136,15 @@ async def test_a_call_that_hangs_is_given_up_and_named(room):
 
     async with pool_of(Stuck, timeout=0.05).lease() as leased:
         with pytest.raises(
-            EnvironmentTimeoutError, match="'room': step did not return within environments.timeout=0.05"
+            EnvironmentTimeoutError,
+            match="'room': step did not return within environments.timeout=0.05",
         ):
             await leased.step(None)
 
 
-@pytest.mark.parametrize("problem", [ZeroDivisionError("x"), SystemExit(3), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    "problem", [ZeroDivisionError("x"), SystemExit(3), asyncio.CancelledError()]
+)
 async def test_whatever_an_environment_raises_loses_one_trajectory(room, problem):
     class Broken(room):
         async def reset(self):
@@ -153,7 +160,9 @@ async def test_an_instance_that_cannot_be_made_is_named():
     def broken():
         raise OSError("no display")
 
-    with pytest.raises(EnvironmentFailedError, match="'room': making it raised OSError: no display"):
+    with pytest.raises(
+        EnvironmentFailedError, match="'room': making it raised OSError: no display"
+    ):
         async with pool_of(broken).lease():
             pass
 
@@ -178,7 +187,9 @@ async def test_environments_are_found_by_name(own_registry, room):
         environments.register_environment("room")(room)
     pools = EnvironmentPools(scope="global", max_instances=1, timeout=1.0)
     assert pools.pool("room") is pools.pool("room")
-    with pytest.raises(ConfigError, match=r"'rom'; did you mean 'room'\? there are \[.*'textworld'"):
+    with pytest.raises(
+        ConfigError, match=r"'rom'; did you mean 'room'\? there are \[.*'textworld'"
+    ):
         pools.pool("rom")
     await pools.close()
 
@@ -205,8 +216,15 @@ def row_in(**kwargs):
 
 def test_rows_are_checked_before_a_run():
     environments.require_environment(row_in(name="textworld", game="x.z8"))
-    for row in ({}, {"extra_info": {}}, row_in(game="x.z8"), {"extra_info": {"environment_kwargs": "textworld"}}):
-        with pytest.raises(DataError, match="environment_kwargs must be an object with the environment's 'name'"):
+    for row in (
+        {},
+        {"extra_info": {}},
+        row_in(game="x.z8"),
+        {"extra_info": {"environment_kwargs": "textworld"}},
+    ):
+        with pytest.raises(
+            DataError, match="environment_kwargs must be an object with the environment's 'name'"
+        ):
             environments.require_environment(row)
     with pytest.raises(ConfigError, match="did you mean 'textworld'"):
         environments.require_environment(row_in(name="textword"))
@@ -217,23 +235,37 @@ def test_rows_are_checked_before_a_run():
 def test_importing_the_adapters_loads_none_of_their_packages():
     packages = {"reasoning_gym", "textworld", "verifiers"}
     code = f"import sys, jax_agent_rl.environments; print(sorted({packages} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
 def lost(**reasons):
-    return Group(group_id="g", trajectories=(), dropped={DropReason(k): v for k, v in reasons.items()})
+    return Group(
+        group_id="g", trajectories=(), dropped={DropReason(k): v for k, v in reasons.items()}
+    )
 
 
 def test_a_run_that_loses_every_batch_stops_and_says_why():
     guard = LostBatchGuard(2)
-    alive = Group(group_id="g", trajectories=(trajectory([1], [2]),), dropped={DropReason.REWARD_ERROR: 3})
+    alive = Group(
+        group_id="g", trajectories=(trajectory([1], [2]),), dropped={DropReason.REWARD_ERROR: 3}
+    )
     losses = {DropReason.REWARD_TIMEOUT: "'mine' did not return within reward.timeout=60 seconds"}
-    for groups in ([lost(reward_error=4)], [alive, lost(reward_error=4)], [lost(reward_error=4)], []):
+    for groups in (
+        [lost(reward_error=4)],
+        [alive, lost(reward_error=4)],
+        [lost(reward_error=4)],
+        [],
+    ):
         guard.check(groups, losses)
     with pytest.raises(NothingToTrainError) as caught:
         guard.check([lost(reward_timeout=3, reward_error=1), lost(reward_timeout=4)], losses)
     message = str(caught.value)
-    assert "every trajectory of 2 batches in a row was lost (reward_timeout 7, reward_error 1)" in message
+    assert (
+        "every trajectory of 2 batches in a row was lost (reward_timeout 7, reward_error 1)"
+        in message
+    )
     assert "The newest reward_timeout: 'mine' did not return within reward.timeout=60" in message
     assert "trainer.max_failed_batches" in message

@@ -33,12 +33,25 @@ class Stage:
             self.codec.encode_prompt(row["prompt"])
         self.backend = ScriptedBackend(self.codec, ["hello there"])
         client = LLMServerClient([AsyncServer(self.backend)])
-        context = AgentContext(client=client, codec=self.codec, limits=AgentConfig(), max_model_len=1000)
-        self.collector = RolloutCollector(context, score=score or self.one_point, max_in_flight=4, seed=0)
+        context = AgentContext(
+            client=client, codec=self.codec, limits=AgentConfig(), max_model_len=1000
+        )
+        self.collector = RolloutCollector(
+            context, score=score or self.one_point, max_in_flight=4, seed=0
+        )
         tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
-        config = build(tree, ["rollout.max_in_flight=4", "rollout.prompts_per_step=2", "trainer.max_failed_batches=1"])
+        config = build(
+            tree,
+            [
+                "rollout.max_in_flight=4",
+                "rollout.prompts_per_step=2",
+                "trainer.max_failed_batches=1",
+            ],
+        )
         agents = SimpleNamespace(collector=self.collector)
-        self.rollouts = Rollouts(config=config, client=client, agents=agents, codec=self.codec, rows=ROWS)
+        self.rollouts = Rollouts(
+            config=config, client=client, agents=agents, codec=self.codec, rows=ROWS
+        )
         self.file = tmp_path / "journal"
 
     @staticmethod
@@ -62,7 +75,10 @@ class Stage:
 
 def balanced(stage: Stage, journal: Journal) -> bool:
     accounting = stage.collector.accounting
-    return not accounting.in_flight and accounting.started == accounting.trained + accounting.dropped.total()
+    return (
+        not accounting.in_flight
+        and accounting.started == accounting.trained + accounting.dropped.total()
+    )
 
 
 async def test_every_row_is_collected_once(tmp_path):
@@ -145,7 +161,9 @@ def _ids(records):
         ("seed=5", False),
     ],
 )
-def test_a_collection_goes_on_with_what_defines_its_trajectories(tmp_path, override: str, continues: bool):
+def test_a_collection_goes_on_with_what_defines_its_trajectories(
+    tmp_path, override: str, continues: bool
+):
     """As a resumed run does: one list says which keys may change."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": str(tmp_path / "rows.jsonl")}}

@@ -12,10 +12,14 @@ from jax_agent_rl.evaluate.evaluation import Estimate, estimate, pass_at_k, wils
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
-def test_pass_at_k_is_the_share_of_k_subsets_that_hold_a_pass(passed: list[bool], data: st.DataObject):
+def test_pass_at_k_is_the_share_of_k_subsets_that_hold_a_pass(
+    passed: list[bool], data: st.DataObject
+):
     k = data.draw(st.integers(1, len(passed)))
     subsets = list(combinations(passed, k))
-    assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(
+        sum(map(any, subsets)) / len(subsets)
+    )
 
 
 def test_pass_at_k_is_exact_for_many_samples():
@@ -33,13 +37,18 @@ def test_wilson_is_scipys(trials: int, data: st.DataObject):
     successes = data.draw(st.integers(0, trials))
     expected = binomtest(successes, trials).proportion_ci(method="wilson")
     got = wilson(successes / trials, trials)
-    assert (got.low, got.high) == (pytest.approx(expected.low, abs=1e-6), pytest.approx(expected.high, abs=1e-6))
+    assert (got.low, got.high) == (
+        pytest.approx(expected.low, abs=1e-6),
+        pytest.approx(expected.high, abs=1e-6),
+    )
 
 
 def test_the_interval_is_that_of_resampled_means_within_their_noise():
     rng = np.random.default_rng(3)
     values = rng.beta(0.5, 0.5, size=80)
-    low, high = np.quantile([rng.choice(values, len(values)).mean() for _ in range(10_000)], [0.025, 0.975])
+    low, high = np.quantile(
+        [rng.choice(values, len(values)).mean() for _ in range(10_000)], [0.025, 0.975]
+    )
     got = estimate(values.tolist(), seed=0)
     assert got.mean == pytest.approx(values.mean())
     assert (got.low, got.high) == (pytest.approx(low, abs=0.01), pytest.approx(high, abs=0.01))

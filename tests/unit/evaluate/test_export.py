@@ -60,7 +60,9 @@ def test_parquet_holds_the_exact_ids_in_the_order_of_the_prompts(tmp_path: Path)
     assert first["policy_versions"] == [0, 0, -1, 0, -1, 0] and first["stop_reasons"] == ["eos"] * 3
     assert (first["reward"], first["num_turns"], first["finish_reason"]) == (0.5, 3, "answer")
     assert first["messages"][1] == {"role": "assistant", "content": "十"}
-    assert first["tool_calls"][0]["error"] == "timeout" and json.loads(first["extra_info"]) == {"level": 1}
+    assert first["tool_calls"][0]["error"] == "timeout" and json.loads(first["extra_info"]) == {
+        "level": 1
+    }
 
 
 def test_json_lines_hold_the_same_as_parquet(tmp_path: Path):
@@ -71,41 +73,65 @@ def test_json_lines_hold_the_same_as_parquet(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
-def test_half_a_surrogate_pair_that_a_model_or_a_tool_wrote_becomes_a_question_mark(tmp_path: Path, name: str):
+def test_half_a_surrogate_pair_that_a_model_or_a_tool_wrote_becomes_a_question_mark(
+    tmp_path: Path, name: str
+):
     half = "\ud83d"
     made = replace(call(), name=half, arguments={"text": half}, observation=half)
-    member = trajectory([1], [10], group="rollout-0-0", calls=[[made]], messages=[{"role": "user", "content": half}])
+    member = trajectory(
+        [1], [10], group="rollout-0-0", calls=[[made]], messages=[{"role": "user", "content": half}]
+    )
     member = replace(member, row={"data_source": half, "extra_info": {half: half}})
-    written(Target.from_path(tmp_path / name), Group(group_id="rollout-0-0", trajectories=(member,)))
+    written(
+        Target.from_path(tmp_path / name), Group(group_id="rollout-0-0", trajectories=(member,))
+    )
     if name == "out.jsonl":
         row = json.loads((tmp_path / name).read_text())
     else:
-        (row,) = pyarrow.parquet.read_table(tmp_path / name / "data" if name == "out" else tmp_path / name).to_pylist()
+        (row,) = pyarrow.parquet.read_table(
+            tmp_path / name / "data" if name == "out" else tmp_path / name
+        ).to_pylist()
     (told,) = row["tool_calls"]
-    assert (told["name"], json.loads(told["arguments"]), told["observation"]) == ("?", {"text": "?"}, "?")
+    assert (told["name"], json.loads(told["arguments"]), told["observation"]) == (
+        "?",
+        {"text": "?"},
+        "?",
+    )
     assert row["messages"] == [{"role": "user", "content": "?"}]
     assert (row["data_source"], json.loads(row["extra_info"])) == ("?", {"?": "?"})
 
 
-def test_a_folder_is_cut_into_shards_that_its_card_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_is_cut_into_shards_that_its_card_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(export, "SHARD_BYTES", 1)
     written(Target.from_path(tmp_path / "out"), group(1), group(0), group(2))
     shards = sorted((tmp_path / "out" / "data").iterdir())
     assert [shard.name for shard in shards] == [f"train-{i:05}-of-00003.parquet" for i in range(3)]
-    assert [pyarrow.parquet.read_table(shard)["row"].to_pylist() for shard in shards] == [[0], [1], [2]]
+    assert [pyarrow.parquet.read_table(shard)["row"].to_pylist() for shard in shards] == [
+        [0],
+        [1],
+        [2],
+    ]
     assert "path: data/train-*.parquet" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_trajectory_of_several_contexts_is_several_rows_of_one_reward():
     made = records(group(0, window=1), 0)
     assert [row["sequence"] for row in made] == [0, 1] and {row["reward"] for row in made} == {0.5}
-    assert made[0]["response_ids"] == [10, 11, 30, 12]  # what follows the last turn of a context is not in it
+    assert made[0]["response_ids"] == [
+        10,
+        11,
+        30,
+        12,
+    ]  # what follows the last turn of a context is not in it
     assert made[1]["prompt_ids"] == [1, 2, 0, 12, 31] and made[1]["response_ids"] == [13]
 
 
 def test_a_branch_says_whom_it_left():
     branch = replace(
-        group(0).trajectories[0], fork=Fork(tree_id="rollout-0-0-0", parent_id="rollout-0-0-0", turns=1, tokens=2)
+        group(0).trajectories[0],
+        fork=Fork(tree_id="rollout-0-0-0", parent_id="rollout-0-0-0", turns=1, tokens=2),
     )
     (row,) = records(Group(group_id="rollout-0-0", trajectories=(branch,)), 0)
     assert (row["fork_parent"], row["fork_turns"], row["fork_tokens"]) == ("rollout-0-0-0", 1, 2)
@@ -115,7 +141,11 @@ def test_a_branch_says_whom_it_left():
 def test_trajectories_are_restored_from_each_kind_of_table(tmp_path: Path, name: str):
     (root,) = group(0).trajectories
     branches = [
-        replace(root, trajectory_id=f"branch-{i}", fork=Fork(tree_id=root.trajectory_id, parent_id=parent, turns=i))
+        replace(
+            root,
+            trajectory_id=f"branch-{i}",
+            fork=Fork(tree_id=root.trajectory_id, parent_id=parent, turns=i),
+        )
         for i, parent in enumerate((root.trajectory_id, "branch-0"))
     ]
     groups = Group(group_id=root.group_id, trajectories=(root, *branches)), group(1, window=1)
@@ -124,35 +154,62 @@ def test_trajectories_are_restored_from_each_kind_of_table(tmp_path: Path, name:
     data = read_table(tmp_path / name)
     assert data.notes == [] and data.summary == SUMMARY
     recorded = list(data.trajectories)
-    for numbers in ([2], [1, 0], [3, 2, 1, 0], [], [0, 3, 0]):  # of a branch, the tree is known from those before it
+    for numbers in (
+        [2],
+        [1, 0],
+        [3, 2, 1, 0],
+        [],
+        [0, 3, 0],
+    ):  # of a branch, the tree is known from those before it
         assert list(data.trajectories.read(numbers)) == [recorded[number] for number in numbers]
-    for record, made in zip(data.trajectories, (t for g in groups for t in g.trajectories), strict=True):
+    for record, made in zip(
+        data.trajectories, (t for g in groups for t in g.trajectories), strict=True
+    ):
         calls = [call["error"] for turn in record["turns"] for call in turn["tool_calls"]]
-        assert calls == ["timeout"] and record["row"] == made.row and record["reward"] == made.reward
+        assert (
+            calls == ["timeout"] and record["row"] == made.row and record["reward"] == made.reward
+        )
         back = restore_trajectory(record)
         assert (back.trajectory_id, back.fork) == (made.trajectory_id, made.fork)
         for ours, theirs in zip(back.sequences, made.sequences, strict=True):
-            for arrays in ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "policy_versions"):
+            for arrays in (
+                "prompt_ids",
+                "response_ids",
+                "response_mask",
+                "rollout_logprobs",
+                "policy_versions",
+            ):
                 assert getattr(ours, arrays) == getattr(theirs, arrays)
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
 def test_a_long_trajectory_is_shown_from_each_kind_of_table(tmp_path: Path, name: str):
     (member,) = group(0).trajectories
-    long = replace(member, messages=({"role": "user", "content": "x" * 3_000_000}, *member.messages[1:]))
-    written(Target.from_path(tmp_path / name), Group(group_id=member.group_id, trajectories=(long,)))
+    long = replace(
+        member, messages=({"role": "user", "content": "x" * 3_000_000}, *member.messages[1:])
+    )
+    written(
+        Target.from_path(tmp_path / name), Group(group_id=member.group_id, trajectories=(long,))
+    )
     (record,) = read_table(tmp_path / name).trajectories
     assert record["messages"] == long.messages
 
 
 def test_log_probs_of_both_tables_are_the_same_numbers(tmp_path: Path):
     (member,) = group(0).trajectories
-    outputs = [replace(turn.output, log_probs=(-0.1,) * len(turn.output.token_ids)) for turn in member.turns]
-    turns = tuple(replace(turn, output=output) for turn, output in zip(member.turns, outputs, strict=True))
+    outputs = [
+        replace(turn.output, log_probs=(-0.1,) * len(turn.output.token_ids))
+        for turn in member.turns
+    ]
+    turns = tuple(
+        replace(turn, output=output) for turn, output in zip(member.turns, outputs, strict=True)
+    )
     exact = Group(group_id=member.group_id, trajectories=(replace(member, turns=turns),))
     for name in ("out.parquet", "out.jsonl"):
         written(Target.from_path(tmp_path / name), exact)
-    parquet, lines = (read_table(tmp_path / name).trajectories for name in ("out.parquet", "out.jsonl"))
+    parquet, lines = (
+        read_table(tmp_path / name).trajectories for name in ("out.parquet", "out.jsonl")
+    )
     assert list(parquet) == list(lines)
 
 
@@ -165,11 +222,14 @@ def test_a_table_of_something_else_is_refused(tmp_path: Path, content: dict):
             list(read_table(tmp_path / file).trajectories)
 
 
-@pytest.mark.parametrize(("column", "value"), [("stop_reasons", []), ("response_mask", [0, 1]), ("tool_calls", None)])
+@pytest.mark.parametrize(
+    ("column", "value"), [("stop_reasons", []), ("response_mask", [0, 1]), ("tool_calls", None)]
+)
 def test_a_damaged_table_is_refused(tmp_path: Path, column: str, value: Any):
     (row,) = records(group(0), 0)
     pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([row | {column: value}], schema=schema()), tmp_path / "out.parquet"
+        pyarrow.Table.from_pylist([row | {column: value}], schema=schema()),
+        tmp_path / "out.parquet",
     )
     with pytest.raises(DataError, match="out.parquet cannot be read as a table"):
         list(read_table(tmp_path / "out.parquet").trajectories)
@@ -188,7 +248,9 @@ def counted_rows(monkeypatch) -> Counter:
     return sizes
 
 
-def test_rows_are_converted_a_few_at_a_time_however_large_a_row_group_is(tmp_path: Path, monkeypatch):
+def test_rows_are_converted_a_few_at_a_time_however_large_a_row_group_is(
+    tmp_path: Path, monkeypatch
+):
     rows = [row for number in range(500) for row in records(group(number), number)]
     file = tmp_path / "out.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema()), file)
@@ -197,7 +259,9 @@ def test_rows_are_converted_a_few_at_a_time_however_large_a_row_group_is(tmp_pat
     names = [record["trajectory_id"] for record in table]
     assert len(names) == len(rows) == 500 and max(sizes) <= 64
     chosen = [499, 3, 250, *range(100, 300)]
-    assert [record["trajectory_id"] for record in table.read(chosen)] == [names[number] for number in chosen]
+    assert [record["trajectory_id"] for record in table.read(chosen)] == [
+        names[number] for number in chosen
+    ]
 
 
 def test_a_report_shows_a_table(tmp_path: Path):
@@ -223,5 +287,7 @@ def test_an_ending_that_means_nothing_is_refused():
 def test_a_table_of_something_else_is_told_by_the_column_it_lacks(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a question"}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl cannot be read as a table .*: a row has no 'row'"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl cannot be read as a table .*: a row has no 'row'"
+    ):
         list(read_table(file).trajectories)

@@ -62,7 +62,9 @@ def test_a_prompt_of_which_nothing_came_is_not_done_but_its_losses_count(file):
 def test_other_settings_are_refused_by_name(file):
     with Journal(file, SETTINGS) as journal:
         journal.add(0, records(0), {})
-    with pytest.raises(ConfigError, match=r"sampling\.temperature was 1\.0, is 0\.5.*choose another --out"):
+    with pytest.raises(
+        ConfigError, match=r"sampling\.temperature was 1\.0, is 0\.5.*choose another --out"
+    ):
         Journal(file, SETTINGS | {"sampling": {"temperature": 0.5}})
 
 

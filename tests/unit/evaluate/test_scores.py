@@ -12,12 +12,19 @@ SETTINGS = {"samples": 2, "ks": (1, 2), "pass_reward": 1.0, "seed": 0}
 
 
 def group(name: str, *rewards: float, dropped: dict | None = None, **fields) -> Group:
-    members = [trajectory([1], [5, 2], reward=r, index=i, group=name, **fields) for i, r in enumerate(rewards)]
+    members = [
+        trajectory([1], [5, 2], reward=r, index=i, group=name, **fields)
+        for i, r in enumerate(rewards)
+    ]
     return Group(group_id=name, trajectories=tuple(members), dropped=dropped or {})
 
 
 def test_each_data_source_has_its_numbers_and_all_have_theirs():
-    got = scores([group("a", 1.0, 0.0), group("b", 0.5, 0.5), group("c", 1.0, 1.0)], ["x", "y", "x"], **SETTINGS)
+    got = scores(
+        [group("a", 1.0, 0.0), group("b", 0.5, 0.5), group("c", 1.0, 1.0)],
+        ["x", "y", "x"],
+        **SETTINGS,
+    )
     assert {name: part["prompts"] for name, part in got.items()} == {"x": 2, "y": 1, "all": 3}
     assert got["x"]["pass"]["1"]["mean"] == 0.75 and got["x"]["pass"]["2"]["mean"] == 1.0
     assert got["y"]["pass"]["2"]["mean"] == 0.0 and got["y"]["reward"]["mean"] == 0.5
@@ -29,7 +36,9 @@ def test_one_data_source_is_not_told_twice():
 
 
 def test_lost_trajectories_count_as_failures():
-    got = scores([group("a", 1.0, dropped={DropReason.TOOL_SERVER_ERROR: 1})], ["x"], **SETTINGS)["x"]
+    got = scores([group("a", 1.0, dropped={DropReason.TOOL_SERVER_ERROR: 1})], ["x"], **SETTINGS)[
+        "x"
+    ]
     assert got["samples"] == 2 and got["lost"] == {"tool_server_error": 1}
     assert got["pass"]["1"]["mean"] == 0.5 and got["reward"]["mean"] == 0.5
 
@@ -41,8 +50,14 @@ def test_a_reward_passes_from_the_threshold_on():
 
 def test_tool_errors_parts_and_cut_trajectories_are_counted():
     first = group("a", 1.0, 0.0, calls=[[call(), call(error="timeout")]])
-    cut = replace(first.trajectories[1], finish_reason=FinishReason.RESPONSE_LENGTH, reward_parts={"format": 1.0})
-    got = scores([replace(first, trajectories=(first.trajectories[0], cut))], ["x"], **SETTINGS)["x"]
+    cut = replace(
+        first.trajectories[1],
+        finish_reason=FinishReason.RESPONSE_LENGTH,
+        reward_parts={"format": 1.0},
+    )
+    got = scores([replace(first, trajectories=(first.trajectories[0], cut))], ["x"], **SETTINGS)[
+        "x"
+    ]
     assert got["tool_calls_mean"] == 2.0 and got["tool_error_share"] == 0.5
     assert got["cut_share"] == 0.5 and got["reward_parts"] == {"format": 1.0}
 
@@ -51,5 +66,7 @@ def test_calls_of_every_segment_are_counted():
     whole = group("a", 1.0, calls=[[call()]])
     (last,) = whole.trajectories
     (first,) = group("s", 0.0, calls=[[call(), call(error="timeout")]]).trajectories
-    got = scores([replace(whole, trajectories=(replace(last, segments=(first,)),))], ["x"], **SETTINGS)["x"]
+    got = scores(
+        [replace(whole, trajectories=(replace(last, segments=(first,)),))], ["x"], **SETTINGS
+    )["x"]
     assert got["tool_calls_mean"] == 3.0 and got["tool_error_share"] == pytest.approx(1 / 3)

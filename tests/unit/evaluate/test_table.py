@@ -18,7 +18,9 @@ def printed(*rewards: float, source: str = "x", dropped: dict | None = None) -> 
     groups = [
         Group(
             group_id=str(number),
-            trajectories=tuple(trajectory([1], [5], reward=reward, index=i, group=str(number)) for i in range(2)),
+            trajectories=tuple(
+                trajectory([1], [5], reward=reward, index=i, group=str(number)) for i in range(2)
+            ),
             dropped=dropped or {},
         )
         for number, reward in enumerate(rewards)
@@ -34,12 +36,18 @@ def test_a_data_source_is_shown_as_it_is(source: str):
 
 
 def test_what_was_lost_is_named():
-    assert printed(1.0, dropped={DropReason.TOOL_SERVER_ERROR: 3}).rstrip().endswith("tool_server_error 3")
+    assert (
+        printed(1.0, dropped={DropReason.TOOL_SERVER_ERROR: 3})
+        .rstrip()
+        .endswith("tool_server_error 3")
+    )
 
 
 def test_rewards_that_all_agree_stand_without_an_interval():
     cells = printed(1.0, 1.0, 1.0).split()
-    assert cells[2:6] == ["100.0%", "[43.9%,", "100.0%]", "1.000"] and cells[6] == "1.0", "turns follow"
+    assert cells[2:6] == ["100.0%", "[43.9%,", "100.0%]", "1.000"] and cells[6] == "1.0", (
+        "turns follow"
+    )
 
 
 def test_rewards_that_differ_have_one():

@@ -16,7 +16,10 @@ IMAGE = Image.new("RGB", (4, 2))
 
 def request(ids, **media) -> GenerateRequest:
     return GenerateRequest(
-        request_id="r", prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=1), multi_modal=media
+        request_id="r",
+        prompt_ids=tuple(ids),
+        sampling=SamplingParams(max_tokens=1),
+        multi_modal=media,
     )
 
 
@@ -50,7 +53,9 @@ def test_what_is_no_picture_is_refused_with_the_request():
 def test_any_other_context_is_refused():
     good = request([1, 7, 7, 2], image=(IMAGE,))
     check_conditioned(good, [1, 7, 7, 2], PLACEHOLDERS)
-    with pytest.raises(TokenDriftError, match="on 3 ids, the request has 4 .2 image placeholders where vLLM has 1"):
+    with pytest.raises(
+        TokenDriftError, match="on 3 ids, the request has 4 .2 image placeholders where vLLM has 1"
+    ):
         check_conditioned(good, [1, 7, 2], PLACEHOLDERS)
     with pytest.raises(TokenDriftError):
         check_conditioned(good, [1, 7, 7, 3], PLACEHOLDERS)

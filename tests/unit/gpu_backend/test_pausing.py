@@ -85,7 +85,9 @@ async def assert_serves(backend: VllmBackend, engine: Engine) -> None:
 async def test_a_cancelled_pause_is_taken_back(call: str):
     engine = Engine(slow="pause")
     backend = backend_of(engine)
-    await cancelled(engine, backend.pause(PauseMode.KEEP) if call == "pause" else backend.update_weights(UPDATE))
+    await cancelled(
+        engine, backend.pause(PauseMode.KEEP) if call == "pause" else backend.update_weights(UPDATE)
+    )
     await assert_serves(backend, engine)
     assert backend.policy_version == 0
     engine.slow = None

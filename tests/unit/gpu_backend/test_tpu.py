@@ -60,7 +60,9 @@ class Runner:
     """``TPUModelRunner``."""
 
     model: nnx.Module
-    vllm_config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(model_config=SimpleNamespace()))
+    vllm_config: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(model_config=SimpleNamespace())
+    )
 
     def __post_init__(self):
         self.mesh = jax.make_mesh((1,), ("data",))
@@ -88,9 +90,14 @@ def test_new_weights_are_what_the_next_step_takes(kind: int):
 
 @pytest.mark.parametrize(
     ("tensor", "words"),
-    [(np.zeros((4, 3), np.float32), "another form.*weight"), (np.zeros((2, 3), np.int32), "another form.*weight")],
+    [
+        (np.zeros((4, 3), np.float32), "another form.*weight"),
+        (np.zeros((2, 3), np.int32), "another form.*weight"),
+    ],
 )
-def test_parameters_of_another_form_are_an_error_and_not_a_compilation(tensor: np.ndarray, words: str):
+def test_parameters_of_another_form_are_an_error_and_not_a_compilation(
+    tensor: np.ndarray, words: str
+):
     with pytest.raises(RuntimeError, match=words):
         updates.replace_weights(Runner(NewModel()), iter([("weight", tensor)]))
 
@@ -143,7 +150,9 @@ def update(checkpoint: Checkpoint, **changes) -> WeightUpdate:
     return WeightUpdate(version=1, kind="safetensors", payload=[], **changes)
 
 
-def test_without_a_probe_nothing_is_taken_whatever_the_settings_say(checkpoint: Checkpoint, tmp_path):
+def test_without_a_probe_nothing_is_taken_whatever_the_settings_say(
+    checkpoint: Checkpoint, tmp_path
+):
     save_hf(tmp_path, TINY, tiny_params())
     files = [str(file) for file in tmp_path.glob("*.safetensors")]
     updater = WeightUpdater(None, checkpoint, replace(SETTINGS, require_probe=False), "tpu")

@@ -41,7 +41,11 @@ def updater(checkpoint: Checkpoint) -> WeightUpdater:
 
 
 def write(path: Path, shapes: dict, metadata: dict | None = None) -> str:
-    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, path, metadata=metadata)
+    save_file(
+        {name: np.zeros(shape, np.float32) for name, shape in shapes.items()},
+        path,
+        metadata=metadata,
+    )
     return str(path)
 
 
@@ -51,11 +55,16 @@ def test_a_model_folder_says_what_an_update_consists_of(checkpoint: Checkpoint):
     assert checkpoint.optional == {"lm_head.weight"}
 
 
-def test_a_head_of_its_own_is_part_of_an_update_whatever_the_configuration_says(folder: Path, tmp_path: Path):
+def test_a_head_of_its_own_is_part_of_an_update_whatever_the_configuration_says(
+    folder: Path, tmp_path: Path
+):
     """vLLM unties a head that differs from the embeddings; one that repeats them stays tied."""
     copy = shutil.copytree(folder, tmp_path / "model")
     tensors = load_file(copy / "model.safetensors")
-    for head, optional in ((-tensors["model.embed_tokens.weight"], set()), (None, {"lm_head.weight"})):
+    for head, optional in (
+        (-tensors["model.embed_tokens.weight"], set()),
+        (None, {"lm_head.weight"}),
+    ):
         own = tensors["model.embed_tokens.weight"].copy() if head is None else head
         save_file(tensors | {"lm_head.weight": own}, copy / "model.safetensors")
         assert Checkpoint.read(copy).optional == optional
@@ -84,10 +93,28 @@ def model_folder(path: Path, shapes: dict, **config) -> Path:
 
 
 def test_gpt2_stores_its_matrices_transposed(tmp_path: Path):
-    shapes = {"h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,), "wte.weight": (50, 8)}
-    places = Checkpoint.read(model_folder(tmp_path, shapes, architectures=["GPT2LMHeadModel"])).placements()
-    assert places["h.0.attn.c_attn.weight"] == ("transformer.h.0.attn.c_attn.weight", 0, 24, True, None)
-    assert places["h.0.attn.c_attn.bias"] == ("transformer.h.0.attn.c_attn.bias", 0, 24, False, None)
+    shapes = {
+        "h.0.attn.c_attn.weight": (8, 24),
+        "h.0.attn.c_attn.bias": (24,),
+        "wte.weight": (50, 8),
+    }
+    places = Checkpoint.read(
+        model_folder(tmp_path, shapes, architectures=["GPT2LMHeadModel"])
+    ).placements()
+    assert places["h.0.attn.c_attn.weight"] == (
+        "transformer.h.0.attn.c_attn.weight",
+        0,
+        24,
+        True,
+        None,
+    )
+    assert places["h.0.attn.c_attn.bias"] == (
+        "transformer.h.0.attn.c_attn.bias",
+        0,
+        24,
+        False,
+        None,
+    )
     assert places["wte.weight"] == ("transformer.wte.weight", 0, 50, False, None)
 
 
@@ -95,7 +122,9 @@ def test_experts_stand_in_one_stack_gate_above_up(tmp_path: Path):
     experts = "model.layers.0.mlp.experts"
     shapes = {f"{experts}.{e}.{m}_proj.weight": (6, 8) for e in (0, 1) for m in ("gate", "up")}
     shapes |= {f"{experts}.{e}.down_proj.weight": (8, 6) for e in (0, 1)}
-    places = Checkpoint.read(model_folder(tmp_path, shapes, architectures=["Qwen3MoeForCausalLM"])).placements()
+    places = Checkpoint.read(
+        model_folder(tmp_path, shapes, architectures=["Qwen3MoeForCausalLM"])
+    ).placements()
     stack = f"{experts}.routed_experts"
     assert places[f"{experts}.1.gate_proj.weight"] == (f"{stack}.w13_weight", 0, 6, False, 1)
     assert places[f"{experts}.1.up_proj.weight"] == (f"{stack}.w13_weight", 6, 6, False, 1)
@@ -104,7 +133,9 @@ def test_experts_stand_in_one_stack_gate_above_up(tmp_path: Path):
 
 @pytest.mark.parametrize("language", ["model", "model.language_model"])
 @pytest.mark.parametrize("visual", ["visual", "model.visual"])
-def test_updates_have_published_names_whatever_the_served_folder_has(tmp_path: Path, language: str, visual: str):
+def test_updates_have_published_names_whatever_the_served_folder_has(
+    tmp_path: Path, language: str, visual: str
+):
     shapes = {
         f"{language}.layers.0.self_attn.q_proj.bias": (8,),
         f"{language}.layers.0.self_attn.k_proj.bias": (4,),
@@ -114,13 +145,23 @@ def test_updates_have_published_names_whatever_the_served_folder_has(tmp_path: P
         "lm_head.weight": (50, 8),
     }
     ids = {"image_token_id": 7, "video_token_id": 8, "text_config": {"eos_token_id": 2}}
-    folder = model_folder(tmp_path, shapes, architectures=["Qwen2_5_VLForConditionalGeneration"], **ids)
+    folder = model_folder(
+        tmp_path, shapes, architectures=["Qwen2_5_VLForConditionalGeneration"], **ids
+    )
     checkpoint = Checkpoint.read(folder)
     assert checkpoint.placeholders == {"image": 7, "video": 8} and checkpoint.eos_token_ids == {2}
     places = checkpoint.placements()
     assert {name: place[:3] for name, place in places.items()} == {
-        "model.layers.0.self_attn.q_proj.bias": ("language_model.model.layers.0.self_attn.qkv_proj.bias", 0, 8),
-        "model.layers.0.self_attn.k_proj.bias": ("language_model.model.layers.0.self_attn.qkv_proj.bias", 8, 4),
+        "model.layers.0.self_attn.q_proj.bias": (
+            "language_model.model.layers.0.self_attn.qkv_proj.bias",
+            0,
+            8,
+        ),
+        "model.layers.0.self_attn.k_proj.bias": (
+            "language_model.model.layers.0.self_attn.qkv_proj.bias",
+            8,
+            4,
+        ),
         "visual.blocks.0.attn.qkv.weight": ("visual.blocks.0.attn.qkv.weight", 0, 24),
         "visual.blocks.0.mlp.gate_proj.bias": ("visual.blocks.0.mlp.gate_up_proj.bias", 0, 6),
         "visual.blocks.0.mlp.up_proj.bias": ("visual.blocks.0.mlp.gate_up_proj.bias", 6, 6),
@@ -140,7 +181,9 @@ def test_quantised_weights_and_missing_files_are_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(ConfigError, match="no \\*.safetensors"):
         Checkpoint.read(tmp_path)
-    model_folder(tmp_path, {"a": (1,)}, architectures=["LlamaForCausalLM"], quantization_config={"bits": 4})
+    model_folder(
+        tmp_path, {"a": (1,)}, architectures=["LlamaForCausalLM"], quantization_config={"bits": 4}
+    )
     with pytest.raises(ConfigError, match="quantised"):
         Checkpoint.read(tmp_path)
 
@@ -154,7 +197,9 @@ def test_quantised_weights_and_missing_files_are_refused(tmp_path: Path):
         (lambda s: {}, True, "no tensor"),
     ],
 )
-def test_an_update_that_does_not_fit_is_refused(checkpoint: Checkpoint, change, partial: bool, message: str):
+def test_an_update_that_does_not_fit_is_refused(
+    checkpoint: Checkpoint, change, partial: bool, message: str
+):
     with pytest.raises(WeightUpdateError, match=message):
         checkpoint.check(change(dict(checkpoint.shapes)), partial=partial)
 
@@ -173,7 +218,9 @@ def test_a_damaged_file_is_named(tmp_path: Path):
     whole = path.read_bytes()
     for damaged in (b"", b"\xff" * 20, whole[:-4], whole[:30]):
         path.write_bytes(damaged)
-        with pytest.raises(WeightUpdateError, match="weights.safetensors is not a whole safetensors file"):
+        with pytest.raises(
+            WeightUpdateError, match="weights.safetensors is not a whole safetensors file"
+        ):
             read_header(path)
     with pytest.raises(WeightUpdateError, match="nowhere"):
         read_header(tmp_path / "nowhere")
@@ -205,15 +252,25 @@ def test_differences_are_of_all_ids_and_nan_is_infinite():
     assert PROBE.differences([[math.nan, -2.0]])[0] == math.inf
 
 
-def test_refusals_come_before_anything_is_touched(updater: WeightUpdater, folder: Path, tmp_path: Path):
+def test_refusals_come_before_anything_is_touched(
+    updater: WeightUpdater, folder: Path, tmp_path: Path
+):
     whole = str(folder / "model.safetensors")
     for update, message in [
-        (WeightUpdate(version=3, kind="arrays", payload={}), r"kind \['broadcast', 'safetensors'\], got kind='arrays'"),
+        (
+            WeightUpdate(version=3, kind="arrays", payload={}),
+            r"kind \['broadcast', 'safetensors'\], got kind='arrays'",
+        ),
         (WeightUpdate(version=2, kind="safetensors", payload=[whole]), "not newer than 2"),
         (WeightUpdate(version=3, kind="safetensors", payload=[whole]), "no log-prob probe"),
         (WeightUpdate(version=3, kind="safetensors", payload=whole), "list of file paths"),
         (
-            WeightUpdate(version=3, kind="safetensors", payload=[whole], digests={"model.safetensors": "xxh3_128:0"}),
+            WeightUpdate(
+                version=3,
+                kind="safetensors",
+                payload=[whole],
+                digests={"model.safetensors": "xxh3_128:0"},
+            ),
             "model.safetensors is not what the learner wrote",
         ),
     ]:
@@ -224,10 +281,15 @@ def test_refusals_come_before_anything_is_touched(updater: WeightUpdater, folder
 def test_tolerances_follow_the_dtype():
     settings = VllmSettings(model="m", max_model_len=60)
     assert settings.tolerances("cpu") == (1e-3, 1e-4) and settings.tolerances("cuda") == (0.5, 0.05)
-    assert VllmSettings(model="m", max_model_len=60, max_logprob_difference=0.1).tolerances("cpu")[0] == 0.1
+    assert (
+        VllmSettings(model="m", max_model_len=60, max_logprob_difference=0.1).tolerances("cpu")[0]
+        == 0.1
+    )
 
 
-def test_the_learner_writes_all_weights_in_shards_with_its_own_log_probs(checkpoint: Checkpoint, tmp_path: Path):
+def test_the_learner_writes_all_weights_in_shards_with_its_own_log_probs(
+    checkpoint: Checkpoint, tmp_path: Path
+):
     params, ids = tiny_params(5), [7, 8, 9, 10, 3]
     files = WeightFiles(TINY, probe_ids=[ids], folder=tmp_path, shard_bytes=6000)
     first = files.write(params, 1)

@@ -21,7 +21,9 @@ def to_text(ids) -> str:
     return "".join(LETTERS[i % 26] for i in ids)
 
 
-def request(prompt=(5, 6, 7), *, max_tokens=8, lora=None, multi_modal=None, **sampling) -> GenerateRequest:
+def request(
+    prompt=(5, 6, 7), *, max_tokens=8, lora=None, multi_modal=None, **sampling
+) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         prompt_ids=tuple(prompt),
@@ -32,7 +34,9 @@ def request(prompt=(5, 6, 7), *, max_tokens=8, lora=None, multi_modal=None, **sa
 
 
 def admission(decode_text=to_text) -> RequestAdmission:
-    return RequestAdmission(SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=decode_text)
+    return RequestAdmission(
+        SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=decode_text
+    )
 
 
 def live(**sampling) -> LiveRequest:
@@ -42,7 +46,9 @@ def live(**sampling) -> LiveRequest:
 def output(ids, *, finished=None, log_prob=-0.5, prompt=(5, 6, 7), cached=0, routed=None):
     """A vLLM ``RequestOutput`` with these new ids."""
     log_probs = [{i: SimpleNamespace(logprob=log_prob)} for i in ids]
-    completion = SimpleNamespace(token_ids=list(ids), logprobs=log_probs, finish_reason=finished, routed_experts=routed)
+    completion = SimpleNamespace(
+        token_ids=list(ids), logprobs=log_probs, finish_reason=finished, routed_experts=routed
+    )
     return SimpleNamespace(
         outputs=[completion],
         finished=finished is not None,
@@ -58,9 +64,18 @@ def test_every_stopping_id_becomes_a_plain_stop_id():
 
 
 def test_greedy_requests_are_not_truncated():
-    words = vllm_sampling(admission().admit(request(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1), ()))
-    assert (words["temperature"], words["top_p"], words["top_k"], words["min_p"]) == (0.0, 1.0, 0, 0.0)
-    words = vllm_sampling(admission().admit(request(temperature=0.7, top_p=0.5, top_k=3, min_p=0.1, seed=11), ()))
+    words = vllm_sampling(
+        admission().admit(request(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1), ())
+    )
+    assert (words["temperature"], words["top_p"], words["top_k"], words["min_p"]) == (
+        0.0,
+        1.0,
+        0,
+        0.0,
+    )
+    words = vllm_sampling(
+        admission().admit(request(temperature=0.7, top_p=0.5, top_k=3, min_p=0.1, seed=11), ())
+    )
     found = (words["temperature"], words["top_p"], words["top_k"], words["min_p"], words["seed"])
     assert found == (0.7, 0.5, 3, 0.1, 11)
 
@@ -75,7 +90,11 @@ def test_the_context_limit_caps_max_tokens():
         (request([5] * 20), PromptTooLongError, r"20 ids .*max_model_len=20"),
         (request([5, 97]), BackendError, r"\[0, 97\)"),
         (request(lora="poetry"), BackendError, r"'poetry'; there are \['math'\]"),
-        (request(multi_modal={"image": ("x",)}), BackendError, "1 of kind 'image', this engine takes 0"),
+        (
+            request(multi_modal={"image": ("x",)}),
+            BackendError,
+            "1 of kind 'image', this engine takes 0",
+        ),
     ],
 )
 def test_what_vllm_could_not_do_is_refused_with_the_value(bad, error, message):
@@ -112,7 +131,9 @@ def test_an_extra_stop_id_is_named():
     assert (final.stop_reason, final.stop_match, final.token_ids) == (StopReason.STOP, "9", (4, 9))
 
 
-@pytest.mark.parametrize(("vllm", "ours"), [("abort", StopReason.ABORTED), ("length", StopReason.LENGTH)])
+@pytest.mark.parametrize(
+    ("vllm", "ours"), [("abort", StopReason.ABORTED), ("length", StopReason.LENGTH)]
+)
 def test_an_end_without_a_new_id_still_is_an_end(vllm: str, ours: StopReason):
     state = live()
     state.take(output([30]), [(0, 0)])
@@ -150,16 +171,24 @@ def test_versions_follow_their_spans():
 
 
 def test_under_a_grammar_ids_come_at_the_end_all_of_them_constrained():
-    checks = RequestAdmission(SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=None, grammars=True)
+    checks = RequestAdmission(
+        SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=None, grammars=True
+    )
     asked = request(grammar="start: /x/")
     state = LiveRequest(checks.admit(asked, ()))
     assert state.take(output([30, 31]), [(4, 0)]) is None
     chunk = state.take(output([2], finished="stop"), [(4, 0), (5, 2)])
-    assert chunk.token_ids == chunk.final.token_ids == (30, 31, 2) and chunk.policy_versions == (4, 4, 5)
+    assert chunk.token_ids == chunk.final.token_ids == (30, 31, 2) and chunk.policy_versions == (
+        4,
+        4,
+        5,
+    )
     assert chunk.constrained == chunk.final.constrained == (True,) * 3
     aborted = LiveRequest(checks.admit(asked, ()))
     aborted.take(output([30, 31]), [(4, 0)])
-    final = aborted.take(output([], finished="abort"), [(4, 0)]).final  # it begins anew: vLLM cannot resume it
+    final = aborted.take(
+        output([], finished="abort"), [(4, 0)]
+    ).final  # it begins anew: vLLM cannot resume it
     assert (final.token_ids, final.stop_reason) == ((), StopReason.ABORTED)
     assert final.context_digest == digest_ids(asked.prompt_ids)
     with pytest.raises(BackendError, match="resumes"):
@@ -169,11 +198,15 @@ def test_under_a_grammar_ids_come_at_the_end_all_of_them_constrained():
 
 
 async def test_a_grammar_that_takes_too_long_to_compile_never_reaches_vllm():
-    checks = RequestAdmission(SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=None, grammars=True)
+    checks = RequestAdmission(
+        SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=None, grammars=True
+    )
     await checks.check_grammar(request())
     await checks.check_grammar(request(grammar="start: /x/ <[2]>"))
     with pytest.raises(BackendError, match="maxItems=10000000"):
-        await checks.check_grammar(request(grammar='start: %json {"type": "array", "maxItems": 10000000}'))
+        await checks.check_grammar(
+            request(grammar='start: %json {"type": "array", "maxItems": 10000000}')
+        )
 
 
 def test_experts_begin_where_they_were_asked_for_and_end_with_the_ids_that_are_kept():
@@ -181,7 +214,9 @@ def test_experts_begin_where_they_were_asked_for_and_end_with_the_ids_that_are_k
     made = LiveRequest(admission().admit(asked, ()))
     assert vllm_sampling(made.run)["routed_experts_prompt_start"] == 2
     assert made.take(output([1, 5]), [(0, 0)]).final is None
-    rows = np.arange(12, dtype=np.uint8).reshape(6, 1, 2)  # of positions 2 to 7: vLLM sampled 9 ids, and fed 8
+    rows = np.arange(12, dtype=np.uint8).reshape(
+        6, 1, 2
+    )  # of positions 2 to 7: vLLM sampled 9 ids, and fed 8
     chunk = made.take(output([3, 4, 5, 6], finished="length", routed=rows), [(0, 0)])
     assert chunk.final.token_ids == (1, 5, 3)  # the stop string is complete
     assert chunk.final.routed_experts == RoutedExperts.of(2, rows[:3])

@@ -22,7 +22,11 @@ from jax_agent_rl.types import SamplingParams, TokenOutput
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=4, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=60,
+    max_concurrent_decodes=4,
+    kv_cache_tokens=384,
+    decode_steps=4,
+    prefill_buckets=(4, 16),
 )
 PROMPT = np.random.default_rng(0).integers(3, TINY.vocab_size, 21).tolist()
 MATH = LoraConfig(rank=3, alpha=6.0)
@@ -54,9 +58,13 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {name: root / name for name in ("model", "math", "prose")}
 
 
-def peft_logprobs(folders: Mapping[str, Path], adapter: str, ids: list[int], count: int) -> np.ndarray:
+def peft_logprobs(
+    folders: Mapping[str, Path], adapter: str, ids: list[int], count: int
+) -> np.ndarray:
     """Log-probs of the last ``count`` ids by transformers with PEFT, in float64."""
-    peft, torch, transformers = (pytest.importorskip(name) for name in ("peft", "torch", "transformers"))
+    peft, torch, transformers = (
+        pytest.importorskip(name) for name in ("peft", "torch", "transformers")
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(folders["model"], dtype=torch.float64)
     model = peft.PeftModel.from_pretrained(model, folders[adapter]).double().eval()
     with torch.no_grad():
@@ -75,11 +83,17 @@ async def running(folders: Mapping[str, Path], **options):
         await backend.close()
 
 
-async def ask(backend: JetStreamBackend, adapter: str | None, *, name: str = "r", **request) -> TokenOutput:
+async def ask(
+    backend: JetStreamBackend, adapter: str | None, *, name: str = "r", **request
+) -> TokenOutput:
     sampling = SamplingParams(max_tokens=8, temperature=1.0, seed=7, ignore_eos=True)
     return await backend.generate(
         GenerateRequest(
-            request_id=f"{name}-{adapter}", prompt_ids=tuple(PROMPT), sampling=sampling, lora=adapter, **request
+            request_id=f"{name}-{adapter}",
+            prompt_ids=tuple(PROMPT),
+            sampling=sampling,
+            lora=adapter,
+            **request,
         )
     )
 
@@ -87,9 +101,13 @@ async def ask(backend: JetStreamBackend, adapter: str | None, *, name: str = "r"
 async def test_requests_with_different_adapters_run_side_by_side_each_as_peft_computes_it(folders):
     async with running(folders) as backend:
         assert backend.capabilities.lora
-        plain, math, prose = await asyncio.gather(*(ask(backend, name) for name in (None, "math", "prose")))
+        plain, math, prose = await asyncio.gather(
+            *(ask(backend, name) for name in (None, "math", "prose"))
+        )
         assert (await backend.metrics()).recompilations == 0
-    np.testing.assert_allclose(plain.log_probs, logprobs_of(tiny_params(), PROMPT, plain.token_ids), atol=1e-4)
+    np.testing.assert_allclose(
+        plain.log_probs, logprobs_of(tiny_params(), PROMPT, plain.token_ids), atol=1e-4
+    )
     for name, output in (("math", math), ("prose", prose)):
         expected = peft_logprobs(folders, name, [*PROMPT, *output.token_ids], 8)
         np.testing.assert_allclose(output.log_probs, expected, atol=1e-4)
@@ -116,7 +134,10 @@ async def test_adapters_stay_over_new_weights(folders):
         await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload=new))
         output = await ask(backend, "math")
     expected = peft_logprobs(
-        {**folders, "model": folders["model"].parent / "new"}, "math", [*PROMPT, *output.token_ids], 8
+        {**folders, "model": folders["model"].parent / "new"},
+        "math",
+        [*PROMPT, *output.token_ids],
+        8,
     )
     np.testing.assert_allclose(output.log_probs, expected, atol=1e-4)
     assert set(output.policy_versions) == {2}
@@ -129,7 +150,10 @@ async def test_adapters_in_training_change_with_an_update_and_compile_nothing(fo
     try:
         blank = await ask(backend, "solver", name="blank")
         compiled = (await backend.metrics()).recompilations
-        trained = {"solver": scaled_adapter(MATH, drawn(MATH, 1)), "checker": blank_adapter(MATH, TINY)}
+        trained = {
+            "solver": scaled_adapter(MATH, drawn(MATH, 1)),
+            "checker": blank_adapter(MATH, TINY),
+        }
         update = WeightUpdate(version=2, kind="arrays", payload=tiny_params(), adapters=trained)
         await backend.update_weights(update)
         solver, checker = [await ask(backend, name) for name in ("solver", "checker")]
@@ -141,8 +165,12 @@ async def test_adapters_in_training_change_with_an_update_and_compile_nothing(fo
         await backend.close()
     assert set(solver.policy_versions) == {2} and solver.cached_tokens == 0
     assert checker.token_ids == blank.token_ids, "it was not trained"
-    assert again.token_ids == blank.token_ids and set(again.policy_versions) == {3}, "adapters change alone"
-    np.testing.assert_allclose(blank.log_probs, logprobs_of(tiny_params(), PROMPT, blank.token_ids), atol=1e-4)
+    assert again.token_ids == blank.token_ids and set(again.policy_versions) == {3}, (
+        "adapters change alone"
+    )
+    np.testing.assert_allclose(
+        blank.log_probs, logprobs_of(tiny_params(), PROMPT, blank.token_ids), atol=1e-4
+    )
     expected = peft_logprobs(folders, "math", [*PROMPT, *solver.token_ids], 8)
     np.testing.assert_allclose(solver.log_probs, expected, atol=1e-4)
 
@@ -150,7 +178,9 @@ async def test_adapters_in_training_change_with_an_update_and_compile_nothing(fo
 async def test_one_adapter_changes_alone_and_one_that_does_not_fit_changes_nothing(folders):
     async with running(folders) as backend:
         before = [await ask(backend, name, name="before") for name in ("math", "prose")]
-        wide = scaled_adapter(LoraConfig(rank=4, alpha=4.0), drawn(LoraConfig(rank=4, alpha=4.0), 3))
+        wide = scaled_adapter(
+            LoraConfig(rank=4, alpha=4.0), drawn(LoraConfig(rank=4, alpha=4.0), 3)
+        )
         update = WeightUpdate(
             version=2,
             kind="arrays",
@@ -158,16 +188,26 @@ async def test_one_adapter_changes_alone_and_one_that_does_not_fit_changes_nothi
             partial=True,
             adapters={"math": blank_adapter(MATH, TINY), "prose": wide},
         )
-        with pytest.raises(WeightUpdateError, match=r"of rank 4 .* does not fit adapters of rank 3"):
+        with pytest.raises(
+            WeightUpdateError, match=r"of rank 4 .* does not fit adapters of rank 3"
+        ):
             await backend.update_weights(update)
-        with pytest.raises(WeightUpdateError, match=r"no LoRA adapters \['law'\]; there are \['math', 'prose'\]"):
-            await backend.update_weights(replace(update, adapters={"law": blank_adapter(MATH, TINY)}))
+        with pytest.raises(
+            WeightUpdateError, match=r"no LoRA adapters \['law'\]; there are \['math', 'prose'\]"
+        ):
+            await backend.update_weights(
+                replace(update, adapters={"law": blank_adapter(MATH, TINY)})
+            )
         again = [await ask(backend, name, name="again") for name in ("math", "prose")]
         assert [x.token_ids for x in again] == [x.token_ids for x in before]
         new = {"prose": scaled_adapter(PROSE, drawn(PROSE, 4))}
-        await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload={}, partial=True, adapters=new))
+        await backend.update_weights(
+            WeightUpdate(version=2, kind="arrays", payload={}, partial=True, adapters=new)
+        )
         math, prose = [await ask(backend, name, name="after") for name in ("math", "prose")]
-    save_peft(folders["model"].parent / "poems", PROSE, TINY, drawn(PROSE, 4), base=str(folders["model"]))
+    save_peft(
+        folders["model"].parent / "poems", PROSE, TINY, drawn(PROSE, 4), base=str(folders["model"])
+    )
     assert math.token_ids == before[0].token_ids
     poems = {**folders, "poems": folders["model"].parent / "poems"}
     expected = peft_logprobs(poems, "poems", [*PROMPT, *prose.token_ids], 8)
@@ -176,7 +216,9 @@ async def test_one_adapter_changes_alone_and_one_that_does_not_fit_changes_nothi
 
 async def test_an_unknown_adapter_is_refused_by_name(folders):
     async with running(folders) as backend:
-        with pytest.raises(BackendError, match=r"no LoRA adapter 'law'; there are \['math', 'prose'\]"):
+        with pytest.raises(
+            BackendError, match=r"no LoRA adapter 'law'; there are \['math', 'prose'\]"
+        ):
             await ask(backend, "law")
 
 

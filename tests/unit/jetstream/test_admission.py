@@ -62,7 +62,11 @@ def crowded() -> tuple[Scheduler, Clock, list[int]]:
 
 def submit(on: Scheduler, session: str, prompt: list[int], *, count: int) -> None:
     sampling = SamplingParams(max_tokens=count, temperature=1.0, seed=1, ignore_eos=True)
-    on.submit(GenerateRequest(request_id=session, prompt_ids=tuple(prompt), sampling=sampling, session_id=session))
+    on.submit(
+        GenerateRequest(
+            request_id=session, prompt_ids=tuple(prompt), sampling=sampling, session_id=session
+        )
+    )
 
 
 def test_a_session_that_returns_soon_keeps_its_kv_and_overtakes_who_waits_for_its_pages():

@@ -19,7 +19,9 @@ from tests.examples import examples
 
 LENGTH = 300  # of a row
 PAGE, COUNT = 64, 5
-PAGES = jnp.array([[7, 2, 9, 11, 4], [7, 2, 1, 3, 12], [5, 8, 10, 6, 13]])  # of three slots; two begin alike
+PAGES = jnp.array(
+    [[7, 2, 9, 11, 4], [7, 2, 1, 3, 12], [5, 8, 10, 6, 13]]
+)  # of three slots; two begin alike
 
 
 def drawn(seed: int, *shape: int) -> jax.Array:
@@ -45,7 +47,11 @@ def lost_behind(cached: LayerKV, counts: jax.Array) -> LayerKV:
 
     def lost(axis: int, x: jax.Array) -> jax.Array:
         nothing = 99 if x.dtype == jnp.int8 else jnp.nan
-        return jnp.where(np.expand_dims(held, [i for i in (1, 2, 3) if i != axis]), x, jnp.array(nothing, x.dtype))
+        return jnp.where(
+            np.expand_dims(held, [i for i in (1, 2, 3) if i != axis]),
+            x,
+            jnp.array(nothing, x.dtype),
+        )
 
     return cached.by_position(lost)
 
@@ -75,11 +81,17 @@ plain_chunk = jax.jit(attention.chunk_attention, static_argnames="window")
 own = st.integers(2 * PAGE, COUNT * PAGE - 1)  # behind what two slots share
 
 
-@pytest.mark.parametrize(("kind", "window"), [("float32", None), ("float32", 1), ("int8", 150), ("fp8", None)])
+@pytest.mark.parametrize(
+    ("kind", "window"), [("float32", None), ("float32", 1), ("int8", 150), ("fp8", None)]
+)
 @settings(max_examples=examples(10))
 @given(positions=st.tuples(own, own, st.integers(0, COUNT * PAGE - 1)))
 def test_a_slot_writes_its_token_and_sees_its_pages_up_to_there(kind, window, positions):
-    q, cached, at = drawn(0, 3, 2, 4, 8), kept(kind, 1, PAGE, rows=14), jnp.array(positions, jnp.int32)
+    q, cached, at = (
+        drawn(0, 3, 2, 4, 8),
+        kept(kind, 1, PAGE, rows=14),
+        jnp.array(positions, jnp.int32),
+    )
     k, v = drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)
     wanted, written = plain_decode(q, in_rows(cached, at), (k, v), at, window=window)
     cached = written_by_kernel(cached, to_cache(k[..., None], v[:, :, None], cached.keys.dtype), at)
@@ -99,7 +111,9 @@ def test_whole_tiles_are_written_together_as_each_alone(kind, most_bytes, monkey
     at, within = jnp.array([7, 2, 5, 8]), jnp.array([255, 0, 130, 31])
     with pltpu.force_tpu_interpret_mode(True):
         alone = jax.jit(decode_kernel_module._write_each)(at, within, cached, new)
-        together = jax.jit(lambda *x: decode_kernel_module._write_together(*x))(at, within, cached, new)
+        together = jax.jit(lambda *x: decode_kernel_module._write_together(*x))(
+            at, within, cached, new
+        )
     jax.tree.map(np.testing.assert_array_equal, together, alone)
     changed = np.argwhere(np.asarray(alone.values != cached.values).any((1, 3)))
     assert changed.tolist() == [[2, 0], [5, 130], [7, 255], [8, 31]]
@@ -118,7 +132,9 @@ def test_what_a_slot_does_not_see_is_not_read(kind):
         within = jnp.arange(PAGE).reshape([-1 if i == axis else 1 for i in range(4)])
         return lost.at[PAGES[:, 3]].set(jnp.where(within > 200 % PAGE, nothing[:3], x[PAGES[:, 3]]))
 
-    np.testing.assert_array_equal(decoded_by_kernel(q, cached.by_position(lost), at, window=50), wanted)
+    np.testing.assert_array_equal(
+        decoded_by_kernel(q, cached.by_position(lost), at, window=50), wanted
+    )
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8", "fp8"])
@@ -128,9 +144,18 @@ def test_what_pages_held_before_is_lost_on_rows(kind):
     clean, dirty = in_rows(cached, jnp.full(3, COUNT * PAGE)), in_rows(lost_behind(cached, at), at)
     one, chunk = (drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)), kept(kind, 5, 50)
     for wanted, found in (
-        (plain_decode(drawn(0, 3, 2, 4, 8), row, one, at, window=None)[0] for row in (clean, dirty)),
-        (plain_chunk(drawn(0, 2, 3, 8, 3, 50), row, chunk, at, window=None) for row in (clean, dirty)),
-        (chunk_by_kernel(drawn(0, 2, 3, 8, 3, 50), row, chunk, at, window=None) for row in (clean, dirty)),
+        (
+            plain_decode(drawn(0, 3, 2, 4, 8), row, one, at, window=None)[0]
+            for row in (clean, dirty)
+        ),
+        (
+            plain_chunk(drawn(0, 2, 3, 8, 3, 50), row, chunk, at, window=None)
+            for row in (clean, dirty)
+        ),
+        (
+            chunk_by_kernel(drawn(0, 2, 3, 8, 3, 50), row, chunk, at, window=None)
+            for row in (clean, dirty)
+        ),
     ):
         assert np.isfinite(wanted).all()
         np.testing.assert_array_equal(found, wanted)
@@ -143,30 +168,44 @@ def test_a_chunk_sees_the_cache_before_it_and_itself(kind, window, starts):
     q, at = drawn(0, 2, 3, 8, 3, 50), jnp.array(starts, jnp.int32)
     cached, new = kept(kind, 1, LENGTH), kept(kind, 3, 50)
     wanted = plain_chunk(q, cached, new, at, window=window)
-    np.testing.assert_allclose(chunk_by_kernel(q, cached, new, at, window=window), wanted, atol=1e-5)
+    np.testing.assert_allclose(
+        chunk_by_kernel(q, cached, new, at, window=window), wanted, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_sink_takes_its_share_in_kernels_and_products(window):
     """Against a softmax with a column more, without a value, as transformers computes it."""
     sinks = 3 * drawn(9, 2, 4)
-    q, cached, at = drawn(0, 3, 2, 4, 8), kept("float32", 1, PAGE, rows=14), jnp.array([200, 128, 130])
+    q, cached, at = (
+        drawn(0, 3, 2, 4, 8),
+        kept("float32", 1, PAGE, rows=14),
+        jnp.array([200, 128, 130]),
+    )
     k, v = drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)
     found, rows = plain_decode(q, in_rows(cached, at), (k, v), at, None, sinks, window=window)
     written = written_by_kernel(cached, to_cache(k[..., None], v[:, :, None], jnp.float32), at)
     distance = at[:, None] - jnp.arange(rows.values.shape[2])
     visible = (distance >= 0) & (distance < (window or PAGE * COUNT))
-    scores = jnp.where(visible[:, None, None], jnp.einsum("bkgh,bkhs->bkgs", q, rows.keys), -jnp.inf)
+    scores = jnp.where(
+        visible[:, None, None], jnp.einsum("bkgh,bkhs->bkgs", q, rows.keys), -jnp.inf
+    )
     column = jnp.broadcast_to(sinks[None, ..., None], (*scores.shape[:3], 1))
     weights = jax.nn.softmax(jnp.concatenate([scores, column], -1), axis=-1)[..., :-1]
     expected = jnp.einsum("bkgs,bksh->bkgh", weights, rows.values)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    np.testing.assert_allclose(decoded_by_kernel(q, written, at, sinks, window=window), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        decoded_by_kernel(q, written, at, sinks, window=window), expected, atol=1e-5
+    )
 
     q, rows, chunk = drawn(0, 2, 4, 8, 3, 50), kept("float32", 1, LENGTH), kept("float32", 3, 50)
     products = plain_chunk(q, rows, chunk, at, sinks, window=window)
-    np.testing.assert_allclose(chunk_by_kernel(q, rows, chunk, at, sinks, window=window), products, atol=1e-5)
+    np.testing.assert_allclose(
+        chunk_by_kernel(q, rows, chunk, at, sinks, window=window), products, atol=1e-5
+    )
     # The first token of a chunk attends as one that is decoded there.
     first = (chunk.keys[..., 0], chunk.values[:, :, 0])
-    decoded, _ = plain_decode(q[..., 0].transpose(3, 0, 1, 2), rows, first, at, None, sinks, window=window)
+    decoded, _ = plain_decode(
+        q[..., 0].transpose(3, 0, 1, 2), rows, first, at, None, sinks, window=window
+    )
     np.testing.assert_allclose(products[..., 0].transpose(3, 0, 1, 2), decoded, atol=1e-5)

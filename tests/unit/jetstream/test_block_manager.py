@@ -135,16 +135,22 @@ class PageMachine(RuleBasedStateMachine):
     def wait(self, session: str, rate: float) -> None:
         self.rates[session] = rate
 
-    @rule(prompt=ids, session=st.sampled_from(["a", "b", None]), cost=st.sampled_from([0.0, 0.2, 5.0]))
+    @rule(
+        prompt=ids, session=st.sampled_from(["a", "b", None]), cost=st.sampled_from([0.0, 0.2, 5.0])
+    )
     def place(self, prompt: list[int], session: str | None, cost: float) -> None:
-        placement = self.blocks.allocate(prompt, session, recompute_cost=cost if self.contexts else 0.0)
+        placement = self.blocks.allocate(
+            prompt, session, recompute_cost=cost if self.contexts else 0.0
+        )
         self.offload()
         if placement is None:
             assert self.contexts, "one context always fits"
             return
         for host_page, page in placement.restored:
             self.kv[page] = self.host[host_page]
-        assert placement.reused < len(prompt) and placement.pages == self.blocks.pages(placement.context)
+        assert placement.reused < len(prompt) and placement.pages == self.blocks.pages(
+            placement.context
+        )
         if placement.copy is not None:
             source, target = placement.copy
             self.kv[target] = self.kv[source]
@@ -270,8 +276,12 @@ def test_a_page_of_several_waiting_sessions_is_kept_longer():
 
 def test_kv_that_is_worth_a_slot_until_its_session_returns_makes_others_wait():
     blocks = BlockManager(4, 4, 4, return_rate=lambda session: 0.5)
-    blocks.free(held(blocks, [1] * 13, "waits"), session_ends=False)  # three pages of ids nobody else has
-    assert blocks.allocate([2] * 5, "new", recompute_cost=0.17) is None, "12 ids at 0.17 s are more than 2 s"
+    blocks.free(
+        held(blocks, [1] * 13, "waits"), session_ends=False
+    )  # three pages of ids nobody else has
+    assert blocks.allocate([2] * 5, "new", recompute_cost=0.17) is None, (
+        "12 ids at 0.17 s are more than 2 s"
+    )
     assert blocks.allocate([2] * 5, "new", recompute_cost=0.16) is not None
 
 

@@ -18,7 +18,11 @@ from tests.fakes import FakeCodec
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=4, kv_cache_tokens=512, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=60,
+    max_concurrent_decodes=4,
+    kv_cache_tokens=512,
+    decode_steps=4,
+    prefill_buckets=(4, 16),
 )
 
 
@@ -44,7 +48,9 @@ def to_letters(ids) -> str:
 
 @contextlib.asynccontextmanager
 async def collector(strategy, **limits):
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=1, seed=3, decode_text=to_letters)
+    backend = JetStreamBackend(
+        TINY, tiny_params(), SHAPES, version=1, seed=3, decode_text=to_letters
+    )
     await backend.start()
     try:
         context = AgentContext(
@@ -54,7 +60,10 @@ async def collector(strategy, **limits):
             max_model_len=60,
             tools=ToolRegistry([look]),
         )
-        yield backend, RolloutCollector(context, score=unscored, max_in_flight=4, seed=0, strategy=strategy)
+        yield (
+            backend,
+            RolloutCollector(context, score=unscored, max_in_flight=4, seed=0, strategy=strategy),
+        )
     finally:
         await backend.close()
 
@@ -68,20 +77,31 @@ def row(agent: str) -> dict:
 
 
 async def test_a_fork_within_a_turn_reuses_all_before_it_and_keeps_the_log_probs_right():
-    async with collector(TreeRL(TreerlConfig(m=2, n=2, t=2)), max_response_length=20) as (backend, collect):
+    async with collector(TreeRL(TreerlConfig(m=2, n=2, t=2)), max_response_length=20) as (
+        backend,
+        collect,
+    ):
         sampling = SamplingParams(max_tokens=20, ignore_eos=True)
-        stream = collect.collect([row("single_turn_agent")], group_size=10, sampling=sampling, step=0)
+        stream = collect.collect(
+            [row("single_turn_agent")], group_size=10, sampling=sampling, step=0
+        )
         (group,) = [group async for group in stream]
         metrics = await backend.metrics()
     branches = [t for t in group.trajectories if t.fork]
     assert len(branches) == 8 and any(t.num_inherited for t in branches)
     for t in branches:
-        reusable = len(t.prompt_ids) + t.num_inherited - 1  # the last id is fed by the first decode step
+        reusable = (
+            len(t.prompt_ids) + t.num_inherited - 1
+        )  # the last id is fed by the first decode step
         assert t.metrics["cached_tokens"] == reusable
         expected = logprobs_of(tiny_params(), t.prompt_ids, t.response_ids)
         assert abs(expected - t.rollout_logprobs).max() < 2e-5
-    assert metrics.generated_tokens == sum(t.num_sampled - t.num_inherited for t in group.trajectories)
-    assert metrics.prefill_tokens == len(group.trajectories[0].prompt_ids) - 1, "the prompt was computed once"
+    assert metrics.generated_tokens == sum(
+        t.num_sampled - t.num_inherited for t in group.trajectories
+    )
+    assert metrics.prefill_tokens == len(group.trajectories[0].prompt_ids) - 1, (
+        "the prompt was computed once"
+    )
 
 
 async def test_a_branch_at_a_turn_reuses_the_turns_and_tool_results_before_it():

@@ -20,9 +20,15 @@ from jax_agent_rl.jetstream.programs import Kernels
 from jax_agent_rl.models.config import DecoderConfig, Rope
 from tests.tiny import TINY, tiny_params
 
-pytestmark = pytest.mark.skipif(cpu_kernels.kernels_digest() is None, reason="no C++ compiler on this machine")
+pytestmark = pytest.mark.skipif(
+    cpu_kernels.kernels_digest() is None, reason="no C++ compiler on this machine"
+)
 SHAPES = EngineShapes(
-    max_model_len=96, max_concurrent_decodes=3, kv_cache_tokens=288, decode_steps=8, prefill_buckets=(32,)
+    max_model_len=96,
+    max_concurrent_decodes=3,
+    kv_cache_tokens=288,
+    decode_steps=8,
+    prefill_buckets=(32,),
 )
 
 
@@ -48,7 +54,9 @@ def test_a_product_is_that_of_float64_for_any_shape(rows: int, size: int, column
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (50, 96), (100, 33)])
 def test_each_column_is_multiplied_with_the_matrix_of_its_group(rows: int, size: int, columns: int):
     weight, x = normal(4, 2, rows, size), normal(size, columns, seed=1)
-    group = np.random.default_rng(2).integers(0, 4, columns).astype(np.int32)  # 0: none, and nobody has the fourth
+    group = (
+        np.random.default_rng(2).integers(0, 4, columns).astype(np.int32)
+    )  # 0: none, and nobody has the fourth
     weight[3] = np.nan
     found = cpu_kernels.grouped_product(jnp.asarray(weight), jnp.asarray(x), jnp.asarray(group))
     wanted = np.zeros((2, rows, columns))
@@ -63,7 +71,9 @@ def test_a_norm_is_applied_to_what_is_multiplied(offset: float, columns: int):
     config = dataclasses.replace(TINY, norm_offset=offset)
     weight, x, norm = normal(2, 13, 41), normal(41, columns, seed=1), normal(41, seed=2)
     found = cpu_kernels.product(config, jnp.asarray(weight), jnp.asarray(x), jnp.asarray(norm))
-    np.testing.assert_allclose(found, weight.astype(np.float64) @ normed(x, norm, config), atol=5e-5)
+    np.testing.assert_allclose(
+        found, weight.astype(np.float64) @ normed(x, norm, config), atol=5e-5
+    )
 
 
 def gated(activation: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -80,7 +90,9 @@ def gated(activation: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 def test_a_gated_product_applies_the_models_activation(activation: str, columns: int):
     config = dataclasses.replace(TINY, activation=activation)
     weight, x, norm = 3 * normal(2, 29, 35), normal(35, columns, seed=1), normal(35, seed=2)
-    found = cpu_kernels.gated_product(config, jnp.asarray(weight), jnp.asarray(x), jnp.asarray(norm))
+    found = cpu_kernels.gated_product(
+        config, jnp.asarray(weight), jnp.asarray(x), jnp.asarray(norm)
+    )
     gate, up = weight.astype(np.float64) @ normed(x, norm, config)
     wanted = gated(activation, gate, up)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
@@ -121,9 +133,17 @@ def rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bo
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
 @pytest.mark.parametrize("sinks", [None, 1.0], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, 40])
-@pytest.mark.parametrize(("kv_heads", "group", "size", "pairs"), [(1, 1, 8, 4), (3, 3, 64, 32), (2, 7, 20, 6)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "size", "pairs"), [(1, 1, 8, 4), (3, 3, 64, 32), (2, 7, 20, 6)]
+)
 def test_attention_reads_what_each_slot_sees_in_its_own_pages(
-    kv_heads: int, group: int, size: int, pairs: int, window: int | None, sinks: float | None, interleaved: bool
+    kv_heads: int,
+    group: int,
+    size: int,
+    pairs: int,
+    window: int | None,
+    sinks: float | None,
+    interleaved: bool,
 ):
     """Positions at both ends of pages, pages in no order; what no slot sees is NaN."""
     config = dataclasses.replace(
@@ -139,14 +159,16 @@ def test_attention_reads_what_each_slot_sees_in_its_own_pages(
     unseen = np.arange(96) >= positions[:, None]
     if window:
         unseen |= np.arange(96) <= positions[:, None] - window
-    hidden = [np.where(unseen[:, None, :, None], np.nan, x).astype(np.float32) for x in (keys, values)]
+    hidden = [
+        np.where(unseen[:, None, :, None], np.nan, x).astype(np.float32) for x in (keys, values)
+    ]
     paged = [np.zeros((16, kv_heads, 32, size), np.float32) for _ in hidden]
     for to, rows in zip(paged, hidden, strict=True):
         to[pages] = rows.reshape(5, kv_heads, 3, 32, size).swapaxes(1, 2)
     cached = LayerKV(jnp.asarray(paged[0].swapaxes(2, 3)), jnp.asarray(paged[1]))
-    mixed, after = jax.jit(cpu_kernels.decode_attention, static_argnums=0, static_argnames="windowed")(
-        config, qkv, cached, positions, pages, (cos, sin), own_sinks, windowed=window is not None
-    )
+    mixed, after = jax.jit(
+        cpu_kernels.decode_attention, static_argnums=0, static_argnames="windowed"
+    )(config, qkv, cached, positions, pages, (cos, sin), own_sinks, windowed=window is not None)
     for slot, position in enumerate(positions):
         one = qkv[..., slot].astype(np.float64)
         one[:, :-1] = rotated(one[:, :-1], cos[:, slot], sin[:, slot], interleaved)
@@ -157,20 +179,34 @@ def test_attention_reads_what_each_slot_sees_in_its_own_pages(
         np.testing.assert_array_equal(after.values[page, :, position % 32], qkv[:, -1, :, slot])
     kept = np.ones((16, 32), bool)
     kept[pages[np.arange(5), positions // 32], positions % 32] = False
-    for found, before in ((after.keys.swapaxes(2, 3), cached.keys.swapaxes(2, 3)), (after.values, cached.values)):
-        np.testing.assert_array_equal(*(np.asarray(x).swapaxes(1, 2)[kept] for x in (found, before)))
+    for found, before in (
+        (after.keys.swapaxes(2, 3), cached.keys.swapaxes(2, 3)),
+        (after.values, cached.values),
+    ):
+        np.testing.assert_array_equal(
+            *(np.asarray(x).swapaxes(1, 2)[kept] for x in (found, before))
+        )
 
 
 @pytest.mark.parametrize("sinks", [None, 1.0], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, 40])
-def test_several_tokens_of_a_context_attend_as_one_after_the_other(window: int | None, sinks: float | None):
+def test_several_tokens_of_a_context_attend_as_one_after_the_other(
+    window: int | None, sinks: float | None
+):
     """Runs of 1, 7 and 4 tokens, the second across a page's end, beside an idle slot; later positions are NaN."""
-    config = dataclasses.replace(TINY, num_kv_heads=3, num_heads=9, head_dim=20, sliding_window=window)
+    config = dataclasses.replace(
+        TINY, num_kv_heads=3, num_heads=9, head_dim=20, sliding_window=window
+    )
     starts, counts = np.array([3, 60, 31, 0]), np.array([1, 7, 4, 1])
     slot = np.repeat(np.arange(4), counts)
-    positions = np.concatenate([s + np.arange(n) for s, n in zip(starts, counts, strict=True)]).astype(np.int32)
+    positions = np.concatenate(
+        [s + np.arange(n) for s, n in zip(starts, counts, strict=True)]
+    ).astype(np.int32)
     own = np.concatenate(
-        [1 + np.random.default_rng(5).permutation(9).astype(np.int32).reshape(3, 3), np.zeros((1, 3), int)]
+        [
+            1 + np.random.default_rng(5).permutation(9).astype(np.int32).reshape(3, 3),
+            np.zeros((1, 3), int),
+        ]
     )
     qkv, angles = normal(3, 5, 20, len(slot)), normal(10, len(slot), seed=1)
     keys, values = normal(10, 3, 32, 20, seed=2), normal(10, 3, 32, 20, seed=3)
@@ -209,18 +245,28 @@ def sampled(engine: JaxEngine, config: DecoderConfig) -> tuple[np.ndarray, np.nd
     params, cache = engine.load_params(tiny_params(config=config)), engine.init_cache()
     slots = make_decode_batch(3, SHAPES.context_pages)
     slots.pages[:] = 1 + np.arange(9).reshape(3, 3)
-    prompts = [np.random.default_rng(n).integers(3, config.vocab_size, n).astype(np.int32) for n in (29, 5, 60)]
+    prompts = [
+        np.random.default_rng(n).integers(3, config.vocab_size, n).astype(np.int32)
+        for n in (29, 5, 60)
+    ]
     for begin, end in ((0, 3), (3, -1)):  # together more ids than a pass takes
         parts = zip(slots.pages, prompts, strict=True)
-        cache = engine.extend(params, cache, [Extension(pages, begin, ids[begin:end]) for pages, ids in parts])
-    slots.tokens[:], slots.positions[:] = [ids[-1] for ids in prompts], [len(ids) - 1 for ids in prompts]
+        cache = engine.extend(
+            params, cache, [Extension(pages, begin, ids[begin:end]) for pages, ids in parts]
+        )
+    slots.tokens[:], slots.positions[:] = (
+        [ids[-1] for ids in prompts],
+        [len(ids) - 1 for ids in prompts],
+    )
     slots.remaining[:], slots.temperature[:], slots.seed[:] = 8, 1, np.arange(3)
     _, found = engine.decode(params, cache, slots, 8, 4)
     return found.ids, found.log_probs
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_the_engine_samples_the_same_ids_with_and_without_kernels(config: DecoderConfig, monkeypatch):
+def test_the_engine_samples_the_same_ids_with_and_without_kernels(
+    config: DecoderConfig, monkeypatch
+):
     native = JaxEngine(config, SHAPES)
     assert native.kernels is Kernels.CPU
     monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)
@@ -267,7 +313,9 @@ def test_a_compiler_that_fails_is_named_and_leaves_nothing_behind(unbuilt, tmp_p
 
 
 def test_a_second_process_finds_the_library_built(unbuilt, tmp_path: Path):
-    unbuilt.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)  # this process has registered another copy
+    unbuilt.setattr(
+        jax.ffi, "register_ffi_target", lambda *_, **__: None
+    )  # this process has registered another copy
     digest = cpu_kernels.kernels_digest()
     (file,) = (tmp_path / "kernels").iterdir()
     made = file.stat().st_mtime_ns

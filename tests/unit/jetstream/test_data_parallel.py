@@ -140,7 +140,9 @@ print(json.dumps(accepted))
 def test_engines_that_verify_drafts_say_what_one_says_without():
     (line,) = run_on_devices(SPECULATING)
     accepted = json.loads(line)
-    assert len(accepted) == 2 and min(accepted) > 50, "each engine drafts from what it has sampled itself"
+    assert len(accepted) == 2 and min(accepted) > 50, (
+        "each engine drafts from what it has sampled itself"
+    )
 
 
 CONTROL = (
@@ -197,7 +199,9 @@ asyncio.run(main())
 
 
 def test_engines_agree_on_every_update_and_none_waits_for_one_that_died():
-    wrong, fails, distinct, twice, aborted, dead, update, healthy = run_on_devices(CONTROL, devices=4)
+    wrong, fails, distinct, twice, aborted, dead, update, healthy = run_on_devices(
+        CONTROL, devices=4
+    )
     assert "wrong: the update does not fit the model served" in wrong
     assert "could not be loaded (TypeError" in fails and "version 0 is still served" in fails
     assert distinct == "4", "each engine draws with a seed of its own"

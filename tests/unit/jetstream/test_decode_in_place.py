@@ -20,10 +20,16 @@ from jax_agent_rl.jetstream.programs import Kernels, decode_program
 from tests.tiny import TINY, tiny_params
 
 STEPS = 6
-needs_compiler = pytest.mark.skipif(cpu_kernels.kernels_digest() is None, reason="no C++ compiler on this machine")
+needs_compiler = pytest.mark.skipif(
+    cpu_kernels.kernels_digest() is None, reason="no C++ compiler on this machine"
+)
 ALL_KERNELS = [pytest.param(k, marks=needs_compiler) if k is Kernels.CPU else k for k in Kernels]
 SHAPES = EngineShapes(
-    max_model_len=96, max_concurrent_decodes=4, kv_cache_tokens=288, decode_steps=STEPS, prefill_buckets=(32,)
+    max_model_len=96,
+    max_concurrent_decodes=4,
+    kv_cache_tokens=288,
+    decode_steps=STEPS,
+    prefill_buckets=(32,),
 )
 
 
@@ -41,7 +47,11 @@ def decoded(kernels: Kernels, cache: KVCache, slots: DecodeBatch) -> tuple[KVCac
     engine = JaxEngine(TINY, SHAPES)
     params = engine.load_params(tiny_params())
     program = jax.jit(decode_program(TINY, STEPS, None, kernels))
-    with pltpu.force_tpu_interpret_mode(True) if kernels is Kernels.PALLAS else contextlib.nullcontext():
+    with (
+        pltpu.force_tpu_interpret_mode(True)
+        if kernels is Kernels.PALLAS
+        else contextlib.nullcontext()
+    ):
         return program(params, cache, slots, np.array([STEPS, 9], np.int32))
 
 
@@ -61,10 +71,14 @@ def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache(kernels:
 
     # Each slot's new ids are in its own pages; of the others nothing changed, page 0 is nobody's.
     close = functools.partial(np.testing.assert_allclose, atol=1e-4)
-    held = (gather_pages(cache, slots.pages, slots.positions + ran.sum(0)) for cache in (found, wanted))
+    held = (
+        gather_pages(cache, slots.pages, slots.positions + ran.sum(0)) for cache in (found, wanted)
+    )
     jax.tree.map(close, *held)
     for held, before in zip(jax.tree.leaves(found), jax.tree.leaves(cache), strict=True):
-        np.testing.assert_array_equal(held[jnp.array([3, 4, 5, 6, 8])], before[jnp.array([3, 4, 5, 6, 8])])
+        np.testing.assert_array_equal(
+            held[jnp.array([3, 4, 5, 6, 8])], before[jnp.array([3, 4, 5, 6, 8])]
+        )
         assert all(np.any(held[page] != before[page]) for page in (1, 2, 7, 9))
 
 

@@ -22,19 +22,25 @@ from tests.examples import examples
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import group_of, trajectory
 
-MODEL = DecoderConfig(  # wide enough that products are blocked and vectorised as a large model's are
-    vocab_size=515,
-    hidden_size=192,
-    intermediate_size=320,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=32,
-    tie_word_embeddings=True,
-    eos_token_ids=(2,),
+MODEL = (
+    DecoderConfig(  # wide enough that products are blocked and vectorised as a large model's are
+        vocab_size=515,
+        hidden_size=192,
+        intermediate_size=320,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        eos_token_ids=(2,),
+    )
 )
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=6, kv_cache_tokens=576, decode_steps=4, prefill_buckets=(16, 32)
+    max_model_len=64,
+    max_concurrent_decodes=6,
+    kv_cache_tokens=576,
+    decode_steps=4,
+    prefill_buckets=(16, 32),
 )
 TEMPERATURE = 0.7
 PARAMS = tiny_params(3, MODEL)
@@ -43,21 +49,30 @@ SCORER = DeterministicScorer(MODEL, SHAPES, dtype="float32", table=TABLE, temper
 Talks = list[tuple[list[int], list[tuple[int, list[int]]]]]
 
 
-async def converse(talks: Talks, *, deterministic: bool) -> list[tuple[list[int], list[tuple[int, float]]]]:
+async def converse(
+    talks: Talks, *, deterministic: bool
+) -> list[tuple[list[int], list[tuple[int, float]]]]:
     """Run concurrent conversations, each a prompt and turns (max new ids, ids appended then).
 
     Returns:
         Contexts, and for each sampled id its index and log-prob.
     """
-    backend = JetStreamBackend(MODEL, PARAMS, SHAPES, deterministic=TABLE if deterministic else None)
+    backend = JetStreamBackend(
+        MODEL, PARAMS, SHAPES, deterministic=TABLE if deterministic else None
+    )
     await backend.start()
 
     async def one(number: int, prompt: list[int], turns: list[tuple[int, list[int]]]):
         ids, sampled = list(prompt), []
         for turn, (count, appended) in enumerate(turns):
-            sampling = SamplingParams(max_tokens=count, temperature=TEMPERATURE, seed=number * 10 + turn)
+            sampling = SamplingParams(
+                max_tokens=count, temperature=TEMPERATURE, seed=number * 10 + turn
+            )
             request = GenerateRequest(
-                request_id=f"{number}-{turn}", prompt_ids=tuple(ids), sampling=sampling, session_id=str(number)
+                request_id=f"{number}-{turn}",
+                prompt_ids=tuple(ids),
+                sampling=sampling,
+                session_id=str(number),
             )
             output = await backend.generate(request)
             sampled += [(len(ids) + i, x) for i, x in enumerate(output.log_probs)]
@@ -82,7 +97,9 @@ IDS = st.lists(st.integers(3, MODEL.vocab_size - 1), min_size=1, max_size=5)
 SHARED = [7, 8, 9, 10, 11, 12]  # some prompts begin alike, so rows are copied from one another
 PROMPT = st.tuples(st.sampled_from([0, 3, 6]), IDS).map(lambda x: SHARED[: x[0]] + x[1])
 TALKS = st.lists(
-    st.tuples(PROMPT, st.lists(st.tuples(st.integers(1, 9), IDS), min_size=1, max_size=3)), min_size=1, max_size=11
+    st.tuples(PROMPT, st.lists(st.tuples(st.integers(1, 9), IDS), min_size=1, max_size=3)),
+    min_size=1,
+    max_size=11,
 )
 
 
@@ -104,14 +121,20 @@ def fixed_talks() -> Talks:
 
 def test_the_fast_engine_is_not_equal_to_the_bit():
     """So the test above could fail."""
-    assert differences(asyncio.run(converse(fixed_talks(), deterministic=False)), list(range(9))) > 0
+    assert (
+        differences(asyncio.run(converse(fixed_talks(), deterministic=False)), list(range(9))) > 0
+    )
 
 
 def test_the_logprobs_are_those_of_plain_full_passes():
-    scorer = DeterministicScorer(TINY, SHAPES, dtype="float32", table=ProgramTable(), temperature=TEMPERATURE)
+    scorer = DeterministicScorer(
+        TINY, SHAPES, dtype="float32", table=ProgramTable(), temperature=TEMPERATURE
+    )
     ids = np.random.default_rng(1).integers(3, 97, 20).tolist()
     (scored,) = scorer(tiny_params(), [ids])
-    np.testing.assert_allclose(scored, logprobs_of(tiny_params(), ids[:1], ids[1:], TEMPERATURE), atol=2e-5)
+    np.testing.assert_allclose(
+        scored, logprobs_of(tiny_params(), ids[:1], ids[1:], TEMPERATURE), atol=2e-5
+    )
 
 
 def test_what_is_sampled_does_not_depend_on_the_company():
@@ -127,14 +150,23 @@ def test_the_learner_measures_a_gap_of_exactly_zero():
     for i, ((prompt, _), (ids, sampled)) in enumerate(zip(fixed_talks(), results, strict=False)):
         response = ids[len(prompt) : len(prompt) + len(sampled)]
         logprobs = [x for _, x in sampled]
-        members.append(trajectory(prompt, response, logprobs=logprobs, reward=float(i % 2), index=i))
+        members.append(
+            trajectory(prompt, response, logprobs=logprobs, reward=float(i % 2), index=i)
+        )
     config = LearnerConfig(pack_length=64)
     learner = Learner(
-        MODEL, PARAMS, algorithm=AlgorithmConfig(), config=config, temperature=TEMPERATURE, score_by=SCORER
+        MODEL,
+        PARAMS,
+        algorithm=AlgorithmConfig(),
+        config=config,
+        temperature=TEMPERATURE,
+        score_by=SCORER,
     )
     metrics = learner.update([group_of(members)]).metrics
     assert metrics["logprob_gap_max"] == 0.0 and metrics["trained_tokens"] > 8
-    plain = Learner(MODEL, PARAMS, algorithm=AlgorithmConfig(), config=config, temperature=TEMPERATURE)
+    plain = Learner(
+        MODEL, PARAMS, algorithm=AlgorithmConfig(), config=config, temperature=TEMPERATURE
+    )
     assert 0 < plain.update([group_of(members)]).metrics["logprob_gap_max"] < 1e-4
 
 

@@ -6,16 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.jetstream.drafting import CHANCES, MATCHES, PROMPT_MATCHES, Draw, SuffixIndex, look_up, predict
+from jax_agent_rl.jetstream.drafting import (
+    CHANCES,
+    MATCHES,
+    PROMPT_MATCHES,
+    Draw,
+    SuffixIndex,
+    look_up,
+    predict,
+)
 from jax_agent_rl.jetstream.sampling import sample, uniform
 
 NUMBERS = st.floats(0, 1, exclude_max=True)
 IDS = st.lists(st.integers(0, 2), max_size=20)  # few ids, so that much repeats
-DRAWS = st.lists(st.builds(Draw, NUMBERS, st.integers(0, 2), st.floats(0.01, 1)), min_size=1, max_size=8)
+DRAWS = st.lists(
+    st.builds(Draw, NUMBERS, st.integers(0, 2), st.floats(0.01, 1)), min_size=1, max_size=8
+)
 PARTS = st.lists(st.tuples(IDS, DRAWS), max_size=6)
 
 
-def earlier(parts: list[tuple[list[int], list[Draw]]], context: list[int]) -> tuple[int, list[Draw]]:
+def earlier(
+    parts: list[tuple[list[int], list[Draw]]], context: list[int]
+) -> tuple[int, list[Draw]]:
     """Return the length of the longest known suffix, and what was drawn after it."""
     for match in MATCHES:
         found = []
@@ -40,7 +52,9 @@ def test_the_index_drafts_by_what_was_drawn_after_the_longest_suffix(parts, cont
     for number, token, evidence in zip(numbers, draft.ids, draft.evidence, strict=False):
         match, found = earlier(parts, context)
         wanted, chance = predict(found, number)
-        assert token == wanted and evidence == f"{match} {sum(chance >= bound for bound in CHANCES)}"
+        assert (
+            token == wanted and evidence == f"{match} {sum(chance >= bound for bound in CHANCES)}"
+        )
         context = [*context, token]
     assert len(draft.ids) == 4 or not earlier(parts, context)[0]
 
@@ -63,8 +77,16 @@ def test_an_index_keeps_no_more_than_it_may():
         ([Draw(0.2, 7, 0.5)], 0.9, (7, 0.0)),
         ([Draw(0.5, 7, 0.2)], 0.4, (7, 0.5)),  # if it begins before 0.4, of 0.3 to 0.5
         ([Draw(0.2, 7, 0.9), Draw(0.8, 7, 0.9)], 0.5, (7, 1.0)),
-        ([Draw(0.2, 7, 0.4), Draw(0.8, 9, 0.6)], 0.5, (9, 1.0)),  # 9 begins before 0.4: not between 0.5 and 0.8
-        ([Draw(0.2, 7, 0.6), Draw(0.7, 9, 0.1)], 0.5, (7, 1.0)),  # 7 ends before 0.7, so it begins before 0.1
+        (
+            [Draw(0.2, 7, 0.4), Draw(0.8, 9, 0.6)],
+            0.5,
+            (9, 1.0),
+        ),  # 9 begins before 0.4: not between 0.5 and 0.8
+        (
+            [Draw(0.2, 7, 0.6), Draw(0.7, 9, 0.1)],
+            0.5,
+            (7, 1.0),
+        ),  # 7 ends before 0.7, so it begins before 0.1
     ],
 )
 def test_the_chance_of_a_prediction(draws: list[Draw], number: float, wanted: tuple[int, float]):
@@ -83,11 +105,17 @@ def test_the_engines_own_draws_are_predicted_where_the_most_frequent_id_would_be
         seed=seeds,
         position=positions,
     )
-    draws = [*map(Draw, uniform(seeds, positions).tolist(), ids.tolist(), np.exp(log_probs).tolist())]
-    assert [draw.token for draw in sorted(draws)] == sorted(ids.tolist())  # so these are the numbers they were drawn by
+    draws = [
+        *map(Draw, uniform(seeds, positions).tolist(), ids.tolist(), np.exp(log_probs).tolist())
+    ]
+    assert [draw.token for draw in sorted(draws)] == sorted(
+        ids.tolist()
+    )  # so these are the numbers they were drawn by
     known, others = sorted(draws[:200]), draws[200:]
     predicted = [predict(known, draw.uniform) for draw in others]
-    right = np.array([token == draw.token for (token, _), draw in zip(predicted, others, strict=True)])
+    right = np.array(
+        [token == draw.token for (token, _), draw in zip(predicted, others, strict=True)]
+    )
     sure = np.array([chance == 1.0 for _, chance in predicted])
     assert np.bincount(ids[200:]).max() / 200 < 0.5 and right.mean() > 0.85
     assert right[sure].all() and sure.mean() > 0.6

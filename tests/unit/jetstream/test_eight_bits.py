@@ -20,14 +20,20 @@ from tests.tiny import TINY, full_logits, tiny_params
 
 EXPERTS = replace(TINY, experts=Experts(count=4, per_token=2, intermediate_size=24, normalize=True))
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=4, prefill_buckets=(8, 64)
+    max_model_len=60,
+    max_concurrent_decodes=2,
+    kv_cache_tokens=128,
+    decode_steps=4,
+    prefill_buckets=(8, 64),
 )
 IDS = np.random.default_rng(7).integers(3, TINY.vocab_size, 48).tolist()
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 BOTH = pytest.mark.parametrize("kind", ["int8", "fp8"])
 
 
-def scored(config: DecoderConfig, params: Params, *, kv: str | None = None, weights: str | None = None) -> np.ndarray:
+def scored(
+    config: DecoderConfig, params: Params, *, kv: str | None = None, weights: str | None = None
+) -> np.ndarray:
     """Log-probs of IDS, fed one by one."""
     slots, count = make_decode_batch(1, 2), len(IDS) - 1
     slots.pages[:] = [2, 1]
@@ -41,21 +47,28 @@ def scored(config: DecoderConfig, params: Params, *, kv: str | None = None, weig
 
 def in_floats(config: DecoderConfig, params: Params) -> np.ndarray:
     """The same by one full pass of the learner's model."""
-    return np.asarray(jax.nn.log_softmax(full_logits(params, IDS, config)))[np.arange(len(IDS) - 1), IDS[1:]]
+    return np.asarray(jax.nn.log_softmax(full_logits(params, IDS, config)))[
+        np.arange(len(IDS) - 1), IDS[1:]
+    ]
 
 
 def rounded(x: jax.Array, kind: str) -> jax.Array:
     """What is left of vectors along the last axis, by numpy."""
     scale = np.abs(x).max(-1, keepdims=True) / LARGEST[kind]
     parts = np.asarray(x) / scale
-    return jnp.asarray((np.round(parts) if kind == "int8" else parts.astype(ml_dtypes.float8_e4m3fn)) * scale)
+    return jnp.asarray(
+        (np.round(parts) if kind == "int8" else parts.astype(ml_dtypes.float8_e4m3fn)) * scale
+    )
 
 
 @pytest.mark.parametrize("config", [TINY, EXPERTS], ids=["dense", "experts"])
 @BOTH
 def test_log_probs_are_those_of_the_rounded_matrices(kind, config):
     params = tiny_params(config=config)
-    layers = {name: rounded(x, kind) if x.ndim > 2 and name != "router" else x for name, x in params["layers"].items()}
+    layers = {
+        name: rounded(x, kind) if x.ndim > 2 and name != "router" else x
+        for name, x in params["layers"].items()
+    }
     found = scored(config, params, weights=kind)
     np.testing.assert_allclose(found, in_floats(config, params | {"layers": layers}), atol=2e-4)
     assert 1e-3 < np.abs(found - in_floats(config, params)).mean() < (0.2 if kind == "int8" else 1)
@@ -63,11 +76,18 @@ def test_log_probs_are_those_of_the_rounded_matrices(kind, config):
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.5 / 127), ("fp8", 2**-4)])
 def test_a_cache_keeps_each_vector_to_a_part_of_its_largest_number(kind, bound):
-    keys, values = (jnp.asarray(np.random.default_rng(i).standard_normal((2, 3, 16, 16)), jnp.float32) for i in (0, 1))
+    keys, values = (
+        jnp.asarray(np.random.default_rng(i).standard_normal((2, 3, 16, 16)), jnp.float32)
+        for i in (0, 1)
+    )
     kept = to_cache(keys, values, DTYPES[kind])
     assert kept.scales.shape == (2, 3, 2, 16)
-    for got, wanted, axis in zip(from_cache(kept, jnp.float32), (keys, values), (2, 3), strict=True):
-        assert (np.abs(got - wanted) <= 1.001 * bound * np.abs(wanted).max(axis, keepdims=True)).all()
+    for got, wanted, axis in zip(
+        from_cache(kept, jnp.float32), (keys, values), (2, 3), strict=True
+    ):
+        assert (
+            np.abs(got - wanted) <= 1.001 * bound * np.abs(wanted).max(axis, keepdims=True)
+        ).all()
 
 
 @BOTH
@@ -92,7 +112,10 @@ def test_log_probs_over_a_cache_stay_near_those_of_floats(kind, bound):
 
 
 def test_a_cache_and_matrices_take_the_memory_of_8_bits():
-    engine, floats = JaxEngine(TINY, SHAPES, kv_dtype="int8", quantize="int8"), JaxEngine(TINY, SHAPES)
+    engine, floats = (
+        JaxEngine(TINY, SHAPES, kv_dtype="int8", quantize="int8"),
+        JaxEngine(TINY, SHAPES),
+    )
 
     def taken(tree) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(tree))
@@ -114,11 +137,15 @@ def test_a_prompt_is_kept_alike_however_it_is_cut():
         cut = engine.extend(params, cut, [Extension((1, 2), begin, ids[begin : begin + 8])])
 
     def compare(axis: int, a: jax.Array, b: jax.Array) -> None:
-        held, again = (np.asarray(jax.lax.slice_in_dim(x, 0, len(ids), axis=axis), float) for x in (a, b))
+        held, again = (
+            np.asarray(jax.lax.slice_in_dim(x, 0, len(ids), axis=axis), float) for x in (a, b)
+        )
         # A float that is off by its last bit may fall on the other side of a half, and be felt in the layers above.
         assert np.abs(held - again).mean() < 0.05
 
-    whole_row, cut_row = (gather_pages(cache, jnp.array([[1, 2]]), jnp.array([len(ids)])) for cache in (whole, cut))
+    whole_row, cut_row = (
+        gather_pages(cache, jnp.array([[1, 2]]), jnp.array([len(ids)])) for cache in (whole, cut)
+    )
     for a, b in zip(whole_row.layers, cut_row.layers, strict=True):
         a.by_position(compare, b)
 
@@ -130,4 +157,8 @@ def test_new_weights_are_rounded_by_their_own_scales_and_compile_nothing():
     larger = jax.tree.map(lambda x: 3 * x, tiny_params(0))
     second = engine.load_params(larger, first)
     assert engine.table.recompilations == 0
-    jax.tree.map(np.testing.assert_array_equal, second, JaxEngine(TINY, SHAPES, quantize="int8").load_params(larger))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        second,
+        JaxEngine(TINY, SHAPES, quantize="int8").load_params(larger),
+    )

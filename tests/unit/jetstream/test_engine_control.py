@@ -21,7 +21,11 @@ from jax_agent_rl.types import PauseMode, SamplingParams, StopReason
 from tests.tiny import TINY, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4, prefill_buckets=(32,)
+    max_model_len=64,
+    max_concurrent_decodes=3,
+    kv_cache_tokens=192,
+    decode_steps=4,
+    prefill_buckets=(32,),
 )
 
 
@@ -144,13 +148,19 @@ async def test_all_who_wait_are_told_when_the_engine_dies():
         await engine.gate.reached()
         waiting += [
             await started(call)
-            for call in (backend.pause(PauseMode.WAIT), backend.metrics(), backend.update_weights(update(2)))
+            for call in (
+                backend.pause(PauseMode.WAIT),
+                backend.metrics(),
+                backend.update_weights(update(2)),
+            )
         ]
         health = await started(backend.health())
         engine.broken = RuntimeError("out of memory")
         engine.gate.open()
         for task in waiting:
-            with pytest.raises(EngineDiedError, match="the engine died: RuntimeError: out of memory"):
+            with pytest.raises(
+                EngineDiedError, match="the engine died: RuntimeError: out of memory"
+            ):
                 await soon(task)
         assert not (await soon(health)).ok
         with pytest.raises(EngineDiedError):
@@ -175,7 +185,9 @@ async def test_all_who_wait_are_told_when_the_backend_is_closed():
     async with running() as (backend, engine):
         waiting = [await started(backend.generate(request("r", max_tokens=40)))]
         await engine.gate.reached()
-        waiting += [await started(call) for call in (backend.pause(PauseMode.WAIT), backend.metrics())]
+        waiting += [
+            await started(call) for call in (backend.pause(PauseMode.WAIT), backend.metrics())
+        ]
         closing = await started(backend.close())
         engine.gate.open()
         for task in waiting:
@@ -305,7 +317,9 @@ async def test_who_was_preempted_is_ended_with_those_who_run(way: str):
     small = replace(SHAPES, kv_cache_tokens=160)
     async with running(small) as (backend, engine):
         tasks = [
-            await started(backend.generate(request(f"r{i}", prompt=range(5 + i, 25 + i), max_tokens=40)))
+            await started(
+                backend.generate(request(f"r{i}", prompt=range(5 + i, 25 + i), max_tokens=40))
+            )
             for i in range(3)
         ]
         scheduler = backend._core.scheduler
@@ -314,12 +328,16 @@ async def test_who_was_preempted_is_ended_with_those_who_run(way: str):
             engine.gate.let_one_pass()
             await engine.gate.reached()
         late = await started(backend.generate(request("late")))
-        ending = await started(backend.pause(PauseMode.ABORT) if way == "pause" else backend.sleep())
+        ending = await started(
+            backend.pause(PauseMode.ABORT) if way == "pause" else backend.sleep()
+        )
         engine.gate.open()
         await soon(ending)
         outputs = [await soon(task) for task in tasks]
         assert [output.stop_reason for output in outputs] == [StopReason.ABORTED] * 3
-        assert all(0 < len(output.token_ids) < 40 for output in outputs) and outputs[2].num_preempted
+        assert (
+            all(0 < len(output.token_ids) < 40 for output in outputs) and outputs[2].num_preempted
+        )
         assert (await backend.health()).waiting == 1 and not late.done()
         await (backend.resume() if way == "pause" else backend.wake())
         assert len((await soon(late)).token_ids) == 4
@@ -329,7 +347,9 @@ async def test_pause_wait_waits_for_who_was_preempted():
     small = replace(SHAPES, kv_cache_tokens=160)
     async with running(small) as (backend, engine):
         tasks = [
-            await started(backend.generate(request(f"r{i}", prompt=range(5 + i, 25 + i), max_tokens=40)))
+            await started(
+                backend.generate(request(f"r{i}", prompt=range(5 + i, 25 + i), max_tokens=40))
+            )
             for i in range(3)
         ]
         scheduler = backend._core.scheduler
@@ -343,7 +363,9 @@ async def test_pause_wait_waits_for_who_was_preempted():
         await soon(pausing)
         assert not scheduler.started and (await backend.health()).waiting == 1 and not late.done()
         outputs = [await soon(task) for task in tasks]
-        assert [len(output.token_ids) for output in outputs] == [40] * 3 and outputs[2].num_preempted
+        assert [len(output.token_ids) for output in outputs] == [40] * 3 and outputs[
+            2
+        ].num_preempted
         await backend.resume()
         assert len((await soon(late)).token_ids) == 4
 
@@ -381,7 +403,9 @@ async def test_an_engine_that_lost_its_weights_serves_nothing_until_others_come(
         engine.gate.open()
         await soon(freezing)
         engine.refusal = RuntimeError("out of memory")
-        with pytest.raises(WeightUpdateError, match="version 2 .*out of memory.* send a whole update"):
+        with pytest.raises(
+            WeightUpdateError, match="version 2 .*out of memory.* send a whole update"
+        ):
             await backend.update_weights(update(2))
         with pytest.raises(EngineDiedError, match="send a whole update"):
             await soon(live)
@@ -395,4 +419,8 @@ async def test_an_engine_that_lost_its_weights_serves_nothing_until_others_come(
         await backend.update_weights(update(2))
         output = await soon(backend.generate(request("r")))
         health = await backend.health()
-        assert set(output.policy_versions) == {2} and (health.ok, health.running, health.waiting) == (True, 0, 0)
+        assert set(output.policy_versions) == {2} and (
+            health.ok,
+            health.running,
+            health.waiting,
+        ) == (True, 0, 0)

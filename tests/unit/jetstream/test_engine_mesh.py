@@ -97,11 +97,15 @@ print(json.dumps(part))
         ("experts", {"expert": 2, "tensor": 4}, {"quantize": "int8"}),
     ],
 )
-def test_tokens_and_logprobs_are_those_of_one_device_over_turns_and_updates(model: str, mesh: dict, options: dict):
+def test_tokens_and_logprobs_are_those_of_one_device_over_turns_and_updates(
+    model: str, mesh: dict, options: dict
+):
     (line,) = run_on_devices(ENGINES, model, json.dumps(mesh), json.dumps(options))
     parts = json.loads(line)
     assert parts.pop("router", 1) == 1, "every token is routed on every device"
-    assert parts.pop("expert_down_bias", 1 / 2) == 1 / 2, "added on one of the devices that add up an expert's output"
+    assert parts.pop("expert_down_bias", 1 / 2) == 1 / 2, (
+        "added on one of the devices that add up an expert's output"
+    )
     assert set(parts.values()) == {1 / 8}, parts
 
 
@@ -185,8 +189,14 @@ class Mesh:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"expert": 2}, "mesh.expert=2, but a llama model has no experts; set rollout.jetstream.mesh.tensor instead"),
-        ({"tensor": 3}, r"4 query heads with 2 key/value heads can be shared evenly by \[1, 2, 4\] devices only"),
+        (
+            {"expert": 2},
+            "mesh.expert=2, but a llama model has no experts; set rollout.jetstream.mesh.tensor instead",
+        ),
+        (
+            {"tensor": 3},
+            r"4 query heads with 2 key/value heads can be shared evenly by \[1, 2, 4\] devices only",
+        ),
         (
             {"tensor": 2},
             "parameter 'embed': its vocab dimension of 97 is not divisible by rollout.jetstream.mesh.tensor=2",
@@ -199,5 +209,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_with_what_does(axes: d
 
 
 def test_more_devices_than_this_process_has_are_refused():
-    with pytest.raises(ConfigError, match="takes 2 devices from number 3 on, but this process has 1"):
+    with pytest.raises(
+        ConfigError, match="takes 2 devices from number 3 on, but this process has 1"
+    ):
         make_engine_mesh(EngineMeshConfig(tensor=2), device_offset=3)

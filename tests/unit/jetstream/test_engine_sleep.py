@@ -67,4 +67,6 @@ async def test_weights_taken_asleep_are_those_it_wakes_with():
         await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload=new))
         await backend.wake()
         output = await backend.generate(request("new", prompt))
-        assert list(output.token_ids) == greedy(new, prompt, 8) and set(output.policy_versions) == {2}
+        assert list(output.token_ids) == greedy(new, prompt, 8) and set(output.policy_versions) == {
+            2
+        }

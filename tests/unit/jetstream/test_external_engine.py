@@ -18,14 +18,20 @@ from tests.later_api import LaterApiEngine, external_engine, make_external_engin
 from tests.tiny import TINY, full_logits, greedy, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=60,
+    max_concurrent_decodes=3,
+    kv_cache_tokens=192,
+    decode_steps=4,
+    prefill_buckets=(4, 16),
 )
 PARAMS = tiny_params()
 
 
 @contextlib.asynccontextmanager
 async def running(make=make_external_engine, **options):
-    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, external_engine=make, version=1, **options)
+    backend = JetStreamBackend(
+        TINY, tiny_params(), SHAPES, external_engine=make, version=1, **options
+    )
     await backend.start()
     try:
         yield backend
@@ -36,7 +42,9 @@ async def running(make=make_external_engine, **options):
 def request(name: str, prompt, *, max_tokens=8, **sampling) -> GenerateRequest:
     settings = {"temperature": 1.0, "ignore_eos": True} | sampling
     return GenerateRequest(
-        request_id=name, prompt_ids=tuple(prompt), sampling=SamplingParams(max_tokens=max_tokens, **settings)
+        request_id=name,
+        prompt_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **settings),
     )
 
 
@@ -47,21 +55,30 @@ def prompt_of(seed: int, length: int) -> list[int]:
 def exact_logprobs_of(prompt, sampled):
     """As ``logprobs_of``, with layers in float64: the rounding of a pass in float32 is as large as the engine's."""
     with jax.enable_x64(True):
-        return logprobs_of(jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), PARAMS), prompt, sampled)
+        return logprobs_of(
+            jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), PARAMS), prompt, sampled
+        )
 
 
 async def test_more_requests_than_slots_get_the_logprobs_of_full_passes():
     prompts = [prompt_of(i, 1 + (11 * i) % 40) for i in range(8)]
     async with running() as backend:
         outputs = await asyncio.gather(
-            *(backend.generate(request(f"r{i}", p, max_tokens=5 + i)) for i, p in enumerate(prompts))
+            *(
+                backend.generate(request(f"r{i}", p, max_tokens=5 + i))
+                for i, p in enumerate(prompts)
+            )
         )
         metrics = await backend.metrics()
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         assert len(output.token_ids) == 5 + i and output.stop_reason is StopReason.LENGTH
-        np.testing.assert_allclose(output.log_probs, exact_logprobs_of(prompt, output.token_ids), atol=2e-5)
+        np.testing.assert_allclose(
+            output.log_probs, exact_logprobs_of(prompt, output.token_ids), atol=2e-5
+        )
         assert output.context_digest == digest_ids([*prompt, *output.token_ids])
-    assert metrics.generated_tokens == sum(range(5, 13)) and metrics.prefill_tokens == sum(map(len, prompts))
+    assert metrics.generated_tokens == sum(range(5, 13)) and metrics.prefill_tokens == sum(
+        map(len, prompts)
+    )
 
 
 async def test_greedy_and_random_requests_take_turns_and_nobody_is_overtaken():
@@ -85,7 +102,9 @@ async def test_greedy_and_random_requests_take_turns_and_nobody_is_overtaken():
         await backend.resume()
         _, best, _ = await asyncio.gather(*tasks)
     assert list(best.token_ids) == greedy(PARAMS, prompt, 8, frozenset())
-    np.testing.assert_allclose(best.log_probs, logprobs_of(PARAMS, prompt, best.token_ids), atol=2e-5)
+    np.testing.assert_allclose(
+        best.log_probs, logprobs_of(PARAMS, prompt, best.token_ids), atol=2e-5
+    )
     assert order == ["random", "greedy", "late"]
 
 
@@ -104,7 +123,10 @@ async def test_ids_behind_a_stop_are_never_delivered_and_the_slot_is_given_back(
         chunks = [chunk async for chunk in backend.stream(stopped)]
     final = chunks[-1].final
     assert list(final.token_ids) == expected[: expected.index(stop) + 1]
-    assert sum((c.token_ids for c in chunks), ()) == final.token_ids and final.stop_reason is StopReason.STOP
+    assert (
+        sum((c.token_ids for c in chunks), ()) == final.token_ids
+        and final.stop_reason is StopReason.STOP
+    )
     assert engines[0].freed[-1] == 0
 
 
@@ -143,8 +165,12 @@ async def test_weights_change_under_frozen_requests_and_every_id_names_its_versi
         await backend.resume()
         output = await task
         fresh = await backend.generate(request("s", prompt))
-    assert set(output.policy_versions) == {1, 2} and list(output.policy_versions) == sorted(output.policy_versions)
-    np.testing.assert_allclose(fresh.log_probs, logprobs_of(tiny_params(1), prompt, fresh.token_ids), atol=2e-5)
+    assert set(output.policy_versions) == {1, 2} and list(output.policy_versions) == sorted(
+        output.policy_versions
+    )
+    np.testing.assert_allclose(
+        fresh.log_probs, logprobs_of(tiny_params(1), prompt, fresh.token_ids), atol=2e-5
+    )
 
 
 def test_arrays_that_to_params_passes_through_are_copied():
@@ -158,7 +184,9 @@ def test_arrays_that_to_params_passes_through_are_copied():
 
 
 async def test_what_the_engine_cannot_do_is_not_declared_and_refused():
-    async with running(lambda m, s: external_engine(LaterApiEngine(m, s), greedy=None, max_new_tokens=20)) as backend:
+    async with running(
+        lambda m, s: external_engine(LaterApiEngine(m, s), greedy=None, max_new_tokens=20)
+    ) as backend:
         capabilities = backend.capabilities
         assert not (capabilities.seeds or capabilities.prefix_reuse or capabilities.any_sampling)
         prompt = prompt_of(6, 5)
@@ -166,7 +194,9 @@ async def test_what_the_engine_cannot_do_is_not_declared_and_refused():
             "temperature=0.7": request("a", prompt, temperature=0.7),
             "top_p=0.9": request("b", prompt, top_p=0.9),
             "top_k=5": request("c", prompt, top_k=5),
-            "temperature=0, but this external engine has no greedy mode": request("d", prompt, temperature=0.0),
+            "temperature=0, but this external engine has no greedy mode": request(
+                "d", prompt, temperature=0.0
+            ),
             "may sample 21 ids, but a slot holds 20": request("e", prompt, max_tokens=21),
         }.items():
             with pytest.raises(BackendError, match=words):
@@ -177,7 +207,10 @@ async def test_what_the_engine_cannot_do_is_not_declared_and_refused():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"max_concurrent_decodes": 2}, "has 2 slots, but rollout.jetstream.max_concurrent_decodes=3"),
+        (
+            {"max_concurrent_decodes": 2},
+            "has 2 slots, but rollout.jetstream.max_concurrent_decodes=3",
+        ),
         ({"max_prefill_length": 32}, "at most 32 ids, but a context of rollout.max_model_len=60"),
         ({"samples_per_slot": 2}, "2 samples per slot"),
         ({"generate": lambda params, decode_state: None}, "generate takes no rng"),
@@ -192,7 +225,9 @@ def test_an_engine_that_does_not_fit_is_refused_before_it_serves(change: dict, w
 
 async def test_logprobs_that_are_switched_off_are_noticed_at_start():
     with pytest.raises(ConfigError, match="return_log_prob=true"):
-        async with running(lambda m, s: external_engine(LaterApiEngine(m, s, return_log_prob=False))):
+        async with running(
+            lambda m, s: external_engine(LaterApiEngine(m, s, return_log_prob=False))
+        ):
             pass
 
 

@@ -23,7 +23,11 @@ from tests.tiny import full_logits, tiny_params
 from tests.tiny_chat import CONFIG, tokenizer
 
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=4, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=64,
+    max_concurrent_decodes=4,
+    kv_cache_tokens=384,
+    decode_steps=4,
+    prefill_buckets=(4, 16),
 )
 PARAMS = tiny_params(config=CONFIG)
 EOS = 2
@@ -44,7 +48,9 @@ def to_text(ids) -> str:
 
 @contextlib.asynccontextmanager
 async def running(**options):
-    grammars = GrammarCompiler(tokenizer(), eos_ids=CONFIG.eos_token_ids, vocab_size=CONFIG.vocab_size)
+    grammars = GrammarCompiler(
+        tokenizer(), eos_ids=CONFIG.eos_token_ids, vocab_size=CONFIG.vocab_size
+    )
     settings = {"grammars": grammars, "decode_text": to_text} | options
     backend = JetStreamBackend(CONFIG, PARAMS, SHAPES, version=1, seed=3, **settings)
     await backend.start()
@@ -58,7 +64,9 @@ def request(name: str, prompt=(5, 6, 7), *, max_tokens=40, **sampling) -> Genera
     return GenerateRequest(
         request_id=name,
         prompt_ids=tuple(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, **{"temperature": 1.0, "seed": 1} | sampling),
+        sampling=SamplingParams(
+            max_tokens=max_tokens, **{"temperature": 1.0, "seed": 1} | sampling
+        ),
     )
 
 
@@ -67,13 +75,23 @@ async def test_every_output_is_one_of_its_grammar_and_ends_there():
         assert backend.capabilities.grammars
         outputs = await asyncio.gather(
             *(backend.generate(request(f"j{seed}", grammar=JSON, seed=seed)) for seed in range(4)),
-            *(backend.generate(request(f"l{seed}", grammar=LETTERS, seed=seed)) for seed in range(4)),
+            *(
+                backend.generate(request(f"l{seed}", grammar=LETTERS, seed=seed))
+                for seed in range(4)
+            ),
         )
     for output in outputs[:4]:
         value = json.loads(to_text(output.token_ids[:-1]))
-        assert value.keys() == {"ok", "size"} and value["ok"] in (True, False) and value["size"] in ("small", "large")
+        assert (
+            value.keys() == {"ok", "size"}
+            and value["ok"] in (True, False)
+            and value["size"] in ("small", "large")
+        )
     for output in outputs[4:]:
-        assert to_text(output.token_ids[:-1]).isalpha() and 3 <= len(to_text(output.token_ids[:-1])) <= 9
+        assert (
+            to_text(output.token_ids[:-1]).isalpha()
+            and 3 <= len(to_text(output.token_ids[:-1])) <= 9
+        )
     for output in outputs:
         assert (output.token_ids[-1], output.stop_reason) == (EOS, StopReason.EOS)
         assert output.context_digest == digest_ids([5, 6, 7, *output.token_ids])
@@ -90,21 +108,32 @@ async def test_a_limit_cuts_a_constrained_output_as_any_other():
 async def test_ids_have_logprobs_and_supports_of_what_the_grammar_left():
     """Golden: full passes without a cache, normalized in float64 over the ids that spell what each grammar allows."""
     texts = [tokenizer().decode([i]) for i in range(CONFIG.vocab_size)]
-    letters = [i for i, text in enumerate(texts) if text.isascii() and text.isalpha() and text.islower()]
+    letters = [
+        i for i, text in enumerate(texts) if text.isascii() and text.isalpha() and text.islower()
+    ]
     async with running() as backend:
         few, most = await asyncio.gather(
             backend.generate(request("a", grammar="start: /[a-z]*/")),
-            backend.generate(request("b", grammar="start: (/[^q]/ | <[0-1]> | <[3-399]>)*", max_tokens=12)),
+            backend.generate(
+                request("b", grammar="start: (/[^q]/ | <[0-1]> | <[3-399]>)*", max_tokens=12)
+            ),
         )
     assert few.constrained == most.constrained == () and few.loss_mask == (1,) * len(few.token_ids)
     assert kept_ids(few)[0] == {*letters, EOS} and kept_ids(most)[0] == set(range(400))
-    np.testing.assert_allclose(few.log_probs, expected_logprobs(few.token_ids, [*letters, EOS]), atol=5e-5)
-    np.testing.assert_allclose(most.log_probs, expected_logprobs(most.token_ids, range(400)), atol=5e-5)
+    np.testing.assert_allclose(
+        few.log_probs, expected_logprobs(few.token_ids, [*letters, EOS]), atol=5e-5
+    )
+    np.testing.assert_allclose(
+        most.log_probs, expected_logprobs(most.token_ids, range(400)), atol=5e-5
+    )
 
 
 def kept_ids(output) -> list[set[int]]:
     masks = decode_supports(output.supports, CONFIG.vocab_size)
-    return [set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()) for mask in masks]
+    return [
+        set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+        for mask in masks
+    ]
 
 
 def expected_logprobs(sampled, support) -> np.ndarray:
@@ -187,7 +216,9 @@ async def test_an_engine_without_a_compiler_refuses_grammars():
 
 
 async def test_a_grammar_that_cannot_be_followed_any_further_fails_its_request_alone(monkeypatch):
-    def lose_the_way(self, ids):  # as a grammar does that becomes too complex for the library's limits
+    def lose_the_way(
+        self, ids
+    ):  # as a grammar does that becomes too complex for the library's limits
         self._matcher.consume_tokens([1] if ids else [])
 
     async with running() as backend:

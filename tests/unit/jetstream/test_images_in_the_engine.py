@@ -37,7 +37,11 @@ MIXED = {"image": [SECOND, WIDE]}
 @contextlib.asynccontextmanager
 async def running(**options: Any):
     backend = JetStreamBackend(
-        TINY_VL, tiny_params(config=TINY_VL), SHAPES, version=1, **{"vision_processor": vision_processor()} | options
+        TINY_VL,
+        tiny_params(config=TINY_VL),
+        SHAPES,
+        version=1,
+        **{"vision_processor": vision_processor()} | options,
     )
     await backend.start()
     try:
@@ -46,18 +50,30 @@ async def running(**options: Any):
         await backend.close()
 
 
-def asking(name: str, prompt: Sequence[int], media: Mapping[str, Sequence[Any]], **options: Any) -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=options.pop("max_tokens", 6), temperature=0.0, ignore_eos=True)
+def asking(
+    name: str, prompt: Sequence[int], media: Mapping[str, Sequence[Any]], **options: Any
+) -> GenerateRequest:
+    sampling = SamplingParams(
+        max_tokens=options.pop("max_tokens", 6), temperature=0.0, ignore_eos=True
+    )
     return GenerateRequest(
-        request_id=name, prompt_ids=tuple(prompt), multi_modal=media, sampling=sampling, session_id=name, **options
+        request_id=name,
+        prompt_ids=tuple(prompt),
+        multi_modal=media,
+        sampling=sampling,
+        session_id=name,
+        **options,
     )
 
 
-def assert_right(prompt: Sequence[int], media: Mapping[str, Sequence[Any]], output: TokenOutput, seed: int = 0) -> None:
+def assert_right(
+    prompt: Sequence[int], media: Mapping[str, Sequence[Any]], output: TokenOutput, seed: int = 0
+) -> None:
     """Greedy ids, their log-probs and the digest are those of a full pass over prompt and output."""
     ids = [*prompt, *output.token_ids]
     scores = seen_logprobs(
-        tiny_params(seed, TINY_VL), vision_processor().make_context(ids, vision_processor().read(media))
+        tiny_params(seed, TINY_VL),
+        vision_processor().make_context(ids, vision_processor().read(media)),
     )[len(prompt) - 1 : -1]
     assert scores.argmax(-1).tolist() == list(output.token_ids)
     np.testing.assert_allclose(output.log_probs, scores.max(-1), atol=1e-4)
@@ -73,7 +89,8 @@ async def test_images_of_every_kind_over_two_turns_and_beside_each_other():
 
         # Alone, and beside a request of text; the same ids with another image share the text before it alone.
         first, text = await asyncio.gather(
-            backend.generate(asking("a", prompt, one)), backend.generate(asking("t", [5, 6, 7, 8], {}))
+            backend.generate(asking("a", prompt, one)),
+            backend.generate(asking("t", [5, 6, 7, 8], {})),
         )
         assert_right(prompt, one, first)
         assert_right([5, 6, 7, 8], {}, text)
@@ -116,10 +133,14 @@ async def _refusals(backend: JetStreamBackend) -> None:
         await backend.generate(asking("few", [5, IMAGE, 7], media))
     with pytest.raises(BackendError, match="request 'end' ends with an image"):
         await backend.generate(asking("end", [5, *multimodal[:-1]], media))
-    with pytest.raises(BackendError, match=r"of 64 patches, the engine takes 32; .*rollout.jetstream.patch_buckets"):
+    with pytest.raises(
+        BackendError, match=r"of 64 patches, the engine takes 32; .*rollout.jetstream.patch_buckets"
+    ):
         big = {"image": [picture(8, 16, 16)]}
         await backend.generate(asking("big", [5, *placeholders(big), 7], big))
-    with pytest.raises(BackendError, match="request 'none': image 1 of 1 cannot be processed: .*got str"):
+    with pytest.raises(
+        BackendError, match="request 'none': image 1 of 1 cannot be processed: .*got str"
+    ):
         await backend.generate(asking("none", [5, *multimodal, 7], {"image": ["cat.png"]}))
     assert not (await backend.generate(asking("after", [5, *multimodal, 7], media))).stop_match
     health = await backend.health()
@@ -137,9 +158,16 @@ async def test_who_waits_again_for_pages_sees_its_images_again():
     )
     await backend.start()
     try:
-        asked = [([5, n, *placeholders(media), 7, n], media) for n, media in enumerate(({"image": [FIRST]}, MIXED))]
-        requests = [asking(str(n), *one, max_tokens=84 - len(one[0])) for n, one in enumerate(asked)]
-        await backend.pause(PauseMode.KEEP)  # images are read in threads: the first request is to be queued first
+        asked = [
+            ([5, n, *placeholders(media), 7, n], media)
+            for n, media in enumerate(({"image": [FIRST]}, MIXED))
+        ]
+        requests = [
+            asking(str(n), *one, max_tokens=84 - len(one[0])) for n, one in enumerate(asked)
+        ]
+        await backend.pause(
+            PauseMode.KEEP
+        )  # images are read in threads: the first request is to be queued first
         tasks = []
         for number, request in enumerate(requests, 1):
             tasks.append(asyncio.create_task(backend.generate(request)))
@@ -157,7 +185,9 @@ async def test_who_waits_again_for_pages_sees_its_images_again():
 async def test_a_request_whose_images_are_still_read_can_be_aborted():
     async with running() as backend:
         media = {"image": [FIRST]}
-        task = asyncio.create_task(backend.generate(asking("r", [5, *placeholders(media), 7], media, max_tokens=60)))
+        task = asyncio.create_task(
+            backend.generate(asking("r", [5, *placeholders(media), 7], media, max_tokens=60))
+        )
         await asyncio.sleep(0)  # it has begun to read
         assert await backend.abort("r") or task.done()
         await task
@@ -166,7 +196,11 @@ async def test_a_request_whose_images_are_still_read_can_be_aborted():
 async def test_a_deterministic_engine_takes_text_alone():
     shapes = replace(SHAPES, max_concurrent_decodes=1, kv_cache_tokens=96)
     backend = JetStreamBackend(
-        TINY_VL, tiny_params(config=TINY_VL), shapes, vision_processor=vision_processor(), deterministic=ProgramTable()
+        TINY_VL,
+        tiny_params(config=TINY_VL),
+        shapes,
+        vision_processor=vision_processor(),
+        deterministic=ProgramTable(),
     )
     assert not backend.capabilities.multi_modal
     await backend.start()

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, PromptTooLongError, WeightUpdateError
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    EngineDiedError,
+    PromptTooLongError,
+    WeightUpdateError,
+)
 from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
@@ -18,7 +24,11 @@ from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 from tests.tiny import TINY, full_logits, greedy, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=60, max_concurrent_decodes=4, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=60,
+    max_concurrent_decodes=4,
+    kv_cache_tokens=384,
+    decode_steps=4,
+    prefill_buckets=(4, 16),
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -61,7 +71,9 @@ async def test_greedy_output_equals_full_forward_passes_for_many_requests_at_onc
     prompts = [prompt_of(i, 1 + (7 * i) % 40) for i in range(11)]
     async with running(params) as backend:
         assert isinstance(backend, RolloutBackend)
-        outputs = await asyncio.gather(*(backend.generate(request(f"r{i}", p)) for i, p in enumerate(prompts)))
+        outputs = await asyncio.gather(
+            *(backend.generate(request(f"r{i}", p)) for i, p in enumerate(prompts))
+        )
         metrics = await backend.metrics()
     for prompt, output in zip(prompts, outputs, strict=True):
         assert list(output.token_ids) == greedy(params, prompt, 8, frozenset())
@@ -72,16 +84,24 @@ async def test_greedy_output_equals_full_forward_passes_for_many_requests_at_onc
 
 
 @pytest.mark.parametrize("length", [2, 17, 60])
-async def test_given_ids_are_scored_as_by_a_full_pass_beside_running_requests(params, length: int, monkeypatch):
+async def test_given_ids_are_scored_as_by_a_full_pass_beside_running_requests(
+    params, length: int, monkeypatch
+):
     monkeypatch.setattr(inspection, "CHUNK", 16)
     monkeypatch.setattr(inspection, "BLOCK", 8)
     ids = prompt_of(6, length)
     async with running(params) as backend:
-        generating = asyncio.create_task(backend.generate(request("r", prompt_of(7, 9), max_tokens=20)))
+        generating = asyncio.create_task(
+            backend.generate(request("r", prompt_of(7, 9), max_tokens=20))
+        )
         scores = await backend.score(ids, start=1, top_k=5)
         last = await backend.score(ids, start=length - 1)
-        assert last.top_ids == () and last.log_probs == pytest.approx(scores.log_probs[-1:], abs=1e-5)
-        assert list((await generating).token_ids) == greedy(params, prompt_of(7, 9), 20, frozenset())
+        assert last.top_ids == () and last.log_probs == pytest.approx(
+            scores.log_probs[-1:], abs=1e-5
+        )
+        assert list((await generating).token_ids) == greedy(
+            params, prompt_of(7, 9), 20, frozenset()
+        )
         with pytest.raises(BackendError, match="longer than max_model_len=60"):
             await backend.score(prompt_of(6, 61))
         with pytest.raises(BackendError, match="id 97 is not one of the model's 97"):
@@ -97,7 +117,9 @@ async def test_given_ids_are_scored_as_by_a_full_pass_beside_running_requests(pa
 async def test_sampled_logprobs_equal_those_of_a_full_pass(params, temperature: float):
     prompt = prompt_of(5, 20)
     async with running(params) as backend:
-        output = await backend.generate(request("r", prompt, max_tokens=20, temperature=temperature, seed=1))
+        output = await backend.generate(
+            request("r", prompt, max_tokens=20, temperature=temperature, seed=1)
+        )
     expected = logprobs_of(params, prompt, output.token_ids, temperature)
     np.testing.assert_allclose(output.log_probs, expected, atol=2e-5)
 
@@ -106,8 +128,12 @@ async def test_a_seed_reproduces_a_request_whatever_runs_beside_it(params):
     prompt = prompt_of(6, 10)
     async with running(params) as backend:
         alone = await backend.generate(request("a", prompt, temperature=1.0, seed=42))
-        crowd = [backend.generate(request(f"c{i}", prompt_of(i, 9), temperature=1.0)) for i in range(6)]
-        again, *_ = await asyncio.gather(backend.generate(request("b", prompt, temperature=1.0, seed=42)), *crowd)
+        crowd = [
+            backend.generate(request(f"c{i}", prompt_of(i, 9), temperature=1.0)) for i in range(6)
+        ]
+        again, *_ = await asyncio.gather(
+            backend.generate(request("b", prompt, temperature=1.0, seed=42)), *crowd
+        )
         other = await backend.generate(request("d", prompt, temperature=1.0, seed=43))
     assert alone.token_ids == again.token_ids != other.token_ids
 
@@ -125,7 +151,9 @@ async def test_the_next_turn_reuses_the_cache_and_changes_nothing(params):
 async def test_a_group_computes_its_prompt_once(params):
     prompt = prompt_of(8, 30)
     async with running(params) as backend:
-        await asyncio.gather(*(backend.generate(request(f"g{i}", prompt, temperature=1.0)) for i in range(4)))
+        await asyncio.gather(
+            *(backend.generate(request(f"g{i}", prompt, temperature=1.0)) for i in range(4))
+        )
         metrics = await backend.metrics()
     assert metrics.prefill_tokens == 29 and metrics.cached_tokens == 3 * 29
 
@@ -187,7 +215,9 @@ async def test_a_request_that_breaks_while_it_is_queued_harms_no_other(params):
     object.__setattr__(bad.sampling, "seed", "a")  # past the checks of SamplingParams
     async with running(params) as backend:
         beside = asyncio.create_task(backend.generate(request("beside", [5, 6], max_tokens=50)))
-        with pytest.raises(BackendError, match="request 'bad' cannot be taken: TypeError") as caught:
+        with pytest.raises(
+            BackendError, match="request 'bad' cannot be taken: TypeError"
+        ) as caught:
             await backend.generate(bad)
         assert not isinstance(caught.value, EngineDiedError)
         assert len((await beside).token_ids) == 50
@@ -196,9 +226,13 @@ async def test_a_request_that_breaks_while_it_is_queued_harms_no_other(params):
 
 async def test_chunks_put_together_are_the_output(params):
     async with running(params) as backend:
-        chunks = [chunk async for chunk in backend.stream(request("r", prompt_of(2, 6), max_tokens=11))]
+        chunks = [
+            chunk async for chunk in backend.stream(request("r", prompt_of(2, 6), max_tokens=11))
+        ]
     final = chunks[-1].final
-    assert final is not None and all(chunk.final is None for chunk in chunks[:-1]) and len(chunks) > 1
+    assert (
+        final is not None and all(chunk.final is None for chunk in chunks[:-1]) and len(chunks) > 1
+    )
     assert sum((chunk.token_ids for chunk in chunks), ()) == final.token_ids
     assert sum((chunk.log_probs for chunk in chunks), ()) == final.log_probs
 
@@ -207,7 +241,9 @@ async def test_abort_returns_what_there_is_and_the_rest_follows_seamlessly(param
     prompt = prompt_of(3, 8)
     whole = greedy(params, prompt, 30, frozenset())
     async with running(params) as backend:
-        for _ in range(50):  # on a busy machine a request may be through before the engine hears of the abort
+        for _ in range(
+            50
+        ):  # on a busy machine a request may be through before the engine hears of the abort
             stream = backend.stream(request("r", prompt, max_tokens=30))
             await anext(stream)
             met = await backend.abort("r")
@@ -216,7 +252,9 @@ async def test_abort_returns_what_there_is_and_the_rest_follows_seamlessly(param
             if met:
                 break
         assert part.stop_reason is StopReason.ABORTED and 0 < len(part.token_ids) < 30
-        rest = await backend.generate(request("r2", [*prompt, *part.token_ids], max_tokens=30 - len(part.token_ids)))
+        rest = await backend.generate(
+            request("r2", [*prompt, *part.token_ids], max_tokens=30 - len(part.token_ids))
+        )
         assert not await backend.abort("r")
     assert list(part.then(rest).token_ids) == whole
 
@@ -224,7 +262,8 @@ async def test_abort_returns_what_there_is_and_the_rest_follows_seamlessly(param
 async def test_cancelling_a_caller_frees_its_slot(params):
     async with running(params) as backend:
         tasks = [
-            asyncio.create_task(backend.generate(request(f"r{i}", prompt_of(i, 4), max_tokens=55))) for i in range(8)
+            asyncio.create_task(backend.generate(request(f"r{i}", prompt_of(i, 4), max_tokens=55)))
+            for i in range(8)
         ]
         await asyncio.sleep(0)
         for task in tasks:
@@ -240,16 +279,22 @@ async def test_weights_change_in_flight_with_a_version_per_token(params):
     newer = jax.tree.map(lambda x: x * 1.3, params)
     prompt = prompt_of(4, 8)
     async with running(params) as backend:
-        for version in range(2, 30):  # on a busy machine a request may be through before the engine hears of the pause
+        for version in range(
+            2, 30
+        ):  # on a busy machine a request may be through before the engine hears of the pause
             stream = backend.stream(request("r", prompt, max_tokens=50))
             await anext(stream)
             await backend.pause(PauseMode.KEEP)
-            await backend.update_weights(WeightUpdate(version=version, kind="arrays", payload=newer))
+            await backend.update_weights(
+                WeightUpdate(version=version, kind="arrays", payload=newer)
+            )
             await backend.resume()
             async for chunk in stream:
                 output = chunk.final
             fresh = await backend.generate(request("s", prompt))
-            assert fresh.cached_tokens == 0 and list(fresh.token_ids) == greedy(newer, prompt, 8, frozenset())
+            assert fresh.cached_tokens == 0 and list(fresh.token_ids) == greedy(
+                newer, prompt, 8, frozenset()
+            )
             versions = list(output.policy_versions)
             assert versions == sorted(versions) and set(versions) <= {version - 1, version}
             if set(versions) == {version - 1, version}:
@@ -268,7 +313,11 @@ async def test_pausing_with_wait_lets_running_requests_finish_and_holds_new_ones
         late = asyncio.create_task(backend.generate(request("late", prompt_of(5, 8))))
         await asyncio.sleep(0)  # lets it submit
         health = await backend.health()
-        assert len(finished.token_ids) == 20 and (health.running, health.waiting) == (0, 1) and not late.done()
+        assert (
+            len(finished.token_ids) == 20
+            and (health.running, health.waiting) == (0, 1)
+            and not late.done()
+        )
         await backend.resume()
         assert len((await late).token_ids) == 8
 
@@ -282,14 +331,19 @@ async def test_pausing_with_wait_lets_running_requests_finish_and_holds_new_ones
         ({"payload": {"embed": np.zeros(3)}}, "does not fit"),
     ],
 )
-async def test_a_wrong_weight_update_is_refused_and_the_old_weights_serve(params, change: dict, message: str):
+async def test_a_wrong_weight_update_is_refused_and_the_old_weights_serve(
+    params, change: dict, message: str
+):
     update = {"version": 2, "kind": "arrays", "payload": params} | change
     prompt = prompt_of(1, 5)
     async with running(params) as backend:
         with pytest.raises(WeightUpdateError, match=message):
             await backend.update_weights(WeightUpdate(**update))
         output = await backend.generate(request("r", prompt))
-    assert list(output.token_ids) == greedy(params, prompt, 8, frozenset()) and backend.policy_version == 1
+    assert (
+        list(output.token_ids) == greedy(params, prompt, 8, frozenset())
+        and backend.policy_version == 1
+    )
 
 
 async def test_closing_fails_what_is_running_and_leaves_no_thread(params):
@@ -311,7 +365,12 @@ async def test_lower_priority_values_run_first(params):
     async def run(backend, name: str, priority: int) -> None:
         base = request(name, prompt_of(1, 5))
         await backend.generate(
-            GenerateRequest(request_id=name, prompt_ids=base.prompt_ids, sampling=base.sampling, priority=priority)
+            GenerateRequest(
+                request_id=name,
+                prompt_ids=base.prompt_ids,
+                sampling=base.sampling,
+                priority=priority,
+            )
         )
         done.append(name)
 
@@ -328,7 +387,11 @@ async def test_lower_priority_values_run_first(params):
 async def test_start_says_what_it_compiles(params):
     lines: list[str] = []
     small = EngineShapes(
-        max_model_len=24, max_concurrent_decodes=1, kv_cache_tokens=32, decode_steps=2, prefill_buckets=(8,)
+        max_model_len=24,
+        max_concurrent_decodes=1,
+        kv_cache_tokens=32,
+        decode_steps=2,
+        prefill_buckets=(8,),
     )
     backend = JetStreamBackend(TINY, params, small, compile_ahead=True, print_line=lines.append)
     await backend.start()
@@ -338,11 +401,17 @@ async def test_start_says_what_it_compiles(params):
         await backend.close()
     *before, last = lines
     assert all(line.endswith(f"({i} of {len(before)})") for i, line in enumerate(before, 1)), lines
-    assert before[0].startswith("compiling decode 1 slots of ") and "from the compilation cache" in last
+    assert (
+        before[0].startswith("compiling decode 1 slots of ")
+        and "from the compilation cache" in last
+    )
 
 
 def test_a_program_found_in_the_cache_is_counted(tmp_path):
-    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    before = (
+        jax.config.jax_compilation_cache_dir,
+        jax.config.jax_persistent_cache_min_compile_time_secs,
+    )
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()  # or the folder is the one of the tests before

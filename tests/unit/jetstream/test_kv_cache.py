@@ -21,7 +21,9 @@ from jax_agent_rl.jetstream.kv_cache import (
 from tests.examples import examples
 
 SIZE, COUNT, CHUNK, STEPS = 4, 5, 6, 7
-PAGES = np.array([[3, 1, 6, 2, 8], [3, 1, 4, 7, 0]], np.int32)  # two rows that begin alike; the second has four pages
+PAGES = np.array(
+    [[3, 1, 6, 2, 8], [3, 1, 4, 7, 0]], np.int32
+)  # two rows that begin alike; the second has four pages
 ALONE = 2 * SIZE  # from here on each row has pages of its own
 
 chunk_written = jax.jit(
@@ -48,7 +50,10 @@ def layer(seed: int, count: int, length: int) -> LayerKV:
 
 def at(row: LayerKV, index: int, position: int) -> list[np.ndarray]:
     """What a row (or page) holds of a position."""
-    return [np.asarray(x[index]).take(position, axis) for x, axis in zip(jax.tree.leaves(row), (2, 1, 2), strict=True)]
+    return [
+        np.asarray(x[index]).take(position, axis)
+        for x, axis in zip(jax.tree.leaves(row), (2, 1, 2), strict=True)
+    ]
 
 
 def assert_holds(cache: KVCache, row: int, position: int, wanted: list[np.ndarray]) -> None:
@@ -71,7 +76,9 @@ def test_a_row_has_nothing_behind_its_context():
     rows, full = rows_of(cache, PAGES, counts), in_rows(cache, PAGES)
     for row, count in enumerate(counts):
         for position in range(COUNT * SIZE):
-            for found, held in zip(*(at(x.layers[0], row, position) for x in (rows, full)), strict=True):
+            for found, held in zip(
+                *(at(x.layers[0], row, position) for x in (rows, full)), strict=True
+            ):
                 np.testing.assert_array_equal(found, held if position < count else 0)
 
 

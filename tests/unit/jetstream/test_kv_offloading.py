@@ -44,11 +44,17 @@ def scheduler() -> Scheduler:
     return Scheduler(engine, engine.load_params(tiny_params()), version=1)
 
 
-def submit(on: Scheduler, session: str, prompt: list[int], *, count: int = 14, ends: bool = False) -> None:
+def submit(
+    on: Scheduler, session: str, prompt: list[int], *, count: int = 14, ends: bool = False
+) -> None:
     sampling = SamplingParams(max_tokens=count, temperature=1.0, seed=len(prompt), ignore_eos=True)
     name = f"{session}/{len(prompt)}"
     request = GenerateRequest(
-        request_id=name, prompt_ids=tuple(prompt), sampling=sampling, session_id=session, session_ends=ends
+        request_id=name,
+        prompt_ids=tuple(prompt),
+        sampling=sampling,
+        session_id=session,
+        session_ends=ends,
     )
     on.submit(request)
 
@@ -94,7 +100,9 @@ def test_a_session_whose_kv_was_on_the_host_samples_what_it_would_have():
 
 def group_of_three(*, others: int) -> tuple[Scheduler, dict[str, TokenOutput]]:
     """Second turns of three sessions with a common page, all at once, after others needed all pages at once."""
-    shapes = replace(SHAPES, max_concurrent_decodes=3, kv_cache_tokens=192, kv_offloading_bytes=8 * PAGE_BYTES)
+    shapes = replace(
+        SHAPES, max_concurrent_decodes=3, kv_cache_tokens=192, kv_offloading_bytes=8 * PAGE_BYTES
+    )
     engine = JaxEngine(TINY, shapes, table=more_programs())
     on = Scheduler(engine, engine.load_params(tiny_params()), version=1)
     prompt = (PROMPTS[0] + PROMPTS[1])[:40]
@@ -131,16 +139,24 @@ def test_sessions_that_share_pages_come_back_together():
 
 @pytest.mark.parametrize(
     ("model", "dtype", "kv_dtype"),
-    [(TINY, "float32", None), (TINY, "bfloat16", None), (TINY, "float32", "int8"), (EXPERTS, "float32", None)],
+    [
+        (TINY, "float32", None),
+        (TINY, "bfloat16", None),
+        (TINY, "float32", "int8"),
+        (EXPERTS, "float32", None),
+    ],
     ids=["float32", "bfloat16", "int8", "chosen experts too"],
 )
 def test_pages_come_back_bit_by_bit_wherever_they_go(model: DecoderConfig, dtype: str, kv_dtype):
-    engine = JaxEngine(model, replace(SHAPES, kv_cache_tokens=64 * 32), dtype=jnp.dtype(dtype), kv_dtype=kv_dtype)
+    engine = JaxEngine(
+        model, replace(SHAPES, kv_cache_tokens=64 * 32), dtype=jnp.dtype(dtype), kv_dtype=kv_dtype
+    )
     random = np.random.default_rng(0)
 
     def fill(x: jax.Array) -> jax.Array:
         return jax.device_put(
-            np.abs(50 * random.standard_normal(x.shape, np.float32)).clip(max=120).astype(x.dtype), x.sharding
+            np.abs(50 * random.standard_normal(x.shape, np.float32)).clip(max=120).astype(x.dtype),
+            x.sharding,
         )
 
     cache = jax.tree.map(fill, engine.init_cache())
@@ -172,7 +188,9 @@ def test_new_weights_and_sleep_drop_what_is_on_the_host():
         on = scheduler()
         context = first_turn(on, "a", PROMPTS[0])
         first_turn(on, "b", PROMPTS[1])
-        assert on_host(on) == {"a"} and not on._host._arriving, "nothing of it is left on the device"
+        assert on_host(on) == {"a"} and not on._host._arriving, (
+            "nothing of it is left on the device"
+        )
         drop(on)
         assert not on_host(on)
         submit(on, "a", context)
@@ -192,7 +210,9 @@ def test_the_end_of_a_session_frees_its_host_pages():
 @pytest.mark.parametrize("steps", [0, 1])
 def test_who_is_aborted_before_or_after_its_kv_came_back_leaves_the_rest_as_it_was(steps: int):
     on = scheduler()
-    contexts = {name: first_turn(on, name, prompt) for name, prompt in zip("ab", PROMPTS, strict=False)}
+    contexts = {
+        name: first_turn(on, name, prompt) for name, prompt in zip("ab", PROMPTS, strict=False)
+    }
     submit(on, "a", contexts["a"])
     for _ in range(steps):
         on.step()

@@ -19,10 +19,17 @@ from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 SMALL = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=3, kv_cache_tokens=160, decode_steps=4, prefill_buckets=(32,)
+    max_model_len=64,
+    max_concurrent_decodes=3,
+    kv_cache_tokens=160,
+    decode_steps=4,
+    prefill_buckets=(32,),
 )
 LARGE = replace(SMALL, kv_cache_tokens=192)
-PROMPTS = [np.random.default_rng(i).integers(3, TINY.vocab_size, n).tolist() for i, n in enumerate((20, 25, 30))]
+PROMPTS = [
+    np.random.default_rng(i).integers(3, TINY.vocab_size, n).tolist()
+    for i, n in enumerate((20, 25, 30))
+]
 
 
 @functools.cache
@@ -36,10 +43,21 @@ def scheduler(shapes: EngineShapes) -> Scheduler:
     return Scheduler(engine, engine.load_params(tiny_params()), version=1)
 
 
-def submit(on: Scheduler, number: int, *, priority: int = 0, count: int = 30, prompt: list[int] | None = None) -> None:
+def submit(
+    on: Scheduler,
+    number: int,
+    *,
+    priority: int = 0,
+    count: int = 30,
+    prompt: list[int] | None = None,
+) -> None:
     sampling = SamplingParams(max_tokens=count, temperature=1.0, seed=number, ignore_eos=True)
     ids = tuple(PROMPTS[number] if prompt is None else prompt)
-    on.submit(GenerateRequest(request_id=str(number), prompt_ids=ids, sampling=sampling, priority=priority))
+    on.submit(
+        GenerateRequest(
+            request_id=str(number), prompt_ids=ids, sampling=sampling, priority=priority
+        )
+    )
 
 
 def finished(on: Scheduler) -> dict[str, TokenOutput]:
@@ -113,5 +131,7 @@ def test_a_cache_takes_the_memory_of_its_tokens(tokens: int):
 
 def test_a_cache_that_holds_no_context_is_refused():
     tree = {"run_dir": "x", "model": {"path": "x"}, "data": {"train": "x"}}
-    with pytest.raises(ConfigError, match="kv_cache_tokens=512 holds no context of rollout.max_model_len=1024"):
+    with pytest.raises(
+        ConfigError, match="kv_cache_tokens=512 holds no context of rollout.max_model_len=1024"
+    ):
         build(tree | {"rollout": {"jetstream": {"kv_cache_tokens": 512}}})

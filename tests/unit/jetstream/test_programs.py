@@ -13,7 +13,11 @@ from jax_agent_rl.models.sharding import replicated
 from tests.tiny import TINY, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=256, max_concurrent_decodes=4, kv_cache_tokens=512, decode_steps=4, prefill_buckets=(16, 32)
+    max_model_len=256,
+    max_concurrent_decodes=4,
+    kv_cache_tokens=512,
+    decode_steps=4,
+    prefill_buckets=(16, 32),
 )
 
 
@@ -43,7 +47,9 @@ def test_on_a_cpu_a_program_is_compiled_when_it_is_needed_and_with_it_the_one_th
     assert len(engine.table) == before + 2  # 64 positions, and 128
     cache, _ = engine.decode(params, cache, make_decode_batch(3, SHAPES.context_pages, 100), 4, 1)
     assert len(engine.table) == before + 2
-    cache = engine.extend(params, cache, [Extension(pages=(1,), start=0, ids=np.arange(3, 12, dtype=np.int32))])
+    cache = engine.extend(
+        params, cache, [Extension(pages=(1,), start=0, ids=np.arange(3, 12, dtype=np.int32))]
+    )
     assert len(engine.table) == before + 4  # what computes a chunk, and what writes it
     assert engine.table.recompilations == 0
 
@@ -54,7 +60,9 @@ def test_with_kernels_for_cpus_one_program_serves_contexts_of_all_lengths(engine
     cache = engine.warm_up(params, engine.init_cache())
     before = len(engine.table)
     for position in (10, 100, 250):
-        cache, _ = engine.decode(params, cache, make_decode_batch(3, SHAPES.context_pages, position), 4, 1)
+        cache, _ = engine.decode(
+            params, cache, make_decode_batch(3, SHAPES.context_pages, position), 4, 1
+        )
         assert len(engine.table) == before + 2  # four slots, and two, to which these soon fall
     for start, count in ((0, 9), (0, 16), (9, 7)):
         ids = np.arange(3, 3 + count, dtype=np.int32)
@@ -65,7 +73,11 @@ def test_with_kernels_for_cpus_one_program_serves_contexts_of_all_lengths(engine
 
 def test_ahead_all_programs_are_compiled_that_the_shapes_allow():
     small = EngineShapes(
-        max_model_len=24, max_concurrent_decodes=1, kv_cache_tokens=32, decode_steps=2, prefill_buckets=(8,)
+        max_model_len=24,
+        max_concurrent_decodes=1,
+        kv_cache_tokens=32,
+        decode_steps=2,
+        prefill_buckets=(8,),
     )
     engine = JaxEngine(TINY, small, compile_ahead=True)
     params = engine.load_params(tiny_params())
@@ -80,14 +92,28 @@ def test_a_program_the_shapes_do_not_allow_counts_as_a_recompilation(engine: Jax
     params = engine.load_params(tiny_params())
     engine.warm_up(params, engine.init_cache())
     driven = DriverEngine(engine)
-    driven.prefill(params=params, padded_tokens=np.arange(3, 20), true_length=17)  # in a cache of one context
+    driven.prefill(
+        params=params, padded_tokens=np.arange(3, 20), true_length=17
+    )  # in a cache of one context
     assert engine.table.recompilations > 0
 
 
-def test_a_program_that_will_follow_is_compiled_once_and_gives_its_own_result(place: jax.sharding.NamedSharding):
+def test_a_program_that_will_follow_is_compiled_once_and_gives_its_own_result(
+    place: jax.sharding.NamedSharding,
+):
     table = ProgramTable()
     small, large = np.ones(2, np.float32), np.ones(3, np.float32)
-    first = table.call(("a",), doubled, (), small, place=place, out=place, next_call=lambda: (("b",), (large,)))
+    first = table.call(
+        ("a",), doubled, (), small, place=place, out=place, next_call=lambda: (("b",), (large,))
+    )
     assert len(table) == 2 and first.tolist() == [2, 2]
-    again = table.call(("b",), doubled, (), large, place=place, out=place, next_call=lambda: pytest.fail("it is there"))
+    again = table.call(
+        ("b",),
+        doubled,
+        (),
+        large,
+        place=place,
+        out=place,
+        next_call=lambda: pytest.fail("it is there"),
+    )
     assert len(table) == 2 and again.tolist() == [2, 2, 2]

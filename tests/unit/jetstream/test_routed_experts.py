@@ -18,9 +18,16 @@ from jax_agent_rl.types import RoutedExperts, SamplingParams, StopReason, TokenO
 from tests.tiny import EXPERTS, TINY, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=3, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=64,
+    max_concurrent_decodes=3,
+    kv_cache_tokens=384,
+    decode_steps=4,
+    prefill_buckets=(4, 16),
 )
-PROMPTS = [np.random.default_rng(i).integers(3, TINY.vocab_size, n).tolist() for i, n in enumerate((9, 21, 30))]
+PROMPTS = [
+    np.random.default_rng(i).integers(3, TINY.vocab_size, n).tolist()
+    for i, n in enumerate((9, 21, 30))
+]
 
 
 @functools.cache
@@ -34,7 +41,9 @@ def scheduler(shapes: EngineShapes = SHAPES) -> Scheduler:
     return Scheduler(engine, engine.load_params(tiny_params(config=EXPERTS)), version=1)
 
 
-def submit(on: Scheduler, number: int, *, prompt: list[int] | None = None, count: int = 20, **fields) -> None:
+def submit(
+    on: Scheduler, number: int, *, prompt: list[int] | None = None, count: int = 20, **fields
+) -> None:
     sampling = SamplingParams(max_tokens=count, temperature=1.0, seed=number, ignore_eos=True)
     ids = tuple(PROMPTS[number] if prompt is None else prompt)
     on.submit(GenerateRequest(request_id=str(number), prompt_ids=ids, sampling=sampling, **fields))
@@ -84,7 +93,10 @@ def test_a_cached_prefix_keeps_its_choices_and_only_what_was_asked_for_is_report
     submit(on, 1, prompt=context, session_id="s", routed_experts_prompt_start=routed(first).end)
     submit(on, 2, prompt=context)  # another sample of it, which knows nothing yet
     outputs = finished(on)
-    assert outputs["1"].cached_tokens >= len(context) - 4 and outputs["2"].cached_tokens >= len(context) - 4
+    assert (
+        outputs["1"].cached_tokens >= len(context) - 4
+        and outputs["2"].cached_tokens >= len(context) - 4
+    )
     for number, start in ("1", routed(first).end), ("2", 0):
         whole = prefilled([*context, *outputs[number].token_ids])
         assert routed(outputs[number]).start == start
@@ -96,7 +108,9 @@ def test_a_page_that_two_contexts_share_in_part_keeps_the_choices_of_both():
     for number, end in (0, 60), (1, 61):  # contexts that differ in the middle of a page
         submit(on, number, prompt=[*PROMPTS[2][:20], end])
         output = finished(on)[str(number)]
-        np.testing.assert_array_equal(array(output), prefilled([*PROMPTS[2][:20], end, *output.token_ids]))
+        np.testing.assert_array_equal(
+            array(output), prefilled([*PROMPTS[2][:20], end, *output.token_ids])
+        )
     assert output.cached_tokens == 20
 
 
@@ -107,7 +121,9 @@ def test_who_is_preempted_reports_the_choices_its_ids_were_sampled_with():
     outputs = finished(tight)
     assert sum(output.num_preempted for output in outputs.values()) > 0
     for number, output in outputs.items():
-        np.testing.assert_array_equal(array(output), prefilled([*PROMPTS[int(number)], *output.token_ids]))
+        np.testing.assert_array_equal(
+            array(output), prefilled([*PROMPTS[int(number)], *output.token_ids])
+        )
 
 
 def test_what_is_aborted_reports_what_it_fed_and_before_it_ran_nothing():
@@ -152,9 +168,13 @@ def test_an_engine_declares_what_it_reports(model):
         await backend.start()
         try:
             sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-            return await backend.generate(GenerateRequest(request_id="r", prompt_ids=(5, 6), sampling=sampling))
+            return await backend.generate(
+                GenerateRequest(request_id="r", prompt_ids=(5, 6), sampling=sampling)
+            )
         finally:
             await backend.close()
 
-    assert backend.capabilities.routed_experts == (asyncio.run(sampled()).routed_experts is not None)
+    assert backend.capabilities.routed_experts == (
+        asyncio.run(sampled()).routed_experts is not None
+    )
     assert backend.capabilities.routed_experts == (model is EXPERTS)

@@ -11,7 +11,15 @@ VOCABULARY = 300
 
 
 def draw_restricted(
-    logits: np.ndarray, *, temperature=1.0, top_p=None, top_k=0, min_p=0.0, seeds=None, position=0, allowed=None
+    logits: np.ndarray,
+    *,
+    temperature=1.0,
+    top_p=None,
+    top_k=0,
+    min_p=0.0,
+    seeds=None,
+    position=0,
+    allowed=None,
 ):
     """``allowed`` bool [slots, VOCABULARY]; returns ids, log-probs, and bool [slots, VOCABULARY] of what was left."""
     slots = logits.shape[1]
@@ -22,7 +30,10 @@ def draw_restricted(
     truncation = None
     if top_p or top_k or min_p:
         truncation = Truncation(
-            *(jnp.full(slots, x, t) for x, t in ((top_p or 1, jnp.float32), (top_k, jnp.int32), (min_p, jnp.float32)))
+            *(
+                jnp.full(slots, x, t)
+                for x, t in ((top_p or 1, jnp.float32), (top_k, jnp.int32), (min_p, jnp.float32))
+            )
         )
     ids, logprobs, kept = jax.jit(sample)(
         jnp.asarray(logits, jnp.float32),
@@ -33,7 +44,9 @@ def draw_restricted(
         allowed=allowed,
     )
     if kept is not None:
-        bits = np.unpackbits(np.asarray(kept).view(np.uint8), axis=1, bitorder="little").astype(bool)
+        bits = np.unpackbits(np.asarray(kept).view(np.uint8), axis=1, bitorder="little").astype(
+            bool
+        )
         assert not bits[:, VOCABULARY:].any()
         kept = bits[:, :VOCABULARY]
     return np.asarray(ids), np.asarray(logprobs), kept
@@ -45,7 +58,9 @@ def draw(logits: np.ndarray, **settings):
     return ids, logprobs
 
 
-def distribution(logits: np.ndarray, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) -> np.ndarray:
+def distribution(
+    logits: np.ndarray, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0
+) -> np.ndarray:
     """The textbook way, by sorting, in float64."""
     scaled = logits.astype(np.float64) / temperature
     order = np.argsort(-scaled)
@@ -126,16 +141,22 @@ def test_only_allowed_ids_are_drawn_with_logprobs_of_what_is_left(settings: dict
     )
     expected = distribution(np.where(allowed, logits, -np.inf), **settings)  # float64 numpy
     frequencies = np.bincount(ids, minlength=VOCABULARY) / slots
-    assert np.all(np.abs(frequencies - expected) <= 5 * np.sqrt(expected * (1 - expected) / slots) + 1e-9)
+    assert np.all(
+        np.abs(frequencies - expected) <= 5 * np.sqrt(expected * (1 - expected) / slots) + 1e-9
+    )
     np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=2e-5)
     assert (kept == (expected > 0)).all()
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.2, "temperature": 1.4}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.2, "temperature": 1.4}], ids=str
+)
 def test_what_was_left_to_a_draw_is_reported_bit_by_bit(settings: dict):
     logits = (np.random.default_rng(8).standard_normal((VOCABULARY, 50)) * 2).astype(np.float32)
     ids, _, kept = draw_restricted(logits, **settings)
-    expected = np.stack([distribution(logits[:, slot], **settings) > 0 for slot in range(50)])  # float64 numpy
+    expected = np.stack(
+        [distribution(logits[:, slot], **settings) > 0 for slot in range(50)]
+    )  # float64 numpy
     np.testing.assert_array_equal(kept, expected)
     assert kept[np.arange(50), ids].all()
 

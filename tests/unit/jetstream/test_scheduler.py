@@ -9,7 +9,11 @@ from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=3, kv_cache_tokens=192, decode_steps=4, prefill_buckets=(32,)
+    max_model_len=64,
+    max_concurrent_decodes=3,
+    kv_cache_tokens=192,
+    decode_steps=4,
+    prefill_buckets=(32,),
 )
 
 
@@ -27,7 +31,9 @@ def test_slots_without_a_context_count_as_idle():
 
 
 def test_a_dispatch_ends_when_a_quarter_of_its_contexts_have_finished():
-    shapes = dataclasses.replace(SHAPES, max_concurrent_decodes=8, kv_cache_tokens=512, decode_steps=8)
+    shapes = dataclasses.replace(
+        SHAPES, max_concurrent_decodes=8, kv_cache_tokens=512, decode_steps=8
+    )
     engine = JaxEngine(TINY, shapes)
     on = Scheduler(engine, engine.load_params(tiny_params()))
     for index, count in enumerate((1, 3, 5, 8, 8, 8, 8, 8)):
@@ -41,7 +47,9 @@ def test_a_dispatch_ends_when_a_quarter_of_its_contexts_have_finished():
 
 
 def test_a_dispatch_ends_when_a_program_of_fewer_slots_will_do():
-    shapes = dataclasses.replace(SHAPES, max_concurrent_decodes=12, kv_cache_tokens=768, decode_steps=8)
+    shapes = dataclasses.replace(
+        SHAPES, max_concurrent_decodes=12, kv_cache_tokens=768, decode_steps=8
+    )
     engine = JaxEngine(TINY, shapes)
     on = Scheduler(engine, engine.load_params(tiny_params()))
     for index, count in enumerate((2, *[6] * 8)):

@@ -39,4 +39,6 @@ def test_left_to_itself_a_cache_lets_every_slot_run_to_its_end(longest, slots, i
         decode_steps=4,
         prefill_buckets=(32,),
     )
-    assert slots * shapes.context_pages <= shapes.pages <= max(slots, in_flight) * shapes.context_pages
+    assert (
+        slots * shapes.context_pages <= shapes.pages <= max(slots, in_flight) * shapes.context_pages
+    )

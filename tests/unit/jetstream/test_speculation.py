@@ -22,13 +22,23 @@ from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.tiny import EXPERTS, TINY, full_logits, logprobs_of, tiny_adapter, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=96, max_concurrent_decodes=3, kv_cache_tokens=288, decode_steps=4, prefill_buckets=(32,)
+    max_model_len=96,
+    max_concurrent_decodes=3,
+    kv_cache_tokens=288,
+    decode_steps=4,
+    prefill_buckets=(32,),
 )
-PROMPTS = [np.random.default_rng(i).integers(3, TINY.vocab_size, n).tolist() for i, n in enumerate((20, 31, 12))]
+PROMPTS = [
+    np.random.default_rng(i).integers(3, TINY.vocab_size, n).tolist()
+    for i, n in enumerate((20, 31, 12))
+]
 COUNT = 30  # contexts grow over page boundaries
 KERNELS = [
     pytest.param(
-        "cpu", marks=pytest.mark.skipif(cpu_kernels.kernels_digest() is None, reason="no C++ compiler on this machine")
+        "cpu",
+        marks=pytest.mark.skipif(
+            cpu_kernels.kernels_digest() is None, reason="no C++ compiler on this machine"
+        ),
     ),
     "xla",
 ]
@@ -67,7 +77,10 @@ class Known:
         for run in runs:
             begin = len(run.token_ids)
             known = self.outputs[run.request.request_id].token_ids[begin : begin + count]
-            ids = [3 + token % 7 if place % self.wrong == 0 else token for place, token in enumerate(known, begin + 1)]
+            ids = [
+                3 + token % 7 if place % self.wrong == 0 else token
+                for place, token in enumerate(known, begin + 1)
+            ]
             drafts.append(Draft(ids, ["known"] * len(ids)))
         return drafts
 
@@ -75,11 +88,15 @@ class Known:
         pass
 
 
-def scheduler(kernels: str, most: int = 0, drafter=None, shapes: EngineShapes = SHAPES, config=TINY, **options):
+def scheduler(
+    kernels: str, most: int = 0, drafter=None, shapes: EngineShapes = SHAPES, config=TINY, **options
+):
     kind = {"cpu": JaxEngine, "xla": XlaEngine}[kernels]
     shapes = replace(shapes, num_speculative_tokens=most)
     engine = kind(config, shapes, table=table(kernels, shapes, config, *options), **options)
-    on = Scheduler(engine, engine.load_params(tiny_params(config=config)), version=1, decode_text=text)
+    on = Scheduler(
+        engine, engine.load_params(tiny_params(config=config)), version=1, decode_text=text
+    )
     if most:
         on.speculation = Eager(engine, drafter or LookupDrafter(), on.counters)
     return on
@@ -90,10 +107,18 @@ def text(ids: Sequence[int]) -> str:
 
 
 def submit(on: Scheduler, number: int, *, name: str = "", **sampling) -> None:
-    chosen = {"max_tokens": COUNT, "temperature": 0.7, "seed": number, "ignore_eos": True} | sampling
+    chosen = {
+        "max_tokens": COUNT,
+        "temperature": 0.7,
+        "seed": number,
+        "ignore_eos": True,
+    } | sampling
     lora = chosen.pop("lora", None)
     request = GenerateRequest(
-        request_id=name or str(number), prompt_ids=tuple(PROMPTS[number]), sampling=SamplingParams(**chosen), lora=lora
+        request_id=name or str(number),
+        prompt_ids=tuple(PROMPTS[number]),
+        sampling=SamplingParams(**chosen),
+        lora=lora,
     )
     on.submit(request)
 
@@ -107,7 +132,9 @@ def finished(on: Scheduler) -> dict[str, TokenOutput]:
     return outputs
 
 
-def plain_outputs(kernels: str = "xla", config=TINY, options=(), **sampling) -> dict[str, TokenOutput]:
+def plain_outputs(
+    kernels: str = "xla", config=TINY, options=(), **sampling
+) -> dict[str, TokenOutput]:
     on = scheduler(kernels, config=config, **dict(options))
     for number in range(3):
         submit(on, number, **sampling)
@@ -116,26 +143,39 @@ def plain_outputs(kernels: str = "xla", config=TINY, options=(), **sampling) -> 
 
 def assert_same(found: dict[str, TokenOutput], wanted: dict[str, TokenOutput]) -> None:
     for name, output in wanted.items():
-        assert found[name].token_ids == output.token_ids and found[name].stop_reason == output.stop_reason
-        assert found[name].stop_match == output.stop_match and found[name].context_digest == output.context_digest
+        assert (
+            found[name].token_ids == output.token_ids
+            and found[name].stop_reason == output.stop_reason
+        )
+        assert (
+            found[name].stop_match == output.stop_match
+            and found[name].context_digest == output.context_digest
+        )
         np.testing.assert_allclose(found[name].log_probs, output.log_probs, atol=2e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_ids_are_those_of_plain_decoding_and_log_probs_those_of_full_passes(kernels: str, temperature: float):
+def test_ids_are_those_of_plain_decoding_and_log_probs_those_of_full_passes(
+    kernels: str, temperature: float
+):
     wanted = plain_outputs(temperature=temperature)
     on = scheduler(kernels, 6, Known(wanted))
     for number in range(3):
         submit(on, number, temperature=temperature)
     found = finished(on)
     assert_same(found, wanted)
-    for number, prompt in enumerate(PROMPTS[:2]):  # the third grows beyond what a full pass is compiled for
+    for number, prompt in enumerate(
+        PROMPTS[:2]
+    ):  # the third grows beyond what a full pass is compiled for
         ids = found[str(number)].token_ids
         exact = logprobs_of(tiny_params(), prompt, ids, temperature or 1.0)
         np.testing.assert_allclose(found[str(number)].log_probs, exact, atol=2e-4)
     metrics = on.metrics()
-    assert metrics.accepted_tokens > 50 and metrics.draft_tokens > metrics.accepted_tokens > metrics.drafts
+    assert (
+        metrics.accepted_tokens > 50
+        and metrics.draft_tokens > metrics.accepted_tokens > metrics.drafts
+    )
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -165,8 +205,12 @@ def chi_squared(on: Scheduler) -> dict[str, float]:
     assert on.metrics().drafts > 0.9 * DRAWS, "plain decoding would be right whatever the rule"
     return {
         "first": deviation(prompt, [first for first, _ in pairs]),
-        "after the draft": deviation([*prompt, draft], [second for first, second in pairs if first == draft]),
-        "after another": deviation([*prompt, other], [second for first, second in pairs if first == other]),
+        "after the draft": deviation(
+            [*prompt, draft], [second for first, second in pairs if first == draft]
+        ),
+        "after another": deviation(
+            [*prompt, other], [second for first, second in pairs if first == other]
+        ),
     }
 
 
@@ -203,7 +247,9 @@ def test_drafts_know_the_random_numbers_of_the_engine():
         submit(on, 2, name=str(seed), seed=seed)
     finished(on)
     match = max(match for match in MATCHES if match <= len(PROMPTS[2]))
-    draws = drafter._index._following[np.asarray(PROMPTS[2][-match:], np.int32).tobytes()]  # by random number
+    draws = drafter._index._following[
+        np.asarray(PROMPTS[2][-match:], np.int32).tobytes()
+    ]  # by random number
     tokens = [draw.token for draw in draws]
     assert len(tokens) >= 30 and tokens == sorted(tokens) and len(set(tokens)) > 3
 
@@ -223,7 +269,11 @@ def accepts_always(patch: pytest.MonkeyPatch) -> None:
 def accepts_by_a_coin_without_taking_the_rest(patch: pytest.MonkeyPatch) -> None:
     """Takes a drafted id with probability min(1, p / q), where q = 1, and otherwise draws from p, not from the rest."""
     accepts_always(patch)
-    verify, chance, coin = JaxEngine.verify, float(model_chances(PROMPTS[2]).max()), np.random.default_rng(0)
+    verify, chance, coin = (
+        JaxEngine.verify,
+        float(model_chances(PROMPTS[2]).max()),
+        np.random.default_rng(0),
+    )
 
     def wrong(self, params, cache, slots, drafts):
         cache, drawn = verify(self, params, cache, slots, drafts)
@@ -238,7 +288,11 @@ def accepts_by_a_coin_without_taking_the_rest(patch: pytest.MonkeyPatch) -> None
 
 
 def takes_one_more_than_it_accepts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verification, "accepted_ids", lambda draft, drawn: min(len(draft), 1 + accepted_ids(draft, drawn)))
+    patch.setattr(
+        verification,
+        "accepted_ids",
+        lambda draft, drawn: min(len(draft), 1 + accepted_ids(draft, drawn)),
+    )
 
 
 WRONG_RULES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
@@ -284,7 +338,11 @@ def test_an_aborted_request_keeps_its_ids_and_its_rejected_positions_are_never_r
     ended = on.abort("0")
     assert ended is not None and ended[1].final is not None
     ids = ended[1].final.token_ids
-    assert ended[1].final.stop_reason is StopReason.ABORTED and ids == wanted["0"].token_ids[: len(ids)] and ids
+    assert (
+        ended[1].final.stop_reason is StopReason.ABORTED
+        and ids == wanted["0"].token_ids[: len(ids)]
+        and ids
+    )
     submit(on, 0)  # continues in the cache of the aborted one
     assert_same(finished(on), {"0": wanted["0"]})
 
@@ -304,7 +362,11 @@ def test_weights_that_change_between_dispatches_are_those_of_the_next_ids(kernel
         on.set_weights(on.engine.load_params(tiny_params(1)), 2)
     found, wanted = finished(drafted), finished(single)
     assert_same(found, wanted)
-    assert found["0"].policy_versions == wanted["0"].policy_versions == (1,) * sampled + (2,) * (COUNT - sampled)
+    assert (
+        found["0"].policy_versions
+        == wanted["0"].policy_versions
+        == (1,) * sampled + (2,) * (COUNT - sampled)
+    )
     assert 1 < sampled < COUNT
 
 
@@ -327,7 +389,10 @@ def test_experts_are_those_of_plain_decoding(kernels: str):
     found = finished(on)
     assert_same(found, wanted)
     for name, output in wanted.items():
-        assert output.routed_experts is not None and found[name].routed_experts == output.routed_experts
+        assert (
+            output.routed_experts is not None
+            and found[name].routed_experts == output.routed_experts
+        )
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -340,7 +405,10 @@ def test_each_request_keeps_its_adapter(kernels: str):
             submit(on, number, lora=lora)
         outputs.append(finished(on))
     assert_same(outputs[1], outputs[0])
-    assert outputs[0]["1"].token_ids != plain_outputs(kernels)["1"].token_ids and on.metrics().accepted_tokens > 30
+    assert (
+        outputs[0]["1"].token_ids != plain_outputs(kernels)["1"].token_ids
+        and on.metrics().accepted_tokens > 30
+    )
 
 
 def test_a_restricted_request_decodes_plainly_and_so_do_those_beside_it():
@@ -373,7 +441,9 @@ class FakeEngine:
 
     plain: float
     verified: float
-    shapes: EngineShapes = field(default_factory=lambda: replace(SHAPES, num_speculative_tokens=4, decode_steps=16))
+    shapes: EngineShapes = field(
+        default_factory=lambda: replace(SHAPES, num_speculative_tokens=4, decode_steps=16)
+    )
     compile_seconds: float = 0.0
     now: float = 0.0
 
@@ -428,7 +498,9 @@ def policy(engine: FakeEngine, **drafter) -> tuple[Speculation, RunningRequest]:
     return on, run
 
 
-def tokens_per_second(engine: FakeEngine, on: Speculation, run: RunningRequest, *, accepted: int) -> float:
+def tokens_per_second(
+    engine: FakeEngine, on: Speculation, run: RunningRequest, *, accepted: int
+) -> float:
     count = sum(engine.run(on, run, accepted) for _ in range(3000))
     return count / engine.now
 
@@ -442,7 +514,9 @@ def test_drafts_that_are_right_are_verified():
 def test_where_it_does_not_pay_it_costs_what_it_may(case: tuple[float, float, int, int]):
     plain, verified, token, accepted = case
     engine = FakeEngine(plain, verified)
-    speed = tokens_per_second(engine, *policy(engine, token=token, seconds=0.004), accepted=accepted)
+    speed = tokens_per_second(
+        engine, *policy(engine, token=token, seconds=0.004), accepted=accepted
+    )
     allowed = LOSS_SHARE + (LOSS_SECONDS + 10 * verified) / engine.now
     assert speed > (1 - 1.1 * allowed) / plain
 

@@ -25,7 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compila
 SLOT_COUNTS, HEADS, KV_HEADS, SIZE, LENGTH, CHUNK = 64, 8, 4, 128, 8192, 64
 
 
-@pytest.fixture(params=["v5e:2x2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p:2x2x1", "v6e:2x2"))])
+@pytest.fixture(
+    params=[
+        "v5e:2x2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p:2x2x1", "v6e:2x2")),
+    ]
+)
 def devices(request: pytest.FixtureRequest) -> np.ndarray:
     """Four chips, described."""
     pytest.importorskip("libtpu", reason="pip install 'jax_agent_rl[plan]'")
@@ -37,7 +42,9 @@ def mesh_of(devices: np.ndarray, **sizes: int) -> Mesh:
     return Mesh(devices.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def described(mesh: Mesh, shape: tuple[int, ...], dtype: jnp.dtype, *axes: str | None) -> jax.ShapeDtypeStruct:
+def described(
+    mesh: Mesh, shape: tuple[int, ...], dtype: jnp.dtype, *axes: str | None
+) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
 
@@ -50,7 +57,9 @@ def learner_program(mesh: Mesh, length: int, *, windowed: bool) -> jax.stages.Lo
     q = described(mesh, (2, HEADS, length, SIZE), jnp.bfloat16, None, "tensor", "context")
     k = described(mesh, (2, KV_HEADS, length, SIZE), jnp.bfloat16, None, "tensor", "context")
     marks = described(mesh, (2, length), jnp.int32, None, "context")
-    tree_mask = TreeMask(marks, marks, described(mesh, (), jnp.int32)) if windowed else TreeMask(marks)
+    tree_mask = (
+        TreeMask(marks, marks, described(mesh, (), jnp.int32)) if windowed else TreeMask(marks)
+    )
     sinks = described(mesh, (HEADS,), jnp.bfloat16, "tensor") if windowed else None
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).lower(q, k, k, sinks, tree_mask)
 
@@ -63,11 +72,15 @@ def test_a_learners_attention_compiles_to_three_kernels(devices: np.ndarray, win
 
 def test_a_learners_program_does_not_grow_with_its_rows(devices: np.ndarray):
     mesh = mesh_of(devices, tensor=4)
-    short, long = (learner_program(mesh, length, windowed=True).as_text() for length in (1024, 4096))
+    short, long = (
+        learner_program(mesh, length, windowed=True).as_text() for length in (1024, 4096)
+    )
     assert len(long) < 1.1 * len(short)
 
 
-def described_cache(mesh: Mesh, rows: int, length: int, dtype: jnp.dtype, size: int = SIZE) -> LayerKV:
+def described_cache(
+    mesh: Mesh, rows: int, length: int, dtype: jnp.dtype, size: int = SIZE
+) -> LayerKV:
     def split(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return described(mesh, x.shape, x.dtype, None, "tensor")
 
@@ -81,26 +94,44 @@ def kernels(program: jax.stages.Compiled) -> int:
 
 
 def decode_step_of(
-    mesh: Mesh, dtype: jnp.dtype, *, slots: int, length: int, page: int, size: int, window: int | None
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    *,
+    slots: int,
+    length: int,
+    page: int,
+    size: int,
+    window: int | None,
 ) -> tuple[jax.stages.Compiled, float]:
     """With sinks where there is a window; and the bytes each of two chips holds of the cache."""
     cached = described_cache(mesh, slots * length // page, page, dtype, size)
     new = described(mesh, (slots, KV_HEADS, size), jnp.bfloat16, None, "tensor")
     q = described(mesh, (slots, KV_HEADS, HEADS // KV_HEADS, size), jnp.bfloat16, None, "tensor")
-    at, pages = described(mesh, (slots,), jnp.int32), described(mesh, (slots, length // page), jnp.int32)
+    at, pages = (
+        described(mesh, (slots,), jnp.int32),
+        described(mesh, (slots, length // page), jnp.int32),
+    )
 
     def step(cached, q, new, at, pages, sinks):
         return decode_attention(q, cached, (new, new), at, pages, sinks, window=window, mesh=mesh)
 
-    sinks = described(mesh, (KV_HEADS, HEADS // KV_HEADS), jnp.bfloat16, "tensor") if window else None
+    sinks = (
+        described(mesh, (KV_HEADS, HEADS // KV_HEADS), jnp.bfloat16, "tensor") if window else None
+    )
     program = jax.jit(step, donate_argnums=0).lower(cached, q, new, at, pages, sinks).compile()
     return program, sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cached)) / 2
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn], ids=["bf16", "int8", "fp8"])
-def test_an_engines_attention_compiles_to_kernels_and_turns_no_cache_around(devices: np.ndarray, dtype: jnp.dtype):
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn], ids=["bf16", "int8", "fp8"]
+)
+def test_an_engines_attention_compiles_to_kernels_and_turns_no_cache_around(
+    devices: np.ndarray, dtype: jnp.dtype
+):
     mesh = mesh_of(devices, data=2, tensor=2)  # two key/value heads on each chip
-    program, held = decode_step_of(mesh, dtype, slots=SLOT_COUNTS, length=LENGTH, page=128, size=SIZE, window=256)
+    program, held = decode_step_of(
+        mesh, dtype, slots=SLOT_COUNTS, length=LENGTH, page=128, size=SIZE, window=256
+    )
     assert kernels(program) == 2
     assert program.memory_analysis().temp_size_in_bytes < 0.05 * held
 
@@ -113,9 +144,12 @@ def test_small_pages_and_heads_compile_to_kernels_too(devices: np.ndarray, dtype
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "window"), [(jnp.bfloat16, 128, None), (jnp.bfloat16, 64, 256), (jnp.int8, 64, None)]
+    ("dtype", "size", "window"),
+    [(jnp.bfloat16, 128, None), (jnp.bfloat16, 64, 256), (jnp.int8, 64, None)],
 )
-@pytest.mark.parametrize(("rows", "count"), [(PREFILL_ROWS, CHUNK), (32, 6)], ids=["prefill", "verification"])
+@pytest.mark.parametrize(
+    ("rows", "count"), [(PREFILL_ROWS, CHUNK), (32, 6)], ids=["prefill", "verification"]
+)
 def test_chunks_compile_to_a_kernel(
     devices: np.ndarray, rows: int, count: int, dtype: jnp.dtype, size: int, window: int | None
 ):
@@ -138,11 +172,16 @@ def test_a_product_with_experts_compiles_to_two_kernels(devices: np.ndarray, dty
     weight = numbers = described(mesh, (experts, inputs, hidden), dtype)
     if dtype == jnp.int8:
         weight = Quantized(numbers, described(mesh, (experts, 1, hidden), jnp.float32))
-    x, group = described(mesh, (tokens, inputs), jnp.bfloat16), described(mesh, (tokens,), jnp.int32)
+    x, group = (
+        described(mesh, (tokens, inputs), jnp.bfloat16),
+        described(mesh, (tokens,), jnp.int32),
+    )
     product = jax.jit(functools.partial(grouped_product, transposed=True))
     program = product.lower(x, weight, described(mesh, (experts,), jnp.int32), group).compile()
     assert kernels(program) == 2
-    if dtype == jnp.bfloat16 or "lite" in devices.flat[0].device_kind:  # v5p's kernel multiplies no int8
+    if (
+        dtype == jnp.bfloat16 or "lite" in devices.flat[0].device_kind
+    ):  # v5p's kernel multiplies no int8
         # Experts are read as they are kept: no copy of them.
         assert program.memory_analysis().temp_size_in_bytes < 0.05 * math.prod(numbers.shape)
 
@@ -174,8 +213,12 @@ def test_gradients_of_a_product_with_experts_compute_each_row_once(devices: np.n
     sizes, group = (described(mesh, (size,), jnp.int32) for size in (experts, tokens))
 
     def gradients(x, weight, sizes, group, d_out):
-        return jax.vjp(lambda x, weight: grouped_product(x, weight, sizes, group), x, weight)[1](d_out)
+        return jax.vjp(lambda x, weight: grouped_product(x, weight, sizes, group), x, weight)[1](
+            d_out
+        )
 
-    whole = jax.shard_map(gradients, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    whole = jax.shard_map(
+        gradients, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
     program = jax.jit(whole).lower(x, weight, sizes, group, d_out).compile()
     assert kernels(program) == 3 and f"[{experts},{tokens}," not in program.as_text()

@@ -28,7 +28,11 @@ from tests.served import behind_server
 from tests.tiny import TINY, greedy, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=32, max_concurrent_decodes=2, kv_cache_tokens=64, decode_steps=4, prefill_buckets=(8,)
+    max_model_len=32,
+    max_concurrent_decodes=2,
+    kv_cache_tokens=64,
+    decode_steps=4,
+    prefill_buckets=(8,),
 )
 PROMPT, CANARY = (5, 6, 7), [[3, 4, 5, 9, 11, 2, 40, 41]]
 SERVED, NEW = 0, 1
@@ -74,13 +78,17 @@ class Paths:
         with self._patch.context() as patch:
             patch.setattr("jax_agent_rl.runtime.publishers.score_probe", lambda *_, dtype: canary())
             paths = files.write(params, version)
-        return WeightUpdate(version=version, kind="safetensors", payload=paths, digests=files.digests)
+        return WeightUpdate(
+            version=version, kind="safetensors", payload=paths, digests=files.digests
+        )
 
     def tensorstore(self, params: Params, version: int) -> WeightUpdate:
         folder = stored.version_folder(str(self._folder), version)
         stored.write_part(folder, params, part=0)
         digests = {stored.MANIFEST: stored.publish(folder, parts=1)}
-        return WeightUpdate(version=version, kind="tensorstore", payload=folder, digests=digests, probe=canary())
+        return WeightUpdate(
+            version=version, kind="tensorstore", payload=folder, digests=digests, probe=canary()
+        )
 
     def object_store(self, params: Params, version: int) -> WeightUpdate:
         arrays = WeightUpdate(version=version, kind="arrays", payload=params, probe=canary())
@@ -97,7 +105,9 @@ async def fetch(reference: SimpleNamespace):
 
 async def served(backend) -> list[int]:
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    output = await backend.generate(GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling))
+    output = await backend.generate(
+        GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling)
+    )
     return list(output.token_ids)
 
 
@@ -110,9 +120,13 @@ async def test_wrong_weights_with_right_digests_are_refused_and_the_old_ones_ser
     async with behind_server(engine, weight_dir=str(tmp_path)) as (_, remote):
         backend = from_object_store(engine, fetch) if path == "object_store" else remote
         for version, fault in enumerate(FAULTS, start=1):
-            with pytest.raises(WeightUpdateError, match="do not give the learner's log-probs: they differ by up to"):
+            with pytest.raises(
+                WeightUpdateError, match="do not give the learner's log-probs: they differ by up to"
+            ):
                 await backend.update_weights(make(fault(tiny_params(NEW)), version))
-            assert await served(backend) == greedy(tiny_params(SERVED), PROMPT, 6, frozenset()), fault.__name__
+            assert await served(backend) == greedy(tiny_params(SERVED), PROMPT, 6, frozenset()), (
+                fault.__name__
+            )
             assert engine.policy_version == 0
         await backend.update_weights(make(tiny_params(NEW), len(FAULTS)))
         assert await served(backend) == greedy(tiny_params(NEW), PROMPT, 6, frozenset())

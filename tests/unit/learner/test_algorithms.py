@@ -21,7 +21,12 @@ def learner(algorithm: dict | None = None, critic: dict | None = None, **changes
     config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes)
     made = AlgorithmConfig(**(algorithm or {}))
     return Learner(
-        TINY, tiny_params(), algorithm=made, config=config, critic=CriticConfig(**(critic or {})), temperature=1.0
+        TINY,
+        tiny_params(),
+        algorithm=made,
+        config=config,
+        critic=CriticConfig(**(critic or {})),
+        temperature=1.0,
     )
 
 
@@ -49,9 +54,20 @@ OFF_POLICY = {"rollout_correction": {"rollout_is": "token", "rollout_is_threshol
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"policy_loss": {"loss_mode": "gspo"}, "entropy_coeff": 0.05, "kl": {"where": "loss", "coef": 0.1}},
+        {
+            "policy_loss": {"loss_mode": "gspo"},
+            "entropy_coeff": 0.05,
+            "kl": {"where": "loss", "coef": 0.1},
+        },
         {"policy_loss": {"loss_mode": "geo_mean"}, "loss_agg_mode": "seq-mean-token-mean"},
-        {"policy_loss": {"loss_mode": "clip_cov", "clip_cov_lb": -9, "clip_cov_ub": 9, "clip_cov_ratio": 0.2}},
+        {
+            "policy_loss": {
+                "loss_mode": "clip_cov",
+                "clip_cov_lb": -9,
+                "clip_cov_ub": 9,
+                "clip_cov_ratio": 0.2,
+            }
+        },
         {**PPO, "lam": 0.9, "loss_agg_mode": "seq-mean-token-sum"},
     ],
     ids=["gspo+entropy+kl", "geo_mean", "clip_cov", "ppo"],
@@ -80,14 +96,22 @@ def test_values_are_those_of_plain_full_passes():
     for t, values in zip([t for g in groups for t in g.trajectories], got, strict=True):
         ids = jnp.asarray([t.prompt_ids + t.response_ids])
         count = ids.shape[1]
-        plain = {"token_ids": ids, "positions": jnp.arange(count)[None], "subtree_end": jnp.full((1, count), count)}
-        expected = state_values(Critic.from_params(TINY, critic_params(tiny_params()) | head), plain, remat="none")[0]
+        plain = {
+            "token_ids": ids,
+            "positions": jnp.arange(count)[None],
+            "subtree_end": jnp.full((1, count), count),
+        }
+        expected = state_values(
+            Critic.from_params(TINY, critic_params(tiny_params()) | head), plain, remat="none"
+        )[0]
         np.testing.assert_allclose(values, expected[len(t.prompt_ids) - 1 :], atol=1e-4)
 
 
 def test_the_critic_learns_what_the_rewards_are_and_the_policy_waits_for_it():
     made = learner(PPO, critic={"learning_rate": 1e-2, "critic_warmup": 100}, ppo_epochs=2)
-    groups = [group_of(trajectory([3, 4], [5 + i, 9], reward=float(i % 2), index=i) for i in range(4))]
+    groups = [
+        group_of(trajectory([3, 4], [5 + i, 9], reward=float(i % 2), index=i) for i in range(4))
+    ]
     before = jax.tree.map(np.asarray, made.params)
     for _ in range(15):
         last = made.update(groups).metrics
@@ -99,12 +123,23 @@ def test_the_critic_learns_what_the_rewards_are_and_the_policy_waits_for_it():
 
 
 def test_after_its_warm_up_ppo_raises_what_was_rewarded():
-    made = learner({**PPO, "clip_ratio_high": 0.2}, critic={"critic_warmup": 1}, ppo_epochs=2, learning_rate=3e-3)
+    made = learner(
+        {**PPO, "clip_ratio_high": 0.2},
+        critic={"critic_warmup": 1},
+        ppo_epochs=2,
+        learning_rate=3e-3,
+    )
     groups = random_groups(3)
-    good, bad = ([t for g in groups for t in g.trajectories if bool(t.reward) is want] for want in (True, False))
+    good, bad = (
+        [t for g in groups for t in g.trajectories if bool(t.reward) is want]
+        for want in (True, False)
+    )
 
     def mean(ts) -> float:
-        each = [logprobs_of(made.params, t.prompt_ids, t.response_ids)[np.array(t.response_mask) == 1] for t in ts]
+        each = [
+            logprobs_of(made.params, t.prompt_ids, t.response_ids)[np.array(t.response_mask) == 1]
+            for t in ts
+        ]
         return float(np.mean([x.mean() for x in each]))
 
     before = mean(good) - mean(bad)
@@ -116,7 +151,12 @@ def test_after_its_warm_up_ppo_raises_what_was_rewarded():
 
 
 def test_kl_in_the_reward_is_taken_off_token_by_token():
-    made = learner({"adv_estimator": "reinforce_plus_plus", "kl": {"where": "reward", "estimator": "k1", "coef": 0.5}})
+    made = learner(
+        {
+            "adv_estimator": "reinforce_plus_plus",
+            "kl": {"where": "reward", "estimator": "k1", "coef": 0.5},
+        }
+    )
     groups = random_groups(4)
     made._policy.state = type(made._policy.state)(
         tiny_params(seed=1), made._policy.state.opt_state, made._policy.state.updates
@@ -126,7 +166,9 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     returns = []
     for t in ts:
         at = np.array(t.response_mask) == 1
-        new, ref = (logprobs_of(tiny_params(seed=s), t.prompt_ids, t.response_ids)[at] for s in (1, 0))
+        new, ref = (
+            logprobs_of(tiny_params(seed=s), t.prompt_ids, t.response_ids)[at] for s in (1, 0)
+        )
         rewards = -0.5 * (new - ref)
         rewards[-1] += t.reward
         returns.append(rewards[::-1].cumsum()[::-1])
@@ -166,7 +208,9 @@ def test_a_masked_trajectory_counts_in_the_baseline_and_has_no_gradient():
 
 
 def same(before: LearnerState, after: LearnerState) -> None:
-    jax.tree.map(np.testing.assert_array_equal, (before.policy, before.critic), (after.policy, after.critic))
+    jax.tree.map(
+        np.testing.assert_array_equal, (before.policy, before.critic), (after.policy, after.critic)
+    )
 
 
 def snapshot(made: Learner) -> LearnerState:
@@ -180,7 +224,10 @@ def test_a_step_of_which_every_token_is_rejected_changes_nothing_to_the_bit():
     before = snapshot(made)
     result = made.update(groups)
     same(before, snapshot(made))
-    assert result.rejected == {t.trajectory_id for g in groups for t in g.trajectories} and not result.skipped
+    assert (
+        result.rejected == {t.trajectory_id for g in groups for t in g.trajectories}
+        and not result.skipped
+    )
     assert result.metrics["rollout_rs_rejected_fraction"] == 1.0
 
 
@@ -188,7 +235,14 @@ def test_nan_rewards_leave_policy_critic_and_controller_unchanged_to_the_bit():
     kl = {"where": "loss", "controller": "adaptive", "coef": 0.5}
     made = learner({**PPO, "kl": kl})
     groups = random_groups(8, groups=1)
-    bad = [group_of([*groups[0].trajectories[:-1], trajectory([3], [4], reward=float("nan"), index=9, group="g0")])]
+    bad = [
+        group_of(
+            [
+                *groups[0].trajectories[:-1],
+                trajectory([3], [4], reward=float("nan"), index=9, group="g0"),
+            ]
+        )
+    ]
     before = snapshot(made)
     assert made.update(bad).skipped
     same(before, snapshot(made))
@@ -201,12 +255,16 @@ def test_decoupled_ppo_reads_all_three_policies():
     assert not made._objective.on_policy
     metrics = made.update(groups).metrics
     assert metrics["rollout_max_logprob_difference"] > 0.1 and np.isfinite(metrics["loss"])
-    assert 0 < metrics["rollout_is_min"] < metrics["rollout_is_max"], "its own weights are in the record"
+    assert 0 < metrics["rollout_is_min"] < metrics["rollout_is_max"], (
+        "its own weights are in the record"
+    )
 
 
 def test_bypass_takes_the_rollouts_logprobs_as_old_and_saves_the_scoring_pass():
     made = learner({"rollout_correction": {"bypass_mode": True}})
     _, experience = made._prepare(random_groups(9))
-    for old, rollout in zip(experience.terms["old_logprob"], experience.terms["rollout_logprob"], strict=True):
+    for old, rollout in zip(
+        experience.terms["old_logprob"], experience.terms["rollout_logprob"], strict=True
+    ):
         np.testing.assert_array_equal(old, rollout)
     assert made._programs.score._cache_size() == 0

@@ -14,7 +14,10 @@ from tests.trajectories import trajectory
 
 # Few ids and short lists, so that prefixes are shared often.
 contexts = st.lists(
-    st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=5), st.lists(st.integers(3, 5), min_size=1, max_size=6)),
+    st.tuples(
+        st.lists(st.integers(3, 5), min_size=1, max_size=5),
+        st.lists(st.integers(3, 5), min_size=1, max_size=6),
+    ),
     min_size=1,
     max_size=8,
 )
@@ -23,7 +26,9 @@ contexts = st.lists(
 def weighted(batch, advantages: list[float]):
     """The batch with one advantage per trajectory and weight 1."""
     ones = [np.ones(len(terms)) for terms in batch.gather_terms(batch.term_target)]
-    return batch.with_terms(advantage=[a * one for a, one in zip(advantages, ones, strict=True)], weight=ones)
+    return batch.with_terms(
+        advantage=[a * one for a, one in zip(advantages, ones, strict=True)], weight=ones
+    )
 
 
 def visible_context(batch, row: int, node: int) -> list[int]:
@@ -46,14 +51,23 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
             assert batch.target_valid[row, target]
             context = visible_context(batch, row, parent)
             assert batch.positions[row, parent] == len(context) - 1
-            found.append((int(batch.terms["advantage"][row, term]), tuple(context), int(batch.target_id[row, target])))
+            found.append(
+                (
+                    int(batch.terms["advantage"][row, term]),
+                    tuple(context),
+                    int(batch.target_id[row, target]),
+                )
+            )
     wanted = [
         (i, (*t.prompt_ids, *t.response_ids[:k]), t.response_ids[k])
         for i, t in enumerate(ts)
         for k in range(len(t.response_ids))
     ]
     assert sorted(found) == sorted(wanted)
-    assert batch.num_tokens == sum(len(p) + len(s) for p, s in pairs) and batch.num_nodes <= batch.num_tokens
+    assert (
+        batch.num_tokens == sum(len(p) + len(s) for p, s in pairs)
+        and batch.num_nodes <= batch.num_tokens
+    )
     if not share:
         assert batch.num_nodes == batch.num_tokens
 
@@ -64,7 +78,9 @@ def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
     batch = pack(ts, pack_length=16, share_prefixes=share)
     own = [np.arange(len(t.response_ids)) + 100.0 * i for i, t in enumerate(ts)]
-    for got, expected in zip(batch.gather_terms(batch.with_terms(x=own).terms["x"]), own, strict=True):
+    for got, expected in zip(
+        batch.gather_terms(batch.with_terms(x=own).terms["x"]), own, strict=True
+    ):
         np.testing.assert_array_equal(got, expected)
     for (place,) in batch.places:
         sequences = batch.term_sequence[place.row, place.terms]
@@ -120,7 +136,10 @@ def test_terms_count_where_few_nodes_have_many():
 
 
 def test_nodes_stand_depth_first_the_oldest_branch_first():
-    ts = [trajectory([3], response, index=i) for i, response in enumerate([[4, 5, 6], [7], [4, 8], [4, 5, 9], [4, 5]])]
+    ts = [
+        trajectory([3], response, index=i)
+        for i, response in enumerate([[4, 5, 6], [7], [4, 8], [4, 5, 9], [4, 5]])
+    ]
     batch = pack(ts, pack_length=8)
     assert batch.token_ids[0].tolist() == [3, 4, 5, 6, 9, 8, 7, 0] and batch.num_nodes == 7
     assert batch.positions[0, :7].tolist() == [0, 1, 2, 3, 3, 2, 1]
@@ -150,8 +169,14 @@ def test_packing_takes_work_in_proportion_to_the_trajectories():
     """Comparing each trajectory with every token of every row would take four times the work for twice as many."""
     rng = np.random.default_rng(0)
     prompts = [[3] * 100 + rng.integers(3, 40000, 30).tolist() for _ in range(32)]
-    ts = [trajectory(p, rng.integers(3, 40000, 120).tolist(), index=i) for p in prompts for i in range(8)]
+    ts = [
+        trajectory(p, rng.integers(3, 40000, 120).tolist(), index=i)
+        for p in prompts
+        for i in range(8)
+    ]
     batch = pack(ts, pack_length=1024)
     assert batch.num_tokens == 256 * 250
-    half, whole = (lines_executed(lambda part=part: pack(part, pack_length=1024)) for part in (ts[:128], ts))
+    half, whole = (
+        lines_executed(lambda part=part: pack(part, pack_length=1024)) for part in (ts[:128], ts)
+    )
     assert whole < 2.5 * half

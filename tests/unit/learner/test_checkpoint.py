@@ -34,7 +34,10 @@ def test_only_the_newest_are_kept(checkpointer: Checkpointer, tmp_path: Path):
     for step in (1, 2, 3, 4):
         checkpointer.save(step, state(step), {})
     checkpointer.wait()
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == ["3", "4"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == [
+        "3",
+        "4",
+    ]
 
 
 def test_a_state_that_is_saved_twice_is_written_once(checkpointer: Checkpointer):

@@ -22,7 +22,9 @@ def _mask(versions: tuple[tuple[int, ...], ...]) -> list[int]:
 
 def of_versions(*versions: tuple[int, ...], learn_appended: bool = False) -> Trajectory:
     """A trajectory whose turns were sampled by these versions, two ids appended to each."""
-    base = trajectory([1, 2, 3], [4 if mine else 5 for mine in _mask(versions)], mask=_mask(versions))
+    base = trajectory(
+        [1, 2, 3], [4 if mine else 5 for mine in _mask(versions)], mask=_mask(versions)
+    )
     turns = [
         replace(turn, output=replace(turn.output, policy_versions=v), learn_appended=learn_appended)
         for turn, v in zip(base.turns, versions, strict=True)
@@ -47,7 +49,9 @@ def of_versions(*versions: tuple[int, ...], learn_appended: bool = False) -> Tra
         (((2, 2),), 0, [1, 1]),  # nothing has been learnt since version 0
     ],
 )
-def test_tokens_of_the_learners_weights_that_follow_no_others_in_their_turn_are_compared(versions, since, expected):
+def test_tokens_of_the_learners_weights_that_follow_no_others_in_their_turn_are_compared(
+    versions, since, expected
+):
     assert comparable(of_versions(*versions), since).astype(int).tolist() == expected
 
 
@@ -59,7 +63,9 @@ def test_what_was_appended_is_never_compared_even_where_it_is_trained_on():
 
 def test_constrained_tokens_are_not_compared():
     made = of_versions((3, 3, 3), (3,))
-    first = replace(made.turns[0], output=replace(made.turns[0].output, constrained=(False, True, False)))
+    first = replace(
+        made.turns[0], output=replace(made.turns[0].output, constrained=(False, True, False))
+    )
     made = replace(made, turns=(first, *made.turns[1:]))
     assert comparable(made, 3).tolist() == [True] * 3 and sum(made.loss_mask) == 3
 
@@ -72,7 +78,13 @@ def test_an_infinite_gap_is_a_breach_and_what_is_no_number_is_left_to_the_update
 
 def learner(*, algorithm: dict | None = None, **config) -> Learner:
     settings = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | config)
-    return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm or {}), config=settings, temperature=1.0)
+    return Learner(
+        TINY,
+        tiny_params(),
+        algorithm=AlgorithmConfig(**algorithm or {}),
+        config=settings,
+        temperature=1.0,
+    )
 
 
 def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
@@ -91,7 +103,10 @@ def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
                 off = 0.0
                 turns.append(replace(turn, output=replace(turn.output, log_probs=tuple(values))))
                 begin = end + len(turn.appended_ids)
-            fields = {n: getattr(t, n) for n in ("trajectory_id", "group_id", "agent_name", "finish_reason", "reward")}
+            fields = {
+                n: getattr(t, n)
+                for n in ("trajectory_id", "group_id", "agent_name", "finish_reason", "reward")
+            }
             members.append(Trajectory.from_turns(prompt_ids=t.prompt_ids, turns=turns, **fields))
         made.append(replace(group, trajectories=tuple(members)))
     return made
@@ -106,7 +121,9 @@ def on_policy(groups: list[Group], off: float = 0.0) -> list[Group]:
     ],
     ids=["the update's own pass", "a scoring pass", "bypass"],
 )
-def test_the_learner_looks_before_its_first_update_and_what_stops_it_leaves_nothing_changed(config, algorithm):
+def test_the_learner_looks_before_its_first_update_and_what_stops_it_leaves_nothing_changed(
+    config, algorithm
+):
     made, seen = learner(algorithm=algorithm, **config), []
     before = jax.device_get(made.state.policy)
 
@@ -140,11 +157,16 @@ def test_a_breach_cancels_the_step_and_raises_once_it_is_given_up():
 
     with pytest.raises(DisagreementError) as caught:  # noqa: SIM117
         with cancel_on_breach(AgreementCheck(since=3, inspect=refuse), cancellation) as check:
-            check.inspect(Comparison(tokens=1, mean=1.0, largest=1.0))  # does not leave the others waiting
+            check.inspect(
+                Comparison(tokens=1, mean=1.0, largest=1.0)
+            )  # does not leave the others waiting
             with cancellation.update():
                 raise AssertionError("the step is cancelled")
     assert caught.value is refusal and check.since == 3
-    with pytest.raises(StepCancelled), cancel_on_breach(AgreementCheck(since=0, inspect=refuse), cancellation):
+    with (
+        pytest.raises(StepCancelled),
+        cancel_on_breach(AgreementCheck(since=0, inspect=refuse), cancellation),
+    ):
         cancellation.check()  # cancelled by somebody else
 
 
@@ -155,9 +177,14 @@ def test_the_parameters_before_the_last_update_come_back(settings):
     made.update(random_groups(1))
     before = jax.device_get(made.params)
     made.update(random_groups(2))
-    moved = max(float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True))
+    moved = max(
+        float(abs(a - b).max())
+        for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True)
+    )
     back = made.previous_params()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before
+    )
 
 
 def test_a_step_without_an_update_does_not_change_what_comes_back():
@@ -166,15 +193,22 @@ def test_a_step_without_an_update_does_not_change_what_comes_back():
     made.update(random_groups(1))
     before = jax.device_get(made.params)
     made.update(random_groups(2))
-    moved = max(float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True))
+    moved = max(
+        float(abs(a - b).max())
+        for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True)
+    )
     masked = random_groups(3)
     made.update(masked, masked={t.trajectory_id for group in masked for t in group.trajectories})
     back = made.previous_params()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before
+    )
 
 
 def test_scoring_for_a_diagnosis_gives_what_plain_passes_give():
     groups = on_policy(random_groups(4))
     scored = learner().logprobs(groups)
     for t, own in zip((t for g in groups for t in g.trajectories), scored, strict=True):
-        np.testing.assert_allclose(own, np.asarray(t.rollout_logprobs)[np.asarray(t.loss_mask, bool)], atol=2e-4)
+        np.testing.assert_allclose(
+            own, np.asarray(t.rollout_logprobs)[np.asarray(t.loss_mask, bool)], atol=2e-4
+        )

@@ -10,8 +10,14 @@ import pytest
 from jax_agent_rl.config.algorithm import RolloutCorrectionConfig
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch, reject, truncate
 
-OLD = [np.array(x) for x in ([-0.5, -1.2, -0.1, -2.0], [-0.9, -0.3, -1.5, -0.7], [-0.2, -2.5, -0.6, -0.05])]
-ROLLOUT = [np.array(x) for x in ([-0.9, -1.0, -0.4, -1.1], [-0.6, -0.9, -1.4, -0.2], [-0.25, -2.4, -1.9, -0.5])]
+OLD = [
+    np.array(x)
+    for x in ([-0.5, -1.2, -0.1, -2.0], [-0.9, -0.3, -1.5, -0.7], [-0.2, -2.5, -0.6, -0.05])
+]
+ROLLOUT = [
+    np.array(x)
+    for x in ([-0.9, -1.0, -0.4, -1.1], [-0.6, -0.9, -1.4, -0.2], [-0.25, -2.4, -1.9, -0.5])
+]
 ACTIVE = [np.array(m, bool) for m in ([1, 1, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1])]
 DELTAS = [o - r for o, r in zip(OLD, ROLLOUT, strict=True)]
 
@@ -30,9 +36,13 @@ WEIGHTS = {
 
 @pytest.mark.parametrize(("level", "normalized"), WEIGHTS)
 def test_importance_weights_match_a_peer(level: str, normalized: bool):
-    config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1.3, rollout_is_batch_normalize=normalized)
+    config = RolloutCorrectionConfig(
+        rollout_is=level, rollout_is_threshold=1.3, rollout_is_batch_normalize=normalized
+    )
     made = correct(config, OLD, ROLLOUT, ACTIVE)
-    for got, expected, mask in zip(made.importance, WEIGHTS[level, normalized], ACTIVE, strict=True):
+    for got, expected, mask in zip(
+        made.importance, WEIGHTS[level, normalized], ACTIVE, strict=True
+    ):
         np.testing.assert_allclose(got[mask], np.array(expected)[mask], atol=1e-9)
     assert made.metrics["rollout_is_clipped_fraction"] == pytest.approx(0.4)
 
@@ -60,7 +70,10 @@ def test_rejection_matches_a_peer(rule: str, bound):
 
 def test_what_fails_one_of_several_rules_is_rejected():
     both = reject(["token_k1", "seq_sum_k3"], [(0.6, 1.5), 0.5], DELTAS, ACTIVE)
-    each = [reject([rule], [bound], DELTAS, ACTIVE) for rule, bound in (("token_k1", (0.6, 1.5)), ("seq_sum_k3", 0.5))]
+    each = [
+        reject([rule], [bound], DELTAS, ACTIVE)
+        for rule, bound in (("token_k1", (0.6, 1.5)), ("seq_sum_k3", 0.5))
+    ]
     for k, a, b in zip(both, *each, strict=True):
         np.testing.assert_array_equal(k, a & b)
 
@@ -79,7 +92,9 @@ def test_icepop_diagnostics_are_of_the_weights_as_applied():
     assert made.metrics["rollout_is_clipped_fraction"] == pytest.approx(2 / 3)
     assert made.metrics["rollout_is_std"] == pytest.approx(0.3771236, abs=1e-6)
     assert made.metrics["rollout_is_eff_sample_size"] == pytest.approx(1 / 3)
-    assert made.metrics["rollout_is_min"] == pytest.approx(0.4) and made.metrics["rollout_is_max"] == pytest.approx(6)
+    assert made.metrics["rollout_is_min"] == pytest.approx(0.4) and made.metrics[
+        "rollout_is_max"
+    ] == pytest.approx(6)
 
 
 def test_weights_that_are_all_zero_have_no_effective_samples():
@@ -91,7 +106,11 @@ def test_weights_that_are_all_zero_have_no_effective_samples():
 @pytest.mark.parametrize("normalized", [False, True])
 def test_tokens_that_a_rule_rejects_still_count_in_the_weight_of_their_trajectory(normalized: bool):
     """As in verl, where the weights are made from the response mask before rejection changes it."""
-    settings = {"rollout_is": "sequence", "rollout_is_threshold": 50.0, "rollout_is_batch_normalize": normalized}
+    settings = {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 50.0,
+        "rollout_is_batch_normalize": normalized,
+    }
     plain = correct(RolloutCorrectionConfig(**settings), OLD, ROLLOUT, ACTIVE)
     rules = {"rollout_rs": ("token_k1",), "rollout_rs_threshold": ((0.6, 1.5),)}
     rejected = correct(RolloutCorrectionConfig(**settings, **rules), OLD, ROLLOUT, ACTIVE)
@@ -114,22 +133,34 @@ def test_mismatch_metrics_match_a_peer_and_the_reverse_direction_its_formula():
 
 
 def test_equal_policies_need_no_correction():
-    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs=("seq_max_k3",), rollout_rs_threshold=(0.01,))
+    config = RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_rs=("seq_max_k3",), rollout_rs_threshold=(0.01,)
+    )
     made = correct(config, OLD, OLD, ACTIVE)
     assert all((w == 1).all() for w in made.importance)
     assert [k.tolist() for k in made.accepted] == [m.tolist() for m in ACTIVE]
-    assert made.metrics["rollout_is_eff_sample_size"] == 1.0 and made.metrics["rollout_rs_rejected_fraction"] == 0.0
+    assert (
+        made.metrics["rollout_is_eff_sample_size"] == 1.0
+        and made.metrics["rollout_rs_rejected_fraction"] == 0.0
+    )
 
 
 def test_a_step_of_which_everything_is_rejected_has_metrics_all_the_same():
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_rs=("token_k2",), rollout_rs_threshold=(1e-9,))
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_rs=("token_k2",), rollout_rs_threshold=(1e-9,)
+    )
     made = correct(config, OLD, ROLLOUT, ACTIVE)
-    assert not any(k.any() for k in made.accepted) and made.metrics["rollout_rs_rejected_fraction"] == 1.0
+    assert (
+        not any(k.any() for k in made.accepted)
+        and made.metrics["rollout_rs_rejected_fraction"] == 1.0
+    )
 
 
 def test_the_weights_of_decoupled_ppo_are_counted_as_it_takes_them():
     """Ratios 1, 2 and 4 under a cap of 3, and one that a filter masks."""
     old, rollout = [np.log([1.0, 2.0, 4.0, 9.0])], [np.zeros(4)]
     got = behaviour_weights(3.0, old, rollout, [np.array([True, True, True, False])])
-    assert got["rollout_is_mean"] == pytest.approx(3 / 3) and got["rollout_is_max"] == pytest.approx(4)
+    assert got["rollout_is_mean"] == pytest.approx(3 / 3) and got[
+        "rollout_is_max"
+    ] == pytest.approx(4)
     assert got["rollout_is_clipped_fraction"] == pytest.approx(1 / 3)

@@ -33,10 +33,16 @@ WIDER = replace(TINY, vocab_size=V + 7, num_layers=2)
 
 
 def distilling(
-    kl: dict, *, teachers: Sequence[tuple[DecoderConfig, int, str]] = ((TINY, 7, "*"),), student=TINY, **changes
+    kl: dict,
+    *,
+    teachers: Sequence[tuple[DecoderConfig, int, str]] = ((TINY, 7, "*"),),
+    student=TINY,
+    **changes,
 ) -> Learner:
     """A learner with teachers, each of a shape, a seed of its weights and a data source."""
-    algorithm = AlgorithmConfig(**{"adv_estimator": "none", "kl": kl} | changes.pop("algorithm", {}))
+    algorithm = AlgorithmConfig(
+        **{"adv_estimator": "none", "kl": kl} | changes.pop("algorithm", {})
+    )
     config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes)
     made = [
         Teacher(
@@ -51,18 +57,24 @@ def distilling(
         for model, seed, source in teachers
     ]
     params = tiny_params(config=student)
-    return Learner(student, params, algorithm=algorithm, config=config, temperature=1.0, teachers=made)
+    return Learner(
+        student, params, algorithm=algorithm, config=config, temperature=1.0, teachers=made
+    )
 
 
 def gradient(made: Learner, groups: Sequence[Group]) -> list[np.ndarray]:
     (mini,), experience = made._prepare(groups)
-    grads, _ = made._policy.gradients(made._scorer.micro_batches(made._with_terms(mini, experience)[0]))
+    grads, _ = made._policy.gradients(
+        made._scorer.micro_batches(made._with_terms(mini, experience)[0])
+    )
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
 
 def distributions(of: Trajectory, seed: int, model: DecoderConfig = TINY) -> np.ndarray:
     """Log-probs float64 [S, V] of a model at every sampled token of a trajectory."""
-    logits = full_logits(tiny_params(seed, model), of.prompt_ids + of.response_ids, model).astype(np.float64)
+    logits = full_logits(tiny_params(seed, model), of.prompt_ids + of.response_ids, model).astype(
+        np.float64
+    )
     at = len(of.prompt_ids) - 1 + np.flatnonzero(of.response_mask)
     return logits[at] - np.log(np.exp(logits[at]).sum(-1, keepdims=True))
 
@@ -80,7 +92,8 @@ def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_policys():
     _, experience = distilling(ADVANTAGE | {"coef": 0.5})._prepare(groups)
     for found, t in zip(experience.terms["advantage"], trajectories_of(groups), strict=True):
         student, teacher = (
-            np.take_along_axis(distributions(t, seed), sampled_ids(t)[:, None], 1)[:, 0] for seed in (0, 7)
+            np.take_along_axis(distributions(t, seed), sampled_ids(t)[:, None], 1)[:, 0]
+            for seed in (0, 7)
         )
         np.testing.assert_allclose(found, 0.5 * (teacher - student), atol=2e-4)
 
@@ -172,13 +185,17 @@ def test_its_gradient_is_that_of_full_passes():
         np.testing.assert_allclose(a, b, atol=2e-4 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("layout", [{"share_prefixes": True}, {"pack_length": 40, "micro_batch_size": 3}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"share_prefixes": True}, {"pack_length": 40, "micro_batch_size": 3}], ids=str
+)
 @pytest.mark.parametrize("restricted", [False, True])
 def test_the_gradient_over_candidates_does_not_depend_on_the_layout(layout: dict, restricted: bool):
     groups = random_groups(0)
     groups = with_supports(groups) if restricted else groups
     kl = {"where": "loss", "top_k": 5, "coef": 1.0}
-    expected = gradient(distilling(kl, share_prefixes=False, pack_length=32, micro_batch_size=1), groups)
+    expected = gradient(
+        distilling(kl, share_prefixes=False, pack_length=32, micro_batch_size=1), groups
+    )
     found = gradient(distilling(kl, **layout), groups)
     for a, b in zip(found, expected, strict=True):
         assert np.isfinite(b).all()
@@ -187,23 +204,36 @@ def test_the_gradient_over_candidates_does_not_depend_on_the_layout(layout: dict
 
 def test_each_trajectory_is_scored_by_the_first_teacher_of_its_data_source():
     groups = [
-        replace(group, trajectories=tuple(replace(t, row={"data_source": source}) for t in group.trajectories))
+        replace(
+            group,
+            trajectories=tuple(replace(t, row={"data_source": source}) for t in group.trajectories),
+        )
         for group, source in zip(random_groups(3), ("math/hard", "code"), strict=False)
     ]
     learner = distilling(ADVANTAGE, teachers=[(TINY, 7, "math*"), (WIDER, 8, "*")])
     _, experience = learner._prepare(groups)
     for found, t in zip(experience.terms["advantage"], trajectories_of(groups), strict=True):
-        teacher = distributions(t, 7) if t.row["data_source"] == "math/hard" else distributions(t, 8, WIDER)
-        difference = np.take_along_axis(teacher[:, :V] - distributions(t, 0), sampled_ids(t)[:, None], 1)[:, 0]
+        teacher = (
+            distributions(t, 7)
+            if t.row["data_source"] == "math/hard"
+            else distributions(t, 8, WIDER)
+        )
+        difference = np.take_along_axis(
+            teacher[:, :V] - distributions(t, 0), sampled_ids(t)[:, None], 1
+        )[:, 0]
         np.testing.assert_allclose(found, difference, atol=2e-4)
 
 
 def test_candidates_are_ids_of_the_policy_even_if_the_teacher_has_more():
     groups = random_groups(3)
-    _, experience = distilling({"where": "loss", "top_k": V}, teachers=[(WIDER, 8, "*")])._prepare(groups)
+    _, experience = distilling({"where": "loss", "top_k": V}, teachers=[(WIDER, 8, "*")])._prepare(
+        groups
+    )
     assert experience.candidates is not None
     for ids, _ in experience.candidates:
-        np.testing.assert_array_equal(np.sort(ids, axis=-1), np.broadcast_to(np.arange(V), ids.shape))
+        np.testing.assert_array_equal(
+            np.sort(ids, axis=-1), np.broadcast_to(np.arange(V), ids.shape)
+        )
 
 
 @pytest.mark.parametrize("kl", [ADVANTAGE, {"where": "loss", "top_k": 16, "coef": 1.0}], ids=str)
@@ -215,9 +245,9 @@ def test_a_student_learns_its_teachers_distribution(kl: dict):
         """The exact KL to the teacher, over the whole vocabulary, after the contexts."""
         with jax.default_matmul_precision("highest"):
             logs = [
-                jax.nn.log_softmax(Decoder.from_params(TINY, p).logits(Decoder.from_params(TINY, p)(contexts)[0]))[
-                    :, -1
-                ]
+                jax.nn.log_softmax(
+                    Decoder.from_params(TINY, p).logits(Decoder.from_params(TINY, p)(contexts)[0])
+                )[:, -1]
                 for p in (learner.params, tiny_params(7))
             ]
         return float(jnp.mean(jnp.sum(jnp.exp(logs[0]) * (logs[0] - logs[1]), axis=-1)))
@@ -225,7 +255,9 @@ def test_a_student_learns_its_teachers_distribution(kl: dict):
     before = kl_now()
     for _ in range(30):
         model = Decoder.from_params(TINY, learner.params)
-        probabilities = np.asarray(jax.nn.softmax(model.logits(model(contexts)[0])[:, -1]), np.float64)
+        probabilities = np.asarray(
+            jax.nn.softmax(model.logits(model(contexts)[0])[:, -1]), np.float64
+        )
         groups = [
             Group(
                 group_id=f"g{row}",

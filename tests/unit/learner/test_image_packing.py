@@ -41,7 +41,9 @@ def packed(*trajectories: Trajectory, share: bool = True, row_patches: int = 256
 def family(*answers: tuple[Image.Image, int]) -> list[Trajectory]:
     """One trajectory per picture: the same ids but for what was sampled last."""
     return [
-        seeing_trajectory(PROMPT, ([7, 8], {"image": [item]}), ([last], {}), index=index, reward=float(index % 2))
+        seeing_trajectory(
+            PROMPT, ([7, 8], {"image": [item]}), ([last], {}), index=index, reward=float(index % 2)
+        )
         for index, (item, last) in enumerate(answers)
     ]
 
@@ -68,8 +70,12 @@ def test_one_picture_in_two_places_is_looked_at_once():
 
 def test_rotary_positions_of_shared_nodes_are_those_of_every_trajectory_through_them():
     ts = [
-        seeing_trajectory(PROMPT, ([7], {"image": [WIDE]}), ([8], {"video": [CLIP]}), ([9], {}), index=0),
-        seeing_trajectory(PROMPT, ([7], {"image": [WIDE]}), ([8, 9], {"image": [FIRST]}), ([9], {}), index=1),
+        seeing_trajectory(
+            PROMPT, ([7], {"image": [WIDE]}), ([8], {"video": [CLIP]}), ([9], {}), index=0
+        ),
+        seeing_trajectory(
+            PROMPT, ([7], {"image": [WIDE]}), ([8, 9], {"image": [FIRST]}), ([9], {}), index=1
+        ),
         seeing_trajectory(PROMPT, ([7, 8], {}), index=2),
     ]
     batch = packed(*ts)
@@ -79,11 +85,15 @@ def test_rotary_positions_of_shared_nodes_are_those_of_every_trajectory_through_
             .make_context(t.prompt_ids + t.response_ids, vision_processor().read(t.multi_modal))
             .positions
         )
-        np.testing.assert_array_equal(batch.images.rope_positions[place.row, place.path], expected[1:])
+        np.testing.assert_array_equal(
+            batch.images.rope_positions[place.row, place.path], expected[1:]
+        )
 
 
 def test_a_placeholder_that_was_sampled_is_text():
-    batch = packed(seeing_trajectory(PROMPT, ([*[IMAGE] * 4, VIDEO], {"image": [FIRST]}), ([IMAGE], {})))
+    batch = packed(
+        seeing_trajectory(PROMPT, ([*[IMAGE] * 4, VIDEO], {"image": [FIRST]}), ([IMAGE], {}))
+    )
     index, ids = batch.images.feature_index[0], batch.token_ids[0]
     assert np.flatnonzero(index >= 0).tolist() == [8, 9, 10, 11]
     assert ids[2:7].tolist() == [*[IMAGE] * 4, VIDEO] and batch.target_id[0, :6].tolist() == [
@@ -97,8 +107,14 @@ def test_rows_take_no_more_patches_than_they_may():
     ts = family((FIRST, 10), (SECOND, 11), (picture(9), 12))
     batch = packed(*ts, row_patches=32)
     assert [len(row) for row in batch.images.images] == [2, 1]
-    assert {arrays["patches"].shape for arrays in batch.micro_batches(1)} == {(1, 32, 24), (1, 16, 24)}
-    with pytest.raises(ValueError, match=r"g-0 shows images of 16 patches, a row takes 8; set learner.row_patches >="):
+    assert {arrays["patches"].shape for arrays in batch.micro_batches(1)} == {
+        (1, 32, 24),
+        (1, 16, 24),
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"g-0 shows images of 16 patches, a row takes 8; set learner.row_patches >=",
+    ):
         packed(*ts, row_patches=8)
 
 
@@ -106,9 +122,17 @@ def test_rows_take_no_more_patches_than_they_may():
 def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
     rows = image_packing(vision_processor(), LearnerConfig(pack_length=length))
     most = [FIRST] * ((length - 3) // 6)  # each takes 4 ids between two
-    batch = pack([seeing_trajectory([5], ([7], {"image": most}), ([9], {}))], pack_length=length, image_packing=rows)
+    batch = pack(
+        [seeing_trajectory([5], ([7], {"image": most}), ([9], {}))],
+        pack_length=length,
+        image_packing=rows,
+    )
     others = [picture(100 + i) for i in range(len(most))]
-    pack([seeing_trajectory([5], ([7], {"image": others}), ([9], {}))], pack_length=length, image_packing=rows)
+    pack(
+        [seeing_trajectory([5], ([7], {"image": others}), ([9], {}))],
+        pack_length=length,
+        image_packing=rows,
+    )
     assert rows.sizes[-1] >= 16 * len(others) and len(batch.images.images[0]) == 1
 
 
@@ -119,15 +143,25 @@ def test_rows_without_pictures_are_those_of_a_model_of_text():
 
 
 def test_a_window_of_history_shows_what_stands_in_it():
-    turns = [([7], {"image": [FIRST]}), ([8], {"image": [SECOND]}), ([9], {"image": [WIDE]}), ([10], {})]
+    turns = [
+        ([7], {"image": [FIRST]}),
+        ([8], {"image": [SECOND]}),
+        ([9], {"image": [WIDE]}),
+        ([10], {}),
+    ]
     batch = packed(seeing_trajectory(PROMPT, *turns, history_window=1))
     multimodal = [sum(i >= 0 for i in index) for index in batch.images.feature_index]
     # prompt | 7 a 8, prompt a 7... : each context has its own pictures, of 4, 4 and 6 ids
-    assert sum(multimodal) == 4 + 4 + 6 and batch.token_ids[batch.images.feature_index >= 0].tolist() == [IMAGE] * 14
+    assert (
+        sum(multimodal) == 4 + 4 + 6
+        and batch.token_ids[batch.images.feature_index >= 0].tolist() == [IMAGE] * 14
+    )
 
 
 def learner(**changes) -> Learner:
-    config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 96, "remat": "none", "row_patches": 128} | changes)
+    config = LearnerConfig(
+        **{"learning_rate": 1e-2, "pack_length": 96, "remat": "none", "row_patches": 128} | changes
+    )
     algorithm = AlgorithmConfig(adv_estimator="dr_grpo")
     return Learner(
         TINY_VL,
@@ -142,10 +176,18 @@ def learner(**changes) -> Learner:
 def group() -> list[Group]:
     ts = [
         seeing_trajectory(
-            PROMPT, ([7, 8], {"image": [FIRST, WIDE]}), ([9, 11], {"video": [CLIP]}), ([12], {}), reward=1
+            PROMPT,
+            ([7, 8], {"image": [FIRST, WIDE]}),
+            ([9, 11], {"video": [CLIP]}),
+            ([12], {}),
+            reward=1,
         ),
         seeing_trajectory(
-            PROMPT, ([7, 8], {"image": [FIRST, WIDE]}), ([9, 13], {"image": [SECOND]}), ([4], {}), index=1
+            PROMPT,
+            ([7, 8], {"image": [FIRST, WIDE]}),
+            ([9, 13], {"image": [SECOND]}),
+            ([4], {}),
+            index=1,
         ),
         seeing_trajectory(PROMPT, ([7, 8], {}), index=2, reward=0.5),
     ]
@@ -154,7 +196,9 @@ def group() -> list[Group]:
 
 def gradient(made: Learner) -> dict:
     (mini,), experience = made._prepare(group())
-    gradients, _ = made._policy.gradients(made._scorer.micro_batches(made._with_terms(mini, experience)[0]))
+    gradients, _ = made._policy.gradients(
+        made._scorer.micro_batches(made._with_terms(mini, experience)[0])
+    )
     return gradients
 
 
@@ -164,7 +208,8 @@ def test_log_probs_are_those_of_plain_full_passes():
     for t, got in zip(group()[0].trajectories, experience.terms["old_logprob"], strict=True):
         ids = t.prompt_ids + t.response_ids
         scores = seen_logprobs(
-            tiny_params(config=TINY_VL), vision_processor().make_context(ids, vision_processor().read(t.multi_modal))
+            tiny_params(config=TINY_VL),
+            vision_processor().make_context(ids, vision_processor().read(t.multi_modal)),
         )
         expected = scores[np.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
         np.testing.assert_allclose(got, expected[np.array(t.loss_mask, bool)], atol=1e-4)
@@ -202,7 +247,9 @@ def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
         vision_processor=vision_processor(),
     )
     (mini,), _ = made._prepare(group())
-    made._critic.state.params["value_head"] = jax.numpy.ones(TINY_VL.hidden_size)  # zeros see nothing
+    made._critic.state.params["value_head"] = jax.numpy.ones(
+        TINY_VL.hidden_size
+    )  # zeros see nothing
     before = made._scorer.values(made._critic.weights, mini.batch)[0]
     black = group()[0].trajectories[0]
     turn = replace(black.turns[0], appended_media={"image": (Image.new("RGB", (8, 8)), WIDE)})
@@ -228,7 +275,9 @@ def test_the_first_step_compiles_for_every_number_of_patches():
 def test_adapters_leave_the_tower_alone():
     made = learner(lora={"rank": 2, "targets": ["q_proj"]})
     assert not made.update(group()).skipped
-    jax.tree.map(np.testing.assert_array_equal, made.params["vision"], tiny_params(config=TINY_VL)["vision"])
+    jax.tree.map(
+        np.testing.assert_array_equal, made.params["vision"], tiny_params(config=TINY_VL)["vision"]
+    )
 
 
 def test_what_a_learner_cannot_do_is_said():
@@ -237,7 +286,11 @@ def test_what_a_learner_cannot_do_is_said():
     assert image_packing(None, LearnerConfig(mesh={"context": 2})) is None
     with pytest.raises(ConfigError, match="learner.freeze_vision=true, but a llama model"):
         Learner(
-            TINY, tiny_params(), algorithm=AlgorithmConfig(), config=LearnerConfig(freeze_vision=True), temperature=1.0
+            TINY,
+            tiny_params(),
+            algorithm=AlgorithmConfig(),
+            config=LearnerConfig(freeze_vision=True),
+            temperature=1.0,
         )
 
 
@@ -247,7 +300,10 @@ def test_placeholders_that_do_not_fit_their_picture_are_an_error_of_that_traject
     ids = tuple(i for i in placeholders({"image": [FIRST]}) if i != IMAGE)
     broken = Trajectory.from_turns(
         prompt_ids=PROMPT,
-        turns=(type(turn)(output=turn.output, appended_ids=ids, appended_media=turn.appended_media), wrong.turns[1]),
+        turns=(
+            type(turn)(output=turn.output, appended_ids=ids, appended_media=turn.appended_media),
+            wrong.turns[1],
+        ),
         trajectory_id="g-3",
         group_id="g",
         agent_name="tool_agent",

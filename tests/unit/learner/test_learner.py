@@ -26,7 +26,9 @@ def learner(**changes) -> Learner:
 def gradient(made: Learner, groups) -> list[np.ndarray]:
     """The accumulated gradient of one update, before the optimizer."""
     (mini,), experience = made._prepare(groups)
-    grads, _ = made._policy.gradients(made._scorer.micro_batches(made._with_terms(mini, experience)[0]))
+    grads, _ = made._policy.gradients(
+        made._scorer.micro_batches(made._with_terms(mini, experience)[0])
+    )
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
 
@@ -38,7 +40,12 @@ def test_halved_rows_give_the_same_gradient_and_logprobs_and_are_no_recompilatio
         Group(
             group_id="g",
             trajectories=tuple(
-                trajectory([3 + i] * 60, [5 + (i + j) % 20 for j in range(60)], reward=float(i % 2), index=i)
+                trajectory(
+                    [3 + i] * 60,
+                    [5 + (i + j) % 20 for j in range(60)],
+                    reward=float(i % 2),
+                    index=i,
+                )
                 for i in range(5)
             ),
         )
@@ -75,7 +82,9 @@ def test_the_gradient_does_not_depend_on_the_layout(layout: dict, mode: str):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("layout", [{"share_prefixes": True}, {"pack_length": 40, "micro_batch_size": 3}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"share_prefixes": True}, {"pack_length": 40, "micro_batch_size": 3}], ids=str
+)
 def test_the_gradient_over_supports_does_not_depend_on_the_layout(layout: dict):
     groups, algorithm = with_supports(random_groups(0)), {"entropy_coeff": 0.01}
     expected = gradient(learner(algorithm=algorithm, **REFERENCE), groups)
@@ -103,7 +112,9 @@ def test_the_gap_is_measured_against_what_the_engine_reported():
     exact[2] += 0.25
     group = random_groups(2, groups=1, members=2)[0]
     ts = tuple(
-        trajectory(prompt, sampled, logprobs=exact.tolist(), reward=float(i), index=i, group=group.group_id)
+        trajectory(
+            prompt, sampled, logprobs=exact.tolist(), reward=float(i), index=i, group=group.group_id
+        )
         for i in range(2)
     )
     made = learner()
@@ -119,7 +130,10 @@ def test_training_raises_the_probability_of_what_was_rewarded():
 
     def mean(ts) -> float:
         values = [
-            logprobs_of(made.params, t.prompt_ids, t.response_ids)[np.array(t.response_mask) == 1].mean() for t in ts
+            logprobs_of(made.params, t.prompt_ids, t.response_ids)[
+                np.array(t.response_mask) == 1
+            ].mean()
+            for t in ts
         ]
         return float(np.mean(values))
 
@@ -148,7 +162,9 @@ def test_a_nonfinite_gradient_changes_nothing_and_three_in_a_row_stop_the_run():
     assert made.update(groups).skipped and made.update(groups).skipped
     with pytest.raises(NonFiniteError, match="learning_rate"):
         made.update(groups)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(made.state.policy), before)  # NaN is equal to itself
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(made.state.policy), before
+    )  # NaN is equal to itself
 
 
 def test_a_mesh_that_does_not_divide_names_the_parameter():
@@ -206,7 +222,8 @@ def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int
         replace(
             g,
             trajectories=tuple(
-                replace(t, turns=tuple(replace(turn, learn_appended=True) for turn in t.turns)) for t in g.trajectories
+                replace(t, turns=tuple(replace(turn, learn_appended=True) for turn in t.turns))
+                for t in g.trajectories
             ),
         )
         for g in groups
@@ -218,25 +235,37 @@ def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int
     assert result.metrics["trained_tokens"] == ids > plain["trained_tokens"]
     assert not result.skipped and np.isfinite(list(result.metrics.values())).all()
     if updates == 1:  # later updates start from other weights
-        assert result.metrics["logprob_gap_max"] == pytest.approx(plain["logprob_gap_max"], abs=1e-5)
+        assert result.metrics["logprob_gap_max"] == pytest.approx(
+            plain["logprob_gap_max"], abs=1e-5
+        )
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{}, {"adv_estimator": "reinforce_plus_plus"}, {"loss_agg_mode": "seq-mean-token-mean"}], ids=str
+    "algorithm",
+    [{}, {"adv_estimator": "reinforce_plus_plus"}, {"loss_agg_mode": "seq-mean-token-mean"}],
+    ids=str,
 )
 def test_constrained_tokens_are_context_like_inserted_ones(algorithm: dict):
     """Golden: the same ids with the constrained ones inserted between turns."""
     constrained, inserted = [], []
     for t in random_groups(9, groups=1)[0].trajectories:
         ids = (*t.response_ids, *range(5, 11))[:6]
-        fields = {"reward": t.reward, "index": int(t.trajectory_id.rpartition("-")[2]), "group": t.group_id}
+        fields = {
+            "reward": t.reward,
+            "index": int(t.trajectory_id.rpartition("-")[2]),
+            "group": t.group_id,
+        }
         whole = trajectory(t.prompt_ids, ids, logprobs=[-9.0] * 6, **fields)
         marks = (False, True, False, False, True, True)  # the last one, too, where the reward is
         turn = replace(whole.turns[0], output=replace(whole.turns[0].output, constrained=marks))
         constrained.append(replace(whole, turns=(turn,)))
-        inserted.append(trajectory(t.prompt_ids, ids, mask=[1, 0, 1, 1, 0, 0], logprobs=[-9.0] * 6, **fields))
+        inserted.append(
+            trajectory(t.prompt_ids, ids, mask=[1, 0, 1, 1, 0, 0], logprobs=[-9.0] * 6, **fields)
+        )
     both = [
-        gradient(learner(algorithm=algorithm), [Group(group_id=t[0].group_id, trajectories=tuple(t))])
+        gradient(
+            learner(algorithm=algorithm), [Group(group_id=t[0].group_id, trajectories=tuple(t))]
+        )
         for t in (constrained, inserted)
     ]
     for a, b in zip(*both, strict=True):

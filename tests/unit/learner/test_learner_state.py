@@ -29,7 +29,9 @@ def ppo(**changes) -> Learner:
         TINY,
         tiny_params(),
         algorithm=AlgorithmConfig(**PPO),
-        config=LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes),
+        config=LearnerConfig(
+            **{"learning_rate": 1e-2, "pack_length": 64, "remat": "none"} | changes
+        ),
         temperature=1.0,
         critic=CriticConfig(learning_rate=1e-2),
         total_steps=4,
@@ -45,7 +47,9 @@ def test_a_restored_learner_takes_the_very_same_steps(tmp_path: Path):
     made, other = ppo(**decay), ppo(**decay)
     for seed in (0, 1):
         made.update(random_groups(seed))
-    assert float(made.state.kl_coef) != np.float32(0.1), "the controller must have moved for this to prove something"
+    assert float(made.state.kl_coef) != np.float32(0.1), (
+        "the controller must have moved for this to prove something"
+    )
     checkpointer = Checkpointer(tmp_path / "c", keep=1)
     checkpointer.save(2, made.state, {})
     checkpointer.wait()
@@ -54,7 +58,9 @@ def test_a_restored_learner_takes_the_very_same_steps(tmp_path: Path):
     checkpointer.close()
     result = other.update(random_groups(2))
     assert leaves(other) == leaves(made)
-    assert result.metrics["learning_rate"] == rate == pytest.approx(1e-2 * (1 + np.cos(np.pi / 3)) / 2)
+    assert (
+        result.metrics["learning_rate"] == rate == pytest.approx(1e-2 * (1 + np.cos(np.pi / 3)) / 2)
+    )
     assert result.metrics["kl_coef"] == float(made.state.kl_coef)
 
 
@@ -63,7 +69,9 @@ def test_a_checkpoint_with_a_critic_does_not_fit_a_learner_without(tmp_path: Pat
     checkpointer.save(1, ppo().state, {})
     checkpointer.wait()
     config = LearnerConfig(pack_length=64)
-    plain = Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
+    plain = Learner(
+        TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0
+    )
     with pytest.raises(CheckpointError, match="does not fit.*critic.*missing here"):
         checkpointer.restore(plain.state)
     checkpointer.close()
@@ -100,8 +108,15 @@ def test_several_updates_are_undone_to_the_bit_when_cancelled_between_them(share
 
     with pytest.raises(StepCancelled):
         made.update(random_groups(1), tick=cancel, cancellation=cancellation)
-    assert meanwhile == [(True, before)] and leaves(made) == before and not cancellation.is_partly_applied
-    assert made.update(random_groups(1)).metrics["loss"] == undisturbed.update(random_groups(1)).metrics["loss"]
+    assert (
+        meanwhile == [(True, before)]
+        and leaves(made) == before
+        and not cancellation.is_partly_applied
+    )
+    assert (
+        made.update(random_groups(1)).metrics["loss"]
+        == undisturbed.update(random_groups(1)).metrics["loss"]
+    )
     assert leaves(made) == leaves(undisturbed)
 
 
@@ -112,7 +127,9 @@ def test_several_updates_are_undone_when_one_of_them_fails():
     def poison(done: int, total: int) -> None:
         if done == 1:  # the critic's first update follows, then the policy's
             policy = made._policy.state
-            made._policy.state = replace(policy, params=jax.tree.map(lambda x: x * np.nan, policy.params))
+            made._policy.state = replace(
+                policy, params=jax.tree.map(lambda x: x * np.nan, policy.params)
+            )
 
     with pytest.raises(NonFiniteError):
         made.update(random_groups(1), tick=poison, cancellation=cancellation)
@@ -153,12 +170,18 @@ def test_cancelling_waits_for_an_update_that_is_under_way():
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["whole", "adapters"])
-def test_the_average_follows_every_update_and_no_other_number_changes(lora: dict | None, tmp_path: Path):
+def test_the_average_follows_every_update_and_no_other_number_changes(
+    lora: dict | None, tmp_path: Path
+):
     """The recurrence in float64, on the trained parameters after each update; one skipped update averages nothing."""
 
     def learner(**changes) -> Learner:
-        config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none", "lora": lora} | changes)
-        return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
+        config = LearnerConfig(
+            **{"learning_rate": 1e-2, "pack_length": 64, "remat": "none", "lora": lora} | changes
+        )
+        return Learner(
+            TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0
+        )
 
     made, plain = learner(ema_decay=0.75, ppo_epochs=2), learner(ppo_epochs=2)
     trained = [np.float64(x) for x in jax.tree.leaves(made.trained)]

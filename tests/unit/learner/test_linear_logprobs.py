@@ -31,7 +31,9 @@ def inputs(vocab: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 
 def plain(hidden: jax.Array, head: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     logs = jax.nn.log_softmax(hidden @ head.T / TEMPERATURE, axis=-1)
-    return jnp.take_along_axis(logs, ids[..., None], axis=-1)[..., 0], -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+    return jnp.take_along_axis(logs, ids[..., None], axis=-1)[..., 0], -jnp.sum(
+        jnp.exp(logs) * logs, axis=-1
+    )
 
 
 @pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)
@@ -40,7 +42,9 @@ def test_values_are_those_of_a_float64_log_softmax(vocab: int, shards: int) -> N
     logprob, entropy = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, shards)
     scores = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / TEMPERATURE
     logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-    np.testing.assert_allclose(logprob, np.take_along_axis(logs, np.asarray(ids)[..., None], -1)[..., 0], atol=2e-5)
+    np.testing.assert_allclose(
+        logprob, np.take_along_axis(logs, np.asarray(ids)[..., None], -1)[..., 0], atol=2e-5
+    )
     np.testing.assert_allclose(entropy, -(np.exp(logs) * logs).sum(-1), atol=2e-5)
 
 
@@ -52,7 +56,9 @@ def test_gradients_of_both_outputs_are_those_of_the_plain_form(vocab: int, shard
     def weighted(outputs: tuple[jax.Array, jax.Array]) -> jax.Array:
         return jnp.sum(weights[0] * outputs[0]) + jnp.sum(weights[1] * outputs[1])
 
-    ours = jax.grad(lambda h, w: weighted(linear_logprobs(h, w, ids, valid, TEMPERATURE, shards)), (0, 1))(hidden, head)
+    ours = jax.grad(
+        lambda h, w: weighted(linear_logprobs(h, w, ids, valid, TEMPERATURE, shards)), (0, 1)
+    )(hidden, head)
     expected = jax.grad(lambda h, w: weighted(plain(h, w, ids)), (0, 1))(hidden, head)
     for gradient, wanted in zip(ours, expected, strict=True):
         np.testing.assert_allclose(gradient, wanted, atol=5e-5)
@@ -101,7 +107,9 @@ def candidates(vocab: int) -> jax.Array:
 
 @pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)
 @pytest.mark.parametrize("kept", [0, 1])
-def test_candidates_have_the_log_probs_and_gradients_of_the_plain_form(vocab: int, shards: int, kept: int) -> None:
+def test_candidates_have_the_log_probs_and_gradients_of_the_plain_form(
+    vocab: int, shards: int, kept: int
+) -> None:
     hidden, head, ids, valid = inputs(vocab)
     chosen = candidates(vocab)
     weights = np.random.default_rng(2).normal(size=(CHUNKS, TOKENS, K + 2)).astype(np.float32)
@@ -119,7 +127,10 @@ def test_candidates_have_the_log_probs_and_gradients_of_the_plain_form(vocab: in
         return jnp.concatenate([logprob[..., None], entropy[..., None], found], axis=-1)
 
     np.testing.assert_allclose(ours(hidden, head), wanted(hidden, head), atol=2e-5)
-    both = (jax.grad(lambda h, w, f=f: jnp.sum(weights * f(h, w)), (0, 1))(hidden, head) for f in (ours, wanted))
+    both = (
+        jax.grad(lambda h, w, f=f: jnp.sum(weights * f(h, w)), (0, 1))(hidden, head)
+        for f in (ours, wanted)
+    )
     for gradient, other in zip(*both, strict=True):
         np.testing.assert_allclose(gradient, other, atol=5e-5)
 
@@ -127,7 +138,9 @@ def test_candidates_have_the_log_probs_and_gradients_of_the_plain_form(vocab: in
 @pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)
 def test_the_likeliest_ids_are_those_of_a_float64_sort(vocab: int, shards: int) -> None:
     hidden, head, _, valid = inputs(vocab)
-    ids, logprobs = linear_top_k(hidden, head, valid, TEMPERATURE, K, vocab_size=vocab - 3, vocab_shards=shards)
+    ids, logprobs = linear_top_k(
+        hidden, head, valid, TEMPERATURE, K, vocab_size=vocab - 3, vocab_shards=shards
+    )
     scores = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / TEMPERATURE
     logs = (scores - np.log(np.exp(scores).sum(-1, keepdims=True)))[..., : vocab - 3]
     order = np.argsort(-logs, axis=-1)[..., :K]
@@ -142,10 +155,16 @@ def test_the_likeliest_ids_of_a_support_are_among_its_ids() -> None:
     for id_ in left:
         mask[id_ // 32] |= np.uint32(1 << id_ % 32)
     support = jnp.broadcast_to(jnp.asarray(mask), (CHUNKS, TOKENS, 3))
-    ids, logprobs = linear_top_k(hidden, head, valid, TEMPERATURE, 5, vocab_size=67, support=support)
-    scores = (np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / TEMPERATURE)[..., left]
+    ids, logprobs = linear_top_k(
+        hidden, head, valid, TEMPERATURE, 5, vocab_size=67, support=support
+    )
+    scores = (np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / TEMPERATURE)[
+        ..., left
+    ]
     logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-    np.testing.assert_array_equal(np.sort(ids[..., :4], axis=-1), np.broadcast_to(left, (CHUNKS, TOKENS, 4)))
+    np.testing.assert_array_equal(
+        np.sort(ids[..., :4], axis=-1), np.broadcast_to(left, (CHUNKS, TOKENS, 4))
+    )
     np.testing.assert_allclose(logprobs[..., :4], -np.sort(-logs, axis=-1), atol=2e-5)
     assert (np.asarray(logprobs[..., 4]) <= module.NEGATIVE / 2).all()
 
@@ -164,8 +183,14 @@ def test_no_array_of_tokens_by_vocabulary_exists_forward_or_backward() -> None:
 
 def _sizes(jaxpr: Jaxpr) -> list[int]:
     """Sizes of all arrays a program makes, inner programs included."""
-    sizes = [v.aval.size for equation in jaxpr.eqns for v in equation.outvars if hasattr(v.aval, "size")]
-    inner = [value for equation in jaxpr.eqns for value in jax.tree.leaves(list(equation.params.values()))]
+    sizes = [
+        v.aval.size for equation in jaxpr.eqns for v in equation.outvars if hasattr(v.aval, "size")
+    ]
+    inner = [
+        value
+        for equation in jaxpr.eqns
+        for value in jax.tree.leaves(list(equation.params.values()))
+    ]
     for value in inner:
         if isinstance(value, Jaxpr | ClosedJaxpr):
             sizes += _sizes(value.jaxpr if isinstance(value, ClosedJaxpr) else value)

@@ -28,14 +28,18 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 def learner(lora: dict | None = None, **algorithm) -> Learner:
     settings = {"rank": 3, "alpha": 6.0} | (lora or {})
     config = LearnerConfig(learning_rate=1e-2, pack_length=64, remat="none", lora=settings)
-    return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm), config=config, temperature=1.0)
+    return Learner(
+        TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm), config=config, temperature=1.0
+    )
 
 
 def drawn_adapters(model: DecoderConfig = TINY) -> Params:
     """Adapters whose ``b`` is not zero."""
     rng = np.random.default_rng(4)
     adapters = new_adapters(LORA, model)
-    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.1, jnp.float32), adapters)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.1, jnp.float32), adapters
+    )
 
 
 def test_the_seed_draws_the_first_values():
@@ -65,7 +69,11 @@ def test_gradients_are_those_of_torch_in_float64():
     from jax_agent_rl.models.lora import LoRA
 
     def loss(ab: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return jnp.mean(jnp.square(linear(jnp.float32(x), jnp.float32(w), adapter=LoRA(*ab, scale=2.0)) - target))
+        return jnp.mean(
+            jnp.square(
+                linear(jnp.float32(x), jnp.float32(w), adapter=LoRA(*ab, scale=2.0)) - target
+            )
+        )
 
     got = jax.grad(loss)((jnp.float32(a), jnp.float32(b)))
     ta, tb = (torch.tensor(v, requires_grad=True) for v in (a, b))
@@ -129,7 +137,9 @@ def test_a_checkpoint_of_adapters_restores(tmp_path: Path):
 
 
 @pytest.mark.parametrize("config", [TINY, TINY_VL], ids=lambda config: config.family)
-def test_the_files_load_in_peft_and_give_the_merged_models_logits(config: DecoderConfig, tmp_path: Path):
+def test_the_files_load_in_peft_and_give_the_merged_models_logits(
+    config: DecoderConfig, tmp_path: Path
+):
     peft = pytest.importorskip("peft")
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -138,7 +148,9 @@ def test_the_files_load_in_peft_and_give_the_merged_models_logits(config: Decode
     save_hf(tmp_path / "base", config, params)
     save_peft(tmp_path / "adapter", LORA, config, adapters, base=str(tmp_path / "base"))
     kind = AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText
-    model = peft.PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    model = peft.PeftModel.from_pretrained(
+        kind.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    )
     assert not any("visual" in name for name, _ in model.named_parameters() if "lora" in name)
     ids = np.random.default_rng(2).integers(3, 97, 12).tolist()
     with torch.no_grad():

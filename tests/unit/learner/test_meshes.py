@@ -127,16 +127,28 @@ WITH_ADAPTERS = [
         ("experts", WITH_EXPERTS, {}),
         ("restricted", MIXED[:1], {}),
         ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "alpha": 6.0}}),
-        ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "int8"}}),
-        ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "nf4"}}),
+        (
+            "dense",
+            WITH_ADAPTERS,
+            {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "int8"}},
+        ),
+        (
+            "dense",
+            WITH_ADAPTERS,
+            {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "nf4"}},
+        ),
     ],
     ids=["one axis", "mixed", "experts", "supports", "adapters", "int8", "nf4"],
 )
-def test_a_mesh_gives_the_loss_and_gradient_of_one_device(model: str, cases: list[dict], always: dict):
+def test_a_mesh_gives_the_loss_and_gradient_of_one_device(
+    model: str, cases: list[dict], always: dict
+):
     if always.get("lora", {}).get("quantize"):
         pytest.importorskip("qwix")
     lines = run_on_devices(SCRIPT, model, json.dumps(cases), json.dumps(always))
-    assert [line for line in lines if line.startswith("equal")] == [f"equal {case}" for case in cases]
+    assert [line for line in lines if line.startswith("equal")] == [
+        f"equal {case}" for case in cases
+    ]
     rows = int(lines[-1].split()[1])
     assert rows % 8, "the test wants rows that do not divide"
 
@@ -144,7 +156,10 @@ def test_a_mesh_gives_the_loss_and_gradient_of_one_device(model: str, cases: lis
 def test_a_mesh_splits_work_and_memory():
     # Eight devices, so an eighth each, but for what no axis splits: attention sees no causal half where tokens are
     # split, and a few arrays of a layer are gathered. What XLA cannot split it silently computes everywhere.
-    meshes = {"dense": [{"fsdp": 8}, {"context": 8}], "experts": [{"expert": 8}, {"expert": 4, "context": 2}]}
+    meshes = {
+        "dense": [{"fsdp": 8}, {"context": 8}],
+        "experts": [{"expert": 8}, {"expert": 4, "context": 2}],
+    }
     lines = [json.loads(line) for line in run_on_devices(WORK, json.dumps(meshes), flags="")]
     assert [line[:2] for line in lines] == [[k, mesh] for k, v in meshes.items() for mesh in v]
     for model, mesh, flops, memory in lines:
@@ -152,19 +167,31 @@ def test_a_mesh_splits_work_and_memory():
 
 
 def test_more_devices_than_there_are_names_the_axes_asked_for():
-    with pytest.raises(ConfigError, match="context=16, tensor=4 = 64 devices, there are 1; lower learner.mesh"):
+    with pytest.raises(
+        ConfigError, match="context=16, tensor=4 = 64 devices, there are 1; lower learner.mesh"
+    ):
         make_mesh(LearnerConfig(mesh={"context": 16, "tensor": 4}).mesh)
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("expert_up", (2, 6, 16, 32), "experts dimension of 6 is not divisible by learner.mesh.expert=4"),
-        ("expert_up", (2, 8, 15, 32), "mlp dimension of 15 is not divisible by learner.mesh.tensor=2"),
+        (
+            "expert_up",
+            (2, 6, 16, 32),
+            "experts dimension of 6 is not divisible by learner.mesh.expert=4",
+        ),
+        (
+            "expert_up",
+            (2, 8, 15, 32),
+            "mlp dimension of 15 is not divisible by learner.mesh.tensor=2",
+        ),
         ("q", (2, 32, 33), "embed dimension of 33 is not divisible by learner.mesh.fsdp=2"),
     ],
 )
-def test_a_dimension_that_does_not_divide_names_parameter_and_key(name: str, shape: tuple[int, ...], message: str):
+def test_a_dimension_that_does_not_divide_names_parameter_and_key(
+    name: str, shape: tuple[int, ...], message: str
+):
     class Mesh:
         shape = {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 2}
 
@@ -173,7 +200,9 @@ def test_a_dimension_that_does_not_divide_names_parameter_and_key(name: str, sha
 
 
 def test_rows_that_do_not_divide_over_context_name_the_length_that_does():
-    with pytest.raises(ValueError, match="pack_length=1000 is not divisible by learner.mesh.context=3; .*=1002"):
+    with pytest.raises(
+        ValueError, match="pack_length=1000 is not divisible by learner.mesh.context=3; .*=1002"
+    ):
         LearnerConfig(pack_length=1000, mesh={"context": 3})
 
 

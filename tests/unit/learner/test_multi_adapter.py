@@ -19,7 +19,9 @@ NAMES = ("solver", "checker")
 
 
 def single(**learner) -> Learner:
-    config = LearnerConfig(learning_rate=1e-2, pack_length=64, remat="none", lora=LORA.model_dump(), **learner)
+    config = LearnerConfig(
+        learning_rate=1e-2, pack_length=64, remat="none", lora=LORA.model_dump(), **learner
+    )
     return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
 
 
@@ -29,7 +31,8 @@ def played(groups: list[Group], names=NAMES) -> list[Group]:
         replace(
             group,
             trajectories=tuple(
-                replace(t, role=names[i // 2], adapter=names[i // 2]) for i, t in enumerate(group.trajectories)
+                replace(t, role=names[i // 2], adapter=names[i // 2])
+                for i, t in enumerate(group.trajectories)
             ),
         )
         for group in groups
@@ -43,7 +46,9 @@ def bits(tree) -> list[bytes]:
 def test_an_adapter_alone_receives_the_gradient_of_its_trajectories():
     made = MultiAdapterLearner(single(), LORA, NAMES)
     before = {name: bits(state) for name, state in made.state.items()}
-    (solver,) = (part for name, part in by_adapter(played(random_groups(0))).items() if name == "solver")
+    (solver,) = (
+        part for name, part in by_adapter(played(random_groups(0))).items() if name == "solver"
+    )
     assert not made.update(solver).skipped
     assert bits(made.state["checker"]) == before["checker"], "neither its values nor its optimizer"
     assert bits(made.state["solver"]) != before["solver"]
@@ -67,7 +72,9 @@ def test_a_step_that_fails_at_one_adapter_changes_none():
     def inspect(comparison):
         seen.append(comparison)
         if len(seen) == 2:
-            assert bits(made._learners["checker"].trained) != before, "the first one has learned by then"
+            assert bits(made._learners["checker"].trained) != before, (
+                "the first one has learned by then"
+            )
             raise RuntimeError("the second")
 
     before, states = bits(made._learners["checker"].trained), bits(made.state)
@@ -80,7 +87,9 @@ def test_engines_get_the_model_below_the_adapters_and_each_adapter_scaled():
     made = MultiAdapterLearner(single(), LORA, NAMES)
     made.update(played(random_groups(0)))
     for (path, got), expected in zip(
-        jax.tree_util.tree_leaves_with_path(made.params), jax.tree.leaves(tiny_params()), strict=True
+        jax.tree_util.tree_leaves_with_path(made.params),
+        jax.tree.leaves(tiny_params()),
+        strict=True,
     ):
         np.testing.assert_array_equal(got, expected, err_msg=str(path))
     for name, adapter in made.adapters.items():
@@ -100,7 +109,10 @@ def test_a_second_adapter_compiles_nothing():
 
 def test_a_saved_state_continues_as_if_never_saved():
     groups = played(random_groups(0))
-    made, other = MultiAdapterLearner(single(), LORA, NAMES), MultiAdapterLearner(single(), LORA, NAMES)
+    made, other = (
+        MultiAdapterLearner(single(), LORA, NAMES),
+        MultiAdapterLearner(single(), LORA, NAMES),
+    )
     made.update(groups)
     other.state = jax.tree.map(lambda x: x.copy(), made.state)
     made.update(groups)
@@ -110,7 +122,12 @@ def test_a_saved_state_continues_as_if_never_saved():
 
 def test_metrics_of_all_adapters_are_sums_maxima_rates_and_means():
     def result(loss, tokens, seconds, gap):
-        numbers = {"loss": loss, "batch_tokens": tokens, "computed_tokens": tokens / 2, "learner_seconds": seconds}
+        numbers = {
+            "loss": loss,
+            "batch_tokens": tokens,
+            "computed_tokens": tokens / 2,
+            "learner_seconds": seconds,
+        }
         return UpdateResult(metrics=numbers | {"logprob_gap_max": gap}, skipped=False)
 
     got = combined({"a": result(1.0, 30.0, 1.0, 0.5), "b": result(3.0, 10.0, 3.0, 0.25)}).metrics

@@ -69,7 +69,9 @@ def with_nan(made: Learner, *, critic: bool = False) -> None:
 # --- guards belong to one model -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "fix"), [("policy", "learner.learning_rate"), ("critic", "critic.learning_rate")])
+@pytest.mark.parametrize(
+    ("model", "fix"), [("policy", "learner.learning_rate"), ("critic", "critic.learning_rate")]
+)
 def test_a_finite_model_does_not_reset_the_count_of_the_other(model: str, fix: str):
     made = learner({"adv_estimator": "gae"}, max_nonfinite_steps=3)
     with_nan(made, critic=model == "critic")
@@ -87,7 +89,9 @@ def test_steps_are_counted_not_updates():
     groups = random_groups(7)
     for _ in range(2):
         result = made.update(groups)
-        assert result.skipped and result.metrics["nonfinite_updates"] == result.metrics["updates"] == 6
+        assert (
+            result.skipped and result.metrics["nonfinite_updates"] == result.metrics["updates"] == 6
+        )
     with pytest.raises(NonFiniteError, match=r"learner\.max_nonfinite_steps=3"):
         made.update(groups)
 
@@ -121,7 +125,10 @@ def test_adapters_count_their_own_steps_and_name_themselves():
     made = MultiAdapterLearner(single, lora, ("solver", "checker"))
 
     def played(group: Group, name: str) -> Group:
-        return replace(group, trajectories=tuple(replace(t, role=name, adapter=name) for t in group.trajectories))
+        return replace(
+            group,
+            trajectories=tuple(replace(t, role=name, adapter=name) for t in group.trajectories),
+        )
 
     good, bad = random_groups(3, groups=2)
     groups = [played(good, "checker"), played(poisoned(bad), "solver")]
@@ -145,7 +152,9 @@ def test_half_a_step_trains_its_half(at: int):
     assert bits(made.params) != before and not result.skipped
     assert result.unapplied == ids([groups[at]]) and not result.rejected
     assert (result.metrics["updates"], result.metrics["nonfinite_updates"]) == (2, 1)
-    assert np.isfinite([result.metrics[name] for name in ("loss", "grad_norm", "entropy", "clip_fraction")]).all()
+    assert np.isfinite(
+        [result.metrics[name] for name in ("loss", "grad_norm", "entropy", "clip_fraction")]
+    ).all()
     trained = sum(t.num_sampled for t in groups[1 - at].trajectories)
     assert result.metrics["trained_tokens"] == trained
 
@@ -155,7 +164,9 @@ def test_half_a_step_learns_what_the_half_alone_would():
     groups = groups_with_poison(at=1)
     made.update(groups)
     alone.update(groups[:1])
-    for got, expected in zip(jax.tree.leaves(made.params), jax.tree.leaves(alone.params), strict=True):
+    for got, expected in zip(
+        jax.tree.leaves(made.params), jax.tree.leaves(alone.params), strict=True
+    ):
         # AdamW divides a gradient by its own size: one of rounding size moves its parameter by up to the rate.
         assert np.mean(np.abs(np.asarray(got) - np.asarray(expected)) > 1e-4) < 0.01
 
@@ -189,14 +200,18 @@ def test_a_trajectory_with_every_token_rejected_is_rejected_whatever_became_of_t
 
 def large_rewards(group: Group) -> Group:
     """Returns whose squared errors no float32 holds; whitened, the advantages are as small as ever."""
-    return replace(group, trajectories=tuple(replace(t, reward=t.reward * 1e25) for t in group.trajectories))
+    return replace(
+        group, trajectories=tuple(replace(t, reward=t.reward * 1e25) for t in group.trajectories)
+    )
 
 
 def test_a_policy_that_learned_is_trained_beside_a_critic_that_did_not():
     made = learner({"adv_estimator": "gae"})
     before = bits(made.params)
     result = made.update([large_rewards(group) for group in random_groups(4)])
-    assert result.metrics["critic_nonfinite_updates"] == 1 and result.metrics["nonfinite_updates"] == 0
+    assert (
+        result.metrics["critic_nonfinite_updates"] == 1 and result.metrics["nonfinite_updates"] == 0
+    )
     assert bits(made.params) != before and not result.skipped and not result.unapplied
 
 
@@ -231,7 +246,10 @@ def coefficients(made: Learner, steps: list[list[Group]]) -> list[float]:
 
 
 def test_the_kl_coefficient_adapts_after_half_a_step_and_not_after_none():
-    half, none = groups_with_poison(), [poisoned(group) for group in random_groups(1, groups=2, members=3)]
+    half, none = (
+        groups_with_poison(),
+        [poisoned(group) for group in random_groups(1, groups=2, members=3)],
+    )
     made = learner({"kl": ADAPTIVE}, num_minibatches=2)
     first, second, third = coefficients(made, [half, none, half])
     assert first < np.float32(0.1), "the policy is the reference: the distance is below the target"
@@ -269,7 +287,11 @@ def test_each_learner_of_sequences_counts_its_own_steps_and_a_state_holds_them()
     config = LearnerConfig(pack_length=64, remat="none", lora=LoraConfig(rank=2))
     first = SequenceLearner(TINY, tiny_params(), config=config)
     second = first.twin()
-    data = [TrainingSequence(token_ids=np.array([5, 6, 7], np.int32), loss_mask=np.array([False, True, True]))]
+    data = [
+        TrainingSequence(
+            token_ids=np.array([5, 6, 7], np.int32), loss_mask=np.array([False, True, True])
+        )
+    ]
     poisoned_data = [replace(data[0], weight=np.array([np.inf, np.inf]))]
     for _ in range(2):
         first.forward_backward(poisoned_data)

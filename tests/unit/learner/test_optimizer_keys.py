@@ -11,7 +11,12 @@ import pytest
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.learner import OptimizerSection
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.optimizer import check_patterns, learning_rate, make_optimizer, optimizer_bytes
+from jax_agent_rl.learner.optimizer import (
+    check_patterns,
+    learning_rate,
+    make_optimizer,
+    optimizer_bytes,
+)
 
 BASE = {"learning_rate": 0.1, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
 GRADIENTS = ([3.0, -4.0], [0.3, 0.4], [-0.5, 0.2])  # the first is clipped
@@ -55,7 +60,11 @@ def test_a_key_changes_what_is_learnt(key: str, value: object):
 
 def test_wsd_holds_the_peak_and_decays_at_the_end():
     section = OptimizerSection(
-        learning_rate=2.0, lr_scheduler_type="wsd", lr_warmup_steps=2, lr_decay_ratio=0.3, min_lr_ratio=0.1
+        learning_rate=2.0,
+        lr_scheduler_type="wsd",
+        lr_warmup_steps=2,
+        lr_decay_ratio=0.3,
+        min_lr_ratio=0.1,
     )
     rate = learning_rate(section, total_steps=10)
     rates = [float(np.asarray(rate(step))) for step in range(11)]
@@ -72,7 +81,9 @@ PARAMS = {
 def drawn(seed: int):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32), PARAMS, is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32),
+        PARAMS,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
 
 
@@ -105,7 +116,9 @@ def test_muon_moves_the_matrices_of_layers_by_orthogonalized_momentum(name):
         for step in range(1, 5):
             gradient = np.float64(drawn(step)["layers"][name][layer])
             momentum = beta * momentum + (1 - beta) * gradient
-            looked_ahead = beta * momentum / (1 - beta ** (step + 1)) + (1 - beta) * gradient / (1 - beta**step)
+            looked_ahead = beta * momentum / (1 - beta ** (step + 1)) + (1 - beta) * gradient / (
+                1 - beta**step
+            )
             update = 0.2 * np.sqrt(max(weight.shape)) * orthogonalized(looked_ahead)
             weight = weight - 0.01 * (update + 0.1 * weight)
         np.testing.assert_allclose(found[layer], weight, atol=1e-5)
@@ -122,7 +135,9 @@ def test_muon_leaves_embeddings_and_norms_to_adamw():
 
 def test_adafactor_keeps_second_moments_of_rows_and_columns():
     """Algorithms 4 and 5 of arXiv 1804.04235 with a plain learning rate and decoupled decay, in float64."""
-    section = OptimizerSection(optimizer="adafactor", learning_rate=0.01, weight_decay=0.1, max_grad_norm=1e9)
+    section = OptimizerSection(
+        optimizer="adafactor", learning_rate=0.01, weight_decay=0.1, max_grad_norm=1e9
+    )
     rng = np.random.default_rng(0)
     weights = {"lm_head": rng.normal(size=(128, 130)), "final_norm": rng.normal(size=5)}
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), weights)
@@ -133,7 +148,9 @@ def test_adafactor_keeps_second_moments_of_rows_and_columns():
         gradients = {name: rng.normal(size=x.shape) for name, x in weights.items()}
         kept = 1 - step**-0.8
         square = gradients["lm_head"] ** 2 + 1e-30
-        rows, columns = (kept * m + (1 - kept) * square.mean(axis) for m, axis in ((rows, 1), (columns, 0)))
+        rows, columns = (
+            kept * m + (1 - kept) * square.mean(axis) for m, axis in ((rows, 1), (columns, 0))
+        )
         whole = kept * whole + (1 - kept) * (gradients["final_norm"] ** 2 + 1e-30)
         second = {"lm_head": np.outer(rows, columns) / rows.mean(), "final_norm": whole}
         for name, decay in (("lm_head", 0.1), ("final_norm", 0.0)):
@@ -149,13 +166,20 @@ def test_adafactor_keeps_second_moments_of_rows_and_columns():
 
 
 def test_patterns_choose_what_is_decayed_and_must_match():
-    plain, kept = updated(weight_decay=0.5), updated(weight_decay=0.5, no_weight_decay=["norm", "embed"])
+    plain, kept = (
+        updated(weight_decay=0.5),
+        updated(weight_decay=0.5, no_weight_decay=["norm", "embed"]),
+    )
     undecayed = updated()
     np.testing.assert_array_equal(kept["embed"], undecayed["embed"])
     np.testing.assert_array_equal(kept["layers"]["q"], plain["layers"]["q"])
     assert not np.allclose(plain["embed"], undecayed["embed"])
-    check_patterns(OptimizerSection(weight_decay=0.5, no_weight_decay=("layers\\.(q|down)$",)), drawn(0))
-    with pytest.raises(ConfigError, match="no_weight_decay='bias' matches none of the trained parameters"):
+    check_patterns(
+        OptimizerSection(weight_decay=0.5, no_weight_decay=("layers\\.(q|down)$",)), drawn(0)
+    )
+    with pytest.raises(
+        ConfigError, match="no_weight_decay='bias' matches none of the trained parameters"
+    ):
         check_patterns(OptimizerSection(weight_decay=0.5, no_weight_decay=("bias",)), drawn(0))
 
 
@@ -164,7 +188,10 @@ def test_patterns_choose_what_is_decayed_and_must_match():
     [
         ({"lr_decay_ratio": 0.5}, "x.lr_decay_ratio is read only with x.lr_scheduler_type=wsd"),
         ({"no_weight_decay": ["embed"]}, "x.no_weight_decay is read only with x.weight_decay > 0"),
-        ({"optimizer": "adafactor", "adam_b1": 0.5}, "x.adam_b1 is not read by x.optimizer=adafactor"),
+        (
+            {"optimizer": "adafactor", "adam_b1": 0.5},
+            "x.adam_b1 is not read by x.optimizer=adafactor",
+        ),
     ],
 )
 def test_keys_that_an_optimizer_does_not_read_are_refused(keys, problem):
@@ -176,8 +203,13 @@ def test_the_bytes_of_a_state_are_those_of_its_arrays():
     """Two moments of AdamW and one of Muon's matrices in float32, and counters; the average is one copy more."""
     total = 6 * 4 + 2 * 4 * 3 + 2 * 3 * 8 + 2 * 4 + 4
     matrices = 2 * 4 * 3 + 2 * 3 * 8
-    sizes = {name: optimizer_bytes(OptimizerSection(optimizer=name), PARAMS) for name in ("adamw", "muon")}
-    assert 0 <= sizes["adamw"] - 8 * total < 20 and 0 <= sizes["muon"] - 8 * total + 4 * matrices < 40
+    sizes = {
+        name: optimizer_bytes(OptimizerSection(optimizer=name), PARAMS)
+        for name in ("adamw", "muon")
+    }
+    assert (
+        0 <= sizes["adamw"] - 8 * total < 20 and 0 <= sizes["muon"] - 8 * total + 4 * matrices < 40
+    )
     assert optimizer_bytes(LearnerConfig(ema_decay=0.9), PARAMS) == sizes["adamw"] + 4 * total
     wide = {"lm_head": (256, 512)}
     assert optimizer_bytes(OptimizerSection(optimizer="adafactor"), wide) < 4 * 2 * (256 + 512)

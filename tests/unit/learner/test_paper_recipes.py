@@ -90,10 +90,17 @@ def test_a_recipe_has_the_constants_of_its_paper(name: str):
 def test_recipes_of_several_updates_and_of_trees_have_the_papers_numbers():
     assert load(CONFIGS / "gspo.yaml").learner.num_minibatches == 4
     assert load(CONFIGS / "mt_grpo.yaml").learner.ppo_epochs == 2
-    tree, entropy = (load(CONFIGS / f"{name}.yaml").rollout.strategy for name in ("tree_grpo", "arpo"))
+    tree, entropy = (
+        load(CONFIGS / f"{name}.yaml").rollout.strategy for name in ("tree_grpo", "arpo")
+    )
     assert (tree.tree_grpo.m, tree.tree_grpo.n, tree.tree_grpo.l, tree.tree_grpo.k) == (2, 2, 1, 3)
     arpo = entropy.arpo
-    assert (arpo.beam_size, arpo.branch_probability, arpo.entropy_weight, arpo.entropy_tokens) == (2, 0.5, 0.2, 20)
+    assert (arpo.beam_size, arpo.branch_probability, arpo.entropy_weight, arpo.entropy_tokens) == (
+        2,
+        0.5,
+        0.2,
+        20,
+    )
 
 
 @pytest.mark.parametrize("name", ["dapo", "cispo"])
@@ -105,7 +112,9 @@ def test_the_overlong_buffer_is_a_fifth_of_the_budget(name: str):
 
 # Ratios of .01 … 20 to either sign of advantage: below and above every clip. Three trajectories of unequal lengths.
 LENGTHS = (5, 2, 9)
-RATIO = np.array([0.01, 0.7, 1.0, 1.21, 1.27, 1.5, 0.5, 20.0, 4.5, 0.05, 0.9, 1.0003, 0.9996, 1.3, 12.0, 3.2])
+RATIO = np.array(
+    [0.01, 0.7, 1.0, 1.21, 1.27, 1.5, 0.5, 20.0, 4.5, 0.05, 0.9, 1.0003, 0.9996, 1.3, 12.0, 3.2]
+)
 LOGPROB = -np.linspace(0.05, 2.5, 16)
 ADVANTAGE = np.repeat([0.9, -1.1, -0.4], LENGTHS) * np.where(np.arange(16) % 3 == 2, -1.0, 1.0)
 SEQUENCE = np.repeat(np.arange(3), LENGTHS)
@@ -146,7 +155,12 @@ LOSSES: dict[str, Callable[[], float]] = {
 def test_a_recipe_computes_the_loss_of_its_paper(name: str):
     config = load(CONFIGS / f"{name}.yaml")
     settings = objective_config(config.algorithm, config.learner, temperature=1.0).loss
-    row = {"logprob": LOGPROB, "old_logprob": LOGPROB - np.log(RATIO), "advantage": ADVANTAGE, "active": np.ones(16)}
+    row = {
+        "logprob": LOGPROB,
+        "old_logprob": LOGPROB - np.log(RATIO),
+        "advantage": ADVANTAGE,
+        "active": np.ones(16),
+    }
     arrays = {key: jnp.asarray(values[None], jnp.float32) for key, values in row.items()}
     terms = Terms(
         **arrays,
@@ -156,5 +170,7 @@ def test_a_recipe_computes_the_loss_of_its_paper(name: str):
     )
     loss = np.asarray(POLICY_LOSSES[settings.own.loss_mode](terms, settings).loss, np.float64)[0]
     active = [np.ones(length, bool) for length in LENGTHS]
-    weights = np.concatenate(term_weights(config.algorithm.loss_agg_mode, active, config.algorithm.loss_scale_factor))
+    weights = np.concatenate(
+        term_weights(config.algorithm.loss_agg_mode, active, config.algorithm.loss_scale_factor)
+    )
     np.testing.assert_allclose((weights * loss).sum(), LOSSES[name](), rtol=3e-6)

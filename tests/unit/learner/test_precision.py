@@ -21,17 +21,23 @@ from tests.trajectories import random_groups
 
 def learner(dtype: str, **algorithm) -> Learner:
     config = LearnerConfig(learning_rate=1e-3, pack_length=64, remat="none", compute_dtype=dtype)
-    return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm), config=config, temperature=1.0)
+    return Learner(
+        TINY, tiny_params(), algorithm=AlgorithmConfig(**algorithm), config=config, temperature=1.0
+    )
 
 
 def gradient(made: Learner) -> Params:
     (mini,), experience = made._prepare(random_groups(0))
-    return made._policy.gradients(made._scorer.micro_batches(made._with_terms(mini, experience)[0]))[0]
+    return made._policy.gradients(
+        made._scorer.micro_batches(made._with_terms(mini, experience)[0])
+    )[0]
 
 
 def test_bfloat16_gradients_are_near_those_of_float32_and_are_summed_in_float32():
     exact, rough = gradient(learner("float32")), gradient(learner("bfloat16"))
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(exact), jax.tree.leaves(rough), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(exact), jax.tree.leaves(rough), strict=True
+    ):
         assert b.dtype == jnp.float32
         a, b = np.asarray(a).ravel(), np.asarray(b).ravel()
         name = jax.tree_util.keystr(path)
@@ -42,7 +48,9 @@ def test_bfloat16_gradients_are_near_those_of_float32_and_are_summed_in_float32(
 
 def test_float32_computes_with_the_very_parameters():
     params = tiny_params()
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(compute_params(params, "float32")), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(params), jax.tree.leaves(compute_params(params, "float32")), strict=True
+    ):
         assert a is b
 
 
@@ -83,19 +91,30 @@ def steps_of(params: Params, view, count: int) -> np.ndarray:
 
 def test_updates_too_small_for_bfloat16_add_up_in_the_master_weights():
     mixed = steps_of({"w": jnp.ones(4)}, lambda params, _: compute_params(params, "bfloat16"), 300)
-    np.testing.assert_allclose(mixed, 1 - 300 * 1e-5, atol=1e-4)  # Adam's steps are of the learning rate's size
+    np.testing.assert_allclose(
+        mixed, 1 - 300 * 1e-5, atol=1e-4
+    )  # Adam's steps are of the learning rate's size
     pure = steps_of({"w": jnp.ones(4, jnp.bfloat16)}, lambda params, _: params, 300)
     np.testing.assert_array_equal(pure, 1.0, "pure bfloat16 loses every one of them")
 
 
 def test_training_in_bfloat16_raises_the_probability_of_what_was_rewarded():
     groups = random_groups(3)
-    good, bad = ([t for g in groups for t in g.trajectories if bool(t.reward) is wanted] for wanted in (True, False))
+    good, bad = (
+        [t for g in groups for t in g.trajectories if bool(t.reward) is wanted]
+        for wanted in (True, False)
+    )
     made = learner("bfloat16")
 
     def gap() -> float:
         scores = [
-            np.mean([logprobs_of(made.params, t.prompt_ids, t.response_ids)[np.array(t.response_mask) == 1].mean()])
+            np.mean(
+                [
+                    logprobs_of(made.params, t.prompt_ids, t.response_ids)[
+                        np.array(t.response_mask) == 1
+                    ].mean()
+                ]
+            )
             for ts in (good, bad)
             for t in ts
         ]

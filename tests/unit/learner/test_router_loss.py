@@ -14,13 +14,24 @@ from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 
 MODEL = replace(
-    TINY, num_layers=2, experts=Experts(count=4, per_token=2, intermediate_size=16, normalize=True), qk_norm=True
+    TINY,
+    num_layers=2,
+    experts=Experts(count=4, per_token=2, intermediate_size=16, normalize=True),
+    qk_norm=True,
 )
 
 
 def learner(coef: float, **changes) -> Learner:
-    config = LearnerConfig(**{"pack_length": 64, "remat": "none", "router_aux_loss_coef": coef} | changes)
-    return Learner(MODEL, tiny_params(config=MODEL), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
+    config = LearnerConfig(
+        **{"pack_length": 64, "remat": "none", "router_aux_loss_coef": coef} | changes
+    )
+    return Learner(
+        MODEL,
+        tiny_params(config=MODEL),
+        algorithm=AlgorithmConfig(),
+        config=config,
+        temperature=1.0,
+    )
 
 
 def gradient(made: Learner) -> tuple[float, list[np.ndarray]]:
@@ -28,8 +39,12 @@ def gradient(made: Learner) -> tuple[float, list[np.ndarray]]:
     (mini,), experience = made._prepare(random_groups(0))
     batch = made._with_terms(mini, experience)[0]
     balance = made._scorer.router_balance(made._policy.weights, batch)
-    gradients, statistics = made._policy.gradients(arrays | balance for arrays in made._scorer.micro_batches(batch))
-    return float(statistics["sum"].get("router_aux", 0.0)), [np.asarray(g) for g in jax.tree.leaves(gradients)]
+    gradients, statistics = made._policy.gradients(
+        arrays | balance for arrays in made._scorer.micro_batches(batch)
+    )
+    return float(statistics["sum"].get("router_aux", 0.0)), [
+        np.asarray(g) for g in jax.tree.leaves(gradients)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +59,9 @@ def gradient(made: Learner) -> tuple[float, list[np.ndarray]]:
 def test_loss_and_gradient_do_not_depend_on_the_layout(layout: dict):
     loss, expected = gradient(learner(10.0, pack_length=32, share_prefixes=False))
     own, got = gradient(learner(10.0, **layout))
-    assert own == pytest.approx(loss, rel=1e-5) and loss > 1.0  # 2 would be perfect balance of two choices
+    assert (
+        own == pytest.approx(loss, rel=1e-5) and loss > 1.0
+    )  # 2 would be perfect balance of two choices
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max())
 

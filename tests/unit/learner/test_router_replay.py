@@ -19,19 +19,33 @@ from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.moe import route
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.types import FinishReason, Group, RoutedExperts, SamplingParams, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import (
+    FinishReason,
+    Group,
+    RoutedExperts,
+    SamplingParams,
+    TokenOutput,
+    Trajectory,
+    Turn,
+)
 from tests.tiny import EXPERTS, tiny_params
 from tests.trajectories import random_groups, trajectory, with_routed_experts
 
 SHAPES = EngineShapes(
-    max_model_len=64, max_concurrent_decodes=4, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+    max_model_len=64,
+    max_concurrent_decodes=4,
+    kv_cache_tokens=384,
+    decode_steps=4,
+    prefill_buckets=(4, 16),
 )
 SEED = 2  # in bfloat16 many of its tokens choose other experts than in float32
 
 
 def weights(seed: int) -> Params:
     """Weights that bfloat16 holds exactly: engine and learner differ in their arithmetic alone."""
-    return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), tiny_params(seed, EXPERTS))
+    return jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), tiny_params(seed, EXPERTS)
+    )
 
 
 def learner(params: Params, **changes) -> Learner:
@@ -57,7 +71,9 @@ def sampled(dtype: str) -> tuple[tuple[list[int], TokenOutput], ...]:
             for i, prompt in enumerate(prompts)
         )
         try:
-            return tuple(zip(prompts, await asyncio.gather(*map(backend.generate, requests)), strict=True))
+            return tuple(
+                zip(prompts, await asyncio.gather(*map(backend.generate, requests)), strict=True)
+            )
         finally:
             await backend.close()
 
@@ -105,7 +121,10 @@ def test_the_first_update_reports_a_ratio_of_1():
     free = learner(weights(SEED)).update([group("bfloat16", replay=False)]).metrics
     assert metrics["logprob_gap_max"] < 0.2 < 2 < free["logprob_gap_max"]
     fed = 4 * (9 + 30 - 1)  # of each trajectory all but the last id
-    assert metrics["router_replay_share"] == pytest.approx(fed / (fed + 4)) and free["router_replay_share"] == 0
+    assert (
+        metrics["router_replay_share"] == pytest.approx(fed / (fed + 4))
+        and free["router_replay_share"] == 0
+    )
 
 
 def test_given_experts_are_weighted_by_the_own_scores_in_float64_numpy():
@@ -114,7 +133,9 @@ def test_given_experts_are_weighted_by_the_own_scores_in_float64_numpy():
     given = rng.random((5, 8)).argsort(axis=1)[:, :2].astype(np.int16)
     given[3] = -1
     assert EXPERTS.experts is not None
-    got, chosen = route(EXPERTS.experts, {"router": jnp.asarray(router)}, jnp.asarray(x), jnp.asarray(given))
+    got, chosen = route(
+        EXPERTS.experts, {"router": jnp.asarray(router)}, jnp.asarray(x), jnp.asarray(given)
+    )
     scores = x @ router.T
     wanted = np.where(given < 0, np.argsort(-scores, axis=1)[:, :2], given)
     np.testing.assert_array_equal(chosen, wanted)
@@ -127,8 +148,13 @@ def gradient(groups: list[Group], **changes) -> dict[str, np.ndarray]:
     (mini,), experience = made._prepare(groups)
     batch = made._with_terms(mini, experience)[0]
     balance = made._scorer.router_balance(made._policy.weights, batch)
-    found, _ = made._policy.gradients(arrays | balance for arrays in made._scorer.micro_batches(batch))
-    return {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree_util.tree_leaves_with_path(found)}
+    found, _ = made._policy.gradients(
+        arrays | balance for arrays in made._scorer.micro_batches(batch)
+    )
+    return {
+        jax.tree_util.keystr(path): np.asarray(g)
+        for path, g in jax.tree_util.tree_leaves_with_path(found)
+    }
 
 
 GROUPS = with_routed_experts(random_groups(0), layers=2, experts=8, per_token=2)
@@ -150,7 +176,9 @@ def test_the_gradient_does_not_depend_on_the_layout(layout: dict):
     expected = gradient(alike, pack_length=32, share_prefixes=False, router_aux_loss_coef=coef)
     got = gradient(alike, **layout)
     for name, wanted in expected.items():
-        np.testing.assert_allclose(got[name], wanted, atol=3e-5 * np.abs(wanted).max(), err_msg=name)
+        np.testing.assert_allclose(
+            got[name], wanted, atol=3e-5 * np.abs(wanted).max(), err_msg=name
+        )
 
 
 def one_prefix(own: Group) -> Group:
@@ -170,7 +198,10 @@ def one_prefix(own: Group) -> Group:
 
 
 def test_the_router_learns_from_the_experts_it_was_given():
-    replayed, free = gradient(GROUPS)["['layers']['router']"], gradient(random_groups(0))["['layers']['router']"]
+    replayed, free = (
+        gradient(GROUPS)["['layers']['router']"],
+        gradient(random_groups(0))["['layers']['router']"],
+    )
     assert np.abs(replayed).max() > 1e-4 and np.abs(replayed - free).max() > 1e-4
 
 
@@ -183,7 +214,9 @@ def test_a_shared_node_takes_the_choice_of_the_first_sequence_that_knows_one():
         output = replace(turn.output, routed_experts=RoutedExperts.of(start, array))
         return replace(made, turns=(replace(turn, output=output),))
 
-    batch = pack([with_experts(first, 1, [1, 2]), with_experts(second, 0, [3, 4, 5, 6])], pack_length=8)
+    batch = pack(
+        [with_experts(first, 1, [1, 2]), with_experts(second, 0, [3, 4, 5, 6])], pack_length=8
+    )
     assert batch.token_ids[0].tolist()[:6] == [5, 6, 7, 8, 9, 10]
     assert batch.routed_experts is not None
     assert batch.routed_experts[0, :, 0, 0].tolist() == [3, 1, 2, 6, -1, -1, -1, -1]

@@ -28,7 +28,11 @@ def decayed(kind: str, warm_up: int, floor: float, total: int = 10) -> np.ndarra
     ``get_cosine_schedule_with_warmup``; during it, equal steps up to the peak."""
     done = np.arange(total)
     progress = np.clip((done - warm_up) / (total - warm_up), 0, 1)
-    left = {"constant": np.ones(total), "linear": 1 - progress, "cosine": (1 + np.cos(np.pi * progress)) / 2}[kind]
+    left = {
+        "constant": np.ones(total),
+        "linear": 1 - progress,
+        "cosine": (1 + np.cos(np.pi * progress)) / 2,
+    }[kind]
     return PEAK * np.where(done < warm_up, (done + 1) / max(warm_up, 1), floor + (1 - floor) * left)
 
 
@@ -45,14 +49,18 @@ def test_a_schedule_has_the_rates_of_its_formula(kind: str, warm_up: int, floor:
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_past_the_horizon_the_rate_stays_at_its_floor(kind: str):
     np.testing.assert_allclose(
-        rates(13, lr_scheduler_type=kind, lr_warmup_steps=2, min_lr_ratio=0.2)[10:], 0.2 * PEAK, rtol=1e-6
+        rates(13, lr_scheduler_type=kind, lr_warmup_steps=2, min_lr_ratio=0.2)[10:],
+        0.2 * PEAK,
+        rtol=1e-6,
     )
 
 
 def test_a_decay_without_a_horizon_is_refused():
     with pytest.raises(ConfigError, match="lr_scheduler_type=linear.*give the learner total_steps"):
         learning_rate(OptimizerSection(lr_scheduler_type="linear"), total_steps=None)
-    assert learning_rate(OptimizerSection(lr_warmup_steps=2), total_steps=None)(5) == pytest.approx(1e-6)
+    assert learning_rate(OptimizerSection(lr_warmup_steps=2), total_steps=None)(5) == pytest.approx(
+        1e-6
+    )
 
 
 MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}

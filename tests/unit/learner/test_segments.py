@@ -36,27 +36,44 @@ def test_segments_share_the_advantage_and_the_weight_of_their_trajectory(mode: s
     terms = learner._with_terms(mini, made)[0].terms
     used = terms["weight"] > 0
     assert sorted(terms["advantage"][used].tolist()) == [-0.5] * 4 + [0.5] * 5
-    expected = {"token-mean": 1 / 9, "seq-mean-token-mean": 1 / 10, "seq-mean-token-sum": 1 / 2}[mode]
+    expected = {"token-mean": 1 / 9, "seq-mean-token-mean": 1 / 10, "seq-mean-token-sum": 1 / 2}[
+        mode
+    ]
     np.testing.assert_allclose(terms["weight"][used & (terms["advantage"] > 0)], expected)
 
 
 def test_numbers_of_a_trajectory_are_those_of_its_contexts_in_order():
     batch = pack([in_two_pieces(), trajectory([5, 60], [70], index=3)], pack_length=8)
     own = [np.arange(5.0), np.array([9.0])]
-    for got, expected in zip(batch.gather_terms(batch.with_terms(x=own).terms["x"]), own, strict=True):
+    for got, expected in zip(
+        batch.gather_terms(batch.with_terms(x=own).terms["x"]), own, strict=True
+    ):
         np.testing.assert_array_equal(got, expected)
-    assert [states.tolist() for states in batch.gather_states(batch.token_ids)] == [[60, 70, 6, 7, 8, 9], [60, 70]]
+    assert [states.tolist() for states in batch.gather_states(batch.token_ids)] == [
+        [60, 70, 6, 7, 8, 9],
+        [60, 70],
+    ]
 
 
 def test_the_reward_of_two_contexts_comes_after_the_last():
     discounted = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5)
-    learner = Learner(TINY, tiny_params(), algorithm=discounted, config=LearnerConfig(pack_length=32), temperature=1.0)
+    learner = Learner(
+        TINY,
+        tiny_params(),
+        algorithm=discounted,
+        config=LearnerConfig(pack_length=32),
+        temperature=1.0,
+    )
     _, made = learner._prepare([Group(group_id="g", trajectories=(in_two_pieces(),))])
     (advantage,) = made.terms["advantage"]
     assert np.all(np.diff(advantage) > 0)
 
 
 def test_a_segment_without_usable_log_probs_drops_its_trajectory():
-    broken = replace(in_two_pieces(), segments=(replace(LEFT, rollout_logprobs=(float("nan"), -1.0)),))
+    broken = replace(
+        in_two_pieces(), segments=(replace(LEFT, rollout_logprobs=(float("nan"), -1.0)),)
+    )
     group = Group(group_id="g", trajectories=(broken, trajectory([5], [6], reward=1.0, index=2)))
-    assert select([group], AlgorithmConfig(filter_zero_variance=False)).dropped[DropReason.NAN_LOGPROBS] == ("g-0",)
+    assert select([group], AlgorithmConfig(filter_zero_variance=False)).dropped[
+        DropReason.NAN_LOGPROBS
+    ] == ("g-0",)

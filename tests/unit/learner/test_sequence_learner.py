@@ -49,7 +49,9 @@ def sequences(count: int = 5, *, scored: float = 0.6, seed: int = 0) -> list[Tra
     common = rng.integers(1, TINY.vocab_size, 7)
     made = []
     for _ in range(count):
-        ids = np.concatenate([common, rng.integers(1, TINY.vocab_size, rng.integers(3, 20))]).astype(np.int32)
+        ids = np.concatenate(
+            [common, rng.integers(1, TINY.vocab_size, rng.integers(3, 20))]
+        ).astype(np.int32)
         mask = rng.random(len(ids)) < scored
         mask[0], mask[-1] = False, True
         size = int(mask.sum())
@@ -68,7 +70,9 @@ def peer(tmp_path_factory):
 
     folder: Path = tmp_path_factory.mktemp("model")
     save_hf(folder, TINY, tiny_params())
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
 
 
 def peer_logprobs(peer, sequence: TrainingSequence):
@@ -83,7 +87,9 @@ def peer_logprobs(peer, sequence: TrainingSequence):
 def peer_loss(peer, loss: str, sequence: TrainingSequence):
     """The losses as Tinker's documentation defines them."""
     logprob = peer_logprobs(peer, sequence)
-    weight, advantage, old = (torch.tensor(x) for x in (sequence.weight, sequence.advantage, sequence.old_logprob))
+    weight, advantage, old = (
+        torch.tensor(x) for x in (sequence.weight, sequence.advantage, sequence.old_logprob)
+    )
     ratio = torch.exp(logprob - old)
     mean = (logprob - old)[torch.tensor(sequence.ratio_mask) != 0].mean().detach()
     of_sequence = torch.exp(mean + logprob - logprob.detach())
@@ -93,20 +99,26 @@ def peer_loss(peer, loss: str, sequence: TrainingSequence):
         "ppo": lambda: -torch.min(ratio * advantage, ratio.clamp(0.9, 1.3) * advantage),
         "cispo": lambda: -(ratio.clamp(0.9, 1.3).detach() * logprob * advantage),
         "dro": lambda: -(logprob * advantage - 0.5 * 0.3 * (logprob - old) ** 2),
-        "gspo": lambda: -torch.min(of_sequence * advantage, of_sequence.clamp(0.9, 1.3) * advantage),
+        "gspo": lambda: (
+            -torch.min(of_sequence * advantage, of_sequence.clamp(0.9, 1.3) * advantage)
+        ),
     }[loss]()
     return (weight * per_token).sum()
 
 
-CONSTANTS = {name: {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3} for name in ("ppo", "cispo", "gspo")} | {
-    "dro": {"beta": 0.3}
-}
+CONSTANTS = {
+    name: {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}
+    for name in ("ppo", "cispo", "gspo")
+} | {"dro": {"beta": 0.3}}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_and_gradient_are_those_of_pytorch(peer, loss):
     data, made = sequences(), learner()
-    parts = [made.forward_backward(part, loss=loss, **CONSTANTS.get(loss, {})) for part in (data[:3], data[3:])]
+    parts = [
+        made.forward_backward(part, loss=loss, **CONSTANTS.get(loss, {}))
+        for part in (data[:3], data[3:])
+    ]
     peer.zero_grad()
     expected = torch.stack([peer_loss(peer, loss, sequence) for sequence in data]).sum()
     expected.backward()
@@ -114,9 +126,13 @@ def test_loss_and_gradient_are_those_of_pytorch(peer, loss):
     gradients = named(made._gradients)
     for name, weight in NAMES.items():
         truth = weight(peer).grad.numpy()
-        np.testing.assert_allclose(gradients[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name)
+        np.testing.assert_allclose(
+            gradients[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name
+        )
     for sequence, logprobs in zip(data, [x for part in parts for x in part.logprobs], strict=True):
-        np.testing.assert_allclose(logprobs, peer_logprobs(peer, sequence).detach().numpy(), rtol=1e-5)
+        np.testing.assert_allclose(
+            logprobs, peer_logprobs(peer, sequence).detach().numpy(), rtol=1e-5
+        )
 
 
 def test_several_targets_per_token_count_as_a_sequence_for_each_of_them(peer):
@@ -128,7 +144,11 @@ def test_several_targets_per_token_count_as_a_sequence_for_each_of_them(peer):
         shape = (one.num_scored, 4)
         targets = rng.integers(1, TINY.vocab_size, shape).astype(np.int32)
         targets[::2, 3] = targets[::2, 0]
-        data.append(replace(one, **(bare | {"targets": targets, "weight": rng.choice([0.0, 0.2, 1.5], shape)})))
+        data.append(
+            replace(
+                one, **(bare | {"targets": targets, "weight": rng.choice([0.0, 0.2, 1.5], shape)})
+            )
+        )
     columns = [column for sequence in data for column in sequence.columns()]
     made = learner()
     result = made.forward_backward(data)
@@ -138,9 +158,13 @@ def test_several_targets_per_token_count_as_a_sequence_for_each_of_them(peer):
     assert result.loss == pytest.approx(float(expected), rel=1e-5)
     for name, weight in NAMES.items():
         truth = weight(peer).grad.numpy()
-        np.testing.assert_allclose(named(made._gradients)[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name)
+        np.testing.assert_allclose(
+            named(made._gradients)[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name
+        )
     of_columns = iter(learner().forward(columns))
-    for sequence, of_pass, of_forward in zip(data, result.logprobs, learner().forward(data), strict=True):
+    for sequence, of_pass, of_forward in zip(
+        data, result.logprobs, learner().forward(data), strict=True
+    ):
         apart = np.stack([next(of_columns) for _ in range(4)], -1)
         assert of_pass.shape == sequence.targets.shape
         np.testing.assert_allclose(of_pass, apart, atol=1e-5)
@@ -160,7 +184,9 @@ def test_sequences_of_one_batch_have_as_many_targets_per_token():
     )
     with pytest.raises(ValueError, match="targets per token; make them equal"):
         learner().forward([one, several])
-    with pytest.raises(ValueError, match="gspo takes one target per token; give it a sequence for each"):
+    with pytest.raises(
+        ValueError, match="gspo takes one target per token; give it a sequence for each"
+    ):
         learner().forward_backward([several], loss="gspo")
 
 
@@ -168,32 +194,48 @@ def test_targets_of_ones_own_are_scored_in_the_sequences_context(peer):
     """Some score the same context several times, with other ids; others keep their own ids."""
     data = sequences()
     rng = np.random.default_rng(1)
-    drawn = [rng.integers(1, TINY.vocab_size, sequence.num_scored).astype(np.int32) for sequence in data for _ in "ab"]
+    drawn = [
+        rng.integers(1, TINY.vocab_size, sequence.num_scored).astype(np.int32)
+        for sequence in data
+        for _ in "ab"
+    ]
     data = [replace(data[n // 2], targets=targets) for n, targets in enumerate(drawn)] + data[:2]
     made = learner()
     result = made.forward_backward(data, loss="importance_sampling")
     peer.zero_grad()
-    torch.stack([peer_loss(peer, "importance_sampling", sequence) for sequence in data]).sum().backward()
+    torch.stack(
+        [peer_loss(peer, "importance_sampling", sequence) for sequence in data]
+    ).sum().backward()
     gradients = named(made._gradients)
     for name, weight in NAMES.items():
         truth = weight(peer).grad.numpy()
-        np.testing.assert_allclose(gradients[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name)
+        np.testing.assert_allclose(
+            gradients[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name
+        )
     for sequence, logprobs in zip(data, result.logprobs, strict=True):
-        np.testing.assert_allclose(logprobs, peer_logprobs(peer, sequence).detach().numpy(), rtol=1e-5)
+        np.testing.assert_allclose(
+            logprobs, peer_logprobs(peer, sequence).detach().numpy(), rtol=1e-5
+        )
 
 
 def test_forward_returns_the_log_probs_that_the_gradient_pass_does():
     made, data = learner(), sequences()
-    for forward, backward in zip(made.forward(data), made.forward_backward(data).logprobs, strict=True):
+    for forward, backward in zip(
+        made.forward(data), made.forward_backward(data).logprobs, strict=True
+    ):
         np.testing.assert_allclose(forward, backward, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pack_length", [48, 512], ids=["whole", "halved"])
 def test_the_likeliest_ids_are_those_of_pytorch(peer, pack_length):
     data = sequences(9)
-    for sequence, (ids, logprobs) in zip(data, learner(pack_length).top_logprobs(data, 3), strict=True):
+    for sequence, (ids, logprobs) in zip(
+        data, learner(pack_length).top_logprobs(data, 3), strict=True
+    ):
         with torch.no_grad():
-            table = torch.log_softmax(peer(torch.tensor(sequence.token_ids.astype(np.int64))[None]).logits[0, :-1], -1)
+            table = torch.log_softmax(
+                peer(torch.tensor(sequence.token_ids.astype(np.int64))[None]).logits[0, :-1], -1
+            )
         expected = table[torch.tensor(sequence.loss_mask[1:])].topk(3)
         np.testing.assert_array_equal(ids, expected.indices)
         np.testing.assert_allclose(logprobs, expected.values, rtol=1e-5)
@@ -203,7 +245,9 @@ def test_weights_may_be_given_in_place_of_the_current_ones():
     made, other, data = learner(rank=2), learner(rank=2), sequences(3)
     other.forward_backward(data)
     other.optim_step(AdamParams(learning_rate=0.1))
-    for mine, its in zip(made.forward(data, trained=other.trained), other.forward(data), strict=True):
+    for mine, its in zip(
+        made.forward(data, trained=other.trained), other.forward(data), strict=True
+    ):
         np.testing.assert_array_equal(mine, its)
 
 
@@ -211,17 +255,29 @@ def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer)
     made, data = learner(), sequences()
     peer.zero_grad()
     before = {name: parameter.detach().clone() for name, parameter in peer.named_parameters()}
-    decayed, norms = ([p for n, p in peer.named_parameters() if ("norm" in n) == is_norm] for is_norm in (False, True))
+    decayed, norms = (
+        [p for n, p in peer.named_parameters() if ("norm" in n) == is_norm]
+        for is_norm in (False, True)
+    )
     try:
-        optimizer = torch.optim.AdamW([{"params": decayed}, {"params": norms}], betas=(0.8, 0.9), eps=1e-6)
+        optimizer = torch.optim.AdamW(
+            [{"params": decayed}, {"params": norms}], betas=(0.8, 0.9), eps=1e-6
+        )
         for number, rate in enumerate((1e-2, 3e-3, 1e-3)):
             made.forward_backward(data)
             numbers = AdamParams(
-                learning_rate=rate, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=float(number)
+                learning_rate=rate,
+                beta1=0.8,
+                beta2=0.9,
+                eps=1e-6,
+                weight_decay=0.1,
+                grad_clip_norm=float(number),
             )
             applied = made.optim_step(numbers)
             optimizer.zero_grad()
-            torch.stack([peer_loss(peer, "cross_entropy", sequence) for sequence in data]).sum().backward()
+            torch.stack(
+                [peer_loss(peer, "cross_entropy", sequence) for sequence in data]
+            ).sum().backward()
             norm = torch.nn.utils.clip_grad_norm_(peer.parameters(), float(number) or float("inf"))
             for group, decay in zip(optimizer.param_groups, (0.1, 0.0), strict=True):
                 group.update(lr=rate, weight_decay=decay)
@@ -229,7 +285,9 @@ def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer)
             assert applied.norm == pytest.approx(float(norm), rel=1e-4)
         params = named(made.params)
         for name, weight in NAMES.items():
-            np.testing.assert_allclose(params[name], weight(peer).detach().numpy(), atol=1e-4, err_msg=name)
+            np.testing.assert_allclose(
+                params[name], weight(peer).detach().numpy(), atol=1e-4, err_msg=name
+            )
     finally:
         with torch.no_grad():
             for name, parameter in peer.named_parameters():
@@ -243,15 +301,23 @@ def test_nothing_compiles_for_another_loss_another_constant_or_another_rate():
     made.optim_step(AdamParams())
     warm = made.programs_compiled
     for loss in LOSSES:
-        made.forward_backward(data, loss=loss, **{name: value / 2 for name, value in CONSTANTS.get(loss, {}).items()})
-        made.optim_step(AdamParams(learning_rate=1e-3, grad_clip_norm=0.5, weight_decay=0.1, beta1=0.5, eps=1e-4))
+        made.forward_backward(
+            data, loss=loss, **{name: value / 2 for name, value in CONSTANTS.get(loss, {}).items()}
+        )
+        made.optim_step(
+            AdamParams(
+                learning_rate=1e-3, grad_clip_norm=0.5, weight_decay=0.1, beta1=0.5, eps=1e-4
+            )
+        )
     assert made.programs_compiled == warm
 
 
 def test_rows_that_are_halved_give_the_same_log_probs():
     data = sequences(9)
     whole, halved = learner(pack_length=64), learner(pack_length=512)
-    for a, b in zip(whole.forward_backward(data).logprobs, halved.forward_backward(data).logprobs, strict=True):
+    for a, b in zip(
+        whole.forward_backward(data).logprobs, halved.forward_backward(data).logprobs, strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
@@ -283,20 +349,30 @@ def test_twins_share_programs_and_frozen_parameters_but_no_update():
     made.forward_backward(data)
     made.optim_step(AdamParams())
     twin, warm = made.twin(), made.programs_compiled
-    np.testing.assert_array_equal(np.concatenate(twin.forward(data)), np.concatenate(made.forward(data)))
+    np.testing.assert_array_equal(
+        np.concatenate(twin.forward(data)), np.concatenate(made.forward(data))
+    )
     warm = made.programs_compiled
     twin.forward_backward(data)
     twin.optim_step(AdamParams(learning_rate=0.1))
     assert twin.programs_compiled == made.programs_compiled == warm
-    assert np.abs(np.concatenate(twin.forward(data)) - np.concatenate(made.forward(data))).max() > 1e-3
+    assert (
+        np.abs(np.concatenate(twin.forward(data)) - np.concatenate(made.forward(data))).max() > 1e-3
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"loss": "pop"}, "no loss is called 'pop'; choose one of cross_entropy"),
-        ({"loss": "ppo", "beta": 1.0}, "ppo has no constant beta; it has clip_low_threshold, clip_high_threshold"),
-        ({"loss": "ppo", "drop": "old_logprob"}, "needs old_logprob of every sequence, which sequence 0 lacks"),
+        (
+            {"loss": "ppo", "beta": 1.0},
+            "ppo has no constant beta; it has clip_low_threshold, clip_high_threshold",
+        ),
+        (
+            {"loss": "ppo", "drop": "old_logprob"},
+            "needs old_logprob of every sequence, which sequence 0 lacks",
+        ),
         ({"loss": "dro", "drop": "advantage"}, "needs advantage of every sequence"),
         ({"loss": "gspo", "drop": "ratio_mask"}, "needs ratio_mask of every sequence"),
         ({"loss": "gspo", "ratio_mask": 0.0}, "the ratio mask of sequence 0 is 0 everywhere"),
@@ -324,4 +400,6 @@ def test_a_sequence_is_checked_when_it_is_made():
     with pytest.raises(ValueError, match="4 token ids, but a loss mask of 3"):
         TrainingSequence(token_ids=ids, loss_mask=np.array([False, True, True]))
     with pytest.raises(ValueError, match=r"weight has shape \(2,\); there are 1 scored tokens"):
-        TrainingSequence(token_ids=ids, loss_mask=np.array([False, False, False, True]), weight=np.ones(2))
+        TrainingSequence(
+            token_ids=ids, loss_mask=np.array([False, False, False, True]), weight=np.ones(2)
+        )

@@ -24,14 +24,18 @@ def with_parts(made: Trajectory, reward: float) -> Trajectory:
 
 
 CALLS = [[call(reward=0.5)], [call(error="timeout")]]
-TURNS = trajectory([1, 2], [10, 11, 7, 12, 8, 13, 9, 14, 15], mask=[1, 1, 0, 1, 0, 1, 0, 1, 1], calls=CALLS)
+TURNS = trajectory(
+    [1, 2], [10, 11, 7, 12, 8, 13, 9, 14, 15], mask=[1, 1, 0, 1, 0, 1, 0, 1, 1], calls=CALLS
+)
 WHOLE = with_parts(TURNS, 1.0)
 BEGINNING = trajectory([1, 2], [10, 11, 7, 12], mask=[1, 1, 0, 1], calls=CALLS, index=9)
 END = trajectory([1, 3, 3], [13, 9, 14, 15], mask=[1, 0, 1, 1])
 SPLIT = with_parts(replace(numbered(END, 2, 3), segments=(numbered(BEGINNING, 0, 1),)), 1.0)
 """The turns of WHOLE; its history was compacted after two of them, and what the second was answered with left out."""
 
-OTHER = with_parts(trajectory([1, 2], [20, 7, 21], mask=[1, 0, 1], calls=[[call(reward=0.25)]], index=1), 0.0)
+OTHER = with_parts(
+    trajectory([1, 2], [20, 7, 21], mask=[1, 0, 1], calls=[[call(reward=0.25)]], index=1), 0.0
+)
 THIRD = with_parts(trajectory([1, 2], [30], index=2), 0.25)
 
 
@@ -53,7 +57,9 @@ def estimate(groups: Sequence[Group], config: AlgorithmConfig) -> list[np.ndarra
     samples = valued(scored_batch(groups, turn_reward=config.turn_reward))
     made = advantages.compute(samples, config)
     kinds = [made.advantages, *([made.returns] if made.returns else [])]
-    return [values[mask] for kind in kinds for values, mask in zip(kind, samples.masks, strict=True)]
+    return [
+        values[mask] for kind in kinds for values, mask in zip(kind, samples.masks, strict=True)
+    ]
 
 
 def settings(estimator: str) -> AlgorithmConfig:
@@ -99,7 +105,10 @@ def test_a_session_weighs_the_same_in_one_context_or_in_two(mode: str):
     config = AlgorithmConfig(loss_agg_mode=mode, loss_scale_factor=10)  # type: ignore[arg-type]
     one, two = (
         mini_batch_terms(
-            build_experience([of(t)], config, Scores(), kl_coef=0.0, masked=()), slice(0, 3), config, kl_coef=0.0
+            build_experience([of(t)], config, Scores(), kl_coef=0.0, masked=()),
+            slice(0, 3),
+            config,
+            kl_coef=0.0,
         )[0]["weight"]
         for t in (WHOLE, SPLIT)
     )
@@ -130,12 +139,16 @@ def in_layout(by_time: Sequence[float]) -> np.ndarray:
 def test_discounts_and_the_critics_values_follow_the_order_in_which_turns_were_sampled():
     gamma, lam = 0.9, 0.8
     config = AlgorithmConfig(adv_estimator="gae", gamma=gamma, lam=lam)
-    samples = valued(scored_batch([Group(group_id="g", trajectories=(SESSION,))], turn_reward="none"))
+    samples = valued(
+        scored_batch([Group(group_id="g", trajectories=(SESSION,))], turn_reward="none")
+    )
     (returns,) = advantages.compute(samples, config).returns or []
     values = np.append(np.cos(IN_TIME), 0.0)
     rewards = np.array([0, 0, 0, 0, 0, 1.0])
     deltas = rewards + gamma * values[1:] - values[:-1]
-    by_time = [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, 6)) + values[t] for t in range(6)]
+    by_time = [
+        sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, 6)) + values[t] for t in range(6)
+    ]
     np.testing.assert_allclose(returns[samples.masks[0]], in_layout(by_time), atol=1e-12)
 
     config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=gamma)
@@ -161,5 +174,12 @@ def test_treerl_credits_the_gain_over_the_prompt_to_the_first_turn_alone():
     config = AlgorithmConfig(adv_estimator="treerl")
     mine, others = estimate([Group(group_id="g", trajectories=(SESSION, other))], config)
     # leaves of two: 1 and -1 (reward minus the other's); V is a leaf's own on its turns, 0 at the prompt
-    assert dict(zip(LAID_OUT, mine.tolist(), strict=True)) == {10: 2, 11: 2, 40: 1, 50: 1, 41: 1, 12: 1}
+    assert dict(zip(LAID_OUT, mine.tolist(), strict=True)) == {
+        10: 2,
+        11: 2,
+        40: 1,
+        50: 1,
+        41: 1,
+        12: 1,
+    }
     assert others.tolist() == [-2]

@@ -36,15 +36,22 @@ async def researcher(base_url, api_key, row):
         async def talk(messages: list[dict], lines: list[str]) -> str:
             for line in lines:
                 messages.append({"role": "user", "content": line})
-                answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=6)
+                answer = await client.chat.completions.create(
+                    model="m", messages=messages, max_tokens=6
+                )
                 messages.append({"role": "assistant", "content": answer.choices[0].message.content})
             return messages[-1]["content"]
 
         system = {"role": "system", "content": "answer questions"}
         main = [system]
         await talk(main, [f"step {i}" for i in range(8)])
-        helpers = ([{"role": "system", "content": "you help with part x"}], list(main))  # the second knows all so far
-        found = await asyncio.gather(*(talk(helper, ["find", "more", "most", "sum up"]) for helper in helpers))
+        helpers = (
+            [{"role": "system", "content": "you help with part x"}],
+            list(main),
+        )  # the second knows all so far
+        found = await asyncio.gather(
+            *(talk(helper, ["find", "more", "most", "sum up"]) for helper in helpers)
+        )
         await talk(main, [f"they say {' and '.join(found)}", "go on"])
         summary = await talk(main, ["summarize"])
         await talk([system], [f"so far: {summary}", *(f"then {i}" for i in range(4))])
@@ -52,21 +59,28 @@ async def researcher(base_url, api_key, row):
 
 async def short(base_url, api_key, row):
     async with client_of(base_url, api_key) as client:
-        messages = [{"role": "system", "content": "answer questions"}, {"role": "user", "content": "step 0"}]
+        messages = [
+            {"role": "system", "content": "answer questions"},
+            {"role": "user", "content": "step 0"},
+        ]
         await client.chat.completions.create(model="m", messages=messages, max_tokens=6)
 
 
 async def recorded() -> tuple[list[Trajectory], list[Calls]]:
     """Two sessions of a group, and the engine's own record of each."""
     trajectories, calls = [], []
-    async with tiny_context(max_assistant_turns=99, max_user_turns=99, max_response_length=400) as context:
+    async with tiny_context(
+        max_assistant_turns=99, max_user_turns=99, max_response_length=400
+    ) as context:
         backend: Watched = context.client.servers[0].backend
         for reward, agent in enumerate((short, researcher)):
             backend.seen.clear()
             made = await trajectory_of(agent, context, seed=reward)
             assert_exact(made, backend)
             trajectories.append(replace(made, trajectory_id=f"t-{reward}", reward=float(reward)))
-            calls.append([(request.prompt_ids, output.token_ids) for request, output in backend.seen])
+            calls.append(
+                [(request.prompt_ids, output.token_ids) for request, output in backend.seen]
+            )
     return trajectories, calls
 
 
@@ -94,16 +108,25 @@ def by_hand(peer, calls: Calls) -> dict[str, np.ndarray]:
     return {name: weight(peer).grad.numpy().copy() for name, weight in NAMES.items()}
 
 
-async def test_the_gradient_of_a_compacted_session_with_sub_agents_is_that_of_its_calls_one_by_one(tmp_path: Path):
+async def test_the_gradient_of_a_compacted_session_with_sub_agents_is_that_of_its_calls_one_by_one(
+    tmp_path: Path,
+):
     from transformers import AutoModelForCausalLM
 
     trajectories, calls = await recorded()
     session = trajectories[1]
     assert len(calls[1]) == 24
     # the second sub-agent goes on from the first eight turns, as their caller does after it
-    assert [(s.sequence.num_turns, s.turns) for s in session_graph(session)] == [(12, 0), (4, 0), (3, 8), (5, 0)]
+    assert [(s.sequence.num_turns, s.turns) for s in session_graph(session)] == [
+        (12, 0),
+        (4, 0),
+        (3, 8),
+        (5, 0),
+    ]
     save_hf(tmp_path, CONFIG, params())
-    peer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    peer = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, attn_implementation="eager"
+    )
     sums = [by_hand(peer, own) for own in calls]
     lengths = [sum(len(sampled) for _, sampled in own) for own in calls]
     group = Group(group_id="g", trajectories=tuple(trajectories))

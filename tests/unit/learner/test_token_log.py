@@ -20,13 +20,17 @@ def made_of(*members: Trajectory, masked: tuple[str, ...] = ()):
     """The log of a group whose learner finds every token at -2 nats."""
     group = Group(group_id="g", trajectories=members)
     old = [np.full(sum(sum(s.loss_mask) for s in t.sequences), -2.0) for t in members]
-    return build_experience([group], CONFIG, Scores(old=old), kl_coef=0.0, masked=masked).by_trajectory([group])
+    return build_experience(
+        [group], CONFIG, Scores(old=old), kl_coef=0.0, masked=masked
+    ).by_trajectory([group])
 
 
 def test_every_trained_token_has_its_advantage_and_the_learners_log_prob():
     good = trajectory([5], [7, 8, 9], mask=[1, 0, 1], reward=1.0, index=0)
     log = made_of(good, trajectory([5], [7], index=1))
-    np.testing.assert_array_equal(log["g-0"]["advantages"], [0.5, 0.5])  # dr_grpo: reward minus the group's mean
+    np.testing.assert_array_equal(
+        log["g-0"]["advantages"], [0.5, 0.5]
+    )  # dr_grpo: reward minus the group's mean
     np.testing.assert_array_equal(log["g-1"]["advantages"], [-0.5])
     np.testing.assert_array_equal(log["g-0"]["old_logprobs"], [-2, -2])
     record = trajectory_record(good, step=1, split="train", token_values=log["g-0"])
@@ -42,11 +46,22 @@ def test_what_only_counts_in_baselines_has_no_log():
 def test_a_trajectory_of_several_contexts_has_one_number_for_each_sampled_id(change: str):
     whole = trajectory([5], [7, 1, 8, 1, 9, 6], mask=[1, 0, 1, 0, 1, 1], reward=1.0, index=0)
     segment = trajectory([5], [3, 4], index=9)
-    whole = replace(whole, segments=(segment,)) if change == "segments" else replace(whole, history_window=1)
+    whole = (
+        replace(whole, segments=(segment,))
+        if change == "segments"
+        else replace(whole, history_window=1)
+    )
     log = made_of(whole, trajectory([5], [7], index=1))["g-0"]
     numbered = {"advantages": np.arange(1.0, 1 + len(log["advantages"]))}
     record = trajectory_record(whole, step=1, split="train", token_values=numbered)
     if change == "segments":
-        assert record["segments"][0]["advantages"] == [1, 2] and record["advantages"] == [3, 0, 4, 0, 5, 6]
+        assert record["segments"][0]["advantages"] == [1, 2] and record["advantages"] == [
+            3,
+            0,
+            4,
+            0,
+            5,
+            6,
+        ]
     else:
         assert len(whole.sequences) == 2 and record["advantages"] == [1, 0, 2, 0, 3, 4]

@@ -13,7 +13,9 @@ def plain(q, k, v, subtree_end, sinks=None):
     """Every head by itself, all scores at once."""
     group = q.shape[1] // k.shape[1]
     index = jnp.arange(q.shape[2])
-    visible = (index[None, None] <= index[None, :, None]) & (index[None, :, None] < subtree_end[:, None])
+    visible = (index[None, None] <= index[None, :, None]) & (
+        index[None, :, None] < subtree_end[:, None]
+    )
     k, v = jnp.repeat(k, group, 1), jnp.repeat(v, group, 1)
     scores = jnp.einsum("bhtd,bhsd->bhts", q, k) / q.shape[-1] ** 0.5
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
@@ -27,7 +29,9 @@ def scaled(q, k, v, subtree_end, sinks=None):
     return tree_attention(q * q.shape[-1] ** -0.5, k, v, TreeMask(subtree_end), sinks)
 
 
-@pytest.mark.parametrize(("length", "with_sinks"), [(1, False), (100, False), (128, True), (300, False), (300, True)])
+@pytest.mark.parametrize(
+    ("length", "with_sinks"), [(1, False), (100, False), (128, True), (300, False), (300, True)]
+)
 def test_outputs_and_gradients_equal_those_of_plain_attention(length: int, with_sinks: bool):
     rng = np.random.default_rng(length)
     q = rng.standard_normal((2, 6, length, 8)).astype(np.float32)
@@ -46,8 +50,12 @@ def test_outputs_and_gradients_equal_those_of_plain_attention(length: int, with_
 
     arrays = (q, k, v, sinks)
     np.testing.assert_allclose(
-        scaled(q, k, v, jnp.asarray(ends), sinks), plain(q, k, v, jnp.asarray(ends), sinks), atol=2e-5
+        scaled(q, k, v, jnp.asarray(ends), sinks),
+        plain(q, k, v, jnp.asarray(ends), sinks),
+        atol=2e-5,
     )
-    got, expected = (jax.tree.leaves(jax.grad(loss(function))(arrays)) for function in (scaled, plain))
+    got, expected = (
+        jax.tree.leaves(jax.grad(loss(function))(arrays)) for function in (scaled, plain)
+    )
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)

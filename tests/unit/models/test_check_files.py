@@ -41,7 +41,9 @@ def test_a_tensor_of_another_shape_is_named(model):
 
 
 def test_a_tensor_too_many_is_named(model):
-    change(model, lambda tensors: tensors.update({"extra.weight": tensors["model.norm.weight"].copy()}))
+    change(
+        model, lambda tensors: tensors.update({"extra.weight": tensors["model.norm.weight"].copy()})
+    )
     with pytest.raises(ModelError, match="1 tensors are not part of"):
         check_files(model)
 

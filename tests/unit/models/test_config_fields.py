@@ -37,7 +37,9 @@ def small(family: str) -> dict[str, Any]:
         left_out = ("num_local_experts",)
     elif family == "gpt_oss":
         left_out = ("num_experts", "moe_intermediate_size")
-    return {"model_type": family} | {name: value for name, value in SMALL.items() if name not in left_out}
+    return {"model_type": family} | {
+        name: value for name, value in SMALL.items() if name not in left_out
+    }
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
@@ -76,8 +78,12 @@ def test_what_is_read_is_written_and_read_again(family: str):
         read += 1
         written = json.loads(json.dumps(write_config(config)))
         assert read_config(written) == config, label
-        carried = {name: value for name, value in read_config(written).carried.items() if value is not None}
-        assert carried == {name: value for name, value in config.carried.items() if value is not None}, label
+        carried = {
+            name: value for name, value in read_config(written).carried.items() if value is not None
+        }
+        assert carried == {
+            name: value for name, value in config.carried.items() if value is not None
+        }, label
     assert read > 10
 
 
@@ -91,7 +97,9 @@ INERT = {
 
 
 @given(family=st.sampled_from(TEXT_FAMILIES), inert=st.fixed_dictionaries({}, optional=INERT))
-def test_what_has_no_effect_is_written_again_and_makes_no_other_model(family: str, inert: dict[str, Any]):
+def test_what_has_no_effect_is_written_again_and_makes_no_other_model(
+    family: str, inert: dict[str, Any]
+):
     raw = small(family)
     config = read_config(raw | inert)
     assert config == read_config(raw) and hash(config) == hash(read_config(raw))
@@ -100,7 +108,12 @@ def test_what_has_no_effect_is_written_again_and_makes_no_other_model(family: st
 
 
 def test_bookkeeping_of_the_old_file_is_not_written():
-    old = {"torch_dtype": "bfloat16", "transformers_version": "4.40", "_name_or_path": "/x", "auto_map": {"a": "b"}}
+    old = {
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40",
+        "_name_or_path": "/x",
+        "auto_map": {"a": "b"},
+    }
     written = write_config(read_config(small("llama") | old))
     assert not old.keys() & written.keys()
 

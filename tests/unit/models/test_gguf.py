@@ -20,7 +20,9 @@ TOKENS = ["<unk>", "<bos>", "<eos>", *(chr(c) for c in range(33, 60)), "Ġ", "a"
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """As llama.cpp's converter does: halves of each head interleaved."""
     rows, columns = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
 
 
 def weights() -> dict[str, np.ndarray]:
@@ -100,7 +102,11 @@ def test_weights_and_config_survive_the_conversion(tmp_path: Path):
     tensors = weights()
     convert_gguf(write(tmp_path / "m.gguf", tensors), tmp_path / "hf")
     config, params = load_hf(tmp_path / "hf")
-    assert (config.num_layers, config.num_kv_heads, config.tie_word_embeddings) == (LAYERS, KV_HEADS, True)
+    assert (config.num_layers, config.num_kv_heads, config.tie_word_embeddings) == (
+        LAYERS,
+        KV_HEADS,
+        True,
+    )
     for i in range(LAYERS):
         np.testing.assert_array_equal(params["layers"]["q"][i], tensors[f"blk.{i}.attn_q"])
         np.testing.assert_array_equal(params["layers"]["k"][i], tensors[f"blk.{i}.attn_k"])
@@ -123,7 +129,9 @@ def test_special_tokens_are_single_and_digits_are_split(tmp_path: Path):
     assert tokenizer.convert_ids_to_tokens(ids) == ["<eos>", "1", "2"]
 
 
-@pytest.mark.parametrize(("change", "message"), [({"arch": "bert"}, "bert"), ({"pre": "exotic"}, "exotic")])
+@pytest.mark.parametrize(
+    ("change", "message"), [({"arch": "bert"}, "bert"), ({"pre": "exotic"}, "exotic")]
+)
 def test_what_is_not_supported_is_named(tmp_path: Path, change: dict, message: str):
     with pytest.raises(ModelError, match=message):
         convert_gguf(write(tmp_path / "m.gguf", weights(), **change), tmp_path / "hf")
@@ -150,7 +158,9 @@ SCALINGS = {
             "llama.rope.scaling.finetuned": True,
         },
         YarnScaling(
-            factor=8.0, original_max_position_embeddings=32, attention_factor=pytest.approx(0.1 * math.log(8) + 1)
+            factor=8.0,
+            original_max_position_embeddings=32,
+            attention_factor=pytest.approx(0.1 * math.log(8) + 1),
         ),
     ),
 }
@@ -170,13 +180,18 @@ def test_factors_of_frequencies_are_the_scaling_of_llama_3(tmp_path: Path):
 
     rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling = rope | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
-    config = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=SIZE, rope_parameters=scaling)
+    config = LlamaConfig(
+        hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=SIZE, rope_parameters=scaling
+    )
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
     plain, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     factors = (plain / scaled).numpy().astype(np.float32)
     found = converted(tmp_path, {"rope_freqs.weight": factors}, freq_base=500000.0)
     assert found.rope.scaling == Llama3Scaling(
-        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
     )
 
 
@@ -226,10 +241,14 @@ def test_heads_may_be_larger_than_their_share_of_the_model(tmp_path: Path):
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_what_would_change_the_model_and_is_not_converted_is_refused_by_name(tmp_path: Path, more: dict[str, Any]):
+def test_what_would_change_the_model_and_is_not_converted_is_refused_by_name(
+    tmp_path: Path, more: dict[str, Any]
+):
     with pytest.raises(ModelError) as caught:
         converted(tmp_path, more)
-    assert next(iter(more)).removesuffix(".type") in str(caught.value) or "longrope" in str(caught.value)
+    assert next(iter(more)).removesuffix(".type") in str(caught.value) or "longrope" in str(
+        caught.value
+    )
     assert not (tmp_path / "hf").exists()
 
 
@@ -249,4 +268,7 @@ def test_a_model_that_begins_texts_with_a_token_keeps_doing_so(tmp_path: Path):
     more = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eot_token_id": 3}
     convert_gguf(write(tmp_path / "m.gguf", weights(), more=more), tmp_path / "hf")
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("1")["input_ids"][0] == 1
-    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [2, 3]
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [
+        2,
+        3,
+    ]

@@ -12,7 +12,9 @@ from jax_agent_rl.models.moe import grouped_product
 SIZES = [5, 0, 700, 3, 0, 92]  # groups without rows, one that fills a tile, several in one
 
 
-def expected(x: np.ndarray, weight: np.ndarray, d_out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def expected(
+    x: np.ndarray, weight: np.ndarray, d_out: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the output and the gradients with respect to x and weight."""
     out, d_x, d_weight = np.zeros_like(d_out), np.zeros_like(x), np.zeros_like(weight)
     ends = np.cumsum(SIZES)
@@ -23,15 +25,22 @@ def expected(x: np.ndarray, weight: np.ndarray, d_out: np.ndarray) -> tuple[np.n
     return out, d_x, d_weight
 
 
-@pytest.mark.parametrize("columns", [None, 1024, 32], ids=["xla", "kernel, one tile", "kernel, tiles and a part"])
-def test_output_and_gradients_are_those_of_a_loop_over_groups(monkeypatch: pytest.MonkeyPatch, columns: int | None):
+@pytest.mark.parametrize(
+    "columns", [None, 1024, 32], ids=["xla", "kernel, one tile", "kernel, tiles and a part"]
+)
+def test_output_and_gradients_are_those_of_a_loop_over_groups(
+    monkeypatch: pytest.MonkeyPatch, columns: int | None
+):
     if columns is not None:
         monkeypatch.setattr(moe, "by_platform", lambda *args, tpu, default: tpu(*args))
         monkeypatch.setattr(moe, "TILE_COLUMNS", columns)
     rows, count = sum(SIZES), sum(SIZES) + 100  # the last are in no group
     draw = np.random.default_rng(0).standard_normal
     x, weight, d_out = draw((count, 48)), draw((len(SIZES), 40, 48)), draw((count, 40))
-    sizes, group = jnp.asarray(SIZES, jnp.int32), jnp.repeat(jnp.arange(len(SIZES)), jnp.asarray(SIZES))
+    sizes, group = (
+        jnp.asarray(SIZES, jnp.int32),
+        jnp.repeat(jnp.arange(len(SIZES)), jnp.asarray(SIZES)),
+    )
 
     @jax.jit
     def run(x, weight, d_out):
@@ -41,7 +50,9 @@ def test_output_and_gradients_are_those_of_a_loop_over_groups(monkeypatch: pytes
     with pltpu.force_tpu_interpret_mode(True):
         found = run(*(jnp.asarray(value, jnp.float32) for value in (x, weight, d_out)))
     for mine, wanted in zip(found, expected(x, weight, d_out), strict=True):
-        np.testing.assert_allclose(mine[:rows] if len(mine) == count else mine, wanted[:rows], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            mine[:rows] if len(mine) == count else mine, wanted[:rows], rtol=1e-4, atol=1e-4
+        )
 
 
 @jax.custom_vjp
@@ -57,34 +68,59 @@ def _ended(rows: jax.Array, sizes: jax.Array, value: float) -> jax.Array:
 def _backward(kept, d_out):
     x, weight, sizes = kept
     product = lambda x, weight: jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)  # noqa: E731
-    d_x, d_weight = jax.vjp(product, _ended(x, sizes, 0), weight)[1](_ended(d_out, sizes, 0))  # as a kernel reads
+    d_x, d_weight = jax.vjp(product, _ended(x, sizes, 0), weight)[1](
+        _ended(d_out, sizes, 0)
+    )  # as a kernel reads
     return _ended(d_x, sizes, jnp.nan), d_weight, None
 
 
 unwritten.defvjp(lambda *args: (unwritten(*args), args), _backward)
 
 
-def test_what_a_product_leaves_in_rows_of_other_shards_reaches_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_product_leaves_in_rows_of_other_shards_reaches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(moe, "_product", unwritten)
     count, tokens, draw = 4, 12, np.random.default_rng(0).standard_normal
-    shapes = {"expert_gate": (count, 6, 8), "expert_up": (count, 6, 8), "expert_down": (count, 8, 6)}
+    shapes = {
+        "expert_gate": (count, 6, 8),
+        "expert_up": (count, 6, 8),
+        "expert_down": (count, 8, 6),
+    }
     layer = {name: jnp.asarray(draw(shape), jnp.float32) for name, shape in shapes.items()}
-    layer |= {f"{name}_bias": jnp.asarray(draw(shape[:2]), jnp.float32) for name, shape in shapes.items()}
-    x, weights = jnp.asarray(draw((tokens, 8)), jnp.float32), jnp.asarray(draw((tokens, 2)), jnp.float32)
-    chosen = jnp.asarray(np.random.default_rng(1).permuted(np.tile(np.arange(count + 2), (tokens, 1)), axis=1)[:, :2])
+    layer |= {
+        f"{name}_bias": jnp.asarray(draw(shape[:2]), jnp.float32) for name, shape in shapes.items()
+    }
+    x, weights = (
+        jnp.asarray(draw((tokens, 8)), jnp.float32),
+        jnp.asarray(draw((tokens, 2)), jnp.float32),
+    )
+    chosen = jnp.asarray(
+        np.random.default_rng(1).permuted(np.tile(np.arange(count + 2), (tokens, 1)), axis=1)[:, :2]
+    )
     chosen = jnp.minimum(chosen, count)  # a third of the choices are other shards'
 
     def grouped(layer, x, weights):
-        return jnp.sum(moe._weighted(layer, x, weights, chosen, lambda gate, up: jax.nn.silu(gate) * up) ** 2)
+        return jnp.sum(
+            moe._weighted(layer, x, weights, chosen, lambda gate, up: jax.nn.silu(gate) * up) ** 2
+        )
 
     def one_by_one(layer, x, weights):
         def of(token, choice):
-            pick = {name: value[jnp.minimum(chosen[token, choice], count - 1)] for name, value in layer.items()}
-            gate, up = (pick[name] @ x[token] + pick[f"{name}_bias"] for name in ("expert_gate", "expert_up"))
+            pick = {
+                name: value[jnp.minimum(chosen[token, choice], count - 1)]
+                for name, value in layer.items()
+            }
+            gate, up = (
+                pick[name] @ x[token] + pick[f"{name}_bias"]
+                for name in ("expert_gate", "expert_up")
+            )
             out = pick["expert_down"] @ (jax.nn.silu(gate) * up) + pick["expert_down_bias"]
             return jnp.where(chosen[token, choice] < count, weights[token, choice] * out, 0)
 
         return sum(jnp.sum((of(token, 0) + of(token, 1)) ** 2) for token in range(tokens))
 
-    found, wanted = (jax.value_and_grad(f, argnums=(0, 1, 2))(layer, x, weights) for f in (grouped, one_by_one))
+    found, wanted = (
+        jax.value_and_grad(f, argnums=(0, 1, 2))(layer, x, weights) for f in (grouped, one_by_one)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, wanted)

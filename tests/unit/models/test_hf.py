@@ -12,7 +12,14 @@ from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import ModelError, WeightUpdateError
 from jax_agent_rl.models.families import read_config, write_config
-from jax_agent_rl.models.hf import check_files, hf_tensors, load_config, load_hf, load_params, save_hf
+from jax_agent_rl.models.hf import (
+    check_files,
+    hf_tensors,
+    load_config,
+    load_hf,
+    load_params,
+    save_hf,
+)
 from tests.tiny import TINY, full_logits, tiny_params
 
 
@@ -41,12 +48,18 @@ def test_whoever_reads_the_configuration_reads_the_weights(folder: Path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_attention_heads": ...}, "num_attention_heads is missing, expected a positive integer"),
+        (
+            {"num_attention_heads": ...},
+            "num_attention_heads is missing, expected a positive integer",
+        ),
         ({"vocab_size": None}, "vocab_size=None"),
         ({"hidden_size": "32"}, "hidden_size='32'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"intermediate_size": True}, "intermediate_size=True"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads=4 is not a multiple of num_key_value_heads=3",
+        ),
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
         ({"eos_token_id": [2, None]}, r"eos_token_id=\[2, None\]"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
@@ -57,7 +70,9 @@ def test_whoever_reads_the_configuration_reads_the_weights(folder: Path):
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
-def test_a_field_that_is_missing_or_wrong_is_named_with_its_value(folder: Path, fields: dict, message: str):
+def test_a_field_that_is_missing_or_wrong_is_named_with_its_value(
+    folder: Path, fields: dict, message: str
+):
     (folder / "generation_config.json").unlink()
     change(folder / "config.json", **fields)
     with pytest.raises(ModelError, match=message) as caught:
@@ -78,7 +93,9 @@ def test_a_null_eos_is_no_eos(folder: Path):
         change(folder / name, eos_token_id=None)
     config = load_config(folder)
     assert config.eos_token_ids == ()
-    assert write_config(config)["eos_token_id"] is None and read_config(write_config(config)) == config
+    assert (
+        write_config(config)["eos_token_id"] is None and read_config(write_config(config)) == config
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,10 +127,15 @@ def test_weights_that_were_cut_off_or_are_not_there_are_named(folder: Path):
     ("tensor", "message"),
     [
         (None, r"'model.layers.1.mlp.up_proj.weight' is missing"),
-        (np.zeros((3, 4), np.float32), r"up_proj.weight has shape \(3, 4\), config.json says \(48, 32\)"),
+        (
+            np.zeros((3, 4), np.float32),
+            r"up_proj.weight has shape \(3, 4\), config.json says \(48, 32\)",
+        ),
     ],
 )
-def test_a_tensor_that_is_missing_or_of_another_shape_is_named(folder: Path, tensor: object, message: str):
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
+    folder: Path, tensor: object, message: str
+):
     file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(file)
     del tensors[name]
@@ -149,7 +171,9 @@ def in_shards(folder: Path) -> None:
 def test_an_export_over_shards_of_another_model_is_refused_and_leaves_them(folder: Path):
     in_shards(folder)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(ModelError, match=r"is not empty; name a new folder \(it holds model-00001-of-00002"):
+    with pytest.raises(
+        ModelError, match=r"is not empty; name a new folder \(it holds model-00001-of-00002"
+    ):
         save_hf(folder, TINY, tiny_params(1))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
@@ -176,7 +200,9 @@ def test_a_weight_that_float16_cannot_hold_is_named_with_its_tensor(folder: Path
     params = tiny_params()
     params["final_norm"] = params["final_norm"].at[0].set(1e5)
     half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
-    with pytest.raises(ModelError, match=r"'model.norm.weight'.*not finite in float16, which ends at 65504"):
+    with pytest.raises(
+        ModelError, match=r"'model.norm.weight'.*not finite in float16, which ends at 65504"
+    ):
         save_hf(tmp_path / "half", TINY, half)
     save_hf(tmp_path / "wide", TINY, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
     with pytest.raises(WeightUpdateError, match="100000 is beyond float16"):
@@ -206,20 +232,35 @@ def with_head(folder: Path, head: np.ndarray) -> None:
     save_file(load_file(file) | {"lm_head.weight": head}, file, metadata={"format": "pt"})
 
 
-def test_a_head_of_its_own_is_used_although_the_configuration_says_tied(folder: Path, tmp_path: Path, caplog):
+def test_a_head_of_its_own_is_used_although_the_configuration_says_tied(
+    folder: Path, tmp_path: Path, caplog
+):
     """As in transformers, whose logits are the reference."""
     torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
     with_head(folder, np.random.default_rng(3).standard_normal((97, 32)).astype(np.float32))
     config, params = load_hf(folder)
-    assert not config.tie_word_embeddings and load_config(folder) == config and check_files(folder) == config
+    assert (
+        not config.tie_word_embeddings
+        and load_config(folder) == config
+        and check_files(folder) == config
+    )
     assert "tie_word_embeddings" in caplog.text
     ids = list(range(3, 20))
     with torch.no_grad():
-        expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0].numpy()
-    np.testing.assert_allclose(full_logits(params, ids, config), expected, atol=2e-4 * np.abs(expected).max())
+        expected = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids]))
+            .logits[0]
+            .numpy()
+        )
+    np.testing.assert_allclose(
+        full_logits(params, ids, config), expected, atol=2e-4 * np.abs(expected).max()
+    )
     save_hf(tmp_path / "exported", config, params)
     np.testing.assert_array_equal(load_hf(tmp_path / "exported")[1]["lm_head"], params["lm_head"])
-    assert json.loads((tmp_path / "exported" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert (
+        json.loads((tmp_path / "exported" / "config.json").read_text())["tie_word_embeddings"]
+        is False
+    )
 
 
 def test_a_head_that_repeats_the_embeddings_is_tied(folder: Path):

@@ -35,7 +35,9 @@ def test_a_model_that_was_moved_or_cut_into_shards_is_the_same(folder: Path):
         file = f"part-{number % 3}.safetensors"
         weight_map[name] = file
     for file in set(weight_map.values()):
-        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, moved / file)
+        save_file(
+            {name: tensors[name] for name in tensors if weight_map[name] == file}, moved / file
+        )
     (moved / "model.safetensors").unlink()
     (moved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert model_fingerprints(moved) == before
@@ -58,8 +60,12 @@ def test_each_part_is_told_apart(folder: Path):
     (folder / "tokenizer.json").write_text("{ }")
     file = folder / "config.json"
     raw = json.loads(file.read_text())
-    file.write_text(json.dumps(raw | {"_name_or_path": "x", "transformers_version": "9", "dtype": "bfloat16"}))
-    assert model_fingerprints(folder) == before | {"tokenizer.json": model_fingerprints(folder)["tokenizer.json"]}
+    file.write_text(
+        json.dumps(raw | {"_name_or_path": "x", "transformers_version": "9", "dtype": "bfloat16"})
+    )
+    assert model_fingerprints(folder) == before | {
+        "tokenizer.json": model_fingerprints(folder)["tokenizer.json"]
+    }
     file.write_text(json.dumps(raw | {"rms_norm_eps": 1e-4}))
     assert model_fingerprints(folder)["config.json"] != before["config.json"]
 
@@ -69,7 +75,9 @@ def test_a_model_that_is_served_elsewhere_is_known_by_its_tokenizer(folder: Path
     assert model_fingerprints(folder, weights=False) == {"tokenizer.json": whole["tokenizer.json"]}
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, (8).to_bytes(8, "little") + b'{"a":1}x'])
+@pytest.mark.parametrize(
+    "content", [b"", b"short", b"\xff" * 64, (8).to_bytes(8, "little") + b'{"a":1}x']
+)
 def test_damaged_weights_are_named(folder: Path, content: bytes):
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match="model.safetensors cannot be read"):
@@ -80,11 +88,22 @@ def test_an_adapter_knows_the_model_it_was_trained_over(folder: Path):
     lora = LoraConfig(rank=2)
     adapter = folder.parent / "adapter"
     trained = new_adapters(lora, TINY)
-    save_peft(adapter, lora, TINY, trained, base=str(folder), base_weights=model_fingerprints(folder)[WEIGHTS])
+    save_peft(
+        adapter,
+        lora,
+        TINY,
+        trained,
+        base=str(folder),
+        base_weights=model_fingerprints(folder)[WEIGHTS],
+    )
     moved = shutil.copytree(folder, folder.parent / "moved")
     check_base(adapter, str(moved), key="rollout.adapters.x")
     save_hf(folder.parent / "other", TINY, tiny_params(1))
-    with pytest.raises(ConfigError, match="rollout.adapters.x=.*was trained over another model than model.path="):
+    with pytest.raises(
+        ConfigError, match="rollout.adapters.x=.*was trained over another model than model.path="
+    ):
         check_base(adapter, str(folder.parent / "other"), key="rollout.adapters.x")
     save_peft(folder.parent / "foreign", lora, TINY, trained, base=str(folder))
-    check_base(folder.parent / "foreign", str(folder.parent / "other"), key="rollout.adapters.x")  # it does not say
+    check_base(
+        folder.parent / "foreign", str(folder.parent / "other"), key="rollout.adapters.x"
+    )  # it does not say

@@ -15,7 +15,12 @@ PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 
 
 def folder_of(path: Path, *, images: dict | None = None, **files: dict) -> Path:
-    own = {"image_processor_type": "Qwen2VLImageProcessor", **PATCHES, "min_pixels": 3136, "max_pixels": 12544}
+    own = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        **PATCHES,
+        "min_pixels": 3136,
+        "max_pixels": 12544,
+    }
     for name, content in {"preprocessor_config": images or own, **files}.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return path
@@ -26,7 +31,9 @@ def picture(width: int, height: int) -> Image.Image:
 
 
 def noise(seed: int, width: int = 84, height: int = 56) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    )
 
 
 @pytest.fixture
@@ -54,9 +61,9 @@ def test_two_frames_share_their_ids(patcher: ImageProcessor, frames: int, groups
     video = [picture(84, 56)] * frames
     assert patcher.count("video", video) == groups * patcher.count("video", video[:1])
     processed = patcher.process("video", video)
-    assert processed.grid[0] == groups and len(processed.patches) == np.prod(processed.grid) == 4 * patcher.count(
-        "video", video
-    )
+    assert processed.grid[0] == groups and len(processed.patches) == np.prod(
+        processed.grid
+    ) == 4 * patcher.count("video", video)
 
 
 def test_a_group_holds_its_frames_and_the_last_one_fills_it(tmp_path: Path):
@@ -71,7 +78,9 @@ def test_a_group_holds_its_frames_and_the_last_one_fills_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("size", [(80, 3), (60, 1), (3, 80), (2, 2)])
-def test_the_flattest_images_are_cut_into_as_many_patches_as_are_counted(patcher: ImageProcessor, size):
+def test_the_flattest_images_are_cut_into_as_many_patches_as_are_counted(
+    patcher: ImageProcessor, size
+):
     for kind, item in (("image", picture(*size)), ("video", [picture(*size)])):
         processed = patcher.process(kind, item)
         assert len(processed.patches) == 4 * patcher.count(kind, item)
@@ -95,7 +104,11 @@ def test_frames_have_settings_of_their_own(tmp_path: Path):
 
 def test_pixels_go_before_the_files(tmp_path: Path):
     patcher = ImageProcessor.read(folder_of(tmp_path), pixels=(28 * 28, 56 * 56))
-    assert patcher.count("image", picture(500, 500)) == patcher.count("video", [picture(500, 500)]) == 4
+    assert (
+        patcher.count("image", picture(500, 500))
+        == patcher.count("video", [picture(500, 500)])
+        == 4
+    )
 
 
 def test_a_missing_processor_is_a_model_error(tmp_path: Path):

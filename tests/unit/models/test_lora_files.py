@@ -28,7 +28,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("lora") / "base"
-    LlamaForCausalLM(LlamaConfig(vocab_size=64, **SIZES, **HEADS, initializer_range=0.3)).save_pretrained(folder)
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, **SIZES, **HEADS, initializer_range=0.3)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -37,7 +39,9 @@ def save_adapter(base: Path, folder: Path, **settings: Any) -> np.ndarray:
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(1)
-    lora = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]} | settings)
+    lora = peft.LoraConfig(
+        **{"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]} | settings
+    )
     model = peft.get_peft_model(LlamaForCausalLM.from_pretrained(base), lora)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -72,7 +76,9 @@ def our_logits(base: Path, adapter: Path) -> np.ndarray:
     ],
     ids=str,
 )
-def test_a_plain_adapter_computes_what_peft_does(base: Path, tmp_path: Path, settings: dict[str, Any]):
+def test_a_plain_adapter_computes_what_peft_does(
+    base: Path, tmp_path: Path, settings: dict[str, Any]
+):
     expected = save_adapter(base, tmp_path, **settings)
     np.testing.assert_allclose(our_logits(base, tmp_path), expected, atol=2e-4)
 
@@ -83,7 +89,10 @@ def test_a_plain_adapter_computes_what_peft_does(base: Path, tmp_path: Path, set
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
-        ({"alora_invocation_tokens": [60, 61], "task_type": "CAUSAL_LM"}, "alora_invocation_tokens"),
+        (
+            {"alora_invocation_tokens": [60, 61], "task_type": "CAUSAL_LM"},
+            "alora_invocation_tokens",
+        ),
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias='all'"),
         ({"lora_bias": True}, "lora_bias"),
@@ -95,7 +104,9 @@ def test_a_plain_adapter_computes_what_peft_does(base: Path, tmp_path: Path, set
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_another_kind_of_adapter_is_refused_by_name(base: Path, tmp_path: Path, settings: dict[str, Any], field: str):
+def test_another_kind_of_adapter_is_refused_by_name(
+    base: Path, tmp_path: Path, settings: dict[str, Any], field: str
+):
     save_adapter(base, tmp_path, **settings)
     with pytest.raises(ConfigError, match=f"rollout.adapters.x=.*{field}"):
         read_peft(tmp_path, load_hf(base)[0], key="rollout.adapters.x")
@@ -121,9 +132,29 @@ def test_every_field_of_the_installed_peft_is_off_or_known(plain: Path):
         else:
             passing.add(field.name)
     assert passing == {
-        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-        *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules", "ensure_weight_tying"),
-        *("lora_dropout", "runtime_config", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
+        *(
+            "auto_mapping",
+            "base_model_name_or_path",
+            "inference_mode",
+            "peft_version",
+            "revision",
+            "task_type",
+        ),
+        *(
+            "exclude_modules",
+            "layers_pattern",
+            "layers_to_transform",
+            "target_modules",
+            "ensure_weight_tying",
+        ),
+        *(
+            "lora_dropout",
+            "runtime_config",
+            "corda_config",
+            "eva_config",
+            "loftq_config",
+            "lora_ga_config",
+        ),
         *("megatron_core", "qalora_group_size", "use_rslora"),
     }
 

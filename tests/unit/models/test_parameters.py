@@ -35,15 +35,24 @@ GPT_OSS = replace(
 )
 assert TINY_VL.vision is not None
 QWEN3_TOWER: VisionConfig = replace(
-    TINY_VL.vision, layer_norm=True, gated=False, patch_bias=True, position_grid=4, deepstack_layers=(0, 1)
+    TINY_VL.vision,
+    layer_norm=True,
+    gated=False,
+    patch_bias=True,
+    position_grid=4,
+    deepstack_layers=(0, 1),
 )
 TINY_FAMILIES = {
     "llama": TINY,
-    "gemma3_text": replace(TINY, family="gemma3_text", qk_norm=True, sandwich_norms=True, norm_offset=1.0),
+    "gemma3_text": replace(
+        TINY, family="gemma3_text", qk_norm=True, sandwich_norms=True, norm_offset=1.0
+    ),
     "qwen3_moe": replace(TINY, family="qwen3_moe", qk_norm=True, experts=EXPERTS),
     "gpt_oss": GPT_OSS,
     "qwen2_5_vl": TINY_VL,
-    "qwen3_vl": replace(TINY_VL, family="qwen3_vl", qk_norm=True, qkv_bias=False, vision=QWEN3_TOWER),
+    "qwen3_vl": replace(
+        TINY_VL, family="qwen3_vl", qk_norm=True, qkv_bias=False, vision=QWEN3_TOWER
+    ),
 }
 FAMILY_CONFIGS = [
     *(read_config({"num_key_value_heads": 1, **fields}) for fields in ARCHITECTURES.values()),
@@ -60,7 +69,9 @@ def test_all_families_are_among_the_configurations():
     assert {config.family for config in FAMILY_CONFIGS} | {"ministral"} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("config", FAMILY_CONFIGS, ids=lambda config: f"{config.family}-{config.hidden_size}")
+@pytest.mark.parametrize(
+    "config", FAMILY_CONFIGS, ids=lambda config: f"{config.family}-{config.hidden_size}"
+)
 def test_every_parameter_of_a_family_is_known_with_its_axes(config: DecoderConfig):
     for path, shape in [*leaves(config.parameter_shapes()), *leaves(critic_shapes(config))]:
         parameter = parameter_at(path)
@@ -92,9 +103,13 @@ def test_an_unknown_name_is_refused():
 def test_adapters_and_eight_bits_are_for_matrices():
     targets = {target.removesuffix("_proj") for target in get_args(LoraTarget)}
     assert targets == ADAPTABLE and not any(PARAMETERS[name].is_of_experts for name in ADAPTABLE)
-    for path, shape in leaves(jax.tree.map(lambda x: x.shape, new_adapters(LoraConfig(rank=2), TINY))):
+    for path, shape in leaves(
+        jax.tree.map(lambda x: x.shape, new_adapters(LoraConfig(rank=2), TINY))
+    ):
         parameter = parameter_at(path)
-        assert parameter.is_matrix and len(parameter.axes) == len(shape) and "rank" in parameter.axes
+        assert (
+            parameter.is_matrix and len(parameter.axes) == len(shape) and "rank" in parameter.axes
+        )
     assert {"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"} == QUANTIZED
 
 

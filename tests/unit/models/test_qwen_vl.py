@@ -74,10 +74,16 @@ def changed(path: str, value: object) -> dict[str, Any]:
 def test_the_published_config_is_read_and_written():
     config = read_config(PUBLISHED)
     assert config.rope.sections == (16, 24, 24) and config.rope.theta == 1e6 and config.qkv_bias
-    assert config.vision is not None and config.vision.window_patches == 64 and config.vision.patch_dim == 1176
+    assert (
+        config.vision is not None
+        and config.vision.window_patches == 64
+        and config.vision.patch_dim == 1176
+    )
     assert config.vision.placeholders == {"image": 151655, "video": 151656}
     shapes = jax.tree.leaves(config.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
-    assert sum(int(np.prod(shape)) for shape in shapes) == 8_292_166_656  # as its model card counts, in BF16
+    assert (
+        sum(int(np.prod(shape)) for shape in shapes) == 8_292_166_656
+    )  # as its model card counts, in BF16
     assert read_config(write_config(config)) == config
 
 
@@ -91,7 +97,11 @@ def test_what_is_tied_may_stand_in_the_section_of_text_alone():
     ("field", "value", "message"),
     [
         ("image_token_id", None, "image_token_id=None"),
-        ("rope_scaling", None, "mrope_section is missing, expected three numbers that sum to head_dim / 2 = 64"),
+        (
+            "rope_scaling",
+            None,
+            "mrope_section is missing, expected three numbers that sum to head_dim / 2 = 64",
+        ),
         ("rope_scaling.mrope_section", [16, 24, 16], "that sum to head_dim / 2 = 64"),
         ("rope_scaling.type", "yarn", "type='yarn', expected 'mrope' or 'default'"),
         ("use_sliding_window", True, "use_sliding_window=True is not supported"),
@@ -114,7 +124,9 @@ def test_a_drawn_model_has_the_tower_of_its_config():
     assert jax.tree.map(jnp.shape, drawn) == TINY_VL.parameter_shapes()
     params = tiny_params(config=TINY_VL)
     jax.tree.map(
-        np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(Decoder.from_params(TINY_VL, params))), params
+        np.testing.assert_array_equal,
+        nnx.to_pure_dict(nnx.state(Decoder.from_params(TINY_VL, params))),
+        params,
     )
 
 

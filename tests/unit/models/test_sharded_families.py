@@ -113,6 +113,8 @@ print(config.family, "equal")
 
 
 def test_a_mesh_reads_and_trains_every_family_as_one_device_does():
-    lines = run_on_devices(SCRIPT, flags="")  # Adam makes more of what quick compilation rounds otherwise
+    lines = run_on_devices(
+        SCRIPT, flags=""
+    )  # Adam makes more of what quick compilation rounds otherwise
     families = ("qwen2", "gpt_oss", "glm4", "qwen3_moe", "gemma3_text", "qwen2_5_vl")
     assert lines == [f"{family} equal" for family in families]

@@ -15,7 +15,9 @@ from tests.tiny import TINY, tiny_params
 
 SHAPES = TINY.parameter_shapes()
 HERE = jax.tree.map(
-    lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+    lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    SHAPES,
+    is_leaf=lambda x: isinstance(x, tuple),
 )
 
 
@@ -26,7 +28,9 @@ def write(root: Path, version: int, seed: int) -> tuple[str, str]:
 
 
 def read(folder: str, digest: str | None) -> dict:
-    return stored.StoredParams(folder, manifest_digest=digest).read(SHAPES, dtype=jnp.float32, shardings=HERE)
+    return stored.StoredParams(folder, manifest_digest=digest).read(
+        SHAPES, dtype=jnp.float32, shardings=HERE
+    )
 
 
 def test_what_is_read_is_what_was_written_and_a_removed_version_is_gone(tmp_path: Path):
@@ -71,7 +75,9 @@ def test_another_models_parameters_are_refused_with_both_shapes(tmp_path: Path):
     folder, digest = write(tmp_path, 1, seed=1)
     shapes = {**SHAPES, "final_norm": (33,)}
     with pytest.raises(WeightUpdateError, match=r"final_norm is \(32,\), served is \(33,\)"):
-        stored.StoredParams(folder, manifest_digest=digest).read(shapes, dtype=jnp.float32, shardings=HERE)
+        stored.StoredParams(folder, manifest_digest=digest).read(
+            shapes, dtype=jnp.float32, shardings=HERE
+        )
 
 
 MESHES = """

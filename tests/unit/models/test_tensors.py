@@ -29,12 +29,23 @@ def test_parts_lie_behind_each_other_or_alternate_in_any_order_of_axes():
     axis=st.integers(0, 2),
     interleaved=st.booleans(),
     transposed=st.booleans(),
-    slices=st.tuples(*(st.tuples(st.integers(0, size - 1), st.integers(0, size)) for size in SHAPE)),
+    slices=st.tuples(
+        *(st.tuples(st.integers(0, size - 1), st.integers(0, size)) for size in SHAPE)
+    ),
 )
-def test_any_slice_of_any_part_is_read_back(tmp_path_factory, count, axis, interleaved, transposed, slices):
+def test_any_slice_of_any_part_is_read_back(
+    tmp_path_factory, count, axis, interleaved, transposed, slices
+):
     parts = np.random.default_rng(0).standard_normal((count, *SHAPE)).astype(np.float32)
     stored = [
-        Packed(name="x", number=i, count=count, axis=axis, interleaved=interleaved, transposed=transposed)
+        Packed(
+            name="x",
+            number=i,
+            count=count,
+            axis=axis,
+            interleaved=interleaved,
+            transposed=transposed,
+        )
         for i in range(count)
     ]
     folder: Path = tmp_path_factory.mktemp("packed")
@@ -60,7 +71,9 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path):
     blocks = rng.integers(0, 256, (2, 6, 3, 16)).astype(np.uint8)
     scales = rng.integers(110, 140, (2, 6, 3)).astype(np.uint8)
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "w.safetensors")
-    expected = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
+    expected = convert_moe_packed_tensors(
+        torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
+    ).numpy()
     tensor = open_tensors([tmp_path / "w.safetensors"])["w"]()
     assert tuple(tensor.get_shape()) == expected.shape == (2, 96, 6)
     for index in ((slice(None),) * 3, (slice(1, 2), slice(5, 40), slice(2, 5)), (slice(0, 0),) * 3):

@@ -25,7 +25,10 @@ def forest(runs: list[tuple[int, int]]) -> tuple[jax.Array, jax.Array]:
         begin = max(0, depths[-1] + 1 - back) if depths else 0
         depths += range(begin, begin + length)
     depths = (depths + [0] * COUNT)[:COUNT]
-    ends = [next((j for j in range(i + 1, COUNT) if depths[j] <= d), COUNT) for i, d in enumerate(depths)]
+    ends = [
+        next((j for j in range(i + 1, COUNT) if depths[j] <= d), COUNT)
+        for i, d in enumerate(depths)
+    ]
     return jnp.array([ends], jnp.int32), jnp.array([depths], jnp.int32)
 
 
@@ -36,9 +39,13 @@ def drawn(seed: int, *shape: int) -> jax.Array:
 @jax.jit
 def interpreted(q, k, v, vision_processor, d_out):
     """Output and gradients, by the kernels."""
-    with pltpu.force_tpu_interpret_mode(True):  # as XLA's operations; the default's callbacks take seconds
+    with pltpu.force_tpu_interpret_mode(
+        True
+    ):  # as XLA's operations; the default's callbacks take seconds
         out, normalizer = tree_kernel.forward(q, k, v, vision_processor, block=128)
-        return out, *tree_kernel.backward(q, k, v, vision_processor, out, normalizer, d_out, block=128)
+        return out, *tree_kernel.backward(
+            q, k, v, vision_processor, out, normalizer, d_out, block=128
+        )
 
 
 @jax.jit
@@ -51,11 +58,15 @@ def expected(q, k, v, vision_processor, d_out):
 RUNS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), min_size=1, max_size=5)
 
 
-def assert_equal_to_blocks(vision_processor: TreeMask, *, group: int, asking: slice = slice(None)) -> None:
+def assert_equal_to_blocks(
+    vision_processor: TreeMask, *, group: int, asking: slice = slice(None)
+) -> None:
     q, d_out = (drawn(seed, 1, 2 * group, COUNT, 8)[:, :, asking] for seed in (0, 1))
     k, v = (drawn(seed, 1, 2, COUNT, 8) for seed in (2, 3))
     for got, wanted in zip(
-        interpreted(q, k, v, vision_processor, d_out), expected(q, k, v, vision_processor, d_out), strict=True
+        interpreted(q, k, v, vision_processor, d_out),
+        expected(q, k, v, vision_processor, d_out),
+        strict=True,
     ):
         np.testing.assert_allclose(got, wanted, atol=2e-5)
 

@@ -10,8 +10,14 @@ from tests.examples import examples
 from tests.tiny_vision import IMAGE, TINY_VISION, VIDEO, drawn
 
 PROCESSOR = VisionProcessor(vision=TINY_VISION, patcher=None)  # type: ignore[arg-type]  # patches are made here
-IMAGES = [drawn(seed, (1, 4, 4)) for seed in range(2)] + [drawn(2, (1, 2, 4)), drawn(3, (1, 4, 4), "video")]
-pieces = st.lists(st.one_of(st.integers(3, 5), st.sampled_from(range(len(IMAGES))).map(lambda i: -1 - i)), max_size=6)
+IMAGES = [drawn(seed, (1, 4, 4)) for seed in range(2)] + [
+    drawn(2, (1, 2, 4)),
+    drawn(3, (1, 4, 4), "video"),
+]
+pieces = st.lists(
+    st.one_of(st.integers(3, 5), st.sampled_from(range(len(IMAGES))).map(lambda i: -1 - i)),
+    max_size=6,
+)
 
 
 def multimodal(parts: list[int]) -> MultimodalContext:
@@ -30,10 +36,14 @@ def multimodal(parts: list[int]) -> MultimodalContext:
 
 @given(pieces, pieces)
 @settings(max_examples=examples(200))
-def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_images_are_equal(a: list[int], b: list[int]):
+def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_images_are_equal(
+    a: list[int], b: list[int]
+):
     names = ImageKeys()
     ours, theirs = names.keys(multimodal(a)), names.keys(multimodal(b))
-    alike = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    alike = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     expected = len(multimodal(a[:alike]).ids)
     length = min(len(ours), len(theirs))
     differ = np.flatnonzero(ours[:length] != theirs[:length])
@@ -45,7 +55,9 @@ def test_keys_of_text_are_its_ids_and_placeholders_without_an_image_are_text():
     keys = ImageKeys().keys(context)
     assert keys.tolist() == [5, -1, -2, -3, -4, 6, IMAGE, VIDEO]
     assert context.ids.tolist() == [5, *[IMAGE] * 4, 6, IMAGE, VIDEO]  # as they were
-    assert context.offset == 2 - 4  # two rows and columns of features stand in the place of four ids
+    assert (
+        context.offset == 2 - 4
+    )  # two rows and columns of features stand in the place of four ids
 
 
 def test_an_image_without_its_placeholders_is_refused():

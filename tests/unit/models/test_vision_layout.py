@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.models.config import VisionConfig
-from jax_agent_rl.models.vision_context import ImageSpan, feature_index, layout, locate, rope_positions
+from jax_agent_rl.models.vision_context import (
+    ImageSpan,
+    feature_index,
+    layout,
+    locate,
+    rope_positions,
+)
 
 IMAGE, VIDEO = 7, 8
 VISION = VisionConfig(
@@ -44,12 +50,16 @@ def test_a_sampled_placeholder_is_text():
 
 
 def test_items_may_stand_side_by_side():
-    assert [s.start for s in locate(VISION, [IMAGE] * 8, {"image": [(1, 4, 4), (1, 4, 4)]})] == [0, 4]
+    assert [s.start for s in locate(VISION, [IMAGE] * 8, {"image": [(1, 4, 4), (1, 4, 4)]})] == [
+        0,
+        4,
+    ]
 
 
 def test_an_item_without_its_placeholders_is_named_with_the_fix():
     with pytest.raises(
-        ValueError, match=r"image 2 of 2 takes 10 placeholders \(id 7\).*expand_media.*model.max_pixels"
+        ValueError,
+        match=r"image 2 of 2 takes 10 placeholders \(id 7\).*expand_media.*model.max_pixels",
     ):
         locate(VISION, IDS[:-4], GRIDS)
 
@@ -58,7 +68,9 @@ def test_rotary_positions_are_those_of_transformers():
     torch = pytest.importorskip("torch")
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
-    config = Qwen2_5_VLConfig(vision_config={"depth": 0, "tokens_per_second": 2}, text_config={"num_hidden_layers": 0})
+    config = Qwen2_5_VLConfig(
+        vision_config={"depth": 0, "tokens_per_second": 2}, text_config={"num_hidden_layers": 0}
+    )
     with torch.device("meta"):
         model = Qwen2_5_VLModel(config)
     expected, offset = model.get_rope_index(
@@ -77,7 +89,15 @@ def test_text_goes_on_after_the_last_group_of_a_long_video():
     ids = [*[VIDEO] * 5, 1, 2]
     positions, offset = rope_positions(VISION, 7, locate(VISION, ids, {"video": [(5, 2, 2)]}))
     # Two positions a second, two frames a second, two frames a group: a group is a second.
-    assert positions[:, 0].tolist() == [0, 2, 4, 6, 8, 9, 10] and positions[:, 1].tolist() == [0, 0, 0, 0, 0, 9, 10]
+    assert positions[:, 0].tolist() == [0, 2, 4, 6, 8, 9, 10] and positions[:, 1].tolist() == [
+        0,
+        0,
+        0,
+        0,
+        0,
+        9,
+        10,
+    ]
     assert 7 + offset == 11
 
 
@@ -87,7 +107,15 @@ def test_text_alone_stands_at_its_index():
 
 
 def test_features_take_the_places_of_their_item():
-    assert feature_index(7, [span(1, 3), span(4, 6)], [10, 0]).tolist() == [-1, 10, 11, -1, 0, 1, -1]
+    assert feature_index(7, [span(1, 3), span(4, 6)], [10, 0]).tolist() == [
+        -1,
+        10,
+        11,
+        -1,
+        0,
+        1,
+        -1,
+    ]
 
 
 def test_windows_and_frames_are_those_of_transformers():
@@ -97,18 +125,27 @@ def test_windows_and_frames_are_those_of_transformers():
     grids = [(1, 4, 6), (2, 10, 14), (1, 4, 4)]
     total, padded = sum(t * h * w for t, h, w in grids), 336
     tensor = torch.tensor(grids)
-    order, windows = vision_utils.get_vision_window_index(tensor, 2, VISION.window_size, VISION.patch_size)
+    order, windows = vision_utils.get_vision_window_index(
+        tensor, 2, VISION.window_size, VISION.patch_size
+    )
     places = vision_utils.get_vision_position_ids(tensor, 2).reshape(-1, 4, 2)[order].reshape(-1, 2)
     ours = layout(VISION, grids, padded)
     np.testing.assert_array_equal(ours.order[: total // 4], order)
     np.testing.assert_array_equal(ours.order[ours.restore], np.arange(padded // 4))
     np.testing.assert_array_equal(ours.places[:total], places)
-    for numbers, edges in ((ours.windows, windows), (ours.frames, vision_utils.get_vision_cu_seqlens(tensor))):
+    for numbers, edges in (
+        (ours.windows, windows),
+        (ours.frames, vision_utils.get_vision_cu_seqlens(tensor)),
+    ):
         np.testing.assert_array_equal(np.flatnonzero(np.diff(numbers[:total])) + 1, edges[1:-1])
-        assert len(set(numbers[:total].tolist())) == len(edges) - 1 and (numbers[total:] == -1).all()
+        assert (
+            len(set(numbers[:total].tolist())) == len(edges) - 1 and (numbers[total:] == -1).all()
+        )
 
 
 @pytest.mark.parametrize("patches", [16, 40])
 def test_patches_that_do_not_fit_are_counted(patches: int):
-    with pytest.raises(ValueError, match=rf"24 patches cannot be padded to {patches}.*multiple of 16"):
+    with pytest.raises(
+        ValueError, match=rf"24 patches cannot be padded to {patches}.*multiple of 16"
+    ):
         layout(VISION, [(1, 4, 6)], patches)

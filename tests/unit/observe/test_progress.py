@@ -60,7 +60,11 @@ def test_without_a_terminal_there_are_plain_lines_and_no_bar():
         progress.print_line("  warning (truncated): [odd] brackets stay")
     lines = file.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["step", "1/8", "warning"]
-    assert "[odd] brackets stay" in lines[2] and "━" not in file.getvalue() and "\x1b" not in file.getvalue()
+    assert (
+        "[odd] brackets stay" in lines[2]
+        and "━" not in file.getvalue()
+        and "\x1b" not in file.getvalue()
+    )
 
 
 def test_the_heading_comes_first_wherever_a_run_goes_on_and_every_twenty_steps():
@@ -76,11 +80,19 @@ def test_the_heading_comes_first_wherever_a_run_goes_on_and_every_twenty_steps()
 
 def test_the_rewards_of_each_role_end_the_line_of_a_step():
     progress, _, file = plain()
-    roles = {"role/solver/reward_mean": 0.75, "role/checker/reward_mean": 0.25, "role/solver/turns_mean": 1.0}
+    roles = {
+        "role/solver/reward_mean": 0.75,
+        "role/checker/reward_mean": 0.25,
+        "role/solver/turns_mean": 1.0,
+    }
     progress.step(RECORD | {"step": 1}, seconds_left=10)
     progress.step(RECORD | {"step": 2} | roles, seconds_left=10)
     _, alone, both = file.getvalue().splitlines()
-    assert both.endswith("solver 0.75, checker 0.25") and not alone.endswith("0.25") and "solver" not in alone
+    assert (
+        both.endswith("solver 0.75, checker 0.25")
+        and not alone.endswith("0.25")
+        and "solver" not in alone
+    )
 
 
 def test_no_line_steers_the_terminal():

@@ -33,14 +33,22 @@ def test_engines_differ_by_label_under_one_heading():
     text = exposition_text(
         [
             *engine_families(BackendMetrics(generated_tokens=10), health, CAPABILITIES, engine="a"),
-            *engine_families(BackendMetrics(generated_tokens=20), Health(ok=False), CAPABILITIES, engine="b"),
+            *engine_families(
+                BackendMetrics(generated_tokens=20), Health(ok=False), CAPABILITIES, engine="b"
+            ),
         ]
     )
     found = read(text)
     assert text.count(b"# TYPE jax_agent_rl_engine_generated_tokens_total counter") == 1
     assert [found["jax_agent_rl_engine_generated_tokens_total", name] for name in "ab"] == [10, 20]
     assert [found["jax_agent_rl_engine_up", name] for name in "ab"] == [1, 0]
-    gauges = ("policy_version", "requests_running", "requests_waiting", "max_concurrent", "kv_used_share")
+    gauges = (
+        "policy_version",
+        "requests_running",
+        "requests_waiting",
+        "max_concurrent",
+        "kv_used_share",
+    )
     assert [found[f"jax_agent_rl_engine_{name}", "a"] for name in gauges] == [7, 2, 1, 4, 0.25]
     assert ("jax_agent_rl_engine_kv_used_share", "b") not in found  # an engine that does not say
 
@@ -48,7 +56,9 @@ def test_engines_differ_by_label_under_one_heading():
 def test_requests_are_counted_by_path_and_status_also_those_whose_client_went_away():
     counts = RequestCounts()
     with counts.request("/a") as status:
-        assert read(exposition_text(counts.families()))["jax_agent_rl_server_requests_running",] == 1
+        assert (
+            read(exposition_text(counts.families()))["jax_agent_rl_server_requests_running",] == 1
+        )
         status.append(200)
     with pytest.raises(KeyError), counts.request("/a"):
         raise KeyError

@@ -59,7 +59,9 @@ CALL = {"name": "f", "seconds": 0.0}
         {"turns": [{"tool_calls": [CALL]}]},
     ],
 )
-def test_a_trajectory_without_what_is_read_of_it_is_left_out_and_counted(tmp_path: Path, broken: dict):
+def test_a_trajectory_without_what_is_read_of_it_is_left_out_and_counted(
+    tmp_path: Path, broken: dict
+):
     made = trajectory([1], [5, 2, 6], mask=[1, 1, 0], calls=[[call()]])
     whole = json.loads(json.dumps(trajectory_record(made, step=1, split="train")))
     if isinstance(broken.get("turns"), list) and broken["turns"][0] not in ({}, 17):
@@ -69,7 +71,9 @@ def test_a_trajectory_without_what_is_read_of_it_is_left_out_and_counted(tmp_pat
     file.write_text("\n".join(map(json.dumps, [{"a": 1}, whole, whole | broken, missing])))
     records = read_trajectories(file)
     assert list(records) == [whole] and (records.damaged, records.invalid) == (0, 3)
-    assert records.notes == ["lines left out of trajectories.jsonl: 3 (not as this version writes them)"]
+    assert records.notes == [
+        "lines left out of trajectories.jsonl: 3 (not as this version writes them)"
+    ]
 
 
 def test_a_file_that_is_not_there_has_no_records_and_nothing_to_say(tmp_path: Path):

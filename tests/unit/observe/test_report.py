@@ -24,8 +24,22 @@ from jax_agent_rl.observe.report.charts import (
     timeline,
     zero_metrics,
 )
-from jax_agent_rl.observe.report.command import RunData, page, read_run, render_report, to_json, write_report
-from jax_agent_rl.observe.report.trajectories import COLUMNS, Forest, Prompts, Vocabulary, facts, tokens
+from jax_agent_rl.observe.report.command import (
+    RunData,
+    page,
+    read_run,
+    render_report,
+    to_json,
+    write_report,
+)
+from jax_agent_rl.observe.report.trajectories import (
+    COLUMNS,
+    Forest,
+    Prompts,
+    Vocabulary,
+    facts,
+    tokens,
+)
 from jax_agent_rl.observe.run_dir import RunDir, read_traces, restore_trajectory, trajectory_record
 from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, FactTable, choose
 from tests.report_runs import HOSTILE, CountedRecords, decode, make_run, members, step_line
@@ -58,7 +72,9 @@ class Scripts(HTMLParser):
 
 def page_of(run: Path, *, limit: int = 0) -> tuple[dict, list[dict]]:
     """Index and trajectories of a run's page."""
-    trajectories, index, _ = Scripts("".join(render_report(read_run(run), limit=limit, decode=decode))).found
+    trajectories, index, _ = Scripts(
+        "".join(render_report(read_run(run), limit=limit, decode=decode))
+    ).found
     return json.loads(index), json.loads(trajectories)
 
 
@@ -71,7 +87,10 @@ def lines_of(chart: dict) -> dict[str, tuple[list, list]]:
 
 
 def records_of(step: int = 1):
-    return [json.loads(json.dumps(trajectory_record(t, step=step, split="train"))) for t in members(step)]
+    return [
+        json.loads(json.dumps(trajectory_record(t, step=step, split="train")))
+        for t in members(step)
+    ]
 
 
 # --- charts ---------------------------------------------------------------------------------------------------------
@@ -105,11 +124,19 @@ def test_metrics_that_no_chart_names_are_shown_too():
 @pytest.mark.parametrize("value", [0.0, 1e-12, -1e-12])
 @pytest.mark.parametrize(
     ("title", "key"),
-    [("KL", "kl"), ("Clipped tokens", "clip_fraction"), ("Staleness", "staleness_mean"), ("own", "own")],
+    [
+        ("KL", "kl"),
+        ("Clipped tokens", "clip_fraction"),
+        ("Staleness", "staleness_mean"),
+        ("own", "own"),
+    ],
 )
 def test_a_chart_of_what_a_run_does_not_have_is_hidden(title, key, value):
     def titles(*values: float) -> list[str]:
-        return [chart["title"] for chart in charts([step_line(n, **{key: v}) for n, v in enumerate(values, 1)])]
+        return [
+            chart["title"]
+            for chart in charts([step_line(n, **{key: v}) for n, v in enumerate(values, 1)])
+        ]
 
     assert title not in titles(value, value, value)
     assert title in titles(value, 0.01, value)
@@ -118,19 +145,29 @@ def test_a_chart_of_what_a_run_does_not_have_is_hidden(title, key, value):
 
 def test_zeros_that_mean_something_are_drawn():
     metrics = [step_line(1, reward_mean=0.0, tool_calls_mean=0.0, entropy=0.0)]
-    made = {chart["title"]: chart for chart in charts([*metrics, {"kind": "evaluation", "step": 1, "accuracy": 0.0}])}
+    made = {
+        chart["title"]: chart
+        for chart in charts([*metrics, {"kind": "evaluation", "step": 1, "accuracy": 0.0}])
+    }
     assert {"Reward", "Turns and tool calls", "Entropy", "Held-out accuracy"} <= set(made)
 
 
 def test_metrics_that_are_zero_throughout_are_named_once():
-    metrics = [step_line(1, kl_loss=0.0, other=0.0, kl=0.0), step_line(2, kl_loss=0.0, other=1.0, kl=0.0)]
+    metrics = [
+        step_line(1, kl_loss=0.0, other=0.0, kl=0.0),
+        step_line(2, kl_loss=0.0, other=1.0, kl=0.0),
+    ]
     assert zero_metrics(metrics) == ["kl_loss"]
     assert not {"kl_loss", "KL"} & {chart["title"] for chart in charts(metrics)}
 
 
 def test_the_hint_of_the_held_out_chart_says_what_is_drawn():
     (chart,) = charts([{"kind": "evaluation", "step": 1, "accuracy": 0.5}])
-    assert chart["scale"] == "share" and "share" in chart["hint"].lower() and "accuracy" in chart["hint"]
+    assert (
+        chart["scale"] == "share"
+        and "share" in chart["hint"].lower()
+        and "accuracy" in chart["hint"]
+    )
     assert "reward on rows" not in chart["hint"]
 
 
@@ -162,8 +199,13 @@ def test_thinning_keeps_the_extremes_the_order_and_few_points(values):
 
 def test_a_value_of_every_step_is_near_a_point_that_is_drawn():
     steps = range(1, 5001)
-    metrics = [step_line(s, entropy=(s * 7919) % 1009 / 1009, reward_mean=(s * 104_729) % 997 / 997) for s in steps]
-    for line in [chart["lines"][0] for chart in charts(metrics) if chart["title"] in ("Entropy", "Reward")]:
+    metrics = [
+        step_line(s, entropy=(s * 7919) % 1009 / 1009, reward_mean=(s * 104_729) % 997 / 997)
+        for s in steps
+    ]
+    for line in [
+        chart["lines"][0] for chart in charts(metrics) if chart["title"] in ("Entropy", "Reward")
+    ]:
         assert len(line["x"]) < 700 and (line["x"][0], line["x"][-1]) == (1, 5000)
         assert max(min(abs(s - x) for x in line["x"]) for s in steps) == line["reach"] <= 20
 
@@ -174,11 +216,15 @@ def test_a_line_that_has_all_its_steps_has_no_value_between_them():
 
 
 def test_bars_of_many_steps_are_sums_that_lose_nothing():
-    metrics = [step_line(s, tool_errors_by_kind={"timeout": s % 3, "raised": 1}) for s in range(1, 1001)]
+    metrics = [
+        step_line(s, tool_errors_by_kind={"timeout": s % 3, "raised": 1}) for s in range(1, 1001)
+    ]
     (chart,) = [chart for chart in charts(metrics) if chart["title"] == "Tool errors"]
     assert chart["every"] == 4 and chart["hint"].endswith("Each bar is the sum of 4 steps.")
     bars = lines_of(chart)
-    assert sum(bars["raised"][1]) == 1000 and sum(bars["timeout"][1]) == sum(s % 3 for s in range(1, 1001))
+    assert sum(bars["raised"][1]) == 1000 and sum(bars["timeout"][1]) == sum(
+        s % 3 for s in range(1, 1001)
+    )
     assert bars["raised"] == ([*range(3, 1001, 4)], [4] * 250) and chart["lines"][0]["reach"] == 2
 
 
@@ -220,7 +266,10 @@ def test_a_run_without_times_has_an_empty_timeline():
 
 
 def test_a_token_keeps_its_text_log_prob_advantage_and_version():
-    record = records_of()[0] | {"advantages": [0.5, -0.5, 0, 1.25, 2], "old_logprobs": [-2, -2, 0, -2, None]}
+    record = records_of()[0] | {
+        "advantages": [0.5, -0.5, 0, 1.25, 2],
+        "old_logprobs": [-2, -2, 0, -2, None],
+    }
     vocabulary = Vocabulary(decode)
     made = tokens(record, vocabulary, Prompts(vocabulary))
     assert [vocabulary.ids[place] for place in made["t"]] == record["response_ids"]
@@ -241,14 +290,20 @@ def test_a_gap_is_that_of_the_recorded_values_also_where_rounding_parts_or_joins
     vocabulary = Vocabulary(decode)
     record = records_of()[0] | {"rollout_logprobs": engine, "old_logprobs": learner}
     made = tokens(record, vocabulary, Prompts(vocabulary))
-    assert (made["l"][0], made["o"][0]) == (-123, -124) and (made["l"][3], made["o"][3]) == (-1000, -1000)
+    assert (made["l"][0], made["o"][0]) == (-123, -124) and (made["l"][3], made["o"][3]) == (
+        -1000,
+        -1000,
+    )
     assert made["g"] == [1e-6, 0, None, 8e-4]
 
 
 def test_an_advantage_that_all_tokens_share_is_one_number_also_if_it_is_zero():
     vocabulary = Vocabulary(decode)
     record = records_of()[0]
-    made = [tokens(record | {"advantages": [v] * 5}, vocabulary, Prompts(vocabulary)) for v in (0.5, 0.0)]
+    made = [
+        tokens(record | {"advantages": [v] * 5}, vocabulary, Prompts(vocabulary))
+        for v in (0.5, 0.0)
+    ]
     assert [m["a"] for m in made] == [500, 0]
     assert "a" not in tokens(record, vocabulary, Prompts(vocabulary))
 
@@ -267,10 +322,14 @@ def test_observations_that_were_trained_on_have_their_advantages():
 
 def test_constrained_tokens_are_shown_as_not_trained_on():
     made = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 1, 0, 1])
-    first = replace(made.turns[0], output=replace(made.turns[0].output, constrained=(True, False, True)))
+    first = replace(
+        made.turns[0], output=replace(made.turns[0].output, constrained=(True, False, True))
+    )
     made = replace(made, turns=(first, made.turns[1]))
     token_values = {"advantages": [0.5, -1.0], "old_logprobs": [-1.5, -1.0]}
-    record = json.loads(json.dumps(trajectory_record(made, step=1, split="train", token_values=token_values)))
+    record = json.loads(
+        json.dumps(trajectory_record(made, step=1, split="train", token_values=token_values))
+    )
     assert record["advantages"] == [None, 0.5, None, 0.0, -1.0]
     vocabulary = Vocabulary(decode)
     shown = tokens(record, vocabulary, Prompts(vocabulary))
@@ -282,7 +341,11 @@ def test_constrained_tokens_are_shown_as_not_trained_on():
 def test_a_letter_of_two_tokens_is_shown_once():
     vocabulary = Vocabulary(decode)
     made = tokens(records_of()[3], vocabulary, Prompts(vocabulary))
-    assert made["x"] == {0: "é", 1: ""} and [vocabulary.texts[p] for p in made["t"]] == ["\ufffd", "\ufffd", "world "]
+    assert made["x"] == {0: "é", 1: ""} and [vocabulary.texts[p] for p in made["t"]] == [
+        "\ufffd",
+        "\ufffd",
+        "world ",
+    ]
 
 
 def test_equal_prompts_are_written_once():
@@ -297,7 +360,11 @@ def test_a_session_has_the_graph_of_its_segments_and_is_counted_as_a_whole():
     vocabulary = Vocabulary(decode)
     made = tokens(record, vocabulary, Prompts(vocabulary))
     graph = made["session"]
-    assert [(s["at"], s["up"], s["shared"], s["after"]) for s in graph] == [(2, -1, 0, 0), (0, 0, 4, 1), (1, 0, 1, 0)]
+    assert [(s["at"], s["up"], s["shared"], s["after"]) for s in graph] == [
+        (2, -1, 0, 0),
+        (0, 0, 4, 1),
+        (1, 0, 1, 0),
+    ]
     assert [(s["calls"], s["turns"], s["trained"], s["share"]) for s in graph] == [
         ("1, 5", 2, 3, 0.4286),
         ("2", 1, 2, 0.2857),
@@ -316,7 +383,13 @@ def test_a_trajectory_of_one_segment_has_no_graph():
 def test_the_list_shows_what_it_filters_by():
     row = dict(zip(COLUMNS, facts(records_of()[2]), strict=True))
     assert row["errors"] == ["timeout"] and row["stops"] == ["eos"] and row["finish"] == "answer"
-    assert (row["reward"], row["sampled"], row["inserted"], row["calls"], row["advantage"]) == (-1, 3, 1, 1, None)
+    assert (row["reward"], row["sampled"], row["inserted"], row["calls"], row["advantage"]) == (
+        -1,
+        3,
+        1,
+        1,
+        None,
+    )
 
 
 def trees_of(records) -> dict[str, list[dict]]:
@@ -365,7 +438,9 @@ def test_a_damaged_run_has_a_report_that_says_what_is_missing(tmp_path: Path):
     (run / "config.json").write_text("{")
     (run / "summary.json").write_text("[1")
     with (run / "trajectories.jsonl").open("ab") as stream:
-        stream.write(b'{"step": 9, "split": "train", "group_id": "g", "reward": 0.5, "turns": []}\n17\n\xff\n{"cut of')
+        stream.write(
+            b'{"step": 9, "split": "train", "group_id": "g", "reward": 0.5, "turns": []}\n17\n\xff\n{"cut of'
+        )
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"kind": "step"}\n{"kind": "evaluation", "step": 3}\n')
         stream.write(json.dumps(step_line(4, reward_mean=float("nan"))) + "\n")
@@ -381,7 +456,9 @@ def test_a_damaged_run_has_a_report_that_says_what_is_missing(tmp_path: Path):
     assert "tokens are shown as ids" in write_report(run).read_text()
 
 
-@pytest.mark.parametrize("config", [[], {}, {"model": None}, {"model": 3, "trainer": []}, {"model": {"path": 7}}])
+@pytest.mark.parametrize(
+    "config", [[], {}, {"model": None}, {"model": 3, "trainer": []}, {"model": {"path": 7}}]
+)
 def test_a_configuration_of_another_shape_is_said_and_harms_nothing(tmp_path: Path, config):
     run = make_run(tmp_path / "run")
     (run / "config.json").write_text(json.dumps(config))
@@ -389,11 +466,15 @@ def test_a_configuration_of_another_shape_is_said_and_harms_nothing(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("out", "obstacle"), [("folder", "folder"), ("file/report.html", "file")])
-def test_a_place_that_cannot_be_written_is_said_with_what_helps(tmp_path: Path, out: str, obstacle: str):
+def test_a_place_that_cannot_be_written_is_said_with_what_helps(
+    tmp_path: Path, out: str, obstacle: str
+):
     run = make_run(tmp_path / "run")
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=rf"/{obstacle} could not be written .*; choose another file with --out$"):
+    with pytest.raises(
+        StorageError, match=rf"/{obstacle} could not be written .*; choose another file with --out$"
+    ):
         write_report(run, tmp_path / out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "run"]
 
@@ -404,7 +485,10 @@ def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path
     assert listed(index, "step") == [step for step in range(1, 7) for _ in range(2)]
     assert listed(index, "reward") == [1.0, -1.0] * 6
     (note,) = index["notes"]
-    assert "12 of 24 trajectories are shown, from 6 of 6 steps" in note and "--limit shows more" in note
+    assert (
+        "12 of 24 trajectories are shown, from 6 of 6 steps" in note
+        and "--limit shows more" in note
+    )
 
 
 def test_few_trajectories_of_many_steps_are_from_steps_equally_far_apart(tmp_path: Path):
@@ -413,13 +497,17 @@ def test_few_trajectories_of_many_steps_are_from_steps_equally_far_apart(tmp_pat
     assert "6 of 36 trajectories are shown, from 3 of 9 steps" in index["notes"][0]
 
 
-def test_members_of_a_group_follow_each_other_on_the_page_wherever_they_are_recorded(tmp_path: Path):
+def test_members_of_a_group_follow_each_other_on_the_page_wherever_they_are_recorded(
+    tmp_path: Path,
+):
     run = make_run(tmp_path / "run", steps=2)
     lines = (run / "trajectories.jsonl").read_text().splitlines()
     (run / "trajectories.jsonl").write_text("\n".join([*lines[::2], *lines[1::2]]) + "\n")
     index, trajectories = page_of(run)
     assert listed(index, "id") == [f"train-{step}-0-{n}" for step in (1, 2) for n in (0, 2, 1, 3)]
-    assert [sum(turn["s"] for turn in one["turns"]) for one in trajectories] == listed(index, "sampled")
+    assert [sum(turn["s"] for turn in one["turns"]) for one in trajectories] == listed(
+        index, "sampled"
+    )
     trees = index["forest"]
     assert list(trees) == ["train/1/train-1-0", "train/2/train-2-0"]
     assert sorted({at for node in trees["train/2/train-2-0"] for at in node["at"]}) == [4, 5, 6, 7]
@@ -432,14 +520,21 @@ def test_a_page_holds_few_trajectories_at_a_time_however_many_there_are():
     assert records.most <= 2
 
 
-def test_of_many_traces_the_newest_are_on_the_timeline_in_the_order_in_which_they_began(tmp_path: Path):
+def test_of_many_traces_the_newest_are_on_the_timeline_in_the_order_in_which_they_began(
+    tmp_path: Path,
+):
     run = make_run(tmp_path / "run", steps=1)
     (trace, _) = read_traces(run / "traces.jsonl")
     began = random.Random(0).sample(range(1, 5000), 1000)
     with (run / "traces.jsonl").open("w") as stream:
         for seconds in began:
-            span = trace["spans"][0] | {"start_ns": seconds * 10**9, "end_ns": (seconds + 1) * 10**9}
-            stream.write(json.dumps(trace | {"trajectory_id": f"t{seconds}", "spans": [span]}) + "\n")
+            span = trace["spans"][0] | {
+                "start_ns": seconds * 10**9,
+                "end_ns": (seconds + 1) * 10**9,
+            }
+            stream.write(
+                json.dumps(trace | {"trajectory_id": f"t{seconds}", "spans": [span]}) + "\n"
+            )
     index, _ = page_of(run)
     assert [one["id"] for one in index["timeline"]["traces"]] == [
         f"t{seconds}" for seconds in sorted(began)[-MAX_TRACES:]
@@ -448,20 +543,27 @@ def test_of_many_traces_the_newest_are_on_the_timeline_in_the_order_in_which_the
 
 def test_the_facts_of_many_trajectories_are_those_that_were_given():
     facts = [
-        a_fact(step, split=("train", "heldout")[step % 2], group=f"g{step % 3}", reward=step) for step in range(20)
+        a_fact(step, split=("train", "heldout")[step % 2], group=f"g{step % 3}", reward=step)
+        for step in range(20)
     ]
     table = FactTable(facts)
     assert list(table) == facts and len(table) == 20 and table[7] == facts[7]
     assert choose(table, 5) == choose(facts, 5)
 
 
-def a_fact(step: int, *, split: str = "train", group: str = "g", tokens: int = 10, reward: float = 0.0) -> Fact:
+def a_fact(
+    step: int, *, split: str = "train", group: str = "g", tokens: int = 10, reward: float = 0.0
+) -> Fact:
     return Fact(split=split, step=step, group=group, reward=reward, prompt=5, tokens=tokens)
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 60))
 def test_no_more_are_chosen_than_were_asked_for(sizes, most):
-    facts = [a_fact(step, split=("train", "heldout")[step % 2]) for step, size in enumerate(sizes) for _ in range(size)]
+    facts = [
+        a_fact(step, split=("train", "heldout")[step % 2])
+        for step, size in enumerate(sizes)
+        for _ in range(size)
+    ]
     places, is_full = choose(facts, most)
     assert 1 <= len(places) <= most and not is_full
     assert len(places) == min(most, len(facts)) or len(places) > most // 4
@@ -475,7 +577,11 @@ def test_all_are_chosen_where_nothing_was_asked_for_or_there_are_no_more():
 
 
 def test_long_trajectories_are_fewer_but_there_is_one():
-    facts = [a_fact(step, tokens=MAX_TOKENS // 20, group=f"{step}") for step in range(10) for _ in range(8)]
+    facts = [
+        a_fact(step, tokens=MAX_TOKENS // 20, group=f"{step}")
+        for step in range(10)
+        for _ in range(8)
+    ]
     places, is_full = choose(facts, 80)
     assert is_full and 10 <= len(places) < 20
     assert choose([a_fact(1, tokens=2 * MAX_TOKENS, reward=r) for r in (0, 1, 0)], 3) == ({1}, True)
@@ -483,7 +589,8 @@ def test_long_trajectories_are_fewer_but_there_is_one():
 
 def test_a_prompt_counts_once_for_its_group():
     alone, together = (
-        [a_fact(1, tokens=0, group=f"{n * k}")._replace(prompt=MAX_TOKENS // 2) for n in range(4)] for k in (1, 0)
+        [a_fact(1, tokens=0, group=f"{n * k}")._replace(prompt=MAX_TOKENS // 2) for n in range(4)]
+        for k in (1, 0)
     )
     assert choose(together, 4) == ({0, 1, 2, 3}, False) and choose(alone, 4)[1]
 
@@ -499,7 +606,9 @@ def test_the_page_says_that_more_tokens_would_be_too_many(tmp_path: Path, monkey
 
 
 def test_what_a_model_wrote_stays_data(tmp_path: Path):
-    text = write_report(make_run(tmp_path / "run", hostile=True), decode=decode).read_text(encoding="utf-8")
+    text = write_report(make_run(tmp_path / "run", hostile=True), decode=decode).read_text(
+        encoding="utf-8"
+    )
     trajectories, index, _ = scripts = Scripts(text).found
     assert len(scripts) == 3 and "img" not in Scripts(text).tags
     assert set(HOSTILE) <= set(json.loads(index)["vocabulary"]["texts"])
@@ -517,7 +626,9 @@ def test_json_in_the_page_ends_no_script_and_reads_as_it_was(text):
 def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written(tmp_path: Path):
     run = make_run(tmp_path / "run")
     bad = [[replace(call(error="unknown_tool"), name="\ud83d")]]
-    RunDir(run).add_trajectories(4, "train", [trajectory([1], [4, 2, 9], mask=[1, 1, 0], calls=bad)])
+    RunDir(run).add_trajectories(
+        4, "train", [trajectory([1], [4, 2, 9], mask=[1, 1, 0], calls=bad)]
+    )
     trajectories, *_ = Scripts(write_report(run).read_text(encoding="utf-8")).found
     assert json.loads(trajectories)[-1]["turns"][0]["calls"][0]["name"] == "?"
 
@@ -538,14 +649,20 @@ def test_the_page_allows_its_own_script_only_and_loads_nothing():
 def luminance(colour: str) -> float:
     """By the formula of WCAG 2.1."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def test_every_colour_of_text_is_readable_on_every_ground_of_both_themes():
     css = (Path(command.__file__).parent / "page" / "page.css").read_text()
     light = dict(re.findall(r"--([\w-]+): (#\w{6})", css.partition("}")[0]))
-    dark = dict(re.findall(r"--([\w-]+): (#\w{6})", css.split(':root[data-theme="dark"] {')[2].partition("}")[0]))
+    dark = dict(
+        re.findall(
+            r"--([\w-]+): (#\w{6})", css.split(':root[data-theme="dark"] {')[2].partition("}")[0]
+        )
+    )
     assert set(light) == set(dark)
     for theme in (light, dark):
         for text in ("ink", "soft", "faint", "accent", "good", "bad", "warn"):

@@ -62,9 +62,16 @@ def test_resuming_removes_nothing_before_a_step_is_in_its_place(tmp_path: Path):
     assert content(run_dir) == before
     evaluate(run_dir, 1, note="new")
     assert all(content(run_dir)[name].startswith(old) for name, old in before.items())
-    assert [r["step"] for r in run_dir.recorded()] == [0, 1, 1], "those of the steps that have been made"
+    assert [r["step"] for r in run_dir.recorded()] == [0, 1, 1], (
+        "those of the steps that have been made"
+    )
     record(run_dir, 2, note="new")
-    assert lines(run_dir) == [("evaluation", 0, ""), ("step", 1, ""), ("evaluation", 1, "new"), ("step", 2, "new")]
+    assert lines(run_dir) == [
+        ("evaluation", 0, ""),
+        ("step", 1, ""),
+        ("evaluation", 1, "new"),
+        ("step", 2, "new"),
+    ]
     assert [(r["split"], r["step"]) for r in read_records(run_dir.trajectories)] == [
         ("heldout", 0),
         ("train", 1),
@@ -73,7 +80,9 @@ def test_resuming_removes_nothing_before_a_step_is_in_its_place(tmp_path: Path):
     ]
 
 
-def test_a_finished_run_that_goes_on_keeps_its_evaluations_and_its_summary_until_there_is_another(tmp_path: Path):
+def test_a_finished_run_that_goes_on_keeps_its_evaluations_and_its_summary_until_there_is_another(
+    tmp_path: Path,
+):
     recorded_run(tmp_path / "run")
     run_dir = RunDir(tmp_path / "run")
     run_dir.resume_after(3)
@@ -88,17 +97,31 @@ def test_an_evaluation_that_was_made_again_takes_the_place_of_the_old_one(tmp_pa
     run_dir.resume_after(2)
     evaluate(run_dir, 2, note="new")
     run_dir.finish_step(2)  # the run ends
-    assert lines(run_dir) == [("evaluation", 0, ""), ("step", 1, ""), ("step", 2, ""), ("evaluation", 2, "new")]
-    assert [r["step"] for r in read_records(run_dir.trajectories) if r["split"] == "heldout"] == [0, 2]
+    assert lines(run_dir) == [
+        ("evaluation", 0, ""),
+        ("step", 1, ""),
+        ("step", 2, ""),
+        ("evaluation", 2, "new"),
+    ]
+    assert [r["step"] for r in read_records(run_dir.trajectories) if r["split"] == "heldout"] == [
+        0,
+        2,
+    ]
 
 
 def test_samples_of_an_evaluation_that_never_ended_go(tmp_path: Path):
     run_dir = recorded_run(tmp_path / "run")
-    run_dir.add_trajectories(1, "heldout", [trajectory([3], [4, 2])])  # killed before the line of metrics
+    run_dir.add_trajectories(
+        1, "heldout", [trajectory([3], [4, 2])]
+    )  # killed before the line of metrics
     run_dir = RunDir(tmp_path / "run")
     run_dir.resume_after(3)
     record(run_dir, 4)
-    assert [r["step"] for r in read_records(run_dir.trajectories) if r["split"] == "heldout"] == [0, 2, 3]
+    assert [r["step"] for r in read_records(run_dir.trajectories) if r["split"] == "heldout"] == [
+        0,
+        2,
+        3,
+    ]
 
 
 def test_a_disagreement_stays_until_its_step_has_been_made_again(tmp_path: Path):
@@ -154,7 +177,10 @@ def test_sampled_and_inserted_tokens_differ_without_colours_too():
 
 def test_best_and_worst_are_by_reward():
     records = [{"reward": r, "id": i} for i, r in enumerate([0.0, 1.0, 0.5, 0.0, 1.0])]
-    assert {name: record["id"] for name, record in best_and_worst(records).items()} == {"best": 4, "worst": 3}
+    assert {name: record["id"] for name, record in best_and_worst(records).items()} == {
+        "best": 4,
+        "worst": 3,
+    }
     assert [record["id"] for record in best_and_worst(records[:1] + records[3:4]).values()] == [3]
     assert best_and_worst([]) == {}
 
@@ -179,7 +205,17 @@ def test_progress_prints_plain_lines_on_a_pipe():
     with Progress(console, total_steps=4) as progress:
         progress.step(record, seconds_left=75)
     lines = console.file.getvalue().splitlines()
-    assert lines[1].split() == ["1/4", "0.500", "25.0%", "1.00", "100", "200", "1.0e-05", "10s", "1m15s"]
+    assert lines[1].split() == [
+        "1/4",
+        "0.500",
+        "25.0%",
+        "1.00",
+        "100",
+        "200",
+        "1.0e-05",
+        "10s",
+        "1m15s",
+    ]
 
 
 def test_durations_read_well():

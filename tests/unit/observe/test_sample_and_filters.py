@@ -32,7 +32,9 @@ def pick(items, most, seed=0):
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-5, 5)), max_size=40), st.integers(2, 45), st.integers(0, 9)
+    st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-5, 5)), max_size=40),
+    st.integers(2, 45),
+    st.integers(0, 9),
 )
 def test_a_sample_has_the_best_the_worst_and_keeps_the_order(rows, most, seed):
     items = [Item(number, *row) for number, row in enumerate(rows)]
@@ -44,7 +46,9 @@ def test_a_sample_has_the_best_the_worst_and_keeps_the_order(rows, most, seed):
 
 
 def test_groups_stay_whole_as_far_as_there_is_room():
-    items = [Item(n, "abc"[n // 4], [0, 1, 2, 9][n % 4] + n / 100 if n < 8 else 3) for n in range(12)]
+    items = [
+        Item(n, "abc"[n // 4], [0, 1, 2, 9][n % 4] + n / 100 if n < 8 else 3) for n in range(12)
+    ]
     kept = pick(items, 8)  # the best is of b, the worst of a
     assert [i.number for i in kept] == list(range(8))
 
@@ -72,7 +76,9 @@ def test_numbers_per_token_are_laid_out_along_the_response_and_its_segments():
 
 
 def records():
-    return [trajectory_record(t, step=step, split="train") for step in (1, 2) for t in members(step)]
+    return [
+        trajectory_record(t, step=step, split="train") for step in (1, 2) for t in members(step)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,9 @@ def test_filters_hold_together(wanted, numbers):
     assert [n for n, record in enumerate(records()) if keep(record, decode)] == list(numbers)
 
 
-@pytest.mark.parametrize("wrong", [{"split": "test"}, {"finish_reason": "done"}, {"stop_reason": "eso"}])
+@pytest.mark.parametrize(
+    "wrong", [{"split": "test"}, {"finish_reason": "done"}, {"stop_reason": "eso"}]
+)
 def test_a_filter_that_there_is_not_is_a_message(wrong):
     with pytest.raises(ConfigError, match="choose one of"):
         TrajectoryFilter(**wrong)
@@ -113,7 +121,9 @@ def test_a_filter_says_what_it_asks_for():
     assert TrajectoryFilter().describe() == "no filter"
 
 
-def shown(renderable: RenderableType, *, no_color: bool = True, force_terminal: bool = False) -> str:
+def shown(
+    renderable: RenderableType, *, no_color: bool = True, force_terminal: bool = False
+) -> str:
     """What a wide terminal gets of it."""
     out = io.StringIO()
     Console(file=out, width=400, no_color=no_color, force_terminal=force_terminal).print(renderable)
@@ -161,15 +171,27 @@ def test_the_page_spells_out_what_the_terminal_does(tmp_path):
     script = (Path(report.__file__).parent / "page" / "dom.js").read_text()
     begin, end = script.index("const PICTURES"), script.index("const quoted")
     woman, computer, heart, fire = "\U0001f469", "\U0001f4bb", "\u2764\ufe0f", "\U0001f525"
-    pictures = [f"{woman}\u200d{computer}", heart, "1\ufe0f\u20e3", f"{heart}\u200d{fire}", "1\ufe0f"]
-    known = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) != "Cn"]  # to Python's Unicode
+    pictures = [
+        f"{woman}\u200d{computer}",
+        heart,
+        "1\ufe0f\u20e3",
+        f"{heart}\u200d{fire}",
+        "1\ufe0f",
+    ]
+    known = [
+        chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) != "Cn"
+    ]  # to Python's Unicode
     texts = [*known, *pictures, *(f"a{mark}b" for mark in "\ufe0f\u200d\u061c")]
     (tmp_path / "texts.json").write_text(json.dumps(texts))
     asking = f"const texts = require({str(tmp_path / 'texts.json')!r});console.log(JSON.stringify(texts.map(visible)));"
     (tmp_path / "ask.js").write_text(script[begin:end] + asking)
-    answer = subprocess.run([node, tmp_path / "ask.js"], check=True, capture_output=True, text=True).stdout
+    answer = subprocess.run(
+        [node, tmp_path / "ask.js"], check=True, capture_output=True, text=True
+    ).stdout
     spelt = json.loads(answer)
-    assert [text for text, there in zip(texts, spelt, strict=True) if printable(text) != there] == []
+    assert [
+        text for text, there in zip(texts, spelt, strict=True) if printable(text) != there
+    ] == []
 
 
 def test_phases_are_on_the_wall_clock_and_are_taken_once():

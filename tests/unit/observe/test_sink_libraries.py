@@ -16,7 +16,12 @@ CONFIG = {"seed": 7, "model": {"path": "m"}}
 
 
 def step(number: int, reward: float) -> dict:
-    return {"kind": "step", "step": number, "reward_mean": reward, "tool_errors_by_kind": {"timeout": 2}}
+    return {
+        "kind": "step",
+        "step": number,
+        "reward_mean": reward,
+        "tool_errors_by_kind": {"timeout": 2},
+    }
 
 
 def run_and_resume(name: str, run_dir: Path) -> None:
@@ -24,7 +29,15 @@ def run_and_resume(name: str, run_dir: Path) -> None:
     run_dir.mkdir(exist_ok=True)
     said: list[str] = []
     for begin, records in (
-        (0, [step(1, 0.1), step(2, 0.2), {"kind": "evaluation", "step": 2, "accuracy": 0.5}, step(3, 0.9)]),
+        (
+            0,
+            [
+                step(1, 0.1),
+                step(2, 0.2),
+                {"kind": "evaluation", "step": 2, "accuracy": 0.5},
+                step(3, 0.9),
+            ],
+        ),
         (2, [step(3, 0.3), step(4, 0.4)]),
     ):
         facts = RunFacts(run_dir=run_dir, project="mine", config=CONFIG, step=begin)
@@ -48,19 +61,25 @@ def test_tensorboard_shows_one_run_without_the_steps_that_were_undone(tmp_path: 
     assert b"path: m" in text.tensor_proto.string_val[0]
 
 
-def test_wandb_offline_keeps_one_run_with_the_training_step_as_its_axis(tmp_path: Path, monkeypatch):
+def test_wandb_offline_keeps_one_run_with_the_training_step_as_its_axis(
+    tmp_path: Path, monkeypatch
+):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_sinks(["wandb"])
     run_and_resume("wandb", tmp_path)
     wandb.teardown()  # its process writes on for a moment after a run is finished
-    first, second = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns)
+    first, second = sorted(
+        (tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns
+    )
     assert first.name == second.name  # of the run's id: `wandb sync` makes one run of both
     before, after = list(wandb_records(first)), list(wandb_records(second))
     (run,) = [record.run for record in before if record.HasField("run")]
     assert run.project == "mine" and run.display_name == tmp_path.name
     assert {"seed", "model"} <= {update.key for update in run.config.update}
-    assert [r.metric.step_metric for r in before if r.HasField("metric") and r.metric.glob_name == "*"] == ["step"]
+    assert [
+        r.metric.step_metric for r in before if r.HasField("metric") and r.metric.glob_name == "*"
+    ] == ["step"]
     assert wandb_rewards(before) == [("1", "0.1"), ("2", "0.2"), ("3", "0.9")]
     assert wandb_rewards(after) == [("3", "0.3"), ("4", "0.4")]
 
@@ -69,7 +88,11 @@ def test_trackio_keeps_one_run(tmp_path: Path, monkeypatch):
     trackio = pytest.importorskip("trackio")
     from trackio import sqlite_storage, utils
 
-    for module in (trackio, sqlite_storage, utils):  # read from the environment when they are imported
+    for module in (
+        trackio,
+        sqlite_storage,
+        utils,
+    ):  # read from the environment when they are imported
         if hasattr(module, "TRACKIO_DIR"):
             monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
     run_and_resume("trackio", tmp_path / "my-run")
@@ -86,12 +109,16 @@ def test_wandb_online_without_a_key_is_refused_before_anything_starts(tmp_path: 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(ConfigError, match="has no API key: run 'wandb login', set WANDB_API_KEY, or WANDB_MODE"):
+    with pytest.raises(
+        ConfigError, match="has no API key: run 'wandb login', set WANDB_API_KEY, or WANDB_MODE"
+    ):
         check_sinks(["wandb"])
 
 
 def wandb_rewards(records: list) -> list[tuple[str, str]]:
-    rows = [{"/".join(i.nested_key) or i.key: i.value_json for i in r.history.item} for r in records]
+    rows = [
+        {"/".join(i.nested_key) or i.key: i.value_json for i in r.history.item} for r in records
+    ]
     return [(row["step"], row["reward_mean"]) for row in rows if "reward_mean" in row]
 
 

@@ -51,7 +51,9 @@ class Kept:
 
 
 def facts(run_dir: Path, step: int = 0) -> RunFacts:
-    return RunFacts(run_dir=run_dir, project="mine", config={"seed": 7, "model": {"path": "m"}}, step=step)
+    return RunFacts(
+        run_dir=run_dir, project="mine", config={"seed": 7, "model": {"path": "m"}}, step=step
+    )
 
 
 @pytest.fixture
@@ -75,7 +77,11 @@ def feed(run_dir: Path, *records: dict, step: int = 0) -> tuple[dict[str, int], 
 
 
 def test_names_are_those_of_the_run_folder_and_nested_counts_have_a_slash():
-    assert scalars(STEP) == {"reward_mean": 0.5, "tool_errors_by_kind/timeout": 2.0, "staleness_histogram/0": 9.0}
+    assert scalars(STEP) == {
+        "reward_mean": 0.5,
+        "tool_errors_by_kind/timeout": 2.0,
+        "staleness_histogram/0": 9.0,
+    }
     assert scalars(EVALUATION) == {"evaluation/accuracy": 0.25}
 
 
@@ -92,7 +98,9 @@ def test_a_run_that_resumes_tells_the_sink_which_run_it_was(kept: Kept, tmp_path
     assert kept.facts and kept.facts.identity == {"id": "first"} and kept.facts.step == 3
 
 
-def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(tmp_path: Path, monkeypatch):
+def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(
+    tmp_path: Path, monkeypatch
+):
     together, write = threading.Barrier(2), metrics.write_atomically
 
     def write_slowly(file: Path, text: str) -> None:
@@ -108,7 +116,9 @@ def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(
     with open_sinks(["wandb", "trackio"], facts(tmp_path), print_line=lines.append):
         pass
     assert lines == []
-    assert json.loads((tmp_path / "loggers.json").read_text()) == {n: {"id": "first"} for n in ("wandb", "trackio")}
+    assert json.loads((tmp_path / "loggers.json").read_text()) == {
+        n: {"id": "first"} for n in ("wandb", "trackio")
+    }
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
@@ -147,7 +157,11 @@ def test_a_sink_runs_in_a_context_of_its_own_unless_it_is_given_one():
     variable.set("the caller's")
     for context in (None, contextvars.copy_context()):
         thread = SinkThread(
-            "a", Kept(), print_line=print, start=lambda: found.append(variable.get(None)), context=context
+            "a",
+            Kept(),
+            print_line=print,
+            start=lambda: found.append(variable.get(None)),
+            context=context,
         )
         thread.end()
         thread.join(10)
@@ -176,5 +190,7 @@ def test_a_wrong_logger_is_refused_with_the_fix(override: str, message: str):
 
 
 def test_one_logger_needs_no_list():
-    config = build({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}, ["trainer.logger=wandb"])
+    config = build(
+        {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}, ["trainer.logger=wandb"]
+    )
     assert config.trainer.logger == ("wandb",)

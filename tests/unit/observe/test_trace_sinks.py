@@ -36,7 +36,12 @@ def test_a_line_of_the_file_holds_the_whole_trace(tmp_path: Path):
     run_dir = RunDir(tmp_path)
     sinks.TraceFileSink(TraceConfig(), run_dir).write(a_trace())
     (record,) = read_records(run_dir.traces)
-    assert (record["trajectory_id"], record["step"], record["sample"], record["rollout"]) == ("train-3-1-2", 3, 1, 2)
+    assert (record["trajectory_id"], record["step"], record["sample"], record["rollout"]) == (
+        "train-3-1-2",
+        3,
+        1,
+        2,
+    )
     assert [s["name"] for s in record["spans"]] == ["run", "wait", "generate", "tool", "reward"]
     assert record["spans"][3]["start_ns"] == EPOCH + 2 * SECOND
     assert record["spans"][4]["error"] == "ValueError: no"
@@ -44,7 +49,11 @@ def test_a_line_of_the_file_holds_the_whole_trace(tmp_path: Path):
 
 def test_of_long_texts_both_ends_are_kept_wherever_they_stand():
     value = {"messages": [{"content": "a" * 50 + "b" * 50}], "n": 3, "odd": {1: Path("x")}}
-    assert shortened(value, 10) == {"messages": [{"content": "aaaaa … bbbbb"}], "n": 3, "odd": {"1": "x"}}
+    assert shortened(value, 10) == {
+        "messages": [{"content": "aaaaa … bbbbb"}],
+        "n": 3,
+        "odd": {"1": "x"},
+    }
 
 
 def test_resuming_cuts_traces_back_too(tmp_path: Path):
@@ -58,7 +67,9 @@ def test_resuming_cuts_traces_back_too(tmp_path: Path):
     assert len(read_records(run_dir.traces)) == 5
     run_dir.finish_step(3)
     kept = [(r["step"], r["validate"]) for r in read_records(run_dir.traces)]
-    assert kept == [(2, False), (0, True), (3, False)], "the evaluation after step 2 was not recorded: it never ended"
+    assert kept == [(2, False), (0, True), (3, False)], (
+        "the evaluation after step 2 was not recorded: it never ended"
+    )
 
 
 def test_every_sink_gets_every_trace_and_is_closed():
@@ -82,7 +93,9 @@ def test_a_sink_works_in_the_context_it_was_opened_in():
     assert seen == ["changed"]
 
 
-async def test_a_sink_of_a_run_works_in_the_context_that_opening_it_made(tmp_path: Path, monkeypatch):
+async def test_a_sink_of_a_run_works_in_the_context_that_opening_it_made(
+    tmp_path: Path, monkeypatch
+):
     setting, seen = ContextVar("setting", default="default"), []
 
     def open_sink(config, run_dir):
@@ -115,7 +128,10 @@ def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
     threads.close()
     assert len(good.taken) == MAX_FAILURES + 3
     assert bad.tried == MAX_FAILURES and threads.lost()["bad"] == MAX_FAILURES + 3
-    assert f"{MAX_FAILURES + 3} traces did not reach bad" in caplog.text and "out of reach" in caplog.text
+    assert (
+        f"{MAX_FAILURES + 3} traces did not reach bad" in caplog.text
+        and "out of reach" in caplog.text
+    )
     assert f"bad failed {MAX_FAILURES} times in a row and is disabled" in caplog.text
 
 
@@ -146,7 +162,9 @@ async def test_without_sinks_there_is_no_tracer(tmp_path: Path):
 
 async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
     run_dir = RunDir(tmp_path)
-    async with open_tracer(TraceConfig(sinks=("files",), max_trajectories_per_step=1), run_dir) as tracer:
+    async with open_tracer(
+        TraceConfig(sinks=("files",), max_trajectories_per_step=1), run_dir
+    ) as tracer:
         for rollout in range(2):
             with tracer.trajectory(
                 trajectory_id=f"t-{rollout}",
@@ -163,7 +181,9 @@ async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
 
 def test_a_sink_whose_package_is_missing_is_a_message(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"weave is not installed.*pip install 'jax_agent_rl\[trace\]'"):
+    with pytest.raises(
+        ConfigError, match=r"weave is not installed.*pip install 'jax_agent_rl\[trace\]'"
+    ):
         sinks.open_sinks(TraceConfig(sinks=("weave",)), RunDir(tmp_path))
 
 
@@ -174,9 +194,15 @@ def test_mlflow_shows_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     (opened,) = sinks.open_sinks(TraceConfig(sinks=("mlflow",)), run_dir).values()
     opened.write(a_trace())
     opened.close()
-    assert (run_dir.path / "mlflow.db").is_file() and [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert (run_dir.path / "mlflow.db").is_file() and [p.name for p in tmp_path.iterdir()] == [
+        "run"
+    ]
     (found,) = mlflow.search_traces(return_type="list", filter_string="tags.rollout = '2'")
-    assert found.info.tags["step"] == "3" and found.info.tags["validate"] == "false" and found.info.tags["run"] == "run"
+    assert (
+        found.info.tags["step"] == "3"
+        and found.info.tags["validate"] == "false"
+        and found.info.tags["run"] == "run"
+    )
     spans = {s.name: s for s in found.data.spans}
     assert list(spans) == ["run train-3-1-2", "wait slot", "generate", "tool add", "reward sums"]
     assert spans["tool add"].inputs == {"arguments": {"a": 1}} and spans["tool add"].outputs == {
@@ -184,7 +210,10 @@ def test_mlflow_shows_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
         "error": "timeout",
     }
     assert spans["tool add"].start_time_ns == EPOCH + 2 * SECOND
-    assert spans["generate"].span_type == "LLM" and spans["generate"].attributes["stop_reason"] == "eos"
+    assert (
+        spans["generate"].span_type == "LLM"
+        and spans["generate"].attributes["stop_reason"] == "eos"
+    )
     assert spans["generate"].parent_id == spans["run train-3-1-2"].span_id
     failed = [name for name, span in spans.items() if span.status.status_code == "ERROR"]
     assert failed == ["tool add", "reward sums"]
@@ -207,7 +236,11 @@ def test_trackio_keeps_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     opened.write(a_trace())
     opened.close()
     (step, made), end = logged
-    assert step == 3 and end == "finished" and made["messages"][1] == {"role": "assistant", "content": "3"}
+    assert (
+        step == 3
+        and end == "finished"
+        and made["messages"][1] == {"role": "assistant", "content": "3"}
+    )
     assert made["metadata"]["rollout"] == "2" and made["metadata"]["reward"] == 1.0
     tool = made["spans"][3]
     assert (tool["kind"], tool["parent_id"], tool["duration_ms"]) == ("tool", "0", 1000.0)
@@ -227,7 +260,9 @@ class FakeWeave(ThreadingHTTPServer):
 
     def calls(self) -> dict[str, dict]:
         """Calls by what they are called."""
-        batches = (body["batch"] for path, body in self.requests if path.endswith("/calls/complete"))
+        batches = (
+            body["batch"] for path, body in self.requests if path.endswith("/calls/complete")
+        )
         return {call["display_name"]: call for batch in batches for call in batch}
 
 
@@ -291,8 +326,14 @@ def test_weave_is_sent_a_call_for_each_span(open_weave, weave_server):
     assert set(calls) == {"run train-3-1-2", "wait slot", "generate", "tool add", "reward sums"}
     assert calls["tool add"]["parent_id"] == calls["run train-3-1-2"]["id"]
     assert calls["tool add"]["inputs"] == {"arguments": {"a": 1}}
-    assert calls["generate"]["attributes"]["stop_reason"] == "eos" and calls["generate"]["attributes"]["step"] == "3"
-    assert "ValueError: no" in calls["reward sums"]["exception"] and "timeout" in calls["tool add"]["exception"]
+    assert (
+        calls["generate"]["attributes"]["stop_reason"] == "eos"
+        and calls["generate"]["attributes"]["step"] == "3"
+    )
+    assert (
+        "ValueError: no" in calls["reward sums"]["exception"]
+        and "timeout" in calls["tool add"]["exception"]
+    )
     began = datetime.datetime.fromisoformat(calls["tool add"]["started_at"])
     assert began.timestamp() * SECOND == EPOCH + 2 * SECOND
 
@@ -302,4 +343,8 @@ def test_weave_wraps_no_client_of_tools(open_weave):
     session = pytest.importorskip("mcp").ClientSession
     open_weave().close()
     assert session.call_tool.__module__ == session.__module__
-    assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("weave.integrations")]
+    assert not [
+        finder
+        for finder in sys.meta_path
+        if type(finder).__module__.startswith("weave.integrations")
+    ]

@@ -19,7 +19,14 @@ from jax_agent_rl.observe import run_dir
 from jax_agent_rl.observe.report.command import RunData, render_report
 from jax_agent_rl.observe.run_dir import read_trajectories, restore_trajectory, trajectory_record
 from jax_agent_rl.observe.selection import TrajectoryFilter, group_of
-from jax_agent_rl.observe.view import COLOURS, best_and_worst, outline, render, render_group, view_run
+from jax_agent_rl.observe.view import (
+    COLOURS,
+    best_and_worst,
+    outline,
+    render,
+    render_group,
+    view_run,
+)
 from jax_agent_rl.types import Fork
 from tests.examples import examples
 from tests.report_runs import CountedRecords, make_run
@@ -68,7 +75,11 @@ def test_a_limit_below_one_is_refused(run):
 
 def test_an_error_no_tool_had_is_a_message_with_those_they_had(run):
     error = view(run, "--tool-error", "foo").exception
-    assert isinstance(error, JaxAgentRLError) and "'foo'" in str(error) and "any, none, timeout" in str(error)
+    assert (
+        isinstance(error, JaxAgentRLError)
+        and "'foo'" in str(error)
+        and "any, none, timeout" in str(error)
+    )
 
 
 @pytest.mark.parametrize("options", ["--sort worst", "--color gap", "--whole-prompt"])
@@ -81,18 +92,30 @@ def test_what_is_of_no_effect_on_trees_is_refused(run, options):
 def test_a_gap_between_engine_and_learner_is_coloured_where_it_is_known():
     record = {"rollout_logprobs": [-1.0] * 5, "old_logprobs": [-1.001, -1.05, -0.5, -3.0, None]}
     gap = COLOURS["gap"]
-    assert [gap(record, at) for at in range(5)] == ["green", "yellow", "dark_orange", "bold red", "dim"]
+    assert [gap(record, at) for at in range(5)] == [
+        "green",
+        "yellow",
+        "dark_orange",
+        "bold red",
+        "dim",
+    ]
     assert gap({"rollout_logprobs": [-1.0]}, 0) == "dim"
 
 
 def test_a_damaged_folder_is_shown_as_far_as_it_can_be_read(tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     whole = (run / "trajectories.jsonl").read_bytes()
-    (run / "trajectories.jsonl").write_bytes(b'{"step": 1, \n\xff\xfe\n[]\n{"step": 1}\n' + whole + whole[:100])
+    (run / "trajectories.jsonl").write_bytes(
+        b'{"step": 1, \n\xff\xfe\n[]\n{"step": 1}\n' + whole + whole[:100]
+    )
     (run / "config.json").write_text("{")
     result = view(run)
     assert result.exit_code == 0 and "[4][2]" in result.stdout
-    for said in ("config.json cannot be read", "shown as ids", "trajectories.jsonl: 4 (cut off or damaged)"):
+    for said in (
+        "config.json cannot be read",
+        "shown as ids",
+        "trajectories.jsonl: 4 (cut off or damaged)",
+    ):
         assert said in result.stderr
     (run / "config.json").unlink()
     assert "note: config.json" in view(run).stderr
@@ -120,7 +143,14 @@ def test_a_record_is_read_back_with_its_fork():
     (record,) = records_of(BRANCH)
     again = restore_trajectory(record)
     assert again.fork == FORK
-    for name in ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "policy_versions", "reward"):
+    for name in (
+        "prompt_ids",
+        "response_ids",
+        "response_mask",
+        "rollout_logprobs",
+        "policy_versions",
+        "reward",
+    ):
         assert getattr(again, name) == getattr(BRANCH, name)
 
 
@@ -128,7 +158,10 @@ def test_common_turns_stand_once_with_the_mean_reward_of_what_followed():
     console = Console(file=io.StringIO(), width=160)
     console.print(render_group(records_of(STEM, BRANCH), lambda ids: " ".join(map(str, ids))))
     head, first, *leaves = console.file.getvalue().splitlines()
-    assert head.split("  ")[:2] == ["g", "2 trajectories, 1 trees, mean reward 0.50, 2 of 7 sampled tokens shared"]
+    assert head.split("  ")[:2] == [
+        "g",
+        "2 trajectories, 1 trees, mean reward 0.50, 2 of 7 sampled tokens shared",
+    ]
     assert "turn 1  2 tokens  mean reward 0.50 of 2  10 11" in first
     assert "turn 2  1 tokens  mean reward 1.00 of 1  g-0 (tree 1) answer  12" in leaves[0]
     assert "turn 2  2 tokens  mean reward 0.00 of 1  g-1 (tree 1) answer  13 14" in leaves[1]
@@ -145,7 +178,11 @@ def test_groups_of_different_steps_are_separate(run):
     heads = [line for line in view(run, "--tree").stdout.splitlines() if "trajectories, " in line]
     assert [head.split("  ")[0] for head in heads] == ["train-1-0", "train-2-0", "train-3-0"]
     assert all("4 trajectories" in head for head in heads)
-    (head,) = [line for line in view(run, "--tree", "--limit", "1").stdout.splitlines() if "trajectories, " in line]
+    (head,) = [
+        line
+        for line in view(run, "--tree", "--limit", "1").stdout.splitlines()
+        if "trajectories, " in line
+    ]
     assert head.startswith("train-3-0 ")
 
 
@@ -155,7 +192,9 @@ def test_the_last_in_an_order_are_shown_and_of_equal_rewards_the_later_is_last(r
         return [line.split()[1] for line in result.stdout.splitlines() if line.startswith("╭")]
 
     in_order = [f"train-{step}-0-{n}" for step in (1, 2, 3) for n in range(4)]
-    of_member = [[name for name in in_order if name.endswith(f"-{n}")] for n in range(4)]  # rewards 1, 0, -1, 0.25
+    of_member = [
+        [name for name in in_order if name.endswith(f"-{n}")] for n in range(4)
+    ]  # rewards 1, 0, -1, 0.25
     best = [*of_member[2], *of_member[1], *of_member[3], *of_member[0]]
     worst = [*of_member[0], *of_member[3], *of_member[1], *of_member[2]]
     for sort, names in (("time", in_order), ("best", best), ("worst", worst)):
@@ -163,17 +202,25 @@ def test_the_last_in_an_order_are_shown_and_of_equal_rewards_the_later_is_last(r
             assert last(sort, limit) == names[-limit:]
 
 
-@pytest.mark.parametrize("options", [{"sort": "time"}, {"sort": "best"}, {"sort": "worst"}, {"trees": True}])
+@pytest.mark.parametrize(
+    "options", [{"sort": "time"}, {"sort": "best"}, {"sort": "worst"}, {"trees": True}]
+)
 def test_few_trajectories_are_held_at_a_time_however_many_are_shown(options):
     group = [STEM, BRANCH]
-    records = CountedRecords([record for step in range(100) for record in records_of(*group, step=step)])
+    records = CountedRecords(
+        [record for step in range(100) for record in records_of(*group, step=step)]
+    )
     data = RunData(name="run", trajectories=records)
-    view_run(data, TrajectoryFilter(), **{"sort": "time", "limit": 1000, "whole_prompt": False} | options)
+    view_run(
+        data, TrajectoryFilter(), **{"sort": "time", "limit": 1000, "whole_prompt": False} | options
+    )
     assert records.most <= 2 * len(group)
 
 
 def test_the_best_and_the_worst_are_found_without_holding_others():
-    records = CountedRecords([record for step in range(100) for record in records_of(STEM, BRANCH, step=step)])
+    records = CountedRecords(
+        [record for step in range(100) for record in records_of(STEM, BRANCH, step=step)]
+    )
     found = best_and_worst(record for record in records if record["split"] == "train")
     assert {name: (one["step"], one["reward"]) for name, one in found.items()} == {
         "best": (99, 1.0),
@@ -208,10 +255,14 @@ def test_a_line_without_end_is_left_out_and_not_held(tmp_path, monkeypatch):
     lines = (run / "trajectories.jsonl").read_bytes().splitlines(keepends=True)
     limit = max(map(len, lines))
     monkeypatch.setattr(run_dir, "MAX_LINE_BYTES", limit)
-    (run / "trajectories.jsonl").write_bytes(lines[0] + b"[" * 5 * limit + b"\n" + b"".join(lines[1:]))
+    (run / "trajectories.jsonl").write_bytes(
+        lines[0] + b"[" * 5 * limit + b"\n" + b"".join(lines[1:])
+    )
     records = read_trajectories(run / "trajectories.jsonl")
     read = list(records)
-    assert [one["trajectory_id"] for one in read] == [f"train-1-0-{n}" for n in range(4)] and records.damaged == 1
+    assert [one["trajectory_id"] for one in read] == [
+        f"train-1-0-{n}" for n in range(4)
+    ] and records.damaged == 1
     assert list(records.read(range(4))) == read
 
 
@@ -231,13 +282,22 @@ def test_a_session_is_shown_as_the_graph_of_its_segments_and_then_segment_by_seg
         "└── segment 3  calls 3–4  2 trained tokens (29%)  leaves segment 1 in the prompt (shared ids: 1): "
         "message 1 of 1 (user) has 'help' where the recorded one (user) has 'question'",
     ]
-    assert lines[6:12] == ["segment 1", "1 3«4 2»7«5»", "segment 2", "1 3 4 2 6«8 2»", "segment 3", "1 9«20»7«21»"]
+    assert lines[6:12] == [
+        "segment 1",
+        "1 3«4 2»7«5»",
+        "segment 2",
+        "1 3 4 2 6«8 2»",
+        "segment 3",
+        "1 9«20»7«21»",
+    ]
 
 
 def test_a_call_that_was_spliced_says_so():
     made = trajectory([3], [10, 7, 11], mask=[1, 0, 1])
     first, second = made.turns
-    made = replace(made, turns=(replace(first, number=0), replace(second, number=1, note="message 4 \x1b[2J")))
+    made = replace(
+        made, turns=(replace(first, number=0), replace(second, number=1, note="message 4 \x1b[2J"))
+    )
     console = Console(file=io.StringIO(), width=160)
     console.print(render(*records_of(made), str))
     assert "call 2 was spliced: message 4 \\x1b[2J" in console.file.getvalue()
@@ -267,14 +327,22 @@ def test_a_note_on_a_turn_without_a_number_names_the_turn():
 LEAVES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats()
 NAMES = st.sampled_from(["a", "role", "name", "answer", "", "\x1b[2J"])
 VALUES = st.recursive(
-    LEAVES | NAMES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=5
+    LEAVES | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=5,
 )
 
 
 def places(value, path=()):
     """Paths of everything in a JSON value."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*path, key))
 
@@ -307,11 +375,15 @@ def test_a_record_with_anything_in_it_is_shown_or_left_out(data, tmp_path):
     console = Console(file=io.StringIO(), width=160)
     for one in read:
         for colour in COLOURS:
-            console.print(render(one, lambda ids: " ".join(map(str, ids)), colour=colour, whole_prompt=True))
+            console.print(
+                render(one, lambda ids: " ".join(map(str, ids)), colour=colour, whole_prompt=True)
+            )
         outline(one, title="best")
     for _, members in groupby(read, key=group_of):
         console.print(render_group(list(members), str))
-    for _ in render_report(RunData(name="run", trajectories=records), decode=lambda ids: " ".join(map(str, ids))):
+    for _ in render_report(
+        RunData(name="run", trajectories=records), decode=lambda ids: " ".join(map(str, ids))
+    ):
         pass
 
 
@@ -321,14 +393,29 @@ def test_a_record_with_anything_in_it_is_shown_or_left_out(data, tmp_path):
 def record(*, turns: int, messages: list[tuple[str, str]]) -> dict:
     said = [{"role": role, "content": content} for role, content in messages]
     facts = {"step": 7, "reward": 0.5, "trajectory_id": "t-1", "finish_reason": "answer"}
-    return {**facts, "row": {"reward_model": {"ground_truth": "4"}}, "turns": [{}] * turns, "messages": said}
+    return {
+        **facts,
+        "row": {"reward_model": {"ground_truth": "4"}},
+        "turns": [{}] * turns,
+        "messages": said,
+    }
 
 
-WORKED = [("system", "Use tools."), ("user", "What is 1 plus 1?"), ("assistant", "[add()]"), ("tool", "2")]
+WORKED = [
+    ("system", "Use tools."),
+    ("user", "What is 1 plus 1?"),
+    ("assistant", "[add()]"),
+    ("tool", "2"),
+]
 
 
 def test_worked_examples_of_the_prompt_are_left_out():
-    played = [("user", "What is 2 plus 2?"), ("assistant", "[add()]"), ("tool", "4"), ("assistant", "= 4")]
+    played = [
+        ("user", "What is 2 plus 2?"),
+        ("assistant", "[add()]"),
+        ("tool", "4"),
+        ("assistant", "= 4"),
+    ]
     text = outline(record(turns=2, messages=[*WORKED, ("assistant", "= 2"), *played]), title="best")
     assert text.splitlines() == [
         "best: step 7, reward 0.50, truth 4, end answer, t-1",
@@ -340,7 +427,10 @@ def test_worked_examples_of_the_prompt_are_left_out():
 
 
 def test_long_messages_end_early_and_controls_are_spelt_out():
-    long = outline(record(turns=1, messages=[("user", "a\n\nb"), ("assistant", "\x1b[2J" + "x" * 300)]), title="worst")
+    long = outline(
+        record(turns=1, messages=[("user", "a\n\nb"), ("assistant", "\x1b[2J" + "x" * 300)]),
+        title="worst",
+    )
     question, answer = long.splitlines()[1:]
     assert question.endswith("  a b") and "\x1b" not in long and "\\x1b[2J" in answer
     assert answer.endswith("x…") and len(answer) == len("  assistant  ") + 100
@@ -364,7 +454,10 @@ def test_a_model_folder_with_code_of_its_own_is_neither_run_nor_asked_about(tmp_
     folder, ran = tmp_path / "model", tmp_path / "ran"
     tokenizer().save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    settings |= {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "own.py").write_text(
         f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast\n"

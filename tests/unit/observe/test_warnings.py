@@ -31,7 +31,9 @@ TOOLS = {"tools": {"function_tool_path": "jax_agent_rl.tools.calculator"}}
 
 
 def conf(*overrides: str, **sections: dict) -> Config:
-    return build({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}} | sections, overrides)
+    return build(
+        {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}} | sections, overrides
+    )
 
 
 def watched(config: Config, *records: dict) -> tuple[list[str], Watch]:
@@ -141,10 +143,18 @@ def test_a_healthy_run_has_no_warnings():
         ("tool_errors", {"tool_error_share": 0.4}, "agent.tool_timeout"),
         ("clipped", {"clip_fraction": 0.3}, "learner.learning_rate"),
         ("nonfinite_updates", {"nonfinite_updates": 1.0}, "learner.learning_rate"),
-        ("nonfinite_updates", {"nonfinite_updates": 0.0, "critic_nonfinite_updates": 2.0}, "learner.learning_rate"),
+        (
+            "nonfinite_updates",
+            {"nonfinite_updates": 0.0, "critic_nonfinite_updates": 2.0},
+            "learner.learning_rate",
+        ),
         ("logprob_gap", {"logprob_gap_mean": 0.06}, "rollout.deterministic"),
         ("tools_unused", {"tool_calls_mean": 0.0}, "agent.default_agent"),
-        ("learner_idle", {"learner_idle_share": 0.6, "engine_busy_share": 0.2}, "trainer.mode=one_step_off"),
+        (
+            "learner_idle",
+            {"learner_idle_share": 0.6, "engine_busy_share": 0.2},
+            "trainer.mode=one_step_off",
+        ),
     ],
 )
 def test_what_goes_wrong_is_said_with_what_to_do(name: str, change: dict, advice: str):
@@ -177,12 +187,16 @@ def test_the_limit_that_cuts_most_off_is_named():
 
 
 def test_rewards_that_nothing_learns_from_are_not_watched():
-    config = conf("algorithm.adv_estimator=none", "algorithm.kl.coef=0.1", "algorithm.kl.where=loss")
+    config = conf(
+        "algorithm.adv_estimator=none", "algorithm.kl.coef=0.1", "algorithm.kl.where=loss"
+    )
     assert watched(config, *[{"reward_max": 0.0, "reward_mean": 0.0}] * 3)[0] == []
 
 
 def test_once_a_trajectory_has_earned_something_steps_without_reward_are_another_matter():
-    said, watch = watched(conf(), {"reward_max": 0.0}, {"reward_max": 0.5}, *[{"reward_max": 0.0}] * 3)
+    said, watch = watched(
+        conf(), {"reward_max": 0.0}, {"reward_max": 0.5}, *[{"reward_max": 0.0}] * 3
+    )
     assert len(said) == 1 and watch.active == [] and watch.warnings[0].steps == 1
 
 
@@ -192,21 +206,39 @@ def test_a_reward_that_only_punishes_is_a_reward():
 
 def test_a_policy_that_an_update_broke_is_said_before_its_symptoms():
     """A run with a hundred times the learning rate: good for a step, then repeated tokens to the limit."""
-    broken = {"reward_mean": 0.0, "truncated_share": 1.0, "zero_variance_share": 1.0, "tool_calls_mean": 0.0}
-    said, _ = watched(conf("learner.learning_rate=0.003", **TOOLS), {"reward_mean": 0.75}, *[broken] * 3)
-    assert "(reward_collapse)" in said[0] and "learner.learning_rate=0.003" in said[0] and len(said) == 4
+    broken = {
+        "reward_mean": 0.0,
+        "truncated_share": 1.0,
+        "zero_variance_share": 1.0,
+        "tool_calls_mean": 0.0,
+    }
+    said, _ = watched(
+        conf("learner.learning_rate=0.003", **TOOLS), {"reward_mean": 0.75}, *[broken] * 3
+    )
+    assert (
+        "(reward_collapse)" in said[0]
+        and "learner.learning_rate=0.003" in said[0]
+        and len(said) == 4
+    )
 
 
 def test_rewards_that_are_not_earned_by_right_answers_are_told():
     """A run whose calls were paid: it called to the limit and answered nothing."""
     steps = [(0.46, 0.38), (0.45, 0.25), (0.45, 0.02), (0.37, 0.0)]
-    said, watch = watched(conf(), *[{"reward_mean": reward, "reward/accuracy": right} for reward, right in steps])
+    said, watch = watched(
+        conf(), *[{"reward_mean": reward, "reward/accuracy": right} for reward, right in steps]
+    )
     assert watch.active == ["reward_hacking"] and "algorithm.turn_reward=none" in said[0]
-    both = [{"reward_mean": 0.5, "reward/accuracy": 0.5}, *[{"reward_mean": 0.0, "reward/accuracy": 0.0}] * 3]
+    both = [
+        {"reward_mean": 0.5, "reward/accuracy": 0.5},
+        *[{"reward_mean": 0.0, "reward/accuracy": 0.0}] * 3,
+    ]
     assert watched(conf(), *both)[1].active == ["reward_collapse"]
 
 
-@pytest.mark.parametrize("rewards", [[0.0] * 6, [0.05, 0.0, 0.0, 0.0], [0.8, 0.1, 0.7, 0.1], [-1.0, -2.0, -3.0]])
+@pytest.mark.parametrize(
+    "rewards", [[0.0] * 6, [0.05, 0.0, 0.0, 0.0], [0.8, 0.1, 0.7, 0.1], [-1.0, -2.0, -3.0]]
+)
 def test_low_and_changing_rewards_are_no_collapse(rewards: list[float]):
     assert watched(conf(), *[{"reward_mean": reward} for reward in rewards])[0] == []
 
@@ -215,18 +247,29 @@ def test_programs_compiled_after_warm_up_are_said_in_the_steps_that_compiled_the
     totals = (0, 1, 1, 4, 6, 6)
     said, watch = watched(conf(), *[{"recompilations_after_warmup": total} for total in totals])
     first, later = said
-    assert "1 programs" in first and "rollout.jetstream.prefill_buckets" in first and "3 programs" in later
+    assert (
+        "1 programs" in first
+        and "rollout.jetstream.prefill_buckets" in first
+        and "3 programs" in later
+    )
     (warned,) = watch.warnings
     assert (warned.first_step, warned.last_step, warned.steps, warned.active) == (2, 5, 3, False)
 
 
 def test_a_total_that_begins_anew_with_a_resumed_run_has_grown_by_all_it_says():
     grown = SinceLast("x")
-    assert [grown(record) for record in ({"x": 2}, {"x": 5}, {}, {"x": 1}, {"x": 1})] == [2, 3, None, 1, 0]
+    assert [grown(record) for record in ({"x": 2}, {"x": 5}, {}, {"x": 1}, {"x": 1})] == [
+        2,
+        3,
+        None,
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("name", "change"), [("logprob_gap_growing", {"logprob_gap_mean": 0.03}), ("entropy_collapse", {"entropy": 0.05})]
+    ("name", "change"),
+    [("logprob_gap_growing", {"logprob_gap_mean": 0.03}), ("entropy_collapse", {"entropy": 0.05})],
 )
 def test_what_was_so_from_the_start_is_no_growth_and_no_collapse(name: str, change: dict):
     assert watched(conf(), *[{}] * 3, *[change] * 3)[1].active == [name]
@@ -239,7 +282,9 @@ def test_a_gap_within_rounding_does_not_count_as_growing():
 
 
 def test_ratios_of_sequences_are_clipped_more_often_when_all_is_well():
-    gspo = conf("algorithm.policy_loss.loss_mode=gspo", "algorithm.loss_agg_mode=seq-mean-token-mean")
+    gspo = conf(
+        "algorithm.policy_loss.loss_mode=gspo", "algorithm.loss_agg_mode=seq-mean-token-mean"
+    )
     assert watched(gspo, *[{"clip_fraction": 0.3}] * 5)[1].active == []
     assert watched(gspo, *[{"clip_fraction": 0.5}] * 5)[1].active == ["clipped"]
 
@@ -255,7 +300,8 @@ def test_errors_of_tools_are_no_matter_where_none_is_called():
 
 
 @pytest.mark.parametrize(
-    ("mode", "advice"), [("one_step_off", "trainer.mode=fully_async"), ("fully_async", "trainer.max_staleness=1")]
+    ("mode", "advice"),
+    [("one_step_off", "trainer.mode=fully_async"), ("fully_async", "trainer.max_staleness=1")],
 )
 def test_an_idle_learner_is_advised_by_the_mode_it_has(mode: str, advice: str):
     config = conf(f"trainer.mode={mode}", "rollout.placement=separate")
@@ -271,8 +317,12 @@ def test_a_mode_is_worth_trying_where_the_engine_leaves_time():
         return {"learner_idle_share": idle, "engine_busy_share": busy}
 
     assert overlap_gain(line(0.9, 1.0), own_devices=False) == 0  # one device that is always busy
-    assert overlap_gain(line(0.5, 0.2), own_devices=False) == pytest.approx(0.4)  # it waits for tools
-    assert overlap_gain(line(0.9, 1.0), own_devices=True) == pytest.approx(0.1)  # learning is the shorter part
+    assert overlap_gain(line(0.5, 0.2), own_devices=False) == pytest.approx(
+        0.4
+    )  # it waits for tools
+    assert overlap_gain(line(0.9, 1.0), own_devices=True) == pytest.approx(
+        0.1
+    )  # learning is the shorter part
     assert overlap_gain(line(0.3, 1.0), own_devices=True) == pytest.approx(0.3)  # rollout is
 
 
@@ -286,7 +336,9 @@ def test_a_mode_is_worth_trying_where_the_engine_leaves_time():
         (["rollout.backend=vllm"], False),
     ],
 )
-def test_an_engine_has_devices_of_its_own_beside_the_learner_or_elsewhere(overrides: list[str], own: bool):
+def test_an_engine_has_devices_of_its_own_beside_the_learner_or_elsewhere(
+    overrides: list[str], own: bool
+):
     assert has_own_devices(conf(*overrides)) is own
 
 
@@ -318,7 +370,9 @@ def test_rows_without_an_agent_are_counted_where_tools_would_go_unused():
         (["agent.enable_agent=false"], {"agent_name": "server_tool_agent"}, False),
     ],
 )
-def test_calls_are_missed_wherever_rows_run_on_tools(overrides: list[str], row: dict, expected: bool):
+def test_calls_are_missed_wherever_rows_run_on_tools(
+    overrides: list[str], row: dict, expected: bool
+):
     names = [rule.name for rule in rules(conf(*overrides), [row])]
     assert ("tools_unused" in names) is expected
 
@@ -326,7 +380,9 @@ def test_calls_are_missed_wherever_rows_run_on_tools(overrides: list[str], row: 
 @pytest.mark.parametrize(("share", "warned"), [(0.0, 1), (0.45, 1), (0.9, 0)])
 def test_a_mixture_that_learns_without_the_engines_experts_is_warned_of(share: float, warned: int):
     said: list[str] = []
-    watch = Watch([rule for rule in rules(conf()) if rule.name == "router_replay_missing"], said.append)
+    watch = Watch(
+        [rule for rule in rules(conf()) if rule.name == "router_replay_missing"], said.append
+    )
     for step in range(1, 5):
         watch.update({"kind": "step", "step": step, "router_replay_share": share})
     assert sum("router_replay_missing" in line for line in said) == warned

@@ -18,12 +18,17 @@ def instructions(file: Path) -> list[tuple[str, str]]:
     """(instruction, its text), continued lines joined."""
     lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
-    return [(name, text.strip()) for name, _, text in (line.partition(" ") for line in joined.splitlines() if line)]
+    return [
+        (name, text.strip())
+        for name, _, text in (line.partition(" ") for line in joined.splitlines() if line)
+    ]
 
 
 def environment_script(file: Path) -> list[str]:
     """The command that installs."""
-    (text,) = [text for name, text in instructions(file) if name == "RUN" and "_environment.sh" in text]
+    (text,) = [
+        text for name, text in instructions(file) if name == "RUN" and "_environment.sh" in text
+    ]
     return shlex.split(text)
 
 
@@ -43,7 +48,10 @@ def test_its_commands_are_valid_shell_and_the_installed_programs_are_on_the_path
         if name == "RUN":
             subprocess.run(["bash", "-n", "-c", text], check=True)
     environment = dict(
-        word.split("=", 1) for name, text in instructions(file) if name == "ENV" for word in shlex.split(text)
+        word.split("=", 1)
+        for name, text in instructions(file)
+        if name == "ENV"
+        for word in shlex.split(text)
     )
     assert environment["PATH"].split(":")[0] == environment["JAX_AGENT_RL_VENV"] + "/bin"
     assert ("WORKDIR", "/app") in instructions(file)  # where launch/templates look for it
@@ -60,7 +68,11 @@ def test_its_python_gets_the_pinned_versions(file: Path, tmp_path: Path):
     python.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JAX_AGENT_RL_VENV": str(tmp_path / "venv")}
     result = subprocess.run(
-        [ROOT / script, "--dry-run", *arguments], env=os.environ | path, capture_output=True, text=True, check=True
+        [ROOT / script, "--dry-run", *arguments],
+        env=os.environ | path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     (lock,) = set(re.findall(r" --constraints (\S+)", result.stdout))
     assert Path(lock).name == f"{file.stem}.txt" and Path(lock).is_file()

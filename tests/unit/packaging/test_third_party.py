@@ -39,20 +39,33 @@ def pinned(file: str) -> set[str]:
 
 def direct(*extras: str) -> set[str]:
     """What the package itself and these of its extras name."""
-    wanted = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
+    wanted = [
+        *PROJECT["dependencies"],
+        *(line for extra in extras for line in PROJECT["optional-dependencies"][extra]),
+    ]
     return {name_of(line) for line in wanted} - {"jax-agent-rl"}
 
 
 def test_every_direct_dependency_has_its_licence_listed():
-    rows = [line.split("|")[1] for line in (THIRD_PARTY / "licences.md").read_text().splitlines() if "|" in line]
+    rows = [
+        line.split("|")[1]
+        for line in (THIRD_PARTY / "licences.md").read_text().splitlines()
+        if "|" in line
+    ]
     listed = {normal(word) for row in rows for word in re.findall(r"[\w.-]+", row)}
-    dependencies = direct(*PROJECT["optional-dependencies"]) | pinned("no-deps.txt") | pinned("test-no-deps.txt")
+    dependencies = (
+        direct(*PROJECT["optional-dependencies"])
+        | pinned("no-deps.txt")
+        | pinned("test-no-deps.txt")
+    )
     assert dependencies - listed == set()
 
 
 def extras_of(lock: str) -> list[str]:
     """The extras that ``launch/lock.sh`` locks together."""
-    (words,) = re.findall(rf"^lock {lock}\b(.*)$", (ROOT / "launch" / "lock.sh").read_text(), re.MULTILINE)
+    (words,) = re.findall(
+        rf"^lock {lock}\b(.*)$", (ROOT / "launch" / "lock.sh").read_text(), re.MULTILINE
+    )
     return words.split()
 
 
@@ -63,7 +76,11 @@ def test_a_lock_pins_all_that_its_extras_ask_for(lock: str):
 
 def test_every_extra_is_in_a_lock():
     named = {extra for lock in LOCKS for extra in extras_of(lock)}
-    nested = {extra for line in PROJECT["optional-dependencies"]["dev"] for extra in re.findall(r"[\w-]+", line)}
+    nested = {
+        extra
+        for line in PROJECT["optional-dependencies"]["dev"]
+        for extra in re.findall(r"[\w-]+", line)
+    }
     assert set(PROJECT["optional-dependencies"]) - named - nested == set()
 
 
@@ -101,14 +118,23 @@ def test_locked_versions_are_those_that_the_project_asks_for(lock: str, python: 
 
 def test_every_extra_is_explained_where_installing_is():
     table = INSTALLATION.partition("## Extras")[2].partition("Some extras exclude each other")[0]
-    named = {word for row in rows_of(table) for cell in row for word in re.findall(r"`([\w-]+)`", cell)}
+    named = {
+        word for row in rows_of(table) for cell in row for word in re.findall(r"`([\w-]+)`", cell)
+    }
     assert set(PROJECT["optional-dependencies"]) - named == set()
 
 
 def test_extras_that_exclude_each_other_are_named_where_installing_is_explained():
     table = INSTALLATION.partition("Some extras exclude each other")[2].partition("\n## ")[0]
-    named = {word for row in rows_of(table) for cell in row[:2] for word in re.findall(r"`([\w-]+)`", cell)}
-    assert named == {item["extra"] for group in PYPROJECT["tool"]["uv"]["conflicts"] for item in group}
+    named = {
+        word
+        for row in rows_of(table)
+        for cell in row[:2]
+        for word in re.findall(r"`([\w-]+)`", cell)
+    }
+    assert named == {
+        item["extra"] for group in PYPROJECT["tool"]["uv"]["conflicts"] for item in group
+    }
 
 
 def rows_of(table: str) -> list[list[str]]:

@@ -19,11 +19,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("build")))
 
 
-def test_it_holds_every_file_of_the_packages_and_the_recipes_and_nothing_else(wheel: zipfile.ZipFile):
-    files = {str(file.relative_to(ROOT)) for name in PACKAGES for file in (ROOT / name).rglob("*") if file.is_file()}
+def test_it_holds_every_file_of_the_packages_and_the_recipes_and_nothing_else(
+    wheel: zipfile.ZipFile,
+):
+    files = {
+        str(file.relative_to(ROOT))
+        for name in PACKAGES
+        for file in (ROOT / name).rglob("*")
+        if file.is_file()
+    }
     expected = {file for file in files if "__pycache__" not in file}
     configs = ROOT / "configs"
-    expected |= {f"jax_agent_rl/recipes/{file.relative_to(configs)}" for file in configs.rglob("*.yaml")}
+    expected |= {
+        f"jax_agent_rl/recipes/{file.relative_to(configs)}" for file in configs.rglob("*.yaml")
+    }
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert held == expected
 
@@ -38,7 +47,9 @@ def test_its_command_and_extras_are_those_of_pyproject(wheel: zipfile.ZipFile):
     (folder,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
     metadata = message_from_bytes(wheel.read(f"{folder}/METADATA"))
     assert set(metadata.get_all("Provides-Extra") or ()) == set(EXTRAS)
-    assert "jax-agent-rl = jax_agent_rl.cli:main" in wheel.read(f"{folder}/entry_points.txt").decode()
+    assert (
+        "jax-agent-rl = jax_agent_rl.cli:main" in wheel.read(f"{folder}/entry_points.txt").decode()
+    )
 
 
 def test_every_extra_that_a_message_page_or_script_names_exists():

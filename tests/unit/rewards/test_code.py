@@ -31,12 +31,20 @@ def reply(program):
         (SUM_PROGRAM, json.dumps(SUM_TRUTH), 1.0),
         ("print(3)", SUM_TRUTH, 1 / 3),
         (SUM_PROGRAM, {"inputs": [["1 2"], "3 4"], "outputs": [["3"], 7]}, 1.0),
-        ("print(input(), input(), sep='\\n')", {"inputs": [["a", "b"]], "outputs": [["a", "b"]]}, 1.0),
+        (
+            "print(input(), input(), sep='\\n')",
+            {"inputs": [["a", "b"]], "outputs": [["a", "b"]]},
+            1.0,
+        ),
         ("print(['a', 'b'])", {"inputs": [["a", "b"]], "outputs": [["a", "b"]]}, 0.0),
         ("raise SystemExit(1)", SUM_TRUTH, 0.0),
         ("this is no Python", SUM_TRUTH, 0.0),
         (ADD, CALLS, 1.0),
-        ("class Solution:\n    def add(self, a, b):\n        print('noise')\n        return a + b", CALLS, 1.0),
+        (
+            "class Solution:\n    def add(self, a, b):\n        print('noise')\n        return a + b",
+            CALLS,
+            1.0,
+        ),
         ("def add(a, b):\n    return 3", CALLS, 0.5),
         ("def add(a, b):\n    raise KeyboardInterrupt", CALLS, 0.0),
         ("import os\nos._exit(0)", CALLS, 0.0),
@@ -50,7 +58,11 @@ def reply(program):
 )
 async def test_a_program_earns_what_it_passes(program, truth, rate, sandbox):
     result = await code_tests("code", reply(program), truth, sandbox)
-    assert result == {"score": float(rate == 1.0), "pass_rate": pytest.approx(rate), "has_code": 1.0}
+    assert result == {
+        "score": float(rate == 1.0),
+        "pass_rate": pytest.approx(rate),
+        "has_code": 1.0,
+    }
     partial = await code_tests("code", reply(program), truth, sandbox, partial_credit=True)
     assert partial["score"] == pytest.approx(rate)
 
@@ -73,7 +85,10 @@ async def test_expected_outputs_never_enter_the_sandbox():
 
             return Result()
 
-    for truth in ({"inputs": ["1"], "outputs": ["secret"]}, {"fn_name": "f", "inputs": [[1]], "outputs": ["secret"]}):
+    for truth in (
+        {"inputs": ["1"], "outputs": ["secret"]},
+        {"fn_name": "f", "inputs": [[1]], "outputs": ["secret"]},
+    ):
         spy = Spy()
         assert (await code_tests("code", reply("pass"), truth, spy))["score"] == 0.0
         assert b"pass" in spy.seen and b"secret" not in spy.seen
@@ -120,7 +135,9 @@ async def test_tests_that_say_nothing_about_a_program_are_an_error(program, trut
 async def test_tests_that_end_their_own_process_have_compared_before(status, sandbox):
     tests = {"tests": f"import os\nassert add(1, 2) == 3\nos._exit({status})"}
     assert (await code_tests("code", reply(ADD), tests, sandbox))["score"] == float(status == 0)
-    assert (await code_tests("code", reply("def add(a, b):\n    return 4"), tests, sandbox))["score"] == 0.0
+    assert (await code_tests("code", reply("def add(a, b):\n    return 4"), tests, sandbox))[
+        "score"
+    ] == 0.0
 
 
 @pytest.mark.parametrize("error", ["StopIteration", "IndexError"])

@@ -96,16 +96,30 @@ async def test_scores_come_from_another_process_and_failures_cost_one_trajectory
 
     async def score(data_source, timeout=60.0, **fields):
         services = {"judge": object()}
-        return await rewards.score(row(data_source, **fields), workers=workers, timeout=timeout, services=services)
+        return await rewards.score(
+            row(data_source, **fields), workers=workers, timeout=timeout, services=services
+        )
 
     try:
         scored = await score("numbers", weights=np.array([1.0, 2.0]))
-        assert scored.reward == 1.0 and scored.reward_parts.keys() == {"pid", "weight", "turns", "ids"}
-        assert (scored.reward_parts["weight"], scored.reward_parts["turns"], scored.reward_parts["ids"]) == (3, 1, 1)
+        assert scored.reward == 1.0 and scored.reward_parts.keys() == {
+            "pid",
+            "weight",
+            "turns",
+            "ids",
+        }
+        assert (
+            scored.reward_parts["weight"],
+            scored.reward_parts["turns"],
+            scored.reward_parts["ids"],
+        ) == (3, 1, 1)
         process = scored.reward_parts["pid"]
         assert process != os.getpid()
         for data_source, message in (
-            ("raises", r"'raises' raised ZeroDivisionError: division by zero \(.*my_rewards.py:\d+\)"),
+            (
+                "raises",
+                r"'raises' raised ZeroDivisionError: division by zero \(.*my_rewards.py:\d+\)",
+            ),
             (
                 "no_number",
                 r"'no_number' \(.*my_rewards.py:20\) .*its score must be a finite number, got 'much'",
@@ -115,7 +129,9 @@ async def test_scores_come_from_another_process_and_failures_cost_one_trajectory
         ):
             with pytest.raises(RewardError, match=message):
                 await score(data_source)
-        with pytest.raises(RewardError, match="cannot be sent to a worker .*; put plain data into the rows"):
+        with pytest.raises(
+            RewardError, match="cannot be sent to a worker .*; put plain data into the rows"
+        ):
             await score("numbers", weights=threading.Lock())
         assert (await score("later")).reward_parts["pid"] == process, "the worker lives"
         assert (await score("asynchronous")).reward_parts["pid"] == os.getpid()
@@ -135,7 +151,9 @@ async def test_a_pattern_that_backtracks_for_hours_is_killed_and_freezes_nothing
     try:
         stuck = asyncio.create_task(rewards.score(row("stuck"), workers=workers, timeout=0.5))
         assert (await rewards.score(row("later"), workers=workers)).reward == 1.0
-        with pytest.raises(RewardTimeoutError, match=r"'stuck' .*did not return within reward.timeout=0.5 seconds"):
+        with pytest.raises(
+            RewardTimeoutError, match=r"'stuck' .*did not return within reward.timeout=0.5 seconds"
+        ):
             await stuck
     finally:
         workers.close()
@@ -173,7 +191,9 @@ async def test_a_file_that_a_worker_cannot_import_is_named(tmp_path):
     rewards.load_rewards(str(path))
     workers = FunctionWorkers(str(path), size=1)
     try:
-        with pytest.raises(RewardError, match=r"reward.path=.*once.py.*importing it raised FileExistsError"):
+        with pytest.raises(
+            RewardError, match=r"reward.path=.*once.py.*importing it raised FileExistsError"
+        ):
             await rewards.score(row("once"), workers=workers)
     finally:
         workers.close()

@@ -17,7 +17,9 @@ def make(script, **kwargs):
     codec = FakeCodec()
     backend = ScriptedBackend(codec, script)
     client = LLMServerClient([AsyncServer(backend)])
-    judge = ModelJudge(client, codec, sampling=SamplingParams(max_tokens=50, temperature=0.0), **kwargs)
+    judge = ModelJudge(
+        client, codec, sampling=SamplingParams(max_tokens=50, temperature=0.0), **kwargs
+    )
     return judge, backend, codec
 
 

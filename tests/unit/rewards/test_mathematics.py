@@ -65,7 +65,10 @@ def test_a_truth_that_is_no_mathematics_is_a_fault_of_the_data():
 def test_it_works_in_any_thread_and_the_worker_is_kept():
     pytest.importorskip("math_verify")
     scores = []
-    threads = [threading.Thread(target=lambda: scores.append(math_equal(r"\boxed{1}", "1")["score"])) for _ in range(6)]
+    threads = [
+        threading.Thread(target=lambda: scores.append(math_equal(r"\boxed{1}", "1")["score"]))
+        for _ in range(6)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -104,7 +107,9 @@ def test_a_question_waits_for_a_worker_no_longer_than_its_time(worker):
 
 
 def test_a_worker_that_dies_is_an_error_and_replaced(worker):
-    pool = worker("import sys, os\nos._exit(7) if 'die' in sys.stdin.readline() else print('{}', flush=True)\n")
+    pool = worker(
+        "import sys, os\nos._exit(7) if 'die' in sys.stdin.readline() else print('{}', flush=True)\n"
+    )
     with pytest.raises(RewardError, match="helping: the worker ended"):
         pool.ask({"q": "die"}, timeout=30)
     assert pool.ask({"q": "live"}, timeout=30) == {}
@@ -122,7 +127,9 @@ def test_large_questions_and_answers_pass_the_pipes_whole(worker):
 
 
 def test_an_error_of_the_worker_reaches_the_caller(worker):
-    pool = worker('import sys\nfor line in sys.stdin:\n    print(\'{"error": "no luck"}\', flush=True)\n')
+    pool = worker(
+        'import sys\nfor line in sys.stdin:\n    print(\'{"error": "no luck"}\', flush=True)\n'
+    )
     with pytest.raises(RewardError, match="helping: no luck"):
         pool.ask({}, timeout=30)
 

@@ -56,7 +56,9 @@ def test_f1_is_symmetric_bounded_and_one_on_an_exact_match(a, b):
     assert exact_match(a, [b]) <= f1(a, [b])
 
 
-@pytest.mark.parametrize("truth", ["Paris", ["Lyon", "paris"], {"target": "Paris"}, {"target": ["Lyon", "Paris"]}])
+@pytest.mark.parametrize(
+    "truth", ["Paris", ["Lyon", "paris"], {"target": "Paris"}, {"target": ["Lyon", "Paris"]}]
+)
 def test_the_truth_is_read_in_all_its_forms(truth):
     reply = "I <think>hm</think> looked it up. <answer>Lima</answer> no: <answer> paris. </answer>"
     assert qa_exact_match("nq", reply, truth) == {"score": 1.0, "f1": 1.0, "answered": 1.0}

@@ -21,12 +21,24 @@ async def test_the_question_is_posted_as_json_and_the_answer_is_the_score():
     seen = []
 
     def handler(request):
-        seen.append((request.method, str(request.url), request.headers["x-key"], json.loads(request.content)))
+        seen.append(
+            (
+                request.method,
+                str(request.url),
+                request.headers["x-key"],
+                json.loads(request.content),
+            )
+        )
         return httpx.Response(200, json={"score": 0.5, "format": 1.0})
 
     reward = remote(handler, headers={"x-key": "k"})
     assert await reward(*QUESTION) == {"score": 0.5, "format": 1.0}
-    expected = {"data_source": "mine", "solution_str": "it is 9", "ground_truth": "9", "extra_info": {"index": 3}}
+    expected = {
+        "data_source": "mine",
+        "solution_str": "it is 9",
+        "ground_truth": "9",
+        "extra_info": {"index": 3},
+    }
     assert seen == [("POST", URL, "k", expected)]
     await reward.close()
 
@@ -56,7 +68,9 @@ async def test_retries_end_and_the_message_names_the_url_and_the_key():
         attempts.append(request)
         raise httpx.ConnectError("refused")
 
-    with pytest.raises(RewardError, match=rf"{URL} cannot be reached \(refused.*reward.remote.url \(3 times\)"):
+    with pytest.raises(
+        RewardError, match=rf"{URL} cannot be reached \(refused.*reward.remote.url \(3 times\)"
+    ):
         await remote(handler, max_retries=2)(*QUESTION)
     assert len(attempts) == 3
 
@@ -131,8 +145,12 @@ async def test_an_attempt_has_its_time_however_the_answer_trickles_in():
     async def handler(request):
         return httpx.Response(200, content=trickle())
 
-    reward = RemoteReward(URL, transport=httpx.MockTransport(handler), timeout=0.01, max_retries=1, retry_delay=0.0)
-    with pytest.raises(RewardError, match=r"did not answer within reward.remote.timeout=0.01 seconds.*\(2 times\)"):
+    reward = RemoteReward(
+        URL, transport=httpx.MockTransport(handler), timeout=0.01, max_retries=1, retry_delay=0.0
+    )
+    with pytest.raises(
+        RewardError, match=r"did not answer within reward.remote.timeout=0.01 seconds.*\(2 times\)"
+    ):
         await reward(*QUESTION)
 
 
@@ -146,7 +164,9 @@ async def test_each_repetition_waits_twice_as_long(monkeypatch):
         pauses.append(seconds)
 
     monkeypatch.setattr("jax_agent_rl.rewards.judge.asyncio.sleep", sleep)
-    reward = RemoteReward(URL, transport=httpx.MockTransport(handler), timeout=4.0, max_retries=2, retry_delay=0.5)
+    reward = RemoteReward(
+        URL, transport=httpx.MockTransport(handler), timeout=4.0, max_retries=2, retry_delay=0.5
+    )
     with pytest.raises(RewardError):
         await reward(*QUESTION)
     assert [pause for pause in pauses if pause > 0] == [0.5, 1.0]

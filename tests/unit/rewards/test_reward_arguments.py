@@ -5,7 +5,14 @@ import pytest
 from jax_agent_rl import rewards
 from jax_agent_rl.errors import ConfigError, RewardError
 from jax_agent_rl.rewards import registry
-from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.types import (
+    FinishReason,
+    StopReason,
+    TokenOutput,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+)
 
 ROW = {
     "data_source": "mine",
@@ -22,18 +29,28 @@ def own_registry(monkeypatch):
 
 def trajectory(row=ROW):
     output = TokenOutput(
-        token_ids=(5,), log_probs=(-1.0,), policy_versions=(0,), stop_reason=StopReason.EOS, context_digest=""
+        token_ids=(5,),
+        log_probs=(-1.0,),
+        policy_versions=(0,),
+        stop_reason=StopReason.EOS,
+        context_digest="",
     )
     call = ToolCallRecord(name="add", arguments={}, observation="9", reward=0.25)
     return Trajectory.from_turns(
         prompt_ids=[1],
-        turns=[Turn(output=output, appended_ids=(6,), tool_calls=(call,), score=2.0), Turn(output=output, score=-0.5)],
+        turns=[
+            Turn(output=output, appended_ids=(6,), tool_calls=(call,), score=2.0),
+            Turn(output=output, score=-0.5),
+        ],
         trajectory_id="t",
         group_id="g",
         agent_name="tool_agent",
         finish_reason=FinishReason.ANSWER,
         row=row,
-        messages=({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "it is 9"}),
+        messages=(
+            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": "it is 9"},
+        ),
     )
 
 
@@ -94,7 +111,9 @@ async def test_a_function_with_open_arguments_gets_the_classic_four():
 
 async def test_a_field_that_rows_lack_is_found_before_the_run_and_drops_a_trajectory_in_it():
     rewards.register_reward("mine")(lambda solution_str, answer_key: 1.0)
-    with pytest.raises(ConfigError, match="'mine' asks for 'answer_key', which some of its rows have neither"):
+    with pytest.raises(
+        ConfigError, match="'mine' asks for 'answer_key', which some of its rows have neither"
+    ):
         rewards.require_rewards([ROW, {**ROW, "answer_key": "x"}])
     rewards.require_rewards([{**ROW, "answer_key": "x"}])
     with pytest.raises(RewardError, match="asks for 'answer_key'"):

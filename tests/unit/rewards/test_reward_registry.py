@@ -11,7 +11,15 @@ import pytest
 from jax_agent_rl import rewards
 from jax_agent_rl.errors import ConfigError, RewardError, RewardTimeoutError
 from jax_agent_rl.rewards import registry
-from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.types import (
+    DropReason,
+    FinishReason,
+    StopReason,
+    TokenOutput,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+)
 from jax_agent_rl.utils.plugins import load_user_module
 from jax_agent_rl.utils.threads import DaemonThreads
 
@@ -33,12 +41,19 @@ def trajectory(data_source="mine", *, extra_info=None, reason=FinishReason.ANSWE
     call = ToolCallRecord(name="add", arguments={}, observation="tool says 9", reward=0.25)
     return Trajectory.from_turns(
         prompt_ids=[1],
-        turns=[Turn(output=output, appended_ids=(6,), tool_calls=(call,), score=0.5), Turn(output=output)],
+        turns=[
+            Turn(output=output, appended_ids=(6,), tool_calls=(call,), score=0.5),
+            Turn(output=output),
+        ],
         trajectory_id="t",
         group_id="g",
         agent_name="tool_agent",
         finish_reason=reason,
-        row={"data_source": data_source, "reward_model": {"ground_truth": "9"}, "extra_info": extra_info},
+        row={
+            "data_source": data_source,
+            "reward_model": {"ground_truth": "9"},
+            "extra_info": extra_info,
+        },
         messages=(
             {"role": "user", "content": "example ?"},
             {"role": "assistant", "content": "example !"},
@@ -61,11 +76,19 @@ async def test_a_function_is_called_with_the_documented_arguments():
         return 1
 
     scored = await rewards.score(trajectory(extra_info={"index": 3}))
-    assert (seen["data_source"], seen["solution_str"], seen["ground_truth"]) == ("mine", "answer 9", "9")
+    assert (seen["data_source"], seen["solution_str"], seen["ground_truth"]) == (
+        "mine",
+        "answer 9",
+        "9",
+    )
     about = {"finish_reason": FinishReason.ANSWER, "num_turns": 2, "tool_rewards": [0.25]}
     assert seen["extra_info"] == {"index": 3, **about, "tool_scores": {}, "turn_scores": [0.5]}
     assert seen["thread"] != threading.get_ident(), "it may block"
-    assert scored.reward == 1.0 and scored.metrics["tool_calls"] == 1 and scored.metrics["reward_seconds"] >= 0
+    assert (
+        scored.reward == 1.0
+        and scored.metrics["tool_calls"] == 1
+        and scored.metrics["reward_seconds"] >= 0
+    )
 
 
 async def test_an_async_function_and_a_dict_with_parts():
@@ -85,11 +108,15 @@ async def test_an_async_function_and_a_dict_with_parts():
         ("conversation", "I ask the tool\n\ntool says 9\n\nanswer 9"),
     ],
 )
-def test_tool_output_and_examples_in_the_prompt_are_not_part_of_the_solution_unless_asked(which, text):
+def test_tool_output_and_examples_in_the_prompt_are_not_part_of_the_solution_unless_asked(
+    which, text
+):
     assert rewards.solution_text(trajectory(), which) == text
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, None, "1.0", [1.0], {}, {"score": math.nan}, {"reward": 1.0}])
+@pytest.mark.parametrize(
+    "bad", [math.nan, math.inf, None, "1.0", [1.0], {}, {"score": math.nan}, {"reward": 1.0}]
+)
 async def test_a_score_that_is_no_finite_number_is_an_error(bad):
     rewards.register_reward("mine")(lambda *_: bad)
     with pytest.raises(RewardError, match="'mine'"):
@@ -111,7 +138,9 @@ async def test_an_unknown_data_source_lists_the_known_ones():
 
 
 def test_a_data_source_is_registered_once():
-    with pytest.raises(ConfigError, match=r"'gsm8k'.*rules.py:\d+ and .*test_reward_registry.py:\d+"):
+    with pytest.raises(
+        ConfigError, match=r"'gsm8k'.*rules.py:\d+ and .*test_reward_registry.py:\d+"
+    ):
         rewards.register_reward("gsm8k")(lambda *_: 0.0)
 
 
@@ -142,13 +171,18 @@ async def test_a_file_written_for_verl_scores_every_row(tmp_path):
         rewards.load_rewards(str(path))
         for data_source in ("mine", "calculator"):
             score = await rewards.score(trajectory(data_source))
-            assert (score.reward, score.reward_parts["known"]) == (1.0, float(data_source == "mine"))
+            assert (score.reward, score.reward_parts["known"]) == (
+                1.0,
+                float(data_source == "mine"),
+            )
         rewards.require_rewards([{"data_source": "anything"}])
     assert "" not in registry.known_data_sources()
     rewards.load_rewards(None)  # the next run of this process
     with pytest.raises(ConfigError, match="no reward function for data_source 'mine'"):
         rewards.require_rewards([{"data_source": "mine"}])
-    path.write_text("from jax_agent_rl.rewards import register_reward\nregister_reward('own')(lambda **_: 1.0)\n")
+    path.write_text(
+        "from jax_agent_rl.rewards import register_reward\nregister_reward('own')(lambda **_: 1.0)\n"
+    )
     other = path.rename(tmp_path / "registers.py")
     other.write_text(other.read_text() + "def compute_score(**_):\n    return 0.0\n")
     rewards.load_rewards(str(other))
@@ -157,7 +191,8 @@ async def test_a_file_written_for_verl_scores_every_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data_source", "guess"), [("gsm8k_", "gsm8k"), ("gsmk8", "gsm8k"), ("Calculator", "calculator"), ("chats", None)]
+    ("data_source", "guess"),
+    [("gsm8k_", "gsm8k"), ("gsmk8", "gsm8k"), ("Calculator", "calculator"), ("chats", None)],
 )
 async def test_a_data_source_that_is_not_known_gets_a_guess(data_source, guess):
     with pytest.raises(ConfigError) as refused:
@@ -218,7 +253,9 @@ async def test_a_function_that_hangs_is_given_up_and_others_go_on(released, monk
 
     rewards.register_reward("quick")(lambda *_: 1.0)
     for abandoned in (1, 2):
-        with pytest.raises(RewardTimeoutError, match=r"'mine' .*did not return within reward.timeout=0.05") as caught:
+        with pytest.raises(
+            RewardTimeoutError, match=r"'mine' .*did not return within reward.timeout=0.05"
+        ) as caught:
             await rewards.score(trajectory(), timeout=0.05)
         assert caught.value.drop_reason is DropReason.REWARD_TIMEOUT
         while threads.abandoned < abandoned:  # the cancelled task has yet to run

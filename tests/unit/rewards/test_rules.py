@@ -69,7 +69,13 @@ def test_a_trajectory_that_never_answered_earns_nothing(reason):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("so 9 + 9 = 18. #### 18", "18"), ("#### 1,000", "1000"), ("####-5", "-5"), ("#### $3.50", "3.5"), ("18", None)],
+    [
+        ("so 9 + 9 = 18. #### 18", "18"),
+        ("#### 1,000", "1000"),
+        ("####-5", "-5"),
+        ("#### $3.50", "3.5"),
+        ("18", None),
+    ],
 )
 def test_the_marked_number(text, number):
     assert marked_number(text) == (None if number is None else Decimal(number))
@@ -92,7 +98,11 @@ PRICE_THEN_PRODUCT = ["57", "2052"]
 
 
 def called(*observations: str) -> Trajectory:
-    return trajectory([1], [2], calls=[[ToolCallRecord(name="t", arguments={}, observation=o) for o in observations]])
+    return trajectory(
+        [1],
+        [2],
+        calls=[[ToolCallRecord(name="t", arguments={}, observation=o) for o in observations]],
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +119,9 @@ def called(*observations: str) -> Trajectory:
         ([], "= 57", 0.0),
     ],
 )
-def test_a_wrong_answer_in_the_shop_earns_part_of_the_reward_for_the_calls_on_the_way(observations, answer, score):
+def test_a_wrong_answer_in_the_shop_earns_part_of_the_reward_for_the_calls_on_the_way(
+    observations, answer, score
+):
     scored = shop("shop/price", answer, "2052", ANSWERED, called(*observations), PRICE_THEN_PRODUCT)
     assert scored == {"score": score, "accuracy": float(score >= 0.9)}
 
@@ -130,4 +142,9 @@ def test_a_failed_call_earns_nothing_even_if_its_error_reads_like_a_result():
     played = called("57")
     (failed,) = (replace(call, error="raised") for call in played.tool_calls)
     turns = (replace(played.turns[0], tool_calls=(failed,)),)
-    assert shop("shop/price", "= 1", "2052", ANSWERED, replace(played, turns=turns), PRICE_THEN_PRODUCT)["score"] == 0
+    assert (
+        shop(
+            "shop/price", "= 1", "2052", ANSWERED, replace(played, turns=turns), PRICE_THEN_PRODUCT
+        )["score"]
+        == 0
+    )

@@ -5,7 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, TokenDriftError, WeightUpdateError
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    EngineDiedError,
+    TokenDriftError,
+    WeightUpdateError,
+)
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
@@ -63,7 +69,9 @@ async def test_an_abort_from_elsewhere_is_resumed_with_the_exact_budget():
     fleet = Fleet()
     task = fleet.ask(max_tokens=6)
     await fleet.sampled(2)
-    await fleet.servers[0].update_weights(WeightUpdate(version=1, kind="arrays", payload=None), mode=PauseMode.ABORT)
+    await fleet.servers[0].update_weights(
+        WeightUpdate(version=1, kind="arrays", payload=None), mode=PauseMode.ABORT
+    )
     output = await task
     assert output.token_ids == fleet.whole[:6] and output.stop_reason is StopReason.LENGTH
     assert output.policy_versions == (0, 0, 1, 1, 1, 1), "each id keeps the version that sampled it"
@@ -272,14 +280,19 @@ def reading_fleet(count=1, **more):
 async def interrupted(fleet, *, after, stop, **more):
     """The output of a request with a stop string that is aborted after so many ids, and resumed."""
     sampling = SamplingParams(max_tokens=100, seed=3, stop=stop)
-    task = asyncio.ensure_future(fleet.client.generate("r", prompt_ids=PROMPT, sampling_params=sampling, **more))
+    task = asyncio.ensure_future(
+        fleet.client.generate("r", prompt_ids=PROMPT, sampling_params=sampling, **more)
+    )
     await fleet.sampled(after)
-    await fleet.servers[0].update_weights(WeightUpdate(version=1, kind="arrays", payload=None), mode=PauseMode.ABORT)
+    await fleet.servers[0].update_weights(
+        WeightUpdate(version=1, kind="arrays", payload=None), mode=PauseMode.ABORT
+    )
     return await task
 
 
 @pytest.mark.parametrize(
-    ("stop", "kept"), [("two three", 3), ("o t", 3), ("one two three four", 4), ("three", 3), ("one three", 8)]
+    ("stop", "kept"),
+    [("two three", 3), ("o t", 3), ("one two three four", 4), ("three", 3), ("one three", 8)],
 )
 async def test_a_stop_string_across_an_interruption_is_seen(stop, kept):
     fleet = reading_fleet()
@@ -293,9 +306,15 @@ async def test_a_stop_string_across_an_interruption_is_seen(stop, kept):
 
 async def test_an_engine_that_ends_with_its_own_reason_at_the_same_id_keeps_it():
     fleet = reading_fleet(script=["one two"])
-    fleet.client = LLMServerClient(fleet.servers, decode_text=lambda ids: "".join("xyz"[i - 2] for i in ids))
+    fleet.client = LLMServerClient(
+        fleet.servers, decode_text=lambda ids: "".join("xyz"[i - 2] for i in ids)
+    )
     output = await interrupted(fleet, after=2, stop=("zx",))
-    assert output.stop_reason is StopReason.EOS and output.stop_match is None and len(output.token_ids) == 3
+    assert (
+        output.stop_reason is StopReason.EOS
+        and output.stop_match is None
+        and len(output.token_ids) == 3
+    )
 
 
 async def test_a_drifting_engine_is_not_hidden_by_the_cut():
@@ -317,7 +336,9 @@ async def test_a_server_of_other_weights_is_refused_until_it_is_up_to_date():
     client = LLMServerClient([fleet.servers[0]])
     update = WeightUpdate(version=3, kind="arrays", payload=None)
     await client.update_weights(update)
-    with pytest.raises(ValueError, match=r"'s1' has policy version 0, the others have \[3\]; bring it up to date"):
+    with pytest.raises(
+        ValueError, match=r"'s1' has policy version 0, the others have \[3\]; bring it up to date"
+    ):
         client.add_server(fleet.servers[1])
     assert client.servers == (fleet.servers[0],)
     await fleet.servers[1].update_weights(update)
@@ -360,7 +381,11 @@ class Streams(ScriptedBackend):
             await self._wait_for_turn(request.request_id)
             token = plan[len(request.prompt_ids) - start + sampled]
             self.sampled += 1
-            part = {"token_ids": (token,), "log_probs": (-0.5,), "policy_versions": (self._version,)}
+            part = {
+                "token_ids": (token,),
+                "log_probs": (-0.5,),
+                "policy_versions": (self._version,),
+            }
             yield TokenChunk(**part)
         raise AssertionError("the tests end it before")
 

@@ -30,7 +30,9 @@ async def test_what_a_lost_server_did_stays_and_one_that_joins_counts_from_then_
     second.answers = False
     first.tokens = 15
     assert (await fleet.read()).generated_tokens == 35, "what it said last"
-    backends[1] = again = Counting(22)  # the same server, reached again: most of this is counted already
+    backends[1] = again = Counting(
+        22
+    )  # the same server, reached again: most of this is counted already
     assert (await fleet.read()).generated_tokens == 35
     again.tokens = 30
     read = await fleet.read()

@@ -47,7 +47,9 @@ class Membership(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.do(asyncio.sleep(seconds))
 
-    @rule(tokens=st.integers(1, 30), session=st.sampled_from([None, "s", "t"]), urgent=st.booleans())
+    @rule(
+        tokens=st.integers(1, 30), session=st.sampled_from([None, "s", "t"]), urgent=st.booleans()
+    )
     def ask(self, tokens, session, urgent):
         async def begin():
             self.asked.append((self.fleet.ask(tokens, session_id=session), tokens))
@@ -63,7 +65,9 @@ class Membership(RuleBasedStateMachine):
         async def publish(version):
             try:
                 await self.fleet.publish(version, lasting=lasting)
-            except BackendError as error:  # while all are away, only weights that last can be kept for them
+            except (
+                BackendError
+            ) as error:  # while all are away, only weights that last can be kept for them
                 assert not lasting and "no server is left" in str(error)
             except WeightUpdateError:  # the others died of it
                 self.nobody_refuses()
@@ -160,7 +164,9 @@ class Membership(RuleBasedStateMachine):
             output = task.result()
             assert (len(output.token_ids), output.stop_reason) == (tokens, StopReason.LENGTH)
             assert list(output.policy_versions) == sorted(output.policy_versions)
-        assert not fleet.inside and not fleet.client.waiting and fleet.client.stats().stale_served == 0
+        assert (
+            not fleet.inside and not fleet.client.waiting and fleet.client.stats().stale_served == 0
+        )
         assert {backend.policy_version for backend in fleet.client.backends} == {self.version + 1}
         await fleet.client.close()
         await asyncio.sleep(0)

@@ -57,7 +57,9 @@ async def running(folder: Path):
     async with AsyncExitStack() as places:
         await run.client.start({"first": lambda: run.make("first")})
         await run.client.update_weights(update(1))
-        membership = MembershipServer(run.client, folder, open_engine=run.open_engine, places=places)
+        membership = MembershipServer(
+            run.client, folder, open_engine=run.open_engine, places=places
+        )
         await membership.start()
         try:
             yield run
@@ -77,7 +79,10 @@ async def test_an_engine_that_is_added_serves_the_served_version_and_one_that_is
 ):
     async with running(tmp_path) as run:
         answer = await command_run(tmp_path, "engines/add", {"url": "second"})
-        assert {engine["name"]: engine["policy_version"] for engine in answer["engines"]} == {"first": 1, "second": 1}
+        assert {engine["name"]: engine["policy_version"] for engine in answer["engines"]} == {
+            "first": 1,
+            "second": 1,
+        }
         outputs = await asyncio.gather(*(run.ask(f"a{i}") for i in range(4)))
         assert {version for output in outputs for version in output.policy_versions} == {1}
         assert (await run.engines["second"].metrics()).requests_finished > 0
@@ -88,7 +93,10 @@ async def test_an_engine_that_is_added_serves_the_served_version_and_one_that_is
         answer = await command_run(tmp_path, "engines/remove", {"name": "first", "drain": False})
         assert [engine["name"] for engine in answer["engines"]] == ["second"] == run.names
         assert [len(output.token_ids) for output in await asyncio.gather(*asked)] == [40] * 4
-        assert caplog.messages == ["server second joined, with weights of version 1", "server first left"]
+        assert caplog.messages == [
+            "server second joined, with weights of version 1",
+            "server first left",
+        ]
 
         await command_run(tmp_path, "engines/add", {"url": "third"})
         await command_run(tmp_path, "engines/remove", {"name": "second", "drain": True})
@@ -97,7 +105,9 @@ async def test_an_engine_that_is_added_serves_the_served_version_and_one_that_is
 
 async def test_what_cannot_join_or_leave_is_refused_by_name_and_changes_nothing(tmp_path: Path):
     async with running(tmp_path) as run:
-        run.client.check_server = lambda server: (_ for _ in ()).throw(ConfigError(f"{server.name} sees no images"))
+        run.client.check_server = lambda server: (_ for _ in ()).throw(
+            ConfigError(f"{server.name} sees no images")
+        )
         for path, body, message in (
             ("add", {"url": "blind"}, "blind sees no images"),
             ("add", {"url": None}, "name a URL"),
@@ -133,7 +143,9 @@ async def test_only_the_holder_of_the_runs_token_changes_engines(tmp_path: Path)
         assert url.startswith("http://127.0.0.1:")
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             async with aiohttp.ClientSession(headers=headers) as session:
-                async with session.post(f"{url}/v1/engines/add", json={"url": "second"}) as response:
+                async with session.post(
+                    f"{url}/v1/engines/add", json={"url": "second"}
+                ) as response:
                     assert response.status == 401
         assert run.names == ["first"]
 

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.rollout.object_store import KIND, Tensor, checksum, fetched, from_object_store, store
+from jax_agent_rl.rollout.object_store import (
+    KIND,
+    Tensor,
+    checksum,
+    fetched,
+    from_object_store,
+    store,
+)
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from tests.toy_backend import ToyBackend
 
@@ -60,11 +67,18 @@ async def test_files_come_back_with_their_bytes_and_do_not_stay(tmp_path: Path):
     (tmp_path / "a.safetensors").write_bytes(b"weights")
     shelf = FakeStore()
     update = store(
-        WeightUpdate(version=1, kind="safetensors", payload=[str(tmp_path / "a.safetensors")], partial=True), shelf.put
+        WeightUpdate(
+            version=1, kind="safetensors", payload=[str(tmp_path / "a.safetensors")], partial=True
+        ),
+        shelf.put,
     )
     async with fetched(update, shelf.fetch) as taken:
         (file,) = taken.payload
-        assert (taken.kind, taken.partial, Path(file).read_bytes()) == ("safetensors", True, b"weights")
+        assert (taken.kind, taken.partial, Path(file).read_bytes()) == (
+            "safetensors",
+            True,
+            b"weights",
+        )
         assert Path(file).parent != tmp_path
     assert not Path(file).parent.exists()
 
@@ -81,11 +95,17 @@ async def test_any_flipped_bit_is_found_before_the_engine_sees_it(place: int, bi
 
 def test_the_checksum_is_of_names_types_and_shapes_too():
     tensor = Tensor.of(np.zeros((2, 2), np.float32))
-    others = [{"b": tensor}, {"a": replace(tensor, dtype="int32")}, {"a": replace(tensor, shape=(4,))}]
+    others = [
+        {"b": tensor},
+        {"a": replace(tensor, dtype="int32")},
+        {"a": replace(tensor, shape=(4,))},
+    ]
     assert checksum({"a": tensor}) not in {checksum(other) for other in others}
 
 
 async def test_another_kind_is_refused_by_its_name():
     engine = from_object_store(ToyBackend(), FakeStore().fetch)
-    with pytest.raises(WeightUpdateError, match="takes weights of kind 'object_store', got 'arrays'"):
+    with pytest.raises(
+        WeightUpdateError, match="takes weights of kind 'object_store', got 'arrays'"
+    ):
         await engine.update_weights(arrays())

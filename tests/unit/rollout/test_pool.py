@@ -42,8 +42,12 @@ def test_a_join_and_an_update_at_the_same_time_end_with_one_version_everywhere()
     async def main(fleet):
         await fleet.start("a")
         await fleet.publish(1)
-        await asyncio.gather(fleet.client.join("b", fleet.make("b")), fleet.publish(2), fleet.publish(3))
-        assert {engine.policy_version for engine in fleet.client.backends} == {3} and len(fleet.up) == 2
+        await asyncio.gather(
+            fleet.client.join("b", fleet.make("b")), fleet.publish(2), fleet.publish(3)
+        )
+        assert {engine.policy_version for engine in fleet.client.backends} == {3} and len(
+            fleet.up
+        ) == 2
 
     in_virtual_time(main)
 
@@ -59,7 +63,9 @@ def test_a_join_that_fails_leaves_everything_as_it_was(why):
             with pytest.raises(EngineDiedError, match="not to be reached"):
                 await fleet.client.join("b", make)
         elif why == "newer":
-            with pytest.raises(WeightUpdateError, match="version 7, newer than the run's 1.*restart it"):
+            with pytest.raises(
+                WeightUpdateError, match="version 7, newer than the run's 1.*restart it"
+            ):
                 await fleet.client.join("b", make)
         elif why == "refuses":
 
@@ -118,7 +124,12 @@ def test_a_lost_server_is_replaced_updated_and_takes_part_again():
         assert fleet["a"].updates == [1] and fleet.engines["a"][0]._closed
         assert [len(output.token_ids) for output in await asyncio.gather(*tasks)] == [10, 10]
         stats = fleet.client.stats()
-        assert (stats.servers_up, stats.servers_lost, stats.servers_joined, stats.stale_served) == (2, 1, 1, 0)
+        assert (stats.servers_up, stats.servers_lost, stats.servers_joined, stats.stale_served) == (
+            2,
+            1,
+            1,
+            0,
+        )
 
     in_virtual_time(main)
 
@@ -133,7 +144,9 @@ def test_requests_wait_for_a_server_that_is_being_replaced():
         fleet["a"].die()
         late = fleet.ask(5)
         await asyncio.sleep(20)
-        assert not fleet.up and fleet.client.modalities == {"image"}, "nobody believes that the model went blind"
+        assert not fleet.up and fleet.client.modalities == {"image"}, (
+            "nobody believes that the model went blind"
+        )
         fleet.client.require_server()
         fleet.unreachable.clear()
         assert [len(output.token_ids) for output in await asyncio.gather(task, late)] == [5, 5]
@@ -169,7 +182,9 @@ def test_when_time_is_up_a_server_is_given_up_and_its_loss_is_the_answer():
         assert now() == pytest.approx(20, abs=0.1)
         tries = [at for _, at in fleet.starts[1:]]
         gaps = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
-        assert all(0.5 * 2**n <= gap <= 1.0 * 2**n for n, gap in enumerate(gaps)) and len(gaps) >= 3, gaps
+        assert (
+            all(0.5 * 2**n <= gap <= 1.0 * 2**n for n, gap in enumerate(gaps)) and len(gaps) >= 3
+        ), gaps
 
     in_virtual_time(main, recovery_seconds=20.0)
 
@@ -327,7 +342,9 @@ def test_a_server_that_is_lost_in_the_moment_it_came_back_is_recovered_again():
         await fleet.publish(1, lasting=False)
         fleet["b"].die()
         await asyncio.sleep(20)
-        await fleet.publish(2)  # lets it in; its recovery has not heard of that when it is lost again
+        await fleet.publish(
+            2
+        )  # lets it in; its recovery has not heard of that when it is lost again
         (server,) = (server for server in fleet.client.servers if server.name == "b")
         fleet.client.mark_lost(server, "a test wants it")
         fleet.unreachable.add("b")
@@ -366,13 +383,17 @@ def test_closing_ends_what_waits_for_a_server():
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_server_that_answers_between_its_losses_is_back_soon_and_one_that_never_does_later_each_time(answers):
+def test_a_server_that_answers_between_its_losses_is_back_soon_and_one_that_never_does_later_each_time(
+    answers,
+):
     async def main(fleet):
         await fleet.start("a", "b")
         for _ in range(7):
             if answers:
                 await asyncio.gather(fleet.ask(3), fleet.ask(3))
-            fleet.client.mark_lost(next(s for s in fleet.client.servers if s.name == "a"), "it died")
+            fleet.client.mark_lost(
+                next(s for s in fleet.client.servers if s.name == "a"), "it died"
+            )
             while "a" not in fleet.up:
                 await asyncio.sleep(0.01)
         starts = [when for name, when in fleet.starts if name == "a"]

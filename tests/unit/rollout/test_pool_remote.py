@@ -20,7 +20,9 @@ class Engine(ToyBackend):
     """Notes the version of the weights at every request."""
 
     def __init__(self):
-        super().__init__(tick_seconds=0.002, max_concurrent=64, weight_payloads=frozenset({"safetensors"}))
+        super().__init__(
+            tick_seconds=0.002, max_concurrent=64, weight_payloads=frozenset({"safetensors"})
+        )
         self.asked = []
 
     def stream(self, request):
@@ -45,22 +47,34 @@ class Host:
         await self.engine.close()
 
 
-async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_weights(tmp_path: Path):
+async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_weights(
+    tmp_path: Path,
+):
     file = tmp_path / "w.safetensors"
     file.write_text("other")
     hosts = [Host(), Host()]
     await asyncio.gather(*(host.start() for host in hosts))
     client = LLMServerClient(
-        decode_text=to_text, wait_for_server_seconds=120.0, recovery_seconds=120.0, stall_seconds=60.0
+        decode_text=to_text,
+        wait_for_server_seconds=120.0,
+        recovery_seconds=120.0,
+        stall_seconds=60.0,
     )
     try:
-        await client.start({host.url: functools.partial(RemoteBackend, host.url, start_seconds=0) for host in hosts})
+        await client.start(
+            {
+                host.url: functools.partial(RemoteBackend, host.url, start_seconds=0)
+                for host in hosts
+            }
+        )
         update = WeightUpdate(version=1, kind="safetensors", payload=[str(file)], lasting=True)
         await client.update_weights(update)
 
         def ask(name, **more):
             sampling = SamplingParams(max_tokens=100, seed=7, temperature=1.0, ignore_eos=True)
-            return asyncio.ensure_future(client.generate(name, prompt_ids=[5, 6, 7], sampling_params=sampling, **more))
+            return asyncio.ensure_future(
+                client.generate(name, prompt_ids=[5, 6, 7], sampling_params=sampling, **more)
+            )
 
         heard = []
         tasks = [ask("plain"), ask("other"), ask("streamed", on_ids=heard.extend)]
@@ -71,12 +85,21 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
         await asyncio.gather(*(host.kill() for host in hosts))
         await hosts[0].start()
         outputs = await asyncio.gather(*tasks)
-        assert len({output.token_ids for output in outputs}) == 1, "keyed by seed and position: whoever sampled them"
+        assert len({output.token_ids for output in outputs}) == 1, (
+            "keyed by seed and position: whoever sampled them"
+        )
         assert {len(output.token_ids) for output in outputs} == {100}
-        assert tuple(heard) == outputs[2].token_ids, "what was streamed stands, and nothing is streamed twice"
+        assert tuple(heard) == outputs[2].token_ids, (
+            "what was streamed stands, and nothing is streamed twice"
+        )
         assert set(hosts[0].engine.asked) == {1}, "no request before the weights"
         stats = client.stats()
-        assert (stats.servers_up, stats.servers_lost, stats.servers_joined, stats.stale_served) == (1, 2, 1, 0)
+        assert (stats.servers_up, stats.servers_lost, stats.servers_joined, stats.stale_served) == (
+            1,
+            2,
+            1,
+            0,
+        )
         await hosts[1].start()
         while len(client.servers) < 2:
             await asyncio.sleep(0.01)
@@ -95,7 +118,9 @@ def weights(folder: Path, version: int, content: str) -> WeightUpdate:
     return WeightUpdate(version=version, kind="safetensors", payload=[str(file)], digests=digests)
 
 
-async def test_a_server_with_the_same_version_of_another_run_takes_no_request_before_it_has_our_weights(tmp_path: Path):
+async def test_a_server_with_the_same_version_of_another_run_takes_no_request_before_it_has_our_weights(
+    tmp_path: Path,
+):
     """A run was rewound and has written version 2 again; one server still has the abandoned one."""
     hosts = [Host(), Host()]
     await asyncio.gather(*(host.start() for host in hosts))
@@ -107,7 +132,9 @@ async def test_a_server_with_the_same_version_of_another_run_takes_no_request_be
         await stranger.close()
         await client.start({"ours": functools.partial(RemoteBackend, hosts[0].url)})
         await client.update_weights(weights(tmp_path, 2, "base"))
-        joining = asyncio.ensure_future(client.join("other", functools.partial(RemoteBackend, hosts[1].url)))
+        joining = asyncio.ensure_future(
+            client.join("other", functools.partial(RemoteBackend, hosts[1].url))
+        )
         while len(client.backends) < 2:
             await asyncio.sleep(0.001)
         assert [server.name for server in client.servers] == ["ours"]
@@ -121,7 +148,9 @@ async def test_a_server_with_the_same_version_of_another_run_takes_no_request_be
             await host.kill()
 
 
-async def test_servers_with_different_weights_of_one_version_are_refused_at_the_start(tmp_path: Path):
+async def test_servers_with_different_weights_of_one_version_are_refused_at_the_start(
+    tmp_path: Path,
+):
     hosts = [Host(), Host()]
     await asyncio.gather(*(host.start() for host in hosts))
     client = LLMServerClient(decode_text=to_text)
@@ -132,7 +161,9 @@ async def test_servers_with_different_weights_of_one_version_are_refused_at_the_
             await backend.update_weights(weights(tmp_path, 2, content))
             await backend.close()
         with pytest.raises(ConfigError, match="different weights of version 2"):
-            await client.start({host.url: functools.partial(RemoteBackend, host.url) for host in hosts})
+            await client.start(
+                {host.url: functools.partial(RemoteBackend, host.url) for host in hosts}
+            )
     finally:
         await client.close()
         for host in hosts:

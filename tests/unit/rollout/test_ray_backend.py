@@ -28,7 +28,9 @@ async def fetch(reference):
     return reference
 
 
-async def started(make=lambda: ToyBackend(weight_payloads=frozenset({"safetensors"}))) -> EngineHost:
+async def started(
+    make=lambda: ToyBackend(weight_payloads=frozenset({"safetensors"})),
+) -> EngineHost:
     host = EngineHost(make, fetch)
     answer = await host.start()
     assert answer.error is None
@@ -59,7 +61,10 @@ async def test_an_engine_that_cannot_start_says_why():
         raise OSError("no such device")
 
     host = EngineHost(broken, fetch)
-    assert (await host.start()).error == {"type": "BackendError", "message": "OSError: no such device"}
+    assert (await host.start()).error == {
+        "type": "BackendError",
+        "message": "OSError: no such device",
+    }
     assert (await host.call("generate", request())).error["type"] == "BackendClosedError"
 
 
@@ -74,12 +79,17 @@ async def test_stored_weights_are_taken_and_damaged_ones_leave_the_old_ones_serv
 
     stored["w.safetensors"] = replace(whole, data=whole.data ^ 1)
     answer = await host.call("update_weights", update)
-    assert isinstance(wire.decode_error(answer.error), WeightUpdateError) and answer.policy_version == 0
+    assert (
+        isinstance(wire.decode_error(answer.error), WeightUpdateError)
+        and answer.policy_version == 0
+    )
     assert (await host.call("generate", request("still"))).value.token_ids == before
 
     stored["w.safetensors"] = whole
     assert (await host.call("update_weights", update)).policy_version == 1
-    assert not np.array_equal((await host.call("generate", request("after"))).value.token_ids, before)
+    assert not np.array_equal(
+        (await host.call("generate", request("after"))).value.token_ids, before
+    )
     await host.call("close")
 
 

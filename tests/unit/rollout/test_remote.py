@@ -60,7 +60,10 @@ def request(name: str = "r", *, max_tokens: int = 5, prompt=(5, 6, 7), **fields)
 def send(url: str, path: str = "/v1/health", method: str = "GET", **options):
     @contextlib.asynccontextmanager
     async def call():
-        async with aiohttp.ClientSession() as session, session.request(method, url + path, **options) as response:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, url + path, **options) as response,
+        ):
             yield response
 
     return call()
@@ -80,7 +83,9 @@ def test_loopback_addresses_are_known():
     assert not any(map(is_loopback, ["0.0.0.0", "192.168.0.1", "localhost.example.org"]))
 
 
-@pytest.mark.parametrize("given", [None, "Bearer wrong", "secret", "Bearer secretx", "Bearer ſecret"])
+@pytest.mark.parametrize(
+    "given", [None, "Bearer wrong", "secret", "Bearer secretx", "Bearer ſecret"]
+)
 async def test_without_the_right_token_nothing_is_answered(given):
     async with served(token="secret", client={"token": "secret"}) as (_, http, _remote):
         headers = PROTOCOL | ({"Authorization": given} if given else {})
@@ -99,7 +104,10 @@ async def test_another_protocol_version_is_refused_with_both_numbers():
     async with served() as (_, http, _remote):
         for headers in ({}, {wire.PROTOCOL_HEADER: "0"}):
             async with send(http.url, headers=headers) as response:
-                assert response.status == 426 and "protocol 6" in (await response.json())["error"]["message"]
+                assert (
+                    response.status == 426
+                    and "protocol 6" in (await response.json())["error"]["message"]
+                )
         old = RemoteBackend(http.url)
         old._headers[wire.PROTOCOL_HEADER] = "4"
         with pytest.raises(BackendError, match="speaks protocol 6, the client 4"):
@@ -113,7 +121,9 @@ async def test_a_body_over_the_limit_is_refused():
         assert len((await remote.generate(request())).token_ids) == 5 and not inner.running
 
 
-@pytest.mark.parametrize("body", [b"[1]", b"{", b"\x80", b'{"prompt_ids": [1.5], "request_id": "x", "sampling": {}}'])
+@pytest.mark.parametrize(
+    "body", [b"[1]", b"{", b"\x80", b'{"prompt_ids": [1.5], "request_id": "x", "sampling": {}}']
+)
 async def test_nonsense_is_this_requests_error(body):
     async with served() as (_, http, remote):
         async with send(http.url, "/v1/generate", "POST", data=body, headers=PROTOCOL) as response:
@@ -135,11 +145,14 @@ def test_an_address_without_a_scheme_is_refused():
 
 
 def test_requests_and_outputs_travel_unchanged():
-    sampling = SamplingParams(max_tokens=3, temperature=0.7, top_p=0.1 + 0.2, seed=2**40, stop=("é\n",), top_k=3)
+    sampling = SamplingParams(
+        max_tokens=3, temperature=0.7, top_p=0.1 + 0.2, seed=2**40, stop=("é\n",), top_k=3
+    )
     sampling = replace(sampling, grammar='start: "é"')
     asked = request(session_id="s", session_ends=True, priority=-2, resumed=1)
     asked = GenerateRequest(
-        **{f: getattr(asked, f) for f in asked.__dataclass_fields__} | {"sampling": sampling, "lora": "a"}
+        **{f: getattr(asked, f) for f in asked.__dataclass_fields__}
+        | {"sampling": sampling, "lora": "a"}
     )
     assert decode_request(json.loads(wire.line(encode_request(asked)))) == asked
     output = TokenOutput(
@@ -153,7 +166,13 @@ def test_requests_and_outputs_travel_unchanged():
         constrained=(True, False),
     )
     assert wire.decode_output(json.loads(wire.line(wire.encode_output(output)))) == output
-    chunk = TokenChunk(token_ids=(2,), log_probs=(-math.pi,), policy_versions=(4,), constrained=(False,), final=output)
+    chunk = TokenChunk(
+        token_ids=(2,),
+        log_probs=(-math.pi,),
+        policy_versions=(4,),
+        constrained=(False,),
+        final=output,
+    )
     assert wire.decode_chunk(json.loads(wire.line(wire.encode_chunk(chunk)))) == chunk
 
 
@@ -163,7 +182,10 @@ def test_requests_and_outputs_travel_unchanged():
         ({"priority": "high"}, "priority='high': must be a whole number"),
         ({"session_id": [1]}, "must be a string"),
         ({"prompt_ids": [5, 1.5]}, "prompt_ids must be whole numbers"),
-        ({"prompt_ids": [5, 2**31]}, "prompt_ids must be from 0 to 2147483647, got 5 to 2147483648"),
+        (
+            {"prompt_ids": [5, 2**31]},
+            "prompt_ids must be from 0 to 2147483647, got 5 to 2147483648",
+        ),
         ({"prompt_ids": [5, -1]}, "prompt_ids must be from 0"),
         ({"sampling": {"max_tokens": 4, "top_k": 2**32}}, "top_k=4294967296"),
         ({"sampling": {"max_tokens": 4, "stop": [5]}}, "stop string=5"),
@@ -177,7 +199,9 @@ def test_what_is_no_request_is_refused_before_an_engine_sees_it(wrong: dict, mes
         decode_request(encode_request(request()) | wrong)
 
 
-@pytest.mark.parametrize("kind", [PromptTooLongError, BackendError, EngineDiedError, WeightUpdateError])
+@pytest.mark.parametrize(
+    "kind", [PromptTooLongError, BackendError, EngineDiedError, WeightUpdateError]
+)
 async def test_errors_arrive_as_what_they_were(kind):
     class Failing(ToyBackend):
         def _check(self, request):
@@ -218,7 +242,11 @@ async def test_pictures_arrive_pixel_by_pixel():
             seen.append(request.multi_modal)
 
     seen = []
-    async with served(backend=Seeing(tick_seconds=0.001, multi_modal=frozenset(MEDIA))) as (_, _http, remote):
+    async with served(backend=Seeing(tick_seconds=0.001, multi_modal=frozenset(MEDIA))) as (
+        _,
+        _http,
+        remote,
+    ):
         assert remote.capabilities.multi_modal == MEDIA.keys()
         await remote.generate(request(multi_modal=MEDIA))
     (got,) = seen
@@ -246,7 +274,9 @@ def test_damaged_pictures_are_refused(media, message):
 def test_a_small_file_that_claims_to_be_a_huge_picture_is_not_unpacked():
     stream = io.BytesIO()
     Image.new("1", (9000, 8000)).save(stream, format="PNG")
-    data = encode_request(request()) | {"multi_modal": {"image": [base64.b64encode(stream.getvalue()).decode()]}}
+    data = encode_request(request()) | {
+        "multi_modal": {"image": [base64.b64encode(stream.getvalue()).decode()]}
+    }
     with pytest.raises(BackendError, match="9000 x 8000 are more than"):
         decode_request(data)
 
@@ -256,13 +286,19 @@ def test_pictures_of_one_request_have_a_limit_together_and_none_is_unpacked(monk
     Image.new("1", (8000, 8000)).save(stream, format="PNG")
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", None)
     encoded = base64.b64encode(stream.getvalue()).decode()
-    data = encode_request(request()) | {"multi_modal": {"image": [encoded], "video": [[encoded, encoded]]}}
-    with pytest.raises(BackendError, match=f"more than 4096 images and frames, or {1 << 27} pixels, in one request"):
+    data = encode_request(request()) | {
+        "multi_modal": {"image": [encoded], "video": [[encoded, encoded]]}
+    }
+    with pytest.raises(
+        BackendError, match=f"more than 4096 images and frames, or {1 << 27} pixels, in one request"
+    ):
         decode_request(data)
 
 
 def test_what_is_no_picture_is_not_sent():
-    with pytest.raises(BackendError, match="request 'r': an image must be a PIL image or an array, got str"):
+    with pytest.raises(
+        BackendError, match="request 'r': an image must be a PIL image or an array, got str"
+    ):
         encode_request(request(multi_modal={"image": ["cat.png"]}))
 
 
@@ -271,7 +307,9 @@ def test_what_is_no_picture_is_not_sent():
 
 async def test_a_client_that_leaves_frees_its_slots():
     async with served() as (inner, _http, remote):
-        tasks = [asyncio.create_task(remote.generate(request(f"r{i}", max_tokens=190))) for i in range(6)]
+        tasks = [
+            asyncio.create_task(remote.generate(request(f"r{i}", max_tokens=190))) for i in range(6)
+        ]
         while len(inner.running) < 4 or len(inner.waiting) < 2:
             await asyncio.sleep(0.001)
         await remote.close()
@@ -296,7 +334,11 @@ async def test_a_server_that_closes_in_the_middle_is_an_engine_that_died():
 
 
 async def test_a_silent_server_is_an_engine_that_died_and_a_slow_one_is_not():
-    async with served(client={"silence_seconds": 4.0}, heartbeat_seconds=0.1) as (inner, http, remote):
+    async with served(client={"silence_seconds": 4.0}, heartbeat_seconds=0.1) as (
+        inner,
+        http,
+        remote,
+    ):
         inner._frozen = True
         task = asyncio.create_task(remote.generate(request()))
         await asyncio.sleep(5.0)
@@ -319,7 +361,9 @@ async def test_the_client_of_several_servers_goes_on_without_the_lost_one():
         fleet = LLMServerClient([AsyncServer(one, name="one"), AsyncServer(two, name="two")])
         first._frozen = True
         sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-        task = asyncio.create_task(fleet.generate("r", prompt_ids=[5, 6, 7], sampling_params=sampling))
+        task = asyncio.create_task(
+            fleet.generate("r", prompt_ids=[5, 6, 7], sampling_params=sampling)
+        )
         while not first.waiting:
             await asyncio.sleep(0.001)
         await http.close()
@@ -369,7 +413,9 @@ asyncio.run(main())
 
 async def test_a_killed_server_process_fails_its_requests_at_once():
     root = Path(__file__).parents[3]
-    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, cwd=root)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, cwd=root
+    )
     try:
         url = (await asyncio.to_thread(process.stdout.readline)).strip()
         remote = RemoteBackend(url, silence_seconds=300)
@@ -400,7 +446,9 @@ async def test_uploaded_weights_are_checked_used_and_deleted(tmp_path: Path):
     file = tmp_path / "new.safetensors"
     file.write_text("other")
     async with served(client={"shares_disk": False}, upload_folder=tmp_path) as (inner, _, remote):
-        await remote.update_weights(WeightUpdate(version=3, kind="safetensors", payload=[str(file)]))
+        await remote.update_weights(
+            WeightUpdate(version=3, kind="safetensors", payload=[str(file)])
+        )
         assert (remote.policy_version, inner.policy_version) == (3, 3)
         (folder,) = [p for p in tmp_path.iterdir() if p.is_dir()]
         assert [p.name for p in folder.iterdir()] == []
@@ -412,21 +460,31 @@ async def test_uploaded_weights_are_checked_used_and_deleted(tmp_path: Path):
 
 
 @pytest.mark.parametrize("shares_disk", [True, False])
-async def test_digests_go_with_the_update_to_the_backend_that_checks_them(tmp_path: Path, monkeypatch, shares_disk):
+async def test_digests_go_with_the_update_to_the_backend_that_checks_them(
+    tmp_path: Path, monkeypatch, shares_disk
+):
     file, taken = tmp_path / "w.safetensors", []
     file.write_text("other")
-    async with served(client={"shares_disk": shares_disk}, upload_folder=tmp_path) as (inner, _, remote):
+    async with served(client={"shares_disk": shares_disk}, upload_folder=tmp_path) as (
+        inner,
+        _,
+        remote,
+    ):
 
         async def take(update: WeightUpdate) -> None:
             taken.append(update.digests)
 
         monkeypatch.setattr(inner, "update_weights", take)
         digests = {"w.safetensors": "xxh3_128:0"}
-        await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file], digests=digests))
+        await remote.update_weights(
+            WeightUpdate(version=1, kind="safetensors", payload=[file], digests=digests)
+        )
     assert taken == [digests]
 
 
-async def test_a_local_server_reads_the_file_itself_and_an_unshared_one_is_sent_it(tmp_path: Path, monkeypatch):
+async def test_a_local_server_reads_the_file_itself_and_an_unshared_one_is_sent_it(
+    tmp_path: Path, monkeypatch
+):
     file = tmp_path / "w.safetensors"
     file.write_text("other")
     async with served(weight_dir=str(tmp_path)) as (_, _http, remote):
@@ -486,13 +544,18 @@ async def test_prometheus_reads_what_the_engine_did_and_who_asked():
     found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
     assert found["jax_agent_rl_engine_generated_tokens_total", "0"] == 5
     assert found["jax_agent_rl_engine_requests_finished_total", "0"] == 1
-    assert found["jax_agent_rl_engine_up", "0"] == 1 and found["jax_agent_rl_engine_requests_running", "0"] == 0
+    assert (
+        found["jax_agent_rl_engine_up", "0"] == 1
+        and found["jax_agent_rl_engine_requests_running", "0"] == 0
+    )
     assert found["jax_agent_rl_server_requests_total", "/v1/generate", "200"] == 1
     assert found["jax_agent_rl_server_requests_total", "unknown", "404"] == 1
     assert found["jax_agent_rl_server_requests_running",] == 1  # this one
 
 
-@pytest.mark.parametrize(("token", "headers", "status"), [("secret", {}, 401), (None, {"Host": "evil.example"}, 403)])
+@pytest.mark.parametrize(
+    ("token", "headers", "status"), [("secret", {}, 401), (None, {"Host": "evil.example"}, 403)]
+)
 async def test_strangers_and_pages_under_another_name_read_no_metrics(token, headers, status):
     async with served(token=token, client={"token": token} if token else {}) as (_, http, _remote):
         async with send(http.url, "/metrics", headers=headers) as response:

@@ -66,7 +66,9 @@ class Learner:
 
 @contextlib.asynccontextmanager
 async def serving(backend: Reader, uploads: Path) -> AsyncIterator[Counting]:
-    served = behind_server(backend, kind=Counting, client={"shares_disk": False}, upload_folder=uploads)
+    served = behind_server(
+        backend, kind=Counting, client={"shares_disk": False}, upload_folder=uploads
+    )
     async with served as (_, remote):
         yield remote
 
@@ -89,19 +91,26 @@ def whole(update: WeightUpdate) -> int:
     return sum(Path(path).stat().st_size for path in update.payload)
 
 
-async def test_after_the_first_version_only_changes_are_sent_and_the_engine_opens_the_learners_files(folder: Path):
+async def test_after_the_first_version_only_changes_are_sent_and_the_engine_opens_the_learners_files(
+    folder: Path,
+):
     learner, backend = Learner(folder / "learner"), Reader()
     async with serving(backend, folder / "server") as remote:
         first = learner.publish()
         assert first.deltas == {} and await send(remote, first) == whole(first)
         for _ in range(3):
             update = learner.publish()
-            assert await send(remote, update) < 0.4 * whole(update), "small files: headers and the probe count"
+            assert await send(remote, update) < 0.4 * whole(update), (
+                "small files: headers and the probe count"
+            )
             assert (
-                backend.contents == [Path(path).read_bytes() for path in update.payload] and len(backend.contents) > 1
+                backend.contents == [Path(path).read_bytes() for path in update.payload]
+                and len(backend.contents) > 1
             )
             names = sorted(file.name for file in (folder / "server").rglob("*.safetensors"))
-            assert names == sorted(Path(path).name for path in update.payload), "one version is kept"
+            assert names == sorted(Path(path).name for path in update.payload), (
+                "one version is kept"
+            )
             assert remote.policy_version == update.version
     assert not list((folder / "server").rglob("*.safetensors"))
 

@@ -11,7 +11,12 @@ import pytest
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.http import weight_files
-from jax_agent_rl.rollout.http.weight_files import MAX_UPLOADS, UPLOAD_TTL_SECONDS, SharedDir, Uploads
+from jax_agent_rl.rollout.http.weight_files import (
+    MAX_UPLOADS,
+    UPLOAD_TTL_SECONDS,
+    SharedDir,
+    Uploads,
+)
 from jax_agent_rl.rollout.protocol import Health, WeightUpdate
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from tests.served import behind_server
@@ -61,25 +66,40 @@ OUTSIDE = [
 async def test_only_regular_weight_files_below_the_folder_are_opened(tree: Path, path: str):
     named = path if path.startswith(("/", "http")) else f"{tree}/{path}"
     digests = {Path(path).name: "xxh3_128:0"}
-    async with behind_server(Unasked(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (_, remote):
+    async with behind_server(Unasked(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (
+        _,
+        remote,
+    ):
         async with asyncio.timeout(30):  # a pipe nobody writes to has no end
             assert not await remote._call("sees_files", files=[{"path": named, "size": 6}])
-            with pytest.raises(WeightUpdateError, match=r"are not read|cannot be read|not a regular file") as caught:
-                await remote._call("update_weights", version=1, kind="safetensors", paths=[named], digests=digests)
+            with pytest.raises(
+                WeightUpdateError, match=r"are not read|cannot be read|not a regular file"
+            ) as caught:
+                await remote._call(
+                    "update_weights", version=1, kind="safetensors", paths=[named], digests=digests
+                )
         assert "digest" not in str(caught.value) and (await remote.health()).ok
 
 
 async def test_files_of_the_folder_are_read_in_place(tree: Path):
     file = tree / "run" / "v1.safetensors"
-    async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (_, remote):
+    async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (
+        _,
+        remote,
+    ):
         remote._upload = None  # type: ignore[assignment]  # would fail if it were used
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
         assert remote.policy_version == 1
 
 
-async def test_files_of_another_folder_are_uploaded_even_where_the_disk_is_shared(tree: Path, tmp_path: Path):
+async def test_files_of_another_folder_are_uploaded_even_where_the_disk_is_shared(
+    tree: Path, tmp_path: Path
+):
     (file := tmp_path / "elsewhere.safetensors").write_text("other")
-    async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (_, remote):
+    async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (
+        _,
+        remote,
+    ):
         remote._may_share_disk = True
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
         assert remote.policy_version == 1
@@ -119,19 +139,26 @@ async def test_without_a_folder_only_what_a_learner_of_this_machine_has_in_memor
         ("{tree}", "http://127.0.0.1:1{tree}/run/", False),
     ],
 )
-async def test_an_address_is_below_the_configured_folder_or_bucket(tree: Path, folder, address, is_taken):
+async def test_an_address_is_below_the_configured_folder_or_bucket(
+    tree: Path, folder, address, is_taken
+):
     shared = SharedDir(folder and folder.format(tree=tree))
     address = address.format(tree=tree)
     if is_taken:
         assert await shared.address(address) == address
     else:
-        with pytest.raises(WeightUpdateError, match=r"are not read: .*rollout\.weight_dir|cannot be read"):
+        with pytest.raises(
+            WeightUpdateError, match=r"are not read: .*rollout\.weight_dir|cannot be read"
+        ):
             await shared.address(address)
 
 
 async def test_a_server_without_a_folder_declares_no_updates_through_one(tree: Path):
     for folder, declared in ((None, {"safetensors"}), (str(tree), PAYLOADS)):
-        async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=folder) as (_, remote):
+        async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=folder) as (
+            _,
+            remote,
+        ):
             assert remote.capabilities.weight_payloads == declared
 
 
@@ -197,7 +224,8 @@ async def test_files_that_arrive_side_by_side_share_the_limit(tmp_path: Path):
         yield b"x"
 
     results = await asyncio.gather(
-        *(uploads.receive("0" * 16, f"{name}.safetensors", "", half()) for name in "ab"), return_exceptions=True
+        *(uploads.receive("0" * 16, f"{name}.safetensors", "", half()) for name in "ab"),
+        return_exceptions=True,
     )
     assert any("more than the server's limit of 3" in str(error) for error in results)
     uploads.close()

@@ -62,12 +62,16 @@ def test_a_server_that_joins_late_has_work_at_once():
 def test_a_session_waits_for_its_server_while_others_have_use_for_the_room_elsewhere():
     async def main(fleet):
         await fleet.start("a", "b")
-        await asyncio.gather(fleet.ask(1, session_id="on a"), fleet.ask(1, session_id="on b"))  # r1, r2
+        await asyncio.gather(
+            fleet.ask(1, session_id="on a"), fleet.ask(1, session_id="on b")
+        )  # r1, r2
         held = [fleet.ask(20), fleet.ask(5), fleet.ask(20), fleet.ask(20)]  # a: r3, r5; b: r4, r6
         await asyncio.sleep(1)
         waiting = [fleet.ask(1, session_id="on a"), fleet.ask(1)]  # r7 waits for a, r8 for any
         await asyncio.gather(*held, *waiting)
-        assert asked(fleet, "b") == ["r2", "r4", "r6", "r8", "r7"], "r8 took b's room first, then nobody else wanted it"
+        assert asked(fleet, "b") == ["r2", "r4", "r6", "r8", "r7"], (
+            "r8 took b's room first, then nobody else wanted it"
+        )
 
     in_virtual_time(main, **LIMITED)
 
@@ -90,7 +94,9 @@ def test_a_session_waits_for_its_full_server_where_computing_its_context_takes_l
     async def main(fleet):
         await fleet.start("a", "b")
         await fleet.ask(1, session_id="s")
-        fleet.client.queue.costs = Costs(request=10, prompt=6)  # with two at a time, a turn comes every 5 s
+        fleet.client.queue.costs = Costs(
+            request=10, prompt=6
+        )  # with two at a time, a turn comes every 5 s
         held = [fleet.ask(20), fleet.ask(20), fleet.ask(20)]  # a: r2, r4; b: r3
         await asyncio.sleep(1)
         waiting = [fleet.ask(1, session_id="s")]
@@ -98,7 +104,9 @@ def test_a_session_waits_for_its_full_server_where_computing_its_context_takes_l
         assert fleet.client.waiting == 1, "b has room, but it would take 6 s there"
         waiting.append(fleet.ask(1, session_id="s"))
         await asyncio.sleep(1)
-        assert fleet.client.waiting == 1 and asked(fleet, "b") == ["r3", "r6"], "after r5 it would take 10 s on a"
+        assert fleet.client.waiting == 1 and asked(fleet, "b") == ["r3", "r6"], (
+            "after r5 it would take 10 s on a"
+        )
         await asyncio.gather(*held, *waiting)
 
     in_virtual_time(main, **LIMITED)
@@ -161,7 +169,9 @@ def test_room_given_to_a_request_in_the_moment_it_is_cancelled_goes_to_the_next(
         queue.add(AsyncServer(fleet.make("a")()))
 
         def enter(name):
-            request = GenerateRequest(request_id=name, prompt_ids=(1,), sampling=SamplingParams(max_tokens=1))
+            request = GenerateRequest(
+                request_id=name, prompt_ids=(1,), sampling=SamplingParams(max_tokens=1)
+            )
             return asyncio.ensure_future(queue.acquire(request))
 
         server, waiting, last = await enter("first"), enter("waiting"), enter("last")
@@ -177,7 +187,9 @@ def test_one_that_is_cancelled_in_the_moment_all_hope_is_lost_is_cancelled():
     async def main(fleet):
         queue = RequestQueue(max_in_flight=1, wait_seconds=10.0)
         queue.expect("a")
-        request = GenerateRequest(request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=1))
+        request = GenerateRequest(
+            request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=1)
+        )
         waiting = asyncio.ensure_future(queue.acquire(request))
         await asyncio.sleep(0)
         queue.stop_expecting("a")
@@ -210,4 +222,6 @@ def test_a_thousand_requests_keep_two_servers_full_to_the_end():
         # 2 x 2 slots, 4 seconds each
         assert 1000 <= now() < 1010 and len(asked(fleet, "a")) == len(asked(fleet, "b")) == 500
 
-    in_virtual_time(main, speed=EngineSpeed(slots=2, step_seconds=1.0, prefill_tokens_per_step=10**9), **LIMITED)
+    in_virtual_time(
+        main, speed=EngineSpeed(slots=2, step_seconds=1.0, prefill_tokens_per_step=10**9), **LIMITED
+    )

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jax_agent_rl.rollout.routing import BLOCK, BUSY_MARGIN, MIN_SHARED_IDS, Balancer, PrefixIndex, RequestCosts
+from jax_agent_rl.rollout.routing import (
+    BLOCK,
+    BUSY_MARGIN,
+    MIN_SHARED_IDS,
+    Balancer,
+    PrefixIndex,
+    RequestCosts,
+)
 
 
 def balancer(*servers, **kwargs):
@@ -75,7 +82,9 @@ def test_the_session_used_longest_ago_is_forgotten():
     for session in ("s1", "s2", "s1", "s3"):  # s2 is the oldest when s3 comes
         b.acquire(session)
     assert [b.in_flight("a"), b.in_flight("b")] == [2, 2]
-    assert b.acquire("s2") == "a", "it was on b, and goes to the first of two equals as if it were new"
+    assert b.acquire("s2") == "a", (
+        "it was on b, and goes to the first of two equals as if it were new"
+    )
 
 
 def test_without_servers_there_is_nothing_to_choose():
@@ -92,7 +101,12 @@ OTHER = random.Random(1).choices(range(1000), k=32 * BLOCK)
 chain = PrefixIndex.chain
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.sampled_from("xy"), max_size=5)), max_size=12), st.data())
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.lists(st.sampled_from("xy"), max_size=5)), max_size=12
+    ),
+    st.data(),
+)
 def test_the_longest_beginning_is_found_in_whole_blocks(prompts, data):
     index, last = PrefixIndex(), {}
     for server, blocks in prompts:
@@ -100,7 +114,9 @@ def test_the_longest_beginning_is_found_in_whole_blocks(prompts, data):
         for end in range(1, len(blocks) + 1):
             last[tuple(blocks[:end])] = server
     wanted = data.draw(st.lists(st.sampled_from("xy"), max_size=5))
-    known = list(takewhile(last.__contains__, (tuple(wanted[:end]) for end in range(1, len(wanted) + 1))))
+    known = list(
+        takewhile(last.__contains__, (tuple(wanted[:end]) for end in range(1, len(wanted) + 1)))
+    )
     expected = (last[known[-1]], len(known) * BLOCK) if known else (None, 0)
     rest = data.draw(st.integers(0, BLOCK - 1))
     assert index.find(chain("".join(block * BLOCK for block in wanted) + "z" * rest)) == expected
@@ -111,7 +127,10 @@ def test_memory_is_bounded_and_ends_are_forgotten_before_beginnings():
     index.add(chain(PROMPT[: 8 * BLOCK]), "a")
     index.add(chain(OTHER[: 6 * BLOCK]), "b")
     assert len(index) == 10
-    assert index.find(chain(PROMPT)) == ("a", 4 * BLOCK) and index.find(chain(OTHER)) == ("b", 6 * BLOCK)
+    assert index.find(chain(PROMPT)) == ("a", 4 * BLOCK) and index.find(chain(OTHER)) == (
+        "b",
+        6 * BLOCK,
+    )
 
 
 def test_other_adapters_have_other_kv():
@@ -123,7 +142,9 @@ def test_other_adapters_have_other_kv():
 def test_a_group_stays_together_until_its_server_is_clearly_busier():
     b = balancer("a", "b", "c")
     members = [b.acquire(f"s{i}", chain(PROMPT)) for i in range(12)]
-    assert members == ["a"] * (BUSY_MARGIN + 1) + ["b"] * (BUSY_MARGIN + 1) + ["c"] * (BUSY_MARGIN + 4)
+    assert members == ["a"] * (BUSY_MARGIN + 1) + ["b"] * (BUSY_MARGIN + 1) + ["c"] * (
+        BUSY_MARGIN + 4
+    )
     for server in "abc" * 20:
         b.assign(server)
     b.assign("a", None, chain(OTHER))

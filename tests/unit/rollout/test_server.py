@@ -10,7 +10,9 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 
-REQUEST = GenerateRequest(request_id="r", prompt_ids=(5, 6), sampling=SamplingParams(max_tokens=3, seed=0))
+REQUEST = GenerateRequest(
+    request_id="r", prompt_ids=(5, 6), sampling=SamplingParams(max_tokens=3, seed=0)
+)
 
 
 def update(version: int) -> WeightUpdate:

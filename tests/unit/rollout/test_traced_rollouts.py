@@ -55,8 +55,14 @@ async def collect(traces, *, score=scored, agent="tool_agent", max_in_flight=8, 
         tracer=Tracer(traces.append, max_per_step=8),
         validate=True,
     )
-    row = {"prompt": [{"role": "user", "content": "1 + 2 ?"}], "agent_name": agent, "data_source": "sums"}
-    stream = collector.collect([row], group_size=group_size, sampling=SamplingParams(max_tokens=50), step=4)
+    row = {
+        "prompt": [{"role": "user", "content": "1 + 2 ?"}],
+        "agent_name": agent,
+        "data_source": "sums",
+    }
+    stream = collector.collect(
+        [row], group_size=group_size, sampling=SamplingParams(max_tokens=50), step=4
+    )
     return [group async for group in stream]
 
 
@@ -79,11 +85,24 @@ async def test_a_trajectory_is_generations_tools_and_a_reward():
         ("reward", "sums"),
     ]
     first, tool, _, reward = (s.attributes for s in spans)
-    assert first["stop_reason"] == "eos" and first["policy_versions"] == [0] and "<call>add" in first["text"]
-    assert tool["arguments"] == {"a": 1, "b": 2} and tool["observation"] == "3" and tool["tool_error"] is None
+    assert (
+        first["stop_reason"] == "eos"
+        and first["policy_versions"] == [0]
+        and "<call>add" in first["text"]
+    )
+    assert (
+        tool["arguments"] == {"a": 1, "b": 2}
+        and tool["observation"] == "3"
+        and tool["tool_error"] is None
+    )
     assert reward == {"reward": 0.5, "reward_parts": {"format": 1.0}}
     assert run.attributes["finish_reason"] == "answer" and run.attributes["reward"] == 0.5
-    assert [m["role"] for m in run.attributes["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in run.attributes["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
 
 
 async def test_a_lost_trajectory_says_why():
@@ -101,7 +120,9 @@ async def test_a_lost_trajectory_says_why():
 async def test_every_trainer_mode_is_traced(tmp_path: Path, mode: str):
     traces = []
     tracer = Tracer(traces.append, max_per_step=2)
-    training = make_trainer(tmp_path, steps=3, trainer={"mode": mode}, prompts_per_step=2, rows=3, tracer=tracer)
+    training = make_trainer(
+        tmp_path, steps=3, trainer={"mode": mode}, prompts_per_step=2, rows=3, tracer=tracer
+    )
     await finish(training)
     traced = Counter((trace.step, trace.validate) for trace in traces)
     first = 1 if mode == "sync" else 0

@@ -19,7 +19,11 @@ def looks(*readings, stall=10.0):
 
 
 def test_counters_that_stand_still_with_requests_inside_are_a_stall():
-    assert looks((0, (5,), WORKING), (10, (5,), WORKING), (11, (5,), WORKING)) == [False, False, True]
+    assert looks((0, (5,), WORKING), (10, (5,), WORKING), (11, (5,), WORKING)) == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_any_counter_that_moves_is_work():
@@ -28,12 +32,22 @@ def test_any_counter_that_moves_is_work():
 
 def test_an_idle_engine_has_not_stalled_and_its_time_begins_with_the_first_request():
     idle = {"busy": False, "updating": False}
-    seen = looks((0, (5,), WORKING), (8, (5,), idle), (30, (5,), idle), (39, (5,), WORKING), (41, (5,), WORKING))
+    seen = looks(
+        (0, (5,), WORKING),
+        (8, (5,), idle),
+        (30, (5,), idle),
+        (39, (5,), WORKING),
+        (41, (5,), WORKING),
+    )
     assert seen == [False, False, False, False, True]
 
 
 def test_one_that_does_not_even_tell_its_counters_stalls_as_well():
-    assert looks((0, (5,), WORKING), (9, None, WORKING), (11, None, WORKING)) == [False, False, True]
+    assert looks((0, (5,), WORKING), (9, None, WORKING), (11, None, WORKING)) == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +55,11 @@ def test_one_that_does_not_even_tell_its_counters_stalls_as_well():
     [((0,), WORKING, 3), (None, WORKING, 3), ((5,), {"busy": False, "updating": True}, 10)],
 )
 def test_compiling_and_taking_weights_may_take_longer(done, state, times):
-    assert looks((0, done, state), (10 * times, done, state), (10 * times + 1, done, state)) == [False, False, True]
+    assert looks((0, done, state), (10 * times, done, state), (10 * times + 1, done, state)) == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_servers_are_watched_apart():

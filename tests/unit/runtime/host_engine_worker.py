@@ -44,16 +44,24 @@ async def lead(config: Config) -> None:
         learner = make_learner(config, model, channel=channel)
         weight_buffer = make_weight_buffer(config)
         publisher = make_publisher(
-            config, model, probe_ids=PROMPT, find_dtype=lambda: "float32", weight_buffer=weight_buffer
+            config,
+            model,
+            probe_ids=PROMPT,
+            find_dtype=lambda: "float32",
+            weight_buffer=weight_buffer,
         )
         client = LLMServerClient(decode_text=str)
         try:
-            await client.start({"host-0": functools.partial(make_host_engine, config, weight_buffer)})
+            await client.start(
+                {"host-0": functools.partial(make_host_engine, config, weight_buffer)}
+            )
             await join_hosts(client)
             for version in range(2):
                 if version:
                     learner.update(random_groups(version, vocabulary=400))
-                await client.update_weights(await asyncio.to_thread(publisher.make, learner, version))
+                await client.update_weights(
+                    await asyncio.to_thread(publisher.make, learner, version)
+                )
                 await show(client, learner, version)
         finally:
             await client.close()
@@ -61,9 +69,17 @@ async def lead(config: Config) -> None:
 
 async def show(client: LLMServerClient, learner: WeightSource, version: int) -> None:
     for server in client.servers:
-        requests = (GenerateRequest(request_id=f"v{version}-{i}", prompt_ids=PROMPT, sampling=GREEDY) for i in range(2))
-        output, other = await asyncio.gather(*map(server.generate, requests))  # by each engine, if there are two
-        line = {"server": server.name, "versions": sorted({*output.policy_versions, *other.policy_versions})}
+        requests = (
+            GenerateRequest(request_id=f"v{version}-{i}", prompt_ids=PROMPT, sampling=GREEDY)
+            for i in range(2)
+        )
+        output, other = await asyncio.gather(
+            *map(server.generate, requests)
+        )  # by each engine, if there are two
+        line = {
+            "server": server.name,
+            "versions": sorted({*output.policy_versions, *other.policy_versions}),
+        }
         line |= {"found": output.log_probs, "other": other.log_probs}
         line["expected"] = logprobs_of(learner.params, PROMPT, output.token_ids).tolist()
         line["recompilations"] = (await server.backend.metrics()).recompilations

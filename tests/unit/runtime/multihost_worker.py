@@ -47,7 +47,9 @@ def lead(made: Learner, job: dict) -> None:
             checkpointer.save(step + 1, learner.state, {"step": step + 1})
         checkpointer.close()
         Path(job["out"]).with_suffix(".share").write_text(str(share_read_back(learner, made, job)))
-        params = [np.asarray(x) for x in jax.tree.leaves((learner.params, learner.averaged().params))]
+        params = [
+            np.asarray(x) for x in jax.tree.leaves((learner.params, learner.averaged().params))
+        ]
     np.savez(job["out"], *params)
     names = ("loss", "grad_norm", "entropy", "critic_loss", "trained_tokens")
     print(json.dumps({"begin": begin, **{name: metrics[name] for name in names}}))
@@ -90,7 +92,9 @@ def main() -> None:
     config = LearnerConfig(learning_rate=1e-3, pack_length=32, ema_decay=0.5, **own)
     number = initialize(config.multihost)
     params = tiny_params(config=MODEL)
-    made = Learner(MODEL, params, algorithm=AlgorithmConfig(**ALGORITHM), config=config, temperature=1.0)
+    made = Learner(
+        MODEL, params, algorithm=AlgorithmConfig(**ALGORITHM), config=config, temperature=1.0
+    )
     if number:
         follow(made, None)
     else:

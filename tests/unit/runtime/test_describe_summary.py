@@ -31,7 +31,9 @@ def test_both_accuracies_are_shown():
 
 
 def test_a_run_without_held_out_rows_says_nothing_of_them():
-    assert said(heldout_accuracy_before=None, heldout_accuracy_after=None).startswith("after 6 steps, ")
+    assert said(heldout_accuracy_before=None, heldout_accuracy_after=None).startswith(
+        "after 6 steps, "
+    )
 
 
 def test_one_accuracy_leads_nowhere_and_one_step_is_one():

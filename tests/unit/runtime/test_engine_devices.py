@@ -13,7 +13,12 @@ from jax_agent_rl import config
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.runtime.engine_devices import engine_shapes, expect_idle, report_idle, resolve_engine_mesh
+from jax_agent_rl.runtime.engine_devices import (
+    engine_shapes,
+    expect_idle,
+    report_idle,
+    resolve_engine_mesh,
+)
 
 GIB = 1 << 30
 
@@ -32,21 +37,31 @@ class Device:
         return {"bytes_limit": 16 * GIB}
 
 
-def settings(*, engine: dict[str, Any] | None = None, learner: dict[str, Any] | None = None, **rollout: Any):
+def settings(
+    *, engine: dict[str, Any] | None = None, learner: dict[str, Any] | None = None, **rollout: Any
+):
     return config.build(
         {
             "run_dir": "run",
             "model": {"path": "m"},
             "data": {"train": "t"},
             "learner": learner or {},
-            "rollout": {"max_model_len": 2048, "jetstream": {"dtype": "bfloat16", **(engine or {})}, **rollout},
+            "rollout": {
+                "max_model_len": 2048,
+                "jetstream": {"dtype": "bfloat16", **(engine or {})},
+                **rollout,
+            },
         }
     )
 
 
-def resolved(model: str, made: config.Config, *, devices: int = 4, **options: Any) -> tuple[int | None, int | None]:
+def resolved(
+    model: str, made: config.Config, *, devices: int = 4, **options: Any
+) -> tuple[int | None, int | None]:
     with architecture_folder(model) as folder:
-        made = resolve_engine_mesh(made, load_config(folder), devices=[Device(n) for n in range(devices)], **options)
+        made = resolve_engine_mesh(
+            made, load_config(folder), devices=[Device(n) for n in range(devices)], **options
+        )
     return made.rollout.jetstream.mesh.data, made.rollout.jetstream.mesh.tensor
 
 
@@ -66,7 +81,10 @@ def test_engines_are_split_until_weights_cache_and_the_learners_state_fit():
     """
     learner = {"mesh": {"fsdp": 64}}
     assert resolved("qwen3-8b", settings(learner=learner, max_in_flight=32)) == (2, 2)
-    assert resolved("qwen3-8b", settings(learner=learner, max_in_flight=32), memory=95 * GIB) == (4, 1)
+    assert resolved("qwen3-8b", settings(learner=learner, max_in_flight=32), memory=95 * GIB) == (
+        4,
+        1,
+    )
 
 
 def test_of_a_mixture_whole_experts_are_split():
@@ -81,7 +99,9 @@ def test_of_a_mixture_whole_experts_are_split():
         made = settings(engine=engine, max_in_flight=32, sleep_during_update=True)
         with architecture_folder("qwen3-30b-a3b") as folder:
             devices, model = [Device(n) for n in range(4)], load_config(folder)
-            found = resolve_engine_mesh(made, model, devices=devices, memory=32 * GIB).rollout.jetstream.mesh
+            found = resolve_engine_mesh(
+                made, model, devices=devices, memory=32 * GIB
+            ).rollout.jetstream.mesh
         return found.data, found.expert, found.tensor
 
     assert mesh() == (1, 4, 1)
@@ -97,8 +117,12 @@ def test_the_learners_state_counts_only_where_it_is():
     """
     two, engine = {"mesh": {"fsdp": 2}}, {"kv_cache_tokens": 4096}
     assert resolved("qwen2.5-1.5b", settings(learner=two, engine=engine)) == (1, 4)
-    assert resolved("qwen2.5-1.5b", settings(learner=two, engine={**engine, "device_offset": 2})) == (2, 1)
-    assert resolved("qwen2.5-1.5b", settings(learner=two, engine=engine, sleep_during_update=True)) == (4, 1)
+    assert resolved(
+        "qwen2.5-1.5b", settings(learner=two, engine={**engine, "device_offset": 2})
+    ) == (2, 1)
+    assert resolved(
+        "qwen2.5-1.5b", settings(learner=two, engine=engine, sleep_during_update=True)
+    ) == (4, 1)
 
 
 def test_the_largest_split_is_taken_if_none_fits_and_only_sizes_that_divide_the_heads():
@@ -116,30 +140,42 @@ def test_what_is_set_is_kept():
 def test_simulated_devices_get_one_engine():
     with architecture_folder("qwen2.5-0.5b") as folder:
         devices = [Device(n, platform="cpu") for n in range(8)]
-        mesh = resolve_engine_mesh(settings(), load_config(folder), devices=devices).rollout.jetstream.mesh
+        mesh = resolve_engine_mesh(
+            settings(), load_config(folder), devices=devices
+        ).rollout.jetstream.mesh
     assert (mesh.data, mesh.tensor) == (1, 1)
 
 
 def test_one_program_for_engine_and_learner_runs_on_one_device():
-    assert resolved("qwen2.5-0.5b", settings(deterministic=True, jetstream={"dtype": "float32"})) == (1, 1)
+    assert resolved(
+        "qwen2.5-0.5b", settings(deterministic=True, jetstream={"dtype": "float32"})
+    ) == (1, 1)
 
 
 def test_more_devices_than_there_are_is_refused():
-    with pytest.raises(ConfigError, match="takes 8 devices from number 0 on, but this process has 4"):
+    with pytest.raises(
+        ConfigError, match="takes 8 devices from number 0 on, but this process has 4"
+    ):
         resolved("qwen2.5-0.5b", settings(engine={"mesh": {"data": 8}}))
 
 
 def test_each_engine_has_slots_and_cache_for_its_part_of_the_trajectories():
-    made = settings(engine={"mesh": {"data": 4, "tensor": 1}, "max_concurrent_decodes": 16}, max_in_flight=96)
+    made = settings(
+        engine={"mesh": {"data": 4, "tensor": 1}, "max_concurrent_decodes": 16}, max_in_flight=96
+    )
     shapes = engine_shapes(made)
     assert shapes.max_concurrent_decodes == 16
-    assert shapes.kv_cache_tokens == 16 * 2048 + 8 * 1024, "16 contexts, and half of the 8 others of 24"
+    assert shapes.kv_cache_tokens == 16 * 2048 + 8 * 1024, (
+        "16 contexts, and half of the 8 others of 24"
+    )
 
 
 def test_idle_devices_are_named_with_the_key_that_uses_them():
     """The launch page's command with one engine of two chips: what it did before engines took all of a host's chips."""
     made = settings(engine={"mesh": {"data": 1, "tensor": 2}}, learner=SIXTEEN)
-    (line,) = report_idle(made, count=16, sampling={0, 1, 4, 5, 8, 9, 12, 13}, learning=range(16), hosts=4)
+    (line,) = report_idle(
+        made, count=16, sampling={0, 1, 4, 5, 8, 9, 12, 13}, learning=range(16), hosts=4
+    )
     assert line == (
         "devices 2-3, 6-7, 10-11, 14-15 of 16 have no engine to sample with: set rollout.jetstream.mesh.data=2, or "
         "leave it out"
@@ -154,5 +190,7 @@ def test_idle_devices_are_named_with_the_key_that_uses_them():
 
 def test_learner_and_engines_on_devices_of_their_own_leave_none_idle():
     assert not expect_idle(settings(engine={"device_offset": 2}, learner={"mesh": {"fsdp": 2}}), 4)
-    (line, _) = expect_idle(settings(engine={"device_offset": 2, "mesh": {"data": 1, "tensor": 1}}), 4)
+    (line, _) = expect_idle(
+        settings(engine={"device_offset": 2, "mesh": {"data": 1, "tensor": 1}}), 4
+    )
     assert line.startswith("devices 1, 3 of 4")

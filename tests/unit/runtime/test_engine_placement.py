@@ -19,7 +19,12 @@ from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.rollout.ray_backend import RayBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engine_devices import check_turns
-from jax_agent_rl.runtime.placement import open_engine, open_places, place_engines, room_for_learning
+from jax_agent_rl.runtime.placement import (
+    open_engine,
+    open_places,
+    place_engines,
+    room_for_learning,
+)
 from jax_agent_rl.types import SamplingParams
 from tests.toy_backend import ToyBackend
 
@@ -27,7 +32,9 @@ SLEEPING = {"placement": "hybrid", "sleep_during_update": True}
 
 
 def settings(**rollout: Any) -> config.Config:
-    return config.build({"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout})
+    return config.build(
+        {"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout}
+    )
 
 
 class Sleeper(ToyBackend):
@@ -80,7 +87,8 @@ async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
     client = await serving(here=here, there=there)
     sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
     running = [
-        asyncio.create_task(client.generate(f"r{i}", prompt_ids=[3, 4], sampling_params=sampling)) for i in range(2)
+        asyncio.create_task(client.generate(f"r{i}", prompt_ids=[3, 4], sampling_params=sampling))
+        for i in range(2)
     ]
     while not (here.running and there.running):
         await asyncio.sleep(0)
@@ -89,7 +97,9 @@ async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
             assert names(client) == {"there"} and here.asleep and not here.running
             outputs = await asyncio.gather(*running)
             raise ArithmeticError("the learner fails")
-    assert [len(output.token_ids) for output in outputs] == [150, 150] and outputs[0].token_ids == outputs[1].token_ids
+    assert [len(output.token_ids) for output in outputs] == [150, 150] and outputs[
+        0
+    ].token_ids == outputs[1].token_ids
     assert names(client) == {"here", "there"} and not here.asleep
     await close(client)
 
@@ -102,7 +112,9 @@ async def test_requests_of_a_hybrid_wait_for_the_engine_that_sleeps_if_all_other
     client, there = LLMServerClient(servers, wait_for_server_seconds=60.0), backends["there"]
     sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
     async with room_for_learning(settings(**SLEEPING), client, ["here"])():
-        running = asyncio.create_task(client.generate("r", prompt_ids=[3, 4], sampling_params=sampling))
+        running = asyncio.create_task(
+            client.generate("r", prompt_ids=[3, 4], sampling_params=sampling)
+        )
         while not there.running:
             await asyncio.sleep(0)
         (lost,) = client.servers
@@ -129,7 +141,8 @@ async def test_an_engine_that_dies_asleep_comes_back_for_its_death_to_be_seen():
 async def test_sleep_that_an_engine_cannot_do_is_refused_at_start():
     client = await serving(here=ToyBackend())
     with pytest.raises(
-        ConfigError, match="rollout.sleep_during_update: the jetstream engine cannot release its memory"
+        ConfigError,
+        match="rollout.sleep_during_update: the jetstream engine cannot release its memory",
     ):
         room_for_learning(settings(sleep_during_update=True), client, ["here"])
     await close(client)
@@ -181,16 +194,21 @@ def test_who_works_at_the_same_time_shares_no_devices_to_exchange_data_over(mode
     """Run on three CPU devices each, engine and learner waited for each other at the first step."""
     apart = settings(), settings(placement="hybrid")
     asynchronous, hybrid = (
-        one.model_copy(update={"trainer": one.trainer.model_copy(update={"mode": mode})}) for one in apart
+        one.model_copy(update={"trainer": one.trainer.model_copy(update={"mode": mode})})
+        for one in apart
     )
     for learner, engine in ((range(4), range(4)), (range(8), range(4)), (range(4), range(2, 6))):
-        with pytest.raises(ConfigError, match=rf"trainer.mode={mode}: .* give the engine devices of its own"):
+        with pytest.raises(
+            ConfigError, match=rf"trainer.mode={mode}: .* give the engine devices of its own"
+        ):
             check_turns(asynchronous, *meshes(learner, engine))
         check_turns(settings(), *meshes(learner, engine))
         check_turns(hybrid, *meshes(learner, engine))
     for learner, engine in ((range(4), range(4, 8)), (range(4), range(1)), (range(1), range(4))):
         check_turns(asynchronous, *meshes(learner, engine))
-    check_turns(asynchronous, *meshes(range(4), range(4), data=4))  # four engines, none of which exchanges anything
+    check_turns(
+        asynchronous, *meshes(range(4), range(4), data=4)
+    )  # four engines, none of which exchanges anything
     with pytest.raises(ConfigError, match="the same 2 devices"):
         check_turns(asynchronous, *meshes(range(4), range(4), data=2))
 
@@ -201,7 +219,11 @@ async def test_a_run_refuses_an_engine_that_its_weights_do_not_reach():
         (server, {}, "rollout.backend=jetstream .* weights do not reach rollout servers"),
         (server, {"placement": "separate"}, "rollout.placement=separate weights do not reach"),
         (None, {}, "rollout.placement=colocated the run cannot start engines elsewhere"),
-        (None, {"backend": "remote", "urls": ["http://10.0.0.5:8100"]}, "name a rollout server's URL"),
+        (
+            None,
+            {"backend": "remote", "urls": ["http://10.0.0.5:8100"]},
+            "name a rollout server's URL",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             async with open_engine(settings(**rollout), url):
@@ -209,7 +231,9 @@ async def test_a_run_refuses_an_engine_that_its_weights_do_not_reach():
 
 
 async def test_a_rollout_server_joins_a_run_of_rollout_servers_under_its_address():
-    async with open_engine(settings(backend="remote", urls=["http://10.0.0.5:8100"]), "http://10.0.0.7:8100") as made:
+    async with open_engine(
+        settings(backend="remote", urls=["http://10.0.0.5:8100"]), "http://10.0.0.7:8100"
+    ) as made:
         name, make = made
         engine = make()
         assert isinstance(engine, RemoteBackend) and engine.url == name == "http://10.0.0.7:8100"

@@ -42,7 +42,10 @@ def tree(tmp_path: Path) -> Tree:
         "run_dir": str(tmp_path / "run"),
         "model": {"path": str(tmp_path / "model")},
         "data": {"train": str(tmp_path / "rows.jsonl")},
-        "reward": {"path": str(tmp_path / "reward.py"), "judge": {"model": str(tmp_path / "judge")}},
+        "reward": {
+            "path": str(tmp_path / "reward.py"),
+            "judge": {"model": str(tmp_path / "judge")},
+        },
         "agent": {
             "module": str(tmp_path / "agents.py"),
             "command": {"program_dir": str(tmp_path / "program")},
@@ -97,17 +100,35 @@ def set_key(path: str, value: Any) -> Callable[[Tree, Path], None]:
 
 CHANGED = {
     "another model of the same shape": (other_model("model"), r"model.path: other weights \(is "),
-    "another tokenizer": (replace_file("model/tokenizer.json", "x"), "model.path: other tokenizer.json"),
+    "another tokenizer": (
+        replace_file("model/tokenizer.json", "x"),
+        "model.path: other tokenizer.json",
+    ),
     "other rows": (replace_file("rows.jsonl", lines("b", "a")), "data.train: other rows"),
-    "another alpha": (set_key("learner.lora.alpha", 16.0), r"learner.lora.alpha was 8\.0, is 16\.0"),
+    "another alpha": (
+        set_key("learner.lora.alpha", 16.0),
+        r"learner.lora.alpha was 8\.0, is 16\.0",
+    ),
     "no adapters": (set_key("learner.lora", None), r"learner.lora was .*, is null"),
     "another seed": (set_key("seed", 7), "seed was 0, is 7"),
-    "another objective": (set_key("algorithm.entropy_coeff", 0.5), r"algorithm.entropy_coeff was 0\.0, is 0\.5"),
+    "another objective": (
+        set_key("algorithm.entropy_coeff", 0.5),
+        r"algorithm.entropy_coeff was 0\.0, is 0\.5",
+    ),
     "another reward": (replace_file("reward.py", "x = 2\n"), "reward.path: another content"),
     "other agents": (replace_file("agents.py", "x = 2\n"), "agent.module: another content"),
-    "other tools": (replace_file("tools.py", "x = 2\n"), "tools.function_tool_path: another content"),
-    "other settings of tools": (replace_file("tools.yaml", "x: 2\n"), "tools.tool_config_path: other file"),
-    "another program": (replace_file("program/main.py", "x = 2\n"), "agent.command.program_dir: another content"),
+    "other tools": (
+        replace_file("tools.py", "x = 2\n"),
+        "tools.function_tool_path: another content",
+    ),
+    "other settings of tools": (
+        replace_file("tools.yaml", "x: 2\n"),
+        "tools.tool_config_path: other file",
+    ),
+    "another program": (
+        replace_file("program/main.py", "x = 2\n"),
+        "agent.command.program_dir: another content",
+    ),
     "another judge": (other_model("judge"), "reward.judge.model: other weights"),
     "another opponent": (other_model("opponent"), "agent.role_models: other opponent"),
     "another teacher": (other_model("teacher"), "distill.teachers: another content"),
@@ -116,7 +137,9 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_what_defines_the_run_is_refused_by_its_key_and_can_be_accepted_by_it(tree: Tree, tmp_path: Path, name: str):
+def test_what_defines_the_run_is_refused_by_its_key_and_can_be_accepted_by_it(
+    tree: Tree, tmp_path: Path, name: str
+):
     change, message = CHANGED[name]
     old = identity(tree)
     change(tree, tmp_path)
@@ -124,28 +147,43 @@ def test_what_defines_the_run_is_refused_by_its_key_and_can_be_accepted_by_it(tr
     with pytest.raises(CheckpointError, match=message) as caught:
         check(old, new)
     key = message.split(":")[0].split(" was ")[0]
-    assert f"--accept-change {key}" in str(caught.value) and "checkpoint 5 in runs/a" in str(caught.value)
+    assert f"--accept-change {key}" in str(caught.value) and "checkpoint 5 in runs/a" in str(
+        caught.value
+    )
     assert [difference.key for difference in check(old, new, key)] == [key]
 
 
 @pytest.mark.parametrize(
     ("section", "key", "name"),
-    [("tools", "tool_config_path", "tools"), ("interactions", "interaction_config_path", "interaction")],
+    [
+        ("tools", "tool_config_path", "tools"),
+        ("interactions", "interaction_config_path", "interaction"),
+    ],
 )
 @pytest.mark.parametrize("named", ["FOLDER/somebodys_classes.py:Some", "somebodys_classes.Some"])
 def test_the_code_of_classes_that_a_file_names_is_part_of_the_run(
-    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, key: str, name: str, named: str
+    tree: Tree,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    section: str,
+    key: str,
+    name: str,
+    named: str,
 ):
     monkeypatch.chdir(tmp_path)
     code = tmp_path / "somebodys_classes.py"
     code.write_text("x = 1\n")
-    (tmp_path / "entries.yaml").write_text(json.dumps({name: [{"class_name": named.replace("FOLDER", str(tmp_path))}]}))
+    (tmp_path / "entries.yaml").write_text(
+        json.dumps({name: [{"class_name": named.replace("FOLDER", str(tmp_path))}]})
+    )
     tree[section] = {key: str(tmp_path / "entries.yaml")}
     before = identity(tree)
     assert check(before, identity(tree)) == []
 
     code.write_text("x = 2\n")
-    with pytest.raises(CheckpointError, match=rf"{section}\.{key}: other code of .*somebodys_classes"):
+    with pytest.raises(
+        CheckpointError, match=rf"{section}\.{key}: other code of .*somebodys_classes"
+    ):
         check(before, identity(tree))
 
 
@@ -153,7 +191,9 @@ def test_several_differences_are_told_together(tree: Tree):
     old = identity(tree)
     set_key("seed", 7)(tree, Path())
     set_key("learner.lora.rank", 8)(tree, Path())
-    with pytest.raises(CheckpointError, match=r"(?s)learner.lora.rank was 4, is 8.*--accept-change"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)learner.lora.rank was 4, is 8.*--accept-change"
+    ):
         check(old, identity(tree), "seed")
 
 
@@ -184,7 +224,10 @@ def test_what_may_change_is_returned_for_the_record(tree: Tree):
     old = identity(tree)
     set_key("trainer", {"steps": 500, "checkpoint_every": 7})(tree, Path())
     set_key("learner.pack_length", 2048)(tree, Path())
-    found = {difference.key: (difference.old, difference.new) for difference in check(old, identity(tree))}
+    found = {
+        difference.key: (difference.old, difference.new)
+        for difference in check(old, identity(tree))
+    }
     assert found == {
         "trainer.steps": (100, 500),
         "trainer.checkpoint_every": (10, 7),

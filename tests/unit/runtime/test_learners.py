@@ -25,7 +25,10 @@ MODEL = replace(
     family="qwen3_moe",
     experts=Experts(count=4, per_token=2, intermediate_size=16, normalize=True),
 )
-ALGORITHM = {"adv_estimator": "gae", "kl": {"where": "loss"}}  # a critic and a reference policy, too
+ALGORITHM = {
+    "adv_estimator": "gae",
+    "kl": {"where": "loss"},
+}  # a critic and a reference policy, too
 
 SCRIPT = """
 import json, sys, jax
@@ -89,7 +92,10 @@ def loads(config: dict, mesh: dict, *, processes: int = 1) -> list[tuple[int, in
     environment = environment_with(devices // processes)
     port = free_port()
     config = config | {"learner": {"mesh": mesh}}
-    several = [f"learner.multihost.coordinator=127.0.0.1:{port}", f"learner.multihost.num_processes={processes}"]
+    several = [
+        f"learner.multihost.coordinator=127.0.0.1:{port}",
+        f"learner.multihost.num_processes={processes}",
+    ]
     command = [*python(), "-c", SCRIPT, json.dumps(config), *(several if processes > 1 else [])]
     number = ["learner.multihost.process_id={}"] if processes > 1 else []
     started = [
@@ -107,7 +113,9 @@ def loads(config: dict, mesh: dict, *, processes: int = 1) -> list[tuple[int, in
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * processes, "\n".join(err[-3000:] for _, err in outputs)
+    assert [process.returncode for process in started] == [0] * processes, "\n".join(
+        err[-3000:] for _, err in outputs
+    )
     return [tuple(json.loads(out.splitlines()[-1])) for out, _ in outputs]
 
 
@@ -116,14 +124,30 @@ def test_no_device_and_no_host_ever_holds_a_whole_model(tmp_path: Path):
     ((everything, embedding, held),) = loads(config, {})
     ((read, largest, each),) = loads(config, {"fsdp": 2, "tensor": 2})
     # A quarter each, and norms, which all have.
-    assert read < 1.05 * everything and largest == embedding / 4 and each < 0.27 * held, (read, largest, each, held)
+    assert read < 1.05 * everything and largest == embedding / 4 and each < 0.27 * held, (
+        read,
+        largest,
+        each,
+        held,
+    )
     for read, largest, each in loads(config, {"fsdp": 2, "expert": 2}, processes=2):
-        assert read < 0.55 * everything and largest == embedding / 2 and each < 0.6 * held, (read, largest, each, held)
+        assert read < 0.55 * everything and largest == embedding / 2 and each < 0.6 * held, (
+            read,
+            largest,
+            each,
+            held,
+        )
 
 
 def test_a_critic_of_another_architecture_is_refused_before_it_is_read(tmp_path: Path):
     config = build(tree(tmp_path))
-    save_hf(tmp_path / "critic", replace(MODEL, num_layers=1), tiny_params(config=replace(MODEL, num_layers=1)))
+    save_hf(
+        tmp_path / "critic",
+        replace(MODEL, num_layers=1),
+        tiny_params(config=replace(MODEL, num_layers=1)),
+    )
     (tmp_path / "critic" / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="critic.path=.*holds a model of other shapes than .*policy"):
+    with pytest.raises(
+        ConfigError, match="critic.path=.*holds a model of other shapes than .*policy"
+    ):
         make_learner(config, load_config(config.model.path))

@@ -40,18 +40,26 @@ def run(
     started = []
     environment = environment_with(devices)
     for number in range(processes):
-        several = {"coordinator": f"127.0.0.1:{port}", "num_processes": processes, "process_id": number}
+        several = {
+            "coordinator": f"127.0.0.1:{port}",
+            "num_processes": processes,
+            "process_id": number,
+        }
         own = job | {"multihost": several if processes > 1 else {}}
         command = [*python(), "-m", "tests.unit.runtime.multihost_worker", json.dumps(own)]
         started.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         )
     try:
         outputs = [process.communicate(timeout=280) for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [p.returncode for p in started] == [0] * processes, "\n".join(err[-3000:] for _, err in outputs)
+    assert [p.returncode for p in started] == [0] * processes, "\n".join(
+        err[-3000:] for _, err in outputs
+    )
     with np.load(folder / f"{name}.npz") as arrays:
         return json.loads(outputs[0][0].splitlines()[-1]), [arrays[key] for key in arrays.files]
 
@@ -60,7 +68,9 @@ def run(
 def two_processes(tmp_path_factory):
     """Two steps on two processes with two devices each, and the folder of their checkpoints."""
     folder = tmp_path_factory.mktemp("two")
-    return folder, *run(folder, "two", processes=2, devices=2, mesh={"data": 2, "expert": 2}, steps=2)
+    return folder, *run(
+        folder, "two", processes=2, devices=2, mesh={"data": 2, "expert": 2}, steps=2
+    )
 
 
 def test_two_processes_train_as_one_does(two_processes, tmp_path: Path):
@@ -74,7 +84,9 @@ def test_two_processes_train_as_one_does(two_processes, tmp_path: Path):
 def test_adapters_train_on_two_processes_as_on_one(tmp_path: Path):
     lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
     (tmp_path / "one").mkdir()
-    one, expected = run(tmp_path / "one", "one", processes=1, devices=1, mesh={}, steps=2, lora=lora)
+    one, expected = run(
+        tmp_path / "one", "one", processes=1, devices=1, mesh={}, steps=2, lora=lora
+    )
     two, params = run(tmp_path, "two", processes=2, devices=1, mesh={"fsdp": 2}, steps=2, lora=lora)
     assert two == pytest.approx(one, rel=1e-4)
     for a, b in zip(params, expected, strict=True):
@@ -89,19 +101,25 @@ def test_one_and_four_processes_go_on_from_what_two_saved(two_processes, tmp_pat
     for processes, mesh in ((1, {}), (4, {"fsdp": 2, "context": 2})):
         folder = tmp_path / str(processes)
         shutil.copytree(two_processes[0], folder)
-        results.append(run(folder, "more", processes=processes, devices=1, mesh=mesh, steps=3, restore=True))
+        results.append(
+            run(folder, "more", processes=processes, devices=1, mesh=mesh, steps=3, restore=True)
+        )
     (one, expected), (four, params) = results
     assert one["begin"] == four["begin"] == 2 and four == pytest.approx(one, rel=1e-4)
     for a, b, before in zip(params, expected, two_processes[2], strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
         assert a.shape == before.shape
-    assert any(np.abs(a - before).max() > 1e-4 for a, before in zip(params, two_processes[2], strict=True))
+    assert any(
+        np.abs(a - before).max() > 1e-4 for a, before in zip(params, two_processes[2], strict=True)
+    )
 
 
 def test_what_the_learner_reads_of_groups_survives_the_way_to_the_last_bit():
     made = call(error="timeout", reward=0.1)
     segment = trajectory([5, 6], [7, 2], index=0)
-    whole = trajectory([3, 4], [8, 9, 2], mask=[1, 0, 1], logprobs=[-1 / 3, 0.0, float("nan")], reward=0.1 + 0.2)
+    whole = trajectory(
+        [3, 4], [8, 9, 2], mask=[1, 0, 1], logprobs=[-1 / 3, 0.0, float("nan")], reward=0.1 + 0.2
+    )
     first = replace(
         whole,
         segments=(segment,),
@@ -109,26 +127,49 @@ def test_what_the_learner_reads_of_groups_survives_the_way_to_the_last_bit():
         reward_parts={"format": 1e-17},
         no_loss=DropReason.OVERLONG,
     )
-    group = group_of([first, trajectory([3], [2], index=1)], dropped={DropReason.REWARD_ERROR: 2}, greedy_reward=0.7)
+    group = group_of(
+        [first, trajectory([3], [2], index=1)],
+        dropped={DropReason.REWARD_ERROR: 2},
+        greedy_reward=0.7,
+    )
     (got,) = decode_groups(json.loads(json.dumps(encode_groups([group]))))
-    assert repr(got).replace("arguments=None", "arguments={}") == repr(group)  # repr: a NaN is not equal to itself
-    assert decode_groups(json.loads(json.dumps(encode_groups(random_groups(0))))) == random_groups(0)
+    assert repr(got).replace("arguments=None", "arguments={}") == repr(
+        group
+    )  # repr: a NaN is not equal to itself
+    assert decode_groups(json.loads(json.dumps(encode_groups(random_groups(0))))) == random_groups(
+        0
+    )
 
 
 def test_texts_stay_where_they_are():
-    made = replace(call(), observation="long", media={"image": (object(),)}, arguments={"a": object()})
-    text = replace(trajectory([3], [4, 2], calls=[[made]]), row={"answer": object()}, messages=({"role": "user"},))
-    ((got,),) = (
-        group.trajectories for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([text])]))))
+    made = replace(
+        call(), observation="long", media={"image": (object(),)}, arguments={"a": object()}
     )
-    assert got.response_ids == (4, 2) and not got.messages and not got.row and not got.tool_calls[0].observation
+    text = replace(
+        trajectory([3], [4, 2], calls=[[made]]),
+        row={"answer": object()},
+        messages=({"role": "user"},),
+    )
+    ((got,),) = (
+        group.trajectories
+        for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([text])]))))
+    )
+    assert (
+        got.response_ids == (4, 2)
+        and not got.messages
+        and not got.row
+        and not got.tool_calls[0].observation
+    )
 
 
 def test_pictures_that_ids_show_travel_pixel_by_pixel():
     image, clip = picture(1), [picture(seed) for seed in (2, 3)]
-    sent = seeing_trajectory([5], ([7], {"image": [image]}), ([8], {"video": [clip]}), prompt_media={"image": (image,)})
+    sent = seeing_trajectory(
+        [5], ([7], {"image": [image]}), ([8], {"video": [clip]}), prompt_media={"image": (image,)}
+    )
     ((got,),) = (
-        group.trajectories for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([sent])]))))
+        group.trajectories
+        for group in decode_groups(json.loads(json.dumps(encode_groups([group_of([sent])]))))
     )
     assert got.multi_modal.keys() == {"image", "video"} and got.response_ids == sent.response_ids
     for shown in got.multi_modal["image"]:
@@ -138,11 +179,17 @@ def test_pictures_that_ids_show_travel_pixel_by_pixel():
 
 def test_what_cannot_join_says_what_to_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
-    with pytest.raises(ConfigError, match="process None of 2 could not join 'localhost:1'.*own process_id"):
+    with pytest.raises(
+        ConfigError, match="process None of 2 could not join 'localhost:1'.*own process_id"
+    ):
         initialize(MultihostConfig(coordinator="localhost:1", num_processes=2))
-    with pytest.raises(ConfigError, match="num_processes=2, but nothing says where they meet; set .*HOST:PORT"):
+    with pytest.raises(
+        ConfigError, match="num_processes=2, but nothing says where they meet; set .*HOST:PORT"
+    ):
         initialize(MultihostConfig(num_processes=2, process_id=1))
-    with pytest.raises(ValueError, match="process_id=2 is not below .*num_processes=2; number .* from 0 to 1"):
+    with pytest.raises(
+        ValueError, match="process_id=2 is not below .*num_processes=2; number .* from 0 to 1"
+    ):
         MultihostConfig(coordinator="localhost:1", num_processes=2, process_id=2)
 
 
@@ -159,4 +206,8 @@ def test_a_process_waits_for_the_others_as_long_as_configured(monkeypatch: pytes
 
     monkeypatch.setattr(jax.distributed, "initialize", joined)
     initialize(MultihostConfig(coordinator="localhost:1", num_processes=2, process_id=1, timeout=7))
-    assert (given["initialization_timeout"], given["process_id"], given["num_processes"]) == (7, 1, 2)
+    assert (given["initialization_timeout"], given["process_id"], given["num_processes"]) == (
+        7,
+        1,
+        2,
+    )

@@ -92,11 +92,17 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
         for number, kept in enumerate(buffers):
             kept.put(1, f"parameters of process {number}")
         await client.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
-        assert [engine.taken for engine in engines] == [[{"copy of": f"parameters of process {i}"}] for i in (0, 1)]
+        assert [engine.taken for engine in engines] == [
+            [{"copy of": f"parameters of process {i}"}] for i in (0, 1)
+        ]
         sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-        asked = (client.generate(f"r{i}", prompt_ids=[3, 4], sampling_params=sampling) for i in range(4))
+        asked = (
+            client.generate(f"r{i}", prompt_ids=[3, 4], sampling_params=sampling) for i in range(4)
+        )
         outputs = await asyncio.gather(*asked)
-        assert {output.policy_versions for output in outputs} == {(1,) * 5} and len({o.token_ids for o in outputs}) == 1
+        assert {output.policy_versions for output in outputs} == {(1,) * 5} and len(
+            {o.token_ids for o in outputs}
+        ) == 1
         assert [(await s.backend.metrics()).requests_finished for s in client.servers] == [2, 2]
     finally:
         await client.close()
@@ -109,7 +115,9 @@ async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
     other = HostEngine(lambda: Engine(broken=True), HostRegistry(store), number=3, host="127.0.0.1")
     client = await fleet(Engine(), kept)
     try:
-        with pytest.raises(BackendError, match="the engine of process 3 could not start: MemoryError: 2 GB"):
+        with pytest.raises(
+            BackendError, match="the engine of process 3 could not start: MemoryError: 2 GB"
+        ):
             await join_hosts(client, registry=HostRegistry(store), others=1)
     finally:
         await client.close()
@@ -126,10 +134,14 @@ async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_ask
 async def test_a_version_that_is_not_in_the_weight_buffer_is_refused():
     engine, kept = Engine(), weight_buffer()
     served = kept.serve(engine)  # type: ignore[arg-type]
-    with pytest.raises(WeightUpdateError, match="version 1 are not in this process, which has none"):
+    with pytest.raises(
+        WeightUpdateError, match="version 1 are not in this process, which has none"
+    ):
         await served.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
     kept.put(1, "parameters")  # type: ignore[arg-type]
-    with pytest.raises(WeightUpdateError, match="version 2 are not in this process, which has version 1"):
+    with pytest.raises(
+        WeightUpdateError, match="version 2 are not in this process, which has version 1"
+    ):
         await served.update_weights(WeightUpdate(version=2, kind=KIND, payload=None))
     with pytest.raises(WeightUpdateError, match="takes weights of kind 'mesh', got 'arrays'"):
         await served.update_weights(WeightUpdate(version=2, kind="arrays", payload={}))
@@ -142,9 +154,13 @@ def test_a_host_is_reached_in_the_network_of_process_0():
 
 
 @pytest.mark.parametrize("axis", ["tensor", "data"])
-def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_trained(tmp_path: Path, axis: str):
+def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_trained(
+    tmp_path: Path, axis: str
+):
     engine = SMALL | {"mesh": {axis: 2}}
-    recipe = tiny_recipe(tmp_path, rollout={"max_in_flight": 2, "max_model_len": 48, "jetstream": engine})
+    recipe = tiny_recipe(
+        tmp_path, rollout={"max_in_flight": 2, "max_model_len": 48, "jetstream": engine}
+    )
     port = free_port()
     settings = ["learner.mesh.fsdp=4", "learner.multihost.num_processes=2"]
     settings.append(f"learner.multihost.coordinator=127.0.0.1:{port}")
@@ -154,7 +170,9 @@ def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_t
         own = [str(recipe), *settings, f"learner.multihost.process_id={number}"]
         command = [*python(), "-m", "tests.unit.runtime.host_engine_worker", *own]
         pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+        )
     try:
         outputs = [process.communicate(timeout=280) for process in started]
     finally:
@@ -166,18 +184,25 @@ def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_t
         (f"host-{host}", [version]) for version in range(2) for host in (0, 1)
     ], outputs[0][1][-3000:]
     for line in lines:
-        assert line["found"] == pytest.approx(line["expected"], abs=1e-4) and line["recompilations"] == 0
+        assert (
+            line["found"] == pytest.approx(line["expected"], abs=1e-4)
+            and line["recompilations"] == 0
+        )
         assert line["other"] == pytest.approx(line["expected"], abs=1e-4)
     assert lines[0]["found"] != lines[2]["found"], "the weights did not change"
 
 
-async def test_every_process_has_the_same_models_or_the_run_ends_with_the_name_of_the_one_that_differs(tmp_path):
+async def test_every_process_has_the_same_models_or_the_run_ends_with_the_name_of_the_one_that_differs(
+    tmp_path,
+):
     """Hosts read their own disks: one with an older model would train a mixture of both."""
     for name, seed in (("zero", 0), ("one", 0), ("two", 1)):
         save_hf(tmp_path / name, TINY, tiny_params(seed))
 
     def config(name: str) -> Config:
-        return build({"run_dir": "r", "model": {"path": str(tmp_path / name)}, "data": {"train": "t"}})
+        return build(
+            {"run_dir": "r", "model": {"path": str(tmp_path / name)}, "data": {"train": "t"}}
+        )
 
     store = Store()
     content = named_content(config("zero"), LEARNER_MODELS)

@@ -33,10 +33,13 @@ def test_a_folder_takes_the_models_place_and_leaves_the_rest():
 def test_a_folder_alone_has_defaults_and_contexts_that_no_learner_limits():
     config = choose(
         PolicyChoice(
-            model=Path("models/qwen"), overrides=["rollout.max_model_len=40000", "agent.max_response_length=32768"]
+            model=Path("models/qwen"),
+            overrides=["rollout.max_model_len=40000", "agent.max_response_length=32768"],
         )
     )
-    assert config.run_dir == "runs/qwen" and [source.path for source in config.data.train] == [NO_ROWS]
+    assert config.run_dir == "runs/qwen" and [source.path for source in config.data.train] == [
+        NO_ROWS
+    ]
     (source,) = choose(PolicyChoice(model=Path("m"), data="rows.jsonl")).data.train
     assert source.path == "rows.jsonl"
 
@@ -49,7 +52,9 @@ def test_a_folder_alone_has_defaults_and_contexts_that_no_learner_limits():
         (PolicyChoice(config=RECIPE, step=3), "--step 3 is of a run's checkpoint"),
         (
             PolicyChoice(
-                config=RECIPE, model=Path("m"), overrides=["rollout.backend=remote", "rollout.urls=[http://10.0.0.5:1]"]
+                config=RECIPE,
+                model=Path("m"),
+                overrides=["rollout.backend=remote", "rollout.urls=[http://10.0.0.5:1]"],
             ),
             "http://10.0.0.5:1 serve the weights they have",
         ),
@@ -62,7 +67,10 @@ def test_what_does_not_go_together_is_refused(choice: PolicyChoice, message: str
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="not a run folder"), open_policy(PolicyChoice(run=tmp_path)):
+    with (
+        pytest.raises(CheckpointError, match="not a run folder"),
+        open_policy(PolicyChoice(run=tmp_path)),
+    ):
         pass
 
 
@@ -77,10 +85,18 @@ def written_run(folder: Path, *, then: dict, now: dict) -> None:
     checkpointer.close()
 
 
-def test_a_checkpoint_is_read_with_the_settings_it_was_trained_with_and_the_model_where_it_is_now(tmp_path: Path):
-    then = choose(PolicyChoice(config=RECIPE, overrides=["learner.lora.alpha=8", "model.path=/old"]))
-    now = choose(PolicyChoice(config=RECIPE, overrides=["learner.lora.alpha=64", "model.path=/moved"]))
-    written_run(tmp_path / "run", then=then.model_dump(mode="json"), now=now.model_dump(mode="json"))
+def test_a_checkpoint_is_read_with_the_settings_it_was_trained_with_and_the_model_where_it_is_now(
+    tmp_path: Path,
+):
+    then = choose(
+        PolicyChoice(config=RECIPE, overrides=["learner.lora.alpha=8", "model.path=/old"])
+    )
+    now = choose(
+        PolicyChoice(config=RECIPE, overrides=["learner.lora.alpha=64", "model.path=/moved"])
+    )
+    written_run(
+        tmp_path / "run", then=then.model_dump(mode="json"), now=now.model_dump(mode="json")
+    )
     saved = saved_run(tmp_path / "run", 4)
     assert saved.config.learner.lora is not None and saved.trained.learner.lora is not None
     assert saved.config.learner.lora.alpha == saved.trained.learner.lora.alpha == 8
@@ -89,7 +105,9 @@ def test_a_checkpoint_is_read_with_the_settings_it_was_trained_with_and_the_mode
 
 def test_a_version_of_weights_is_found_in_the_checkpoint_of_its_step(tmp_path: Path):
     """Evaluations of an average took two versions before step 4, and two more after it was saved."""
-    tree = choose(PolicyChoice(config=RECIPE, overrides=["learner.ema_decay=0.9", "trainer.eval_every=2"]))
+    tree = choose(
+        PolicyChoice(config=RECIPE, overrides=["learner.ema_decay=0.9", "trainer.eval_every=2"])
+    )
     settings = tree.model_dump(mode="json")
     written_run(tmp_path / "run", then=settings, now=settings)
     assert saved_versions(tmp_path / "run") == {0: 0, 6: 4, 8: 4}
@@ -101,8 +119,12 @@ def test_adapters_beside_a_checkpoint_make_another_policy(tmp_path: Path):
         (tmp_path / name / "adapter_model.safetensors").write_text(content)
 
     def fingerprint(adapter: str, checkpoint: str = "c") -> str:
-        config = choose(PolicyChoice(config=RECIPE, overrides=[f"rollout.adapters.a={tmp_path / adapter}"]))
-        return ServedPolicy(config=config, recorded=config, name="p", step=1, checkpoint=checkpoint).fingerprint()
+        config = choose(
+            PolicyChoice(config=RECIPE, overrides=[f"rollout.adapters.a={tmp_path / adapter}"])
+        )
+        return ServedPolicy(
+            config=config, recorded=config, name="p", step=1, checkpoint=checkpoint
+        ).fingerprint()
 
     assert fingerprint("one") == fingerprint("moved") != fingerprint("other")
     assert fingerprint("one") != fingerprint("one", checkpoint="d")

@@ -37,14 +37,20 @@ from tests.tiny import TINY, greedy, tiny_params
 from tests.toy_backend import ToyBackend
 
 SHAPES = EngineShapes(
-    max_model_len=32, max_concurrent_decodes=2, kv_cache_tokens=64, decode_steps=4, prefill_buckets=(8,)
+    max_model_len=32,
+    max_concurrent_decodes=2,
+    kv_cache_tokens=64,
+    decode_steps=4,
+    prefill_buckets=(8,),
 )
 PROMPT = (5, 6, 7)
 
 
 def configured(**rollout):
     rollout = {"backend": "remote", "urls": ["http://127.0.0.1:1"]} | rollout
-    return build({"run_dir": "x", "model": {"path": "x"}, "data": {"train": "x"}, "rollout": rollout})
+    return build(
+        {"run_dir": "x", "model": {"path": "x"}, "data": {"train": "x"}, "rollout": rollout}
+    )
 
 
 @dataclass
@@ -74,11 +80,15 @@ async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, t
             assert update.lasting and update.digests
             await remote.update_weights(update)
             sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-            request = GenerateRequest(request_id=f"r{version}", prompt_ids=PROMPT, sampling=sampling)
+            request = GenerateRequest(
+                request_id=f"r{version}", prompt_ids=PROMPT, sampling=sampling
+            )
             output = await remote.generate(request)
             assert list(output.token_ids) == greedy(tiny_params(version), PROMPT, 6, frozenset())
             (kept,) = tmp_path.iterdir()
-            assert {path.name[:2] for path in kept.iterdir()} == {f"v{version}"}, "the one before is removed"
+            assert {path.name[:2] for path in kept.iterdir()} == {f"v{version}"}, (
+                "the one before is removed"
+            )
         publisher.close()
         assert not list(tmp_path.iterdir())
     finally:
@@ -112,15 +122,21 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
     try:
         if transport == "object_store":
             stored_objects: list[Any] = []
-            ray = SimpleNamespace(put=lambda tree: stored_objects.append(tree) or len(stored_objects) - 1)
+            ray = SimpleNamespace(
+                put=lambda tree: stored_objects.append(tree) or len(stored_objects) - 1
+            )
             monkeypatch.setitem(sys.modules, "ray", ray)
             publisher: Publisher = ObjectStorePublisher(ArrayPublisher(), client.weight_dtype)
         else:
             shared = (
-                {"weight_dir": str(folder), "weight_transport": "tensorstore"} if transport == "tensorstore" else {}
+                {"weight_dir": str(folder), "weight_transport": "tensorstore"}
+                if transport == "tensorstore"
+                else {}
             )
             config = configured(**shared or {"weight_dir": str(folder)})
-            publisher = make_publisher(config, TINY, probe_ids=[3, 4, 5], find_dtype=client.weight_dtype)
+            publisher = make_publisher(
+                config, TINY, probe_ids=[3, 4, 5], find_dtype=client.weight_dtype
+            )
         update = publisher.make(learner, 1)
         assert update.dtype == "bfloat16"
         if transport == "object_store":
@@ -135,12 +151,18 @@ async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         whole = sum(x.nbytes for x in jax.tree.leaves(learner.params))
         assert size < 0.75 * whole, "half, and names, digests and the probe"
-        await expected.update_weights(WeightUpdate(version=1, kind="arrays", payload=learner.params))
+        await expected.update_weights(
+            WeightUpdate(version=1, kind="arrays", payload=learner.params)
+        )
         ours, theirs = (one._core.scheduler.params for one in (taken, expected))
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert a.dtype == b.dtype == jnp.bfloat16
-            np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
-        request = GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=6, seed=1))
+            np.testing.assert_array_equal(
+                np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16)
+            )
+        request = GenerateRequest(
+            request_id="r", prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=6, seed=1)
+        )
         a, b = await remote.generate(request), await expected.generate(request)
         assert (a.token_ids, a.log_probs) == (b.token_ids, b.log_probs)
         publisher.close()
@@ -158,7 +180,9 @@ def tensors(tree: Any) -> Iterator[Tensor]:
 def test_weights_are_rounded_only_for_engines_that_round_all_of_them_alike():
     assert engine("bfloat16").capabilities.weight_dtype == "bfloat16"
     assert engine("float32").capabilities.weight_dtype == "float32"
-    assert engine("bfloat16", quantize="int8").capabilities.weight_dtype == "float32", "8 bits are made of 32"
+    assert engine("bfloat16", quantize="int8").capabilities.weight_dtype == "float32", (
+        "8 bits are made of 32"
+    )
     one, other = (AsyncServer(engine(dtype), name=dtype) for dtype in ("bfloat16", "float32"))
     assert LLMServerClient([one]).weight_dtype() == "bfloat16"
     assert LLMServerClient([one, other]).weight_dtype() == "float32"
@@ -175,7 +199,9 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
     while "late" not in {server.name for server in client._fenced}:
         await asyncio.sleep(0)
     assert client.weight_dtype() == "float32" and len(client.servers) == 1
-    with pytest.raises(WeightUpdateError, match="late takes weights in float32, .* rounded to bfloat16"):
+    with pytest.raises(
+        WeightUpdateError, match="late takes weights in float32, .* rounded to bfloat16"
+    ):
         await AsyncServer(backend, name="late").update_weights(rounded)
     await client.update_weights(WeightUpdate(version=2, kind="toy", payload=BASE, lasting=True))
     await joining
@@ -186,13 +212,24 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"weight_transport": "tensorstore"}, "rollout.weight_dir=None: .*; set rollout.weight_dir"),
         (
-            {"weight_transport": "tensorstore", "weight_dir": "/x", "backend": "jetstream", "urls": []},
+            {"weight_transport": "tensorstore"},
+            "rollout.weight_dir=None: .*; set rollout.weight_dir",
+        ),
+        (
+            {
+                "weight_transport": "tensorstore",
+                "weight_dir": "/x",
+                "backend": "jetstream",
+                "urls": [],
+            },
             "tensorstore with rollout.backend=jetstream",
         ),
         ({"weight_dir": "gs://bucket/weights"}, "gs://bucket/weights is no folder .*=tensorstore"),
-        ({"weight_transport": "broadcast"}, "broadcast with rollout.backend=remote .*; set rollout.placement=separate"),
+        (
+            {"weight_transport": "broadcast"},
+            "broadcast with rollout.backend=remote .*; set rollout.placement=separate",
+        ),
     ],
 )
 def test_a_transport_that_cannot_reach_the_engines_is_refused(rollout: dict, message: str):
@@ -236,11 +273,17 @@ def test_an_engine_that_reads_gpu_memory_gets_tensors_and_no_files(tmp_path: Pat
     assert update.payload.keys() == expected.keys()
     for name, tensor in update.payload.items():
         assert isinstance(tensor, jax.Array) and len(tensor.devices()) == 1
-        np.testing.assert_array_equal(np.asarray(tensor).view(np.uint16), expected[name].view(np.uint16))
+        np.testing.assert_array_equal(
+            np.asarray(tensor).view(np.uint16), expected[name].view(np.uint16)
+        )
     second = publisher.make(learner, 2)
-    assert not update.payload and second.payload, "the version before is freed, whoever still refers to it"
+    assert not update.payload and second.payload, (
+        "the version before is freed, whoever still refers to it"
+    )
     payloads.pop()
-    assert publisher.make(learner, 3).kind == "safetensors" and list(tmp_path.rglob("*.safetensors"))
+    assert publisher.make(learner, 3).kind == "safetensors" and list(
+        tmp_path.rglob("*.safetensors")
+    )
     publisher.close()
 
 
@@ -264,17 +307,24 @@ def test_tensors_on_the_device_outlive_the_learners_next_step():
 )
 def test_changes_are_computed_where_bytes_are_sent(rollout: dict, sends_changes: bool):
     """``rollout.full_weights_every``; engines of this machine map the files."""
-    publisher = make_publisher(configured(**rollout), TINY, probe_ids=[3, 4, 5], find_dtype=lambda: "float32")
+    publisher = make_publisher(
+        configured(**rollout), TINY, probe_ids=[3, 4, 5], find_dtype=lambda: "float32"
+    )
     try:
         first, second = (publisher.make(Parameters(tiny_params()), version) for version in (1, 2))
-        assert (first.deltas, bool(second.deltas)) == (({}, True) if sends_changes else (None, False))
+        assert (first.deltas, bool(second.deltas)) == (
+            ({}, True) if sends_changes else (None, False)
+        )
     finally:
         publisher.close()
 
 
 async def test_an_engine_serves_what_changes_make_of_the_version_before():
     publisher = make_publisher(
-        configured(urls=["http://10.0.0.5:8100"]), TINY, probe_ids=[3, 4, 5], find_dtype=lambda: "float32"
+        configured(urls=["http://10.0.0.5:8100"]),
+        TINY,
+        probe_ids=[3, 4, 5],
+        find_dtype=lambda: "float32",
     )
     backend = JetStreamBackend(TINY, tiny_params(), SHAPES)
     server = RolloutServer(backend)
@@ -291,7 +341,9 @@ async def test_an_engine_serves_what_changes_make_of_the_version_before():
         await remote.update_weights(update)
         assert [path.name for path in sent_deltas.files] == ["v2-00000.delta.safetensors"]
         sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-        output = await remote.generate(GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling))
+        output = await remote.generate(
+            GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling)
+        )
         assert list(output.token_ids) == greedy(after, PROMPT, 6, frozenset())
         assert list(output.token_ids) != greedy(before, PROMPT, 6, frozenset())
     finally:

@@ -19,16 +19,23 @@ def no_variables(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv(name, raising=False)
 
 
-async def test_an_own_cluster_that_could_not_be_secured_is_not_started(monkeypatch: pytest.MonkeyPatch):
+async def test_an_own_cluster_that_could_not_be_secured_is_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
-    with pytest.raises(ConfigError, match="set RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_ENABLE_.* before the program starts"):
+    with pytest.raises(
+        ConfigError,
+        match="set RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_ENABLE_.* before the program starts",
+    ):
         async with open_ray(None):
             raise AssertionError("it was started")
 
 
 def never_answering_ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ray = SimpleNamespace(
-        is_initialized=lambda: False, init=lambda *_, **options: threading.Event().wait(), shutdown=lambda: None
+        is_initialized=lambda: False,
+        init=lambda *_, **options: threading.Event().wait(),
+        shutdown=lambda: None,
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=OSError))
@@ -41,7 +48,9 @@ async def test_a_cluster_that_never_answers_is_named(monkeypatch: pytest.MonkeyP
     for name in (*VARIABLES, "RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):
         monkeypatch.setenv(name, "" if name == "RAY_ADDRESS" else "token")
     never_answering_ray(monkeypatch)
-    with pytest.raises(ConfigError, match=f"{address or 'this machine'} did not answer within 0.01 seconds"):
+    with pytest.raises(
+        ConfigError, match=f"{address or 'this machine'} did not answer within 0.01 seconds"
+    ):
         async with open_ray(address):
             raise AssertionError("it answered")
 

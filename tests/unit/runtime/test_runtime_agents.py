@@ -33,7 +33,9 @@ async def agents(rows, *overrides):
     config = build(MINIMAL, overrides)
     scorer = functools.partial(score, timeout=config.reward.timeout)
     made = make_agents(config, client=client, codec=codec, tools=ToolRegistry(), score=scorer)
-    await made.preflight(PlacedRow(f"rows.jsonl, line {number}", row) for number, row in enumerate(rows, 1))
+    await made.preflight(
+        PlacedRow(f"rows.jsonl, line {number}", row) for number, row in enumerate(rows, 1)
+    )
     client.add_server(AsyncServer(ScriptedBackend(codec, ["act </py>"])))
     return made
 
@@ -49,7 +51,9 @@ async def test_evaluations_run_with_the_val_settings():
         )
         turns = []
         for collector in (made.collector, made.evaluator):
-            stream = collector.collect([ROW], group_size=1, sampling=SamplingParams(max_tokens=50), step=0)
+            stream = collector.collect(
+                [ROW], group_size=1, sampling=SamplingParams(max_tokens=50), step=0
+            )
             turns += [t.num_turns async for group in stream for t in group.trajectories]
         await made.close()
     assert turns == [4, 2]
@@ -68,7 +72,9 @@ async def test_a_tool_server_that_is_gone_in_the_middle_loses_trajectories_by_re
             return JSONResponse({}, status_code=500)
 
         server.respond = broken
-        stream = made.collector.collect([ROW], group_size=3, sampling=SamplingParams(max_tokens=50), step=0)
+        stream = made.collector.collect(
+            [ROW], group_size=3, sampling=SamplingParams(max_tokens=50), step=0
+        )
         groups = [group async for group in stream]
         await made.close()
     assert [group.dropped for group in groups] == [{"tool_server_error": 3}]
@@ -78,13 +84,24 @@ async def test_a_tool_server_that_is_gone_in_the_middle_loses_trajectories_by_re
 async def test_a_server_that_is_not_there_is_found_out_before_the_run():
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ConfigError, match=f"not ready: {url}/health cannot be reached"):
-        await agents([ROW], "tool_config.enabled=true", f"tool_config.server_url={url}", "tool_config.max_retries=0")
+        await agents(
+            [ROW],
+            "tool_config.enabled=true",
+            f"tool_config.server_url={url}",
+            "tool_config.max_retries=0",
+        )
     await agents(
-        [{**ROW, "agent_name": "single_turn_agent"}], "tool_config.enabled=true", f"tool_config.server_url={url}"
+        [{**ROW, "agent_name": "single_turn_agent"}],
+        "tool_config.enabled=true",
+        f"tool_config.server_url={url}",
     )
 
 
 async def test_a_row_that_names_an_unknown_interaction_is_found_out_before_the_run():
-    row = {**ROW, "agent_name": "interaction_agent", "extra_info": {"interaction_kwargs": {"name": "gsm9k"}}}
+    row = {
+        **ROW,
+        "agent_name": "interaction_agent",
+        "extra_info": {"interaction_kwargs": {"name": "gsm9k"}},
+    }
     with pytest.raises(DataError, match=r"^rows.jsonl, line 2: .*'gsm9k' is not known"):
         await agents([ROW, row])

@@ -19,7 +19,11 @@ def server(**capabilities) -> AsyncServer:
 
 @pytest.mark.parametrize(
     ("overrides", "named"),
-    [(["rollout.top_p=0.9"], "top_p=0.9"), (["rollout.min_p=0.1"], "min_p=0.1"), (CALLS, "constrain_tool_calls=true")],
+    [
+        (["rollout.top_p=0.9"], "top_p=0.9"),
+        (["rollout.min_p=0.1"], "min_p=0.1"),
+        (CALLS, "constrain_tool_calls=true"),
+    ],
 )
 async def test_an_engine_without_replay_is_refused_by_the_key_that_needs_it(overrides, named):
     config = build(MINIMAL, overrides)
@@ -40,5 +44,7 @@ async def test_constrained_calls_need_an_engine_that_follows_grammars():
 
 
 def test_a_deterministic_run_refuses_restricted_sampling_before_it_starts():
-    with pytest.raises(ConfigError, match="rollout.deterministic scores all ids, but rollout.top_p=0.9"):
+    with pytest.raises(
+        ConfigError, match="rollout.deterministic scores all ids, but rollout.top_p=0.9"
+    ):
         build(MINIMAL, ["rollout.deterministic=true", "rollout.top_p=0.9"])

@@ -31,7 +31,9 @@ def settings(**reward):
 def scored_row(data_source, **fields):
     message = {"role": "assistant", "content": "```python\nprint(1)\n```"}
     row = {"data_source": data_source, **fields}
-    return replace(trajectory([1], [2]), row=row, messages=({"role": "user", "content": "?"}, message))
+    return replace(
+        trajectory([1], [2]), row=row, messages=({"role": "user", "content": "?"}, message)
+    )
 
 
 def engine(script):
@@ -51,13 +53,20 @@ async def test_the_policy_may_be_the_judge():
 
 
 def test_a_judge_nobody_asks_for_is_not_started_and_one_that_is_missing_is_named():
-    assert needed_services(settings(judge={"model": "policy"}), [{"data_source": "calculator"}]) == set()
-    with pytest.raises(ConfigError, match="asks for a judge, and none is configured; set reward.judge.model"):
+    assert (
+        needed_services(settings(judge={"model": "policy"}), [{"data_source": "calculator"}])
+        == set()
+    )
+    with pytest.raises(
+        ConfigError, match="asks for a judge, and none is configured; set reward.judge.model"
+    ):
         needed_services(settings(), [{"data_source": "model_judge"}])
 
 
 @pytest.mark.parametrize(("count", "elsewhere"), [(1, True), (0, False)])
-async def test_synchronous_functions_of_reward_path_run_in_as_many_workers_as_configured(tmp_path, count, elsewhere):
+async def test_synchronous_functions_of_reward_path_run_in_as_many_workers_as_configured(
+    tmp_path, count, elsewhere
+):
     path = tmp_path / "mine.py"
     path.write_text(
         "import os\nfrom jax_agent_rl.rewards import register_reward\n"
@@ -73,7 +82,10 @@ async def test_synchronous_functions_of_reward_path_run_in_as_many_workers_as_co
 
 
 async def test_programs_are_scored_in_the_sandbox():
-    row = {"data_source": "code", "reward_model": {"ground_truth": {"inputs": ["\n"], "outputs": ["1"]}}}
+    row = {
+        "data_source": "code",
+        "reward_model": {"ground_truth": {"inputs": ["\n"], "outputs": ["1"]}},
+    }
     conf = settings()
     assert needed_services(conf, [row]) == {"sandbox"}
     parts, _ = engine(["x"])
@@ -82,7 +94,13 @@ async def test_programs_are_scored_in_the_sandbox():
 
 
 async def test_the_reward_server_takes_the_data_sources_it_is_named_for():
-    conf = settings(remote={"url": "http://127.0.0.1:9/score", "data_sources": ["gsm8k", "mine*"], "max_retries": 0})
+    conf = settings(
+        remote={
+            "url": "http://127.0.0.1:9/score",
+            "data_sources": ["gsm8k", "mine*"],
+            "max_retries": 0,
+        }
+    )
     parts, _ = engine(["x"])
     async with reward_server(conf):
         rewards.require_rewards([{"data_source": "mine_too"}])
@@ -94,6 +112,8 @@ async def test_the_reward_server_takes_the_data_sources_it_is_named_for():
 
 def test_keys_of_optional_sections_are_known_and_misspelt_ones_are_guessed():
     keys = valid_keys(config.Config)
-    assert {"reward.judge", "reward.judge.model", "reward.remote.url", "environments.scope"} <= set(keys)
+    assert {"reward.judge", "reward.judge.model", "reward.remote.url", "environments.scope"} <= set(
+        keys
+    )
     with pytest.raises(ConfigError, match="did you mean reward.judge.model"):
         settings(judge={"modle": "policy"})

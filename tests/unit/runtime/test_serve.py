@@ -46,12 +46,17 @@ def configured(folder: Path, *, reads: int = 512, **rollout) -> Config:
         (512, {"backend": "vllm"}, 256),
     ],
 )
-def test_a_context_is_as_long_as_model_and_cache_allow(reads: int, rollout: dict, longest: int, tmp_path: Path):
+def test_a_context_is_as_long_as_model_and_cache_allow(
+    reads: int, rollout: dict, longest: int, tmp_path: Path
+):
     config = configured(tmp_path, reads=reads, **rollout)
     served = serving_config(config, fixed_length=False)
     assert served.rollout.max_model_len == served.agent.max_prompt_length == longest
     trained, serving = engine_shapes(config), engine_shapes(served)
-    assert serving.kv_cache_tokens == trained.kv_cache_tokens and serving.pages * serving.page >= longest
+    assert (
+        serving.kv_cache_tokens == trained.kv_cache_tokens
+        and serving.pages * serving.page >= longest
+    )
     assert serving.prefill_buckets == trained.prefill_buckets or config.rollout.backend == "vllm"
 
 
@@ -62,14 +67,33 @@ def test_a_length_of_the_command_line_is_kept(tmp_path: Path):
 
 def test_a_served_engine_has_programs_for_short_contexts_of_a_long_one():
     trained = EngineShapes(
-        max_model_len=8192, max_concurrent_decodes=4, kv_cache_tokens=8192, decode_steps=4, prefill_buckets=(256,)
+        max_model_len=8192,
+        max_concurrent_decodes=4,
+        kv_cache_tokens=8192,
+        decode_steps=4,
+        prefill_buckets=(256,),
     )
     assert trained.span_buckets == (2048, 4096, 6144, 8192)
-    assert replace(trained, shortest_span=256).span_buckets == (256, 512, 1024, 2048, 4096, 6144, 8192)
-    assert replace(trained, shortest_span=256, max_model_len=352).span_buckets == (96, 192, 288, 352)
+    assert replace(trained, shortest_span=256).span_buckets == (
+        256,
+        512,
+        1024,
+        2048,
+        4096,
+        6144,
+        8192,
+    )
+    assert replace(trained, shortest_span=256, max_model_len=352).span_buckets == (
+        96,
+        192,
+        288,
+        352,
+    )
 
 
-@pytest.mark.parametrize(("serving", "ahead", "shortest"), [(True, False, 256), (False, None, None)])
+@pytest.mark.parametrize(
+    ("serving", "ahead", "shortest"), [(True, False, 256), (False, None, None)]
+)
 def test_a_served_engine_compiles_when_a_request_needs_it_and_that_of_a_run_as_suits_its_device(
     serving: bool, ahead: bool | None, shortest: int | None, tmp_path: Path, monkeypatch
 ):
@@ -81,21 +105,33 @@ def test_a_served_engine_compiles_when_a_request_needs_it_and_that_of_a_run_as_s
     config = configured(tmp_path)
     model = load_config(config.model.path)
     codec = ChatCodec.from_pretrained(config.model.path)
-    factories = backend_factories(config, codec, weights=lambda: (model, {}), print_line=print, serving=serving)
+    factories = backend_factories(
+        config, codec, weights=lambda: (model, {}), print_line=print, serving=serving
+    )
     factories["jetstream"]()
     assert (made["compile_ahead"], made["shapes"].shortest_span) == (ahead, shortest)
 
 
 @contextlib.asynccontextmanager
-async def running(config: Config, backends: dict[str, list[ScriptedBackend]], codec: FakeCodec, monkeypatch):
+async def running(
+    config: Config, backends: dict[str, list[ScriptedBackend]], codec: FakeCodec, monkeypatch
+):
     """``serve`` with these engines; an engine's later backends replace those that are lost. Yields its address."""
     factories = {name: iter(made).__next__ for name, made in backends.items()}
     monkeypatch.setattr(serve, "check_engine", lambda config: None)
     monkeypatch.setattr(serve, "open_codec", lambda config: codec)
     monkeypatch.setattr(serve, "backend_factories", lambda config, codec, **_: factories)
     said: asyncio.Queue[str] = asyncio.Queue()
-    options = {"host": "127.0.0.1", "port": 0, "token_env": None, "model_name": "policy", "fixed_length": False}
-    task = asyncio.create_task(serve_openai(config, policy="p", print_line=said.put_nowait, **options))
+    options = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "token_env": None,
+        "model_name": "policy",
+        "fixed_length": False,
+    }
+    task = asyncio.create_task(
+        serve_openai(config, policy="p", print_line=said.put_nowait, **options)
+    )
     try:
         while "base_url=" not in (line := await said.get()):
             pass
@@ -129,44 +165,75 @@ def dies_after(backend: ScriptedBackend, count: int) -> ScriptedBackend:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_whose_engine_dies_is_answered_by_another_one(stream: bool, tmp_path: Path, monkeypatch):
+async def test_a_request_whose_engine_dies_is_answered_by_another_one(
+    stream: bool, tmp_path: Path, monkeypatch
+):
     codec = FakeCodec()
     first, second = (ScriptedBackend(codec, ["one two three four", "five"]) for _ in range(2))
     first.share_plans(second)
     engines = {"a": [dies_after(first, 2)], "b": [dies_after(second, 99)]}
     async with running(configured(tmp_path, **REMOTE), engines, codec, monkeypatch) as url:
-        async with openai.AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key="k", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/sessions/s/v1", api_key="k", max_retries=0
+        ) as client:
             answer = await client.chat.completions.create(model="x", messages=ASK, stream=stream)
             if stream:
                 text = "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
             else:
                 text = answer.choices[0].message.content
-            more = [*ASK, {"role": "assistant", "content": text}, {"role": "user", "content": "and"}]
-            assert (await client.chat.completions.create(model="x", messages=more)).choices[0].message.content == "five"
+            more = [
+                *ASK,
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": "and"},
+            ]
+            assert (await client.chat.completions.create(model="x", messages=more)).choices[
+                0
+            ].message.content == "five"
     assert text == "one two three four"
     assert first.requests and second.requests
-    assert second.requests[-1].prompt_ids[: len(first.requests[0].prompt_ids)] == first.requests[0].prompt_ids
+    assert (
+        second.requests[-1].prompt_ids[: len(first.requests[0].prompt_ids)]
+        == first.requests[0].prompt_ids
+    )
 
 
 async def test_an_engine_that_died_is_replaced_and_its_sessions_go_on(tmp_path: Path, monkeypatch):
     codec = FakeCodec()
     old, new = (ScriptedBackend(codec, ["one", "two"]) for _ in range(2))
     old.share_plans(new)
-    async with running(configured(tmp_path, **REMOTE), {"a": [old, new]}, codec, monkeypatch) as url:
-        async with openai.AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key="k", max_retries=0) as client:
-            said = (await client.chat.completions.create(model="x", messages=ASK)).choices[0].message.content
+    async with running(
+        configured(tmp_path, **REMOTE), {"a": [old, new]}, codec, monkeypatch
+    ) as url:
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/sessions/s/v1", api_key="k", max_retries=0
+        ) as client:
+            said = (
+                (await client.chat.completions.create(model="x", messages=ASK))
+                .choices[0]
+                .message.content
+            )
             old.die()
-            more = [*ASK, {"role": "assistant", "content": said}, {"role": "user", "content": "and"}]
-            assert (await client.chat.completions.create(model="x", messages=more)).choices[0].message.content == "two"
+            more = [
+                *ASK,
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": "and"},
+            ]
+            assert (await client.chat.completions.create(model="x", messages=more)).choices[
+                0
+            ].message.content == "two"
         assert await recorded_turns(url) == [2]
 
 
-async def test_where_no_engine_is_left_a_request_fails_with_503_and_its_session_stands(tmp_path: Path, monkeypatch):
+async def test_where_no_engine_is_left_a_request_fails_with_503_and_its_session_stands(
+    tmp_path: Path, monkeypatch
+):
     codec = FakeCodec()
     only = ScriptedBackend(codec, ["one"])
     config = configured(tmp_path, **REMOTE, recovery_seconds=0)
     async with running(config, {"a": [only]}, codec, monkeypatch) as url:
-        async with openai.AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key="k", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/sessions/s/v1", api_key="k", max_retries=0
+        ) as client:
             await client.chat.completions.create(model="x", messages=ASK)
             only.die()
             for _ in range(2):

@@ -33,7 +33,12 @@ def vllm_answer(request: dict) -> dict:
     for logs, own in zip(log_softmax(LOGITS(ids[:-1])), ids[1:], strict=True):
         rank = {int(id_): number + 1 for number, id_ in enumerate(np.argsort(-logs))}
         shown = {own, *(id_ for id_, number in rank.items() if number <= k)}
-        positions.append({str(i): {"logprob": float(logs[i]), "rank": rank[i], "decoded_token": "?"} for i in shown})
+        positions.append(
+            {
+                str(i): {"logprob": float(logs[i]), "rank": rank[i], "decoded_token": "?"}
+                for i in shown
+            }
+        )
     return {"choices": [{"text": "?", "prompt_logprobs": positions}]}
 
 
@@ -69,13 +74,19 @@ async def test_completions_give_the_log_probs_of_the_ids_that_were_sent(top_k: i
     [
         {"choices": [{"text": "no log-probs"}]},
         {"choices": [{"prompt_logprobs": [None, {"9": {"logprob": -1.0, "rank": 1}}]}]},
-        {"choices": [{"prompt_logprobs": [None, *({"1": {"logprob": -1.0, "rank": 1}} for _ in IDS[1:])]}]},
+        {
+            "choices": [
+                {"prompt_logprobs": [None, *({"1": {"logprob": -1.0, "rank": 1}} for _ in IDS[1:])]}
+            ]
+        },
     ],
     ids=["none", "too few", "of other ids"],
 )
 async def test_an_answer_without_them_is_refused_with_the_way_to_serve_a_teacher(answer: dict):
     client = completions(lambda request: answer)
-    with pytest.raises(BackendError, match="did not answer with the prompt_logprobs of the 6 ids.*vLLM"):
+    with pytest.raises(
+        BackendError, match="did not answer with the prompt_logprobs of the 6 ids.*vLLM"
+    ):
         await client.score(IDS)
     await client.close()
 
@@ -118,14 +129,20 @@ def group_of(*sources: str) -> Group:
 
 
 def teachers(client, *, top_k: int = 0, **changes) -> ServedTeachers:
-    elsewhere = TeacherConfig.model_validate({"path": "big", "url": URL, "data_sources": ["math*"]} | changes)
+    elsewhere = TeacherConfig.model_validate(
+        {"path": "big", "url": URL, "data_sources": ["math*"]} | changes
+    )
     here = TeacherConfig(path="small")
     return ServedTeachers([(elsewhere, client), (here, None)], top_k=top_k, vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
-async def test_every_token_in_the_loss_is_scored_in_its_own_context_sequence_after_sequence(top_k: int):
-    scored, other = (await teachers(ToyBackend(), top_k=top_k)([group_of("math/1", "code")]))[0].trajectories
+async def test_every_token_in_the_loss_is_scored_in_its_own_context_sequence_after_sequence(
+    top_k: int,
+):
+    scored, other = (await teachers(ToyBackend(), top_k=top_k)([group_of("math/1", "code")]))[
+        0
+    ].trajectories
     assert other.teacher_scores is None  # the learner's to score
     made = scored.teacher_scores
     assert made is not None
@@ -133,7 +150,9 @@ async def test_every_token_in_the_loss_is_scored_in_its_own_context_sequence_aft
     for ids, at in (([5, 6, 7, 10], [2, 3]), ([5, 9, 4, 11, 7, 3, 8], [2, 3, 6])):
         logs = log_softmax(LOGITS(ids[:-1]))
         expected += [logs[i - 1] for i in at]
-    np.testing.assert_allclose(made.log_probs, [x[i] for x, i in zip(expected, [7, 10, 4, 11, 8], strict=True)])
+    np.testing.assert_allclose(
+        made.log_probs, [x[i] for x, i in zip(expected, [7, 10, 4, 11, 8], strict=True)]
+    )
     assert len(made.top_ids) == (5 if top_k else 0)
     for own, logs in zip(made.top_ids, expected, strict=False):
         assert list(own) == np.argsort(-logs)[:top_k].tolist()
@@ -156,7 +175,9 @@ async def test_a_teacher_that_fails_is_one_error():
 
 
 async def test_ids_that_the_policy_lacks_are_refused():
-    served = ServedTeachers([(TeacherConfig(path="big", url=URL), ToyBackend())], top_k=VOCAB, vocab_size=VOCAB - 1)
+    served = ServedTeachers(
+        [(TeacherConfig(path="big", url=URL), ToyBackend())], top_k=VOCAB, vocab_size=VOCAB - 1
+    )
     with pytest.raises(BackendError, match=f"finds id {VOCAB - 1} likely"):
         await served([group_of("math")])
 

@@ -44,7 +44,9 @@ def settings(folder: Path, **distill) -> Config:
 def test_a_teacher_of_another_tokenizer_is_refused_with_a_token_that_differs(tmp_path: Path):
     other = WORDS | {"w5": 6, "w6": 5}
     teacher = model_folder(tmp_path / "teacher", words=other)
-    with pytest.raises(ConfigError, match=r"2 of 97 tokens differ, e\.g\. 'w5' is 5 here and 6 there"):
+    with pytest.raises(
+        ConfigError, match=r"2 of 97 tokens differ, e\.g\. 'w5' is 5 here and 6 there"
+    ):
         check_teachers(settings(tmp_path, teachers=str(teacher)))
 
 
@@ -70,34 +72,51 @@ def test_of_a_served_teacher_only_the_tokenizer_is_read(tmp_path: Path):
 def test_rows_without_a_teacher_are_named(tmp_path: Path):
     config = settings(tmp_path, teachers=[{"path": "a", "data_sources": ["math*"]}])
     require_teachers(config, [{"data_source": "math/1"}])
-    with pytest.raises(ConfigError, match=r"no teacher .* has the rows of data_source \['code', 'shop'\]"):
-        require_teachers(config, [{"data_source": "shop"}, {"data_source": "math"}, {"data_source": "code"}])
+    with pytest.raises(
+        ConfigError, match=r"no teacher .* has the rows of data_source \['code', 'shop'\]"
+    ):
+        require_teachers(
+            config, [{"data_source": "shop"}, {"data_source": "math"}, {"data_source": "code"}]
+        )
 
 
 def test_a_learner_scores_by_the_teachers_in_their_folders(tmp_path: Path):
     teacher = model_folder(tmp_path / "teacher", seed=7)
     config = settings(tmp_path, teachers=str(teacher))
     made = replace(trajectory([5, 6, 7], [8, 9, 10]), row={"data_source": "any"})
-    difference = logprobs_of(tiny_params(7), [5, 6, 7], [8, 9, 10]) - logprobs_of(tiny_params(), [5, 6, 7], [8, 9, 10])
+    difference = logprobs_of(tiny_params(7), [5, 6, 7], [8, 9, 10]) - logprobs_of(
+        tiny_params(), [5, 6, 7], [8, 9, 10]
+    )
     result = make_learner(config, TINY).update([Group(group_id="g", trajectories=(made,))])
     assert result.metrics["kl_reference"] == pytest.approx(-np.mean(difference), abs=1e-4)
     assert result.metrics["advantage_mean"] == pytest.approx(np.mean(difference), abs=1e-4)
 
 
 def test_a_teacher_may_be_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jax_agent_rl.runtime.policy.resolve_model", lambda path: f"{path}/exports/step-3")
+    monkeypatch.setattr(
+        "jax_agent_rl.runtime.policy.resolve_model", lambda path: f"{path}/exports/step-3"
+    )
     teachers = [{"path": "runs/a", "data_sources": ["math"]}, "runs/b"]
     config = with_resolved_model(settings(tmp_path, teachers=teachers))
     assert config.distill is not None
-    assert [teacher.path for teacher in config.distill.teachers] == ["runs/a/exports/step-3", "runs/b/exports/step-3"]
+    assert [teacher.path for teacher in config.distill.teachers] == [
+        "runs/a/exports/step-3",
+        "runs/b/exports/step-3",
+    ]
 
 
 async def test_rows_need_no_reward_function_if_only_the_teacher_is_learned_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
-    rows = [{"data_source": "chats of ours"}, {"data_source": "calculator", "reward_model": {"ground_truth": "4"}}]
-    both = build(json.loads(settings(tmp_path, teachers="t").model_dump_json()), ["algorithm.adv_estimator=grpo"])
+    rows = [
+        {"data_source": "chats of ours"},
+        {"data_source": "calculator", "reward_model": {"ground_truth": "4"}},
+    ]
+    both = build(
+        json.loads(settings(tmp_path, teachers="t").model_dump_json()),
+        ["algorithm.adv_estimator=grpo"],
+    )
     with pytest.raises(ConfigError, match="no reward function for data_source 'chats of ours'"):
         needed_services(both, rows)
     config = settings(tmp_path, teachers="t")

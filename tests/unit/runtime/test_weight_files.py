@@ -15,7 +15,11 @@ from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, greedy, tiny_params
 
 SHAPES = EngineShapes(
-    max_model_len=32, max_concurrent_decodes=2, kv_cache_tokens=64, decode_steps=4, prefill_buckets=(8,)
+    max_model_len=32,
+    max_concurrent_decodes=2,
+    kv_cache_tokens=64,
+    decode_steps=4,
+    prefill_buckets=(8,),
 )
 PROMPT = (5, 6, 7)
 
@@ -41,7 +45,9 @@ def leave_stale(file: Path) -> None:
     shutil.copytree(file.parent.parent / "before", file.parent, dirs_exist_ok=True)
 
 
-async def test_files_that_are_not_the_learners_are_refused_before_the_engine_takes_anything(tmp_path: Path):
+async def test_files_that_are_not_the_learners_are_refused_before_the_engine_takes_anything(
+    tmp_path: Path,
+):
     files = WeightFiles(TINY, probe_ids=[[3, 4, 5]], folder=tmp_path, shard_bytes=20000)
     folder = next(tmp_path.iterdir())
     files.write(tiny_params(2), 1)
@@ -60,11 +66,15 @@ async def test_files_that_are_not_the_learners_are_refused_before_the_engine_tak
             spoil(Path(paths[0]))
             with pytest.raises(WeightUpdateError, match=r"v2-00000\.safetensors"):
                 await backend.update_weights(update)
-            assert await said(backend, spoil.__name__) == greedy(tiny_params(), PROMPT, 6, frozenset())
+            assert await said(backend, spoil.__name__) == greedy(
+                tiny_params(), PROMPT, 6, frozenset()
+            )
             shutil.copytree(tmp_path / "whole", folder, dirs_exist_ok=True)
         with pytest.raises(WeightUpdateError, match="digests of"):
             await backend.update_weights(
-                WeightUpdate(version=2, kind="safetensors", payload=paths[1:], digests=files.digests)
+                WeightUpdate(
+                    version=2, kind="safetensors", payload=paths[1:], digests=files.digests
+                )
             )
         await backend.update_weights(update)
         assert await said(backend, "new") == greedy(tiny_params(1), PROMPT, 6, frozenset())
@@ -74,5 +84,7 @@ async def test_files_that_are_not_the_learners_are_refused_before_the_engine_tak
 
 async def said(backend: JetStreamBackend, name: str) -> list[int]:
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    output = await backend.generate(GenerateRequest(request_id=name, prompt_ids=PROMPT, sampling=sampling))
+    output = await backend.generate(
+        GenerateRequest(request_id=name, prompt_ids=PROMPT, sampling=sampling)
+    )
     return list(output.token_ids)

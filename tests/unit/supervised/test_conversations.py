@@ -29,12 +29,16 @@ REWRITTEN = {"qwen3", "qwen3.5", "glm4", "gpt-oss", "gemma4", "qwen3-vl"}
 def by_turn(ids: list[int], mask: list[int]) -> list[list[int]]:
     """The runs of ids with loss."""
     return [
-        [token for token, _ in run] for loss, run in groupby(zip(ids, mask, strict=True), lambda item: item[1]) if loss
+        [token for token, _ in run]
+        for loss, run in groupby(zip(ids, mask, strict=True), lambda item: item[1])
+        if loss
     ]
 
 
 def conversation(rng: random.Random, turns: int = 3) -> list[dict[str, str]]:
-    return [{"role": role, "content": text(rng)} for _ in range(turns) for role in ("user", "assistant")]
+    return [
+        {"role": role, "content": text(rng)} for _ in range(turns) for role in ("user", "assistant")
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -42,14 +46,20 @@ def test_the_assistants_text_and_the_end_of_its_turns_carry_loss_and_nothing_els
     codec, rng = codec_of(name), random.Random(name)
     for _ in range(20):
         messages = conversation(rng)
-        ids, mask = encode_conversation(codec, messages, (), lambda _, message: message["role"] == "assistant")
+        ids, mask = encode_conversation(
+            codec, messages, (), lambda _, message: message["role"] == "assistant"
+        )
         said = [message["content"] for message in messages if message["role"] == "assistant"]
         turns = by_turn(ids, mask)
         assert len(turns) == len(said)
         for content, turn, last in zip(said, turns, [False, False, True], strict=True):
-            assert codec.decode(turn).rstrip("\n").endswith(content) or content in codec.decode(turn)
+            assert codec.decode(turn).rstrip("\n").endswith(content) or content in codec.decode(
+                turn
+            )
             # GLM ends a turn by opening the next message, so that nothing ends the last one
-            assert turn[-1] in {*codec.eos_token_ids, *codec._boundary.ends} or (last and name == "glm4")
+            assert turn[-1] in {*codec.eos_token_ids, *codec._boundary.ends} or (
+                last and name == "glm4"
+            )
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - OPEN_THINKING.keys() - REWRITTEN))
@@ -61,7 +71,10 @@ def test_the_ids_read_as_the_template_writes_the_whole_conversation(name: str):
         whole = codec._template.render(messages, (), generation_prompt=False)
         read = codec.decode(ids, skip_special_tokens=False)
         assert whole.startswith(read)
-        assert whole.removeprefix(read).strip() in ("", "<|end|>")  # Phi closes the conversation, too
+        assert whole.removeprefix(read).strip() in (
+            "",
+            "<|end|>",
+        )  # Phi closes the conversation, too
 
 
 @pytest.mark.parametrize("name", OPEN_THINKING)
@@ -96,7 +109,9 @@ def test_calls_are_written_as_the_template_does_and_their_results_carry_no_loss(
     ]
 
 
-def encoder(codec: ChatCodec | None = None, *, longest: int = 1000, pairs: bool = False, **data) -> Encoder:
+def encoder(
+    codec: ChatCodec | None = None, *, longest: int = 1000, pairs: bool = False, **data
+) -> Encoder:
     kind = ConversationsConfig if pairs else SftDataConfig
     config = kind.model_validate({"train": "unused.jsonl", **data})
     return Encoder(codec=codec or tiny(), config=config, longest=longest)
@@ -108,7 +123,10 @@ def tiny() -> ChatCodec:
 
 def trained_text(sequence) -> list[str]:
     codec = tiny()
-    return [codec.decode(turn) for turn in by_turn(sequence.token_ids.tolist(), sequence.loss_mask.tolist())]
+    return [
+        codec.decode(turn)
+        for turn in by_turn(sequence.token_ids.tolist(), sequence.loss_mask.tolist())
+    ]
 
 
 MESSAGES = [
@@ -125,7 +143,10 @@ MESSAGES = [
     [
         (("assistant",), ["the answer is three"]),
         (("tool",), ["\nuser:<tool_response>\nthree\n</tool_response>\nassistant:"]),
-        (("tool", "assistant"), ["\nuser:<tool_response>\nthree\n</tool_response>\nassistant:the answer is three"]),
+        (
+            ("tool", "assistant"),
+            ["\nuser:<tool_response>\nthree\n</tool_response>\nassistant:the answer is three"],
+        ),
     ],
 )
 def test_roles_and_weights_choose_what_carries_loss(train_on, trained):
@@ -148,7 +169,10 @@ def write(folder: Path, rows: list[dict], name: str = "rows.jsonl") -> list[Data
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_only_the_completion_of_a_prompt_carries_loss(tmp_path: Path, name: str):
-    rows = [{"prompt": MESSAGES[1:4], "completion": MESSAGES[4:]}, {"prompt": MESSAGES[:2], "completion": MESSAGES[4:]}]
+    rows = [
+        {"prompt": MESSAGES[1:4], "completion": MESSAGES[4:]},
+        {"prompt": MESSAGES[:2], "completion": MESSAGES[4:]},
+    ]
     examples = encoder().examples(write(tmp_path, rows, name))
     assert [trained_text(sequence) for (sequence,) in examples] == [["the answer is three"]] * 2
 
@@ -158,12 +182,25 @@ def test_a_preference_finds_its_prompt_where_both_begin_alike(tmp_path: Path):
     rows = [{"chosen": [*MESSAGES[:4], good], "rejected": [*MESSAGES[:4], bad]}]
     rows += [{"prompt": MESSAGES[:4], "chosen": [good], "rejected": [bad]}]
     for pair in encoder(pairs=True).pairs(write(tmp_path, rows)):
-        assert [trained_text(pair.chosen[0]), trained_text(pair.rejected[0])] == [["three"], ["add"]]
+        assert [trained_text(pair.chosen[0]), trained_text(pair.rejected[0])] == [
+            ["three"],
+            ["add"],
+        ]
 
 
 def trajectory(group: str, number: int, reward: float, *, sequence: int = 0, **fields) -> dict:
-    ids = {"prompt_ids": [1, 2, 3], "response_ids": [10 + number, 20, 30 + sequence], "loss_mask": [1, 0, 1]}
-    return {**ids, "group_id": group, "trajectory_id": f"{group}-{number}", "reward": reward, **fields}
+    ids = {
+        "prompt_ids": [1, 2, 3],
+        "response_ids": [10 + number, 20, 30 + sequence],
+        "loss_mask": [1, 0, 1],
+    }
+    return {
+        **ids,
+        "group_id": group,
+        "trajectory_id": f"{group}-{number}",
+        "reward": reward,
+        **fields,
+    }
 
 
 ROLLOUTS = [
@@ -180,7 +217,9 @@ def first_ids(examples) -> list[list[int]]:
     return [[int(sequence.token_ids[3]) for sequence in example] for example in examples]
 
 
-def test_rejection_sampling_keeps_the_best_of_each_group_with_the_ids_that_were_sampled(tmp_path: Path):
+def test_rejection_sampling_keeps_the_best_of_each_group_with_the_ids_that_were_sampled(
+    tmp_path: Path,
+):
     sources = write(tmp_path, ROLLOUTS)
     assert first_ids(encoder().examples(sources)) == [[11, 11], [10], [13], [14]]
     best = encoder(best_of=1).examples(sources)
@@ -218,7 +257,9 @@ def test_long_rows_are_left_out_on_request_but_not_all(tmp_path: Path):
     long = trajectory("c", 5, 1.0) | {"response_ids": [5] * 300, "loss_mask": [1] * 300}
     sources = write(tmp_path, [*ROLLOUTS, long])
     assert len(encoder(max_length=100).examples(sources)) == 4
-    with pytest.raises(DataError, match="nothing is left to train on; look at data.min_reward and data.max_length"):
+    with pytest.raises(
+        DataError, match="nothing is left to train on; look at data.min_reward and data.max_length"
+    ):
         encoder(max_length=3).examples(sources)
 
 

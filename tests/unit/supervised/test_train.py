@@ -61,7 +61,9 @@ def rows(tmp_path: Path) -> Path:
     return file
 
 
-def settings(kind: type[SftConfig], folder: Path, rows: Path, tmp_path: Path, **trainer) -> SftConfig:
+def settings(
+    kind: type[SftConfig], folder: Path, rows: Path, tmp_path: Path, **trainer
+) -> SftConfig:
     tree: dict = {"dpo": {"beta": 2.0}} if kind is DpoConfig else {}
     tree |= {
         "run_dir": str(tmp_path / "run"),
@@ -86,23 +88,36 @@ def run(config: SftConfig, *, resume: bool = False, accept_changes: Sequence[str
 
 
 @pytest.mark.parametrize(("kind", "epochs", "steps"), [(SftConfig, 2, 8), (DpoConfig, 5, 19)])
-def test_a_run_learns_its_rows_and_others_use_its_checkpoint(model_folder, rows, tmp_path, kind, epochs, steps):
+def test_a_run_learns_its_rows_and_others_use_its_checkpoint(
+    model_folder, rows, tmp_path, kind, epochs, steps
+):
     summary = run(settings(kind, model_folder, rows, tmp_path, epochs=epochs))
     assert summary["steps"] == steps  # of 8 of 30 rows each
     assert summary["heldout_after"] < 0.8 * summary["heldout_before"]
     folder = tmp_path / "run"
     assert (folder / "loss.png").stat().st_size > 1000
-    counts = [line["trained_tokens"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"]
+    counts = [
+        line["trained_tokens"]
+        for line in read_metrics(folder / "metrics.jsonl")
+        if line["kind"] == "step"
+    ]
     assert len(counts) == steps and counts[-1] < counts[0]  # the last batch holds what is left
     exported = Path(resolve_model(str(folder)))
-    assert exported.name == f"step-{steps}" and resolve_model(str(folder)) == str(exported), "exported once"
+    assert exported.name == f"step-{steps}" and resolve_model(str(folder)) == str(exported), (
+        "exported once"
+    )
     assert resolve_model(str(model_folder)) == str(model_folder)
     _, trained = load_hf(exported)
     _, before = load_hf(model_folder)
     assert not np.allclose(trained["layers"]["q"], before["layers"]["q"])
     again = settings(kind, folder, rows, tmp_path, steps=1)
-    assert run(again)["heldout_before"] == pytest.approx(summary["heldout_after"], rel=1e-4) or kind is DpoConfig
-    assert json.loads((tmp_path / "run-2" / "config.json").read_text())["model"]["path"] == str(exported)
+    assert (
+        run(again)["heldout_before"] == pytest.approx(summary["heldout_after"], rel=1e-4)
+        or kind is DpoConfig
+    )
+    assert json.loads((tmp_path / "run-2" / "config.json").read_text())["model"]["path"] == str(
+        exported
+    )
 
 
 def test_a_resumed_run_ends_where_one_without_a_break_does(model_folder, rows, tmp_path):
@@ -120,7 +135,10 @@ def test_a_resumed_run_ends_where_one_without_a_break_does(model_folder, rows, t
 
     assert lines("short") == lines("run")
     # the learning rate is constant, so that a run that was to be shorter went the same way
-    last, expected = (list(read_metrics(tmp_path / name / "metrics.jsonl"))[-1]["loss"] for name in ("short", "run"))
+    last, expected = (
+        list(read_metrics(tmp_path / name / "metrics.jsonl"))[-1]["loss"]
+        for name in ("short", "run")
+    )
     assert last == expected
 
 
@@ -147,13 +165,23 @@ def other_weights(folder: Path, rows: Path, tmp_path: Path, config: SftConfig) -
     [
         (other_rows, "data.train: other rows"),
         (other_weights, "model.path: other weights"),
-        (lambda *_: changed(_[-1], "learner.learning_rate", 0.02), r"learner.learning_rate was 0\.01, is 0\.02"),
-        (lambda *_: changed(_[-1], "learner.lora.alpha", 3.0), "learner.lora.alpha was 32.0, is 3.0"),
+        (
+            lambda *_: changed(_[-1], "learner.learning_rate", 0.02),
+            r"learner.learning_rate was 0\.01, is 0\.02",
+        ),
+        (
+            lambda *_: changed(_[-1], "learner.lora.alpha", 3.0),
+            "learner.lora.alpha was 32.0, is 3.0",
+        ),
         (lambda *_: changed(_[-1], "seed", 5), "seed was 0, is 5"),
     ],
 )
-def test_another_run_is_not_resumed_and_nothing_of_this_one_changes(model_folder, rows, tmp_path, change, message):
-    config = changed(settings(SftConfig, model_folder, rows, tmp_path, steps=2), "learner.lora", {"rank": 2})
+def test_another_run_is_not_resumed_and_nothing_of_this_one_changes(
+    model_folder, rows, tmp_path, change, message
+):
+    config = changed(
+        settings(SftConfig, model_folder, rows, tmp_path, steps=2), "learner.lora", {"rank": 2}
+    )
     run(config)
     folder = tmp_path / "run"
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
@@ -177,7 +205,9 @@ def test_what_is_changed_when_a_run_resumes_is_on_record(model_folder, rows, tmp
     }
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
     assert recorded["command"] == "sft" and recorded["learner"]["learning_rate"] == 0.02
-    run(changed(longer, "trainer.steps", 4), resume=True)  # the checkpoint of step 3 is of the accepted settings
+    run(
+        changed(longer, "trainer.steps", 4), resume=True
+    )  # the checkpoint of step 3 is of the accepted settings
 
 
 def test_a_step_that_was_trained_again_is_exported_again(model_folder, rows, tmp_path):
@@ -187,7 +217,11 @@ def test_a_step_that_was_trained_again_is_exported_again(model_folder, rows, tmp
     folder = tmp_path / "run"
     abandoned = Path(resolve_model(str(folder)))
     shutil.rmtree(folder / "checkpoints" / "2")
-    run(changed(config, "learner.learning_rate", 0.3), resume=True, accept_changes=["learner.learning_rate"])
+    run(
+        changed(config, "learner.learning_rate", 0.3),
+        resume=True,
+        accept_changes=["learner.learning_rate"],
+    )
     exported = Path(resolve_model(str(folder)))
     assert exported.name == abandoned.name == "step-2" and exported != abandoned
     one, other = (load_hf(path)[1]["embed"] for path in (abandoned, exported))
@@ -205,7 +239,11 @@ def test_adapters_are_exported_with_the_alpha_they_were_trained_with(model_folde
     assert Path(resolve_model(str(folder))) == before
 
     # A step that changes next to nothing; every merged change is twice as large.
-    for key, value in {"learner.lora.alpha": 8, "learner.learning_rate": 1e-12, "trainer.steps": 2}.items():
+    for key, value in {
+        "learner.lora.alpha": 8,
+        "learner.learning_rate": 1e-12,
+        "trainer.steps": 2,
+    }.items():
         config = changed(config, key, value)
     run(config, resume=True, accept_changes=["learner.lora", "learner.learning_rate"])
     after = Path(resolve_model(str(folder)))
@@ -214,7 +252,9 @@ def test_adapters_are_exported_with_the_alpha_they_were_trained_with(model_folde
     np.testing.assert_allclose(two - base, 2 * (one - base), atol=1e-7)
 
 
-def test_an_export_does_not_replace_the_model_that_the_run_was_trained_over(model_folder, rows, tmp_path):
+def test_an_export_does_not_replace_the_model_that_the_run_was_trained_over(
+    model_folder, rows, tmp_path
+):
     base = shutil.copytree(model_folder, tmp_path / "base")
     run(changed(settings(SftConfig, base, rows, tmp_path, steps=1), "learner.lora", {"rank": 2}))
     before = {file.name: file.read_bytes() for file in base.iterdir()}
@@ -232,7 +272,9 @@ def test_adapters_are_not_merged_into_another_model(model_folder, rows, tmp_path
     save_hf(tmp_path / "new", CONFIG, jax.tree.map(lambda x: 0.2 * x, params()))
     shutil.copy(tmp_path / "new" / "model.safetensors", copy)
     for adapter in (True, False):
-        with pytest.raises(CheckpointError, match=r"model.path=.*copy is not the model .* \(weights differ\)"):
+        with pytest.raises(
+            CheckpointError, match=r"model.path=.*copy is not the model .* \(weights differ\)"
+        ):
             export_run(tmp_path / "run", tmp_path / f"again-{adapter}", adapter=adapter)
 
 
@@ -241,7 +283,9 @@ def test_an_interrupted_run_saves_the_step_it_was_at(model_folder, rows, tmp_pat
 
     async def interrupted() -> None:
         task = asyncio.ensure_future(
-            train(config, resume=False, console=Console(quiet=True), exit_within=lambda seconds: None)
+            train(
+                config, resume=False, console=Console(quiet=True), exit_within=lambda seconds: None
+            )
         )
         metrics = tmp_path / "run" / "metrics.jsonl"
         while not metrics.is_file() or sum('"step_seconds"' in line for line in metrics.open()) < 3:
@@ -251,12 +295,18 @@ def test_an_interrupted_run_saves_the_step_it_was_at(model_folder, rows, tmp_pat
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(interrupted())
-    steps = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"]
+    steps = [
+        line["step"]
+        for line in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if line["kind"] == "step"
+    ]
     assert Path(resolve_model(str(tmp_path / "run"))).name == f"step-{steps[-1]}"
     assert steps[-1] >= 3
 
 
-def test_a_run_whose_gradients_are_not_finite_ends_with_the_parameters_before_them(model_folder, rows, tmp_path):
+def test_a_run_whose_gradients_are_not_finite_ends_with_the_parameters_before_them(
+    model_folder, rows, tmp_path
+):
     config = settings(SftConfig, model_folder, rows, tmp_path)
     learner = config.learner.model_copy(update={"learning_rate": 1e30, "max_nonfinite_steps": 2})
     with pytest.raises(NonFiniteError, match="in 2 training steps in a row"):
@@ -268,13 +318,17 @@ def test_adapters_are_trained_and_exported_for_peft(model_folder, rows, tmp_path
     learner = build_tree(type(config.learner), {**config.learner.model_dump(), "lora": {"rank": 2}})
     summary = run(config.model_copy(update={"learner": learner}))
     assert summary["heldout_after"] < summary["heldout_before"]
-    assert (export_run(tmp_path / "run", tmp_path / "peft", adapter=True) / "adapter_config.json").is_file()
+    assert (
+        export_run(tmp_path / "run", tmp_path / "peft", adapter=True) / "adapter_config.json"
+    ).is_file()
 
 
 def test_commands_that_need_agents_ask_for_a_configuration(model_folder, rows, tmp_path):
     run(settings(SftConfig, model_folder, rows, tmp_path, steps=1))
     with (
-        pytest.raises(ConfigError, match="is a run of sft, which has no agents; give a YAML configuration"),
+        pytest.raises(
+            ConfigError, match="is a run of sft, which has no agents; give a YAML configuration"
+        ),
         open_policy(PolicyChoice(run=tmp_path / "run")),
     ):
         pass
@@ -283,7 +337,11 @@ def test_commands_that_need_agents_ask_for_a_configuration(model_folder, rows, t
 
 
 def test_keys_without_an_effect_are_refused(model_folder, rows, tmp_path):
-    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": [{"path": "a.jsonl", "weight": 2}]}}
+    tree = {
+        "run_dir": "r",
+        "model": {"path": "m"},
+        "data": {"train": [{"path": "a.jsonl", "weight": 2}]},
+    }
     with pytest.raises(ConfigError, match="data gives a weight to"):
         build_tree(SftConfig, tree)
     with pytest.raises(ConfigError, match="trainer.eval_every"):
@@ -299,30 +357,41 @@ def test_the_loss_and_gradient_of_preferences_are_those_of_pytorch(tmp_path):
 
     beta, smoothing = 0.4, 0.1
     save_hf(tmp_path, TINY, tiny_params())
-    peer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    peer = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, attn_implementation="eager"
+    )
     rng = np.random.default_rng(0)
 
     def sequence(prompt: np.ndarray) -> TrainingSequence:
-        ids = np.concatenate([prompt, rng.integers(1, TINY.vocab_size, rng.integers(2, 9))]).astype(np.int32)
+        ids = np.concatenate([prompt, rng.integers(1, TINY.vocab_size, rng.integers(2, 9))]).astype(
+            np.int32
+        )
         return TrainingSequence(token_ids=ids, loss_mask=np.arange(len(ids)) >= len(prompt))
 
     prompts = [rng.integers(1, TINY.vocab_size, 5) for _ in range(4)]
     pairs = [Pair(chosen=(sequence(p), sequence(p)), rejected=(sequence(p),)) for p in prompts]
     reference = tiny_params(3)
     save_hf(tmp_path / "reference", TINY, reference)
-    peer_reference = AutoModelForCausalLM.from_pretrained(tmp_path / "reference", dtype=torch.float64)
+    peer_reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "reference", dtype=torch.float64
+    )
 
     def logprob(model, example):
         total = torch.zeros((), dtype=torch.float64)
         for one in example:
             ids = torch.tensor(one.token_ids.astype(np.int64))
-            scores = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
+            scores = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(
+                1, ids[1:, None]
+            )[:, 0]
             total = total + scores[torch.tensor(one.loss_mask[1:])].sum()
         return total
 
     losses = []
     for pair in pairs:
-        ratios = [logprob(peer, one) - logprob(peer_reference, one).detach() for one in (pair.chosen, pair.rejected)]
+        ratios = [
+            logprob(peer, one) - logprob(peer_reference, one).detach()
+            for one in (pair.chosen, pair.rejected)
+        ]
         margin = beta * (ratios[0] - ratios[1])
         sigmoid = torch.nn.functional.logsigmoid
         losses.append(-(1 - smoothing) * sigmoid(margin) - smoothing * sigmoid(-margin))
@@ -334,7 +403,9 @@ def test_the_loss_and_gradient_of_preferences_are_those_of_pytorch(tmp_path):
     assert metrics["loss"] == pytest.approx(float(expected), rel=1e-5)
     assert learner._gradients is not None
     gradient = peer.model.layers[1].self_attn.q_proj.weight.grad.numpy()
-    np.testing.assert_allclose(learner._gradients["layers"]["q"][1], gradient, atol=1e-4 * np.abs(gradient).max())
+    np.testing.assert_allclose(
+        learner._gradients["layers"]["q"][1], gradient, atol=1e-4 * np.abs(gradient).max()
+    )
 
 
 TRL_LOSSES = {
@@ -359,15 +430,25 @@ def given_rows() -> dict[str, list]:
         whole = np.array(prompt + completion, np.int32)
         return (TrainingSequence(token_ids=whole, loss_mask=np.arange(len(whole)) >= len(prompt)),)
 
-    examples, worse = ([example(*both) for both in zip(prompts, side, strict=True)] for side in (chosen, rejected))
-    return {"sft": examples, "dpo": [Pair(chosen=c, rejected=r) for c, r in zip(examples, worse, strict=True)]}
+    examples, worse = (
+        [example(*both) for both in zip(prompts, side, strict=True)] for side in (chosen, rejected)
+    )
+    return {
+        "sft": examples,
+        "dpo": [Pair(chosen=c, rejected=r) for c, r in zip(examples, worse, strict=True)],
+    }
 
 
 @pytest.mark.parametrize("method", TRL_LOSSES)
 def test_losses_over_five_updates_are_those_of_trl(model_folder, method):
     model, initial = load_hf(model_folder)
-    learner = SequenceLearner(model, initial, config=LearnerConfig(pack_length=64, remat="none"), reference=True)
-    trainer = {"sft": Sft(learner=learner), "dpo": Dpo(learner=learner, beta=0.5, label_smoothing=0.0)}[method]
+    learner = SequenceLearner(
+        model, initial, config=LearnerConfig(pack_length=64, remat="none"), reference=True
+    )
+    trainer = {
+        "sft": Sft(learner=learner),
+        "dpo": Dpo(learner=learner, beta=0.5, label_smoothing=0.0),
+    }[method]
     losses = []
     for _ in range(5):
         losses.append(trainer.step(given_rows()[method])["loss"])

@@ -19,7 +19,9 @@ class EchoTool(ServerTool):
         return action[5:] if action.startswith("echo ") else None
 
     async def act(self, action):
-        return ToolObservation(text=action.parsed, reward=action.extra.get("reward"), done=action.parsed == "bye")
+        return ToolObservation(
+            text=action.parsed, reward=action.extra.get("reward"), done=action.parsed == "bye"
+        )
 
 
 class CounterTool(ServerTool):
@@ -66,7 +68,9 @@ class FaultyTool(ServerTool):
     def parse_action(self, action):
         if action == "fault parse":
             raise ValueError("cannot even parse")
-        while action == "fault stuck":  # as a pattern that backtracks for hours: nothing in this process goes on
+        while (
+            action == "fault stuck"
+        ):  # as a pattern that backtracks for hours: nothing in this process goes on
             pass
         return action.removeprefix("fault ") if action.startswith("fault ") else None
 

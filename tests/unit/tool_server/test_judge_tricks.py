@@ -42,7 +42,8 @@ async def test_nothing_is_earned_by_a_trick(program):
 async def test_tests_that_ask_nothing_are_an_error_of_the_task():
     async with agent("tools=[judge]") as act:
         reply = await act(
-            "<python>def f(x): return 5</python>", tests=["assert f(5) == 5", "def check(): assert f(2) == 4"]
+            "<python>def f(x): return 5</python>",
+            tests=["assert f(5) == 5", "def check(): assert f(2) == 4"],
         )
         assert reply.error is Failure.TOOL and "ask the program nothing" in reply.observation["obs"]
 

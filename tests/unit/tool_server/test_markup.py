@@ -2,7 +2,12 @@
 
 import pytest
 
-from jax_agent_rl.tool_server.plugins.markup import extract_code, last_tag, parse_tool_call, result_block
+from jax_agent_rl.tool_server.plugins.markup import (
+    extract_code,
+    last_tag,
+    parse_tool_call,
+    result_block,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +44,10 @@ def test_the_last_tag_counts():
 
 
 def test_arguments_may_be_json_text_or_missing_and_a_server_named():
-    assert parse_tool_call('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>') == ("f", {"a": 1})
+    assert parse_tool_call('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>') == (
+        "f",
+        {"a": 1},
+    )
     assert parse_tool_call('<tool_call>{"name": "f", "arguments": null}</tool_call>') == ("f", {})
     assert parse_tool_call('<tool_call>{"name": "f", "arguments": ""}</tool_call>') == ("f", {})
     assert parse_tool_call('<tool_call>{"name": "f", "server": "s"}</tool_call>') == ("s.f", {})

@@ -6,12 +6,21 @@ from jax_agent_rl.tool_server.plugins import Failure
 from tests.capabilities import needs_bwrap
 from tests.tool_serving import agent, text_of
 
-IMPOSSIBLE = ["n" * 300 + ".html", "d/" * 2100 + "a.html", "a\0b.html", "a.html/b.html", "circle.html", "locked/a.html"]
+IMPOSSIBLE = [
+    "n" * 300 + ".html",
+    "d/" * 2100 + "a.html",
+    "a\0b.html",
+    "a.html/b.html",
+    "circle.html",
+    "locked/a.html",
+]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "a.html").write_text("<a href='%00'>x</a><a href='http://['>y</a><a href='" + "n" * 300 + "'>z</a>")
+    (tmp_path / "a.html").write_text(
+        "<a href='%00'>x</a><a href='http://['>y</a><a href='" + "n" * 300 + "'>z</a>"
+    )
     (tmp_path / "circle.html").symlink_to("circle.html")
     return tmp_path
 
@@ -38,7 +47,9 @@ async def test_a_page_that_cannot_be_read_is_named_as_the_model_named_it(folder,
     monkeypatch.setattr("jax_agent_rl.tool_server.plugins.files._render", refuse)
     async with agent("tools=[page]", f"page.root={folder}") as act:
         reply = await act("<page>open a.html</page>")
-        assert "'a.html' cannot be read: Permission denied" in text_of(reply) and str(folder) not in text_of(reply)
+        assert "'a.html' cannot be read: Permission denied" in text_of(reply) and str(
+            folder
+        ) not in text_of(reply)
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)

@@ -37,7 +37,9 @@ async def test_search_shows_the_best_passages_and_answer_ends(corpus):
         assert "No passage matches." in text_of(await act("<search>zebra</search>"))
         assert "No passage matches." in text_of(await act("<search></search>"))
         half = await act("<search>capital of France</search> or <search>capital")
-        assert half.observation.startswith("\n\n<information>Doc 1(Title: Paris)"), "plain text; the last whole tag"
+        assert half.observation.startswith("\n\n<information>Doc 1(Title: Paris)"), (
+            "plain text; the last whole tag"
+        )
         reply = await act("<answer>Berlin</answer>")
         assert (reply.done, reply.valid, reply.observation, reply.error) == (True, False, "", None)
 
@@ -64,7 +66,9 @@ def test_the_index_is_made_once_and_again_when_the_corpus_changes(corpus):
     made = stamp.stat().st_mtime_ns
     BM25Index.open(settings)
     assert stamp.stat().st_mtime_ns == made
-    corpus.write_text(corpus.read_text() + "\n" + json.dumps({"id": "p3", "contents": "Zebra\nStriped."}))
+    corpus.write_text(
+        corpus.read_text() + "\n" + json.dumps({"id": "p3", "contents": "Zebra\nStriped."})
+    )
     (hits,) = BM25Index.open(settings).search(["zebra"], 3)
     assert hits[0]["document"]["id"] == "p3" and stamp.stat().st_mtime_ns != made
 
@@ -116,7 +120,10 @@ def embedded(folder: str, texts: list[str]) -> np.ndarray:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).double()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModel.from_pretrained(folder).double(),
+    )
     made = []
     for text in texts:
         ids = tokenizer(text, return_tensors="pt")

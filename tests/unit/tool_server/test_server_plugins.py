@@ -24,33 +24,53 @@ from tests.tool_serving import agent, text_of
 @needs_bwrap
 async def test_python_runs_fresh_each_time_with_input_and_errors_shown():
     async with agent("tools=[python]", "limits.wall_seconds=3", stdin="from the task") as act:
-        assert text_of(await act("<python>x = 6 * 7; print(x)</python>")) == "\n<result>\n42\n</result>\n"
-        reply = await act("<python>print(x)</python>")
-        assert "NameError: name 'x' is not defined" in text_of(reply) and 'File "/tmp/main.py", line 1' in text_of(
-            reply
+        assert (
+            text_of(await act("<python>x = 6 * 7; print(x)</python>"))
+            == "\n<result>\n42\n</result>\n"
         )
+        reply = await act("<python>print(x)</python>")
+        assert "NameError: name 'x' is not defined" in text_of(
+            reply
+        ) and 'File "/tmp/main.py", line 1' in text_of(reply)
         assert reply.observation["metrics"] == {"failed": 1.0} and reply.valid and not reply.open
-        assert (await act("```python print(3)```")).observation == "\n```result\n3\n```\n", "plain text alone"
-        reply = await act('<tool_call>{"name": "python", "arguments": {"code": "print(5)"}}</tool_call>')
+        assert (await act("```python print(3)```")).observation == "\n```result\n3\n```\n", (
+            "plain text alone"
+        )
+        reply = await act(
+            '<tool_call>{"name": "python", "arguments": {"code": "print(5)"}}</tool_call>'
+        )
         assert "\n5\n" in text_of(reply)
         assert "from the task" in text_of(await act("<python>print(input())</python>"))
         assert "mine" in text_of(await act("<python>print(input())</python>\n```input\nmine\n```"))
-        assert "ended: it ran for more than 3 seconds" in text_of(await act("<python>while True: pass</python>"))
+        assert "ended: it ran for more than 3 seconds" in text_of(
+            await act("<python>while True: pass</python>")
+        )
         assert "(exit code 3)" in text_of(await act("<python>raise SystemExit(3)</python>"))
 
 
 @needs_bwrap
 async def test_stateful_python_remembers_and_shows_last_values():
     async with agent("tools=[stateful_python]") as act:
-        assert text_of(await act("<python>x = [1]\ndef f(): return len(x)</python>")) == "\n<result>\n\n</result>\n"
+        assert (
+            text_of(await act("<python>x = [1]\ndef f(): return len(x)</python>"))
+            == "\n<result>\n\n</result>\n"
+        )
         assert "3" in text_of(await act("<python>x.append(2); x.append(3)\nf()</python>"))
         reply = await act("<python>print('before')\n1 / 0</python>")
-        assert "before" in text_of(reply) and 'File "<action 3>", line 2, in <module>\n    1 / 0' in text_of(reply)
+        assert "before" in text_of(
+            reply
+        ) and 'File "<action 3>", line 2, in <module>\n    1 / 0' in text_of(reply)
         assert "SyntaxError" in text_of(await act("<python>def</python>"))
-        assert "[1, 2, 3]" in text_of(await act("<python>x</python>")), "errors keep what was defined"
+        assert "[1, 2, 3]" in text_of(await act("<python>x</python>")), (
+            "errors keep what was defined"
+        )
         assert "EOFError" in text_of(await act("<python>input()</python>"))
-        assert "hello" in text_of(await act("<python>import subprocess; subprocess.run(['echo', 'hello'])</python>"))
-        pickled = "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))).__name__)"
+        assert "hello" in text_of(
+            await act("<python>import subprocess; subprocess.run(['echo', 'hello'])</python>")
+        )
+        pickled = (
+            "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))).__name__)"
+        )
         assert "\nA\n" in text_of(await act(f"<python>{pickled}</python>"))
 
 
@@ -70,13 +90,20 @@ async def test_a_session_that_ends_reports_it_and_restarts(code, note):
     async with agent("tools=[stateful_python]", "limits.wall_seconds=3") as act:
         await act("<python>x = 1</python>")
         reply = await act(f"<python>{code}</python>")
-        assert note in text_of(reply) and "(the session ended; the next action starts a new one" in text_of(reply)
+        assert note in text_of(
+            reply
+        ) and "(the session ended; the next action starts a new one" in text_of(reply)
         assert "NameError" in text_of(await act("<python>x</python>"))
 
 
 @needs_bwrap
 @pytest.mark.parametrize(
-    "code", ["import sys; sys.stdout.close()", "import sys; sys.stdout = 7", "import os\nif os.fork() == 0: 1 / 0"]
+    "code",
+    [
+        "import sys; sys.stdout.close()",
+        "import sys; sys.stdout = 7",
+        "import os\nif os.fork() == 0: 1 / 0",
+    ],
 )
 async def test_a_session_survives_what_code_does_to_its_streams_and_forks(code):
     async with agent("tools=[stateful_python]") as act:
@@ -93,12 +120,24 @@ async def test_bash_keeps_its_folder_variables_and_files_and_survives_broken_com
     async with agent("tools=[bash]") as act:
         await act("<bash>mkdir d; cd d; name=world</bash>")
         assert "/tmp/d\nhello world" in text_of(await act("```bash\npwd\necho hello $name\n```"))
-        for broken in ("echo 'unclosed", "if", "cat <<X", "false", "no-such-command", "cat; read line"):
+        for broken in (
+            "echo 'unclosed",
+            "if",
+            "cat <<X",
+            "false",
+            "no-such-command",
+            "cat; read line",
+        ):
             await act(f"<bash>{broken}</bash>")
         assert "/tmp/d" in text_of(await act("<bash>pwd</bash>"))
-        assert "no-such-command: command not found" in text_of(await act("<bash>no-such-command</bash>"))
+        assert "no-such-command: command not found" in text_of(
+            await act("<bash>no-such-command</bash>")
+        )
         assert "the session ended" in text_of(await act("<bash>exit 3</bash>"))
-        assert text_of(await act("<bash>pwd; echo [$name]</bash>")) == "\n<result>\n/tmp\n[]\n</result>\n"
+        assert (
+            text_of(await act("<bash>pwd; echo [$name]</bash>"))
+            == "\n<result>\n/tmp\n[]\n</result>\n"
+        )
 
 
 # --- judge ----------------------------------------------------------------------------------------------------------
@@ -115,7 +154,9 @@ async def test_the_judge_rewards_the_share_of_tests_passed():
         assert reply.observation["metrics"] == {"tests_passed": 2, "tests": 2}
         reply = await act(ADDS.replace("a + b", "3"), public_tests=json.dumps(tests))
         assert (reply.done, reply.observation["reward"]) == (False, 0.5)
-        assert "1 of 2 tests passed.\nTest 2 failed.\nInput: 3 4\n\nExpected: 7\nGot: 3" in text_of(reply)
+        assert "1 of 2 tests passed.\nTest 2 failed.\nInput: 3 4\n\nExpected: 7\nGot: 3" in text_of(
+            reply
+        )
 
 
 @needs_bwrap
@@ -125,8 +166,12 @@ async def test_the_judge_takes_asserts_and_cannot_be_skipped_by_exiting_early():
         asserts = ["assert add(1, 2) == 3", "assert add(2, 2) == 5"]
         reply = await act(source, tests=asserts)
         assert reply.observation["reward"] == 0.5 and "AssertionError" in text_of(reply)
-        assert (await act("<python>raise SystemExit(1)</python>", tests=asserts)).observation["reward"] == 0.0
-        assert (await act("<python>import sys; sys.exit(0)</python>", tests=asserts)).observation["reward"] == 0.0
+        assert (await act("<python>raise SystemExit(1)</python>", tests=asserts)).observation[
+            "reward"
+        ] == 0.0
+        assert (await act("<python>import sys; sys.exit(0)</python>", tests=asserts)).observation[
+            "reward"
+        ] == 0.0
 
 
 @needs_bwrap
@@ -151,7 +196,9 @@ async def test_tests_that_a_silent_program_passes_are_an_error():
 def databases(tmp_path):
     with sqlite3.connect(tmp_path / "shop.sqlite") as connection:
         connection.execute("CREATE TABLE item (name TEXT, price REAL)")
-        connection.executemany("INSERT INTO item VALUES (?, ?)", [("pen", 1.5), ("ink", None)] + [("x", 0)] * 60)
+        connection.executemany(
+            "INSERT INTO item VALUES (?, ?)", [("pen", 1.5), ("ink", None)] + [("x", 0)] * 60
+        )
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "other.sqlite").write_bytes((tmp_path / "shop.sqlite").read_bytes())
     (tmp_path.parent / "outside.sqlite").write_bytes(b"")
@@ -167,10 +214,14 @@ async def test_sql_answers_with_rows_and_turns_left_and_the_solution_ends(databa
             "\n\n<observation>name | price\npen | 1.5\nink | NULL\n"
             "<reminder>You have 2 turns left to complete the task.</reminder></observation>\n\n"
         )
-        assert "(more rows; the first 3 are shown)" in text_of(await act("<sql>SELECT * FROM item</sql>"))
+        assert "(more rows; the first 3 are shown)" in text_of(
+            await act("<sql>SELECT * FROM item</sql>")
+        )
         assert "(no rows)" in text_of(await act("<sql>SELECT * FROM item WHERE 0</sql>"))
         refused = await act("<sql>SELECT * FROM nope</sql>")
-        assert "Error: no such table: nope" in text_of(refused) and refused.observation["metrics"] == {"failed": 1.0}
+        assert "Error: no such table: nope" in text_of(refused) and refused.observation[
+            "metrics"
+        ] == {"failed": 1.0}
         assert "pen" in text_of(await act("<sql>SELECT name FROM item</sql>", db_id="other"))
         reply = await act("<solution>SELECT 1</solution>")
         assert (reply.done, reply.valid, reply.observation) == (True, False, "")
@@ -188,7 +239,10 @@ async def test_sql_answers_with_rows_and_turns_left_and_the_solution_ends(databa
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT sum(i) FROM n",
             "ended: it ran for more",
         ),
-        ("SELECT hex(zeroblob(900000000))", "Error|ended: it"),  # no memory, or out of time before that shows
+        (
+            "SELECT hex(zeroblob(900000000))",
+            "Error|ended: it",
+        ),  # no memory, or out of time before that shows
     ],
 )
 async def test_hostile_queries_are_stopped(databases, query, words):
@@ -201,7 +255,18 @@ async def test_hostile_queries_are_stopped(databases, query, words):
 @needs_bwrap
 @pytest.mark.parametrize(
     "name",
-    ["nope", "../outside", "../outside.sqlite", "/etc/passwd", "", None, 5, "a\0b", "x" * 5000, "\ud800"],
+    [
+        "nope",
+        "../outside",
+        "../outside.sqlite",
+        "/etc/passwd",
+        "",
+        None,
+        5,
+        "a\0b",
+        "x" * 5000,
+        "\ud800",
+    ],
     ids=ascii,
 )
 async def test_only_databases_of_the_folder_can_be_named(databases, name):
@@ -220,9 +285,13 @@ def site(tmp_path):
         "<title>T</title><script>evil()</script><h1>Home</h1><a href='guide/a.html'>The <b>guide</b></a>"
         "<a href='https://example.org/'>away</a><a href='../secret.txt'>up</a>"
     )
-    (root / "guide" / "a.html").write_text("<p>Guide</p><a href='../index.html#top'>home</a>" + "<p>word</p>" * 100)
+    (root / "guide" / "a.html").write_text(
+        "<p>Guide</p><a href='../index.html#top'>home</a>" + "<p>word</p>" * 100
+    )
     (root / "note.md").write_text("# Note")
-    (root / "odd.html").write_text("<a href='a%00b'>a</a><a href='http://['>b</a><a href='" + "x" * 9999 + "'>c</a>Odd")
+    (root / "odd.html").write_text(
+        "<a href='a%00b'>a</a><a href='http://['>b</a><a href='" + "x" * 9999 + "'>c</a>Odd"
+    )
     (root / "data.bin").write_text("binary")
     (tmp_path / "secret.txt").write_text("secret")
     (root / "link.txt").symlink_to(tmp_path / "secret.txt")
@@ -230,7 +299,9 @@ def site(tmp_path):
 
 
 async def test_pages_are_opened_clicked_searched_and_gone_back_from(site):
-    async with agent("tools=[page]", f"page.root={site}", "page.page_chars=100", page="index.html") as act:
+    async with agent(
+        "tools=[page]", f"page.root={site}", "page.page_chars=100", page="index.html"
+    ) as act:
         text = text_of(await act("<page>open index.html</page>"))
         assert "Home" in text and "[1]" in text and "evil" not in text
         assert "[guide/a.html: characters 0 to 100 of" in text_of(await act("<page>click 1</page>"))
@@ -244,15 +315,40 @@ async def test_pages_are_opened_clicked_searched_and_gone_back_from(site):
 
 @pytest.mark.parametrize(
     "command",
-    ["open ../secret.txt", "open link.txt", "open /etc/passwd", "open data.bin", "open nope.html", "open guide"]
-    + ["open a\0b.html", "open " + "x" * 5000 + ".html", "open \ud800.txt", "click " + "9" * 5000, "find \0"]
-    + ["open https://example.org/", "click 2", "click 3", "click 9", "click x", "find absent", "find", "dance", ""],
+    [
+        "open ../secret.txt",
+        "open link.txt",
+        "open /etc/passwd",
+        "open data.bin",
+        "open nope.html",
+        "open guide",
+    ]
+    + [
+        "open a\0b.html",
+        "open " + "x" * 5000 + ".html",
+        "open \ud800.txt",
+        "click " + "9" * 5000,
+        "find \0",
+    ]
+    + [
+        "open https://example.org/",
+        "click 2",
+        "click 3",
+        "click 9",
+        "click x",
+        "find absent",
+        "find",
+        "dance",
+        "",
+    ],
 )
 async def test_nothing_outside_the_folder_can_be_opened(site, command):
     async with agent("tools=[page]", f"page.root={site}") as act:
         await act("<page>open index.html</page>")
         reply = await act(f"<page>{command}</page>")
-        assert reply.error is Failure.TOOL and "secret" not in text_of(reply).replace("secret.txt", "")
+        assert reply.error is Failure.TOOL and "secret" not in text_of(reply).replace(
+            "secret.txt", ""
+        )
 
 
 # --- images ---------------------------------------------------------------------------------------------------------
@@ -299,7 +395,13 @@ async def test_large_crops_are_scaled_down(quarters):
 
 @pytest.mark.parametrize(
     "action",
-    [zoom(5, 5, 5, 9), zoom(9, 9, 1, 1), zoom(1, 2, 3), zoom("a", 0, 1, 1), zoom(0, 0, 1, 1, target=2)]
+    [
+        zoom(5, 5, 5, 9),
+        zoom(9, 9, 1, 1),
+        zoom(1, 2, 3),
+        zoom("a", 0, 1, 1),
+        zoom(0, 0, 1, 1, target=2),
+    ]
     + [zoom(0, 0, 1, 1, target="one"), zoom(50, 0, 60, 10), zoom(0, 0, 1, True)]
     + [zoom(0, 10**400, 1, 10**401)],
 )
@@ -314,7 +416,16 @@ async def test_numbers_without_an_end_make_no_call(quarters):
 
 
 @pytest.mark.parametrize(
-    "images", [None, [], ["data:image/png;base64,AAAA"], ["data:image/png;base64,%"], [1], ["/etc/passwd"], ["a\0b"]]
+    "images",
+    [
+        None,
+        [],
+        ["data:image/png;base64,AAAA"],
+        ["data:image/png;base64,%"],
+        [1],
+        ["/etc/passwd"],
+        ["a\0b"],
+    ],
 )
 async def test_images_that_cannot_be_read_are_explained(images):
     async with agent("tools=[image_zoom]") as act:
@@ -373,13 +484,17 @@ async def test_tools_of_a_stdio_mcp_server_are_called_and_a_dead_one_comes_back(
     async with agent(
         "tools=[mcp]", f"mcp.servers={{test: {command}}}", "mcp.call_seconds=20", "step_seconds=50"
     ) as act:
-        assert text_of(await act(call("add", a=2, b=3))) == "\n<tool_response>\n5\n</tool_response>\n"
+        assert (
+            text_of(await act(call("add", a=2, b=3))) == "\n<tool_response>\n5\n</tool_response>\n"
+        )
         assert "5" in text_of(await act(call("test.add", a=2, b=3)))
         reply = await act(call("fail"))
         assert reply.observation["metrics"] == {"failed": 1.0} and reply.valid
         assert (await act(call("add", a="two", b=3))).observation["metrics"] == {"failed": 1.0}
         reply = await act(call("nope"))
-        assert reply.error is Failure.TOOL and "available tools: ['add', 'die', 'fail']" in text_of(reply)
+        assert reply.error is Failure.TOOL and "available tools: ['add', 'die', 'fail']" in text_of(
+            reply
+        )
         assert (await act(call("die"))).error is Failure.TOOL
         assert "5" in text_of(await act(call("add", a=2, b=3)))
 
@@ -388,12 +503,16 @@ async def test_tools_of_an_http_mcp_server_are_called(tmp_path):
     program = tmp_path / "server.py"
     program.write_text(SERVER)
     port = free_port()
-    process = subprocess.Popen([sys.executable, program, str(port)], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, program, str(port)], stderr=subprocess.PIPE, text=True
+    )
     try:
         assert process.stderr is not None
         while "running on" not in process.stderr.readline():
             assert process.poll() is None
-        async with agent("tools=[mcp]", f"mcp.servers={{test: 'http://127.0.0.1:{port}/mcp'}}") as act:
+        async with agent(
+            "tools=[mcp]", f"mcp.servers={{test: 'http://127.0.0.1:{port}/mcp'}}"
+        ) as act:
             assert "5" in text_of(await act(call("add", a=2, b=3)))
     finally:
         process.kill()

@@ -32,7 +32,11 @@ async def test_a_batch_is_answered_in_its_order_across_workers():
         assert {assign_worker(name, 3) for name in ids} == {0, 1, 2}
         body = await client.step(*(f"echo {name}" for name in ids), ids=ids)
         assert body["observations"] == ids
-        assert body["dones"] == [False] * 24 and body["valids"] == [True] * 24 and body["tools"] == ["echo"] * 24
+        assert (
+            body["dones"] == [False] * 24
+            and body["valids"] == [True] * 24
+            and body["tools"] == ["echo"] * 24
+        )
         assert body["errors"] == [None] * 24 and body["processing_time_ms"] > 0
 
 
@@ -88,10 +92,22 @@ async def test_fields_as_deep_as_allowed_reach_the_tool(one_server):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"trajectory_ids": ["a", "b"], "actions": ["x"]}, "actions has 1 entries, trajectory_ids has 2"),
-        ({"trajectory_ids": ["a"], "actions": ["x"], "finish": []}, "finish has 0 entries, trajectory_ids has 1"),
-        ({"trajectory_ids": ["a"], "actions": ["x"], "extra_fields": [{}, {}]}, "extra_fields has 2 entries"),
-        ({"trajectory_ids": ["a"], "actions": ["x"], "is_last_step": [True] * 3}, "is_last_step has 3 entries"),
+        (
+            {"trajectory_ids": ["a", "b"], "actions": ["x"]},
+            "actions has 1 entries, trajectory_ids has 2",
+        ),
+        (
+            {"trajectory_ids": ["a"], "actions": ["x"], "finish": []},
+            "finish has 0 entries, trajectory_ids has 1",
+        ),
+        (
+            {"trajectory_ids": ["a"], "actions": ["x"], "extra_fields": [{}, {}]},
+            "extra_fields has 2 entries",
+        ),
+        (
+            {"trajectory_ids": ["a"], "actions": ["x"], "is_last_step": [True] * 3},
+            "is_last_step has 3 entries",
+        ),
         ({"trajectory_ids": [], "actions": []}, "trajectory_ids"),
         ({"trajectory_ids": ["a"], "actions": [None]}, "actions.0"),
         ({"trajectory_ids": ["a"], "actions": ["x"], "extra_fields": ["no"]}, "extra_fields.0"),
@@ -99,7 +115,10 @@ async def test_fields_as_deep_as_allowed_reach_the_tool(one_server):
         ({"trajectory_ids": ["a"]}, "actions: required, not set"),
         ({"trajectory_ids": ["a"], "actions": ["x"], "extra": 1}, "extra: unknown key"),
         (["no"], "must be a mapping"),
-        ({"trajectory_ids": ["a"] * 9, "actions": ["x"] * 9}, "9 actions are more than max_batch=8"),
+        (
+            {"trajectory_ids": ["a"] * 9, "actions": ["x"] * 9},
+            "9 actions are more than max_batch=8",
+        ),
     ],
 )
 async def test_a_wrong_schema_is_422_and_says_what_is_wrong(one_server, body, message):
@@ -129,7 +148,9 @@ async def test_a_body_that_cannot_be_read_is_refused_and_counted(one_server, dat
 
 
 @shares_a_server
-async def test_escapes_that_spell_no_character_are_replaced_in_actions_and_refused_in_ids(one_server):
+async def test_escapes_that_spell_no_character_are_replaced_in_actions_and_refused_in_ids(
+    one_server,
+):
     data = b'{"trajectory_ids": ["a"], "actions": ["echo \\ud800!"]}'
     status, body = await one_server.send(data=data, headers=JSON)
     assert (status, body["observations"]) == (200, ["?!"])
@@ -147,7 +168,9 @@ async def test_what_is_not_json_by_its_type_or_path_is_refused(one_server):
 
 @shares_a_server
 async def test_another_host_name_is_refused_without_a_token(one_server):
-    status, body = await one_server.send("/health", "GET", headers={"Host": "attacker.example:5000"})
+    status, body = await one_server.send(
+        "/health", "GET", headers={"Host": "attacker.example:5000"}
+    )
     assert status == 403 and "attacker.example" in body["detail"]
 
 
@@ -166,14 +189,22 @@ async def test_with_a_token_nobody_gets_in_without_it(monkeypatch):
     monkeypatch.setenv("TOOL_TOKEN", "s3cret")
     async with serving("token_env=TOOL_TOKEN") as client:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
-            for path, method in (("/get_observation", "POST"), ("/health", "GET"), ("/metrics", "GET")):
+            for path, method in (
+                ("/get_observation", "POST"),
+                ("/health", "GET"),
+                ("/metrics", "GET"),
+            ):
                 status, body = await client.send(path, method, headers=headers)
                 assert status == 401 and "s3cret" not in json.dumps(body)
-        assert (await client.send("/health", "GET", headers={"Authorization": "Bearer s3cret"}))[0] == 200
+        assert (await client.send("/health", "GET", headers={"Authorization": "Bearer s3cret"}))[
+            0
+        ] == 200
 
 
 def test_an_address_others_can_reach_needs_a_token(monkeypatch):
-    with pytest.raises(ConfigError, match="host='0.0.0.0' can be reached from other machines and needs a token"):
+    with pytest.raises(
+        ConfigError, match="host='0.0.0.0' can be reached from other machines and needs a token"
+    ):
         ToolServer(build_tree(ToolServerSettings, {}, ["host=0.0.0.0"]))
     with pytest.raises(ConfigError, match="token_env names NOT_SET, which is not set"):
         ToolServer(build_tree(ToolServerSettings, {}, ["host=0.0.0.0", "token_env=NOT_SET"]))
@@ -181,7 +212,14 @@ def test_an_address_others_can_reach_needs_a_token(monkeypatch):
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+    ],
 )
 def test_which_addresses_only_this_machine_reaches(host, expected):
     assert is_loopback(host) is expected

@@ -6,7 +6,9 @@ from jax_agent_rl.utils.plugins import load_user_module
 from tests.capabilities import needs_bwrap
 
 pytestmark = needs_bwrap
-soak = load_user_module(str(Path(__file__).parents[3] / "benchmarks" / "tool_server.py"), key="benchmark").soak
+soak = load_user_module(
+    str(Path(__file__).parents[3] / "benchmarks" / "tool_server.py"), key="benchmark"
+).soak
 
 
 async def test_many_hostile_trajectories_leave_nothing_behind():

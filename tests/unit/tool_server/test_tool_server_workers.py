@@ -22,13 +22,15 @@ async def test_a_tool_that_kills_its_worker_costs_only_its_trajectories_and_is_c
         victims = [name for name in ids if assign_worker(name, 2) == assign_worker("bomber", 2)]
         assert 0 < len(victims) < 10
         await client.step(*["count"] * 10, ids=ids)
-        body = await client.step("fault die", "echo hi", ids=["bomber", next(n for n in ids if n not in victims)])
+        body = await client.step(
+            "fault die", "echo hi", ids=["bomber", next(n for n in ids if n not in victims)]
+        )
         assert body["errors"] == ["worker_died", None] and body["dones"] == [True, False]
         body = await client.step(*["count"] * 10, ids=ids)
         assert body["errors"] == ["worker_died" if name in victims else None for name in ids]
-        assert [o for o, name in zip(body["observations"], ids, strict=True) if name not in victims] == ["2"] * (
-            10 - len(victims)
-        )
+        assert [
+            o for o, name in zip(body["observations"], ids, strict=True) if name not in victims
+        ] == ["2"] * (10 - len(victims))
         await until_healthy(client)
         body = await client.step(*["count"] * 10, ids=ids)
         assert body["observations"] == ["1" if name in victims else "3" for name in ids]
@@ -37,12 +39,20 @@ async def test_a_tool_that_kills_its_worker_costs_only_its_trajectories_and_is_c
         assert metrics['toolserver_environments_lost_total{tool="counter"}'] == len(victims)
         await client.step(*[""] * 10, ids=ids, finish=[True] * 10)
         metrics = await client.metrics()
-        assert total(metrics, "opened") == total(metrics, "closed") + total(metrics, "lost") == 10 + len(victims)
+        assert (
+            total(metrics, "opened")
+            == total(metrics, "closed") + total(metrics, "lost")
+            == 10 + len(victims)
+        )
 
 
 async def test_a_stuck_worker_is_replaced_and_the_other_goes_on_meanwhile():
     async with serving("workers=2", "stuck_seconds=4") as client:
-        other = next(name for name in map(str, range(99)) if assign_worker(name, 2) != assign_worker("victim", 2))
+        other = next(
+            name
+            for name in map(str, range(99))
+            if assign_worker(name, 2) != assign_worker("victim", 2)
+        )
         await client.step("count", ids=["victim"])
         stuck = asyncio.create_task(client.step("fault stuck", ids=["victim"]))
         while (await client.send("/health", "GET"))[0] != 503:
@@ -59,7 +69,9 @@ async def test_what_a_tool_prints_holds_up_nobody():
     """More than a pipe takes, and nobody reads standard output once a worker is ready."""
     async with serving("stuck_seconds=20") as client:
         body = await client.step("fault print")
-        assert body["observations"] == ["printed"] and (await client.step("count"))["observations"] == ["1"]
+        assert body["observations"] == ["printed"] and (await client.step("count"))[
+            "observations"
+        ] == ["1"]
 
 
 async def test_a_worker_killed_twice_counts_each_lost_environment_once():
@@ -71,7 +83,9 @@ async def test_a_worker_killed_twice_counts_each_lost_environment_once():
                 await asyncio.sleep(0.02)
             await until_healthy(client)
             assert total(await client.metrics(), "lost") == 2 * turn
-            assert (await client.step("count", "", ids=["a", "b"], finish=[False, True]))["errors"] == [
+            assert (await client.step("count", "", ids=["a", "b"], finish=[False, True]))[
+                "errors"
+            ] == [
                 "worker_died",
                 None,
             ]
@@ -80,7 +94,9 @@ async def test_a_worker_killed_twice_counts_each_lost_environment_once():
 @needs_bwrap
 async def test_the_command_serves_and_leaves_nothing_when_it_is_stopped():
     argv = ["-m", "jax_agent_rl.cli", "tool-server", "tools=[stateful_python]", "port=0"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, stdout=asyncio.subprocess.PIPE
+    )
     line = (await process.stdout.readline()).decode()
     url = line.split(" on ")[1].split(": ")[0]
     assert "stateful_python" in line
@@ -97,8 +113,17 @@ async def test_the_command_serves_and_leaves_nothing_when_it_is_stopped():
 
 async def started(*overrides):
     """The command with the fake tools, and its address."""
-    argv = ["-m", "jax_agent_rl.cli", "tool-server", "tools=[counter,faulty]", f"tool_path={FAKES}", "port=0"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *argv, *overrides, stdout=asyncio.subprocess.PIPE)
+    argv = [
+        "-m",
+        "jax_agent_rl.cli",
+        "tool-server",
+        "tools=[counter,faulty]",
+        f"tool_path={FAKES}",
+        "port=0",
+    ]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, *overrides, stdout=asyncio.subprocess.PIPE
+    )
     return process, (await process.stdout.readline()).decode().split(" on ")[1].split(": ")[0]
 
 
@@ -140,7 +165,9 @@ async def test_a_second_signal_does_not_wait_for_environments_to_close():
 @needs_bwrap
 async def test_nothing_is_left_when_the_server_itself_is_killed():
     argv = ["-m", "jax_agent_rl.cli", "tool-server", "tools=[stateful_python]", "port=0"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, stdout=asyncio.subprocess.PIPE
+    )
     url = (await process.stdout.readline()).decode().split(" on ")[1].split(": ")[0]
     async with aiohttp.ClientSession(url) as session:
         body = {"trajectory_ids": ["a"], "actions": ["<python>1</python>"]}

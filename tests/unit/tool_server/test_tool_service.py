@@ -37,7 +37,12 @@ class Served:
         limits = {"step_seconds": 5.0, "max_action_chars": 1000, "max_observation_chars": 200}
         limits |= {"max_environments": 50, "idle_seconds": 100.0, "limits": {"wall_seconds": 0.001}}
         given = ToolServerSettings(
-            **{"tools": names or ("echo", "counter", "faulty"), "tool_path": FAKES, **limits, **changes}
+            **{
+                "tools": names or ("echo", "counter", "faulty"),
+                "tool_path": FAKES,
+                **limits,
+                **changes,
+            }
         )
         context = ToolContext(settings=given, threads=DaemonThreads(), _sandbox=None)
         self.tools = {tool.name: tool(context) for tool in tool_classes(given)}
@@ -50,28 +55,45 @@ class Served:
         return self.tools["counter"].diary
 
     async def step(self, action="", trajectory="t", **fields):
-        return await self.service.step(ServerAction(trajectory_id=trajectory, text=action, **fields))
+        return await self.service.step(
+            ServerAction(trajectory_id=trajectory, text=action, **fields)
+        )
 
     def metric(self, name, **labels):
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def closed(self, reason):
-        return self.metric("toolserver_environments_closed_total", worker="0", tool="counter", reason=reason)
+        return self.metric(
+            "toolserver_environments_closed_total", worker="0", tool="counter", reason=reason
+        )
 
 
 async def test_the_first_tool_that_accepts_acts():
     served = Served()
     reply = await served.step("echo count")
-    assert (reply.observation, reply.tool, reply.valid, reply.done) == ("count", "echo", True, False)
+    assert (reply.observation, reply.tool, reply.valid, reply.done) == (
+        "count",
+        "echo",
+        True,
+        False,
+    )
     assert (await served.step("count")).tool == "counter"
 
 
 async def test_an_action_no_tool_accepts_is_invalid_and_says_what_there_is():
     served = Served()
     reply = await served.step("hm")
-    assert (reply.tool, reply.valid, reply.done, reply.error) == (None, False, False, Failure.INVALID)
+    assert (reply.tool, reply.valid, reply.done, reply.error) == (
+        None,
+        False,
+        False,
+        Failure.INVALID,
+    )
     assert reply.observation["invalid_reason"] == "invalid_action"
-    assert reply.observation["available_tools"] == "echo: echo TEXT\ncounter: count\nfaulty: fault WORD"
+    assert (
+        reply.observation["available_tools"]
+        == "echo: echo TEXT\ncounter: count\nfaulty: fault WORD"
+    )
     assert (await Served(done_if_invalid=True).step("hm")).done
 
 
@@ -83,7 +105,10 @@ async def test_an_action_that_is_too_long_reaches_no_parser():
 
 
 async def test_rewards_go_along():
-    assert (await Served().step("echo hi", extra_fields={"reward": 0.5})).observation == {"obs": "hi", "reward": 0.5}
+    assert (await Served().step("echo hi", extra_fields={"reward": 0.5})).observation == {
+        "obs": "hi",
+        "reward": 0.5,
+    }
 
 
 async def test_state_lasts_until_finish_and_is_then_reset():
@@ -139,7 +164,12 @@ async def test_every_fault_is_a_counted_reply(action, error, text):
 
 async def test_huge_observations_lose_their_middle():
     text = (await Served().step("fault huge")).observation
-    assert len(text) == 200 and text.startswith("begin") and text.endswith("end") and "truncated" in text
+    assert (
+        len(text) == 200
+        and text.startswith("begin")
+        and text.endswith("end")
+        and "truncated" in text
+    )
 
 
 async def test_text_that_is_not_unicode_is_made_so():
@@ -159,20 +189,31 @@ async def test_one_fault_leaves_the_batch_alone():
     actions = ["echo a", "fault raise", "fault hang", "count", "hm", "echo b"]
     steps = [ServerAction(trajectory_id=str(n), text=action) for n, action in enumerate(actions)]
     replies = await served.service.steps(steps)
-    assert [reply.error for reply in replies] == [None, Failure.CRASH, Failure.TIMEOUT, None, Failure.INVALID, None]
+    assert [reply.error for reply in replies] == [
+        None,
+        Failure.CRASH,
+        Failure.TIMEOUT,
+        None,
+        Failure.INVALID,
+        None,
+    ]
     assert [replies[n].observation for n in (0, 3, 5)] == ["a", "1", "b"]
 
 
 async def test_actions_of_one_trajectory_keep_their_order_even_within_a_batch():
     served = Served()
     steps = [ServerAction(trajectory_id="t", text="count") for _ in range(20)]
-    assert [reply.observation for reply in await served.service.steps(steps)] == [str(n) for n in range(1, 21)]
+    assert [reply.observation for reply in await served.service.steps(steps)] == [
+        str(n) for n in range(1, 21)
+    ]
 
 
 async def test_a_disconnect_during_an_action_closes_the_environment_and_fails_the_next_action():
     served = Served()
     await served.step("count")
-    running = asyncio.create_task(served.service.steps([ServerAction(trajectory_id="t", text="count slowly")]))
+    running = asyncio.create_task(
+        served.service.steps([ServerAction(trajectory_id="t", text="count slowly")])
+    )
     while not served.metric("toolserver_steps_running", worker="0"):
         await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -182,7 +223,9 @@ async def test_a_disconnect_during_an_action_closes_the_environment_and_fails_th
     assert served.closed("abort") == 1 and served.diary == [("open", "t"), ("close", "t")]
     reply = await served.step("count")
     assert (reply.error, reply.done, reply.valid) == (Failure.GONE, True, False)
-    assert (await served.step("count")).observation == "1", "it fails once; then it is a new trajectory"
+    assert (await served.step("count")).observation == "1", (
+        "it fails once; then it is a new trajectory"
+    )
 
 
 async def test_a_timeout_in_a_stateful_tool_ends_its_trajectory():
@@ -250,7 +293,9 @@ def test_whatever_happens_every_environment_is_closed_exactly_once(seed):
 
         async def client():
             for _ in range(8):
-                action = rng.choice(["count", "count", "count slowly", "echo bye", "fault raise", "hm"])
+                action = rng.choice(
+                    ["count", "count", "count slowly", "echo bye", "fault raise", "hm"]
+                )
                 step = ServerAction(
                     trajectory_id=rng.choice("abcdef"),
                     text=action,
@@ -280,7 +325,9 @@ def test_whatever_happens_every_environment_is_closed_exactly_once(seed):
         assert (name in open_now) is (what == "close")
         (open_now.add if what == "open" else open_now.discard)(name)
     assert served.service.environments.count == 0
-    assert served.metric("toolserver_environments_opened_total", worker="0", tool="counter") == len(opened)
+    assert served.metric("toolserver_environments_opened_total", worker="0", tool="counter") == len(
+        opened
+    )
 
 
 @pytest.mark.parametrize(
@@ -288,7 +335,11 @@ def test_whatever_happens_every_environment_is_closed_exactly_once(seed):
     [
         (("no_such",), None, "there is no tool 'no_such'"),
         (("echo",), FAKES.replace("fake_tools", "no_file"), "no such file"),
-        (("echo",), str(Path(__file__).parents[2] / "capabilities.py"), "defines no ServerTool class"),
+        (
+            ("echo",),
+            str(Path(__file__).parents[2] / "capabilities.py"),
+            "defines no ServerTool class",
+        ),
     ],
 )
 def test_tools_that_are_not_there_are_named(names, path, message):

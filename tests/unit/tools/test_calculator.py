@@ -33,7 +33,8 @@ def _combine(symbol, a, b):
 expressions = st.recursive(
     st.integers(0, 9999).map(_leaf),
     lambda inner: (
-        st.builds(_combine, st.sampled_from(sorted(BINARY)), inner, inner) | inner.map(lambda e: (f"-{e[0]}", -e[1]))
+        st.builds(_combine, st.sampled_from(sorted(BINARY)), inner, inner)
+        | inner.map(lambda e: (f"-{e[0]}", -e[1]))
     ),
     max_leaves=8,
 )

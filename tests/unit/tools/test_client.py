@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse, Response
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.tools.client import NO_TOOL, ServerAction, ToolServerClient, _observations, observation_url
+from jax_agent_rl.tools.client import (
+    NO_TOOL,
+    ServerAction,
+    ToolServerClient,
+    _observations,
+    observation_url,
+)
 from jax_agent_rl.utils.network import JsonService
 from tests.http_service import ToolServer, data_url
 from tests.ports import free_port
@@ -28,13 +34,16 @@ def client(url, *, timeout=10.0):
 async def ask(server, *texts, timeout=10.0):
     it = client(server.url, timeout=timeout)
     try:
-        return await it.get_observation([ServerAction(trajectory_id=str(i), text=t) for i, t in enumerate(texts)])
+        return await it.get_observation(
+            [ServerAction(trajectory_id=str(i), text=t) for i, t in enumerate(texts)]
+        )
     finally:
         await it.close()
 
 
 @pytest.mark.parametrize(
-    "url", ["http://h:1", "http://h:1/", "http://h:1/get_observation", "http://h:1/get_observation/"]
+    "url",
+    ["http://h:1", "http://h:1/", "http://h:1/get_observation", "http://h:1/get_observation/"],
 )
 def test_the_path_may_be_left_out(url):
     assert observation_url(url) == "http://h:1/get_observation"
@@ -51,7 +60,13 @@ async def test_a_detailed_observation_is_parsed():
     detailed = {"obs": "x", "reward": 1, "metrics": {"t": 0.5}, "more": "for others"}
     async with ToolServer(lambda action: (detailed, True, True)) as server:
         (found,) = await ask(server, "a")
-    assert (found.text, found.reward, found.metrics, found.done, found.error) == ("x", 1.0, {"t": 0.5}, True, None)
+    assert (found.text, found.reward, found.metrics, found.done, found.error) == (
+        "x",
+        1.0,
+        {"t": 0.5},
+        True,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +89,10 @@ async def test_images_are_decoded():
     urls = [data_url((4, 3)), data_url((2, 5)).partition(",")[2]]
     async with ToolServer(lambda action: {"obs": "x", "image": urls}) as server:
         (found,) = await ask(server, "a")
-    assert [(image.mode, image.size) for image in found.media["image"]] == [("RGB", (4, 3)), ("RGB", (2, 5))]
+    assert [(image.mode, image.size) for image in found.media["image"]] == [
+        ("RGB", (4, 3)),
+        ("RGB", (2, 5)),
+    ]
 
 
 async def test_an_action_that_no_tool_accepts_has_a_default_observation():
@@ -117,7 +135,15 @@ async def test_a_wrong_answer_is_an_error_that_names_the_server(answer):
 
 @pytest.mark.parametrize(
     "content",
-    [None, 3, ["a"], {}, {"obs": 3}, {"obs": "x", "reward": "high"}, {"obs": "x", "metrics": {"t": "s"}}],
+    [
+        None,
+        3,
+        ["a"],
+        {},
+        {"obs": 3},
+        {"obs": "x", "reward": "high"},
+        {"obs": "x", "metrics": {"t": "s"}},
+    ],
 )
 async def test_a_wrong_observation_is_an_error_of_its_own_entry(content):
     async with ToolServer(lambda action: content if action == "bad" else "fine") as server:
@@ -130,7 +156,9 @@ async def test_a_reward_must_be_finite():
     async with ToolServer() as server:
 
         async def infinite(payload):
-            return Response('{"observations": [{"obs": "x", "reward": Infinity}], "dones": [0], "valids": [1]}')
+            return Response(
+                '{"observations": [{"obs": "x", "reward": Infinity}], "dones": [0], "valids": [1]}'
+            )
 
         server.respond = infinite
         (found,) = await ask(server, "a")
@@ -193,7 +221,9 @@ def test_whatever_a_server_answers_is_an_observation_or_a_named_error(answer, co
 
 
 @pytest.mark.parametrize("released", [True, False])
-async def test_closing_waits_for_what_outlives_a_cancelled_trajectory_and_then_ends_it(released, monkeypatch):
+async def test_closing_waits_for_what_outlives_a_cancelled_trajectory_and_then_ends_it(
+    released, monkeypatch
+):
     monkeypatch.setattr("jax_agent_rl.tools.client.CLOSE_SECONDS", 60.0 if released else 0.0)
     it, release, done = client("http://127.0.0.1:1"), asyncio.Event(), []
 

@@ -109,7 +109,9 @@ def test_annotated_text_describes_a_parameter():
     assert greet.parameters["properties"]["name"] == {"type": "string", "description": "Who."}
 
 
-@pytest.mark.parametrize("ending", ["Returns: its price.", "Raises: ValueError: none.", "Returns:\n    its price."])
+@pytest.mark.parametrize(
+    "ending", ["Returns: its price.", "Raises: ValueError: none.", "Returns:\n    its price."]
+)
 def test_a_section_after_the_arguments_may_stand_on_one_line(ending):
     def price(item: str) -> str:
         return item
@@ -231,7 +233,10 @@ PARAMETERS = {
     "properties": {"query": {"type": "string"}, "level": {"enum": ["l", "h"]}},
     "required": ["query"],
 }
-SCHEMA = {"type": "function", "function": {"name": "web_search", "description": "Told so.", "parameters": PARAMETERS}}
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "web_search", "description": "Told so.", "parameters": PARAMETERS},
+}
 
 
 class Level(enum.Enum):
@@ -270,7 +275,11 @@ def test_a_given_schema_may_be_a_pydantic_model_and_leave_the_description_to_the
         """
         return query
 
-    assert (search.name, search.description, search.parameters) == ("web_search", "Searches.", PARAMETERS)
+    assert (search.name, search.description, search.parameters) == (
+        "web_search",
+        "Searches.",
+        PARAMETERS,
+    )
 
 
 async def test_a_given_schema_stands_for_annotations_that_say_no_json():
@@ -297,9 +306,17 @@ def _function(**changed):
         (None, {"name": "x"}, r"must be \{type: function, function"),
         (None, {"type": "function", "function": 3}, r"must be \{type: function, function"),
         (None, SCHEMA, r"\['level'\], which it does not take"),
-        ("other", _function(parameters={"type": "object"}), "'other', and 'web_search' in its schema"),
+        (
+            "other",
+            _function(parameters={"type": "object"}),
+            "'other', and 'web_search' in its schema",
+        ),
         (None, _function(parameters={"type": "string"}), "schema of type object"),
-        (None, _function(parameters={"type": "object", "properties": {"query": {"type": "text"}}}), "no valid JSON"),
+        (
+            None,
+            _function(parameters={"type": "object", "properties": {"query": {"type": "text"}}}),
+            "no valid JSON",
+        ),
     ],
 )
 def test_a_wrong_schema_is_refused_with_the_place(name, schema, message):
@@ -322,7 +339,12 @@ def test_a_wrong_schema_is_refused_with_the_place(name, schema, message):
         ((ToolResponse(text="r", reward=0.5), None), "r", 0.5, {}),
         (("x", False), "x", 0.0, {}),
         (("x", True), "x", 1.0, {}),
-        (("x", np.float32(1), {"rows": np.int64(3), "hit": np.bool_(True)}), "x", 1.0, {"rows": 3, "hit": 1}),
+        (
+            ("x", np.float32(1), {"rows": np.int64(3), "hit": np.bool_(True)}),
+            "x",
+            1.0,
+            {"rows": 3, "hit": 1},
+        ),
         (ToolResponse(text="r", reward=np.float64(0.5)), "r", 0.5, {}),
         ((3, 1), "3", 1.0, {}),
         (2.5, "2.5", 0.0, {}),

@@ -83,7 +83,9 @@ async def test_a_servers_tools_are_called(kind):
         assert set(tools) == NAMES
         assert tools["add"].schema["function"]["description"] == "Adds two numbers."
         async with await session_of(opened) as session:
-            records = await asyncio.gather(*(session.call("add", {"a": n, "b": 1}) for n in range(8)))
+            records = await asyncio.gather(
+                *(session.call("add", {"a": n, "b": 1}) for n in range(8))
+            )
             wrong = await session.call("add", {"a": "x", "b": 1})
             failed = await session.call("fail", {})
     assert [record.observation for record in records] == [str(n + 1) for n in range(8)]
@@ -94,7 +96,9 @@ async def test_a_servers_tools_are_called(kind):
 @pytest.mark.parametrize("kind", ["stdio", "http"])
 async def test_a_call_that_hangs_is_left_and_others_go_on(kind):
     async with connection(kind) as opened, await session_of(opened, timeout=1.0) as session:
-        hung, fine = await asyncio.gather(session.call("hang", {}), session.call("add", {"a": 1, "b": 2}))
+        hung, fine = await asyncio.gather(
+            session.call("hang", {}), session.call("add", {"a": 1, "b": 2})
+        )
         after = await session.call("add", {"a": 2, "b": 2})
     assert hung.error == "timeout" and "did not answer within 1 seconds" in hung.observation
     assert (fine.observation, after.observation) == ("3", "4")
@@ -113,7 +117,10 @@ async def test_the_servers_own_timeout_is_an_observation_too():
     async with connection("stdio", timeout=30.0) as opened, await session_of(opened) as session:
         opened._timeout = 0.5
         record = await session.call("hang", {})
-    assert record.error == "timeout" and "the server tests did not answer within 0.5 seconds" in record.observation
+    assert (
+        record.error == "timeout"
+        and "the server tests did not answer within 0.5 seconds" in record.observation
+    )
 
 
 async def test_a_server_that_dies_is_an_observation_and_is_restarted():
@@ -143,27 +150,37 @@ async def test_an_http_server_that_is_gone_is_an_observation_until_it_is_back():
         await stop(process)
         if again:
             await stop(again)
-    assert all(record.error == "raised" and "the MCP server tests" in record.observation for record in gone[1:])
+    assert all(
+        record.error == "raised" and "the MCP server tests" in record.observation
+        for record in gone[1:]
+    )
     assert gone[0].error == "raised" and "tests" in gone[0].observation
     assert late[-1].observation == "3"
 
 
 async def test_images_arrive_as_pil_images():
-    async with connection("stdio") as opened, await session_of(opened, modalities={"image"}) as session:
+    async with (
+        connection("stdio") as opened,
+        await session_of(opened, modalities={"image"}) as session,
+    ):
         record = await session.call("picture", {})
     (image,) = record.media["image"]
     assert (image.size, image.getpixel((0, 0)), record.error) == ((1, 1), (255, 0, 0), None)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("EPS", (4, 3)), ("PNG", (9000, 2000))])
-def test_an_image_that_runs_a_program_or_fills_the_memory_is_not_read(kind: str, size: tuple[int, int]):
+def test_an_image_that_runs_a_program_or_fills_the_memory_is_not_read(
+    kind: str, size: tuple[int, int]
+):
     from mcp.types import CallToolResult, ImageContent
 
     stream = io.BytesIO()
     Image.new("L", size).save(stream, format=kind)
     data = base64.b64encode(stream.getvalue()).decode()
     with pytest.raises(ToolError, match="an image that cannot be read"):
-        as_tool_response(CallToolResult(content=[ImageContent(type="image", data=data, mime_type="image/png")]))
+        as_tool_response(
+            CallToolResult(content=[ImageContent(type="image", data=data, mime_type="image/png")])
+        )
 
 
 async def test_an_image_that_is_none_is_an_error():
@@ -171,12 +188,17 @@ async def test_an_image_that_is_none_is_an_error():
 
     data = base64.b64encode(b"no image").decode()
     with pytest.raises(ToolError, match="cannot be read"):
-        as_tool_response(CallToolResult(content=[ImageContent(type="image", data=data, mime_type="image/png")]))
+        as_tool_response(
+            CallToolResult(content=[ImageContent(type="image", data=data, mime_type="image/png")])
+        )
 
 
 @pytest.mark.parametrize(
     "server",
-    [MCPServerConfig(command="/no/such/program"), MCPServerConfig(url=f"http://127.0.0.1:{free_port()}/mcp")],
+    [
+        MCPServerConfig(command="/no/such/program"),
+        MCPServerConfig(url=f"http://127.0.0.1:{free_port()}/mcp"),
+    ],
     ids=["stdio", "http"],
 )
 async def test_a_server_that_cannot_be_reached_is_named_at_start(server):
@@ -216,7 +238,9 @@ async def test_an_entry_of_verls_is_taken_as_it_is_written_there(tmp_path):
     (tmp_path / "tools.yaml").write_text(json.dumps(tree))
     async with open_tools(config) as registry:
         assert set(registry) == NAMES
-        connections = {id(tool._connection): tool._connection for tool in registry.select().values()}
+        connections = {
+            id(tool._connection): tool._connection for tool in registry.select().values()
+        }
     (opened,) = connections.values()
     assert opened.rate.per_second == 120
 
@@ -242,7 +266,9 @@ async def test_an_entry_that_says_what_has_no_effect_is_refused(tmp_path, change
 
 async def test_a_server_and_a_file_with_one_name_are_both_named(tmp_path):
     functions = tmp_path / "mine.py"
-    functions.write_text("from jax_agent_rl.tools import function_tool\n@function_tool\ndef add() -> str:\n    'x'\n")
+    functions.write_text(
+        "from jax_agent_rl.tools import function_tool\n@function_tool\ndef add() -> str:\n    'x'\n"
+    )
     config = write_config(tmp_path).model_copy(update={"function_tool_path": str(functions)})
     with pytest.raises(ToolDefinitionError) as error:
         async with open_tools(config):
@@ -265,7 +291,9 @@ def test_a_wrong_server_entry_is_refused(settings, message):
 
 
 def test_a_token_becomes_a_bearer_header():
-    server = MCPServerConfig.from_mapping({"url": "http://x/mcp", "auth_token": "abc"}, where="here")
+    server = MCPServerConfig.from_mapping(
+        {"url": "http://x/mcp", "auth_token": "abc"}, where="here"
+    )
     assert server.headers == {"Authorization": "Bearer abc"}
 
 
@@ -293,17 +321,26 @@ def contents():
         TextContent(type="text", text="downloaded"),
         EmbeddedResource(type="resource", resource=text),
         EmbeddedResource(type="resource", resource=blob),
-        ResourceLink(type="resource_link", name="report", uri="file:///c", description="of the year"),
+        ResourceLink(
+            type="resource_link", name="report", uri="file:///c", description="of the year"
+        ),
     ]
 
 
 def test_the_text_of_embedded_resources_is_shown_and_the_rest_is_named():
     text = as_tool_response(result_of(*contents())).text
     assert text.splitlines()[:2] == ["downloaded", "THE FILE"]
-    assert "application/pdf" in text and "report" in text and "of the year" in text and "AAAA" not in text
+    assert (
+        "application/pdf" in text
+        and "report" in text
+        and "of the year" in text
+        and "AAAA" not in text
+    )
 
 
 def test_the_gateway_of_the_tool_server_says_what_a_tool_here_says():
     from jax_agent_rl.tool_server.plugins.mcp_gateway import _observation
 
-    assert as_tool_response(result_of(*contents())).text in _observation(result_of(*contents())).text
+    assert (
+        as_tool_response(result_of(*contents())).text in _observation(result_of(*contents())).text
+    )

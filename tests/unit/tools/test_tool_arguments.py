@@ -32,7 +32,10 @@ def one(kind, **more):
         (one("array", nullable=True), "None", None),
         (one("string", nullable=True), "null", "null"),
         (
-            {"type": "object", "properties": {"x": {"anyOf": [{"type": "null"}, {"type": "integer"}]}}},
+            {
+                "type": "object",
+                "properties": {"x": {"anyOf": [{"type": "null"}, {"type": "integer"}]}},
+            },
             "4",
             4,
         ),
@@ -68,7 +71,11 @@ def test_anything_else_is_an_error_the_model_can_read(schema, arguments, message
 
 
 def test_a_property_called_nullable_is_a_property():
-    schema = {"type": "object", "properties": {"nullable": {"type": "boolean"}}, "required": ["nullable"]}
+    schema = {
+        "type": "object",
+        "properties": {"nullable": {"type": "boolean"}},
+        "required": ["nullable"],
+    }
     assert check_arguments(schema, {"nullable": True}) == {"nullable": True}
 
 
@@ -78,7 +85,9 @@ def test_extra_arguments_pass_where_the_schema_says_so():
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3)
+    ),
     max_leaves=8,
 )
 kinds = st.sampled_from(["string", "integer", "number", "boolean", "array", "object"])
@@ -102,7 +111,10 @@ DEFS = {
     "P": {"type": "object", "properties": {"n": {"type": "integer"}}},
     "Tree": {
         "type": "object",
-        "properties": {"v": {"type": "integer"}, "kids": {"type": "array", "items": {"$ref": "#/$defs/Tree"}}},
+        "properties": {
+            "v": {"type": "integer"},
+            "kids": {"type": "array", "items": {"$ref": "#/$defs/Tree"}},
+        },
     },
 }
 
@@ -121,10 +133,18 @@ def part(schema):
         ({"enum": [1, 2]}, "1", 1),
         ({"const": True}, "true", True),
         ({"$ref": "#/$defs/P"}, '{"n": "1"}', {"n": 1}),
-        ({"$ref": "#/$defs/Tree"}, '{"v": "1", "kids": [{"v": "2"}]}', {"v": 1, "kids": [{"v": 2}]}),
+        (
+            {"$ref": "#/$defs/Tree"},
+            '{"v": "1", "kids": [{"v": "2"}]}',
+            {"v": 1, "kids": [{"v": 2}]},
+        ),
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "2", "2"),
         ({"anyOf": [{"type": "integer"}, {"type": "boolean"}]}, "true", True),
-        ({"oneOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "object"}]}, '["2"]', [2]),
+        (
+            {"oneOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "object"}]},
+            '["2"]',
+            [2],
+        ),
         ({"anyOf": [{"$ref": "#/$defs/P"}, {"type": "null"}]}, '{"n": 3}', {"n": 3}),
         ({"allOf": [{"type": "integer"}, {"minimum": 1}]}, "3", 3),
         (
@@ -132,7 +152,11 @@ def part(schema):
             '["1", "true"]',
             [1, True],
         ),
-        ({"type": "object", "properties": {"on": {"type": "boolean"}}}, {"on": "false"}, {"on": False}),
+        (
+            {"type": "object", "properties": {"on": {"type": "boolean"}}},
+            {"on": "false"},
+            {"on": False},
+        ),
     ],
 )
 def test_unions_references_and_enums_are_converted_as_they_are_validated(schema, written, value):
@@ -167,10 +191,14 @@ def test_a_number_that_no_float_holds_stays_text(number):
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text("ab1 ", max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xy"), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xy"), inner, max_size=2)
+    ),
     max_leaves=6,
 )
-kinds = st.sampled_from(["integer", "number", "boolean", "string", "null"]).map(lambda kind: {"type": kind})
+kinds = st.sampled_from(["integer", "number", "boolean", "string", "null"]).map(
+    lambda kind: {"type": kind}
+)
 schemas = st.recursive(
     kinds | st.just({"$ref": "#/$defs/Tree"}) | st.just({"enum": [1, "a", None]}),
     lambda inner: (
@@ -221,7 +249,10 @@ def test_a_clients_schema_that_cannot_be_followed_changes_nothing(schema):
 
 def test_a_schema_that_branches_at_every_level_takes_bounded_work():
     option = {"type": "array", "items": {"$ref": "#/$defs/J"}}
-    nested = {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/J"}, {"type": "object", "required": ["q"]}]}}
+    nested = {
+        "type": "array",
+        "items": {"anyOf": [{"$ref": "#/$defs/J"}, {"type": "object", "required": ["q"]}]},
+    }
     schema = {**one("array"), "$defs": {"J": {"anyOf": [option, nested, {"type": "integer"}]}}}
     schema["properties"]["x"] = {"$ref": "#/$defs/J"}
     value = "s"
@@ -235,7 +266,10 @@ def test_a_schema_that_branches_at_every_level_takes_bounded_work():
 def test_a_tool_whose_schema_refers_to_what_is_not_there_is_refused():
     with pytest.raises(ToolDefinitionError, match="#/nowhere"):
         function_tool(
-            schema={"type": "function", "function": {"name": "f", "parameters": part({"$ref": "#/nowhere"})}}
+            schema={
+                "type": "function",
+                "function": {"name": "f", "parameters": part({"$ref": "#/nowhere"})},
+            }
         )(lambda x: x)
 
 
@@ -253,7 +287,12 @@ BEYOND_PROPERTIES = {
         {"x": 3},
     ),
     "arguments that may be null": (
-        OBJECT | {"nullable": True, "$defs": {"n": {"type": "integer"}}, "properties": {"x": {"$ref": "#/$defs/n"}}},
+        OBJECT
+        | {
+            "nullable": True,
+            "$defs": {"n": {"type": "integer"}},
+            "properties": {"x": {"$ref": "#/$defs/n"}},
+        },
         {"x": "3"},
         {"x": 3},
     ),
@@ -277,7 +316,12 @@ BEYOND_PROPERTIES = {
         {"kind": "n", "x": 3},
     ),
     "options that differ in their bounds": (
-        OBJECT | {"properties": {"x": {"oneOf": [{"type": "string", "minLength": 5}, {"type": "integer"}]}}},
+        OBJECT
+        | {
+            "properties": {
+                "x": {"oneOf": [{"type": "string", "minLength": 5}, {"type": "integer"}]}
+            }
+        },
         {"x": "3"},
         {"x": 3},
     ),
@@ -297,7 +341,9 @@ def test_a_number_that_no_float_can_hold_is_an_error_of_the_call():
         check_arguments(schema, {"x": 10**400})
 
 
-@pytest.mark.parametrize("part", [{"prefixItems": {"a": 1}}, {"items": [1]}, {"properties": ["x"]}, {"anyOf": 5}])
+@pytest.mark.parametrize(
+    "part", [{"prefixItems": {"a": 1}}, {"items": [1]}, {"properties": ["x"]}, {"anyOf": 5}]
+)
 def test_a_schema_that_is_none_leaves_arguments_as_they_are(part):
     schema = {"type": "object", "properties": {"x": {"type": "array", **part}}}
     assert convert_arguments(schema, {"x": ["1"]}) == {"x": ["1"]}

@@ -42,7 +42,11 @@ SCHEMA = {
     "function": {
         "name": "scale",
         "description": "Scales.",
-        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}},
+            "required": ["x"],
+        },
     },
 }
 
@@ -66,8 +70,14 @@ async def names_of(config):
 
 
 async def test_a_class_is_built_from_its_config_and_schema(tmp_path, classes):
-    entry = {"class_name": f"{classes}:Scale", "config": {"type": "native", "factor": 5}, "tool_schema": SCHEMA}
-    async with open_tools(config_of(tmp_path, entry, {"class_name": f"{classes}:Named"})) as registry:
+    entry = {
+        "class_name": f"{classes}:Scale",
+        "config": {"type": "native", "factor": 5},
+        "tool_schema": SCHEMA,
+    }
+    async with open_tools(
+        config_of(tmp_path, entry, {"class_name": f"{classes}:Named"})
+    ) as registry:
         tools = registry.select()
         assert tools["scale"].schema == SCHEMA
         assert await tools["scale"].execute("t", {"x": 3}) == "15"
@@ -87,7 +97,10 @@ async def test_a_function_and_a_class_of_one_name_are_both_named(tmp_path, class
 
 
 BAD_SCHEMA = {
-    "function": {**SCHEMA["function"], "parameters": {"type": "object", "properties": {"x": {"type": "int"}}}}
+    "function": {
+        **SCHEMA["function"],
+        "parameters": {"type": "object", "properties": {"x": {"type": "int"}}},
+    }
 }
 
 
@@ -101,9 +114,21 @@ BAD_SCHEMA = {
         ({"class_name": "FILE:Missing"}, ToolDefinitionError, "no subclass"),
         ({"class_name": "builtins.dict"}, ToolDefinitionError, "no subclass"),
         ({"class_name": "FILE:Scale"}, ToolDefinitionError, "could not be built"),
-        ({"class_name": "FILE:Scale", "config": {"fctor": 1}, "tool_schema": SCHEMA}, ToolDefinitionError, "fctor"),
-        ({"class_name": "FILE:Scale", "tool_schema": {"name": "x"}}, ToolDefinitionError, "tool_schema must be"),
-        ({"class_name": "FILE:Scale", "tool_schema": BAD_SCHEMA}, ToolDefinitionError, "no valid JSON Schema"),
+        (
+            {"class_name": "FILE:Scale", "config": {"fctor": 1}, "tool_schema": SCHEMA},
+            ToolDefinitionError,
+            "fctor",
+        ),
+        (
+            {"class_name": "FILE:Scale", "tool_schema": {"name": "x"}},
+            ToolDefinitionError,
+            "tool_schema must be",
+        ),
+        (
+            {"class_name": "FILE:Scale", "tool_schema": BAD_SCHEMA},
+            ToolDefinitionError,
+            "no valid JSON Schema",
+        ),
         ({"class_name": "FILE:Named", "config": {"type": "remote"}}, ConfigError, "native or mcp"),
         ({"class_name": "FILE:Named", "config": {"type": "mcp"}}, ConfigError, "do not fit"),
         ({"mcp": {}}, ConfigError, "no MCP servers are named"),
@@ -134,13 +159,17 @@ async def test_neither_path_means_no_tools():
     assert await names_of(ToolsConfig()) == []
 
 
-def test_modules_beside_a_users_file_and_in_the_working_directory_are_found(tmp_path: Path, monkeypatch):
+def test_modules_beside_a_users_file_and_in_the_working_directory_are_found(
+    tmp_path: Path, monkeypatch
+):
     """As with ``python -m``, which verl's scripts run; a console script has neither on its path."""
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "neighbour_of_tools.py").write_text("FACTOR = 3\n")
-    (tmp_path / "beside" / "tools_with_neighbour.py").write_text("from neighbour_of_tools import FACTOR\n")
+    (tmp_path / "beside" / "tools_with_neighbour.py").write_text(
+        "from neighbour_of_tools import FACTOR\n"
+    )
     (tmp_path / "module_in_cwd.py").write_text("FACTOR = 4\n")
     found = load_user_module("beside/tools_with_neighbour.py", key="tools.function_tool_path")
     assert found.FACTOR == 3 and load_user_module("module_in_cwd", key="agent.module").FACTOR == 4

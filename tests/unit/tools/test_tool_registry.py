@@ -61,7 +61,11 @@ def test_a_sample_selects_its_tools(tmp_path):
     ("text", "error", "message"),
     [
         ("x = 1", ToolDefinitionError, "defines no tool"),
-        ("import no_such_package_here", ConfigError, "imports 'no_such_package_here', which is not installed"),
+        (
+            "import no_such_package_here",
+            ConfigError,
+            "imports 'no_such_package_here', which is not installed",
+        ),
         ("1 / 0", ConfigError, "raised ZeroDivisionError"),
         ("def f(:", ConfigError, "SyntaxError"),
         (ADD.replace("a: int", "a"), ToolDefinitionError, "no type annotation"),
@@ -83,7 +87,9 @@ class Echo(BaseTool):
         return str(arguments)
 
 
-@pytest.mark.parametrize(("name", "schema", "message"), [("", "object", "no name"), ("x", "string", "type object")])
+@pytest.mark.parametrize(
+    ("name", "schema", "message"), [("", "object", "no name"), ("x", "string", "type object")]
+)
 def test_a_tool_needs_a_name_and_an_object_schema(name, schema, message):
     with pytest.raises(ToolDefinitionError, match=message):
         Echo(name=name, description="", parameters={"type": schema})

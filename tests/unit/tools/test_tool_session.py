@@ -57,7 +57,13 @@ def session(*tools, kwargs=None, timeout=5.0, limit=50):
 
 async def test_a_tool_lives_once_and_gets_the_rows_kwargs():
     tool = Recorder()
-    kwargs = {"recorder": {"create_kwargs": {"a": 1}, "execute_kwargs": {"b": 2}, "release_kwargs": {"c": 3}}}
+    kwargs = {
+        "recorder": {
+            "create_kwargs": {"a": 1},
+            "execute_kwargs": {"b": 2},
+            "release_kwargs": {"c": 3},
+        }
+    }
     async with session(tool, kwargs=kwargs) as opened:
         await opened.call("recorder", {})
         record = await opened.call("recorder", {})
@@ -112,7 +118,9 @@ async def test_a_tool_that_cannot_be_created_answers_with_the_reason():
     broken, sound = Recorder("broken", fail=("create",)), Recorder("sound")
     async with session(broken, sound) as opened:
         bad, good = await opened.call("broken", {}), await opened.call("sound", {})
-    assert bad.error == "raised" and bad.observation == "Error: broken is not available: create failed"
+    assert (
+        bad.error == "raised" and bad.observation == "Error: broken is not available: create failed"
+    )
     assert good.error is None
     assert broken.steps == ["create", "release"] and sound.steps == ["create", "execute", "release"]
 
@@ -124,7 +132,9 @@ async def test_a_failing_release_does_not_keep_the_others():
     assert first.steps == ["create", "release"]
 
 
-@pytest.mark.parametrize(("score", "kept"), [(np.float32(0.5), 0.5), (True, 1.0), (None, None), ("1", None)])
+@pytest.mark.parametrize(
+    ("score", "kept"), [(np.float32(0.5), 0.5), (True, 1.0), (None, None), ("1", None)]
+)
 async def test_a_tools_score_of_the_trajectory_is_any_number(score, kept):
     class Scorer(Recorder):
         async def calc_reward(self, instance_id):

@@ -21,7 +21,9 @@ from tests.agent_testbed import AgentHarness, assert_token_exact
 from tests.fakes import FakeCodec
 from tests.tiny_chat import TinyCodec, assert_exact, tiny_context
 
-needs_no_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl itself is installed")
+needs_no_verl = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is not None, reason="verl itself is installed"
+)
 
 GRADER = '''
 import os
@@ -79,12 +81,18 @@ SCHEMA = {
         "description": "Grades an answer.",
         "parameters": {
             "type": "object",
-            "properties": {"answer": {"type": "string", "description": "The answer to the question"}},
+            "properties": {
+                "answer": {"type": "string", "description": "The answer to the question"}
+            },
             "required": ["answer"],
         },
     },
 }
-ENTRY = {"class_name": "FILE:Grader", "config": {"type": "native", "penalty": -0.05}, "tool_schema": SCHEMA}
+ENTRY = {
+    "class_name": "FILE:Grader",
+    "config": {"type": "native", "penalty": -0.05},
+    "tool_schema": SCHEMA,
+}
 ROW = {
     "prompt": [{"role": "user", "content": "what is one plus two"}],
     "extra_info": {"tools_kwargs": {"grade": {"create_kwargs": {"ground_truth": "3"}}}},
@@ -110,7 +118,9 @@ def session(tools, row=ROW, **more):
     codec = FakeCodec()
     limits = {"timeout": 5.0, "max_response_length": 50, "truncate_side": "right"}
     kwargs = row["extra_info"]["tools_kwargs"]
-    return ToolSession(tools, "t", kwargs=kwargs, encode=codec.encode_text, decode=codec.decode, **limits, **more)
+    return ToolSession(
+        tools, "t", kwargs=kwargs, encode=codec.encode_text, decode=codec.decode, **limits, **more
+    )
 
 
 def instance_of(tools):
@@ -137,8 +147,12 @@ async def test_the_documented_life_of_a_tool_with_its_step_rewards(write):
         ]
         assert_token_exact(trajectory, stage.backend.requests)
         assert trajectory.tool_scores == {"grade": 1.0}
-        counts = {key: value for key, value in trajectory.metrics.items() if key.startswith("tool/")}
-        assert counts == {"tool/grade/tries": 2.0, "tool/grade/right": 1.0}, "other metrics are no numbers"
+        counts = {
+            key: value for key, value in trajectory.metrics.items() if key.startswith("tool/")
+        }
+        assert counts == {"tool/grade/tries": 2.0, "tool/grade/right": 1.0}, (
+            "other metrics are no numbers"
+        )
         assert log_of(tools.select()) == [("create", "t", "3"), ("release", 0)]
 
 
@@ -150,10 +164,14 @@ async def test_a_trajectory_on_an_engine_with_a_real_tokenizer(write):
 
     async with (
         open_tools(write()) as tools,
-        tiny_context(tools=tools.select().values(), codec=Grading(), max_assistant_turns=3) as context,
+        tiny_context(
+            tools=tools.select().values(), codec=Grading(), max_assistant_turns=3
+        ) as context,
     ):
         sampling = SamplingParams(max_tokens=40, seed=1, stop=tuple("aeiou"))  # ends its turns soon
-        trajectory = await ToolAgent(context).run(ROW, trajectory_id="t", group_id="g", sampling=sampling)
+        trajectory = await ToolAgent(context).run(
+            ROW, trajectory_id="t", group_id="g", sampling=sampling
+        )
         assert_exact(trajectory, context.client.servers[0].backend)  # type: ignore[attr-defined]
         assert [call.reward for call in trajectory.tool_calls] == [-0.05, -0.05]
         assert log_of(tools.select()) == [("create", "t", "3"), ("release", 0)]
@@ -207,7 +225,9 @@ async def test_images_reach_the_model(write):
             ToolAgent,
             ["<call>grade {}</call>", "it is red"],
             codec=FakeCodec(modalities=frozenset({"image"})),
-            capabilities=Capabilities(max_model_len=1000, max_concurrent=8, multi_modal=frozenset({"image"})),
+            capabilities=Capabilities(
+                max_model_len=1000, max_concurrent=8, multi_modal=frozenset({"image"})
+            ),
             shared={"tools": tools},
         )
         trajectory = await stage.run()
@@ -252,13 +272,18 @@ async def test_a_create_that_fails_is_not_released(write):
 async def test_what_create_answers_is_named_as_not_shown(write, caplog):
     code = GRADER.replace("return own, ToolResponse()", "return own, ToolResponse('welcome')")
     async with open_tools(write(code)) as tools, session(tools.select()):
-        assert "grade.create returned is not shown to the model" in caplog.text and "welcome" in caplog.text
+        assert (
+            "grade.create returned is not shown to the model" in caplog.text
+            and "welcome" in caplog.text
+        )
 
 
 @needs_no_verl
 async def test_verl_is_there_only_while_a_class_is_loaded(write):
     async with open_tools(write()):
-        assert importlib.util.find_spec("verl") is None and not [m for m in sys.modules if m.startswith("verl")]
+        assert importlib.util.find_spec("verl") is None and not [
+            m for m in sys.modules if m.startswith("verl")
+        ]
     with pytest.raises(ConfigError, match="it imports 'verl.workers', which is not installed"):
         async with open_tools(write("import verl.workers", name="needs_more")):
             pass
@@ -284,9 +309,13 @@ async def test_a_verl_that_is_installed_is_used_itself(write, tmp_path, monkeypa
         f"from {source} import OpenAIFunctionToolSchema as Mine, VerlResponse as ToolResponse\n"
         "class OpenAIFunctionToolSchema(Mine): pass\n"
     )
-    (tmp_path / "verl/tools/base_tool.py").write_text(f"from {source} import VerlBaseTool as BaseTool\n")
+    (tmp_path / "verl/tools/base_tool.py").write_text(
+        f"from {source} import VerlBaseTool as BaseTool\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    code = GRADER.replace("from verl.utils.rollout_trace import rollout_trace_op", "rollout_trace_op = lambda f: f")
+    code = GRADER.replace(
+        "from verl.utils.rollout_trace import rollout_trace_op", "rollout_trace_op = lambda f: f"
+    )
     try:
         async with open_tools(write(code)) as tools:
             schema = instance_of(tools.select()).tool_schema
@@ -318,19 +347,29 @@ def files(folder, **contents):
 INIT = "verl__in____init____dot__py"
 LAYOUTS = {
     "an empty folder": {"verl__in__README__dot__md": ""},
-    "a clone": {f"verl__in__{INIT}": "", "verl__in__verl__in__tools__in__base_tool__dot__py": "import not_there"},
+    "a clone": {
+        f"verl__in__{INIT}": "",
+        "verl__in__verl__in__tools__in__base_tool__dot__py": "import not_there",
+    },
     "a package that needs what is missing": {INIT: "import not_there"},
-    "a package of another kind": {INIT: "x = 1", "verl__in__tools__dot__py": "raise RuntimeError('not for you')"},
+    "a package of another kind": {
+        INIT: "x = 1",
+        "verl__in__tools__dot__py": "raise RuntimeError('not for you')",
+    },
 }
 
 
 @needs_no_verl
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_whatever_is_called_verl_in_the_working_directory_the_interface_is_there(write, alone, layout):
+async def test_whatever_is_called_verl_in_the_working_directory_the_interface_is_there(
+    write, alone, layout
+):
     files(alone, **LAYOUTS[layout])
     async with open_tools(write()) as tools, session(tools.select()) as opened:
         assert (await opened.call("grade", {"answer": "3"})).observation == "score=1.0"
-    assert not [name for name in sys.modules if name.startswith("verl")], "nothing of it stays imported"
+    assert not [name for name in sys.modules if name.startswith("verl")], (
+        "nothing of it stays imported"
+    )
 
 
 OWN = """
@@ -371,8 +410,16 @@ async def test_verls_own_classes_run_from_its_files_without_all_that_verl_needs(
     ("layout", "class_name", "named"),
     [
         ({}, "verl.tools.gsm8k_tool.Gsm8kTool", ["pip install --no-deps verl==0.7.1"]),
-        ({f"verl__in__{INIT}": ""}, "verl.tools.gsm8k_tool.Gsm8kTool", ["verl is not installed", "PYTHONPATH=verl"]),
-        ({INIT: "import not_there"}, "verl.tools.gsm8k_tool.Gsm8kTool", ["cwd/verl", "No module named 'not_there'"]),
+        (
+            {f"verl__in__{INIT}": ""},
+            "verl.tools.gsm8k_tool.Gsm8kTool",
+            ["verl is not installed", "PYTHONPATH=verl"],
+        ),
+        (
+            {INIT: "import not_there"},
+            "verl.tools.gsm8k_tool.Gsm8kTool",
+            ["cwd/verl", "No module named 'not_there'"],
+        ),
         (
             {INIT: "", "verl__in__tools__in__own_tool__dot__py": "import ray_or_so"},
             "verl.tools.own_tool.Own",
@@ -388,15 +435,25 @@ async def test_a_class_that_cannot_be_imported_is_told_with_its_key_its_cause_an
         async with open_tools(write(class_name=class_name)):
             pass
     message = str(refused.value)
-    assert "tools.yaml (tools[0]).class_name" in message and all(words in message for words in named)
+    assert "tools.yaml (tools[0]).class_name" in message and all(
+        words in message for words in named
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (GRADER.replace("parameters: dict[str, Any], **kwargs", "parameters, agent_data"), "requires agent_data"),
+        (
+            GRADER.replace("parameters: dict[str, Any], **kwargs", "parameters, agent_data"),
+            "requires agent_data",
+        ),
         (GRADER.replace("class Grader(BaseTool)", "class Grader"), "no subclass"),
-        (GRADER.replace('config["penalty"]', "penalty").replace("_states = {}", "x = config['no']"), "KeyError"),
+        (
+            GRADER.replace('config["penalty"]', "penalty").replace(
+                "_states = {}", "x = config['no']"
+            ),
+            "KeyError",
+        ),
     ],
 )
 async def test_a_class_that_cannot_run_is_refused_with_its_place(write, code, message):
@@ -407,7 +464,9 @@ async def test_a_class_that_cannot_run_is_refused_with_its_place(write, code, me
 
 
 async def test_a_class_without_a_schema_is_refused(write):
-    with pytest.raises(ToolDefinitionError, match="Grader has no schema; give the entry a tool_schema"):
+    with pytest.raises(
+        ToolDefinitionError, match="Grader has no schema; give the entry a tool_schema"
+    ):
         async with open_tools(write(tool_schema=None)):
             pass
 

@@ -9,7 +9,10 @@ from jax_agent_rl.errors import DisagreementError
 from jax_agent_rl.learner.metrics import Comparison, UpdateResult
 from tests.fake_training import IdleLearner, finish, make_trainer, steps_of
 
-CLOSE, FAR = Comparison(tokens=8, mean=1e-6, largest=1e-5), Comparison(tokens=8, mean=0.2, largest=1.5)
+CLOSE, FAR = (
+    Comparison(tokens=8, mean=1e-6, largest=1e-5),
+    Comparison(tokens=8, mean=0.2, largest=1.5),
+)
 
 
 class Compares(IdleLearner):
@@ -31,12 +34,18 @@ def evidence(folder: Path) -> dict:
     return json.loads((folder / "disagreement.json").read_text())
 
 
-async def test_a_breach_stops_the_run_before_it_is_learnt_from_and_leaves_its_evidence(tmp_path: Path):
+async def test_a_breach_stops_the_run_before_it_is_learnt_from_and_leaves_its_evidence(
+    tmp_path: Path,
+):
     learner = Compares(CLOSE, FAR)
     training = make_trainer(tmp_path, steps=3, learner=learner)
-    with pytest.raises(DisagreementError, match=r"version 1: over 8 tokens 2\.0e-01 nats on average") as caught:
+    with pytest.raises(
+        DisagreementError, match=r"version 1: over 8 tokens 2\.0e-01 nats on average"
+    ) as caught:
         await finish(training)
-    assert "trainer.on_disagreement=warn" in str(caught.value) and "disagreement.json" in str(caught.value)
+    assert "trainer.on_disagreement=warn" in str(caught.value) and "disagreement.json" in str(
+        caught.value
+    )
     assert learner.finished == 1 and [step["step"] for step in steps_of(tmp_path)] == [1]
     left = evidence(tmp_path)
     assert left["step"] == 2 and left["version"] == 1 and left["diagnosis"] is None
@@ -44,7 +53,9 @@ async def test_a_breach_stops_the_run_before_it_is_learnt_from_and_leaves_its_ev
 
 
 async def test_with_warn_the_run_goes_on_and_every_step_says_what_was_compared(tmp_path: Path):
-    training = make_trainer(tmp_path, steps=3, learner=Compares(FAR, FAR, CLOSE), trainer={"on_disagreement": "warn"})
+    training = make_trainer(
+        tmp_path, steps=3, learner=Compares(FAR, FAR, CLOSE), trainer={"on_disagreement": "warn"}
+    )
     await finish(training)
     steps = steps_of(tmp_path)
     assert [step["compared_gap_max"] for step in steps] == [1.5, 1.5, 1e-5]
@@ -54,7 +65,9 @@ async def test_with_warn_the_run_goes_on_and_every_step_says_what_was_compared(t
 
 async def test_a_breach_after_a_step_without_one_is_diagnosed_again(tmp_path: Path):
     learner = Compares(FAR, CLOSE, FAR)
-    await finish(make_trainer(tmp_path, steps=3, learner=learner, trainer={"on_disagreement": "warn"}))
+    await finish(
+        make_trainer(tmp_path, steps=3, learner=learner, trainer={"on_disagreement": "warn"})
+    )
     assert evidence(tmp_path)["step"] == 3
 
 

@@ -17,17 +17,28 @@ LONG = "one two three four five six seven eight nine ten eleven twelve thirteen 
 
 
 @pytest.mark.parametrize(
-    ("mode", "first", "later"), [("one_step_off", {0}, {1}), ("fully_async", {0}, {0, 1})], ids=lambda x: str(x)
+    ("mode", "first", "later"),
+    [("one_step_off", {0}, {1}), ("fully_async", {0}, {0, 1})],
+    ids=lambda x: str(x),
 )
-async def test_tokens_are_as_old_as_the_mode_says(tmp_path: Path, mode: str, first: set[int], later: set[int]):
+async def test_tokens_are_as_old_as_the_mode_says(
+    tmp_path: Path, mode: str, first: set[int], later: set[int]
+):
     learner = Versions()
-    training = make_trainer(tmp_path, steps=6, trainer={"mode": mode}, learner=learner, prompts_per_step=2, rows=5)
+    training = make_trainer(
+        tmp_path, steps=6, trainer={"mode": mode}, learner=learner, prompts_per_step=2, rows=5
+    )
     await finish(training)
     assert learner.ages[0] == first and all(ages and ages <= later for ages in learner.ages[1:])
     accounting = books(training)
-    assert (accounting.started, accounting.trained) == (24, 24), "not one group more than the steps need"
+    assert (accounting.started, accounting.trained) == (24, 24), (
+        "not one group more than the steps need"
+    )
     assert [r["staleness_max"] for r in steps_of(tmp_path)] == [max(ages) for ages in learner.ages]
-    assert all((r["servers_up"], r["servers_lost"], r["stale_served"]) == (1, 0, 0) for r in steps_of(tmp_path))
+    assert all(
+        (r["servers_up"], r["servers_lost"], r["stale_served"]) == (1, 0, 0)
+        for r in steps_of(tmp_path)
+    )
     assert training.runtime.client.servers[0].backend.policy_version == 6
 
 
@@ -40,7 +51,9 @@ async def test_one_step_off_rolls_out_the_next_batch_while_it_learns(tmp_path: P
             if len(self.steps) < 2:
                 asyncio.run_coroutine_threadsafe(complete.wait(), loop).result(timeout=60)
                 loop.call_soon_threadsafe(complete.clear)
-            return super().update(groups, masked=masked, tick=tick, cancellation=cancellation, check=check)
+            return super().update(
+                groups, masked=masked, tick=tick, cancellation=cancellation, check=check
+            )
 
     loop = asyncio.get_running_loop()
     training = make_trainer(tmp_path, steps=3, trainer={"mode": "one_step_off"}, learner=Waits())
@@ -56,7 +69,9 @@ async def test_one_step_off_rolls_out_the_next_batch_while_it_learns(tmp_path: P
     assert books(training).trained == 6
 
 
-async def test_weights_change_under_running_generations_and_each_token_keeps_its_version(tmp_path: Path):
+async def test_weights_change_under_running_generations_and_each_token_keeps_its_version(
+    tmp_path: Path,
+):
     """One group samples four tokens of each version, while the others are complete at once."""
     learner = Versions()
     training = make_trainer(
@@ -68,11 +83,21 @@ async def test_weights_change_under_running_generations_and_each_token_keeps_its
         prompts_per_step=2,
     )
     engine = engine_of(training)
-    engine.hold = lambda r, sampled: r.request_id.startswith("async-0-1") and engine.policy_version < sampled // 4
+    engine.hold = lambda r, sampled: (
+        r.request_id.startswith("async-0-1") and engine.policy_version < sampled // 4
+    )
     await finish(training)
-    found = [t for groups in learner.steps for g in groups for t in g.trajectories if g.group_id == "async-0-1"]
+    found = [
+        t
+        for groups in learner.steps
+        for g in groups
+        for t in g.trajectories
+        if g.group_id == "async-0-1"
+    ]
     assert [t.response_ids for t in found] == [tuple(training.runtime.codec.reply_ids(LONG))] * 2
-    assert [t.policy_versions for t in found] == [(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4)] * 2
+    assert [t.policy_versions for t in found] == [
+        (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4)
+    ] * 2
     last = steps_of(tmp_path)[-1]
     members = [t for g in learner.steps[4] for t in g.trajectories]
     assert last["mixed_version_share"] == sum(len(set(versions([t]))) > 1 for t in members) / 4
@@ -98,7 +123,11 @@ async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Pat
 
     def hold(request, sampled):
         since = engine.policy_version - began.setdefault(request.request_id, engine.policy_version)
-        return request.request_id.startswith("async") and "-1-" in request.request_id[7:] and since < sampled // 9
+        return (
+            request.request_id.startswith("async")
+            and "-1-" in request.request_id[7:]
+            and since < sampled // 9
+        )
 
     engine.hold = hold
     await finish(training)
@@ -113,19 +142,27 @@ async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Pat
     resumed = [r for r in engine.requests if len(r.prompt_ids) > prompt]
     assert bool(resumed) == (how == "recompute")
     budget = engine.requests[0].sampling.max_tokens
-    assert all(r.sampling.max_tokens + len(r.prompt_ids) - prompt == budget for r in resumed), "budgets are exact"
+    assert all(r.sampling.max_tokens + len(r.prompt_ids) - prompt == budget for r in resumed), (
+        "budgets are exact"
+    )
 
 
 async def test_with_wait_a_generation_is_of_one_version(tmp_path: Path):
     learner = Versions()
     trainer = {"mode": "fully_async", "max_staleness": 2, "in_flight_update": "wait"}
-    training = make_trainer(tmp_path, steps=6, trainer=trainer, learner=learner, script=[LONG], prompts_per_step=2)
+    training = make_trainer(
+        tmp_path, steps=6, trainer=trainer, learner=learner, script=[LONG], prompts_per_step=2
+    )
     await finish(training)
-    assert all(len(set(versions([t]))) == 1 for s in learner.steps for g in s for t in g.trajectories)
+    assert all(
+        len(set(versions([t]))) == 1 for s in learner.steps for g in s for t in g.trajectories
+    )
 
 
 async def test_an_update_that_the_engine_cannot_do_is_refused_at_the_start(tmp_path: Path):
-    waits = Capabilities(max_model_len=99, max_concurrent=9, pause_modes=frozenset({PauseMode.WAIT}))
+    waits = Capabilities(
+        max_model_len=99, max_concurrent=9, pause_modes=frozenset({PauseMode.WAIT})
+    )
     trainer = {"mode": "fully_async", "in_flight_update": "keep"}
     with pytest.raises(ConfigError, match="in_flight_update=keep: server-0 can do only auto, wait"):
         make_trainer(tmp_path, steps=1, trainer=trainer, capabilities=waits)
@@ -146,7 +183,9 @@ async def test_stragglers_that_get_too_old_are_dropped_with_their_reason(tmp_pat
     assert all(ages <= {0, 1} for ages in learner.ages) and len(learner.ages) == 4
     accounting = books(training)
     assert (accounting.dropped, accounting.trained) == ({DropReason.STALE: 2}, 16)
-    assert [r["groups_stale"] for r in steps_of(tmp_path)] == [0, 0, 1, 1], "given up when version 2 begins"
+    assert [r["groups_stale"] for r in steps_of(tmp_path)] == [0, 0, 1, 1], (
+        "given up when version 2 begins"
+    )
 
 
 async def test_spare_rows_are_given_up_at_the_end_of_the_step(tmp_path: Path):
@@ -155,7 +194,12 @@ async def test_spare_rows_are_given_up_at_the_end_of_the_step(tmp_path: Path):
     training = make_trainer(
         tmp_path,
         steps=3,
-        trainer={"mode": "fully_async", "max_staleness": 0, "stragglers": "drop", "oversample_prompts": 1},
+        trainer={
+            "mode": "fully_async",
+            "max_staleness": 0,
+            "stragglers": "drop",
+            "oversample_prompts": 1,
+        },
         learner=learner,
         prompts_per_step=2,
     )
@@ -183,11 +227,16 @@ async def test_groups_that_are_left_out_are_replaced_within_the_bound(tmp_path: 
         prompts_per_step=2,
     )
     await finish(training)
-    assert [len(groups) for groups in learner.steps] == [2] * 4 and all(ages <= {0, 1} for ages in learner.ages)
+    assert [len(groups) for groups in learner.steps] == [2] * 4 and all(
+        ages <= {0, 1} for ages in learner.ages
+    )
     accounting = books(training)
     assert accounting.trained == 16 and accounting.dropped[DropReason.ZERO_VARIANCE] >= 2
     assert accounting.dropped[DropReason.CANCELLED] == 0, "no group more than the steps need"
-    assert training.buffer.dropped[DropReason.ZERO_VARIANCE] * 2 == accounting.dropped[DropReason.ZERO_VARIANCE]
+    assert (
+        training.buffer.dropped[DropReason.ZERO_VARIANCE] * 2
+        == accounting.dropped[DropReason.ZERO_VARIANCE]
+    )
 
 
 async def test_remax_gets_its_greedy_baseline(tmp_path: Path):
@@ -196,7 +245,9 @@ async def test_remax_gets_its_greedy_baseline(tmp_path: Path):
 
     remax = {"adv_estimator": "remax"}
     trainer = {"mode": "fully_async"}
-    training = make_trainer(tmp_path, steps=2, algorithm=remax, trainer=trainer, score=greedy_earns_less, group_size=1)
+    training = make_trainer(
+        tmp_path, steps=2, algorithm=remax, trainer=trainer, score=greedy_earns_less, group_size=1
+    )
     await finish(training)
     assert [g.greedy_reward for g in training.runtime.learner.groups] == [0.25, 0.25]
     assert (books(training).dropped, books(training).trained) == ({DropReason.GREEDY: 2}, 2)
@@ -232,4 +283,6 @@ async def test_a_step_of_groups_without_gradient_is_a_version_too(tmp_path: Path
     trainer = {"mode": "fully_async", "max_staleness": 0}
     training = make_trainer(tmp_path, steps=3, trainer=trainer, score=equal, learner=learner)
     await finish(training)
-    assert len(learner.steps) == 2 and [set(versions(s[0].trajectories)) for s in learner.steps] == [{1}, {2}]
+    assert len(learner.steps) == 2 and [
+        set(versions(s[0].trajectories)) for s in learner.steps
+    ] == [{1}, {2}]

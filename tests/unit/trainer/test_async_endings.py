@@ -42,7 +42,9 @@ async def test_an_error_of_the_learner_ends_the_run_and_leaves_no_task(tmp_path:
         def update(self, groups, *, masked, tick, cancellation, check):
             raise RuntimeError("out of memory")
 
-    training = make_trainer(tmp_path, steps=5, trainer={"mode": mode}, learner=Fails(), script=[LONG])
+    training = make_trainer(
+        tmp_path, steps=5, trainer={"mode": mode}, learner=Fails(), script=[LONG]
+    )
     before = tasks()
     with pytest.raises(RuntimeError, match="out of memory"):
         await finish(training)
@@ -50,7 +52,9 @@ async def test_an_error_of_the_learner_ends_the_run_and_leaves_no_task(tmp_path:
 
 
 async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Path):
-    training = make_trainer(tmp_path, steps=5, trainer={"mode": "fully_async", "max_staleness": 3}, prompts_per_step=2)
+    training = make_trainer(
+        tmp_path, steps=5, trainer={"mode": "fully_async", "max_staleness": 3}, prompts_per_step=2
+    )
     before, draw = tasks(), training.runtime.collector.collect_one
 
     async def fails(row, *, step, **rest):
@@ -82,7 +86,9 @@ async def test_an_interruption_during_the_only_update_finishes_that_step_without
 
     notes, trainer = Notes(), {"mode": mode}
     training = make_trainer(tmp_path, steps=5, trainer=trainer, learner=Slow(), checkpointer=notes)
-    engine_of(training).hold = lambda r, sampled: r.request_id.startswith("async-") and "async-0-0" not in r.request_id
+    engine_of(training).hold = lambda r, sampled: (
+        r.request_id.startswith("async-") and "async-0-0" not in r.request_id
+    )
     before = tasks()
     task = asyncio.create_task(training.run())
     async with asyncio.timeout(60):
@@ -108,21 +114,27 @@ async def test_an_interruption_between_the_updates_of_a_step_undoes_it_without_w
     class Stuck(Versions):
         def update(self, groups, *, masked, tick, cancellation, check):
             with cancellation.revocable():
-                result = super().update(groups, masked=masked, tick=tick, cancellation=cancellation, check=check)
+                result = super().update(
+                    groups, masked=masked, tick=tick, cancellation=cancellation, check=check
+                )
                 if len(self.steps) == 2:
                     loop.call_soon_threadsafe(updating.set)
                     forever.wait()
             return result
 
     notes = Notes()
-    training = make_trainer(tmp_path, steps=5, trainer={"mode": mode}, learner=Stuck(), checkpointer=notes)
+    training = make_trainer(
+        tmp_path, steps=5, trainer={"mode": mode}, learner=Stuck(), checkpointer=notes
+    )
     task = asyncio.create_task(training.run())
     async with asyncio.timeout(60):
         await updating.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     forever.set()
-    assert task.cancelled() and list(notes.saved) == [1] == [line["step"] for line in steps_of(tmp_path)]
+    assert task.cancelled() and list(notes.saved) == [1] == [
+        line["step"] for line in steps_of(tmp_path)
+    ]
     assert notes.saved[1]["accounting"]["trained"] == books(training).trained == 2
 
 
@@ -136,7 +148,9 @@ def trained_numbers(learner: Versions, upto: int, batch: int) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
 @pytest.mark.parametrize("turns", [0, 3, 40, 41, 42, 60, 97, 150])
-async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(tmp_path: Path, mode: str, turns: int):
+async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(
+    tmp_path: Path, mode: str, turns: int
+):
     """Cancelled after so many turns of the event loop; 8 steps of 2 groups in the end, whatever was going on."""
 
     def make(name: str, **more):
@@ -168,10 +182,14 @@ async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(tmp_path:
 
     second = make("second", record=record)
     if step:
-        second.runtime.client.servers[0].backend._version = step  # as published when the run resumes
+        second.runtime.client.servers[
+            0
+        ].backend._version = step  # as published when the run resumes
     assert second.buffer.room == second.buffer.capacity and second.buffer.version == step
     await finish(second)
-    done = trained_numbers(first.runtime.learner, step, 2) + trained_numbers(second.runtime.learner, 8 - step, 2)
+    done = trained_numbers(first.runtime.learner, step, 2) + trained_numbers(
+        second.runtime.learner, 8 - step, 2
+    )
     assert sorted(done) == list(range(16))
     accounting = books(second)
     assert accounting.trained == 32 and accounting.started == 32 + accounting.dropped.total()

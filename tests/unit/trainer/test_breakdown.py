@@ -35,7 +35,13 @@ def test_stages_add_up_to_the_whole(clock: Time, monkeypatch: pytest.MonkeyPatch
     ]
     clock.now = 180.0
     assert breakdown.stages(metrics) == {
-        **{"environment": 40.0, "compilation": 30.0, "evaluation": 10.0, "rollout": 20.0, "learning": 15.0},
+        **{
+            "environment": 40.0,
+            "compilation": 30.0,
+            "evaluation": 10.0,
+            "rollout": 20.0,
+            "learning": 15.0,
+        },
         **{"rest": 5.0, "total": 120.0},
     }
 
@@ -51,7 +57,9 @@ def test_what_the_learner_compiles_is_compilation_and_not_learning(clock: Time):
     assert stages["compilation"] == 8.0 and stages["learning"] == 9.0
 
 
-def test_what_the_engine_compiles_while_it_samples_counts_once_though_the_learner_works_beside_it(clock: Time):
+def test_what_the_engine_compiles_while_it_samples_counts_once_though_the_learner_works_beside_it(
+    clock: Time,
+):
     breakdown = Breakdown(clock, clock)
     breakdown.started()
     clock.now = 106.0
@@ -82,7 +90,9 @@ def test_it_is_told_of_real_compilations(clock: Time):
 
 
 @pytest.mark.parametrize("given", ["", "soon", "-4"])
-def test_an_environment_time_that_is_no_time_counts_as_none(given: str, clock: Time, monkeypatch: pytest.MonkeyPatch):
+def test_an_environment_time_that_is_no_time_counts_as_none(
+    given: str, clock: Time, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv(ENVIRONMENT_SECONDS, given)
     assert Breakdown(clock, clock).stages([])["environment"] == 0.0
 

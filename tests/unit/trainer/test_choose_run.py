@@ -29,16 +29,24 @@ def saved(folder: Path, *steps: int) -> Path:
     return folder
 
 
-def test_a_run_begins_in_an_empty_folder_of_checkpoints_and_does_not_resume_from_one(tmp_path: Path):
+def test_a_run_begins_in_an_empty_folder_of_checkpoints_and_does_not_resume_from_one(
+    tmp_path: Path,
+):
     config = configured(tmp_path, checkpoint_dir=str(tmp_path / "bucket"))
     assert choose_run(config, False) == choose_run(config, "if_any") == (tmp_path / "run", False)
-    with pytest.raises(CheckpointError, match="--resume: no complete checkpoint in .*bucket; start without --resume"):
+    with pytest.raises(
+        CheckpointError,
+        match="--resume: no complete checkpoint in .*bucket; start without --resume",
+    ):
         choose_run(config, True)
 
 
 def test_checkpoints_of_another_run_are_not_written_over(tmp_path: Path):
     config = configured(tmp_path, checkpoint_dir=str(saved(tmp_path / "bucket", 3, 5)))
-    with pytest.raises(CheckpointError, match=r"of steps \[3, 5\]\); go on from them with --resume, or choose another"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"of steps \[3, 5\]\); go on from them with --resume, or choose another",
+    ):
         choose_run(config, False)
     assert choose_run(config, True) == choose_run(config, "if_any") == (tmp_path / "run", True)
 
@@ -49,7 +57,10 @@ def test_a_checkpoint_whose_writing_was_cut_off_does_not_count(tmp_path: Path):
     assert complete_steps(bucket) == [3] and cut_off_steps(bucket) == [5]
     (tmp_path / "other" / "4.orbax-checkpoint-tmp-7").mkdir(parents=True)
     config = configured(tmp_path, checkpoint_dir=str(tmp_path / "other"))
-    with pytest.raises(CheckpointError, match="; that of step 4 was cut off while it was written; start without --re"):
+    with pytest.raises(
+        CheckpointError,
+        match="; that of step 4 was cut off while it was written; start without --re",
+    ):
         choose_run(config, True)
 
 
@@ -57,7 +68,9 @@ def test_resuming_takes_the_run_folder_that_wrote_there(tmp_path: Path):
     bucket = str(saved(tmp_path / "bucket", 3))
     for name, folder in (("run", "/elsewhere"), ("run-2", bucket)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"trainer": {"checkpoint_dir": folder}}))
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"trainer": {"checkpoint_dir": folder}})
+        )
     config = configured(tmp_path, checkpoint_dir=bucket)
     assert choose_run(config, True) == (tmp_path / "run-2", True)
 
@@ -79,7 +92,9 @@ def killed(folder: Path, *, checkpoint_dir: str | None = None) -> Path:
     return folder
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_folder(tmp_path: Path):
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_folder(
+    tmp_path: Path,
+):
     run = killed(tmp_path / "run")
     config = configured(tmp_path)
     assert choose_run(config, "if_any") == (run, False)
@@ -89,7 +104,9 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_f
     assert choose_run(config, "if_any") == (tmp_path / "run-2", False), (
         "a run with its checkpoints elsewhere is another"
     )
-    assert choose_run(configured(tmp_path, checkpoint_dir=bucket), "if_any")[0] == tmp_path / "run-2"
+    assert (
+        choose_run(configured(tmp_path, checkpoint_dir=bucket), "if_any")[0] == tmp_path / "run-2"
+    )
     other = killed(tmp_path / "run-2", checkpoint_dir=bucket)
     assert choose_run(config, "if_any") == (other, False)
 
@@ -103,7 +120,9 @@ def test_what_was_not_killed_is_not_begun_again(tmp_path: Path):
     assert choose_run(config, "if_any") == (tmp_path / "run-3", False), "it is no run"
     running = killed(tmp_path / "run-3")
     with mark_in_use(running):
-        assert choose_run(config, "if_any") == (tmp_path / "run-4", False), "a living process writes there"
+        assert choose_run(config, "if_any") == (tmp_path / "run-4", False), (
+            "a living process writes there"
+        )
     assert choose_run(config, "if_any") == (running, False)
 
 
@@ -141,7 +160,9 @@ def test_a_run_that_is_asked_to_resume_has_nothing_to_do_if_it_has_ended(
     assert (done is not None) == is_done
     if done is not None:
         assert done.summary == summary and "nothing to do" in done.message
-        assert ("trainer.target_accuracy" if "target_accuracy" in asked else "trainer.steps") in done.message
+        assert (
+            "trainer.target_accuracy" if "target_accuracy" in asked else "trainer.steps"
+        ) in done.message
 
 
 def test_a_run_without_a_checkpoint_has_everything_to_do(tmp_path: Path):

@@ -13,18 +13,24 @@ from tests.fake_training import make_trainer
 
 
 async def hangs(trajectory):
-    raise RewardTimeoutError("the reward function of 'mine' did not return within reward.timeout=60 seconds")
+    raise RewardTimeoutError(
+        "the reward function of 'mine' did not return within reward.timeout=60 seconds"
+    )
 
 
 async def test_rewards_that_fail_for_whole_batches_stop_the_run_with_a_message(tmp_path: Path):
     training = make_trainer(tmp_path, steps=1000)
     collector = training.runtime.collector
     collector._score = hangs
-    with pytest.raises(NothingToTrainError, match="reward_timeout 2.*did not return within reward.timeout=60"):
+    with pytest.raises(
+        NothingToTrainError, match="reward_timeout 2.*did not return within reward.timeout=60"
+    ):
         async with asyncio.timeout(60):
             await training.run()
     assert collector.accounting.dropped == {DropReason.REWARD_TIMEOUT: 4}, "two batches of two"
-    assert training.record.step == 1, "the batch before the last is a step, recorded without an update"
+    assert training.record.step == 1, (
+        "the batch before the last is a step, recorded without an update"
+    )
     collector.accounting.check()
 
 

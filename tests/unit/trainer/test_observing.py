@@ -45,7 +45,11 @@ def training(tmp_path: Path, steps: int, **options) -> Trainer:
 async def observed(trainer: Trainer) -> dict:
     runtime = trainer.runtime
     with observers(
-        runtime.config, trainer.folder, step=trainer.record.step, rows=runtime.training_rows, progress=trainer.progress
+        runtime.config,
+        trainer.folder,
+        step=trainer.record.step,
+        rows=runtime.training_rows,
+        progress=trainer.progress,
     ) as found:
         trainer.reporter.observers = found.each
         await trainer.run()
@@ -61,26 +65,42 @@ async def test_a_warning_of_the_run_is_in_its_summary_with_what_to_do(tmp_path: 
     assert "algorithm.max_resample_rounds=3" in warned["advice"]
     assert "zero_variance" not in shown[2] and "zero_variance" in shown[-1]
     text = format_warnings(summary["warnings"])
-    assert "zero_variance (step 3 to the end, 3 steps): 100% of the groups" in text and format_warnings([]) == ""
+    assert (
+        "zero_variance (step 3 to the end, 3 steps): 100% of the groups" in text
+        and format_warnings([]) == ""
+    )
 
 
-async def test_a_run_that_resumes_remembers_what_it_was_warned_of_and_does_not_say_it_again(tmp_path: Path):
+async def test_a_run_that_resumes_remembers_what_it_was_warned_of_and_does_not_say_it_again(
+    tmp_path: Path,
+):
     await observed(training(tmp_path, 4))
     trainer = training(tmp_path, 4)
     lines: list[str] = []
     trainer.progress.print_line = lines.append
-    with observers(trainer.runtime.config, trainer.folder, step=4, rows=[], progress=trainer.progress) as found:
-        assert [w["name"] for w in found.summary()["warnings"]][:2] == ["no_reward", "zero_variance"] and lines == []
+    with observers(
+        trainer.runtime.config, trainer.folder, step=4, rows=[], progress=trainer.progress
+    ) as found:
+        assert [w["name"] for w in found.summary()["warnings"]][:2] == [
+            "no_reward",
+            "zero_variance",
+        ] and lines == []
 
 
 async def test_rows_without_an_agent_are_in_the_summary_from_the_start(tmp_path: Path):
     trainer = training(tmp_path, 1)
     config = trainer.runtime.config.model_copy(
-        update={"tools": trainer.runtime.config.tools.model_copy(update={"function_tool_path": "tools.py"})}
+        update={
+            "tools": trainer.runtime.config.tools.model_copy(
+                update={"function_tool_path": "tools.py"}
+            )
+        }
     )
     with observers(config, trainer.folder, step=0, rows=[{}], progress=trainer.progress) as found:
         (warned,) = found.summary()["warnings"]
-    assert warned["name"] == "agent_name_missing" and "(from the start)" in format_warnings([warned])
+    assert warned["name"] == "agent_name_missing" and "(from the start)" in format_warnings(
+        [warned]
+    )
 
 
 async def test_a_sink_that_fails_is_counted_and_the_run_ends_well(tmp_path: Path, monkeypatch):
@@ -95,4 +115,6 @@ async def test_a_sink_that_fails_is_counted_and_the_run_ends_well(tmp_path: Path
 def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"jax_agent_rl\[tensorboard\]"):
-        check_sinks(training(tmp_path, 1, trainer={"logger": ["tensorboard"]}).runtime.config.trainer.logger)
+        check_sinks(
+            training(tmp_path, 1, trainer={"logger": ["tensorboard"]}).runtime.config.trainer.logger
+        )

@@ -21,12 +21,25 @@ def last_of(group: int) -> Callable[[str], bool]:
     return lambda trajectory_id: trajectory_id.endswith(f"-{group}-3")
 
 
-def run(*, mode: str, limits: TimeLimits, hangs: Callable[[str], bool], saved: str = "", until: float | None = None):
+def run(
+    *,
+    mode: str,
+    limits: TimeLimits,
+    hangs: Callable[[str], bool],
+    saved: str = "",
+    until: float | None = None,
+):
     """Train 3 steps of 4 groups of 4; return the trainer, the seconds it took, and its last record."""
 
     async def main():
         training = make_virtual(
-            rows=12, steps=3, mode=mode, goes_on=Coin(goes_on=0.5), hangs=hangs, limits=limits, saved=saved
+            rows=12,
+            steps=3,
+            mode=mode,
+            goes_on=Coin(goes_on=0.5),
+            hangs=hangs,
+            limits=limits,
+            saved=saved,
         )
         running = asyncio.ensure_future(training.run())
         await asyncio.wait({running}, timeout=until)
@@ -35,7 +48,11 @@ def run(*, mode: str, limits: TimeLimits, hangs: Callable[[str], bool], saved: s
             await asyncio.gather(running, return_exceptions=True)
         else:
             running.result()
-        return training, asyncio.get_running_loop().time(), json.loads(cast(JsonNotes, training.checkpointer).saved)
+        return (
+            training,
+            asyncio.get_running_loop().time(),
+            json.loads(cast(JsonNotes, training.checkpointer).saved),
+        )
 
     return in_virtual_time(main)
 
@@ -66,7 +83,9 @@ def test_a_run_resumed_into_the_batch_that_wedged_it_goes_on():
     """The resumed run draws the same rows, of which one hangs again (NVIDIA-NeMo/RL#3238)."""
     wedged, _, record = run(mode="fully_async", limits=DEADLINE, hangs=last_of(1), until=300.0)
     assert wedged.record.step < 3 and record["in_flight"], "it waits for one trajectory"
-    _, _, resumed = run(mode="fully_async", limits=DEADLINE, hangs=last_of(1), saved=json.dumps(record))
+    _, _, resumed = run(
+        mode="fully_async", limits=DEADLINE, hangs=last_of(1), saved=json.dumps(record)
+    )
     assert resumed["step"] == 3
     assert resumed["accounting"]["trained"] == 3 * 16 - 3
     assert resumed["accounting"]["dropped"] == {DropReason.TRAJECTORY_TIMEOUT: 3}

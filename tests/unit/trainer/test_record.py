@@ -21,7 +21,10 @@ def test_the_summary_weighs_idle_time_by_seconds_and_age_by_tokens():
 
 def test_a_synchronous_run_has_no_stale_tokens_and_a_run_without_steps_has_none():
     fresh = {"staleness_mean": 0, "staleness_max": 0}
-    assert overlap_summary([{"step_seconds": 4.0, "learner_idle_share": 0.25}]) == {"learner_idle_share": 0.25} | fresh
+    assert (
+        overlap_summary([{"step_seconds": 4.0, "learner_idle_share": 0.25}])
+        == {"learner_idle_share": 0.25} | fresh
+    )
     assert overlap_summary([]) == {"learner_idle_share": 0.0} | fresh
 
 
@@ -43,13 +46,24 @@ def line_of(*trajectories) -> dict:
 def test_a_session_is_counted_with_all_its_segments():
     counts = {"segments": 2.0, "unmatched_calls": 1.0, "spliced_calls": 0.0}
     first, *others = session().turns
-    called = replace(session(), turns=(replace(first, tool_calls=(call(), call(error="timeout"))), *others))
-    line = line_of(
-        replace(called, metrics=counts), replace(trajectory([1], [5], index=1), metrics=dict.fromkeys(counts, 0.0))
+    called = replace(
+        session(), turns=(replace(first, tool_calls=(call(), call(error="timeout"))), *others)
     )
-    assert (line["segments_mean"], line["unmatched_calls"], line["spliced_calls"]) == (2.0, 1.0, 0.0)
+    line = line_of(
+        replace(called, metrics=counts),
+        replace(trajectory([1], [5], index=1), metrics=dict.fromkeys(counts, 0.0)),
+    )
+    assert (line["segments_mean"], line["unmatched_calls"], line["spliced_calls"]) == (
+        2.0,
+        1.0,
+        0.0,
+    )
     assert (line["turns_max"], line["sampled_tokens_max"], line["response_tokens_max"]) == (5, 7, 9)
-    assert line["rollout_tokens_per_second"] == 4.0 and line["tool_calls_mean"] == 1.0 and line["tool_errors"] == 1
+    assert (
+        line["rollout_tokens_per_second"] == 4.0
+        and line["tool_calls_mean"] == 1.0
+        and line["tool_errors"] == 1
+    )
 
 
 def test_a_run_without_sessions_counts_no_segments():

@@ -7,7 +7,10 @@ MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
 
 
 def test_each_has_its_temperature_and_both_the_length_of_the_engines_context():
-    config = build(MINIMAL, ["rollout.temperature=0.7", "rollout.eval_temperature=0.2", "rollout.max_model_len=1030"])
+    config = build(
+        MINIMAL,
+        ["rollout.temperature=0.7", "rollout.eval_temperature=0.2", "rollout.max_model_len=1030"],
+    )
     training, evaluation = training_sampling(config), evaluation_sampling(config)
     assert (training.temperature, training.max_tokens) == (0.7, 1030)
     assert (evaluation.temperature, evaluation.max_tokens) == (0.2, 1030)

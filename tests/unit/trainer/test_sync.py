@@ -46,10 +46,17 @@ class Averaging(IdleLearner):
         return averaged
 
 
-async def test_evaluations_sample_from_the_average_and_training_from_the_weights_alone(tmp_path: Path):
+async def test_evaluations_sample_from_the_average_and_training_from_the_weights_alone(
+    tmp_path: Path,
+):
     """Before training nothing was averaged yet. Every set of weights has a version of its own, higher than before."""
     training = make_trainer(
-        tmp_path, steps=3, learner=Averaging(), ema_decay=0.9, trainer={"eval_every": 2}, checkpointer=Notes()
+        tmp_path,
+        steps=3,
+        learner=Averaging(),
+        ema_decay=0.9,
+        trainer={"eval_every": 2},
+        checkpointer=Notes(),
     )
     (server,) = training.runtime.client.servers
     served, take = {0: "initial"}, server.backend.update_weights
@@ -61,7 +68,14 @@ async def test_evaluations_sample_from_the_average_and_training_from_the_weights
     server.backend.update_weights = update_weights
     await training.run()
     evaluated = ["average", "current"]
-    assert list(served.values()) == ["initial", "current", "current", *evaluated, "current", *evaluated]
+    assert list(served.values()) == [
+        "initial",
+        "current",
+        "current",
+        *evaluated,
+        "current",
+        *evaluated,
+    ]
     assert list(served) == sorted(served) and server.backend.policy_version == max(served)
     by = {}
     for record in read_records(tmp_path / "trajectories.jsonl"):
@@ -75,11 +89,18 @@ async def test_evaluations_sample_from_the_average_and_training_from_the_weights
         ("train", 3): {"current"},
         ("heldout", 3): {"average"},
     }
-    assert training.record.extra_versions == 4 and RunRecord.from_json(training.record.to_json()).extra_versions == 4
+    assert (
+        training.record.extra_versions == 4
+        and RunRecord.from_json(training.record.to_json()).extra_versions == 4
+    )
 
 
-@pytest.mark.parametrize(("every", "after"), [(0, [0, 4]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])])
-async def test_each_step_is_evaluated_once_and_the_last_one_always(tmp_path: Path, every: int, after: list[int]):
+@pytest.mark.parametrize(
+    ("every", "after"), [(0, [0, 4]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])]
+)
+async def test_each_step_is_evaluated_once_and_the_last_one_always(
+    tmp_path: Path, every: int, after: list[int]
+):
     await make_trainer(tmp_path, steps=4, trainer={"eval_every": every}).run()
     records = read_records(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in records if r["kind"] == "evaluation"] == after
@@ -99,11 +120,23 @@ async def test_groups_that_are_left_out_are_refilled_from_new_prompts(tmp_path: 
         return replace(t, reward=1.0) if t.trajectory_id.startswith("train-") else await parity(t)
 
     training = make_trainer(
-        tmp_path, steps=1, algorithm={"max_resample_rounds": 5}, score=equal_at_first, prompts_per_step=3, group_size=2
+        tmp_path,
+        steps=1,
+        algorithm={"max_resample_rounds": 5},
+        score=equal_at_first,
+        prompts_per_step=3,
+        group_size=2,
     )
     await training.run()
-    assert [g.group_id for g in training.runtime.learner.groups] == ["refill1-1-0", "refill1-1-1", "refill1-1-2"]
-    assert dropped(training) == {"zero_variance": 6} and training.runtime.collector.accounting.trained == 6
+    assert [g.group_id for g in training.runtime.learner.groups] == [
+        "refill1-1-0",
+        "refill1-1-1",
+        "refill1-1-2",
+    ]
+    assert (
+        dropped(training) == {"zero_variance": 6}
+        and training.runtime.collector.accounting.trained == 6
+    )
 
 
 async def test_refilling_ends_after_its_rounds(tmp_path: Path):
@@ -120,7 +153,11 @@ async def test_remax_compares_with_a_greedy_rollout_that_is_never_trained_on(tmp
         return replace(t, reward=0.25 if t.trajectory_id.startswith("greedy") else 1.0)
 
     training = make_trainer(
-        tmp_path, steps=1, algorithm={"adv_estimator": "remax"}, score=greedy_earns_less, group_size=1
+        tmp_path,
+        steps=1,
+        algorithm={"adv_estimator": "remax"},
+        score=greedy_earns_less,
+        group_size=1,
     )
     await training.run()
     assert [g.greedy_reward for g in training.runtime.learner.groups] == [0.25]
@@ -131,26 +168,40 @@ async def test_rejected_trajectories_are_not_counted_as_trained(tmp_path: Path):
     training = make_trainer(tmp_path, steps=1)
     training.runtime.learner.rejected = frozenset({"train-1-0-1"})
     await training.run()
-    assert dropped(training) == {"rejected": 1} and training.runtime.collector.accounting.trained == 1
+    assert (
+        dropped(training) == {"rejected": 1} and training.runtime.collector.accounting.trained == 1
+    )
 
 
 async def test_masked_trajectories_are_counted_by_the_filter_that_masked_them(tmp_path: Path):
     async def second_is_cut_off(t):
         cut = t.trajectory_id.endswith("-1")
-        return replace(await parity(t), finish_reason=FinishReason.RESPONSE_LENGTH if cut else FinishReason.ANSWER)
+        return replace(
+            await parity(t),
+            finish_reason=FinishReason.RESPONSE_LENGTH if cut else FinishReason.ANSWER,
+        )
 
-    training = make_trainer(tmp_path, steps=1, algorithm={"filters": {"overlong": "mask"}}, score=second_is_cut_off)
+    training = make_trainer(
+        tmp_path, steps=1, algorithm={"filters": {"overlong": "mask"}}, score=second_is_cut_off
+    )
     await training.run()
     assert [g.rewards for g in training.runtime.learner.groups] == [(0.0, 1.0)]
-    assert dropped(training) == {"overlong": 1} and training.runtime.collector.accounting.trained == 1
+    assert (
+        dropped(training) == {"overlong": 1} and training.runtime.collector.accounting.trained == 1
+    )
 
 
 @pytest.mark.parametrize(("mode", "times"), [("token-mean", 0), ("seq-mean-token-sum", 1)])
-async def test_the_first_batch_says_what_its_lengths_weigh_where_they_matter(tmp_path: Path, mode: str, times: int):
+async def test_the_first_batch_says_what_its_lengths_weigh_where_they_matter(
+    tmp_path: Path, mode: str, times: int
+):
     training = make_trainer(tmp_path, steps=2, algorithm={"loss_agg_mode": mode})
     await training.run()
     screen = training.progress._console.file
-    assert isinstance(screen, io.StringIO) and screen.getvalue().count("over this batch's 2 trajectories") == times
+    assert (
+        isinstance(screen, io.StringIO)
+        and screen.getvalue().count("over this batch's 2 trajectories") == times
+    )
 
 
 async def test_penalties_are_taken_off_before_groups_are_compared(tmp_path: Path):
@@ -159,7 +210,10 @@ async def test_penalties_are_taken_off_before_groups_are_compared(tmp_path: Path
 
     shaping = {"overlong_buffer": 512, "overlong_factor": 512.0}  # one for every token
     training = make_trainer(
-        tmp_path, steps=1, algorithm={"shaping": shaping, "filter_zero_variance": False}, score=equal
+        tmp_path,
+        steps=1,
+        algorithm={"shaping": shaping, "filter_zero_variance": False},
+        score=equal,
     )
     await training.run()
     (group,) = training.runtime.learner.groups
@@ -172,21 +226,34 @@ async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path
     async def score(trajectory):
         _, step, _, sample = trajectory.trajectory_id.split("-")
         lost = sample == "0" or step == "2"
-        return replace(await parity(trajectory), no_loss=DropReason.VOID_TRAJECTORY if lost else None)
+        return replace(
+            await parity(trajectory), no_loss=DropReason.VOID_TRAJECTORY if lost else None
+        )
 
     training = make_trainer(tmp_path, steps=2, score=score)
     await training.run()
     books = training.runtime.collector.accounting
     books.check()
-    assert (books.started, books.trained, dict(books.dropped)) == (4, 1, {DropReason.VOID_TRAJECTORY: 3})
-    assert training.runtime.client.servers[0].backend.policy_version == 1, "the second step published nothing"
+    assert (books.started, books.trained, dict(books.dropped)) == (
+        4,
+        1,
+        {DropReason.VOID_TRAJECTORY: 3},
+    )
+    assert training.runtime.client.servers[0].backend.policy_version == 1, (
+        "the second step published nothing"
+    )
 
 
 async def test_a_step_of_trees_balances_its_books_and_counts_shared_ids_once(tmp_path: Path):
     """Of each chain two ids are forked, so at least one branch takes something over; then the engine says 3 more."""
     strategy = {"name": "treerl", "treerl": {"m": 2, "n": 2, "l": 1, "t": 1}}
     training = make_trainer(
-        tmp_path, steps=1, algorithm={"adv_estimator": "treerl"}, group_size=6, prompts_per_step=2, strategy=strategy
+        tmp_path,
+        steps=1,
+        algorithm={"adv_estimator": "treerl"},
+        group_size=6,
+        prompts_per_step=2,
+        strategy=strategy,
     )
     await training.run()
     books = training.runtime.collector.accounting

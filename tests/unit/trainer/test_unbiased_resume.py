@@ -11,14 +11,23 @@ from scipy.stats import ks_2samp
 
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.types import DropReason, Group
-from tests.virtual_training import Coin, JsonNotes, Steps, VirtualAgent, in_virtual_time, make_virtual
+from tests.virtual_training import (
+    Coin,
+    JsonNotes,
+    Steps,
+    VirtualAgent,
+    in_virtual_time,
+    make_virtual,
+)
 
 ROWS, BATCH, GROUP, KILLS = 160, 4, 4, 50
 LIFE_SECONDS = 6  # from one kill to the next on average; a trajectory takes 16
 STEPS = ROWS // BATCH
 
 
-def live(saved: str, *, mode: str, seed: int, seconds: float | None, asked: bool) -> tuple[list[list[Group]], str]:
+def live(
+    saved: str, *, mode: str, seed: int, seconds: float | None, asked: bool
+) -> tuple[list[list[Group]], str]:
     """Train until the end, or until killed after so many seconds; ``asked``: by SIGTERM.
 
     Returns:
@@ -42,7 +51,9 @@ def live(saved: str, *, mode: str, seed: int, seconds: float | None, asked: bool
     return in_virtual_time(main)
 
 
-def train(mode: str, *, kills: int, seed: int, drawn_anew: bool = False) -> tuple[list[Group], dict]:
+def train(
+    mode: str, *, kills: int, seed: int, drawn_anew: bool = False
+) -> tuple[list[Group], dict]:
     """Return all groups that a run with so many kills has trained on, and its last record.
 
     Args:
@@ -76,7 +87,9 @@ def likelihood_of_same_lengths(one: list[Group], other: list[Group]) -> float:
 
 def assert_every_row_once(groups: list[Group], record: dict) -> None:
     assert record["step"] == STEPS
-    rows = Counter(trajectory.row["number"] for group in groups for trajectory in group.trajectories)
+    rows = Counter(
+        trajectory.row["number"] for group in groups for trajectory in group.trajectories
+    )
     assert rows == {number: GROUP for number in range(ROWS)}
     accounting = record["accounting"]
     assert accounting["trained"] == ROWS * GROUP
@@ -98,7 +111,9 @@ def undisturbed() -> list[Group]:
 def test_fifty_kills_leave_the_rows_and_the_lengths_of_an_undisturbed_run(undisturbed: list[Group]):
     killed = train("fully_async", kills=KILLS, seed=3)
     assert_every_row_once(*killed)
-    assert killed[1]["accounting"]["dropped"].keys() <= {DropReason.CANCELLED}, "before they had sampled anything"
+    assert killed[1]["accounting"]["dropped"].keys() <= {DropReason.CANCELLED}, (
+        "before they had sampled anything"
+    )
     assert likelihood_of_same_lengths(undisturbed, killed[0]) > 0.01
 
 

@@ -56,7 +56,11 @@ async def answering(
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             request = await reader.readuntil(b"\r\n\r\n")
-            length = [line for line in request.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            length = [
+                line
+                for line in request.lower().split(b"\r\n")
+                if line.startswith(b"content-length:")
+            ]
             if length:
                 await reader.readexactly(int(length[0].split(b":")[1]))
             if silent:
@@ -91,7 +95,11 @@ class Closing:
 
 
 def json_service(url: str) -> JsonService:
-    options: dict[str, Any] = {"url_key": "a.url", "timeout_key": "a.timeout", "error": ToolServerError}
+    options: dict[str, Any] = {
+        "url_key": "a.url",
+        "timeout_key": "a.timeout",
+        "error": ToolServerError,
+    }
     return JsonService(url=url, timeout=SECONDS, max_answer_bytes=LIMIT, **options)
 
 
@@ -116,7 +124,9 @@ async def ask_reward(url: str, path: Path) -> Any:
 async def ask_user(url: str, path: Path) -> Any:
     chat = OpenAIChat(base_url=url, model="m", max_retries=0, timeout=SECONDS)
     async with contextlib.aclosing(Closing(chat)):
-        return await chat.complete([{"role": "user", "content": "q"}], request_id="r", max_tokens=5, temperature=1.0)
+        return await chat.complete(
+            [{"role": "user", "content": "q"}], request_id="r", max_tokens=5, temperature=1.0
+        )
 
 
 async def ask_teacher(url: str, path: Path) -> Any:
@@ -143,7 +153,9 @@ async def ask_started_engine(url: str, path: Path) -> Any:
     backend._greet = greet  # type: ignore[method-assign]
     async with contextlib.aclosing(Closing(backend)):
         await backend.start()
-        request = GenerateRequest(request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=3))
+        request = GenerateRequest(
+            request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=3)
+        )
         return await backend.generate(request)
 
 
@@ -216,10 +228,21 @@ async def test_what_cannot_be_decoded_is_an_error_of_ours(client, kind, tmp_path
         assert isinstance(await outcome(client, url, tmp_path), JaxAgentRLError)
 
 
-SHAPES = [b"null", b"[]", b"{}", b'"a"', b"0", b"1e999", b'{"choices": [{}], "result": [], "observations": 1}', b"[[]]"]
+SHAPES = [
+    b"null",
+    b"[]",
+    b"{}",
+    b'"a"',
+    b"0",
+    b"1e999",
+    b'{"choices": [{}], "result": [], "observations": 1}',
+    b"[[]]",
+]
 
 
-@pytest.mark.parametrize("client", [name for name in CLIENTS if name not in ("JSON", "reward server")])
+@pytest.mark.parametrize(
+    "client", [name for name in CLIENTS if name not in ("JSON", "reward server")]
+)
 @pytest.mark.parametrize("content", SHAPES)
 async def test_an_answer_of_another_shape_is_an_error_of_ours(client, content, tmp_path):
     async with answering(content + b"\n") as (url, _):
@@ -228,7 +251,9 @@ async def test_an_answer_of_another_shape_is_an_error_of_ours(client, content, t
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_a_server_that_never_answers_is_left_and_the_error_says_after_how_long(client, tmp_path, monkeypatch):
+async def test_a_server_that_never_answers_is_left_and_the_error_says_after_how_long(
+    client, tmp_path, monkeypatch
+):
     monkeypatch.setitem(globals(), "SECONDS", 0.25)
     monkeypatch.setattr(membership, "COMMAND_SECONDS", 0.25)
     async with answering(b"", silent=True) as (url, _):
@@ -236,7 +261,9 @@ async def test_a_server_that_never_answers_is_left_and_the_error_says_after_how_
             found = await outcome(client, url, tmp_path)
         except TimeoutError as late:  # of JsonService itself, whose callers decide what it means
             found = late
-    text = found.text if isinstance(found, ServerObservation) else str(found)  # a tool's is for the model
+    text = (
+        found.text if isinstance(found, ServerObservation) else str(found)
+    )  # a tool's is for the model
     assert "0.25 s" in text
 
 

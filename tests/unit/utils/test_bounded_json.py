@@ -11,10 +11,20 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.data.reader import read_row_file
 from jax_agent_rl.errors import DataError
-from jax_agent_rl.utils.bounded_json import MAX_NESTING, TooDeepError, decode_json, parse_json, parse_json_at
+from jax_agent_rl.utils.bounded_json import (
+    MAX_NESTING,
+    TooDeepError,
+    decode_json,
+    parse_json,
+    parse_json_at,
+)
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=10,
 )
@@ -70,7 +80,9 @@ def test_where_a_value_ends_is_told_and_nothing_may_follow_a_whole_text():
 
 
 def test_what_is_checked_later_can_be_let_in():
-    found = decode_json(rb'{"a": [NaN, 1e999], "b": "\ud83d"}', non_finite=True, lone_surrogates=True)
+    found = decode_json(
+        rb'{"a": [NaN, 1e999], "b": "\ud83d"}', non_finite=True, lone_surrogates=True
+    )
     assert math.isnan(found["a"][0]) and found["a"][1] == math.inf and found["b"] == "\ud83d"
     with pytest.raises(ValueError, match="more than 3 values"):
         decode_json(b"[1,2,3,4]", max_values=3)
@@ -81,7 +93,9 @@ def test_what_is_checked_later_can_be_let_in():
         decode_json(b'[{"a": 1, "a": 2}]', unique_keys=True)
 
 
-@pytest.mark.parametrize("kind", [name for name in REFUSED if name not in ("nothing", "white space")])
+@pytest.mark.parametrize(
+    "kind", [name for name in REFUSED if name not in ("nothing", "white space")]
+)
 def test_a_row_of_it_is_refused_with_its_file_and_line(kind, tmp_path):
     file = tmp_path / "rows.jsonl"
     line = f'{{"a": {REFUSED[kind]}}}'.encode("utf-8", "surrogatepass")

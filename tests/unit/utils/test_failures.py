@@ -41,7 +41,10 @@ def test_the_first_of_a_kind_is_told_in_full_and_the_others_as_one_line_of_count
     assert len(told.lines) == 4 and "1 x a reward" in told.lines[-1]
 
 
-@given(reports=st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 200)), max_size=60), interval=st.floats(1, 400))
+@given(
+    reports=st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 200)), max_size=60),
+    interval=st.floats(1, 400),
+)
 def test_every_report_is_told_of_or_counted_exactly_once(reports, interval):
     told = Told(interval)
     for kind, wait in reports:
@@ -90,7 +93,9 @@ def test_the_place_of_an_error_is_the_users_innermost_line(tmp_path, monkeypatch
     assert error_place(error) == f"{file}:5", "json's own lines say nothing to the user"
     monkeypatch.chdir(tmp_path)
     assert error_place(error) == "mine.py:5"
-    assert describe_error(error).startswith("JSONDecodeError: ") and describe_error(error).endswith("(mine.py:5)")
+    assert describe_error(error).startswith("JSONDecodeError: ") and describe_error(error).endswith(
+        "(mine.py:5)"
+    )
     made = user_code_error(RewardError, "the reward", error)
     assert made.failed_at == "mine.py:5" and "the reward raised JSONDecodeError" in str(made)
 

@@ -51,7 +51,12 @@ def test_blocks_are_those_of_commonmark(text):
         ("```\n\x0b\u2028\n```", "", "\x0b\u2028\n", True),
         ("1. So:\n\n   ```python\n   a\n     b\n   ```", "python", "a\n  b\n", True),
         ("- x\n  - y\n\n      ```python\n      a\n      ```", "python", "a\n", True),
-        ("2) So:\n   ```python\nnot indented like the item\n   ```", "python", "not indented like the item\n", True),
+        (
+            "2) So:\n   ```python\nnot indented like the item\n   ```",
+            "python",
+            "not indented like the item\n",
+            True,
+        ),
         ("* ```python\n  a\n  ```", "python", "a\n", True),
         ("```python print(3)```", "python", "print(3)", True),
         ("```python```", "python", "", True),
@@ -62,7 +67,9 @@ def test_one_block_is_found(text, language, content, is_closed):
     assert (block.language, block.content, block.is_closed) == (language, content, is_closed)
 
 
-@pytest.mark.parametrize("text", ["", "``", "a ```python", "    ```\n", "```a`b\n", "1. x\ny\n    ```python\n"])
+@pytest.mark.parametrize(
+    "text", ["", "``", "a ```python", "    ```\n", "```a`b\n", "1. x\ny\n    ```python\n"]
+)
 def test_text_without_fences_has_no_block(text):
     assert contents(text) == []
 
@@ -74,7 +81,9 @@ def test_what_follows_a_block_begins_at_its_end(before, after):
     for block in blocks:
         if block.is_closed:
             later = [other for other in blocks if other.end > block.end]
-            assert [other.content for other in later] == [other.content for other in fenced_blocks(text[block.end :])]
+            assert [other.content for other in later] == [
+                other.content for other in fenced_blocks(text[block.end :])
+            ]
 
 
 @given(st.text(alphabet="`~ \nab"), st.sampled_from(["", "python"]))

@@ -83,9 +83,13 @@ def test_arrays_and_dataclasses_are_known_by_their_content():
 
 def test_a_fingerprint_is_the_same_in_every_process():
     value = {"b": [1, 2.5, None], "a": {"x", "y", "z"}}
-    program = f"from jax_agent_rl.utils.fingerprints import fingerprint; print(fingerprint({value!r}))"
+    program = (
+        f"from jax_agent_rl.utils.fingerprints import fingerprint; print(fingerprint({value!r}))"
+    )
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     assert said.stdout.strip() == fingerprint(value)
 
 
@@ -110,20 +114,31 @@ def test_a_folder_is_known_by_the_names_and_contents_of_its_files(tmp_path: Path
     assert folder_fingerprint(tmp_path / "one") != before
 
 
-def test_code_is_known_by_its_file_and_a_module_by_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_code_is_known_by_its_file_and_a_module_by_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     file = tmp_path / "somebodys_reward.py"
     file.write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert code_fingerprint(str(file)) == code_fingerprint("somebodys_reward") == file_fingerprint(file)
+    assert (
+        code_fingerprint(str(file))
+        == code_fingerprint("somebodys_reward")
+        == file_fingerprint(file)
+    )
     assert code_fingerprint("no.such.module") != code_fingerprint("no.other.module")
 
 
-def test_a_module_in_the_working_directory_is_known_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_module_in_the_working_directory_is_known_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("sys.path", [place for place in sys.path if place not in ("", ".")])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "somebodys_package").mkdir()
     (tmp_path / "somebodys_package" / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    for name, file in (("somebodys_module", "somebodys_module.py"), ("somebodys_package.a", "somebodys_package/a.py")):
+    for name, file in (
+        ("somebodys_module", "somebodys_module.py"),
+        ("somebodys_package.a", "somebodys_package/a.py"),
+    ):
         (tmp_path / file).write_text("x = 1\n")
         assert code_fingerprint(name) == file_fingerprint(tmp_path / file)
 

@@ -29,13 +29,19 @@ MAKERS: Mapping[str, Callable[[Path], object]] = {
     "init": write_task,
     "convert": lambda folder: convert(Path("model.gguf"), folder / "model", dtype="bfloat16"),
     "a run": RunDir,
-    "a report": lambda folder: write_page(RunData(name="run", trajectories=NO_RECORDS), folder / "report.html"),
+    "a report": lambda folder: write_page(
+        RunData(name="run", trajectories=NO_RECORDS), folder / "report.html"
+    ),
     "a collection": lambda folder: Journal(folder / "rows.journal", {}),
     "the database": Database,
     "a folder made whole": fill,
     "any other": make_folder,
 }
-IMPOSSIBLE = {"below a file": "file/folder", "too long": "x" * 300, "no place for it": "/proc/folder"}
+IMPOSSIBLE = {
+    "below a file": "file/folder",
+    "too long": "x" * 300,
+    "no place for it": "/proc/folder",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +60,9 @@ def test_a_folder_that_cannot_be_made_is_named(make: Callable[[Path], object], f
 
 
 @pytest.mark.parametrize("folder", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_a_cache_that_cannot_be_made_is_named_with_its_variable(folder: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_cannot_be_made_is_named_with_its_variable(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JAX_AGENT_RL_CACHE", folder)
     with pytest.raises(StorageError, match="JAX_AGENT_RL_CACHE"):
         model.fetch_quickstart_model()

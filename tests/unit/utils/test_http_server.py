@@ -45,7 +45,9 @@ def endpoint(token: str | None) -> Iterator[HttpServer]:
         raise AssertionError("a session was opened")
 
     store = SessionStore(max_sessions=4, ttl=60, create=opened)
-    yield Endpoint(store, model="policy", limits=EndpointConfig(), api_key=token, stateless=opened).server
+    yield Endpoint(
+        store, model="policy", limits=EndpointConfig(), api_key=token, stateless=opened
+    ).server
 
 
 @contextlib.contextmanager
@@ -53,7 +55,9 @@ def tools(token: str | None) -> Iterator[HttpServer]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TOOL_TOKEN", token or "")
         settings = build_tree(
-            ToolServerSettings, {}, ["port=0", "tools=[python]", *(["token_env=TOOL_TOKEN"] if token else [])]
+            ToolServerSettings,
+            {},
+            ["port=0", "tools=[python]", *(["token_env=TOOL_TOKEN"] if token else [])],
         )
         server = ToolServer(settings)
         yield server._http
@@ -111,7 +115,11 @@ async def test_a_page_in_a_local_browser_reaches_no_route(service: Callable):
                         assert answer.status == 403, (method, path, who)
                         assert answer.headers["Connection"] == "close"
                 if method in TYPES:
-                    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+                    for kind in (
+                        "text/plain",
+                        "application/x-www-form-urlencoded",
+                        "multipart/form-data",
+                    ):
                         sent = {**PROTOCOL, "Content-Type": kind}
                         async with client.request(method, path, data=b"{}", headers=sent) as answer:
                             assert answer.status == 415, (method, path, kind)
@@ -128,7 +136,10 @@ async def test_with_a_token_no_route_is_for_strangers(service: Callable):
                     sent = {**TYPES.get(method, {}), **PROTOCOL, **given}
                     async with client.request(method, path, headers=sent) as answer:
                         assert answer.status == 401, (method, path, given)
-            sent = {**TOKEN, "Host": "rollout-0.example:80"}  # a name in a network, which a page does not have with it
+            sent = {
+                **TOKEN,
+                "Host": "rollout-0.example:80",
+            }  # a name in a network, which a page does not have with it
             async with client.get("/nothing", headers=sent) as answer:
                 assert answer.status == 404
 
@@ -159,7 +170,10 @@ async def test_json_nested_too_deep_is_a_bad_request_at_every_route(service: Cal
                 for body in bodies:
                     async with client.post(path, data=body, headers=JSON | PROTOCOL) as answer:
                         text = await answer.text()
-                        assert (answer.status, "nested more than" in text) == (400, True), (path, text)
+                        assert (answer.status, "nested more than" in text) == (400, True), (
+                            path,
+                            text,
+                        )
 
 
 # --- connections and bodies ---------------------------------------------------------------------------------------
@@ -183,7 +197,9 @@ async def echoing(*routes: web.RouteDef, **options):
         yield server, client
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n"], ids=["nothing", "half a head"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n"], ids=["nothing", "half a head"]
+)
 async def test_a_connection_that_never_asks_is_closed(sent: bytes):
     async with echoing(head_seconds=0.05) as (server, client):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -209,7 +225,9 @@ async def test_a_head_in_pieces_is_heard_and_its_connection_stays():
         writer.close()
 
 
-async def test_a_client_that_leaves_while_it_is_written_to_is_no_error(caplog: pytest.LogCaptureFixture):
+async def test_a_client_that_leaves_while_it_is_written_to_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+):
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -273,8 +291,12 @@ async def test_a_body_that_does_not_come_is_given_up():
 
 
 def test_an_address_others_can_reach_needs_a_token():
-    with pytest.raises(ConfigError, match=r"host='0\.0\.0\.0' .* needs a token: .* name it in --token-env"):
-        Endpoint(SessionStore(max_sessions=1, ttl=1), model="m", limits=EndpointConfig(), host="0.0.0.0")
+    with pytest.raises(
+        ConfigError, match=r"host='0\.0\.0\.0' .* needs a token: .* name it in --token-env"
+    ):
+        Endpoint(
+            SessionStore(max_sessions=1, ttl=1), model="m", limits=EndpointConfig(), host="0.0.0.0"
+        )
 
 
 def test_no_module_listens_by_other_means():
@@ -302,4 +324,6 @@ def test_no_module_listens_by_other_means():
         for file in (root / folder).rglob("*.py")
         if any(word in file.read_text() for word in words)
     }
-    assert found - {"jax_agent_rl/utils/http_server.py", "jax_agent_rl/utils/network.py"} == set(others)
+    assert found - {"jax_agent_rl/utils/http_server.py", "jax_agent_rl/utils/network.py"} == set(
+        others
+    )

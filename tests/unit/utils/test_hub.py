@@ -42,8 +42,12 @@ class Hub(ThreadingHTTPServer):
     """The files of a folder: ``some/model`` and ``openai/gsm8k`` as models and data sets; ``some/closed`` is gated."""
 
     def __init__(self, folder: Path) -> None:
-        files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
-        self.files = {name: file.read_bytes() for name, file in files.items()} | {"pytorch_model.bin": b"pickled"}
+        files = {
+            str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()
+        }
+        self.files = {name: file.read_bytes() for name, file in files.items()} | {
+            "pytorch_model.bin": b"pickled"
+        }
         self.sent: list[str] = []
         super().__init__(("127.0.0.1", 0), Answer)
 
@@ -52,21 +56,34 @@ class Answer(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
-        if listed := re.fullmatch(r"/api/(?:models|datasets)/(some/\w+|openai/gsm8k)/revision/(\w+)", self.path):
+        if listed := re.fullmatch(
+            r"/api/(?:models|datasets)/(some/\w+|openai/gsm8k)/revision/(\w+)", self.path
+        ):
             if listed[1] == "some/closed":
                 self.refuse(403, "GatedRepo")
             elif listed[2] not in ("main", COMMIT):
                 self.refuse(404, "RevisionNotFound")
             else:
                 siblings = [{"rfilename": name} for name in self.server.files]
-                self.answer(json.dumps({"id": listed[1], "sha": COMMIT, "siblings": siblings}).encode())
-        elif re.match(rf"/api/(models|datasets)/(some/model|openai/gsm8k)/tree/{COMMIT}", self.path):
+                self.answer(
+                    json.dumps({"id": listed[1], "sha": COMMIT, "siblings": siblings}).encode()
+                )
+        elif re.match(
+            rf"/api/(models|datasets)/(some/model|openai/gsm8k)/tree/{COMMIT}", self.path
+        ):
             tree = [
-                {"type": "file", "path": name, "oid": hashlib.sha1(body).hexdigest(), "size": len(body)}
+                {
+                    "type": "file",
+                    "path": name,
+                    "oid": hashlib.sha1(body).hexdigest(),
+                    "size": len(body),
+                }
                 for name, body in self.server.files.items()
             ]
             self.answer(json.dumps(tree).encode())
-        elif found := re.fullmatch(rf"(?:/datasets)?/(?:some/\w+|openai/gsm8k)/resolve/{COMMIT}/(.+)", self.path):
+        elif found := re.fullmatch(
+            rf"(?:/datasets)?/(?:some/\w+|openai/gsm8k)/resolve/{COMMIT}/(.+)", self.path
+        ):
             self.answer(self.server.files[found[1]])
             if self.command == "GET":
                 self.server.sent.append(found[1])
@@ -107,12 +124,20 @@ def load(
 ) -> subprocess.CompletedProcess[str]:
     """What a process says that reads the model; where the Hub is, it takes from its environment."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(cache), **more}
+    environment |= {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(cache),
+        **more,
+    }
     command = [sys.executable, "-c", script, name, *arguments]
-    return subprocess.run(command, env=environment, cwd=cache.parent, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=environment, cwd=cache.parent, capture_output=True, text=True, timeout=120
+    )
 
 
-def test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_are_needed(hub, tmp_path):
+def test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_are_needed(
+    hub, tmp_path
+):
     cache = tmp_path / "cache"
     described = load(hub, cache, "some/model")
     assert described.returncode == 0, described.stderr
@@ -123,7 +148,9 @@ def test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_a
     assert whole.stdout.startswith(described.stdout)
     assert sorted(hub.sent) == sorted(set(hub.sent)), "nothing came twice"
     assert "model.safetensors" in hub.sent and "pytorch_model.bin" not in hub.sent
-    alone = load(hub, cache, "some/model", "weights", HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9")
+    alone = load(
+        hub, cache, "some/model", "weights", HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9"
+    )
     assert alone.stdout == whole.stdout
 
 
@@ -132,7 +159,10 @@ def test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_a
     [
         ("some/model@v2", "some/model has no revision 'v2'"),
         ("some/closed", "some/closed is gated: accept its licence on the Hub and set HF_TOKEN"),
-        ("runs/mistyped", "there is no folder 'runs/mistyped' here, and the Hub has no model 'runs/mistyped' for you"),
+        (
+            "runs/mistyped",
+            "there is no folder 'runs/mistyped' here, and the Hub has no model 'runs/mistyped' for you",
+        ),
     ],
 )
 def test_what_the_hub_refuses_is_said_with_the_fix(hub, tmp_path, name, says):
@@ -158,7 +188,10 @@ def test_a_hub_that_does_not_answer_is_not_waited_for_and_what_is_cached_is_used
         cached = load(hub, cache, "some/model", HF_ENDPOINT=endpoint)
         other = load(hub, cache, "some/other", HF_ENDPOINT=endpoint)
     assert cached.stdout == "2 True\n", cached.stderr
-    assert f"'some/other' could not be downloaded from the Hub ({endpoint} did not answer: timed out)" in other.stderr
+    assert (
+        f"'some/other' could not be downloaded from the Hub ({endpoint} did not answer: timed out)"
+        in other.stderr
+    )
 
 
 def test_folders_are_never_looked_up(tmp_path, monkeypatch):
@@ -220,7 +253,9 @@ def published(tmp_path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         row = {"data_source": "x", "prompt": [{"role": "user", "content": name}]}
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / name)
-    (folder / "rows.jsonl").write_text(json.dumps(row | {"prompt": [{"role": "user", "content": "rows"}]}))
+    (folder / "rows.jsonl").write_text(
+        json.dumps(row | {"prompt": [{"role": "user", "content": "rows"}]})
+    )
     (folder / "main" / "train-0.csv").write_text("x")
     return folder
 
@@ -235,7 +270,9 @@ def rows_of(folder: Path, cache: Path, *sources: dict, **more: str) -> tuple[lis
     return done.stdout.splitlines(), server.sent
 
 
-def test_a_data_set_of_the_hub_is_read_by_name_split_and_glob_and_no_other_file_is_downloaded(published, tmp_path):
+def test_a_data_set_of_the_hub_is_read_by_name_split_and_glob_and_no_other_file_is_downloaded(
+    published, tmp_path
+):
     (published / "README.md").write_text(CARD)
     train = ["main/train-0-of-2.parquet", "main/train-1-of-2.parquet"]
     said, sent = rows_of(
@@ -259,7 +296,12 @@ def test_a_data_set_of_the_hub_is_read_by_name_split_and_glob_and_no_other_file_
 
 
 def test_a_data_set_without_a_card_is_read_by_the_names_of_its_files(published, tmp_path):
-    said, _ = rows_of(published, tmp_path / "cache", {"path": "some/model"}, {"path": "some/model", "name": "main"})
+    said, _ = rows_of(
+        published,
+        tmp_path / "cache",
+        {"path": "some/model"},
+        {"path": "some/model", "name": "main"},
+    )
     assert said[0] == str(["main/train-0-of-2.parquet", "main/train-1-of-2.parquet"])
     assert "names no configurations; leave out name='main'" in said[1]
 
@@ -277,7 +319,10 @@ def test_what_a_data_set_does_not_have_is_said_with_what_there_is(published, tmp
     )
     assert "no configuration 'default'; set name to one of ['main', 'other']" in said[0]
     assert "no split 'dev'; there are ['test', 'train']" in said[1]
-    assert "no files (.jsonl, .parquet) that match dev/*.parquet; name them, like hf://datasets/some/model" in said[2]
+    assert (
+        "no files (.jsonl, .parquet) that match dev/*.parquet; name them, like hf://datasets/some/model"
+        in said[2]
+    )
     assert "some/closed is gated: accept its licence on the Hub and set HF_TOKEN" in said[3]
     assert "'hf://some/model' names no dataset; write hf://datasets/owner/name" in said[4]
 
@@ -287,20 +332,40 @@ def test_the_example_downloads_gsm8k_and_says_when_it_could_not(tmp_path):
     published.mkdir(parents=True)
     for split, numbers in (("train", range(3)), ("test", range(3, 8))):
         problems = [{"question": f"Q{number}?", "answer": f"#### {number}"} for number in numbers]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(problems), published / f"{split}-00000-of-00001.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(problems), published / f"{split}-00000-of-00001.parquet"
+        )
     files = "[{split: train, path: main/train-*}, {split: test, path: main/test-*}]"
     configs = f"configs: [{{config_name: main, data_files: {files}}}]"
     (tmp_path / "gsm8k" / "README.md").write_text(f"---\n{configs}\n---\n")
     script = f"import runpy; runpy.run_path({str(ROOT / 'examples/gsm8k_tool/prepare.py')!r}, run_name='__main__')"
     with Hub(tmp_path / "gsm8k") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        online = load(server, tmp_path / "cache", "--out", str(tmp_path / "a"), "--heldout", "2", script=script)
-        offline = load(server, tmp_path / "none", "--out", str(tmp_path / "b"), script=script, HF_HUB_OFFLINE="1")
+        online = load(
+            server,
+            tmp_path / "cache",
+            "--out",
+            str(tmp_path / "a"),
+            "--heldout",
+            "2",
+            script=script,
+        )
+        offline = load(
+            server,
+            tmp_path / "none",
+            "--out",
+            str(tmp_path / "b"),
+            script=script,
+            HF_HUB_OFFLINE="1",
+        )
         server.shutdown()
 
     def truths(folder: str) -> list[list[str]]:
         return [
-            [row["reward_model"]["ground_truth"] for row in load_rows(tmp_path / folder / f"{part}.jsonl")]
+            [
+                row["reward_model"]["ground_truth"]
+                for row in load_rows(tmp_path / folder / f"{part}.jsonl")
+            ]
             for part in ("train", "heldout")
         ]
 

@@ -34,7 +34,16 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, as pip installs it without a network."""
     folder = tmp_path_factory.mktemp("installed")
     shutil.copytree(PACKAGE, folder / "source")  # a build writes into its source
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
     subprocess.run([*command, "--target", folder / "target", folder / "source"], check=True)
     return folder / "target"
 
@@ -60,17 +69,27 @@ NAMES = [
 ]
 
 
-def test_a_run_uses_agent_reward_loss_estimator_backend_and_sinks_of_an_installed_package(plugins, tmp_path: Path):
+def test_a_run_uses_agent_reward_loss_estimator_backend_and_sinks_of_an_installed_package(
+    plugins, tmp_path: Path
+):
     recipe = tiny_recipe(
-        tmp_path, trainer={"steps": 2}, reward={"path": None}, rollout={"jetstream": {}}, agent={"max_user_turns": 1}
+        tmp_path,
+        trainer={"steps": 2},
+        reward={"path": None},
+        rollout={"jetstream": {}},
+        agent={"max_user_turns": 1},
     )
     for file in tmp_path.glob("*.jsonl"):
         file.write_text(file.read_text().replace('"noise"', '"brevity"'))
-    result = CliRunner().invoke(app, ["train", str(recipe), "agent.default_agent=double_check", *NAMES])
+    result = CliRunner().invoke(
+        app, ["train", str(recipe), "agent.default_agent=double_check", *NAMES]
+    )
     assert result.exit_code == 0, result.output
     run = tmp_path / "run"
     records = [r for r in read_records(run / "trajectories.jsonl") if r["split"] == "train"]
-    assert {r["agent_name"] for r in records} == {"double_check"} and len({r["reward"] for r in records}) > 2
+    assert {r["agent_name"] for r in records} == {"double_check"} and len(
+        {r["reward"] for r in records}
+    ) > 2
     steps = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "step"]
     for step in steps:
         mine = [r for r in records if r["step"] == step["step"]]
@@ -83,11 +102,15 @@ def test_a_run_uses_agent_reward_loss_estimator_backend_and_sinks_of_an_installe
             sampled = np.asarray(r["response_mask"], bool)
             assert set(np.asarray(r["advantages"])[sampled]) == {expected}
             losses += list(-expected * np.asarray(r["rollout_logprobs"])[sampled])
-        assert step["loss"] == pytest.approx(np.mean(losses), abs=1e-4), "-A log pi, averaged over tokens"
+        assert step["loss"] == pytest.approx(np.mean(losses), abs=1e-4), (
+            "-A log pi, averaged over tokens"
+        )
     versions = {version for r in records for version in r["policy_versions"]}
     assert versions - {-1} == {0, 1}, "the backend took the learner's weights"
     table = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
-    assert [float(value) for _, name, value in table if name == "loss"] == [step["loss"] for step in steps]
+    assert [float(value) for _, name, value in table if name == "loss"] == [
+        step["loss"] for step in steps
+    ]
     traced = {line.split()[0] for line in (run / "titles.txt").read_text().splitlines()}
     assert traced >= {r["trajectory_id"] for r in records}
     assert json.loads((run / "summary.json").read_text())["max_logprob_gap"] < 1e-3
@@ -96,21 +119,27 @@ def test_a_run_uses_agent_reward_loss_estimator_backend_and_sinks_of_an_installe
 async def test_tools_environments_and_users_are_found_by_name(plugins, tmp_path: Path):
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: population}]")
     async with open_tools(ToolsConfig(tool_config_path=str(tmp_path / "tools.yaml"))) as tools:
-        assert list(tools) == ["population"] and tools.select()["population"].parameters["required"] == ["city"]
+        assert list(tools) == ["population"] and tools.select()["population"].parameters[
+            "required"
+        ] == ["city"]
     environment = get_environment("guess_city")()
     assert environment.name == "guess_city"
     assert "710000" in str((await environment.reset(city="Oslo")).messages)
     entry = "interaction: [{name: t, class_name: tourist, config: {city: Oslo}}]"
     (tmp_path / "users.yaml").write_text(entry)
     users = InteractionRegistry.from_path(str(tmp_path / "users.yaml"))
-    assert (await users["t"].generate_response("id", [{"role": "assistant", "content": "Oslo"}])).score == 1.0
+    assert (
+        await users["t"].generate_response("id", [{"role": "assistant", "content": "Oslo"}])
+    ).score == 1.0
     reward = find_reward("brevity")
     assert reward is not None and reward.compute_score("x" * 25) == 0.75
 
 
 def test_the_conformance_suite_takes_a_backend_of_an_installed_package(plugins, tmp_path: Path):
     folder = tiny_recipe(tmp_path).parent / "model"
-    subject = select_backend("jax_default", BackendOptions(folders=ModelDirs(base=folder, scratch=tmp_path)))
+    subject = select_backend(
+        "jax_default", BackendOptions(folders=ModelDirs(base=folder, scratch=tmp_path))
+    )
     assert subject.name == "jax_default" and isinstance(subject.make(), RolloutBackend)
 
 
@@ -121,7 +150,9 @@ def test_keys_of_the_algorithm_are_open_to_installed_losses_and_the_critic_is_no
     for refused in ("critic.learning_rate=1e-3", "algorithm.policy_loss.tau_pos=2"):
         with pytest.raises(ConfigError, match="is used only with"):
             configured(*NAMES[:2], refused)
-    with pytest.raises(ConfigError, match="rollout.placement=separate does not go with rollout.backend=jax_default"):
+    with pytest.raises(
+        ConfigError, match="rollout.placement=separate does not go with rollout.backend=jax_default"
+    ):
         configured("rollout.backend=jax_default", "rollout.placement=separate")
 
 
@@ -135,7 +166,9 @@ def test_keys_of_the_algorithm_are_open_to_installed_losses_and_the_critic_is_no
         ("trace.sinks=[title]", "did you mean 'titles'.*jax_agent_rl.trace_sinks"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest_known_one(plugins, override: str, message: str):
+def test_an_unknown_name_is_refused_with_the_nearest_known_one(
+    plugins, override: str, message: str
+):
     with pytest.raises(ConfigError, match=message):
         configured(override)
 
@@ -159,7 +192,10 @@ def fake_package(folder: Path, *, name: str, module: str, code: str, entries: st
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        ("import not_there", "cannot be imported \\(ModuleNotFoundError: No module named 'not_there' \\(.*py:1"),
+        (
+            "import not_there",
+            "cannot be imported \\(ModuleNotFoundError: No module named 'not_there' \\(.*py:1",
+        ),
         ("Agent = 3", "must be a subclass of AgentLoop, got 3"),
         ("", "cannot be imported \\(AttributeError: .*'Agent'"),
     ],
@@ -174,7 +210,9 @@ def test_a_broken_package_is_named_where_it_is_used_and_stops_nothing_else(
     installed.cache_clear()
     try:
         assert get_agent("tool_agent") and "broken" in agent_names()
-        with pytest.raises(ConfigError, match=f"(?s)broken = {module}:Agent of the package team-x 2.1 .*{problem}"):
+        with pytest.raises(
+            ConfigError, match=f"(?s)broken = {module}:Agent of the package team-x 2.1 .*{problem}"
+        ):
             get_agent("broken")
     finally:
         installed.cache_clear()
@@ -188,7 +226,9 @@ def test_two_packages_with_one_name_are_both_named(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(str(tmp_path))
     installed.cache_clear()
     try:
-        with pytest.raises(ConfigError, match="(?s)two packages register 'same'.*team-[xy] 2.1.*team-[xy] 2.1"):
+        with pytest.raises(
+            ConfigError, match="(?s)two packages register 'same'.*team-[xy] 2.1.*team-[xy] 2.1"
+        ):
             configured("algorithm.policy_loss.loss_mode=same")
     finally:
         installed.cache_clear()
@@ -196,7 +236,12 @@ def test_two_packages_with_one_name_are_both_named(tmp_path: Path, monkeypatch: 
 
 def test_a_configuration_without_foreign_names_looks_for_no_package():
     installed.cache_clear()
-    configured("algorithm.adv_estimator=rloo", "trainer.logger=wandb", "trace.sinks=[files]", "rollout.backend=vllm")
+    configured(
+        "algorithm.adv_estimator=rloo",
+        "trainer.logger=wandb",
+        "trace.sinks=[files]",
+        "rollout.backend=vllm",
+    )
     assert get_agent("tool_agent") and installed.cache_info().misses == 0
 
 

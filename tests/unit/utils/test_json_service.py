@@ -24,7 +24,11 @@ class Script:
     async def answer(self, request):
         self.bodies.append(await request.body())
         response = self.responses.pop(0) if len(self.responses) > 1 else self.responses[0]
-        return await response() if callable(response) and not isinstance(response, Response) else response
+        return (
+            await response()
+            if callable(response) and not isinstance(response, Response)
+            else response
+        )
 
 
 def service(url, *, timeout=10.0, retries=0, sleeps=None, **more):
@@ -63,7 +67,9 @@ async def test_an_unreachable_server_is_named_with_its_key_after_the_retries():
     sleeps = []
     url = f"http://127.0.0.1:{free_port()}"
     client = service(url, retries=2, sleeps=sleeps)
-    with pytest.raises(ToolServerError, match=rf"{url}.* cannot be reached .*correct a\.url \(3 times\)"):
+    with pytest.raises(
+        ToolServerError, match=rf"{url}.* cannot be reached .*correct a\.url \(3 times\)"
+    ):
         await client.post({})
     assert sleeps == [0.7, 0.7] and client.retries == 2
 
@@ -74,8 +80,12 @@ async def test_a_slow_server_is_not_waited_for_and_named_with_the_key():
         await post(Script(never.wait), timeout=0.2)
 
 
-@pytest.mark.parametrize(("repeatable", "repeated", "ending"), [(False, 0, "slow$"), (True, 2, r" \(3 times\)$")])
-async def test_a_request_that_timed_out_is_repeated_only_if_it_may_run_twice(repeatable, repeated, ending):
+@pytest.mark.parametrize(
+    ("repeatable", "repeated", "ending"), [(False, 0, "slow$"), (True, 2, r" \(3 times\)$")]
+)
+async def test_a_request_that_timed_out_is_repeated_only_if_it_may_run_twice(
+    repeatable, repeated, ending
+):
     never, sleeps = asyncio.Event(), []
     with pytest.raises(TimeoutError, match=ending):
         await post(Script(never.wait), timeout=0.1, retries=2, repeatable=repeatable, sleeps=sleeps)
@@ -84,7 +94,9 @@ async def test_a_request_that_timed_out_is_repeated_only_if_it_may_run_twice(rep
 
 async def test_a_repetition_that_is_in_time_is_the_answer():
     never = asyncio.Event()
-    assert await post(Script(never.wait, Response("7")), timeout=0.5, retries=3, repeatable=True) == 7
+    assert (
+        await post(Script(never.wait, Response("7")), timeout=0.5, retries=3, repeatable=True) == 7
+    )
 
 
 async def test_a_server_that_trickles_forever_is_not_waited_for():
@@ -115,7 +127,13 @@ async def test_a_server_error_is_repeated_only_for_what_may_run_twice(repeatable
 
 @pytest.mark.parametrize(
     ("status", "hint"),
-    [(401, "find a key"), (403, "find a key"), (404, r"correct a\.url"), (413, "too large"), (507, "out of memory")],
+    [
+        (401, "find a key"),
+        (403, "find a key"),
+        (404, r"correct a\.url"),
+        (413, "too large"),
+        (507, "out of memory"),
+    ],
 )
 async def test_a_refusal_says_what_to_do_and_is_not_repeated_in_vain(status, hint):
     script = Script(Response("no", status_code=status))

@@ -104,7 +104,9 @@ def test_code_of_the_user_is_told_of_with_its_line(inside):
     assert line_told(inside).partition(":")[0] == FILES["user"]
 
 
-@pytest.mark.parametrize("inside", ["async own > async plugin > library", "async own > own > async plugin"])
+@pytest.mark.parametrize(
+    "inside", ["async own > async plugin > library", "async own > own > async plugin"]
+)
 def test_a_coroutine_of_an_installed_package_is_told_of_where_code_of_others_is_at_work(inside):
     assert line_told(inside, is_named=True).partition(":")[0].endswith("some_tools/search.py")
     assert line_told(inside, is_named=False) is None

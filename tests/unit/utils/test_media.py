@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFile
 
-from jax_agent_rl.utils.media import FORMATS, as_frames, as_image, check_media, media_source, read_images, read_media
+from jax_agent_rl.utils.media import (
+    FORMATS,
+    as_frames,
+    as_image,
+    check_media,
+    media_source,
+    read_images,
+    read_media,
+)
 
 
 def test_what_is_transparent_stands_on_white():
@@ -77,7 +85,9 @@ def encode_image(image: Image.Image, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_files_of_the_listed_formats_are_read(kind: str):
-    (image,) = read_images([f"data:image/x;base64,{encode_image(Image.new('RGB', (4, 3), 'red'), kind)}"])
+    (image,) = read_images(
+        [f"data:image/x;base64,{encode_image(Image.new('RGB', (4, 3), 'red'), kind)}"]
+    )
     assert image.size == (4, 3) and image.mode == "RGB"
 
 
@@ -99,8 +109,14 @@ def test_bytes_and_text_of_a_file_are_the_same_image():
     ("part", "found"),
     [
         ({"type": "image", "image": "a.png"}, ("image", "a.png")),
-        ({"type": "image", "image": {"bytes": b"x", "path": None}}, ("image", {"bytes": b"x", "path": None})),
-        ({"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}, ("image", "data:x")),
+        (
+            {"type": "image", "image": {"bytes": b"x", "path": None}},
+            ("image", {"bytes": b"x", "path": None}),
+        ),
+        (
+            {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}},
+            ("image", "data:x"),
+        ),
         ({"type": "image_url", "image_url": "data:x"}, ("image", "data:x")),
         ({"type": "input_image", "image_url": "data:x"}, ("image", "data:x")),
         ({"type": "video", "video": ["a.png"]}, ("video", ["a.png"])),
@@ -153,6 +169,8 @@ def test_a_playlist_in_place_of_a_video_is_not_followed():
         url = f"http://127.0.0.1:{server.server_port}/part.ts"
         playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{url}\n#EXT-X-ENDLIST\n"
         with pytest.raises(ValueError, match="a video cannot be read"):
-            read_media([{"role": "user", "content": [{"type": "video", "video": playlist.encode()}]}])
+            read_media(
+                [{"role": "user", "content": [{"type": "video", "video": playlist.encode()}]}]
+            )
         server.shutdown()
     assert asked == []

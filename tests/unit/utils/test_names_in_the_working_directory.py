@@ -41,7 +41,9 @@ def test_a_mere_folder_is_no_installed_package(cwd: Path):
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_folder_of_a_logger_is_not_the_logger(cwd: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_a_folder_of_a_logger_is_not_the_logger(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     """W&B makes a folder ``wandb`` in the working directory; without the package, Python imports that one."""
     package = PACKAGES[name]
     (cwd / package).mkdir()
@@ -74,7 +76,9 @@ def test_a_process_of_ours_does_not_import_the_users_files_for_pythons_own(cwd: 
     (cwd / f"{module}.py").write_text("raise RuntimeError('the wrong one')\n")
     program = f"import {module}, jax_agent_rl; print({module}.__file__)"
     environment = {k: v for k, v in own_environment().items() if k != "PYTHONSAFEPATH"}
-    done = subprocess.run(own_python("-c", program), env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        own_python("-c", program), env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and str(cwd) not in done.stdout, done.stderr
 
 
@@ -112,7 +116,9 @@ def test_reward_functions_run_beside_such_files(cwd: Path):
 
 
 @pytest.mark.parametrize("name", ["calendar", "code", "types"])
-def test_a_users_module_with_the_name_of_one_of_pythons_has_to_be_named_as_a_file(cwd: Path, name: str):
+def test_a_users_module_with_the_name_of_one_of_pythons_has_to_be_named_as_a_file(
+    cwd: Path, name: str
+):
     (cwd / f"{name}.py").write_text("FOUND = 'mine'\n")
     with pytest.raises(ConfigError, match=rf"tools.function_tool_path='{name}'.*{name}\.py"):
         load_user_module(name, key="tools.function_tool_path")
@@ -129,14 +135,21 @@ def test_a_folder_without_a_module_is_told_as_such(cwd: Path):
     ("code", "words"),
     [
         ("import os\nx = 1\nos.no_such", ["AttributeError", "broken.py:3"]),
-        ("open('there_is_no_such_file.json')", ["FileNotFoundError", "there_is_no_such_file.json", "broken.py:1"]),
+        (
+            "open('there_is_no_such_file.json')",
+            ["FileNotFoundError", "there_is_no_such_file.json", "broken.py:1"],
+        ),
         ("import sys\nsys.exit(3)", ["exits", "3", "broken.py:2"]),
         ("def f(:\n", ["SyntaxError"]),
         ("import not_there.sub", ["it imports 'not_there', which is not installed"]),
     ],
 )
-def test_what_goes_wrong_while_a_file_is_imported_is_told_with_key_and_line(cwd: Path, code: str, words: list[str]):
+def test_what_goes_wrong_while_a_file_is_imported_is_told_with_key_and_line(
+    cwd: Path, code: str, words: list[str]
+):
     (cwd / "broken.py").write_text(code)
     with pytest.raises(ConfigError) as refused:
         load_user_module("broken.py", key="reward.path")
-    assert "reward.path='broken.py'" in str(refused.value) and all(word in str(refused.value) for word in words)
+    assert "reward.path='broken.py'" in str(refused.value) and all(
+        word in str(refused.value) for word in words
+    )

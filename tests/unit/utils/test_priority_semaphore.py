@@ -42,8 +42,13 @@ async def test_a_slot_handed_to_one_who_is_cancelled_is_handed_on():
         pass
 
 
-@given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.booleans()), max_size=12))
-async def test_there_are_never_more_than_slots_and_all_come_back(count: int, workers: list[tuple[int, int, bool]]):
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.booleans()), max_size=12),
+)
+async def test_there_are_never_more_than_slots_and_all_come_back(
+    count: int, workers: list[tuple[int, int, bool]]
+):
     slots, running, most = PrioritySemaphore(count), 0, 0
 
     async def work(urgency: int, ticks: int):

@@ -28,13 +28,17 @@ from jax_agent_rl.utils.process import ignore_absent_tpus, quiet_logging
         ("nvidiactl", True, None, "cpu"),
     ],
 )
-def test_jax_is_kept_from_tpus_only_where_there_are_none(device, installed, already, set_to, tmp_path, monkeypatch):
+def test_jax_is_kept_from_tpus_only_where_there_are_none(
+    device, installed, already, set_to, tmp_path, monkeypatch
+):
     if device:
         (tmp_path / device).parent.mkdir(exist_ok=True)
         (tmp_path / device).touch()
     found = ModuleSpec("libtpu", None, origin="libtpu/__init__.py") if installed else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    monkeypatch.setenv("JAX_PLATFORMS", already or "")  # set, so that the test's end puts back what was there
+    monkeypatch.setenv(
+        "JAX_PLATFORMS", already or ""
+    )  # set, so that the test's end puts back what was there
     if not already:
         monkeypatch.delenv("JAX_PLATFORMS")
     ignore_absent_tpus(tmp_path)
@@ -48,7 +52,9 @@ class Stream(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_warning_is_printed_above_a_live_display_unless_standard_error_is_a_file(monkeypatch, terminal):
+def test_a_warning_is_printed_above_a_live_display_unless_standard_error_is_a_file(
+    monkeypatch, terminal
+):
     shown, errors = Stream(True), Stream(terminal)
     monkeypatch.setattr(sys, "stderr", errors)
     monkeypatch.setattr(logging.root, "handlers", [])  # as a process begins
@@ -58,7 +64,9 @@ def test_a_warning_is_printed_above_a_live_display_unless_standard_error_is_a_fi
     logging.getLogger("jax_agent_rl.x").warning("after")
     assert ("WARNING jax_agent_rl.x: meanwhile [bold]" in shown.getvalue()) is terminal
     expected = ["after"] if terminal else ["meanwhile [bold]", "after"]
-    assert errors.getvalue().splitlines() == [f"WARNING jax_agent_rl.x: {text}" for text in expected]
+    assert errors.getvalue().splitlines() == [
+        f"WARNING jax_agent_rl.x: {text}" for text in expected
+    ]
 
 
 FORGING = """

@@ -48,7 +48,9 @@ HANGS = {
 
 def start(*command: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    return subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )
 
 
 def program(hang: str) -> str:
@@ -96,7 +98,9 @@ def test_children_that_might_hang_are_ended_before_a_server_leaves_at_once():
 
 
 def test_the_first_signal_is_enough_for_a_server_that_closes():
-    process = start("-c", SERVER.format(starting="pass", serving=FOREVER, closing="print('closed', flush=True)"))
+    process = start(
+        "-c", SERVER.format(starting="pass", serving=FOREVER, closing="print('closed', flush=True)")
+    )
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
@@ -116,7 +120,9 @@ async def test_a_paused_rollout_server_with_waiting_requests_ends():
         sampling = SamplingParams(max_tokens=5, seed=1)
         waiting = [
             asyncio.create_task(
-                remote.generate(GenerateRequest(request_id=f"r{n}", prompt_ids=(5, 6), sampling=sampling))
+                remote.generate(
+                    GenerateRequest(request_id=f"r{n}", prompt_ids=(5, 6), sampling=sampling)
+                )
             )
             for n in range(3)
         ]

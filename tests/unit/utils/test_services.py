@@ -94,7 +94,9 @@ async def test_what_nobody_waits_for_any_more_is_ended():
 
 
 @BOTH
-async def test_processes_that_end_with_the_thread_that_started_them_live_until_the_service_has_ended(call):
+async def test_processes_that_end_with_the_thread_that_started_them_live_until_the_service_has_ended(
+    call,
+):
     ended = threading.Event()
 
     def start():
@@ -107,7 +109,9 @@ async def test_processes_that_end_with_the_thread_that_started_them_live_until_t
     try:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)
-        (thread,) = (t for t in set(threading.enumerate()) - before if t.name.startswith("start of"))
+        (thread,) = (
+            t for t in set(threading.enumerate()) - before if t.name.startswith("start of")
+        )
         ended.set()
         thread.join(60)
         assert not thread.is_alive() and process.wait(60) == -signal.SIGKILL
@@ -122,5 +126,7 @@ def test_a_start_that_hangs_keeps_no_process_from_ending():
         "from jax_agent_rl.utils.services import start_service_blocking\n"
         "start_service_blocking(threading.Event().wait, name='Ray', fix='free memory', seconds=0.01)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 1 and "Ray did not answer within 0.01 seconds" in ended.stderr

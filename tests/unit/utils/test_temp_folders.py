@@ -41,7 +41,9 @@ def test_a_process_that_leaves_in_haste_takes_its_folders_with_it(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_living_one_has_is_not(tmp_path: Path):
+def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_living_one_has_is_not(
+    tmp_path: Path,
+):
     (tmp_path / "other-kind").mkdir()
     killed, left = owner(tmp_path)
     living, kept = owner(tmp_path)

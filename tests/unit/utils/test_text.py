@@ -18,10 +18,16 @@ IGNORABLE = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180f\u3164\ufe00\ufe0f\uffa0\
 
 @pytest.mark.parametrize("category", UNSEEN)
 def test_every_character_that_is_not_seen_is_spelt_out(category):
-    characters = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) == category]
+    characters = [
+        chr(code)
+        for code in range(sys.maxunicode + 1)
+        if unicodedata.category(chr(code)) == category
+    ]
     for character in characters:
         spelt = printable(character)
-        assert spelt == character if character in "\t\n" else spelt.isascii() and spelt.isprintable()
+        assert (
+            spelt == character if character in "\t\n" else spelt.isascii() and spelt.isprintable()
+        )
         assert printable(character, one_line=True).isprintable()
     assert len({printable(character) for character in characters}) == len(characters)
 
@@ -32,10 +38,23 @@ def test_letters_that_nothing_is_drawn_for_are_spelt_out():
 
 
 def test_what_is_seen_stays():
-    seen = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) not in (*UNSEEN, "Cn")]
+    seen = [
+        chr(code)
+        for code in range(sys.maxunicode + 1)
+        if unicodedata.category(chr(code)) not in (*UNSEEN, "Cn")
+    ]
     spelt = {ord(character) for character in seen if printable(character) != character}
     ranges = (range(0x180B, 0x1810), range(0xFE00, 0xFE10), range(0xE0100, 0xE01F0))
-    assert spelt == {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, *itertools.chain(*ranges)} - {0x180E}
+    assert spelt == {
+        0x34F,
+        0x115F,
+        0x1160,
+        0x17B4,
+        0x17B5,
+        0x3164,
+        0xFFA0,
+        *itertools.chain(*ranges),
+    } - {0x180E}
 
 
 EMOJI = (
@@ -52,7 +71,14 @@ def test_emoji_stay_readable(text):
     assert printable(f"a{text}b") == f"a{text}b"
 
 
-BROKEN_EMOJI = ("a\ufe0f", "1\ufe0f2", "\u2764\u200da", "a\u200d\u2764", "\u2764\ufe0f\ufe0f", "\u2764\U000e0041")
+BROKEN_EMOJI = (
+    "a\ufe0f",
+    "1\ufe0f2",
+    "\u2764\u200da",
+    "a\u200d\u2764",
+    "\u2764\ufe0f\ufe0f",
+    "\u2764\U000e0041",
+)
 
 
 @pytest.mark.parametrize("text", BROKEN_EMOJI)

@@ -67,7 +67,9 @@ async def test_too_many_abandoned_calls_refuse_further_ones():
     go.set()
 
 
-@given(waits=st.lists(st.floats(0, 3), max_size=40), per_second=st.sampled_from([0.25, 1.0, 2.5, 10.0]))
+@given(
+    waits=st.lists(st.floats(0, 3), max_size=40), per_second=st.sampled_from([0.25, 1.0, 2.5, 10.0])
+)
 async def test_no_second_has_more_starts_than_the_limit_and_a_first_burst(waits, per_second):
     now, starts = 0.0, []
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.utils.weight_transfer import apply_delta, base_of, delta_path, file_digest, result_name, write_delta
+from jax_agent_rl.utils.weight_transfer import (
+    apply_delta,
+    base_of,
+    delta_path,
+    file_digest,
+    result_name,
+    write_delta,
+)
 from tests.examples import examples
 
 NUMBERS = 40_000
@@ -20,7 +27,11 @@ NUMBERS = 40_000
 
 def write(path: Path, values: np.ndarray, **metadata: str) -> Path:
     half = len(values) // 2
-    save_file({"a": values[:half].reshape(-1, 4), "b": values[half:]}, path, metadata={"format": "pt", **metadata})
+    save_file(
+        {"a": values[:half].reshape(-1, 4), "b": values[half:]},
+        path,
+        metadata={"format": "pt", **metadata},
+    )
     return path
 
 
@@ -37,18 +48,28 @@ def numbers() -> np.ndarray:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.015, 0.2])
-def test_the_result_is_the_new_file_byte_for_byte(tmp_path: Path, numbers: np.ndarray, share: float):
+def test_the_result_is_the_new_file_byte_for_byte(
+    tmp_path: Path, numbers: np.ndarray, share: float
+):
     old = write(tmp_path / "v1.safetensors", numbers, probe="old")
     new = write(tmp_path / "v2.safetensors", stepped(numbers, share), probe="of another length")
     delta = write_delta(old, file_digest(old), new)
-    assert delta == delta_path(new) and result_name(delta) == new.name and base_of(delta) == file_digest(old)
+    assert (
+        delta == delta_path(new)
+        and result_name(delta) == new.name
+        and base_of(delta) == file_digest(old)
+    )
     apply_delta(old, delta, tmp_path / "result")
     assert (tmp_path / "result").read_bytes() == new.read_bytes()
     # 1.5 % of the numbers, 4 bytes each at most (a gap and a change, where the whole file has 2 bytes per number).
     assert share > 0.015 or delta.stat().st_size < 0.06 * new.stat().st_size
 
 
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     old=st.binary(min_size=64, max_size=64),
     edits=st.dictionaries(st.integers(0, 31), st.integers(0, 65535), max_size=9),
@@ -68,7 +89,9 @@ def test_any_words_may_change(tmp_path: Path, old: bytes, edits: dict[int, int])
         np.testing.assert_array_equal(load_file(tmp_path / "result")["b"], after[16:])
 
 
-def test_where_most_numbers_changed_or_the_sizes_differ_there_is_no_delta(tmp_path: Path, numbers: np.ndarray):
+def test_where_most_numbers_changed_or_the_sizes_differ_there_is_no_delta(
+    tmp_path: Path, numbers: np.ndarray
+):
     old = write(tmp_path / "v1.safetensors", numbers)
     other = write(tmp_path / "v2.safetensors", stepped(numbers, 0.9))
     longer = write(tmp_path / "v3.safetensors", np.concatenate([numbers, numbers[:8]]))
@@ -77,7 +100,9 @@ def test_where_most_numbers_changed_or_the_sizes_differ_there_is_no_delta(tmp_pa
 
 
 def rewrite(delta: Path, metadata: dict[str, str] | None = None, **tensors: np.ndarray) -> None:
-    save_file(load_file(delta) | tensors, delta, metadata={"base": "d", "count": "3"} | (metadata or {}))
+    save_file(
+        load_file(delta) | tensors, delta, metadata={"base": "d", "count": "3"} | (metadata or {})
+    )
 
 
 def compressed(values: list[int], dtype: str) -> np.ndarray:
@@ -89,10 +114,16 @@ def compressed(values: list[int], dtype: str) -> np.ndarray:
     ("spoil", "message"),
     [
         (lambda d: d.write_bytes(b"no delta"), "no weight delta"),
-        (lambda d: save_file({"header": np.zeros(3, np.uint8)}, d, metadata={"base": "d"}), "no weight delta"),
+        (
+            lambda d: save_file({"header": np.zeros(3, np.uint8)}, d, metadata={"base": "d"}),
+            "no weight delta",
+        ),
         (lambda d: rewrite(d, {"count": "-1"}), "-1 changes"),
         (lambda d: rewrite(d, {"count": str(10**12)}), "1000000000000 changes of 40000 words"),
-        (lambda d: rewrite(d, gaps=compressed([0, 0, NUMBERS], "<u4")), "a change at word 40002 of 40000"),
+        (
+            lambda d: rewrite(d, gaps=compressed([0, 0, NUMBERS], "<u4")),
+            "a change at word 40002 of 40000",
+        ),
         (lambda d: rewrite(d, gaps=compressed([0] * 9, "<u4")), "12 bytes expected, 13 found"),
         (lambda d: rewrite(d, changes=np.zeros(9, np.uint8)), "Error -3 while decompressing"),
         (lambda d: rewrite(d, changes=compressed([1], "<u2")), "6 bytes expected, 2 found"),
@@ -114,7 +145,10 @@ def test_a_damaged_delta_is_refused_and_never_expanded_beyond_its_numbers(
 
 def test_a_result_from_another_base_has_another_digest(tmp_path: Path, numbers: np.ndarray):
     """What the receiver's check of the result finds."""
-    old, new = write(tmp_path / "v1.safetensors", numbers), write(tmp_path / "v2.safetensors", stepped(numbers, 0.01))
+    old, new = (
+        write(tmp_path / "v1.safetensors", numbers),
+        write(tmp_path / "v2.safetensors", stepped(numbers, 0.01)),
+    )
     delta = write_delta(old, file_digest(old), new)
     assert delta is not None
     with old.open("r+b") as stream:

@@ -13,7 +13,13 @@ from jax_agent_rl.config.overrides_script import read_overrides
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.utils import hub
 from jax_agent_rl.utils.plugins import read_entries
-from jax_agent_rl.utils.yaml_text import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES, compose_yaml, load_yaml
+from jax_agent_rl.utils.yaml_text import (
+    MAX_CHARACTERS,
+    MAX_DEPTH,
+    MAX_NODES,
+    compose_yaml,
+    load_yaml,
+)
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 6)
@@ -77,11 +83,19 @@ def read_card(path, monkeypatch):
 
 READERS = {
     "a configuration": lambda path, _: load(path),
-    "a base of a configuration": lambda path, _: load(write(path.parent / "c.yaml", f"base: {path.name}")),
-    "an override": lambda path, _: load(write(path.parent / "c.yaml", "{}"), [f"seed={path.read_text()}"]),
+    "a base of a configuration": lambda path, _: load(
+        write(path.parent / "c.yaml", f"base: {path.name}")
+    ),
+    "an override": lambda path, _: load(
+        write(path.parent / "c.yaml", "{}"), [f"seed={path.read_text()}"]
+    ),
     "settings of verl": lambda path, _: read_overrides(path),
-    "overrides of verl": lambda path, _: read_overrides(write(path.parent / "run.sh", f"a.b='{path.read_text()}'")),
-    "tools, users, MCP servers": lambda path, _: read_entries(path, key="tools.config", name="tools"),
+    "overrides of verl": lambda path, _: read_overrides(
+        write(path.parent / "run.sh", f"a.b='{path.read_text()}'")
+    ),
+    "tools, users, MCP servers": lambda path, _: read_entries(
+        path, key="tools.config", name="tools"
+    ),
     "a dataset card": read_card,
 }
 
@@ -92,7 +106,9 @@ def write(path, text):
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("kind", ["aliases of aliases", "an alias of itself", "a key twice", "levels", "no date"])
+@pytest.mark.parametrize(
+    "kind", ["aliases of aliases", "an alias of itself", "a key twice", "levels", "no date"]
+)
 def test_every_reader_of_yaml_is_bounded(reader, kind, tmp_path, monkeypatch):
     path = write(tmp_path / "file.yaml", REFUSED[kind])
     with pytest.raises(JaxAgentRLError, match="valid YAML"):
@@ -103,7 +119,9 @@ DOUBLING = "a=xxxxxxxxxx\n" + "a=$a$a\n" * 40 + "m.n=$a"
 DOUBLING_ARRAY = "a=(x)\n" + 'a=("${a[@]}" "${a[@]}")\n' * 40 + 'm.n="${a[@]}"'
 
 
-@pytest.mark.parametrize("text", [DOUBLING, DOUBLING_ARRAY, "a=x\n" + "a+=$a\n" * 40, "#" * (MAX_SCRIPT + 1)])
+@pytest.mark.parametrize(
+    "text", [DOUBLING, DOUBLING_ARRAY, "a=x\n" + "a+=$a\n" * 40, "#" * (MAX_SCRIPT + 1)]
+)
 def test_variables_of_a_script_that_hold_each_other_are_bounded(text, tmp_path):
     with pytest.raises(ConfigError, match="characters"):
         read_overrides(write(tmp_path / "run.sh", text))

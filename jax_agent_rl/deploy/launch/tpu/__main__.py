@@ -37,12 +37,33 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser; ``--help`` documents all options."""
     result = script_parser("tpu_pod.sh")
     add = result.add_argument
-    add("overrides", nargs="*", metavar="[CONFIG] KEY=VALUE", help="YAML configuration, and keys that override it")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="[CONFIG] KEY=VALUE",
+        help="YAML configuration, and keys that override it",
+    )
     add("--name", required=True, help="name of the slice and of the run")
-    add("--zone", type=comma_separated, required=True, metavar="Z", help="us-west4-a; SkyPilot takes several")
-    add("--topology", type=parse_topology, required=True, metavar="T", help="of the slice: v5e:4x4, v5p:2x2x2, v6e:8x8")
+    add(
+        "--zone",
+        type=comma_separated,
+        required=True,
+        metavar="Z",
+        help="us-west4-a; SkyPilot takes several",
+    )
+    add(
+        "--topology",
+        type=parse_topology,
+        required=True,
+        metavar="T",
+        help="of the slice: v5e:4x4, v5p:2x2x2, v6e:8x8",
+    )
     add("--project", help="Google Cloud project; default gcloud's own")
-    add("--runtime-version", metavar="V", help="software of the VMs; default the one for jax on that generation")
+    add(
+        "--runtime-version",
+        metavar="V",
+        help="software of the VMs; default the one for jax on that generation",
+    )
     add("--spot", action="store_true", help="cheaper, may be preempted at any time")
     add(
         "--config",
@@ -51,26 +72,70 @@ def parser() -> argparse.ArgumentParser:
         help="CONFIG as an option; default the quickstart, with model and data",
     )
     add("--bucket", metavar="gs://B", help="checkpoints, small files and logs go to gs://B/NAME")
-    add("--prepare", metavar="COMMAND", help="run on every host before the start, to fetch model and data")
-    add("--env", action="append", type=variable, default=[], metavar="NAME[=V]", help="for --prepare and the run")
+    add(
+        "--prepare",
+        metavar="COMMAND",
+        help="run on every host before the start, to fetch model and data",
+    )
+    add(
+        "--env",
+        action="append",
+        type=variable,
+        default=[],
+        metavar="NAME[=V]",
+        help="for --prepare and the run",
+    )
     add("--no-install", action="store_true", help="the environment exists already, on every host")
     add("--resume", action="store_true", help="continue from the newest checkpoint in the bucket")
     add("--keep", action="store_true", help="leave the slice when the run has ended")
-    add("--poll", type=seconds, default=15.0, metavar="S", help="seconds between polls of the slice's state (15)")
+    add(
+        "--poll",
+        type=seconds,
+        default=15.0,
+        metavar="S",
+        help="seconds between polls of the slice's state (15)",
+    )
     add("--logs-dir", type=Path, metavar="DIR", help="folder of a log per host (runs/NAME.logs)")
-    add("--certify", action="store_true", help="measure the slice with jax-agent-rl certify instead of training")
+    add(
+        "--certify",
+        action="store_true",
+        help="measure the slice with jax-agent-rl certify instead of training",
+    )
     what = result.add_mutually_exclusive_group()
-    what.add_argument("--dry-run", action="store_true", help="print the commands in order, and run none")
-    what.add_argument("--render", choices=job.KINDS, help="print a job of SkyPilot, GKE or Slurm for the same run")
-    what.add_argument("--logs", action="store_true", help="show the run's output, from its beginning")
-    what.add_argument("--delete", action="store_true", help="delete the slice of that name, running or not")
+    what.add_argument(
+        "--dry-run", action="store_true", help="print the commands in order, and run none"
+    )
+    what.add_argument(
+        "--render", choices=job.KINDS, help="print a job of SkyPilot, GKE or Slurm for the same run"
+    )
+    what.add_argument(
+        "--logs", action="store_true", help="show the run's output, from its beginning"
+    )
+    what.add_argument(
+        "--delete", action="store_true", help="delete the slice of that name, running or not"
+    )
     rendered = result.add_argument_group("with --render gke or slurm").add_argument
     rendered("--slices", type=positive, default=1, metavar="M", help="slices of that topology (1)")
-    rendered("--rollout-hosts", type=positive, default=0, metavar="N", help="N more hosts sample; the others learn")
     rendered(
-        "--rollout-topology", type=parse_topology, metavar="T", help="of each, on gke (4 chips of that generation)"
+        "--rollout-hosts",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="N more hosts sample; the others learn",
     )
-    rendered("--rollout-port", type=port, default=8100, metavar="P", help="their port in the zone's network (8100)")
+    rendered(
+        "--rollout-topology",
+        type=parse_topology,
+        metavar="T",
+        help="of each, on gke (4 chips of that generation)",
+    )
+    rendered(
+        "--rollout-port",
+        type=port,
+        default=8100,
+        metavar="P",
+        help="their port in the zone's network (8100)",
+    )
     rendered("--image", help="with gke: the container, with the project in /app")
     return result
 
@@ -97,7 +162,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the slice may exist and cost: --logs shows its run, --delete deletes it", flush=True)
+        print(
+            "interrupted; the slice may exist and cost: --logs shows its run, --delete deletes it",
+            flush=True,
+        )
         return EXIT_CODE
 
 
@@ -115,14 +183,18 @@ def _job(arguments: argparse.Namespace) -> Job:
         raise LaunchError(f"--config {str(arguments.config)!r} does not exist")
     job.require_overrides(arguments.overrides)
     if arguments.certify and (arguments.resume or arguments.render):
-        raise LaunchError("--certify measures a slice from the beginning: leave out --resume and --render")
+        raise LaunchError(
+            "--certify measures a slice from the beginning: leave out --resume and --render"
+        )
     variables = dict(arguments.env)
     if job.TOKEN in variables:
         raise LaunchError(f"--env {job.TOKEN}: the rendered job sets it itself; leave it out")
     if not (arguments.render or arguments.dry_run or arguments.logs or arguments.delete):
         for name in [name for name, value in variables.items() if value is None]:
             if name not in os.environ:
-                raise LaunchError(f"--env {name} is not set here: export it, or give --env {name}=VALUE")
+                raise LaunchError(
+                    f"--env {name} is not set here: export it, or give --env {name}=VALUE"
+                )
             variables[name] = os.environ[name]
     return Job(
         name=arguments.name,
@@ -142,14 +214,24 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 def _act(task: Job, arguments: argparse.Namespace) -> int:
     servers = arguments.rollout_hosts or arguments.rollout_topology
-    for option, asked in (("--slices", task.slices > 1), ("--rollout-hosts", servers), ("--image", arguments.image)):
+    for option, asked in (
+        ("--slices", task.slices > 1),
+        ("--rollout-hosts", servers),
+        ("--image", arguments.image),
+    ):
         if asked:
-            raise LaunchError(f"{option} is for --render gke or slurm: tpu_pod.sh itself makes one slice, which learns")
+            raise LaunchError(
+                f"{option} is for --render gke or slurm: tpu_pod.sh itself makes one slice, which learns"
+            )
     if len(arguments.zone) != 1:
-        raise LaunchError(f"--zone {','.join(arguments.zone)}: give one, or --render sky, whose job searches several")
+        raise LaunchError(
+            f"--zone {','.join(arguments.zone)}: give one, or --render sky, whose job searches several"
+        )
     print_line = (lambda line: print(f"# {line}")) if arguments.dry_run else TimedPrinter()
     launch = SliceLaunch(
-        cloud=(DryRun if arguments.dry_run else Gcloud)(project=arguments.project, zone=arguments.zone[0]),
+        cloud=(DryRun if arguments.dry_run else Gcloud)(
+            project=arguments.project, zone=arguments.zone[0]
+        ),
         task=task,
         poll=arguments.poll,
         logs=arguments.logs_dir or ROOT / "runs" / f"{task.name}.logs",

@@ -20,8 +20,25 @@ from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnanswered
 from jax_agent_rl.validation import did_you_mean
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
-SHAPES: Mapping[str, tuple[str, ...]] = {"v4": _CUBIC[:-1], "v5e": _FLAT, "v5p": _CUBIC, "v6e": _FLAT}
+_CUBIC = (
+    "2x2x1",
+    "2x2x2",
+    "2x2x4",
+    "2x4x4",
+    "4x4x4",
+    "4x4x8",
+    "4x8x8",
+    "8x8x8",
+    "8x8x16",
+    "8x16x16",
+    "16x16x16",
+)
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    "v4": _CUBIC[:-1],
+    "v5e": _FLAT,
+    "v5p": _CUBIC,
+    "v6e": _FLAT,
+}
 """Slices of Google Cloud with an accelerator type, by generation, smallest first."""
 _NAME = re.compile(r"((?P<slices>\d+)\*)?(?P<generation>[a-z0-9]+):(?P<shape>\d+(x\d+){1,2})")
 
@@ -94,15 +111,23 @@ def parse_topology(name: str) -> Topology:
         raise LaunchError(f"--topology {name}: TPU7x is available on GKE only; choose {known}")
     match = _NAME.fullmatch(name.strip().lower())
     if match is None:
-        raise LaunchError(f"--topology {name!r} is not of the form GENERATION:SHAPE, as in v5e:4x4 or v5p:2x2x2")
+        raise LaunchError(
+            f"--topology {name!r} is not of the form GENERATION:SHAPE, as in v5e:4x4 or v5p:2x2x2"
+        )
     found, slices = Topology(match["generation"], match["shape"]), match["slices"]
     if slices:
-        raise LaunchError(f"--topology {name} is more than one slice: give --topology {found} --slices {slices}")
+        raise LaunchError(
+            f"--topology {name} is more than one slice: give --topology {found} --slices {slices}"
+        )
     if found.generation not in GENERATIONS:
         hint = did_you_mean(found.generation, GENERATIONS)
-        raise LaunchError(f"--topology {name}: no generation {found.generation!r}; {hint}there are {known}")
+        raise LaunchError(
+            f"--topology {name}: no generation {found.generation!r}; {hint}there are {known}"
+        )
     if found.shape not in SHAPES[found.generation]:
-        raise LaunchError(f"--topology {name}: {found.generation} comes as {', '.join(SHAPES[found.generation])}")
+        raise LaunchError(
+            f"--topology {name}: {found.generation} comes as {', '.join(SHAPES[found.generation])}"
+        )
     return found
 
 
@@ -148,7 +173,9 @@ _FIXES = {
 
 def advise(message: str) -> str:
     """Return advice on an error of gcloud; empty if the error is unknown."""
-    return next((fix for pattern, fix in _FIXES.items() if re.search(pattern, message, re.IGNORECASE)), "")
+    return next(
+        (fix for pattern, fix in _FIXES.items() if re.search(pattern, message, re.IGNORECASE)), ""
+    )
 
 
 def _error(call: Call, message: str) -> LaunchError:
@@ -185,7 +212,9 @@ class Gcloud:
         pipe, argv = subprocess.PIPE, self.argv(call)
         try:
             # A session of its own: Ctrl-C comes to the launcher alone.
-            process = subprocess.Popen(argv, stdin=stdin, stdout=pipe, stderr=stderr, start_new_session=True)
+            process = subprocess.Popen(
+                argv, stdin=stdin, stdout=pipe, stderr=stderr, start_new_session=True
+            )
         except FileNotFoundError:
             raise LaunchError(
                 "gcloud is not installed: https://cloud.google.com/sdk/docs/install, then gcloud auth login"
@@ -217,7 +246,9 @@ class Gcloud:
                     f"gcloud {call[0]} did not answer within {CALL_SECONDS:g} seconds; is the network there?"
                 ) from None
         if process.returncode:
-            raise _error(call, errors.decode(errors="replace") or f"exit status {process.returncode}")
+            raise _error(
+                call, errors.decode(errors="replace") or f"exit status {process.returncode}"
+            )
         return output.decode(errors="replace")
 
     def stream(self, call: Call, on_line: Callable[[str], None], given: str = "") -> int:

@@ -50,13 +50,19 @@ class Job:
     slices: int = 1  # a scheduler makes more
     spot: bool = False  # cheaper, and may be preempted at any time
     runtime: str  # software version of the VMs
-    config: Path | None  # local YAML file; None: the quickstart, whose model and data every host fetches
+    config: (
+        Path | None
+    )  # local YAML file; None: the quickstart, whose model and data every host fetches
     overrides: tuple[str, ...]  # a.b=c
     bucket: str | None  # gs://… for checkpoints, small files and logs
-    prepare: str | None  # shell command for every host before the run, in the project's folder: model and data
+    prepare: (
+        str | None
+    )  # shell command for every host before the run, in the project's folder: model and data
     install: bool = True  # create the environment first
     certify: bool = False  # measure the hosts with ``jax-agent-rl certify`` instead of training
-    variables: Mapping[str, str | None] = field(default_factory=dict, repr=False)  # None: the value is not known here
+    variables: Mapping[str, str | None] = field(
+        default_factory=dict, repr=False
+    )  # None: the value is not known here
 
     def __post_init__(self) -> None:
         if self.bucket is not None and not _BUCKET.fullmatch(self.bucket):
@@ -92,7 +98,9 @@ def require_keepable(job: Job) -> None:
     """Raise :class:`LaunchError` if a run of several hosts, or a preemptible one, has no bucket."""
     if job.bucket is None and (job.hosts > 1 or job.spot):
         why = "several hosts share no disk" if job.hosts > 1 else "a preempted slice loses its disk"
-        raise LaunchError(f"--bucket is missing: {why}; give --bucket gs://NAME, in the region of the zone")
+        raise LaunchError(
+            f"--bucket is missing: {why}; give --bucket gs://NAME, in the region of the zone"
+        )
 
 
 def require_overrides(overrides: Sequence[str], own: Sequence[str] = OWN_KEYS) -> None:
@@ -115,7 +123,16 @@ def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
     Raises:
         LaunchError: ``root`` is no git checkout.
     """
-    listing = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = [
+        "git",
+        "-C",
+        str(root),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
     try:
         result = subprocess.run(listing, capture_output=True, text=True, timeout=GIT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -143,7 +160,12 @@ def set_up(job: Job, host: int) -> Call:
     Files of the previous copy are removed first, so that a file deleted here is deleted there; other files in the
     folder stay.
     """
-    steps = [f"mkdir -p {CODE}", f"cd {CODE}", f"touch ../{_COPIED}", f"xargs -d '\\n' rm -f -- < ../{_COPIED}"]
+    steps = [
+        f"mkdir -p {CODE}",
+        f"cd {CODE}",
+        f"touch ../{_COPIED}",
+        f"xargs -d '\\n' rm -f -- < ../{_COPIED}",
+    ]
     steps += [f"tar -xzvf ../{ARCHIVE} --quoting-style=literal > ../{_COPIED}"]
     if job.install:
         steps += ["./launch/tpu_environment.sh", *(_CERTIFY_PACKAGES if job.certify else ())]
@@ -164,9 +186,13 @@ def start(job: Job, host: int, *, resume: bool) -> Call:
         program = certify(job, together)
     else:
         own = [f"run_dir=runs/{job.name}", *together]
-        program = train(CONFIG if job.config else QUICKSTART, job, own, *(["--resume"] if resume else []))
+        program = train(
+            CONFIG if job.config else QUICKSTART, job, own, *(["--resume"] if resume else [])
+        )
     run = f'"{_VENV}/bin/python" -m jax_agent_rl.cli {shlex.join(program)}'
-    return on_host(job, host, "start", run, before=[*_read_variables(job), f"export {' '.join(environment)}"])
+    return on_host(
+        job, host, "start", run, before=[*_read_variables(job), f"export {' '.join(environment)}"]
+    )
 
 
 def train(config: str, job: Job, own: Sequence[str], *options: str) -> list[str]:
@@ -191,7 +217,12 @@ def certify(job: Job, own: Sequence[str]) -> list[str]:
 
 def plan(job: Job) -> list[str]:
     """Return the arguments of ``jax-agent-rl`` that check meshes and memory without a TPU."""
-    return ["plan", f"--config={job.config or QUICKSTART}", f"--topology={job.topology}", *job.overrides]
+    return [
+        "plan",
+        f"--config={job.config or QUICKSTART}",
+        f"--topology={job.topology}",
+        *job.overrides,
+    ]
 
 
 def on_host(job: Job, host: int, action: str, *words: str, before: Sequence[str] = ()) -> Call:
@@ -215,7 +246,9 @@ def _ssh(job: Job, host: int, *steps: str) -> Call:
 
 def _read_variables(job: Job) -> list[str]:
     # Empty if the connection broke, and gcloud runs the command again.
-    return ['variables="$(cat)"', '[ -n "$variables" ]', 'eval "$variables"'] if job.variables else []
+    return (
+        ['variables="$(cat)"', '[ -n "$variables" ]', 'eval "$variables"'] if job.variables else []
+    )
 
 
 # --- schedulers ------------------------------------------------------------------------------------------------------
@@ -223,7 +256,9 @@ def _read_variables(job: Job) -> list[str]:
 KINDS = {"sky": "sky.yaml.j2", "gke": "gke.yaml.j2", "slurm": "slurm.sh.j2"}
 TOKEN = "JAX_AGENT_RL_TOKEN"
 """Environment variable with the secret between the learner and rollout servers."""
-SERVER_KEYS = tuple(f"rollout.{name}" for name in ("backend", "urls", "token_env", "weight_transport", "weight_dir"))
+SERVER_KEYS = tuple(
+    f"rollout.{name}" for name in ("backend", "urls", "token_env", "weight_transport", "weight_dir")
+)
 """Keys that the job sets itself if there are rollout servers."""
 _MOUNTED_CONFIG = "/config/run.yaml"  # where a job sees the user's configuration
 
@@ -235,7 +270,9 @@ class SchedulerOptions:
     zones: tuple[str, ...] = ()  # where SkyPilot looks for capacity: us-west4-a, or a whole region
     image: str | None = None  # container with the project in /app and its programs on PATH, for GKE
     rollout_hosts: int = 0  # hosts that only sample, each with an engine of its own
-    rollout_topology: Topology | None = None  # slice of each of them; None: 4 chips of the learner's generation
+    rollout_topology: Topology | None = (
+        None  # slice of each of them; None: 4 chips of the learner's generation
+    )
     port: int = 8100  # where they listen
 
 
@@ -261,7 +298,10 @@ def render(kind: str, task: Job, options: SchedulerOptions, *, root: Path) -> st
     serve: list[str] = []
     if options.rollout_hosts:
         # JobSet names pods by their job, and its service by itself; Slurm's names are known when the job runs.
-        pods = [f"http://{task.name}-rollout-{i}-0.{task.name}:{options.port}" for i in range(options.rollout_hosts)]
+        pods = [
+            f"http://{task.name}-rollout-{i}-0.{task.name}:{options.port}"
+            for i in range(options.rollout_hosts)
+        ]
         urls = "@urls@" if kind == "slurm" else ",".join(pods)
         token, weights = f"rollout.token_env={TOKEN}", f"rollout.weight_dir={task.kept}/weights"
         own += ["rollout.backend=remote", f"rollout.urls=[{urls}]", token]
@@ -280,7 +320,9 @@ def render(kind: str, task: Job, options: SchedulerOptions, *, root: Path) -> st
         bucket=bucket,
         # us-west4/us-west4-a; a region without a zone stays as it is.
         places=[re.sub(r"^(.+)-[a-z]$", r"\1/\g<0>", zone) for zone in options.zones],
-        config_text=(task.config or root / QUICKSTART).read_text().rstrip("\n") if kind == "gke" else None,
+        config_text=(task.config or root / QUICKSTART).read_text().rstrip("\n")
+        if kind == "gke"
+        else None,
         config_target=_MOUNTED_CONFIG,
         train=shlex.join(["jax-agent-rl", *train(config, task, own, "--auto-resume")]),
         serve=shlex.join(serve),
@@ -292,9 +334,13 @@ def _require_options(kind: str, task: Job, options: SchedulerOptions) -> None:
     if asked and not options.rollout_hosts:
         raise LaunchError(f"--rollout-topology {asked} needs --rollout-hosts: give their number")
     if kind == "sky" and (task.slices > 1 or options.rollout_hosts):
-        raise LaunchError("--render sky: its job is one slice; --slices and --rollout-hosts need --render gke or slurm")
+        raise LaunchError(
+            "--render sky: its job is one slice; --slices and --rollout-hosts need --render gke or slurm"
+        )
     if asked and kind == "slurm":
-        raise LaunchError(f"--rollout-topology {asked}: all nodes of a Slurm job are of one kind; leave it out")
+        raise LaunchError(
+            f"--rollout-topology {asked}: all nodes of a Slurm job are of one kind; leave it out"
+        )
     if asked and asked.hosts > 1:
         raise LaunchError(
             f"--rollout-topology {asked} has {asked.hosts} hosts, and an engine runs on one: choose a smaller one, and "
@@ -303,7 +349,13 @@ def _require_options(kind: str, task: Job, options: SchedulerOptions) -> None:
     if options.rollout_hosts:
         require_overrides(task.overrides, OWN_KEYS + SERVER_KEYS)
     if kind == "gke" and options.image is None:
-        raise LaunchError("--render gke: --image is missing: one with the project in /app, see docs/tpu.md")
+        raise LaunchError(
+            "--render gke: --image is missing: one with the project in /app, see docs/tpu.md"
+        )
     if task.bucket is None and (kind != "slurm" or options.rollout_hosts):
-        why = "new weights go to --rollout-hosts through it" if kind == "slurm" else "hosts keep nothing"
+        why = (
+            "new weights go to --rollout-hosts through it"
+            if kind == "slurm"
+            else "hosts keep nothing"
+        )
         raise LaunchError(f"--render {kind}: --bucket gs://NAME is missing: {why}")

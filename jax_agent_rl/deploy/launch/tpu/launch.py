@@ -36,7 +36,17 @@ _TRIES, _FIRST_TRIES = 21, 4  # the latter to reach a host for the first time
 _MAX_FACTOR = 16
 _OTHERS_SECONDS = 60.0  # for the other hosts to end by themselves once one has failed
 _KILLED, _NO_RUN = 70, 71  # exit statuses of launch/tpu_host.sh
-_GONE = ("NOT_FOUND", "PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "DELETING", "HIDING", "HIDDEN", "UNKNOWN")
+_GONE = (
+    "NOT_FOUND",
+    "PREEMPTED",
+    "TERMINATED",
+    "STOPPED",
+    "STOPPING",
+    "DELETING",
+    "HIDING",
+    "HIDDEN",
+    "UNKNOWN",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +81,10 @@ class SliceLaunch:
             else:
                 self._set_up(root)
                 self.print_line("starting on all hosts")
-                self._stage([job.start(task, host, resume=resume) for host in range(task.hosts)], given=task.exports())
+                self._stage(
+                    [job.start(task, host, resume=resume) for host in range(task.hosts)],
+                    given=task.exports(),
+                )
             status = self.follow()
         except LaunchError:
             self.print_line("the slice stays and costs: --delete deletes it")
@@ -84,7 +97,9 @@ class SliceLaunch:
             self.print_line(f"the run is in {task.kept}")
         return status
 
-    def _retry(self, act: Callable[[], T], *, tries: int = _TRIES, left: threading.Event | None = None) -> T:
+    def _retry(
+        self, act: Callable[[], T], *, tries: int = _TRIES, left: threading.Event | None = None
+    ) -> T:
         """Retry while nobody answers, for more than an hour with a ``poll`` of 15 s, or until ``left`` is set."""
         left = left or threading.Event()
         for number in range(tries - 1):
@@ -122,16 +137,25 @@ class SliceLaunch:
             self.print_line(f"{task.name} is there already")
             return False
         if state not in _GONE:
-            raise LaunchError(f"{task.name} is there already and {state}: start again once it is READY, or --delete")
+            raise LaunchError(
+                f"{task.name} is there already and {state}: start again once it is READY, or --delete"
+            )
         if state != "NOT_FOUND":
             self.print_line(f"{task.name} is {state}")
             self.delete()
         self.print_line(f"creating {task.name}: {task}")
-        kind, version = f"--accelerator-type={task.topology.accelerator_type}", f"--version={task.runtime}"
+        kind, version = (
+            f"--accelerator-type={task.topology.accelerator_type}",
+            f"--version={task.runtime}",
+        )
         try:
-            self.cloud.read(("create", task.name, kind, version, *(["--spot"] if task.spot else [])))
+            self.cloud.read(
+                ("create", task.name, kind, version, *(["--spot"] if task.spot else []))
+            )
         except LaunchUnansweredError as error:
-            raise LaunchError(f"{error}\n{task.name} may have been created without an answer: --delete") from None
+            raise LaunchError(
+                f"{error}\n{task.name} may have been created without an answer: --delete"
+            ) from None
         return True
 
     def delete(self) -> bool:
@@ -146,39 +170,68 @@ class SliceLaunch:
         except LaunchTargetError:
             return False
         except LaunchError as error:
-            raise type(error)(f"{error}\n{self.task.name}: still there, and costs; try --delete again") from None
+            raise type(error)(
+                f"{error}\n{self.task.name}: still there, and costs; try --delete again"
+            ) from None
         return True
 
     def _require_slice(self, state: str) -> None:
         """Raise :class:`LaunchError` if the slice was preempted."""
         if state in _GONE:
             kept = self.task.kept
-            left = f"--resume continues from the last checkpoint in {kept}" if kept else "without --bucket all is lost"
-            raise LaunchError(f"the slice was preempted ({state}): {left}; a job of --render sky recovers by itself")
+            left = (
+                f"--resume continues from the last checkpoint in {kept}"
+                if kept
+                else "without --bucket all is lost"
+            )
+            raise LaunchError(
+                f"the slice was preempted ({state}): {left}; a job of --render sky recovers by itself"
+            )
 
     def _set_up(self, root: Path) -> None:
         task = self.task
         self.print_line(f"copying the code to {task.hosts} host(s)")
         with tempfile.TemporaryDirectory(prefix="jax_agent_rl-") as folder:
             archive = Path(folder) / job.ARCHIVE
-            job.pack(root, archive, extra={job.CONFIG: task.config.read_bytes()} if task.config else {})
+            job.pack(
+                root, archive, extra={job.CONFIG: task.config.read_bytes()} if task.config else {}
+            )
             target = f"{task.name}:{job.ARCHIVE}"
-            copying = [("scp", str(archive), target, f"--worker={host}") for host in range(task.hosts)]
+            copying = [
+                ("scp", str(archive), target, f"--worker={host}") for host in range(task.hosts)
+            ]
             # New hosts may not listen yet.
-            self._retry(lambda: self._stage(copying, failure=LaunchUnansweredError), tries=_FIRST_TRIES)
-        what = "installing the environment (some minutes the first time)" if task.install else "unpacking"
+            self._retry(
+                lambda: self._stage(copying, failure=LaunchUnansweredError), tries=_FIRST_TRIES
+            )
+        what = (
+            "installing the environment (some minutes the first time)"
+            if task.install
+            else "unpacking"
+        )
         self.print_line(f"{what}; then: {task.preparation}" if task.preparation else what)
         self._stage([job.set_up(task, host) for host in range(task.hosts)], given=task.exports())
 
-    def _stage(self, calls: Sequence[Call], *, given: str = "", failure: type[LaunchError] = LaunchError) -> None:
+    def _stage(
+        self, calls: Sequence[Call], *, given: str = "", failure: type[LaunchError] = LaunchError
+    ) -> None:
         """Make a call for each host concurrently, with this input; all have to succeed."""
 
         def fails(host: int) -> bool:
-            return self.cloud.stream(calls[host], lambda line: self.print_line(f"[host-{host}] {line}"), given) != 0
+            return (
+                self.cloud.stream(
+                    calls[host], lambda line: self.print_line(f"[host-{host}] {line}"), given
+                )
+                != 0
+            )
 
         with ThreadPoolExecutor(self.cloud.max_connections) as pool:
             try:
-                failed = [host for host, it_does in enumerate(pool.map(fails, range(len(calls)))) if it_does]
+                failed = [
+                    host
+                    for host, it_does in enumerate(pool.map(fails, range(len(calls))))
+                    if it_does
+                ]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self.cloud.stop()
@@ -211,13 +264,17 @@ class SliceLaunch:
                         end = min(end, time.monotonic() + _OTHERS_SECONDS)
                     if not done:
                         state = "READY"
-                        with contextlib.suppress(LaunchError):  # an expired login, for example: the run goes on
+                        with contextlib.suppress(
+                            LaunchError
+                        ):  # an expired login, for example: the run goes on
                             state = self.query()
                         self._require_slice(state)
                 except KeyboardInterrupt:
                     if interrupting:
                         raise
-                    self.print_line("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
+                    self.print_line(
+                        "interrupted: the run saves a checkpoint and ends (once more: leave it running)"
+                    )
                     interrupting.append(pool.submit(self._retry, self._interrupt, left=left))
         finally:
             left.set()

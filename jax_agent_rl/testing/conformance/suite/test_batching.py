@@ -63,10 +63,16 @@ async def test_prefix_reuse(probe: Probe) -> None:
     longer = [*prompt, *first.token_ids, *probe.prompt(5, seed=34)]
     second = await probe.generate(longer, session="conformance-prefix")
     cause = "the prefix cache is off, is looked up by session only, or hits are not counted"
-    assert 32 <= second.cached_tokens < len(longer), f"of a second turn that repeats {len(longer) - 5} ids: {cause}"
+    assert 32 <= second.cached_tokens < len(longer), (
+        f"of a second turn that repeats {len(longer) - 5} ids: {cause}"
+    )
     counted = (await probe.backend.metrics()).cached_tokens - before.cached_tokens
-    assert counted == first.cached_tokens + second.cached_tokens, "outputs and metrics count differently"
-    probe.assert_greedy(longer, second, "greedy ids on a reused prefix", cause="the KV reused is not of these ids")
+    assert counted == first.cached_tokens + second.cached_tokens, (
+        "outputs and metrics count differently"
+    )
+    probe.assert_greedy(
+        longer, second, "greedy ids on a reused prefix", cause="the KV reused is not of these ids"
+    )
     await probe.backend.reset_prefix_cache()
     assert (await probe.generate(longer)).cached_tokens == 0, "reset_prefix_cache does nothing"
 
@@ -76,7 +82,9 @@ async def test_priorities(probe: Probe) -> None:
     """Among waiting requests, the one with the lowest priority value runs first."""
     slots = probe.capabilities.max_concurrent
     if slots > _MAX_SLOTS:
-        pytest.skip(f"Capabilities.max_concurrent={slots}: too many slots to fill so that requests wait")
+        pytest.skip(
+            f"Capabilities.max_concurrent={slots}: too many slots to fill so that requests wait"
+        )
     prompt, done = probe.prompt(5, seed=35), []
 
     async def run(name: str, priority: int) -> None:
@@ -91,7 +99,8 @@ async def test_priorities(probe: Probe) -> None:
     else:
         fillers = [probe.begin(prompt, max_tokens=probe.room - 8) for _ in range(slots)]
     early, late = (
-        [(f"{when} {i}", 5) for i in range(count)] for when, count in (("early", slots), ("late", 2 * slots))
+        [(f"{when} {i}", 5) for i in range(count)]
+        for when, count in (("early", slots), ("late", 2 * slots))
     )
     wanted = [*early, ("last", 9), ("first", 1), *late, ("last", 9), ("first", 1)]
     tasks = [asyncio.create_task(run(name, priority)) for name, priority in wanted]
@@ -121,11 +130,15 @@ async def test_health_under_load(probe: Probe) -> None:
     assert time.monotonic() - begin < 5, "health waits for the work in progress"
     busy = sum(not task.done() for task in tasks)
     version = probe.backend.policy_version
-    assert (health.ok, health.policy_version) == (True, version), "health reports another version than is served"
+    assert (health.ok, health.policy_version) == (True, version), (
+        "health reports another version than is served"
+    )
     assert busy <= health.running + health.waiting <= count, "waiting requests are not counted"
     assert health.running <= slots, "more run than Capabilities.max_concurrent says"
     await asyncio.gather(*tasks)
-    await probe.until_idle("running and waiting go back to 0", cause="finished requests are still counted")
+    await probe.until_idle(
+        "running and waiting go back to 0", cause="finished requests are still counted"
+    )
 
 
 @check()
@@ -135,8 +148,12 @@ async def test_metrics_count(probe: Probe) -> None:
     outputs = await probe.gather([probe.prompt(9, seed=400 + i) for i in range(10)], max_tokens=7)
     after = await probe.backend.metrics()
     generated = after.generated_tokens - before.generated_tokens
-    assert generated == sum(len(output.token_ids) for output in outputs), "ids past the end of a request are counted"
-    assert after.requests_finished - before.requests_finished == 10, "a request is counted twice, or not at all"
+    assert generated == sum(len(output.token_ids) for output in outputs), (
+        "ids past the end of a request are counted"
+    )
+    assert after.requests_finished - before.requests_finished == 10, (
+        "a request is counted twice, or not at all"
+    )
     cause = "a shape that warm-up does not cover: each new one stalls every request"
     assert after.recompilations == 0, cause
 
@@ -150,7 +167,9 @@ async def test_duplicate_id_refused(probe: Probe) -> None:
         pytest.skip(f"the backend samples {count} ids faster than a second request can be sent")
     second = probe.generate(prompt, request_id=live.request_id)
     cause = "the second one replaces the first, whose caller then hangs or gets the wrong ids"
-    await probe.raises(BackendError, second, "a second request with the id of a running one", cause=cause)
+    await probe.raises(
+        BackendError, second, "a second request with the id of a running one", cause=cause
+    )
     assert len((await live.task).token_ids) == count, "the refusal ended the first request"
 
 

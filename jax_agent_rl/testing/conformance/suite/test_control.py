@@ -32,7 +32,9 @@ async def test_abort_returns_partials(probe: Probe) -> None:
     cause = "an id was lost or doubled at the cut"
     probe.assert_greedy(prompt, part.then(rest), "partial and resumed ids", cause=cause)
     if probe.capabilities.logprobs:
-        probe.assert_logprobs(prompt, part, "log-probs of the partial ids", cause="log-probs are shifted by the abort")
+        probe.assert_logprobs(
+            prompt, part, "log-probs of the partial ids", cause="log-probs are shifted by the abort"
+        )
 
 
 async def _aborted_output(probe: Probe, prompt: list[int], max_tokens: int) -> TokenOutput:
@@ -41,7 +43,9 @@ async def _aborted_output(probe: Probe, prompt: list[int], max_tokens: int) -> T
         live = await probe.started(prompt, max_tokens=max_tokens)
         found = await probe.backend.abort(live.request_id)
         output = await live.task
-        if found or not (output.stop_reason is StopReason.LENGTH and len(output.token_ids) == max_tokens):
+        if found or not (
+            output.stop_reason is StopReason.LENGTH and len(output.token_ids) == max_tokens
+        ):
             assert found is True, "abort does not find requests that run"
             return output
     raise CheckFailed(
@@ -57,7 +61,9 @@ async def test_abort_unknown(probe: Probe) -> None:
     """Abort of an unknown request returns False."""
     request_id = probe.new_id()
     await probe.generate(probe.prompt(5, seed=41), request_id=request_id)
-    assert await probe.backend.abort("conformance-unknown") is False, "a request that never was is found"
+    assert await probe.backend.abort("conformance-unknown") is False, (
+        "a request that never was is found"
+    )
     assert await probe.backend.abort(request_id) is False, "ended requests stay known"
 
 
@@ -69,7 +75,9 @@ async def test_abort_waiting(probe: Probe) -> None:
     task = probe.begin(probe.prompt(5, seed=42), request_id=request_id)
     await _one_waits(probe)
     assert await probe.backend.abort(request_id) is True, "only running requests are aborted"
-    output = await probe.within(30, task, "the output of an aborted request", cause="its caller is not woken")
+    output = await probe.within(
+        30, task, "the output of an aborted request", cause="its caller is not woken"
+    )
     assert (output.token_ids, output.stop_reason) == ((), StopReason.ABORTED), "it ran all the same"
 
 
@@ -79,7 +87,9 @@ async def test_cancellation_frees_slot(probe: Probe) -> None:
     count, each = min(2 * probe.capabilities.max_concurrent, 64), probe.room - 8
     cause = "a request without a caller keeps its slot: the engine fills up with them"
     tasks = [probe.begin(probe.prompt(4, seed=500 + i), max_tokens=each) for i in range(count - 1)]
-    tasks.append((await probe.started(probe.prompt(4, seed=499), max_tokens=each, priority=-1)).task)
+    tasks.append(
+        (await probe.started(probe.prompt(4, seed=499), max_tokens=each, priority=-1)).task
+    )
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -89,7 +99,9 @@ async def test_cancellation_frees_slot(probe: Probe) -> None:
     steps_in_progress = min(count, probe.capabilities.max_concurrent) * each // 4
     assert wasted <= steps_in_progress, cause
     if probe.capabilities.streaming:
-        async with probe.streaming(probe.request(probe.prompt(4, seed=43), max_tokens=each)) as stream:
+        async with probe.streaming(
+            probe.request(probe.prompt(4, seed=43), max_tokens=each)
+        ) as stream:
             await anext(stream)
         await probe.until_idle("nothing runs after a stream was closed in the middle", cause=cause)
     before = (await probe.backend.metrics()).generated_tokens
@@ -113,7 +125,12 @@ async def test_pause_keep(probe: Probe) -> None:
     output = await running
     cause = "freezing ended or restarted it"
     assert (len(output.token_ids), output.stop_reason) == (count, StopReason.LENGTH), cause
-    probe.assert_greedy(prompt, output, "ids of the frozen request", cause="its KV or position was lost in the pause")
+    probe.assert_greedy(
+        prompt,
+        output,
+        "ids of the frozen request",
+        cause="its KV or position was lost in the pause",
+    )
     assert len((await late).token_ids) == 8, _DROPPED
 
 
@@ -131,7 +148,9 @@ async def test_pause_wait(probe: Probe) -> None:
     await _one_waits(probe)
     await asyncio.sleep(0.1)
     assert (health.running, late.done()) == (0, False), _NOT_PAUSED
-    output = await probe.within(30, running, "the output of a finished request", cause="it is frozen instead")
+    output = await probe.within(
+        30, running, "the output of a finished request", cause="it is frozen instead"
+    )
     cause = "a running request was ended instead of let finish"
     assert (len(output.token_ids), output.stop_reason) == (count, StopReason.LENGTH), cause
     await probe.backend.resume()
@@ -148,9 +167,13 @@ async def test_pause_wait_given_up(probe: Probe) -> None:
     pausing.cancel()
     await asyncio.gather(pausing, return_exceptions=True)
     await probe.backend.resume()
-    output = await probe.within(30, running, "the output of a request that ran meanwhile", cause=_STILL_PAUSED)
+    output = await probe.within(
+        30, running, "the output of a request that ran meanwhile", cause=_STILL_PAUSED
+    )
     assert len(output.token_ids) == count, "a running request was ended instead of let finish"
-    after = await probe.within(30, probe.begin(probe.prompt(6, seed=54)), "a request after it", cause=_STILL_PAUSED)
+    after = await probe.within(
+        30, probe.begin(probe.prompt(6, seed=54)), "a request after it", cause=_STILL_PAUSED
+    )
     assert len(after.token_ids) == 8, _STILL_PAUSED
 
 
@@ -161,8 +184,15 @@ async def test_pause_wait_after_keep(probe: Probe) -> None:
     running = (await probe.started(probe.prompt(8, seed=55), max_tokens=count)).task
     await probe.backend.pause(PauseMode.KEEP)
     waiting = probe.backend.pause(PauseMode.WAIT)
-    await probe.within(30, waiting, "the end of a pause(WAIT) after a pause(KEEP)", cause="it waits for what is frozen")
-    output = await probe.within(30, running, "the output of the frozen request", cause="it is frozen still")
+    await probe.within(
+        30,
+        waiting,
+        "the end of a pause(WAIT) after a pause(KEEP)",
+        cause="it waits for what is frozen",
+    )
+    output = await probe.within(
+        30, running, "the output of the frozen request", cause="it is frozen still"
+    )
     assert len(output.token_ids) == count, "the frozen request was ended instead of let finish"
     late = probe.begin(probe.prompt(6, seed=56))
     await _one_waits(probe)
@@ -178,7 +208,9 @@ async def test_pause_abort(probe: Probe) -> None:
     for _ in range(_ATTEMPTS):
         running = (await probe.started(prompt, max_tokens=count)).task
         await probe.backend.pause(PauseMode.ABORT)
-        output = await probe.within(30, running, "the output of the aborted request", cause="it is frozen instead")
+        output = await probe.within(
+            30, running, "the output of the aborted request", cause="it is frozen instead"
+        )
         late = probe.begin(probe.prompt(6, seed=49))
         await asyncio.sleep(0.1)
         assert late.done() is False, _NOT_PAUSED
@@ -200,11 +232,17 @@ async def test_sleep_and_wake(probe: Probe) -> None:
     await probe.backend.sleep()
     held = probe.begin(prompt, max_tokens=8)
     await asyncio.sleep(0.1)
-    assert held.done() is False, "a request ended while asleep: the engine samples without its memory"
+    assert held.done() is False, (
+        "a request ended while asleep: the engine samples without its memory"
+    )
     await probe.backend.wake()
-    output = await probe.within(60, held, "the end of a request that came while asleep", cause="it was dropped")
+    output = await probe.within(
+        60, held, "the end of a request that came while asleep", cause="it was dropped"
+    )
     assert output.cached_tokens == 0, "KV that was released is reused"
-    probe.assert_greedy(prompt, output, "ids after waking", cause="weights or cache are not those of before")
+    probe.assert_greedy(
+        prompt, output, "ids after waking", cause="weights or cache are not those of before"
+    )
 
 
 @check()
@@ -223,10 +261,14 @@ async def test_undeclared_raises(probe: Probe) -> None:
         await probe.raises(NotImplementedError, call(), f"{name} undeclared", cause=cause)
     if not capabilities.lora:
         adapted = replace(probe.request(probe.prompt(5, seed=50)), lora="conformance")
-        await probe.raises(Exception, backend.generate(adapted), "a LoRA request undeclared", cause=cause)
+        await probe.raises(
+            Exception, backend.generate(adapted), "a LoRA request undeclared", cause=cause
+        )
     for kind in sorted({"image", "video"} - capabilities.multi_modal):
         media = replace(probe.request(probe.prompt(5, seed=51)), multi_modal={kind: (object(),)})
-        await probe.raises(Exception, backend.generate(media), f"a request with {kind} undeclared", cause=cause)
+        await probe.raises(
+            Exception, backend.generate(media), f"a request with {kind} undeclared", cause=cause
+        )
 
 
 async def _one_waits(probe: Probe) -> None:
@@ -241,18 +283,33 @@ async def test_close_ends_everything(probe: Probe) -> None:
     """Close fails running requests, refuses new ones, may be called twice, and leaves no thread or process."""
     count = 1 + min(2 * probe.capabilities.max_concurrent, 64)
     first = (await probe.started(probe.prompt(6, seed=70), max_tokens=probe.room - 16)).task
-    others = [probe.begin(probe.prompt(6, seed=70 + i), max_tokens=probe.room - 16) for i in range(1, count)]
+    others = [
+        probe.begin(probe.prompt(6, seed=70 + i), max_tokens=probe.room - 16)
+        for i in range(1, count)
+    ]
     await asyncio.sleep(0)
-    await probe.within(60, probe.backend.close(), "close under load", cause="it waits for requests, or for a lock")
+    await probe.within(
+        60, probe.backend.close(), "close under load", cause="it waits for requests, or for a lock"
+    )
     cause = "requests in flight are forgotten at close: their callers hang, or see an undocumented error"
-    await probe.within(30, asyncio.wait([first, *others]), f"the end of {count} requests after close", cause=cause)
+    await probe.within(
+        30, asyncio.wait([first, *others]), f"the end of {count} requests after close", cause=cause
+    )
     ended = await asyncio.gather(first, *others, return_exceptions=True)
     errors = [error for error in ended if isinstance(error, BaseException)]
-    assert [repr(error) for error in errors if not isinstance(error, BackendClosedError)][:3] == [], cause
+    assert [repr(error) for error in errors if not isinstance(error, BackendClosedError)][
+        :3
+    ] == [], cause
     assert len(errors) > 0, "close waits for the work instead of ending it"
-    await probe.raises(BackendClosedError, probe.generate([5, 6]), "generate after close", cause=cause)
-    await probe.within(10, probe.backend.close(), "a second close", cause="it waits for what no longer exists")
-    assert (await probe.backend.health()).ok is False, "health does not report that the backend is closed"
+    await probe.raises(
+        BackendClosedError, probe.generate([5, 6]), "generate after close", cause=cause
+    )
+    await probe.within(
+        10, probe.backend.close(), "a second close", cause="it waits for what no longer exists"
+    )
+    assert (await probe.backend.health()).ok is False, (
+        "health does not report that the backend is closed"
+    )
     deadline = time.monotonic() + _SETTLE_SECONDS
     while (left := probe.footprint.added()) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)

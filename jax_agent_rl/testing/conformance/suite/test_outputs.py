@@ -47,7 +47,9 @@ async def test_logprobs_temperature(probe: Probe) -> None:
     cause = "raw log-probs (before temperature) are reported, or they are shifted by one position"
     for value in (1.0, 0.6, 1.4) if probe.capabilities.any_sampling else (1.0,):
         output = await probe.generate(prompt, max_tokens=24, temperature=value, seed=11)
-        probe.assert_logprobs(prompt, output, f"log-probs at temperature {value:g}", cause=cause, temperature=value)
+        probe.assert_logprobs(
+            prompt, output, f"log-probs at temperature {value:g}", cause=cause, temperature=value
+        )
 
 
 @check("scoring")
@@ -62,10 +64,17 @@ async def test_scores_match_reference(probe: Probe) -> None:
         top_ids = np.asarray(scores.top_ids, np.int64).reshape(len(expected), top_k)
         for what, wanted, got in (
             ("log-probs of ids", expected[np.arange(len(expected)), ids[start:]], scores.log_probs),
-            ("log-probs of the likeliest ids", likeliest, np.reshape(scores.top_log_probs, likeliest.shape)),
+            (
+                "log-probs of the likeliest ids",
+                likeliest,
+                np.reshape(scores.top_log_probs, likeliest.shape),
+            ),
             ("the likeliest ids", likeliest, np.take_along_axis(expected, top_ids, axis=1)),
         ):
-            if np.shape(got) != wanted.shape or np.abs(wanted - got).max(initial=0.0) > probe.subject.tolerance:
+            if (
+                np.shape(got) != wanted.shape
+                or np.abs(wanted - got).max(initial=0.0) > probe.subject.tolerance
+            ):
                 raise CheckFailed(
                     f"{what} of a context of {length} from id {start} on",
                     expected=np.round(wanted[:4], 3).tolist(),
@@ -100,33 +109,53 @@ async def test_logprobs_min_p(probe: Probe) -> None:
     prompt = probe.prompt(20, seed=14)
     sampling: dict[str, Any] = {"temperature": 1.3, "min_p": 0.2}
     output = await probe.generate(prompt, max_tokens=24, seed=18, **sampling)
-    cause = "min-p is ignored, or its threshold is not relative to the likeliest id after temperature"
+    cause = (
+        "min-p is ignored, or its threshold is not relative to the likeliest id after temperature"
+    )
     probe.assert_logprobs(prompt, output, f"log-probs at {sampling}", cause=cause, **sampling)
 
 
 @check()
 async def test_ids_in_ids_out(probe: Probe) -> None:
     """Exactly the given ids are conditioned on; every sampled id has a log-prob and a version."""
-    with_eos = [*probe.prompt(6, seed=6), *sorted(probe.subject.eos_ids)[:1], *probe.prompt(5, seed=7)]
+    with_eos = [
+        *probe.prompt(6, seed=6),
+        *sorted(probe.subject.eos_ids)[:1],
+        *probe.prompt(5, seed=7),
+    ]
     repeated = [with_eos[0]] * 9  # decoding and encoding again would merge or split these
     for prompt in (with_eos, repeated, probe.prompt(33, seed=8)):
         output = await probe.generate(prompt, max_tokens=12, temperature=1.0, seed=5)
         digest = digest_ids([*prompt, *output.token_ids])
-        assert output.context_digest == digest, "the prompt went through text, or ids were added or cut"
-        invalid = [i for i in output.token_ids if type(i) is not int or not 0 <= i < probe.subject.vocab_size]
+        assert output.context_digest == digest, (
+            "the prompt went through text, or ids were added or cut"
+        )
+        invalid = [
+            i
+            for i in output.token_ids
+            if type(i) is not int or not 0 <= i < probe.subject.vocab_size
+        ]
         assert invalid == [], "padding ids or array scalars leak into the output"
-        assert set(output.policy_versions) == {probe.backend.policy_version}, "versions are not of the served weights"
+        assert set(output.policy_versions) == {probe.backend.policy_version}, (
+            "versions are not of the served weights"
+        )
 
 
 @check()
 async def test_bad_ids_refused(probe: Probe) -> None:
     """Ids outside the vocabulary raise a BackendError for this request alone."""
-    cause = "ids are not checked before they index the embedding: an engine reads garbage or dies of it"
+    cause = (
+        "ids are not checked before they index the embedding: an engine reads garbage or dies of it"
+    )
     for bad in (probe.subject.vocab_size, -1):
-        await probe.raises(BackendError, probe.generate([5, bad]), f"a prompt with id {bad}", cause=cause)
+        await probe.raises(
+            BackendError, probe.generate([5, bad]), f"a prompt with id {bad}", cause=cause
+        )
     prompt = probe.prompt(5, seed=9)
     what = "a request after a refused one"
-    probe.assert_greedy(prompt, await probe.generate(prompt), what, cause="the refused one broke the engine")
+    probe.assert_greedy(
+        prompt, await probe.generate(prompt), what, cause="the refused one broke the engine"
+    )
 
 
 @check()
@@ -134,10 +163,20 @@ async def test_extreme_values_are_isolated(probe: Probe) -> None:
     """Extreme values in a request are served or raise its own BackendError; other requests are unaffected."""
     count, prompt = probe.room - 24, probe.prompt(8, seed=13)
     concurrent = (await probe.started(prompt, max_tokens=count)).task
-    cause = "values are not checked before they reach the engine's arrays: one request ends all others"
-    for extreme in ({"top_k": ID_BOUND - 1, "temperature": 1.0}, {"stop_token_ids": (ID_BOUND - 1,)}):
+    cause = (
+        "values are not checked before they reach the engine's arrays: one request ends all others"
+    )
+    for extreme in (
+        {"top_k": ID_BOUND - 1, "temperature": 1.0},
+        {"stop_token_ids": (ID_BOUND - 1,)},
+    ):
         with contextlib.suppress(BackendError):
-            await probe.within(60, probe.begin(prompt, **extreme), f"an answer to a request of {extreme}", cause=cause)
+            await probe.within(
+                60,
+                probe.begin(prompt, **extreme),
+                f"an answer to a request of {extreme}",
+                cause=cause,
+            )
     assert len((await concurrent).token_ids) == count, cause
     probe.assert_greedy(prompt, await probe.generate(prompt), "a request after them", cause=cause)
 
@@ -158,7 +197,9 @@ async def test_prompt_too_long(probe: Probe) -> None:
 @check()
 async def test_context_limit(probe: Probe) -> None:
     """When the context is full, a generation ends with LENGTH."""
-    output = await probe.generate(probe.prompt(probe.capabilities.max_model_len - 3, seed=11), max_tokens=50)
+    output = await probe.generate(
+        probe.prompt(probe.capabilities.max_model_len - 3, seed=11), max_tokens=50
+    )
     cause = "the last position is left unused, or the prompt was cut to make room"
     assert (len(output.token_ids), output.stop_reason) == (3, StopReason.LENGTH), cause
 
@@ -167,10 +208,14 @@ async def test_context_limit(probe: Probe) -> None:
 async def test_streaming_chunks(probe: Probe) -> None:
     """Chunks add up to the final output and arrive before the end."""
     prompt = probe.prompt(12, seed=12)
-    async with probe.streaming(probe.request(prompt, max_tokens=60, temperature=1.0, seed=3)) as stream:
+    async with probe.streaming(
+        probe.request(prompt, max_tokens=60, temperature=1.0, seed=3)
+    ) as stream:
         chunks = [chunk async for chunk in stream]
     final, finals = chunks[-1].final, [chunk.final is not None for chunk in chunks]
-    assert finals == [False] * (len(chunks) - 1) + [True], "the stream goes on after its end, or lacks a result"
+    assert finals == [False] * (len(chunks) - 1) + [True], (
+        "the stream goes on after its end, or lacks a result"
+    )
     for name in ("token_ids", "log_probs", "policy_versions"):
         joined = sum((getattr(chunk, name) for chunk in chunks), ())
         assert joined == getattr(final, name), f"{name}: a chunk is lost, repeated or reordered"
@@ -199,7 +244,9 @@ async def test_stop_token_ids(probe: Probe) -> None:
     whole = (await probe.generate(prompt, max_tokens=12)).token_ids
     stop = whole[4]
     output = await probe.generate(prompt, max_tokens=12, stop_token_ids=(stop,))
-    assert output.token_ids == whole[: whole.index(stop) + 1], "stop ids are ignored, or the stop id is dropped"
+    assert output.token_ids == whole[: whole.index(stop) + 1], (
+        "stop ids are ignored, or the stop id is dropped"
+    )
     cause = "a stop id is reported as EOS or without its name"
     assert (output.stop_reason, output.stop_match) == (StopReason.STOP, str(stop)), cause
 
@@ -218,7 +265,9 @@ async def test_stop_strings(probe: Probe) -> None:
     output = await probe.generate(prompt, max_tokens=24, stop=("\x00never\x00", stop))
     cause = f"ids that make up {stop!r} in {texts[-1]!r} are cut off, or it is looked for in single ids only"
     assert output.token_ids == whole[:cut], cause
-    assert (output.stop_reason, output.stop_match) == (StopReason.STOP, stop), "the matching string is not reported"
+    assert (output.stop_reason, output.stop_match) == (StopReason.STOP, stop), (
+        "the matching string is not reported"
+    )
 
 
 @check()
@@ -240,9 +289,16 @@ async def _find_ending(probe: Probe) -> tuple[list[int], tuple[int, ...]]:
         prompts = candidates[begin : begin + 16]
         outputs = await probe.gather(prompts, max_tokens=_MAX_ANSWER)
         for prompt, output in zip(prompts, outputs, strict=True):
-            at = next((i for i, token in enumerate(output.token_ids) if token in probe.subject.eos_ids), 0)
+            at = next(
+                (i for i, token in enumerate(output.token_ids) if token in probe.subject.eos_ids), 0
+            )
             if at > 1:
-                probe.assert_greedy(prompt, output, "greedy ids with ignore_eos", cause="wrong ids, see greedy checks")
+                probe.assert_greedy(
+                    prompt,
+                    output,
+                    "greedy ids with ignore_eos",
+                    cause="wrong ids, see greedy checks",
+                )
                 return prompt, output.token_ids[: at + 1]
     pytest.skip(f"no prompt tried leads this model to EOS within {_MAX_ANSWER} greedy ids")
 
@@ -272,7 +328,10 @@ async def test_images_condition_output(probe: Probe) -> None:
     cause = "images are ignored, or replaced by others of their size"
     assert _distance(await _generate(probe, prompt, second), one) > tolerance, cause
     prompt = _image_prompt(probe, 2)
-    ordered, swapped = await _generate(probe, prompt, first, second), await _generate(probe, prompt, second, first)
+    ordered, swapped = (
+        await _generate(probe, prompt, first, second),
+        await _generate(probe, prompt, second, first),
+    )
     assert _distance(swapped, ordered) > tolerance, "images are put in places of others"
 
 
@@ -287,7 +346,9 @@ async def test_images_and_prefixes(probe: Probe) -> None:
     await _generate(probe, prompt, first)
     warm = await _generate(probe, prompt, second)
     assert _distance(warm, cold) <= probe.subject.tolerance, _SHARED
-    assert warm.cached_tokens <= _IDS_BEFORE + 1, "the cache compares ids alone"  # one id may introduce the image
+    assert warm.cached_tokens <= _IDS_BEFORE + 1, (
+        "the cache compares ids alone"
+    )  # one id may introduce the image
 
 
 @check("multi_modal:image")
@@ -296,7 +357,12 @@ async def test_images_miscounted_refused(probe: Probe) -> None:
     prompt = _image_prompt(probe, 1)
     prompt.remove(_media(probe).placeholders["image"])
     cause = "the engine writes placeholders out itself, so what it conditions on is not what the learner has"
-    await probe.raises(Exception, _generate(probe, prompt, _image(5)), "an image short of a placeholder", cause=cause)
+    await probe.raises(
+        Exception,
+        _generate(probe, prompt, _image(5)),
+        "an image short of a placeholder",
+        cause=cause,
+    )
 
 
 def _media(probe: Probe) -> Any:
@@ -308,7 +374,9 @@ def _media(probe: Probe) -> Any:
 def _image(seed: int) -> Any:
     from PIL import Image
 
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (_SIDE, _SIDE, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (_SIDE, _SIDE, 3), dtype=np.uint8)
+    )
 
 
 def _image_prompt(probe: Probe, images: int) -> list[int]:
@@ -321,15 +389,22 @@ def _image_prompt(probe: Probe, images: int) -> list[int]:
 
 
 async def _generate(probe: Probe, prompt: list[int], *images: Any) -> TokenOutput:
-    output = await probe.backend.generate(replace(probe.request(prompt), multi_modal={"image": images}))
+    output = await probe.backend.generate(
+        replace(probe.request(prompt), multi_modal={"image": images})
+    )
     digest = digest_ids([*prompt, *output.token_ids])
-    assert output.context_digest == digest, "the engine conditioned on other placeholders than it was given"
+    assert output.context_digest == digest, (
+        "the engine conditioned on other placeholders than it was given"
+    )
     return output
 
 
 def _distance(a: TokenOutput, b: TokenOutput) -> float:
     """Return the largest log-prob difference, in nats, over the ids that both outputs begin with."""
-    same = next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if x != y), len(a.token_ids))
+    same = next(
+        (i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if x != y),
+        len(a.token_ids),
+    )
     if not same:
         return float("inf")
     return float(np.abs(np.subtract(a.log_probs[:same], b.log_probs[:same])).max())

@@ -23,13 +23,22 @@ _STALE = "some tensors keep old values (a tied head, a packed copy), or are read
 @check("lora")
 async def test_adapters(probe: Probe) -> None:
     """Only requests that name an adapter sample from the model with it merged in."""
-    prompt, cause = _adapter_prompt(probe, seed=60), "the adapter is not applied, or scaled or laid out wrongly"
-    plain, adapted = await asyncio.gather(*(probe.begin(prompt, lora=name) for name in (None, ADAPTER)))
-    probe.assert_logprobs(prompt, adapted, "log-probs with an adapter", cause=cause, weights=ADAPTED)
+    prompt, cause = (
+        _adapter_prompt(probe, seed=60),
+        "the adapter is not applied, or scaled or laid out wrongly",
+    )
+    plain, adapted = await asyncio.gather(
+        *(probe.begin(prompt, lora=name) for name in (None, ADAPTER))
+    )
+    probe.assert_logprobs(
+        prompt, adapted, "log-probs with an adapter", cause=cause, weights=ADAPTED
+    )
     cause = "an adapter leaks into requests that run beside it"
     probe.assert_logprobs(prompt, plain, "log-probs of the plain model", cause=cause)
     unknown = probe.generate(prompt, lora="unknown")
-    await probe.raises(Exception, unknown, "a request with an unknown adapter", cause="it is served without one")
+    await probe.raises(
+        Exception, unknown, "a request with an unknown adapter", cause="it is served without one"
+    )
 
 
 @check("lora", "prefix_reuse")
@@ -37,11 +46,18 @@ async def test_adapters_and_prefixes(probe: Probe) -> None:
     """KV is reused under the adapter that computed it, and under no other."""
     prompt = _adapter_prompt(probe, seed=61)
     first = await probe.generate(prompt)
-    adapted, again = await probe.generate(prompt, lora=ADAPTER), await probe.generate(prompt, lora=ADAPTER)
-    assert (first.cached_tokens, adapted.cached_tokens) == (0, 0), "prefixes are compared by ids alone"
+    adapted, again = (
+        await probe.generate(prompt, lora=ADAPTER),
+        await probe.generate(prompt, lora=ADAPTER),
+    )
+    assert (first.cached_tokens, adapted.cached_tokens) == (0, 0), (
+        "prefixes are compared by ids alone"
+    )
     assert again.cached_tokens > 0, "requests with adapters never find what was cached"
     cause = "the KV reused is of another adapter"
-    probe.assert_logprobs(prompt, again, "log-probs on a reused prefix", cause=cause, weights=ADAPTED)
+    probe.assert_logprobs(
+        prompt, again, "log-probs on a reused prefix", cause=cause, weights=ADAPTED
+    )
 
 
 def _adapter_prompt(probe: Probe, *, seed: int) -> list[int]:
@@ -60,11 +76,15 @@ async def test_weights_take_effect(probe: Probe) -> None:
         version = await probe.serve(OTHER, kind=kind)
         output = await probe.generate(prompt, max_tokens=16)
         versions = (probe.backend.policy_version, set(output.policy_versions))
-        assert versions == (version, {version}), f"kind {kind!r}: the version is not taken over with the weights"
+        assert versions == (version, {version}), (
+            f"kind {kind!r}: the version is not taken over with the weights"
+        )
         assert output.cached_tokens == 0, "KV of the old weights is reused"
         probe.assert_greedy(prompt, output, "ids of the new weights", weights=OTHER, cause=_STALE)
         if probe.capabilities.logprobs:
-            probe.assert_logprobs(prompt, output, "log-probs of the new weights", weights=OTHER, cause=_STALE)
+            probe.assert_logprobs(
+                prompt, output, "log-probs of the new weights", weights=OTHER, cause=_STALE
+            )
 
 
 @check("weight_payloads")
@@ -80,7 +100,9 @@ async def test_weights_round_trip(probe: Probe) -> None:
         assert last.token_ids == first.token_ids, f"kind {kind!r}: {_STALE}"
         error = np.abs(np.subtract(last.log_probs, first.log_probs)).max()
         assert error <= probe.subject.tolerance, f"kind {kind!r}: {_STALE}"
-        assert between.log_probs != first.log_probs, f"kind {kind!r}: the update was accepted and not applied"
+        assert between.log_probs != first.log_probs, (
+            f"kind {kind!r}: the update was accepted and not applied"
+        )
 
 
 @check("partial_update", "weight_payloads")
@@ -93,9 +115,13 @@ async def test_partial_update(probe: Probe) -> None:
         output = await probe.generate(prompt, max_tokens=16)
         assert set(output.policy_versions) == {version}, f"kind {kind!r}: {_STALE}"
         cause = "the parameters that were not named are lost, or matrices that the engine fuses are filled in part"
-        probe.assert_greedy(prompt, output, "ids after a partial update", weights=MIXED, cause=cause)
+        probe.assert_greedy(
+            prompt, output, "ids after a partial update", weights=MIXED, cause=cause
+        )
         if probe.capabilities.logprobs:
-            probe.assert_logprobs(prompt, output, "log-probs after a partial update", weights=MIXED, cause=cause)
+            probe.assert_logprobs(
+                prompt, output, "log-probs after a partial update", weights=MIXED, cause=cause
+            )
 
 
 @check("in_flight_update", "pause_modes:keep", "weight_payloads")
@@ -104,7 +130,9 @@ async def test_update_in_flight(probe: Probe) -> None:
     prompt, count = probe.prompt(8, seed=62), probe.room - 24
     output, old, new, before = await _update_in_flight(probe, prompt, count)
     versions = output.policy_versions
-    runs = [(version, len(list(ids))) for version, ids in itertools.groupby(versions)]  # (version, number of ids)
+    runs = [
+        (version, len(list(ids))) for version, ids in itertools.groupby(versions)
+    ]  # (version, number of ids)
     cause = f"all ids get the version served at the end (or the start), or the request was restarted: {runs}"
     assert ([version for version, _ in runs], len(versions)) == ([old, new], count), cause
     cut = versions.index(new)
@@ -113,12 +141,16 @@ async def test_update_in_flight(probe: Probe) -> None:
         return
     # The new ids' KV is of both weights, so their log-probs are known only not to be those of the old ones.
     logits = predictions(probe.subject.reference, prompt, output.token_ids, BASE)
-    errors = np.abs(np.asarray(output.log_probs) - expected_logprobs(logits, output.token_ids, output.log_probs))
+    errors = np.abs(
+        np.asarray(output.log_probs) - expected_logprobs(logits, output.token_ids, output.log_probs)
+    )
     assert errors[:cut].max() <= probe.subject.tolerance, "ids of the new weights are labelled old"
     assert errors[cut:].max() > probe.subject.tolerance, "the version changed without the weights"
 
 
-async def _update_in_flight(probe: Probe, prompt: list[int], count: int) -> tuple[TokenOutput, int, int, int]:
+async def _update_in_flight(
+    probe: Probe, prompt: list[int], count: int
+) -> tuple[TokenOutput, int, int, int]:
     """Return the output, both versions, and the number of ids before the pause."""
     for _ in range(_ATTEMPTS):
         await probe.serve(BASE)
@@ -156,9 +188,15 @@ async def test_bad_weights_refused(probe: Probe) -> None:
     unknown = WeightUpdate(version=version, kind="conformance", payload=None)
     await _refused(probe, unknown, "an update of kind 'conformance'", cause=cause)
     for kind in sorted(probe.capabilities.weight_payloads):
-        payload = ["/nonexistent/model.safetensors"] if kind == "safetensors" else {"conformance": np.zeros(3)}
+        payload = (
+            ["/nonexistent/model.safetensors"]
+            if kind == "safetensors"
+            else {"conformance": np.zeros(3)}
+        )
         wrong = WeightUpdate(version=version, kind=kind, payload=payload)
-        await _refused(probe, wrong, f"a {kind!r} update without the model's parameters", cause=cause)
+        await _refused(
+            probe, wrong, f"a {kind!r} update without the model's parameters", cause=cause
+        )
 
 
 async def _refused(probe: Probe, update: WeightUpdate, what: str, *, cause: str) -> None:
@@ -167,5 +205,9 @@ async def _refused(probe: Probe, update: WeightUpdate, what: str, *, cause: str)
     prompt = probe.prompt(12, seed=63)
     output = await probe.generate(prompt)
     versions = (probe.backend.policy_version, set(output.policy_versions))
-    assert versions == (version, {version}), f"after {what}: the version changed although the weights were refused"
-    probe.assert_greedy(prompt, output, f"ids after {what}", cause="the refused weights were (partly) taken")
+    assert versions == (version, {version}), (
+        f"after {what}: the version changed although the weights were refused"
+    )
+    probe.assert_greedy(
+        prompt, output, f"ids after {what}", cause="the refused weights were (partly) taken"
+    )

@@ -54,13 +54,23 @@ def machine(recipe: Path, tmp_path: Path) -> Machine:
     return Machine(load_config(recipe, [], tmp_path, devices=1), tmp_path, clock=Clock())
 
 
-def test_without_a_configuration_it_is_the_quickstarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jax_agent_rl.deploy.certify.machine.fetch_quickstart_model", lambda: Path("model"))
+def test_without_a_configuration_it_is_the_quickstarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "jax_agent_rl.deploy.certify.machine.fetch_quickstart_model", lambda: Path("model")
+    )
     made = load_config(None, [], tmp_path, devices=1)
     assert made.data.eval is not None
-    data = {"data.train": made.data.train[0].path, "data.eval": made.data.eval[0].path, "model.path": "model"}
+    data = {
+        "data.train": made.data.train[0].path,
+        "data.eval": made.data.eval[0].path,
+        "model.path": "model",
+    }
     own = [f"{key}={value}" for key, value in (data | {"run_dir": made.run_dir}).items()]
-    assert made == load(ROOT / "configs" / "quickstart.yaml", [*own, *SHORT, "trainer.checkpoint_every=10"])
+    assert made == load(
+        ROOT / "configs" / "quickstart.yaml", [*own, *SHORT, "trainer.checkpoint_every=10"]
+    )
 
 
 def run(machine: Machine, name: str) -> CheckResult:
@@ -93,24 +103,46 @@ def test_this_machines_kernels_are_within_their_limits(machine: Machine, few_ker
 @pytest.mark.parametrize(
     ("where", "name", "broken", "deviating"),
     [
-        (kernels.attention, "chunk_attention", lambda out: out * 1.001, "attention of prompt chunks, "),
-        (kernels.attention, "decode_attention", lambda out: (out[0].at[0].add(jnp.nan), out[1]), "decode attention, "),
+        (
+            kernels.attention,
+            "chunk_attention",
+            lambda out: out * 1.001,
+            "attention of prompt chunks, ",
+        ),
+        (
+            kernels.attention,
+            "decode_attention",
+            lambda out: (out[0].at[0].add(jnp.nan), out[1]),
+            "decode attention, ",
+        ),
         (kernels, "tree_attention", lambda out: out.at[:, :, 250].set(0), "tree attention, "),
     ],
 )
 def test_a_wrong_kernel_deviates_and_no_other(
-    where: Any, name: str, broken: Any, deviating: str, machine: Machine, few_kernels: None, monkeypatch
+    where: Any,
+    name: str,
+    broken: Any,
+    deviating: str,
+    machine: Machine,
+    few_kernels: None,
+    monkeypatch,
 ):
     right = getattr(where, name)
-    monkeypatch.setattr(where, name, lambda *arguments, **options: broken(right(*arguments, **options)))
+    monkeypatch.setattr(
+        where, name, lambda *arguments, **options: broken(right(*arguments, **options))
+    )
     result = run(machine, "kernels")
-    assert result.outcome is CheckOutcome.DEVIATES and set(found(result).values()) == {kernels.CLAIM}
+    assert result.outcome is CheckOutcome.DEVIATES and set(found(result).values()) == {
+        kernels.CLAIM
+    }
     names = {one for one in found(result) if "gradients" not in one}
     assert names >= {f"{deviating}float32" + (" cache" if "tree" not in deviating else "")}
     assert all(one.startswith(deviating) for one in names)
 
 
-def test_a_wrong_gradient_deviates_though_the_output_is_right(machine: Machine, few_kernels: None, monkeypatch):
+def test_a_wrong_gradient_deviates_though_the_output_is_right(
+    machine: Machine, few_kernels: None, monkeypatch
+):
     right = kernels.grouped_product
 
     @jax.custom_vjp
@@ -128,15 +160,21 @@ def test_a_wrong_gradient_deviates_though_the_output_is_right(machine: Machine, 
     product.defvjp(forward, backward)
     monkeypatch.setattr(kernels, "grouped_product", product)
     result = run(machine, "kernels")
-    assert set(found(result)) == {f"experts' products, {dtype}: gradients" for dtype in ("float32", "bfloat16")}
-    (one,) = [one for one in result.measurements if one.name == "experts' products, float32: gradients"]
+    assert set(found(result)) == {
+        f"experts' products, {dtype}: gradients" for dtype in ("float32", "bfloat16")
+    }
+    (one,) = [
+        one for one in result.measurements if one.name == "experts' products, float32: gradients"
+    ]
     assert one.detail.endswith("d matrices")
 
 
 # --- speed and memory ---------------------------------------------------------------------------------------------
 
 
-def test_a_slow_engine_deviates_from_its_ideal_time(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_a_slow_engine_deviates_from_its_ideal_time(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+):
     assert run(machine, "speed").outcome is CheckOutcome.AS_CLAIMED
     right = JaxEngine.decode
 
@@ -146,10 +184,15 @@ def test_a_slow_engine_deviates_from_its_ideal_time(machine: Machine, monkeypatc
 
     monkeypatch.setattr(JaxEngine, "decode", decode)
     result = run(machine, "speed")
-    assert found(result) == {"decoding, 8 slots of 64": speed.IDEAL} and result.outcome is CheckOutcome.DEVIATES
+    assert (
+        found(result) == {"decoding, 8 slots of 64": speed.IDEAL}
+        and result.outcome is CheckOutcome.DEVIATES
+    )
 
 
-def test_a_tpu_that_misses_its_prediction_either_way_deviates(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_a_tpu_that_misses_its_prediction_either_way_deviates(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+):
     """As on a TPU, where the prediction is libtpu's."""
     machine.plan = replace(machine.plan, predicts=True)
     predicted = speed._find(machine, "decode").prediction
@@ -159,22 +202,33 @@ def test_a_tpu_that_misses_its_prediction_either_way_deviates(machine: Machine, 
     assert "decoding, 8 slots of 64" in found(result)
 
 
-def test_a_tpu_below_its_documented_peaks_deviates(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_a_tpu_below_its_documented_peaks_deviates(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(machine, "devices", [SimpleNamespace(device_kind="TPU v5 lite")])
     machine._peaks = {"float32": 0.9 * 197e12, "memory": 0.3 * 819e9}
     assert found(run(machine, "peaks")) == {"reading of memory": speed.PEAKS}
 
 
-@pytest.mark.parametrize(("share", "outcome"), [(1.1, CheckOutcome.AS_CLAIMED), (1.5, CheckOutcome.DEVIATES)])
+@pytest.mark.parametrize(
+    ("share", "outcome"), [(1.1, CheckOutcome.AS_CLAIMED), (1.5, CheckOutcome.DEVIATES)]
+)
 def test_more_memory_than_planned_deviates(share: float, outcome: CheckOutcome, machine: Machine):
     planned = max(load.total for load in machine.plan.loads)
-    machine.devices = [SimpleNamespace(id=0, memory_stats=lambda: {"peak_bytes_in_use": share * planned})]
+    machine.devices = [
+        SimpleNamespace(id=0, memory_stats=lambda: {"peak_bytes_in_use": share * planned})
+    ]
     result = run(machine, "memory")
     assert result.outcome is outcome
-    assert set(found(result).values()) <= {speed.MEMORY} and result.measurements[0].beside["plan"] == planned
+    assert (
+        set(found(result).values()) <= {speed.MEMORY}
+        and result.measurements[0].beside["plan"] == planned
+    )
 
 
-def test_a_cpu_counts_what_learner_and_engine_add_to_the_process(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_a_cpu_counts_what_learner_and_engine_add_to_the_process(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+):
     assert run(machine, "memory").outcome is CheckOutcome.AS_CLAIMED
     hoard: list[np.ndarray] = []
     right = JaxEngine.init_cache
@@ -202,7 +256,9 @@ def test_engine_and_learner_agree(machine: Machine, one_precision: None):
     assert run(machine, "agreement").outcome is CheckOutcome.AS_CLAIMED
 
 
-def test_a_drifting_engine_deviates(machine: Machine, one_precision: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_drifting_engine_deviates(
+    machine: Machine, one_precision: None, monkeypatch: pytest.MonkeyPatch
+):
     right = system.backend_factories
 
     def drifting(config, codec, *, weights, **options):
@@ -260,8 +316,14 @@ show()
 
 def test_an_exchange_that_goes_wrong_deviates_on_its_axis(recipe: Path, tmp_path: Path):
     right, names, wrong = run_on_devices(_EXCHANGES, str(recipe), str(tmp_path), devices=4)
-    assert right == "as claimed" and names == "14 True"  # five axes of all devices, two of the learner's
-    assert wrong.split("|") == ["deviates", "exchanges over fsdp of 4 devices", "exchanges over fsdp of learner.mesh"]
+    assert (
+        right == "as claimed" and names == "14 True"
+    )  # five axes of all devices, two of the learner's
+    assert wrong.split("|") == [
+        "deviates",
+        "exchanges over fsdp of 4 devices",
+        "exchanges over fsdp of learner.mesh",
+    ]
 
 
 def test_one_device_exchanges_nothing(machine: Machine):
@@ -272,7 +334,9 @@ def test_one_device_exchanges_nothing(machine: Machine):
 # --- checkpoints and training -------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_restores_other_numbers_deviates(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_that_restores_other_numbers_deviates(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+):
     assert run(machine, "checkpoint").outcome is CheckOutcome.AS_CLAIMED
     right = Checkpointer.restore
 
@@ -286,7 +350,10 @@ def test_a_checkpoint_that_restores_other_numbers_deviates(machine: Machine, mon
     monkeypatch.setattr(Checkpointer, "restore", restore)
     machine.scratch = machine.scratch / "again"
     result = run(machine, "checkpoint")
-    assert set(found(result)) == {"arrays that differ after restoring", "arrays that differ one update later"}
+    assert set(found(result)) == {
+        "arrays that differ after restoring",
+        "arrays that differ one update later",
+    }
     assert set(found(result).values()) == {system.CHECKPOINT}
 
 
@@ -297,7 +364,13 @@ def test_a_short_run_is_as_claimed(machine: Machine):
     assert values["trajectories unaccounted for"] == 0 and values["trajectories trained on"] == 16
 
 
-SUMMARY = {"started": 16, "trained": 14, "dropped": {"too_long": 2}, "token_drift": 0, "max_logprob_gap": 1e-6}
+SUMMARY = {
+    "started": 16,
+    "trained": 14,
+    "dropped": {"too_long": 2},
+    "token_drift": 0,
+    "max_logprob_gap": 1e-6,
+}
 SUMMARY |= {"recompilations_after_warmup": 0, "train_seconds": 3.0, "steps": 2}
 
 
@@ -325,12 +398,16 @@ def test_a_run_that_breaks_a_claim_deviates_from_that_claim(
 # --- the report ---------------------------------------------------------------------------------------------------
 
 
-def test_a_check_that_raises_is_a_deviation_and_ends_no_other(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_a_check_that_raises_is_a_deviation_and_ends_no_other(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+):
     def full(*arguments: Any) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Checkpointer, "save", full)
-    failed, none = run_checks(machine, [*select_checks(["checkpoint"]), *select_checks(["collectives"])])
+    failed, none = run_checks(
+        machine, [*select_checks(["checkpoint"]), *select_checks(["collectives"])]
+    )
     assert failed.outcome is CheckOutcome.FAILED and failed.reason.startswith(
         "OSError: No space left on device (full, line "
     )
@@ -348,7 +425,10 @@ def test_a_part_without_time_is_left_out_and_said_to_be(machine: Machine):
 
 def claims() -> list[Claim]:
     found = [
-        value for module in (kernels, speed, system) for value in vars(module).values() if isinstance(value, Claim)
+        value
+        for module in (kernels, speed, system)
+        for value in vars(module).values()
+        if isinstance(value, Claim)
     ]
     return [*found, *(check.claim for check in certify.CHECKS)]
 
@@ -372,19 +452,28 @@ def test_text_of_others_is_text_on_the_page(machine: Machine):
     about = machine.describe() | {"device": hostile, "model": hostile}
     made = report.as_json([result], machine=about, command=hostile, date="2026-01-01", seconds=1.0)
     text = report.page(made)
-    assert "<script" not in text and text.count("&lt;script&gt;") >= 5 and "default-src 'none'" in text
+    assert (
+        "<script" not in text and text.count("&lt;script&gt;") >= 5 and "default-src 'none'" in text
+    )
 
 
 def test_an_unknown_check_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="nothing: there is no such check; there are collectives, kernels"):
+    with pytest.raises(
+        ConfigError, match="nothing: there is no such check; there are collectives, kernels"
+    ):
         select_checks(["nothing"])
 
 
-def test_what_a_machine_ends_is_reported_up_to_there(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_machine_ends_is_reported_up_to_there(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def killed(machine: Machine, record: CheckResult) -> None:
         raise SystemExit
 
-    first, last = select_checks(["collectives"])[0], replace(select_checks(["peaks"])[0], run=killed)
+    first, last = (
+        select_checks(["collectives"])[0],
+        replace(select_checks(["peaks"])[0], run=killed),
+    )
     monkeypatch.setattr(certify, "CHECKS", (first, last))
     CliRunner().invoke(app, ["certify", "--config", str(recipe), "--out", str(tmp_path / "out")])
     report = json.loads((tmp_path / "out" / "certify.json").read_text())
@@ -398,11 +487,22 @@ def test_the_command_writes_both_files_and_its_status_says_whether_there_are_dev
 ):
     if broken:
         monkeypatch.setattr(system, "differing", lambda one, other: 1)
-    arguments = ["certify", "--config", str(recipe), "--only", "checkpoint", "--out", str(tmp_path / "out"), "seed=3"]
+    arguments = [
+        "certify",
+        "--config",
+        str(recipe),
+        "--only",
+        "checkpoint",
+        "--out",
+        str(tmp_path / "out"),
+        "seed=3",
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == broken, result.output
     report = json.loads((tmp_path / "out" / "certify.json").read_text())
     assert report["ok"] is not broken and report["machine"]["model"] == "model"
     html = (tmp_path / "out" / "certify.html").read_text()
     assert ("a resumed run equals one that was never interrupted." in result.output) is broken
-    assert ("Deviations" in html) is broken and str(Path.home()) not in json.dumps(report["machine"])
+    assert ("Deviations" in html) is broken and str(Path.home()) not in json.dumps(
+        report["machine"]
+    )

@@ -23,7 +23,9 @@ def recipe(tmp_path_factory) -> Path:
     return tiny_recipe(tmp_path_factory.mktemp("doctor"))
 
 
-async def findings(recipe: Path, *overrides: str, of: Collection[str] = ()) -> dict[str, list[tuple[str, str]]]:
+async def findings(
+    recipe: Path, *overrides: str, of: Collection[str] = ()
+) -> dict[str, list[tuple[str, str]]]:
     """By check; of all of them, or of some."""
     found: dict[str, list[tuple[str, str]]] = {}
     async with AsyncExitStack() as stack:
@@ -56,20 +58,35 @@ async def test_a_good_configuration_has_nothing_but_ok(recipe):
 
 
 async def test_several_faults_are_told_together_and_hide_no_other(recipe, tmp_path):
-    found = await findings(recipe, "data.train=missing.jsonl", f"model.path={tmp_path}", "agent.module=nowhere.py")
+    found = await findings(
+        recipe, "data.train=missing.jsonl", f"model.path={tmp_path}", "agent.module=nowhere.py"
+    )
     assert only(found, "user code")[0] == "fail" and "nowhere.py" in only(found, "user code")[1]
     assert only(found, "model")[0] == "fail" and "config.json is missing" in only(found, "model")[1]
-    assert only(found, "tokenizer")[0] == "fail" and "tokenizer.json is missing" in only(found, "tokenizer")[1]
-    assert only(found, "data.train")[0] == "fail" and "missing.jsonl" in only(found, "data.train")[1]
+    assert (
+        only(found, "tokenizer")[0] == "fail"
+        and "tokenizer.json is missing" in only(found, "tokenizer")[1]
+    )
+    assert (
+        only(found, "data.train")[0] == "fail" and "missing.jsonl" in only(found, "data.train")[1]
+    )
     why = "not checked: the user code, which registers agents, could not be imported"
-    assert only(found, "data.eval") == ("warn", why)  # not a failure for each name that is unknown without it
+    assert only(found, "data.eval") == (
+        "warn",
+        why,
+    )  # not a failure for each name that is unknown without it
     assert only(found, "prompts") == ("warn", "not checked: the tokenizer could not be read")
     assert only(found, "run folder") == ("warn", "not checked: the model could not be read")
 
 
 async def test_prompts_over_the_limit_are_told_by_their_share(recipe):
     status, text = only(await findings(recipe, "agent.max_prompt_length=13"), "prompts")
-    assert status == "fail" and "agent.max_prompt_length=13" in text and "%" in text and "raise it to" in text
+    assert (
+        status == "fail"
+        and "agent.max_prompt_length=13" in text
+        and "%" in text
+        and "raise it to" in text
+    )
 
 
 TOOLS = """
@@ -87,7 +104,11 @@ async def test_prompts_are_counted_with_the_tools_that_they_describe(recipe, tmp
     tools.write_text(TOOLS)
     told = {}
     for prompt in ("template", "none"):
-        overrides = [f"tools.function_tool_path={tools}", f"agent.default_agent={agent}", f"agent.tool_prompt={prompt}"]
+        overrides = [
+            f"tools.function_tool_path={tools}",
+            f"agent.default_agent={agent}",
+            f"agent.tool_prompt={prompt}",
+        ]
         found = await findings(recipe, *overrides, of=("tools", "tokenizer", "prompts", *SCORING))
         told[prompt] = int(re.search(r"the longest has (\d+) ids", only(found, "prompts")[1])[1])
     assert told["template"] > told["none"]
@@ -95,17 +116,27 @@ async def test_prompts_are_counted_with_the_tools_that_they_describe(recipe, tmp
 
 async def test_a_truth_in_a_column_of_its_own_is_told(recipe, tmp_path):
     rows = tmp_path / "rows.jsonl"
-    row = {"data_source": "noise", "prompt": [{"role": "user", "content": "add"}], "ground_truth": "4"}
+    row = {
+        "data_source": "noise",
+        "prompt": [{"role": "user", "content": "add"}],
+        "ground_truth": "4",
+    }
     rows.write_text(json.dumps(row) + "\n")
     found = await findings(recipe, f"data.train={rows}", "data.eval=null", of=SCORING)
-    (told,) = [text for status, text in found["data.train"] if status == "warn" and "column ground_truth" in text]
+    (told,) = [
+        text
+        for status, text in found["data.train"]
+        if status == "warn" and "column ground_truth" in text
+    ]
     assert "reward_model" in told and "1 of 1" in told
 
 
 async def test_a_reward_function_that_fails_on_the_ground_truth_is_told(recipe, tmp_path):
     rows = tmp_path / "rows.jsonl"
     row = {"data_source": "calculator", "prompt": [{"role": "user", "content": "add"}]}
-    rows.write_text(json.dumps(row | {"reward_model": {"ground_truth": "none"}}) + "\n" + json.dumps(row) + "\n")
+    rows.write_text(
+        json.dumps(row | {"reward_model": {"ground_truth": "none"}}) + "\n" + json.dumps(row) + "\n"
+    )
     found = await findings(recipe, f"data.train={rows}", "data.eval=null")
     status, text = only(found, "rewards")
     assert status == "fail" and "must hold a number" in text
@@ -127,12 +158,24 @@ async def test_json_lines_and_parquet_are_told_alike(recipe, tmp_path):
         "prompt": [{"role": "user", "content": "add"}],
         "reward_model": {"ground_truth": 4},
     }
-    second = {**first, "reward_model": {"ground_truth": 4.5}, "extra_info": {"level": "high"}, "agent_name": None}
+    second = {
+        **first,
+        "reward_model": {"ground_truth": 4.5},
+        "extra_info": {"level": "high"},
+        "agent_name": None,
+    }
     told = []
     for file in write_twins(tmp_path, [first, second]):
         overrides = (f"data.train={file}", "data.eval=null", f"reward.path={rewards}")
-        found = await findings(recipe, *overrides, of=("user code", "tokenizer", "prompts", *SCORING))
-        told.append({name: [(status, text.replace(str(file), "")) for status, text in found[name]] for name in found})
+        found = await findings(
+            recipe, *overrides, of=("user code", "tokenizer", "prompts", *SCORING)
+        )
+        told.append(
+            {
+                name: [(status, text.replace(str(file), "")) for status, text in found[name]]
+                for name in found
+            }
+        )
     assert told[0] == told[1] and "earns 1 as '4'" in only(told[0], "rewards")[1]
 
 
@@ -189,7 +232,9 @@ async def test_a_ground_truth_that_earns_nothing_is_told_with_what_to_check(reci
 
 async def test_rows_that_would_call_no_tool_are_told(recipe):
     found = await findings(recipe, "tools.function_tool_path=jax_agent_rl.tools.calculator")
-    assert any(s == "warn" and "11 rows have no agent_name" in text for s, text in found["data.train"])
+    assert any(
+        s == "warn" and "11 rows have no agent_name" in text for s, text in found["data.train"]
+    )
 
 
 async def test_a_tool_server_that_is_not_there_fails_and_other_agents_are_ready(recipe, tmp_path):
@@ -212,7 +257,10 @@ async def test_each_rollout_server_is_asked(recipe, monkeypatch):
     monkeypatch.setattr("jax_agent_rl.deploy.doctor.run._REMOTE_SECONDS", 0.0)
     gone = f"http://127.0.0.1:{free_port()}"
     found = await findings(recipe, "rollout.backend=remote", f"rollout.urls=[{gone}]")
-    assert any(status == "fail" and gone in text and "rollout-server" in text for status, text in found["engine"])
+    assert any(
+        status == "fail" and gone in text and "rollout-server" in text
+        for status, text in found["engine"]
+    )
 
 
 async def test_a_missing_token_and_vllm_are_told(recipe, monkeypatch):

@@ -52,4 +52,6 @@ async def test_a_check_with_nothing_to_say_is_no_line():
         pass
 
     assert [f async for f in run_checks([("silent", silent)], timeout=60)] == []
-    assert Finding(check="x", status=Status.OK, text="") != Finding(check="x", status=Status.FAIL, text="")
+    assert Finding(check="x", status=Status.OK, text="") != Finding(
+        check="x", status=Status.FAIL, text=""
+    )

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.deploy.doctor import machine
-from jax_agent_rl.deploy.doctor.machine import Devices, Finding, Reporter, Status, compare_devices, find_hardware
+from jax_agent_rl.deploy.doctor.machine import (
+    Devices,
+    Finding,
+    Reporter,
+    Status,
+    compare_devices,
+    find_hardware,
+)
 
 PYTEST = metadata.version("pytest")
 
@@ -61,7 +68,13 @@ def test_a_port_that_somebody_listens_on_is_not_free():
 
 
 async def test_the_checks_of_this_very_machine_all_answer():
-    for check in (machine.interpreter, machine.packages, machine.processors, machine.cache_disk, machine.limits):
+    for check in (
+        machine.interpreter,
+        machine.packages,
+        machine.processors,
+        machine.cache_disk,
+        machine.limits,
+    ):
         await check(report := Reporter("x"))
         assert [f.text for f in report.findings]
 
@@ -75,9 +88,21 @@ def make(root, *files):
 
 def test_accelerators_are_known_by_their_devices(tmp_path):
     gpu = make(tmp_path / "gpu", ("dev/nvidia0", ""), ("dev/nvidiactl", ""))
-    tpu = make(tmp_path / "tpu", ("dev/vfio/0", ""), ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n"))
-    none = make(tmp_path / "none", ("dev/nvidiactl", ""), ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n"))
-    assert (find_hardware(gpu), find_hardware(tpu), find_hardware(none)) == ({"gpu"}, {"tpu"}, set())
+    tpu = make(
+        tmp_path / "tpu",
+        ("dev/vfio/0", ""),
+        ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n"),
+    )
+    none = make(
+        tmp_path / "none",
+        ("dev/nvidiactl", ""),
+        ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n"),
+    )
+    assert (find_hardware(gpu), find_hardware(tpu), find_hardware(none)) == (
+        {"gpu"},
+        {"tpu"},
+        set(),
+    )
 
 
 CPU = Devices(platform="cpu", kind="cpu", count=1)
@@ -85,7 +110,14 @@ CPU = Devices(platform="cpu", kind="cpu", count=1)
 
 def compared(seen: Devices | str, present: set[str], *, need: int, forced: str) -> list[Finding]:
     report = Reporter("accelerators")
-    compare_devices(report, seen, present, need=need, forced=forced, find_idle=lambda count: [f"0 of {count} idle"])
+    compare_devices(
+        report,
+        seen,
+        present,
+        need=need,
+        forced=forced,
+        find_idle=lambda count: [f"0 of {count} idle"],
+    )
     return report.findings
 
 
@@ -96,11 +128,19 @@ def compared(seen: Devices | str, present: set[str], *, need: int, forced: str) 
         (CPU, {"gpu"}, "", ["ok", "warn"], "pip install -U 'jax[cuda13]'"),
         (CPU, {"tpu"}, "", ["ok", "warn"], "pip install -U 'jax[tpu]'"),
         (CPU, {"gpu"}, "cpu", ["ok", "warn"], "unset JAX_PLATFORMS (it is 'cpu')"),
-        (Devices(platform="gpu", kind="H200", count=8), {"gpu"}, "", ["ok", "warn"], "8 x H200 (gpu) 0 of 8 idle"),
+        (
+            Devices(platform="gpu", kind="H200", count=8),
+            {"gpu"},
+            "",
+            ["ok", "warn"],
+            "8 x H200 (gpu) 0 of 8 idle",
+        ),
         ("RuntimeError: the TPU is in use", {"tpu"}, "", ["fail"], "in use"),
     ],
 )
-def test_a_device_that_jax_does_not_use_is_told_with_what_to_do(seen, present, forced, statuses, said):
+def test_a_device_that_jax_does_not_use_is_told_with_what_to_do(
+    seen, present, forced, statuses, said
+):
     found = compared(seen, present, need=1, forced=forced)
     assert [f.status for f in found] == statuses and said in " ".join(f.text for f in found)
 

@@ -42,31 +42,52 @@ def test_a_value_that_tpu_pod_can_take_is_taken():
 def test_a_number_that_gpu_cannot_take_is_refused_with_its_form(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         gpu_parser().parse_args(["--max-restarts", "-1"])
-    assert "argument --max-restarts: '-1' is not a whole number, 0 or more" in capsys.readouterr().err
+    assert (
+        "argument --max-restarts: '-1' is not a whole number, 0 or more" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("parser", [gpu_parser(), tpu_parser()], ids=lambda parser: parser.prog)
 def test_help_shows_the_comment_of_the_script_and_all_options(parser: argparse.ArgumentParser):
-    comment = (ROOT / "launch" / parser.prog).read_text().partition("\nset -euo pipefail")[0].splitlines()[1:]
+    comment = (
+        (ROOT / "launch" / parser.prog)
+        .read_text()
+        .partition("\nset -euo pipefail")[0]
+        .splitlines()[1:]
+    )
     text = parser.format_help()
     assert "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment) in text
     assert "Exit status:" in text and "--render" in text
 
 
 def test_gpu_certifies_its_own_device_with_what_it_is_given(capsys: pytest.CaptureFixture[str]):
-    assert gpu_main(["--certify", "--dry-run", "--device", "cpu", "--config", "/my.yaml", "seed=3"]) == 0
+    assert (
+        gpu_main(["--certify", "--dry-run", "--device", "cpu", "--config", "/my.yaml", "seed=3"])
+        == 0
+    )
     command = shlex.split(capsys.readouterr().out)
     python = [sys.executable, "-m", "jax_agent_rl.cli"]
-    assert command == ["env", "JAX_PLATFORMS=cpu", *python, "certify", "--config=/my.yaml", "seed=3"]
+    assert command == [
+        "env",
+        "JAX_PLATFORMS=cpu",
+        *python,
+        "certify",
+        "--config=/my.yaml",
+        "seed=3",
+    ]
 
 
 @pytest.mark.parametrize("option", ["--resume", "--render=ray"])
-def test_certifying_begins_at_the_beginning_and_renders_nothing(option: str, capsys: pytest.CaptureFixture[str]):
+def test_certifying_begins_at_the_beginning_and_renders_nothing(
+    option: str, capsys: pytest.CaptureFixture[str]
+):
     assert gpu_main(["--certify", option]) == 1
     assert tpu_main([*TPU, "--certify", option.replace("ray", "sky")]) == 1
     assert capsys.readouterr().err.count("error: --certify measures") == 2
 
 
-def test_gpu_refuses_to_certify_a_cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_gpu_refuses_to_certify_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
     assert gpu_main(["--certify"]) == 1 and "unset RAY_ADDRESS" in capsys.readouterr().err

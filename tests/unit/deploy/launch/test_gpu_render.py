@@ -20,17 +20,37 @@ def test_ray_up_takes_the_cluster_file_and_prepares_every_host(
     assert main(["--render", "ray", "--hosts", "me@10.0.0.1,me@10.0.0.2,me@10.0.0.3"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
     util.validate_config(util.prepare_config(tree))
-    assert tree["provider"] == {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2", "10.0.0.3"]}
+    assert tree["provider"] == {
+        "type": "local",
+        "head_ip": "10.0.0.1",
+        "worker_ips": ["10.0.0.2", "10.0.0.3"],
+    }
     assert tree["auth"] == {"ssh_user": "me"} and tree["min_workers"] == 2
     assert tree["file_mounts"][str(ROOT)] == str(ROOT)
-    assert tree["setup_commands"] == [f"JAX_AGENT_RL_VENV=/opt/venv {ROOT}/launch/gpu_environment.sh cuda"]
+    assert tree["setup_commands"] == [
+        f"JAX_AGENT_RL_VENV=/opt/venv {ROOT}/launch/gpu_environment.sh cuda"
+    ]
     head, worker = (tree[f"{role}_start_ray_commands"][-1] for role in ("head", "worker"))
     assert "--head --port=6379" in head and "--address=$RAY_HEAD_IP:6379" in worker
-    assert all("RAY_AUTH_MODE=token /opt/venv/bin/ray start" in command for command in (head, worker))
+    assert all(
+        "RAY_AUTH_MODE=token /opt/venv/bin/ray start" in command for command in (head, worker)
+    )
 
 
-def test_a_rayjob_runs_the_driver_on_the_configuration_with_time_to_save(capsys: pytest.CaptureFixture[str]):
-    arguments = ["--render", "kuberay", "--nodes", "2", "--gpus-per-node", "4", "--claim", "disk", "--resume"]
+def test_a_rayjob_runs_the_driver_on_the_configuration_with_time_to_save(
+    capsys: pytest.CaptureFixture[str],
+):
+    arguments = [
+        "--render",
+        "kuberay",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "--claim",
+        "disk",
+        "--resume",
+    ]
     assert main([*arguments, "--config", str(QUICKSTART), "run_dir=/runs/my run"]) == 0
     files, job = yaml.safe_load_all(capsys.readouterr().out)
     assert files["data"]["run.yaml"] == QUICKSTART.read_text()
@@ -42,7 +62,9 @@ def test_a_rayjob_runs_the_driver_on_the_configuration_with_time_to_save(capsys:
     assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     pod = group["template"]["spec"]
-    assert group["replicas"] == 2 and pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+    assert group["replicas"] == 2 and pod["containers"][0]["resources"] == {
+        "limits": {"nvidia.com/gpu": 4}
+    }
     assert {"name": "runs", "persistentVolumeClaim": {"claimName": "disk"}} in pod["volumes"]
 
 
@@ -52,7 +74,10 @@ def test_a_rayjob_runs_the_driver_on_the_configuration_with_time_to_save(capsys:
         (["--render", "ray"], "--hosts=: name [user@]hosts"),
         (["--render", "ray", "--hosts", "a@10.0.0.1,b@10.0.0.2"], "with one user for all"),
         (["--render", "kuberay"], "CONFIG or --config"),
-        (["--render", "kuberay", "--config", str(QUICKSTART)], "run_dir=runs/quickstart ends with its pod"),
+        (
+            ["--render", "kuberay", "--config", str(QUICKSTART)],
+            "run_dir=runs/quickstart ends with its pod",
+        ),
     ],
 )
 def test_what_cannot_be_rendered_is_refused_with_the_fix(

@@ -21,7 +21,11 @@ def place(free: list[int], *overrides: str) -> tuple[list[str], dict[str, str]]:
 def test_every_gpu_that_the_learner_leaves_serves():
     for free, group, engines in (([6, 8], 2, 7), ([3, 3], 2, 2), ([1], 1, 1)):
         own, variables = place(free, f"rollout.vllm.tensor_parallel_size={group}")
-        wanted = {f"rollout.num_engines={engines}", f"rollout.gpus_per_engine={group}", "rollout.placement=separate"}
+        wanted = {
+            f"rollout.num_engines={engines}",
+            f"rollout.gpus_per_engine={group}",
+            "rollout.placement=separate",
+        }
         assert set(own) == wanted and not variables
 
 
@@ -29,7 +33,9 @@ def test_an_engine_shares_the_learners_gpus_if_too_few_are_left():
     own, variables = place([1, 0], "rollout.vllm.tensor_parallel_size=2")
     assert own == ["rollout.placement=colocated", "rollout.vllm.gpu_memory_utilization=0.45"]
     assert variables == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.45"}
-    assert place([0], "rollout.vllm.gpu_memory_utilization=0.3")[0] == ["rollout.placement=colocated"]
+    assert place([0], "rollout.vllm.gpu_memory_utilization=0.3")[0] == [
+        "rollout.placement=colocated"
+    ]
 
 
 def test_a_configuration_that_places_its_engines_is_left_alone():
@@ -52,7 +58,10 @@ def test_one_machine_is_refused_for_a_learner_on_several(
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(["learner.multihost.num_processes=2", "--device", "cpu"]) == 1
-    assert "learner.multihost.num_processes=2 needs 2 nodes of a Ray cluster" in capsys.readouterr().err
+    assert (
+        "learner.multihost.num_processes=2 needs 2 nodes of a Ray cluster"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_dry_run_prints_the_job_and_checks_the_configuration(capsys: pytest.CaptureFixture[str]):

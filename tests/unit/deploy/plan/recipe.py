@@ -39,9 +39,17 @@ def recipe(folder: Path, **sections: dict[str, Any]) -> Path:
             "max_in_flight": 8,
             "prompts_per_step": 2,
             "group_size": 4,
-            "jetstream": {"prefill_buckets": [32], "max_concurrent_decodes": 8, "mesh": {"tensor": 2}},
+            "jetstream": {
+                "prefill_buckets": [32],
+                "max_concurrent_decodes": 8,
+                "mesh": {"tensor": 2},
+            },
         },
-        "learner": {"pack_length": 128, "mesh": {"fsdp": 2, "tensor": 2}, "compute_dtype": "bfloat16"},
+        "learner": {
+            "pack_length": 128,
+            "mesh": {"fsdp": 2, "tensor": 2},
+            "compute_dtype": "bfloat16",
+        },
     }
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}

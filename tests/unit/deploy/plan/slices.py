@@ -18,5 +18,7 @@ class Device:
 def described(name: str, *, hosts: int = 1) -> Slice:
     """The slice of this name, its devices over so many hosts."""
     slice = Slice.parse(name)
-    vars(slice)["devices"] = [Device(number, number * hosts // slice.chips) for number in range(slice.chips)]
+    vars(slice)["devices"] = [
+        Device(number, number * hosts // slice.chips) for number in range(slice.chips)
+    ]
     return slice

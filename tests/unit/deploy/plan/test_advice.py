@@ -55,7 +55,10 @@ def test_the_key_to_change_is_the_one_of_what_takes_most(changes, part, phase, f
 @pytest.mark.parametrize("part", ["policy optimizer", "engine weights", "KV cache", TEMPORARIES])
 @pytest.mark.parametrize("mesh", [[4, 1, 1], [1, 4, 1], [1, 1, 4], [2, 2, 1]])
 def test_what_is_proposed_can_be_set_on_the_slice(mesh, part, adviser, tmp_path):
-    axes = [f"learner.mesh.{axis}={size}" for axis, size in zip(("fsdp", "context", "tensor"), mesh, strict=True)]
+    axes = [
+        f"learner.mesh.{axis}={size}"
+        for axis, size in zip(("fsdp", "context", "tensor"), mesh, strict=True)
+    ]
     here = adviser([*axes, *SMALLEST, "rollout.jetstream.mesh.tensor=4"])
     for phase in ("learner", "rollout"):
         proposed = here.advice(filled(part, phase))

@@ -30,7 +30,10 @@ PUBLISHED = {
 def test_a_model_has_the_published_number_of_parameters(name: str):
     with architecture_folder(name) as folder:
         shapes = load_config(folder).parameter_shapes()
-    count = sum(math.prod(shape) for shape in jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)))
+    count = sum(
+        math.prod(shape)
+        for shape in jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    )
     assert count / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
     assert not folder.exists()
 
@@ -44,7 +47,11 @@ def test_the_command_plans_it_in_place_of_the_configured_model(monkeypatch, tmp_
     planned = []
 
     def run(task, console, **options):
-        (path,) = [item.removeprefix("model.path=") for item in task.overrides if item.startswith("model.path=")]
+        (path,) = [
+            item.removeprefix("model.path=")
+            for item in task.overrides
+            if item.startswith("model.path=")
+        ]
         planned.append(load_config(path))
         return PlanResult(report="", made={"fits": True})
 

@@ -50,7 +50,10 @@ FSDP_TENSOR = mesh(fsdp=2, tensor=2)
         ("mesh['axis_0'=2,'axis_1'=2] {'axis_0'}", ("fsdp",)),
         ("mesh['axis_0'=2,'axis_1'=1,'axis_2'=2] {'axis_2'}", ("tensor",)),
         ("mesh['axis_0'=2,'axis_1'=2], device_ids=([2,2]T(1,0)) {'axis_0'}", ("tensor",)),
-        ("mesh['axis_0'=2,'axis_1'=2], device_ids=([2,2]T(1,0)) {'axis_0','axis_1'}", ("fsdp", "tensor")),
+        (
+            "mesh['axis_0'=2,'axis_1'=2], device_ids=([2,2]T(1,0)) {'axis_0','axis_1'}",
+            ("fsdp", "tensor"),
+        ),
     ],
 )
 def test_groups_are_axes_however_they_are_written(groups, axes):
@@ -129,7 +132,10 @@ def test_a_sum_of_which_a_fusion_keeps_a_part_is_a_reduce_scatter():
 
 """
     (found,) = collectives(
-        program("%f = f32[8]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.2", before=inner), FSDP_TENSOR
+        program(
+            "%f = f32[8]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.2", before=inner
+        ),
+        FSDP_TENSOR,
     )
     assert (found.kind, found.bytes) == ("reduce-scatter", 32.0)
 
@@ -159,7 +165,12 @@ def test_what_hosts_send_between_slices_counts_for_their_chips(said, kind, sent)
         f'_xla_megascale_target="{{1,2}}x{{0:1}}",_xla_megascale_transfer_type="{said}"}}'
     )
     found = one(line, mesh(slices=2, data=2, tensor=2))
-    assert (found.kind, found.bytes, found.axes, found.between_slices) == (kind, sent, ("data",), True)
+    assert (found.kind, found.bytes, found.axes, found.between_slices) == (
+        kind,
+        sent,
+        ("data",),
+        True,
+    )
 
 
 def test_branches_are_all_counted_and_groups_of_an_unknown_form_are_over_no_axis():

@@ -8,7 +8,13 @@ from jax_agent_rl.deploy.plan.command import PlanTask, plan_in_subprocess
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
 
 TASK = PlanTask(
-    recipe="no.yaml", overrides=[], topology="v5e:2x2", utilization=0.4, price=None, width=80, colours=False
+    recipe="no.yaml",
+    overrides=[],
+    topology="v5e:2x2",
+    utilization=0.4,
+    price=None,
+    width=80,
+    colours=False,
 )
 
 # As libtpu 0.0.42.1 wrote it, compiling gradients of a 1.5B model for v5p:2x2x1 with learner.mesh.fsdp=4.
@@ -41,7 +47,8 @@ print(json.dumps({"report": "fits", "made": {"fits": True, "programs": programs,
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("ConfigError", ConfigError), ("ModelError", ModelError), ("CompilerError", CompilerError)]
+    ("kind", "error"),
+    [("ConfigError", ConfigError), ("ModelError", ModelError), ("CompilerError", CompilerError)],
 )
 def test_a_refusal_is_raised_as_what_it_was(kind, error):
     with pytest.raises(error, match="set it to false"):
@@ -50,19 +57,27 @@ def test_a_refusal_is_raised_as_what_it_was(kind, error):
 
 def test_warnings_are_shown(capsys):
     made = '{"fits": true, "programs": [], "step": {"seconds": 1}}'
-    answered(f'print(\'mind the gap\', file=sys.stderr)\nprint(\'{{"report": "", "made": {made}}}\')')
+    answered(
+        f'print(\'mind the gap\', file=sys.stderr)\nprint(\'{{"report": "", "made": {made}}}\')'
+    )
     assert capsys.readouterr().err == "mind the gap\n"
 
 
 @pytest.mark.parametrize(
     ("ending", "words"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", r"killed \(SIGKILL\) when it was compiling decode.*memory runs out"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            r"killed \(SIGKILL\) when it was compiling decode.*memory runs out",
+        ),
         (
             "os.kill(os.getpid(), signal.SIGSEGV)",
             r"ended itself \(SIGSEGV\) when .*: it gave no message. .*--search",
         ),
-        ("print('{\"report', end='', flush=True); os._exit(3)", "exit status 3 when it was compiling decode"),
+        (
+            "print('{\"report', end='', flush=True); os._exit(3)",
+            "exit status 3 when it was compiling decode",
+        ),
         ("sys.exit(3)", "exit status 3 when it was compiling decode: this should not happen"),
         ("1 / 0", "exit status 1 when it was compiling decode.*(?s:.*)ZeroDivisionError"),
     ],
@@ -76,6 +91,12 @@ def test_of_libtpus_last_words_the_telling_ones_are_shown_with_what_is_known_to_
     with pytest.raises(CompilerError) as caught:
         answered(f"print({ABORTED!r}, file=sys.stderr)\nos.abort()")
     message = str(caught.value)
-    assert "libtpu ended itself (SIGABRT) when it was starting: Check failed: s_count.has_value()." in message
+    assert (
+        "libtpu ended itself (SIGABRT) when it was starting: Check failed: s_count.has_value()."
+        in message
+    )
     assert "stack trace" not in message
-    assert "set LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false, here and on the slice" in message
+    assert (
+        "set LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false, here and on the slice"
+        in message
+    )

@@ -8,7 +8,15 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.compiled import Compiled, Inventory, Memory, Phase, Program, ideal_seconds, needed
+from jax_agent_rl.deploy.plan.compiled import (
+    Compiled,
+    Inventory,
+    Memory,
+    Phase,
+    Program,
+    ideal_seconds,
+    needed,
+)
 from jax_agent_rl.deploy.plan.hlo import Collective
 from jax_agent_rl.deploy.plan.plan import BATCH, CODE, TEMPORARIES, loads, sum_step
 from jax_agent_rl.deploy.plan.prediction import Flops
@@ -27,24 +35,39 @@ def array(count: int) -> jax.ShapeDtypeStruct:
 
 def program(name: str = "p", phase: Phase = "learner", **fields) -> Program:
     holds, donates = (frozenset(fields.pop(key, ())) for key in ("holds", "donates"))
-    return Program(name=name, phase=phase, traced=NOTHING, mesh=MESH, holds=holds, donates=donates, **fields)
+    return Program(
+        name=name, phase=phase, traced=NOTHING, mesh=MESH, holds=holds, donates=donates, **fields
+    )
 
 
-def compiled(of: Program, *, work: Flops = Flops(), exchanges: tuple = (), **memory: int) -> Compiled:  # noqa: B008
+def compiled(
+    of: Program, *, work: Flops = Flops(), exchanges: tuple = (), **memory: int
+) -> Compiled:  # noqa: B008
     fields = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "code"), 0) | memory
     made = Memory(**fields)
-    return Compiled(program=of, memory=made, needs=made.total, work=work, exchanges=exchanges, seconds=1.0)
+    return Compiled(
+        program=of, memory=made, needs=made.total, work=work, exchanges=exchanges, seconds=1.0
+    )
 
 
 def inventory(**sizes: int) -> Inventory:
     made = Inventory()
     for name, count in sizes.items():
-        made.keep(name, array(count), absent=frozenset({"learner"}) if name == "asleep" else frozenset())
+        made.keep(
+            name, array(count), absent=frozenset({"learner"}) if name == "asleep" else frozenset()
+        )
     return made
 
 
 def test_a_program_is_charged_for_what_stays_beside_it_and_what_it_adds():
-    one = compiled(program(holds=["weights"]), arguments=400 + 70, outputs=400 + 5, aliased=400, temporaries=30, code=2)
+    one = compiled(
+        program(holds=["weights"]),
+        arguments=400 + 70,
+        outputs=400 + 5,
+        aliased=400,
+        temporaries=30,
+        code=2,
+    )
     (load,) = loads(inventory(weights=100, cache=200), [one], capacity=1400)
     assert load.parts == {"weights": 400, "cache": 800, BATCH: 70 + 5, TEMPORARIES: 30, CODE: 2}
     assert load.total == 1307 and load.fits
@@ -67,10 +90,18 @@ def test_padding_is_what_a_compiler_says_of_donated_memory():
 def test_a_refusal_of_the_compiler_is_counted_by_the_amount_it_names():
     text = "RESOURCE_EXHAUSTED: … memory required for HLO temporaries (768.00G) exceeds available HBM (15.75G)."
     assert needed(text) == 768 * GIB
-    assert needed("RESOURCE_EXHAUSTED: … Used 21.50G of 15.75G hbm. Exceeded hbm capacity by 5.75G") == 21.5 * GIB
+    assert (
+        needed("RESOURCE_EXHAUSTED: … Used 21.50G of 15.75G hbm. Exceeded hbm capacity by 5.75G")
+        == 21.5 * GIB
+    )
     assert needed("RESOURCE_EXHAUSTED") == 0
     refused = Compiled(
-        program=program(holds=["weights"]), memory=None, needs=1000, problem=text, work=Flops(), seconds=1
+        program=program(holds=["weights"]),
+        memory=None,
+        needs=1000,
+        problem=text,
+        work=Flops(),
+        seconds=1,
     )
     (load,) = loads(inventory(weights=100), [refused], capacity=999)
     # What it says is of the temporaries alone: the weights are there besides.
@@ -84,7 +115,9 @@ def load_recipe(folder, changes=()):
 
 
 def test_a_call_takes_as_long_as_its_slowest_part():
-    links = Collective(kind="all-gather", axes=("fsdp",), between_slices=False, members=4, times=1, bytes=1e9)
+    links = Collective(
+        kind="all-gather", axes=("fsdp",), between_slices=False, members=4, times=1, bytes=1e9
+    )
     one = compiled(program(), work=Flops(flops=197e12, bytes=819e9 / 2), exchanges=(links,))
     seconds = ideal_seconds(one, V5E)
     assert (seconds.products, seconds.memory, seconds.links) == (1.0, 0.5, 1e9 / (2 * 50e9))
@@ -94,8 +127,12 @@ def test_a_call_takes_as_long_as_its_slowest_part():
 
 
 def test_what_a_refused_program_exchanges_is_not_known_and_its_time_a_bound(tmp_path):
-    known = compiled(program("decode", "rollout", tokens=128, of="sampled"), work=Flops(flops=197e12))
-    refused = dataclasses.replace(known, program=program("gradient", tokens=128, of="trained"), memory=None)
+    known = compiled(
+        program("decode", "rollout", tokens=128, of="sampled"), work=Flops(flops=197e12)
+    )
+    refused = dataclasses.replace(
+        known, program=program("gradient", tokens=128, of="trained"), memory=None
+    )
     config = load_recipe(tmp_path)
     assert refused.exchanges_known, "one chip has nobody to exchange with"
     wide = dataclasses.replace(refused.program, mesh=AbstractMesh((2,), ("data",)))

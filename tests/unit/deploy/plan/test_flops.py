@@ -39,7 +39,10 @@ def test_a_loop_of_unknown_length_runs_as_often_as_is_said():
     def loop(x, n):
         return jax.lax.while_loop(lambda c: c[1] < n, lambda c: (c[0] @ c[0], c[1] + 1), (x, 0))[0]
 
-    assert work_of(loop, shape(4, 4), jax.ShapeDtypeStruct((), jnp.int32), loops=16).flops == 16 * 2 * 4**3
+    assert (
+        work_of(loop, shape(4, 4), jax.ShapeDtypeStruct((), jnp.int32), loops=16).flops
+        == 16 * 2 * 4**3
+    )
 
 
 def test_of_branches_the_dearest_counts():
@@ -52,7 +55,10 @@ def test_of_branches_the_dearest_counts():
 def test_of_what_each_platform_does_its_own_way_the_tpus_counts():
     ways = {"tpu": lambda x: x @ x, "default": lambda x: x @ x @ x}
     assert work_of(lambda x: jax.lax.platform_dependent(x, **ways), shape(4, 4)).flops == 2 * 4**3
-    assert work_of(lambda x: jax.lax.platform_dependent(x, default=ways["default"]), shape(4, 4)).flops == 2 * 2 * 4**3
+    assert (
+        work_of(lambda x: jax.lax.platform_dependent(x, default=ways["default"]), shape(4, 4)).flops
+        == 2 * 2 * 4**3
+    )
 
 
 def test_attention_of_a_tree_counts_the_pairs_that_its_kernel_computes():

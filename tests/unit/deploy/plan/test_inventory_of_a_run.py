@@ -20,7 +20,10 @@ from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
 from tests.unit.deploy.plan.recipe import recipe
 
-ONE_DEVICE = {"learner": {"pack_length": 128, "mesh": {}}, "rollout": {"jetstream": {"prefill_buckets": [32]}}}
+ONE_DEVICE = {
+    "learner": {"pack_length": 128, "mesh": {}},
+    "rollout": {"jetstream": {"prefill_buckets": [32]}},
+}
 
 
 def shapes(tree):
@@ -78,22 +81,31 @@ ALGORITHMS = {
 
 @pytest.mark.parametrize("trained", ALGORITHMS)
 def test_a_gradient_is_planned_for_the_arrays_a_learner_gives_it(trained, tmp_path, monkeypatch):
-    config = load(recipe(tmp_path, **ONE_DEVICE, algorithm=ALGORITHMS[trained]), ["learner.ppo_epochs=2"])
+    config = load(
+        recipe(tmp_path, **ONE_DEVICE, algorithm=ALGORITHMS[trained]), ["learner.ppo_epochs=2"]
+    )
     made = inventory(config, TINY, place_devices(config, jax.devices()[:1]))
-    (program,) = [program for program in made.programs if program.name == f"{trained.split()[0]} gradient"]
+    (program,) = [
+        program for program in made.programs if program.name == f"{trained.split()[0]} gradient"
+    ]
     (*_, planned), _ = program.traced.in_avals
     assert shapes(planned) == shapes(first_batch(config, monkeypatch))
 
 
 def test_a_teacher_is_planned_in_place_of_the_reference_in_the_learners_compute_dtype(tmp_path):
     file = recipe(tmp_path, **ONE_DEVICE)
-    config = load(file, [f"distill.teachers={tmp_path / 'model'}", "learner.compute_dtype=bfloat16"])
+    config = load(
+        file, [f"distill.teachers={tmp_path / 'model'}", "learner.compute_dtype=bfloat16"]
+    )
     device = jax.devices()[0]
     made = inventory(config, TINY, place_devices(config, [device]))
     name = f"teacher {tmp_path / 'model'}"
     sizes = {resident.name: resident.bytes[device] for resident in made.residents}
     teacher = load_config(tmp_path / "model").parameter_shapes()
-    count = sum(math.prod(shape) for shape in jax.tree.leaves(teacher, is_leaf=lambda x: isinstance(x, tuple)))
+    count = sum(
+        math.prod(shape)
+        for shape in jax.tree.leaves(teacher, is_leaf=lambda x: isinstance(x, tuple))
+    )
     assert sizes[name] == 2 * count and "reference" not in sizes
     (scoring,) = [program for program in made.programs if program.name == name]
     assert scoring.holds == {name}
@@ -103,7 +115,9 @@ def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
     config = load(recipe(tmp_path, **ONE_DEVICE))
     (mesh,) = place_devices(config, jax.devices()[:1]).engines
     params = tiny_params()
-    described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    described = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
     given = []
     for table, weights in ((CountingTable(), params), (RecordingTable(), described)):
         engine = JaxEngine(TINY, engine_shapes(config), mesh=mesh, table=table)
@@ -128,11 +142,14 @@ def test_arrays_that_stay_are_counted_on_every_chip_that_holds_them(tmp_path):
     assert sizes["KV cache"] == 2 * 3 * (1 + shapes_.pages) * 2 * shapes_.page * 8 * 4
 
 
-@pytest.mark.parametrize(("cache", "running"), [(None, 8), (512, 8), (256, 256 / (64 / 4 + 64 / 2)), (128, 128 / 48)])
+@pytest.mark.parametrize(
+    ("cache", "running"), [(None, 8), (512, 8), (256, 256 / (64 / 4 + 64 / 2)), (128, 128 / 48)]
+)
 def test_a_small_cache_keeps_fewer_slots_running(cache, running, tmp_path):
     """A group of four shares a prompt of 64; an answer of 64 is half done on average."""
     config = load(
-        recipe(tmp_path, **ONE_DEVICE), [] if cache is None else [f"rollout.jetstream.kv_cache_tokens={cache}"]
+        recipe(tmp_path, **ONE_DEVICE),
+        [] if cache is None else [f"rollout.jetstream.kv_cache_tokens={cache}"],
     )
     made = inventory(config, TINY, place_devices(config, jax.devices()[:1]), only="rollout")
     (decode,) = [program for program in made.programs if program.of == "sampled"]

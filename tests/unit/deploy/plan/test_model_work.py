@@ -12,7 +12,9 @@ from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.models.hf import load_config
 
 
-@pytest.mark.parametrize(("name", "card"), [("qwen3-8b", 6.95e9), ("qwen3-32b", 31.2e9), ("qwen2.5-1.5b", 1.31e9)])
+@pytest.mark.parametrize(
+    ("name", "card"), [("qwen3-8b", 6.95e9), ("qwen3-32b", 31.2e9), ("qwen2.5-1.5b", 1.31e9)]
+)
 def test_a_token_takes_two_operations_per_parameter_that_is_no_embedding(name: str, card: float):
     with architecture_folder(name) as folder:
         model = load_config(folder)
@@ -56,12 +58,16 @@ def described(*shape: int) -> jax.ShapeDtypeStruct:
 
 def test_weights_of_chosen_experts_and_visible_pages_are_read_once():
     layer = {"o": described(4, 8), "expert_up": described(4, 8, 4)}
-    params = EngineParams(embed=described(10, 4), layers=(layer, layer), final_norm=described(4), head=None)
+    params = EngineParams(
+        embed=described(10, 4), layers=(layer, layer), final_norm=described(4), head=None
+    )
     # Two key/value heads, kept twice for four devices; 6 pages of 4 positions.
     pages = LayerKV(keys=described(6, 4, 2, 4), values=described(6, 4, 4, 2))
     found = EngineWork(TINY, params, KVCache((pages, pages))).of(("decode", None, 2, 8))
     assert found is not None
     chosen = 1 - (3 / 4) ** 2  # two tokens of one expert each, of four
     weights = 2 * 2 * (4 * 8 + chosen * 4 * 8 * 4) + 2 * 10 * 4
-    visible = 2 * (3 + 8) * (2 * 2 * 2) * 2  # slots, positions, keys and values of two heads of 2, bytes
+    visible = (
+        2 * (3 + 8) * (2 * 2 * 2) * 2
+    )  # slots, positions, keys and values of two heads of 2, bytes
     assert found[1] == pytest.approx(weights + visible)

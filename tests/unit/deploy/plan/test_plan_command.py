@@ -17,9 +17,20 @@ pytest.importorskip("libtpu", reason="pip install 'jax_agent_rl[plan]'")
 
 def plan(file: Path, topology: str, *arguments: str) -> subprocess.CompletedProcess:
     """Runs it, without what the tests say to JAX."""
-    command = [sys.executable, "-m", "jax_agent_rl.cli", "plan", "--config", str(file), "--topology", topology]
+    command = [
+        sys.executable,
+        "-m",
+        "jax_agent_rl.cli",
+        "plan",
+        "--config",
+        str(file),
+        "--topology",
+        topology,
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=500, env=environment)
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=500, env=environment
+    )
 
 
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
@@ -46,7 +57,13 @@ def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
 
 def test_engines_on_all_chips_of_one_host_of_several_are_compiled(tmp_path):
     """The chips of the first host are 0, 1, 4 and 5, which libtpu does not take for a program of four chips."""
-    done = plan(recipe(tmp_path), "v5e:4x4", "learner.mesh.fsdp=8", "rollout.jetstream.mesh.tensor=4", "--json")
+    done = plan(
+        recipe(tmp_path),
+        "v5e:4x4",
+        "learner.mesh.fsdp=8",
+        "rollout.jetstream.mesh.tensor=4",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
     assert [mesh["tensor"] for mesh in made["meshes"]["engines"]] == [4] * 4
@@ -65,13 +82,19 @@ def test_copies_on_several_slices_exchange_gradients_between_them(tmp_path):
     programs = {program["name"]: program for program in made["programs"]}
     assert {"critic gradient", "critic update", "values", "score"} < programs.keys()
     assert "reference" in programs["decode 4 slots of 128"]["memory"]
-    between = {name: sent for name, sent in programs["policy gradient"]["exchanged"].items() if "data" in name}
+    between = {
+        name: sent
+        for name, sent in programs["policy gradient"]["exchanged"].items()
+        if "data" in name
+    }
     # At the least a quarter of the parameters, as each chip holds them, in 4 bytes, and back.
     assert sum(between.values()) >= 360_000 / 4 * 4
 
 
 def test_a_search_compiles_layouts_and_plans_the_best_of_those_that_fit(tmp_path):
-    done = plan(recipe(tmp_path), "v5e:2x2", "--search", "--budget", "1", "--json", "learner.remat=full")
+    done = plan(
+        recipe(tmp_path), "v5e:2x2", "--search", "--budget", "1", "--json", "learner.remat=full"
+    )
     assert done.returncode == 0, done.stderr
     (layout,) = [line for line in done.stderr.splitlines() if line.startswith("layout: ")]
     made = json.loads(done.stdout)
@@ -79,7 +102,10 @@ def test_a_search_compiles_layouts_and_plans_the_best_of_those_that_fit(tmp_path
     assert tried["fits"] and layout == f"layout: {' '.join(tried['overrides'])}"
     assert f"the first, as overrides: {' '.join(tried['overrides'])}" in done.stderr
     assert (made["fits"], made["step"]["seconds"]) == (True, tried["seconds"])
-    meshes = {"learner.mesh": made["meshes"]["learner"], "rollout.jetstream.mesh": made["meshes"]["engines"][0]}
+    meshes = {
+        "learner.mesh": made["meshes"]["learner"],
+        "rollout.jetstream.mesh": made["meshes"]["engines"][0],
+    }
     chosen = {f"{key}.{axis}={size}" for key, mesh in meshes.items() for axis, size in mesh.items()}
     changed = {change for change in tried["overrides"] if ".mesh." in change}
     assert changed and changed <= chosen, (changed, chosen)
@@ -89,20 +115,26 @@ def test_a_search_compiles_layouts_and_plans_the_best_of_those_that_fit(tmp_path
 def test_a_compiler_that_ends_its_process_is_a_message_and_leaves_nothing_behind(tmp_path):
     command = [sys.executable, "-m", "jax_agent_rl.cli", "plan", "--config", str(recipe(tmp_path))]
     pipe = subprocess.PIPE
-    with subprocess.Popen([*command, "--topology", "v5e:2x2"], stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        [*command, "--topology", "v5e:2x2"], stdout=pipe, stderr=pipe, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         while "compiling" not in process.stdout.readline():
             assert process.poll() is None
         (compiler,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(compiler), signal.SIGKILL)
         said = process.stderr.read()
-    assert process.returncode == 2 and said.startswith("error: planning was killed (SIGKILL) when it was compiling")
+    assert process.returncode == 2 and said.startswith(
+        "error: planning was killed (SIGKILL) when it was compiling"
+    )
     assert "where memory runs out" in said and "Traceback" not in said
 
 
 def test_whoever_ends_the_command_ends_its_compiler(tmp_path):
     command = [sys.executable, "-m", "jax_agent_rl.cli", "plan", "--config", str(recipe(tmp_path))]
-    with subprocess.Popen([*command, "--topology", "v5e:2x2"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*command, "--topology", "v5e:2x2"], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         while "tracing" not in process.stdout.readline():
             assert process.poll() is None
@@ -113,13 +145,21 @@ def test_whoever_ends_the_command_ends_its_compiler(tmp_path):
 
 def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
     external = "rollout.jetstream.engine_factory=pkg.module:make"
-    done = plan(recipe(tmp_path), "v5e:2x2", "rollout.jetstream.kv_cache_tokens=40000000", external, "--json")
+    done = plan(
+        recipe(tmp_path),
+        "v5e:2x2",
+        "rollout.jetstream.kv_cache_tokens=40000000",
+        external,
+        "--json",
+    )
     assert done.returncode == 1, done.stderr
     assert f"{external}: planned as if it were the built-in engine" in done.stderr
     advised = [line for line in done.stderr.splitlines() if " not fit: " in line]
     (line,) = [line for line in advised if "decode 8 slots of 128" in line]
     assert "write to the cache" in line and "rollout.jetstream.kv_cache_tokens=20000000" in line
-    assert len({line.partition("; try ")[2] for line in advised}) == len(advised), "the same is not said twice"
+    assert len({line.partition("; try ")[2] for line in advised}) == len(advised), (
+        "the same is not said twice"
+    )
     made = json.loads(done.stdout)
     assert not made["fits"]
 
@@ -130,13 +170,27 @@ def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
         ("v5e:3x5", [], "v5e comes as 1x1, 2x2, 2x4,"),
         ("v5e:4x4", [], "learner.mesh takes 4 of 16 devices"),
         ("2*v5e:2x2", ["learner.mesh.fsdp=4"], "set learner.mesh.data to a multiple of 2"),
-        ("v5p:4x4x4", ["learner.mesh.tensor=32"], "make each axis a product of the slice's dimensions"),
-        ("v5e:2x2", ["learner.mesh.fsdp=3", "learner.mesh.tensor=1"], "the next 3 of this slice are no block"),
-        ("v5e:2x2", ["rollout.jetstream.mesh.tensor=8"], "rollout.jetstream.mesh takes 8 devices from number 0 on"),
+        (
+            "v5p:4x4x4",
+            ["learner.mesh.tensor=32"],
+            "make each axis a product of the slice's dimensions",
+        ),
+        (
+            "v5e:2x2",
+            ["learner.mesh.fsdp=3", "learner.mesh.tensor=1"],
+            "the next 3 of this slice are no block",
+        ),
+        (
+            "v5e:2x2",
+            ["rollout.jetstream.mesh.tensor=8"],
+            "rollout.jetstream.mesh takes 8 devices from number 0 on",
+        ),
         ("v5e:2x2", ["trainer.mode=fully_async"], "both exchange data over the same 2 devices"),
     ],
 )
-def test_a_slice_that_does_not_go_with_the_run_is_refused_with_the_fix(topology, overrides, words, tmp_path):
+def test_a_slice_that_does_not_go_with_the_run_is_refused_with_the_fix(
+    topology, overrides, words, tmp_path
+):
     done = plan(recipe(tmp_path), topology, *overrides)
     assert done.returncode == 2
     assert words in done.stderr

@@ -10,7 +10,13 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from jax_agent_rl.deploy.plan.compiled import Program, compile_program, ideal_seconds, profiles_as_json, show_profiles
+from jax_agent_rl.deploy.plan.compiled import (
+    Program,
+    compile_program,
+    ideal_seconds,
+    profiles_as_json,
+    show_profiles,
+)
 from jax_agent_rl.deploy.plan.hlo import parse
 from jax_agent_rl.deploy.plan.prediction import (
     GRID_STEP,
@@ -70,14 +76,20 @@ def test_what_runs_beside_a_copy_hides_it_and_the_rest_is_a_wait():
     start, done = copy(MEMORY * 1e-3)
     long = predicted(start, fusion("a", 0.4), done, fusion("b", 0.1, "%copy-done"))
     assert long.seconds * 1e3 == pytest.approx(1.0 + 0.1)
-    assert {part.what: part.seconds * 1e3 for part in long.parts}["wait for copy"] == pytest.approx(0.6)
-    assert milliseconds(start, fusion("a", 1.4), done, fusion("b", 0.1, "%copy-done")) == pytest.approx(1.5)
+    assert {part.what: part.seconds * 1e3 for part in long.parts}["wait for copy"] == pytest.approx(
+        0.6
+    )
+    assert milliseconds(
+        start, fusion("a", 1.4), done, fusion("b", 0.1, "%copy-done")
+    ) == pytest.approx(1.5)
 
 
 def test_memory_serves_one_copy_after_the_other():
     start, done = copy(MEMORY * 1e-3)
     second = [
-        line.replace("copy-", "copy-2-").replace("copy-2-start(", "copy-start(").replace("copy-2-done(", "copy-done(")
+        line.replace("copy-", "copy-2-")
+        .replace("copy-2-start(", "copy-start(")
+        .replace("copy-2-done(", "copy-done(")
         for line in (start, done)
     ]
     assert milliseconds(start, second[0], done, second[1]) == pytest.approx(2.0)
@@ -131,11 +143,13 @@ def test_grids_are_found_by_the_cost_that_kernels_state():
     def run(x):
         cost = pl.CostEstimate(flops=5, transcendentals=6, bytes_accessed=7)
         block = pl.BlockSpec((8, 128), lambda i, j: (i, j))
-        return pl.pallas_call(double, grid=(3, 4), in_specs=[block], out_specs=block, out_shape=x, cost_estimate=cost)(
-            x
-        )
+        return pl.pallas_call(
+            double, grid=(3, 4), in_specs=[block], out_specs=block, out_shape=x, cost_estimate=cost
+        )(x)
 
-    traced = jax.make_jaxpr(lambda x: jax.lax.cond(True, jax.jit(run), jnp.negative, x))(jnp.zeros((24, 512)))
+    traced = jax.make_jaxpr(lambda x: jax.lax.cond(True, jax.jit(run), jnp.negative, x))(
+        jnp.zeros((24, 512))
+    )
     assert kernel_grids(traced) == {(5, 6, 7): 12}
 
 
@@ -229,15 +243,25 @@ def test_time_counts_for_the_lines_of_this_project_that_it_comes_from():
 
 
 def test_a_profile_is_shown_per_step_and_as_json_per_call():
-    one = compiled(program("decode 8 slots of 64", "rollout", loops=16), work=Flops(flops=197e12 * 8e-3))
+    one = compiled(
+        program("decode 8 slots of 64", "rollout", loops=16), work=Flops(flops=197e12 * 8e-3)
+    )
     parts = tuple(
-        Part(what="fusion", source=(f"a.py:{n}", "b.py:1", "c.py:1"), operation="mul", seconds=1e-3, runs=16 * 3)
+        Part(
+            what="fusion",
+            source=(f"a.py:{n}", "b.py:1", "c.py:1"),
+            operation="mul",
+            seconds=1e-3,
+            runs=16 * 3,
+        )
         for n in range(16)
     )
     object.__setattr__(one, "prediction", Prediction(seconds=16e-3, parts=parts))
     show_profiles([one], V5E, Console(file=(screen := io.StringIO()), width=100))
     lines = screen.getvalue().splitlines()
-    assert lines[0].startswith("decode 8 slots of 64: 1 ms a step, 50% of the ideal (0.5 ms, bound by products)")
+    assert lines[0].startswith(
+        "decode 8 slots of 64: 1 ms a step, 50% of the ideal (0.5 ms, bound by products)"
+    )
     assert lines[2].split() == ["0.0625", "ms", "6.2%", "3", "fusion", "mul", "a.py:0"]
     assert lines[3].split() == ["b.py:1"]
     made = profiles_as_json([one], V5E)
@@ -251,18 +275,26 @@ def test_a_large_product_is_predicted_a_little_above_its_ideal(topology: str):
     slice = Slice.parse(topology)
     here = Mesh(np.array(slice.devices[:1]), ("data",), axis_types=(AxisType.Auto,))
     everywhere = NamedSharding(here, PartitionSpec())
-    a, b = (jax.ShapeDtypeStruct((n, 4096), jnp.bfloat16, sharding=everywhere) for n in (1024, 4096))
+    a, b = (
+        jax.ShapeDtypeStruct((n, 4096), jnp.bfloat16, sharding=everywhere) for n in (1024, 4096)
+    )
     traced = jax.jit(lambda a, b: a @ b).trace(a, b)
-    one = compile_program(Program(name="product", phase="learner", traced=traced, mesh=here), slice.chip)
+    one = compile_program(
+        Program(name="product", phase="learner", traced=traced, mesh=here), slice.chip
+    )
     assert one.prediction is not None
     assert 0.85 < ideal_seconds(one, slice.chip).total / one.prediction.seconds < 1
 
 
-@pytest.mark.parametrize(("topology", "sparse"), [("v5e:2x2", False), ("v5p:2x2x1", True), ("v6e:2x2", True)])
+@pytest.mark.parametrize(
+    ("topology", "sparse"), [("v5e:2x2", False), ("v5p:2x2x1", True), ("v6e:2x2", True)]
+)
 def test_gradients_are_exchanged_on_sparse_cores_where_there_are_some(topology: str, sparse: bool):
     pytest.importorskip("libtpu", reason="pip install 'jax_agent_rl[plan]'")
     mesh = Mesh(np.array(Slice.parse(topology).devices), ("fsdp",), axis_types=(AxisType.Auto,))
-    rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), (None, "fsdp")))
+    rows, columns = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), (None, "fsdp"))
+    )
     x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=rows)
     weight = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=columns)
 

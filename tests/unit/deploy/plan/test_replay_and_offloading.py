@@ -37,7 +37,9 @@ def planned_inventory(config, model=TINY):
     return inventory(config, model, place_devices(config, jax.devices()[:1]))
 
 
-def test_a_gradient_is_planned_for_the_supports_and_experts_a_learner_gives_it(tmp_path, monkeypatch):
+def test_a_gradient_is_planned_for_the_supports_and_experts_a_learner_gives_it(
+    tmp_path, monkeypatch
+):
     config = configured(tmp_path, **RESTRICTED)
     seen = []
 
@@ -71,22 +73,40 @@ def test_a_gradient_is_planned_for_the_supports_and_experts_a_learner_gives_it(t
         ([], "decode", 16),
         (["rollout.top_k=20"], "decode truncated", 16),
         (["agent.constrain_tool_calls=true"], "decode constrained", 1),
-        (["agent.constrain_tool_calls=true", "rollout.min_p=0.1"], "decode truncated constrained", 1),
+        (
+            ["agent.constrain_tool_calls=true", "rollout.min_p=0.1"],
+            "decode truncated constrained",
+            1,
+        ),
     ],
 )
-def test_the_program_that_samples_is_the_one_for_the_runs_restrictions(tmp_path, settings, kind, steps):
+def test_the_program_that_samples_is_the_one_for_the_runs_restrictions(
+    tmp_path, settings, kind, steps
+):
     config = configured(tmp_path, *settings)
-    (decode,) = [program for program in planned_inventory(config).programs if program.name.startswith("decode")]
-    assert decode.name == f"{kind} 8 slots of 128" and (decode.loops, decode.tokens) == (steps, 8 * steps)
+    (decode,) = [
+        program
+        for program in planned_inventory(config).programs
+        if program.name.startswith("decode")
+    ]
+    assert decode.name == f"{kind} 8 slots of 128" and (decode.loops, decode.tokens) == (
+        steps,
+        8 * steps,
+    )
     assert decode.model_flops and decode.model_bytes, "it runs the model"
     _, out = decode.traced.out_info
-    assert out.shape == (2 if kind == "decode" else 2 + WORDS, steps, 8), "masks leave the chip with the ids"
+    assert out.shape == (2 if kind == "decode" else 2 + WORDS, steps, 8), (
+        "masks leave the chip with the ids"
+    )
     keys = JaxEngine(TINY, engine_shapes(config))._restricted_keys()
     assert kind == "decode" or (kind, 1 + engine_shapes(config).pages, 8, 128) in keys
 
 
 def test_pages_that_move_to_the_host_are_planned_with_the_programs_an_engine_compiles(tmp_path):
-    plain, config = configured(tmp_path / "a"), configured(tmp_path / "b", "rollout.jetstream.kv_offloading_size=1")
+    plain, config = (
+        configured(tmp_path / "a"),
+        configured(tmp_path / "b", "rollout.jetstream.kv_offloading_size=1"),
+    )
     table = RecordingTable()
     made = planned_inventory(config)
     names = [program.name for program in made.programs]
@@ -102,9 +122,15 @@ def test_pages_that_move_to_the_host_are_planned_with_the_programs_an_engine_com
 
 @pytest.mark.parametrize("most", [0, 3])
 def test_an_engine_that_verifies_drafts_is_planned_with_their_program(tmp_path, most):
-    config = configured(tmp_path, f"rollout.jetstream.num_speculative_tokens={most}", "rollout.top_p=0.9")
-    made = [program for program in planned_inventory(config).programs if program.name == "verify drafts"]
-    assert [program.calls for program in made] == [0] * bool(most), "it takes memory; how often it runs is not known"
+    config = configured(
+        tmp_path, f"rollout.jetstream.num_speculative_tokens={most}", "rollout.top_p=0.9"
+    )
+    made = [
+        program for program in planned_inventory(config).programs if program.name == "verify drafts"
+    ]
+    assert [program.calls for program in made] == [0] * bool(most), (
+        "it takes memory; how often it runs is not known"
+    )
 
 
 def test_an_estimate_counts_supports_and_experts(tmp_path):
@@ -130,7 +156,9 @@ def test_what_engines_report_of_a_step_is_counted(tmp_path):
     config = configured(tmp_path, **RESTRICTED)
     draws = 2 * 4 * 64
     assert Replay.of(config, TINY) == Replay(masks=draws * 16, supports=draws * 22, experts=0)
-    many = dataclasses.replace(EXPERTS, experts=Experts(count=512, per_token=2, intermediate_size=16, normalize=True))
+    many = dataclasses.replace(
+        EXPERTS, experts=Experts(count=512, per_token=2, intermediate_size=16, normalize=True)
+    )
     free = configured(tmp_path / "free")
     assert Replay.of(free, EXPERTS) == Replay(masks=0, supports=0, experts=2 * 4 * 128 * 2 * 2)
     assert Replay.of(free, many).experts == 2 * Replay.of(free, EXPERTS).experts
@@ -140,7 +168,10 @@ def host_plan(folder, *changes: str, hosts: int = 2):
     """Eight chips of which every two or four are a host's, an engine on each two."""
     slice = described("v5e:2x4", hosts=hosts)
     config = configured(folder, "rollout.jetstream.mesh.tensor=2", *changes)
-    meshes = [make_engine_mesh(config.rollout.jetstream.mesh, devices=slice.devices[b : b + 4]) for b in (0, 4)]
+    meshes = [
+        make_engine_mesh(config.rollout.jetstream.mesh, devices=slice.devices[b : b + 4])
+        for b in (0, 4)
+    ]
     one = compiled(program())
     return ResourcePlan(
         config=config,
@@ -171,10 +202,15 @@ def test_replay_and_pages_on_the_host_are_said(plan):  # noqa: F811
     text = "\n".join(shown(small, width=200))
     assert "The engines keep up to 8 GiB of KV in a host's 44.7 GiB of memory" in text
     # 512 draws from 256 ids: 32 bytes of mask each.
-    assert "sampling replay: 16 KiB of masks a step" in text and "up to 21.5 KiB between processes" in text
+    assert (
+        "sampling replay: 16 KiB of masks a step" in text
+        and "up to 21.5 KiB between processes" in text
+    )
     assert as_json(small)["host"] == {"pages": 8 * GIB, "memory": 48 * 10**9}
     assert as_json(small)["replay"] == {"masks": 512 * 32, "supports": 512 * 43, "experts": 0}
     large = plan([compiled(program())], changes=[offloading.format(64)])
-    assert not large.fits and "lower rollout.jetstream.kv_offloading_size" in "\n".join(shown(large, width=200))
+    assert not large.fits and "lower rollout.jetstream.kv_offloading_size" in "\n".join(
+        shown(large, width=200)
+    )
     plain = "\n".join(shown(plan([compiled(program())]), width=200))
     assert "replay" not in plain and "host's" not in plain

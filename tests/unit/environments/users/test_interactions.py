@@ -60,7 +60,10 @@ class Recorded(BaseInteraction):
 
 def stage(script, user, *, tools=(), timeout=10.0, **limits):
     users = user if isinstance(user, dict) else {"user": user}
-    shared = {"interactions": InteractionRegistry(users, timeout=timeout), "tools": ToolRegistry(tools)}
+    shared = {
+        "interactions": InteractionRegistry(users, timeout=timeout),
+        "tools": ToolRegistry(tools),
+    }
     return AgentHarness(InteractionAgent, script, shared=shared, **limits)
 
 
@@ -78,7 +81,10 @@ async def test_the_user_replies_until_satisfied_and_scores_every_turn():
     assert [m["content"] for m in trajectory.messages[1:]] == ["first", "and now ?", "second"]
     assert it.codec.decode(trajectory.turns[0].appended_ids) == "user: and now ?assistant:"
     assert trajectory.turns[-1].appended_ids == (), "what ends the conversation is not inserted"
-    assert trajectory.metrics["interaction/patience"] == 2 and trajectory.metrics["interaction_turns"] == 2
+    assert (
+        trajectory.metrics["interaction/patience"] == 2
+        and trajectory.metrics["interaction_turns"] == 2
+    )
     assert_token_exact(trajectory, it.backend.requests)
     assert user.calls == [
         ("start", "t", {"mood": "good"}),
@@ -91,7 +97,9 @@ async def test_the_user_replies_until_satisfied_and_scores_every_turn():
 async def test_what_the_user_was_told_and_said_is_traced():
     traces = []
     tracer = Tracer(traces.append, max_per_step=1)
-    with tracer.trajectory(trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False):
+    with tracer.trajectory(
+        trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False
+    ):
         await stage(["first", "second"], Recorded(MORE, DONE)).run()
     assert [span.attributes for span in traces[0].spans if span.about == "user"] == [
         {"arguments": {"reply": "first"}, "observation": "and now ?"},
@@ -108,7 +116,9 @@ async def test_what_the_user_was_told_and_said_is_traced():
         ({"max_response_length": 6}, 1, FinishReason.RESPONSE_LENGTH),
     ],
 )
-async def test_turns_and_budgets_bound_the_conversation_and_the_last_turn_is_scored(limits, turns, reason):
+async def test_turns_and_budgets_bound_the_conversation_and_the_last_turn_is_scored(
+    limits, turns, reason
+):
     user = Recorded(MORE)
     it = stage(["word"], user, **limits)
     trajectory = await it.run()
@@ -123,8 +133,16 @@ async def test_tools_may_be_called_in_between_and_count_as_user_turns():
     script = ['<call>add {"a": 1, "b": 2}</call>', "3", "yes"]
     it = stage(script, user, tools=[add])
     trajectory = await it.run()
-    assert [m["role"] for m in trajectory.messages[1:]] == ["assistant", "tool", "assistant", "user", "assistant"]
-    assert trajectory.turn_scores == (0.25, 1.0) and trajectory.finish_reason is FinishReason.USER_DONE
+    assert [m["role"] for m in trajectory.messages[1:]] == [
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert (
+        trajectory.turn_scores == (0.25, 1.0) and trajectory.finish_reason is FinishReason.USER_DONE
+    )
     assert_token_exact(trajectory, it.backend.requests)
     short = await stage(script, Recorded(MORE), tools=[add], max_user_turns=1).run()
     assert short.num_turns == 2 and short.finish_reason is FinishReason.MAX_USER_TURNS
@@ -188,7 +206,10 @@ async def test_a_user_that_cannot_be_finalized_costs_nothing(caplog):
             raise OSError("stays")
 
     trajectory = await stage(["word"], Clingy(DONE)).run()
-    assert trajectory.finish_reason is FinishReason.USER_DONE and "finalize raised OSError" in caplog.text
+    assert (
+        trajectory.finish_reason is FinishReason.USER_DONE
+        and "finalize raised OSError" in caplog.text
+    )
 
 
 async def test_a_row_that_names_nobody_known_says_who_there_is():
@@ -206,7 +227,9 @@ async def test_the_gsm8k_user_asks_again_until_the_answer_is_right():
     user = Gsm8kInteraction({})
     before = dict(vars(user))
     trajectory = await stage(["#### 17", "#### 18"], {"gsm8k": user}).run(GSM8K)
-    assert trajectory.turn_scores == (0.0, 1.0) and trajectory.finish_reason is FinishReason.USER_DONE
+    assert (
+        trajectory.turn_scores == (0.0, 1.0) and trajectory.finish_reason is FinishReason.USER_DONE
+    )
     assert "incorrect" in trajectory.messages[2]["content"]
     assert vars(user) == before, "nothing is kept of a finished conversation"
 
@@ -233,7 +256,9 @@ def endpoint(*replies, asked):
     async def complete(request):
         asked.append((dict(request.headers), await request.json()))
         reply = queue.pop(0) if len(queue) > 1 else queue[0]
-        return JSONResponse(reply if not isinstance(reply, str) else {"choices": [{"message": {"content": reply}}]})
+        return JSONResponse(
+            reply if not isinstance(reply, str) else {"choices": [{"message": {"content": reply}}]}
+        )
 
     return Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
 
@@ -242,7 +267,9 @@ async def converse(*replies, script, **config):
     asked = []
     row = {**ROW, "extra_info": {"interaction_kwargs": {"goal": "learn the sum"}}}
     async with serve(endpoint(*replies, asked=asked)) as url:
-        user = ModelUserInteraction({"base_url": f"{url}/v1", "model": "m", "retry_delay": 0, **config})
+        user = ModelUserInteraction(
+            {"base_url": f"{url}/v1", "model": "m", "retry_delay": 0, **config}
+        )
         try:
             return await stage(script, user).run(row), asked
         finally:
@@ -252,13 +279,23 @@ async def converse(*replies, script, **config):
 async def test_a_model_behind_an_endpoint_plays_the_user(monkeypatch):
     monkeypatch.setenv("USER_KEY", "k")
     trajectory, asked = await converse(
-        "sure ?", "###DONE###", script=["3", "yes 3"], api_key_env="USER_KEY", persona="be brief, end with {done}"
+        "sure ?",
+        "###DONE###",
+        script=["3", "yes 3"],
+        api_key_env="USER_KEY",
+        persona="be brief, end with {done}",
     )
-    assert trajectory.finish_reason is FinishReason.USER_DONE and trajectory.turn_scores == (0.0, 1.0)
+    assert trajectory.finish_reason is FinishReason.USER_DONE and trajectory.turn_scores == (
+        0.0,
+        1.0,
+    )
     headers, body = asked[1]
     assert headers["authorization"] == "Bearer k"
     assert body["messages"] == [
-        {"role": "system", "content": "be brief, end with ###DONE###\n\nThe user's goal: learn the sum"},
+        {
+            "role": "system",
+            "content": "be brief, end with ###DONE###\n\nThe user's goal: learn the sum",
+        },
         {"role": "user", "content": GREETING},
         {"role": "assistant", "content": "what is 1 + 2 ?"},
         {"role": "user", "content": "3"},
@@ -268,7 +305,9 @@ async def test_a_model_behind_an_endpoint_plays_the_user(monkeypatch):
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("m", 256, 0.7)
 
 
-@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": {"content": None}}]}, [1]])
+@pytest.mark.parametrize(
+    "answer", [{}, {"choices": []}, {"choices": [{"message": {"content": None}}]}, [1]]
+)
 async def test_an_endpoint_without_text_loses_the_trajectory(answer):
     with pytest.raises(InteractionError, match="/v1/chat/completions answered without"):
         await converse(answer, script=["3"])
@@ -317,7 +356,9 @@ def test_users_come_from_yaml_also_from_a_file_of_ones_own(tmp_path):
         "  - {class_name: jax_agent_rl.environments.users.Gsm8kInteraction, config: {answer_format: flexible}}\n"
         f"  - {{name: own, class_name: '{tmp_path}/mine.py:Mine', config: {{a: 1}}}}\n",
     )
-    assert list(users) == ["gsm8k", "own"] and users["own"].config == {"a": 1} and users.timeout == 3.0
+    assert (
+        list(users) == ["gsm8k", "own"] and users["own"].config == {"a": 1} and users.timeout == 3.0
+    )
     assert len(InteractionRegistry.from_path(None)) == 0
 
 
@@ -330,8 +371,14 @@ def test_users_come_from_yaml_also_from_a_file_of_ones_own(tmp_path):
         ("interaction: [{class_name: a.B, konfig: {}}]", r"unknown fields \['konfig'\]"),
         ("interaction: [{class_name: B}]", "package.module.Class"),
         ("interaction: [{class_name: no.such.B}]", "class_name='no.such': no such module"),
-        ("interaction: [{class_name: jax_agent_rl.types.Turn}]", "not a subclass of BaseInteraction"),
-        ("interaction: [{class_name: jax_agent_rl.environments.users.Gsm8kInteraction, config: {b: 1}}]", "config.b:"),
+        (
+            "interaction: [{class_name: jax_agent_rl.types.Turn}]",
+            "not a subclass of BaseInteraction",
+        ),
+        (
+            "interaction: [{class_name: jax_agent_rl.environments.users.Gsm8kInteraction, config: {b: 1}}]",
+            "config.b:",
+        ),
         (
             "interaction: [{class_name: jax_agent_rl.environments.users.ModelUserInteraction, config: {t: 1}}]",
             "config.t:",

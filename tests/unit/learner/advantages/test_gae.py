@@ -23,7 +23,9 @@ VALUES = [np.array(v) for v in ([0.1, 0.2, 9.0, 0.4], [0.3, -0.2, 0.5, 7.0], [0.
 
 
 def test_advantages_and_returns_match_a_peer():
-    made = [gae(r, v, m, gamma=0.9, lam=0.8) for r, v, m in zip(REWARDS, VALUES, MASKS, strict=True)]
+    made = [
+        gae(r, v, m, gamma=0.9, lam=0.8) for r, v, m in zip(REWARDS, VALUES, MASKS, strict=True)
+    ]
     np.testing.assert_allclose(
         [returns for _, returns in made],
         [[0.78624, 1.042, 0, 1], [-0.2304, -0.27, -0.5, 0], [0.8184096, 1.11168, 1.494, 2]],
@@ -40,13 +42,15 @@ def test_advantages_and_returns_match_a_peer():
     )
 
 
-tokens = st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2), st.booleans()), min_size=1, max_size=12).filter(
-    lambda rows: rows[0][2]
-)
+tokens = st.lists(
+    st.tuples(st.floats(-2, 2), st.floats(-2, 2), st.booleans()), min_size=1, max_size=12
+).filter(lambda rows: rows[0][2])
 
 
 @given(tokens, st.floats(0, 1), st.floats(0, 1), st.floats(-2, 2))
-def test_a_response_with_tool_results_is_worth_what_it_is_without_them(rows, gamma: float, lam: float, after: float):
+def test_a_response_with_tool_results_is_worth_what_it_is_without_them(
+    rows, gamma: float, lam: float, after: float
+):
     """The reference: drop the inserted tokens, hand their rewards to the token before, run the textbook recursion."""
     rewards, values, mask = (np.array(x) for x in zip(*rows, strict=True))
     kept = np.flatnonzero(mask)
@@ -65,7 +69,9 @@ def test_a_response_with_tool_results_is_worth_what_it_is_without_them(rows, gam
 def test_values_at_inserted_tokens_do_not_matter():
     moved = [np.where(m, v, 1e6) for v, m in zip(VALUES, MASKS, strict=True)]
     for r, v, w, m in zip(REWARDS, VALUES, moved, MASKS, strict=True):
-        np.testing.assert_array_equal(gae(r, v, m, gamma=0.9, lam=0.8), gae(r, w, m, gamma=0.9, lam=0.8))
+        np.testing.assert_array_equal(
+            gae(r, v, m, gamma=0.9, lam=0.8), gae(r, w, m, gamma=0.9, lam=0.8)
+        )
 
 
 @pytest.mark.parametrize(
@@ -73,10 +79,16 @@ def test_values_at_inserted_tokens_do_not_matter():
     [
         ("none", FinishReason.RESPONSE_LENGTH, 1.0),
         *(("truncated", finish, 1.0) for finish in NATURAL_ENDS),
-        *(("truncated", finish, 1.0 + 0.5 * 8.0) for finish in FinishReason if finish not in NATURAL_ENDS),
+        *(
+            ("truncated", finish, 1.0 + 0.5 * 8.0)
+            for finish in FinishReason
+            if finish not in NATURAL_ENDS
+        ),
     ],
 )
-def test_only_a_trajectory_that_was_cut_off_counts_on_what_would_follow(bootstrap, finish, last_return: float):
+def test_only_a_trajectory_that_was_cut_off_counts_on_what_would_follow(
+    bootstrap, finish, last_return: float
+):
     group = group_of([trajectory([3], [4, 5], reward=1.0, finish=finish)])
     samples = scored_batch([group], turn_reward="none")
     samples = type(samples)(**{**vars(samples), "values": [np.array([0.0, 0.0, 8.0])]})

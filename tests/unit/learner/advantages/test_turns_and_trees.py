@@ -7,7 +7,14 @@ import pytest
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner.advantages import compute, scored_batch
-from jax_agent_rl.learner.advantages.estimators import anchor_groups, arpo, gigpo, grpo, tree_grpo, treerl
+from jax_agent_rl.learner.advantages.estimators import (
+    anchor_groups,
+    arpo,
+    gigpo,
+    grpo,
+    tree_grpo,
+    treerl,
+)
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Fork
 from tests.trajectories import call, group_of, trajectory
@@ -27,7 +34,9 @@ def test_gigpo_adds_what_a_step_is_worth_among_those_from_the_same_observation()
         similarity=1.0,
     )
     # Returns a: .25 .5 1; b: 0 0 0. Anchors: s {.25, 0}, x and y alone (0), z {1, 0}. Episode: +-.5.
-    np.testing.assert_allclose(got, [[0.5 + 2 * 0.125, 0.5, 0.5 + 2 * 0.5], [-0.5 - 2 * 0.125, -0.5, -0.5 - 2 * 0.5]])
+    np.testing.assert_allclose(
+        got, [[0.5 + 2 * 0.125, 0.5, 0.5 + 2 * 0.5], [-0.5 - 2 * 0.125, -0.5, -0.5 - 2 * 0.5]]
+    )
 
 
 def test_gigpo_with_deviation_matches_a_peer():
@@ -70,23 +79,48 @@ def test_gigpo_reads_observations_and_rewards_from_the_turns():
 def test_mt_grpo_credits_the_tool_call_only_before_its_result():
     members = [
         trajectory([3], [4, 5, 7, 6], mask=[1, 1, 0, 1], calls=[[call()]], reward=1.0, index=0),
-        trajectory([3], [4, 5, 7, 6], mask=[1, 1, 0, 1], calls=[[call(error="raised")]], reward=0.0, index=1),
+        trajectory(
+            [3],
+            [4, 5, 7, 6],
+            mask=[1, 1, 0, 1],
+            calls=[[call(error="raised")]],
+            reward=0.0,
+            index=1,
+        ),
         trajectory([3], [4, 5], reward=0.0, index=2),
     ]
-    config = AlgorithmConfig(adv_estimator="mt_grpo", turn_reward="tool_success", turn_advantage_coef=0.5)
+    config = AlgorithmConfig(
+        adv_estimator="mt_grpo", turn_reward="tool_success", turn_advantage_coef=0.5
+    )
     got = compute(scored_batch([group_of(members)], turn_reward="tool_success"), config).advantages
     outcome, turn = grpo(np.array([1.0, 0, 0])), grpo(np.array([1.0, 0, 0]))
     np.testing.assert_allclose(got[0], [outcome[0] + turn[0] / 2] * 2 + [0, outcome[0]])
     np.testing.assert_allclose(got[1], [outcome[1] + turn[1] / 2] * 2 + [0, outcome[1]])
-    np.testing.assert_allclose(got[2], [outcome[2]] * 2)  # no tool result: nothing stands before one
+    np.testing.assert_allclose(
+        got[2], [outcome[2]] * 2
+    )  # no tool result: nothing stands before one
 
 
 def test_tool_rewards_stand_at_the_turns_that_earned_them():
     t = trajectory(
-        [3], [4, 5, 7, 6], mask=[1, 1, 0, 1], calls=[[call(reward=0.25), call(reward=0.5, error="x")]], reward=1.0
+        [3],
+        [4, 5, 7, 6],
+        mask=[1, 1, 0, 1],
+        calls=[[call(reward=0.25), call(reward=0.5, error="x")]],
+        reward=1.0,
     )
-    assert scored_batch([group_of([t])], turn_reward="tool_reward").rewards[0].tolist() == [0, 0.75, 0, 1]
-    assert scored_batch([group_of([t])], turn_reward="tool_success").rewards[0].tolist() == [0, 0.5, 0, 1]
+    assert scored_batch([group_of([t])], turn_reward="tool_reward").rewards[0].tolist() == [
+        0,
+        0.75,
+        0,
+        1,
+    ]
+    assert scored_batch([group_of([t])], turn_reward="tool_success").rewards[0].tolist() == [
+        0,
+        0.5,
+        0,
+        1,
+    ]
     assert scored_batch([group_of([t])], turn_reward="none").rewards[0].tolist() == [0, 0, 0, 1]
 
 
@@ -113,7 +147,10 @@ def test_tree_grpo_adds_the_comparison_within_each_tree():
 def test_a_branch_at_the_prompt_is_compared_within_its_tree():
     """It shares no turn with it, so ids alone would not tell."""
     stem, other = (trajectory([3], [10 + i], reward=float(i), index=i) for i in range(2))
-    branch = replace(trajectory([3], [20], reward=1.0, index=2), fork=Fork(tree_id="g-0", parent_id="g-0", turns=0))
+    branch = replace(
+        trajectory([3], [20], reward=1.0, index=2),
+        fork=Fork(tree_id="g-0", parent_id="g-0", turns=0),
+    )
     samples = scored_batch([group_of([stem, other, branch])], turn_reward="none")
     got = compute(samples, AlgorithmConfig(adv_estimator="tree_grpo")).advantages
     everyone, tree = grpo(np.array([0.0, 1.0, 1.0])), grpo(np.array([0.0, 1.0]))
@@ -124,8 +161,12 @@ def test_treerl_credits_a_turn_with_its_value_and_its_gain_over_the_parent():
     # Leaves over the mean of the others: 1 - .5, 0 - 1, 1 - .5. Values: prompt 0, a = b = -.25, c .5, d -1, e .5.
     # Two trajectories share a and b: each gets 1 / sqrt(2) of their credit (the authors' weighted_value_style=sqrt).
     got = treerl(REWARDS, PATHS)
-    np.testing.assert_allclose(got[0], [-0.5 / np.sqrt(2), -0.25 / np.sqrt(2), 0.5 + 0.75], atol=1e-12)
-    np.testing.assert_allclose(got[1], [-0.5 / np.sqrt(2), -0.25 / np.sqrt(2), -1 - 0.75], atol=1e-12)
+    np.testing.assert_allclose(
+        got[0], [-0.5 / np.sqrt(2), -0.25 / np.sqrt(2), 0.5 + 0.75], atol=1e-12
+    )
+    np.testing.assert_allclose(
+        got[1], [-0.5 / np.sqrt(2), -0.25 / np.sqrt(2), -1 - 0.75], atol=1e-12
+    )
     np.testing.assert_allclose(got[2], [1.0], atol=1e-12)
 
 
@@ -151,7 +192,8 @@ def test_credit_changes_where_a_branch_left_its_parent_within_a_turn():
     is worth 0, and what follows it +1 + 1 and -1 - 1."""
     a = trajectory([3], [10, 11, 12], reward=1.0, index=0)
     b = replace(
-        trajectory([3], [10, 11, 20, 21], index=1), fork=Fork(tree_id="g-0", parent_id="g-0", turns=0, tokens=2)
+        trajectory([3], [10, 11, 20, 21], index=1),
+        fork=Fork(tree_id="g-0", parent_id="g-0", turns=0, tokens=2),
     )
     samples = scored_batch([group_of([a, b])], turn_reward="none")
     got = compute(samples, AlgorithmConfig(adv_estimator="treerl")).advantages
@@ -165,7 +207,9 @@ def test_observations_that_are_trained_on_share_the_credit_of_the_turn_before_th
         return replace(t, turns=turns)
 
     a, b = (
-        with_learned_observation(trajectory([3], [10, 7, 11 + i], mask=[1, 0, 1], reward=float(i), index=i))
+        with_learned_observation(
+            trajectory([3], [10, 7, 11 + i], mask=[1, 0, 1], reward=float(i), index=i)
+        )
         for i in range(2)
     )
     samples = scored_batch([group_of([a, b])], turn_reward="none")

@@ -29,7 +29,9 @@ GOLDEN = {
 def test_kl_estimators_match_a_peer(name: str):
     value, gradient = GOLDEN[name]
     np.testing.assert_allclose(kl_forward(name, NEW, REF), value, atol=1e-12)
-    got = jax.grad(lambda x: jnp.sum(kl_penalty(name, x, jnp.asarray(REF))))(jnp.asarray(NEW, jnp.float32))
+    got = jax.grad(lambda x: jnp.sum(kl_penalty(name, x, jnp.asarray(REF))))(
+        jnp.asarray(NEW, jnp.float32)
+    )
     np.testing.assert_allclose(got, gradient, rtol=2e-6)
 
 
@@ -53,7 +55,9 @@ def test_an_unknown_estimator_is_refused_with_the_known_ones():
 def test_the_adaptive_controller_matches_a_peer():
     first = adapt_kl_coef(0.1, 7.5, 64, target=6.0, horizon=1000)
     assert first == pytest.approx(0.10128, abs=1e-12)
-    assert adapt_kl_coef(first, 1.0, 64, target=6.0, horizon=1000) == pytest.approx(0.099983616, abs=1e-12)
+    assert adapt_kl_coef(first, 1.0, 64, target=6.0, horizon=1000) == pytest.approx(
+        0.099983616, abs=1e-12
+    )
 
 
 def test_the_value_loss_matches_a_peer():
@@ -66,7 +70,13 @@ def test_the_value_loss_matches_a_peer():
 
 
 masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=6)
-MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 @given(masks)

@@ -11,7 +11,12 @@ import pytest
 from jax_agent_rl.config import build
 from jax_agent_rl.config.algorithm import LossAggMode
 from jax_agent_rl.learner.batch import mini_batches, trained_lengths
-from jax_agent_rl.learner.losses import AGGREGATION_FORMULAS, describe_aggregation, describe_batch, weight_ratios
+from jax_agent_rl.learner.losses import (
+    AGGREGATION_FORMULAS,
+    describe_aggregation,
+    describe_batch,
+    weight_ratios,
+)
 from tests.trajectories import random_groups
 
 UPDATES = ((2, 6), (4, 8, 4))  # 8 and 16 tokens, of 24
@@ -19,7 +24,10 @@ HERE = {  # weight of a token, by hand
     "token-mean": ([Fraction(1, 8)] * 2, [Fraction(1, 16)] * 3),
     "token-sum": ([Fraction(1)] * 2, [Fraction(1)] * 3),
     "seq-mean-token-sum": ([Fraction(1, 2)] * 2, [Fraction(1, 3)] * 3),
-    "seq-mean-token-mean": ([Fraction(1, 4), Fraction(1, 12)], [Fraction(1, 12), Fraction(1, 24), Fraction(1, 12)]),
+    "seq-mean-token-mean": (
+        [Fraction(1, 4), Fraction(1, 12)],
+        [Fraction(1, 12), Fraction(1, 24), Fraction(1, 12)],
+    ),
     "seq-mean-token-sum-norm": ([Fraction(1, 20)] * 2, [Fraction(1, 30)] * 3),
 }
 
@@ -48,9 +56,17 @@ def test_one_update_of_token_mean_is_both_peers_default_and_nothing_is_said():
     ("overrides", "verl", "trl"),
     [
         (["learner.num_minibatches=2"], "x1 that of verl", "x2 that of TRL"),
-        (["learner.num_minibatches=4"], "x1 that of verl", "x3 to x6 that of TRL"),  # 2, 2, 1 and 1 of 6 prompts
+        (
+            ["learner.num_minibatches=4"],
+            "x1 that of verl",
+            "x3 to x6 that of TRL",
+        ),  # 2, 2, 1 and 1 of 6 prompts
         (["algorithm.loss_agg_mode=seq-mean-token-sum"], "x96 that of verl", "x96 that of TRL"),
-        (["algorithm.loss_agg_mode=token-sum"], "x4608 that of verl", "x4608 that of TRL"),  # 48 * 96 = 4608
+        (
+            ["algorithm.loss_agg_mode=token-sum"],
+            "x4608 that of verl",
+            "x4608 that of TRL",
+        ),  # 48 * 96 = 4608
         (
             ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.loss_scale_factor=48"],
             "x2 that of verl",
@@ -67,8 +83,9 @@ def test_what_depends_on_lengths_is_said_for_equal_ones(overrides: list[str], ve
 def test_every_aggregation_is_said_with_its_formula(mode: str):
     constant = ["algorithm.loss_scale_factor=7"] if mode.endswith("norm") else []
     constant.append("learner.num_minibatches=2")  # by which some weight differs
-    assert f"{mode} = {AGGREGATION_FORMULAS[mode].format(scale_factor=7, units='trajectories')}, over" in said(
-        f"algorithm.loss_agg_mode={mode}", *constant
+    assert (
+        f"{mode} = {AGGREGATION_FORMULAS[mode].format(scale_factor=7, units='trajectories')}, over"
+        in said(f"algorithm.loss_agg_mode={mode}", *constant)
     )
 
 
@@ -87,6 +104,11 @@ def test_lengths_are_counted_as_the_learner_cuts_and_masks_the_batch():
     groups = random_groups(0, groups=3, members=2)
     masked = {groups[2].trajectories[0].trajectory_id}
     got = trained_lengths(groups, 2, masked=masked, segment_weight="session")
-    assert [[g.group_id for g in part] for part in mini_batches(groups, 2)] == [["g0", "g1"], ["g2"]]
-    assert [len(part) for part in got] == [4, 1] and got[1] == [groups[2].trajectories[1].num_sampled]
+    assert [[g.group_id for g in part] for part in mini_batches(groups, 2)] == [
+        ["g0", "g1"],
+        ["g2"],
+    ]
+    assert [len(part) for part in got] == [4, 1] and got[1] == [
+        groups[2].trajectories[1].num_sampled
+    ]
     assert len(mini_batches(groups, 5)) == 3

@@ -83,10 +83,14 @@ def total(mode: str, agg: str, settings: LossConfig, chosen: np.ndarray):
 
 @pytest.mark.parametrize(("mode", "agg"), GOLDEN)
 def test_loss_and_gradient_match_a_peer(mode: str, agg: str):
-    settings = config(mode, **({"kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7} if mode == "kl_cov" else {}))
+    settings = config(
+        mode, **({"kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7} if mode == "kl_cov" else {})
+    )
     chosen = np.zeros(MASK.shape)
     if mode == "kl_cov":
-        chosen[MASK] = choose_kl_cov(NEW[MASK], OLD[MASK], ADVANTAGE[MASK], settings, np.random.default_rng(0))
+        chosen[MASK] = choose_kl_cov(
+            NEW[MASK], OLD[MASK], ADVANTAGE[MASK], settings, np.random.default_rng(0)
+        )
     loss, new = total(mode, agg, settings, chosen)
     value, gradient = jax.value_and_grad(loss)(new)
     expected, expected_gradient = GOLDEN[mode, agg]
@@ -119,9 +123,13 @@ def test_decoupled_is_the_surrogate_times_the_behaviour_ratio_where_that_is_smal
     np.testing.assert_allclose(per_token("decoupled", config("decoupled")), expected, rtol=1e-5)
 
 
-def test_decoupled_is_vanilla_when_the_rollout_is_the_proximal_policy(monkeypatch: pytest.MonkeyPatch):
+def test_decoupled_is_vanilla_when_the_rollout_is_the_proximal_policy(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setitem(globals(), "ROLLOUT", OLD)
-    np.testing.assert_array_equal(per_token("decoupled", config("decoupled")), per_token("vanilla", config("vanilla")))
+    np.testing.assert_array_equal(
+        per_token("decoupled", config("decoupled")), per_token("vanilla", config("vanilla"))
+    )
 
 
 def test_dppo_masks_by_total_variation():
@@ -141,7 +149,9 @@ def test_dppo_masks_by_binary_kl_only_moves_away_from_the_old_policy():
     inside = np.where(ADVANTAGE > 0, rises, falls)
     assert 0 < inside.sum() < inside.size
     got = per_token("dppo_kl", settings)
-    np.testing.assert_allclose(got, -np.minimum(new / old, 20) * inside * ADVANTAGE * NEW, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        got, -np.minimum(new / old, 20) * inside * ADVANTAGE * NEW, rtol=1e-5, atol=1e-7
+    )
 
 
 def test_dppo_kl_is_defined_for_certain_tokens():
@@ -163,7 +173,9 @@ def test_clip_cov_leaves_the_chosen_tokens_out():
     chosen[1, 2] = 1
     ratio = np.exp(NEW - OLD)
     expected = np.maximum(-ADVANTAGE * ratio, -ADVANTAGE * np.clip(ratio, 0.8, 1.28)) * (1 - chosen)
-    np.testing.assert_allclose(per_token("clip_cov", config("clip_cov"), chosen), expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        per_token("clip_cov", config("clip_cov"), chosen), expected, rtol=1e-5, atol=1e-7
+    )
 
 
 def test_clip_cov_chooses_within_the_bounds_and_never_what_is_clipped_anyway():
@@ -175,7 +187,11 @@ def test_clip_cov_chooses_within_the_bounds_and_never_what_is_clipped_anyway():
     covariance = (advantage - advantage.mean()) * (new - new.mean())
     clipped = -advantage * np.clip(np.exp(new - old), 0.8, 1.28) > -advantage * np.exp(new - old)
     assert chosen.sum() == 50
-    assert (covariance[chosen] > 0.5).all() and (covariance[chosen] < 3).all() and not clipped[chosen].any()
+    assert (
+        (covariance[chosen] > 0.5).all()
+        and (covariance[chosen] < 3).all()
+        and not clipped[chosen].any()
+    )
 
 
 @pytest.mark.parametrize("mode", LOSS_MODES)
@@ -192,7 +208,9 @@ def test_every_loss_stays_finite_for_extreme_ratios(mode: str):
     )
 
     def loss(new):
-        return jnp.sum(POLICY_LOSSES[mode](Terms(**{**vars(terms), "logprob": new}), config(mode)).loss)
+        return jnp.sum(
+            POLICY_LOSSES[mode](Terms(**{**vars(terms), "logprob": new}), config(mode)).loss
+        )
 
     value, gradient = jax.value_and_grad(loss)(far)
     assert np.isfinite(value) and np.isfinite(np.asarray(gradient)).all()
@@ -201,7 +219,12 @@ def test_every_loss_stays_finite_for_extreme_ratios(mode: str):
 @pytest.mark.parametrize("mode", LOSS_MODES)
 def test_before_the_first_update_every_loss_is_the_plain_policy_gradient(mode: str):
     """At ratio 1 and without chosen tokens each gradient is ``-A`` per token (sequence means: over its tokens)."""
-    arrays = {"old_logprob": OLD, "rollout_logprob": OLD, "active": MASK, "chosen": np.zeros(MASK.shape)}
+    arrays = {
+        "old_logprob": OLD,
+        "rollout_logprob": OLD,
+        "active": MASK,
+        "chosen": np.zeros(MASK.shape),
+    }
     advantage = np.where(ADVANTAGE[:, :1] > 0, 1.0, -0.5) * MASK
 
     def loss(new):

@@ -40,7 +40,8 @@ def sums(mode: str, **columns: np.ndarray) -> tuple[float, np.ndarray, float, np
 
     def loss(logprob: jax.Array) -> tuple[jax.Array, jax.Array]:
         made = POLICY_LOSSES[mode](
-            Terms(logprob=logprob, active=jnp.asarray(active), sequence=sequence, **terms), config(mode)
+            Terms(logprob=logprob, active=jnp.asarray(active), sequence=sequence, **terms),
+            config(mode),
         )
         return jnp.sum(active * made.loss), made.clipped
 
@@ -48,11 +49,15 @@ def sums(mode: str, **columns: np.ndarray) -> tuple[float, np.ndarray, float, np
     return float(total), np.asarray(gradient), float(np.sum(active * clipped)), np.asarray(clipped)
 
 
-def check_that_they_change_nothing(mode: str, columns: dict[str, np.ndarray], is_without: np.ndarray) -> None:
+def check_that_they_change_nothing(
+    mode: str, columns: dict[str, np.ndarray], is_without: np.ndarray
+) -> None:
     """Compare the terms with the same ones of which those marked, of advantage 0, are not active."""
     active = columns["active"]
     loss, gradient, count, clipped = sums(mode, **columns)
-    loss_alone, gradient_alone, count_alone, _ = sums(mode, **columns | {"active": np.where(is_without, 0, active)})
+    loss_alone, gradient_alone, count_alone, _ = sums(
+        mode, **columns | {"active": np.where(is_without, 0, active)}
+    )
 
     if mode not in WITHOUT_ADVANTAGE:
         assert loss == pytest.approx(loss_alone, abs=1e-4)
@@ -84,9 +89,14 @@ def trajectories(draw: st.DrawFn, mode: str) -> dict[str, np.ndarray]:
 @given(data=st.data())
 @pytest.mark.parametrize("mode", LOSS_MODES)
 def test_a_trajectory_without_advantage_changes_nothing(mode, data):
-    other = data.draw(trajectories(mode)) | {"advantage": np.zeros((1, K)), "sequence": np.ones((1, K))}
+    other = data.draw(trajectories(mode)) | {
+        "advantage": np.zeros((1, K)),
+        "sequence": np.ones((1, K)),
+    }
     first = data.draw(trajectories(mode))
-    columns = {name: np.concatenate([values, other[name]], axis=1) for name, values in first.items()}
+    columns = {
+        name: np.concatenate([values, other[name]], axis=1) for name, values in first.items()
+    }
     check_that_they_change_nothing(mode, columns, np.arange(2 * K) >= K)
 
 
@@ -122,4 +132,6 @@ def test_a_token_that_a_clip_changes_is_counted(mode):
         "chosen": one,
         "sequence": np.array([[0.0, 1.0]], np.float32),
     }
-    np.testing.assert_array_equal(sums(mode, **columns)[3], [[1.0, 1.0 if mode == "kl_cov" else 0.0]])
+    np.testing.assert_array_equal(
+        sums(mode, **columns)[3], [[1.0, 1.0 if mode == "kl_cov" else 0.0]]
+    )

@@ -57,7 +57,8 @@ async def service(fault=None, *, before=True):
 
 def client(proxy, **settings):
     return JsonService(
-        **{"url": f"{proxy.url}/act", "url_key": "url", "timeout": 20.0, "timeout_key": "timeout"} | settings,
+        **{"url": f"{proxy.url}/act", "url_key": "url", "timeout": 20.0, "timeout_key": "timeout"}
+        | settings,
         error=ToolServerError,
         sleep=lambda seconds: asyncio.sleep(0),
     )
@@ -89,7 +90,9 @@ async def test_without_a_fault_or_only_slowly_the_answer_is_the_servers(fault):
         (Fault.UNAVAILABLE, True, 0),
     ],
 )
-async def test_a_fault_is_an_error_and_reaches_the_server_only_where_it_says(fault, before, reached):
+async def test_a_fault_is_an_error_and_reaches_the_server_only_where_it_says(
+    fault, before, reached
+):
     async with service(fault, before=before) as (proxy, seen):
         proxy.chance = 2.0
         with pytest.raises(ToolServerError):
@@ -129,7 +132,10 @@ async def test_the_sendings_of_each_rollout_request_are_counted():
     async with service() as (proxy, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         body = json.dumps({"request_id": "async-0-0-1/2"}).encode()
-        writer.write(b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.write(
+            b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
         await reader.read()
         writer.close()
         assert proxy.attempts == {"async-0-0-1/2": 1}
@@ -152,7 +158,9 @@ async def test_whatever_happens_to_the_network_a_rollout_server_is_well_or_gone_
         remote = RemoteBackend(proxy.url, silence_seconds=0.5)
         await remote.start()
         proxy.fault, proxy.chance = fault, 2.0
-        request = GenerateRequest(request_id="a", prompt_ids=(5, 6), sampling=SamplingParams(max_tokens=3, seed=1))
+        request = GenerateRequest(
+            request_id="a", prompt_ids=(5, 6), sampling=SamplingParams(max_tokens=3, seed=1)
+        )
         for call in (remote.generate(request), remote.abort("nobody"), remote.metrics()):
             try:
                 await call

@@ -73,7 +73,9 @@ def test_a_trajectory_that_is_started_again_after_its_end_is_a_duplicate():
     assert ledger.summary()["duplicated"] == 1
 
 
-@pytest.mark.parametrize("tamper", [lambda a: setattr(a, "trained", 7), lambda a: a._in_flight.add("g-z")])
+@pytest.mark.parametrize(
+    "tamper", [lambda a: setattr(a, "trained", 7), lambda a: a._in_flight.add("g-z")]
+)
 def test_accounts_that_do_not_balance_are_found_at_the_step(tamper):
     ledger, accounting = ledger_and_accounting()
     accounting.start("g-a")
@@ -126,13 +128,17 @@ def test_whatever_did_not_hold_is_named(change, said):
 
 
 def prints(*sizes, descriptors=10, tasks=5):
-    return [ResourceUsage(rss_bytes=size << 20, descriptors=descriptors, tasks=tasks) for size in sizes]
+    return [
+        ResourceUsage(rss_bytes=size << 20, descriptors=descriptors, tasks=tasks) for size in sizes
+    ]
 
 
 def test_memory_that_grows_to_the_end_is_found_and_a_warm_up_or_a_peak_is_not():
     # By hand: of 125 … 199, which follow the warm-up, the medians of the first and the last 18 are 133.5 and 190.5.
     rising = prints(*range(100, 200))
-    assert failures(replace(GOOD, usage=rising)) == ["memory grew by 42.7%, from [133.5, 190.5] MiB"]
+    assert failures(replace(GOOD, usage=rising)) == [
+        "memory grew by 42.7%, from [133.5, 190.5] MiB"
+    ]
     warm = prints(*[50] * 20, *[100] * 40, 900, *[100] * 39)
     assert growth(warm)["rss_growth"] == 0 and failures(replace(GOOD, usage=warm)) == []
     assert growth(prints(100, 100)) == {}
@@ -140,7 +146,10 @@ def test_memory_that_grows_to_the_end_is_found_and_a_warm_up_or_a_peak_is_not():
 
 def test_descriptors_and_tasks_that_pile_up_are_found():
     rising = [ResourceUsage(rss_bytes=1 << 20, descriptors=10 + n, tasks=5 + n) for n in range(80)]
-    assert [failure.split()[0] for failure in failures(replace(GOOD, usage=rising))] == ["descriptors", "tasks"]
+    assert [failure.split()[0] for failure in failures(replace(GOOD, usage=rising))] == [
+        "descriptors",
+        "tasks",
+    ]
 
 
 async def test_a_child_is_killed_and_comes_back_at_its_port_and_carries_its_mark(tmp_path):
@@ -182,11 +191,20 @@ async def test_what_a_run_leaves_behind_is_found_and_its_processes_are_killed(tm
         waiting = asyncio.create_task(asyncio.Event().wait(), name="forgotten")
         sleeping = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
         environment, pipe = {MARK: mark}, asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*sleeping, env=environment, stdout=pipe, start_new_session=True)
+        process = await asyncio.create_subprocess_exec(
+            *sleeping, env=environment, stdout=pipe, start_new_session=True
+        )
         assert process.stdout is not None
-        await process.stdout.readline()  # /proc shows no environment yet while a program is being loaded
+        await (
+            process.stdout.readline()
+        )  # /proc shows no environment yet while a program is being loaded
         found = await find(port)
-    assert (found.ports, found.files, found.tasks, found.count) == ([port], ["weights"], ["forgotten"], 4)
+    assert (found.ports, found.files, found.tasks, found.count) == (
+        [port],
+        ["weights"],
+        ["forgotten"],
+        4,
+    )
     assert found.processes[0].startswith(f"{process.pid}: ")
     assert await process.wait() == -signal.SIGKILL
     waiting.cancel()

@@ -79,8 +79,14 @@ def test_a_frozen_engine_is_thawed_after_one_to_five_seconds():
     engine = FakeProcess()
     injection = Injection("freeze_engine", [engine])
     play(injection, 60)
-    assert engine.done == [signal.SIGSTOP, signal.SIGCONT] * injection.strikes and injection.strikes >= 4
-    frozen = [after - before for (before, _), (after, _) in zip(engine.diary[::2], engine.diary[1::2], strict=True)]
+    assert (
+        engine.done == [signal.SIGSTOP, signal.SIGCONT] * injection.strikes
+        and injection.strikes >= 4
+    )
+    frozen = [
+        after - before
+        for (before, _), (after, _) in zip(engine.diary[::2], engine.diary[1::2], strict=True)
+    ]
     assert all(1 <= seconds <= 5.001 for seconds in frozen)
 
 
@@ -141,6 +147,12 @@ def test_every_fault_has_its_own_targets():
     injections = all_injections([engine], tools, [proxy])
     assert [injection.name for injection in injections] == list(FAULTS)
     targets = {injection.name: injection._targets for injection in injections}
-    assert [name for name, hit in targets.items() if hit == [engine]] == ["kill_engine", "freeze_engine", "hang_engine"]
+    assert [name for name, hit in targets.items() if hit == [engine]] == [
+        "kill_engine",
+        "freeze_engine",
+        "hang_engine",
+    ]
     assert targets["kill_tool_server"] == [tools]
-    assert [name for name, hit in targets.items() if hit == [proxy]] == [f"network_{fault}" for fault in Fault]
+    assert [name for name, hit in targets.items() if hit == [proxy]] == [
+        f"network_{fault}" for fault in Fault
+    ]

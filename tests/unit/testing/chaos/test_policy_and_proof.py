@@ -14,7 +14,13 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.testing.chaos import engine as chaos_engine
-from jax_agent_rl.testing.chaos.engine import EOS, HashPolicy, PacedBackend, context_key, hash_policy
+from jax_agent_rl.testing.chaos.engine import (
+    EOS,
+    HashPolicy,
+    PacedBackend,
+    context_key,
+    hash_policy,
+)
 from jax_agent_rl.testing.chaos.ledger import problems
 from jax_agent_rl.types import (
     FinishReason,
@@ -33,7 +39,9 @@ OWN_SEED = derive_seed(SEED, "async", 3, 1, 2)
 
 def request(turn=0, *, prompt=PROMPT, most=40, name=None):
     sampling = SamplingParams(max_tokens=most, seed=derive_seed(OWN_SEED, turn))
-    return GenerateRequest(request_id=name or f"{NAME}/{turn}", prompt_ids=prompt, sampling=sampling)
+    return GenerateRequest(
+        request_id=name or f"{NAME}/{turn}", prompt_ids=prompt, sampling=sampling
+    )
 
 
 def update(tmp_path, version):
@@ -52,10 +60,14 @@ async def engine():
 
 async def two_turns(client, *, between=lambda: asyncio.sleep(0)):
     """A trajectory of the real client: turn, tool, turn."""
-    first = await client.generate(f"{NAME}/0", prompt_ids=PROMPT, sampling_params=request().sampling)
+    first = await client.generate(
+        f"{NAME}/0", prompt_ids=PROMPT, sampling_params=request().sampling
+    )
     await between()
     context = PROMPT + first.token_ids + (9, 9)
-    second = await client.generate(f"{NAME}/1", prompt_ids=context, sampling_params=request(1).sampling)
+    second = await client.generate(
+        f"{NAME}/1", prompt_ids=context, sampling_params=request(1).sampling
+    )
     call = ToolCallRecord(name="tally", arguments={}, observation="ok", reward=1.0)
     turns = (Turn(output=first, appended_ids=(9, 9), tool_calls=(call,)), Turn(output=second))
     return Trajectory.from_turns(
@@ -81,7 +93,10 @@ async def test_a_proof_fails_where_anything_differs(engine):
     first, second = good.turns
 
     def with_turn(turn):
-        kept = {name: getattr(good, name) for name in ("trajectory_id", "group_id", "agent_name", "finish_reason")}
+        kept = {
+            name: getattr(good, name)
+            for name in ("trajectory_id", "group_id", "agent_name", "finish_reason")
+        }
         return Trajectory.from_turns(prompt_ids=PROMPT, turns=(turn, second), messages=(), **kept)
 
     def with_first(**changed):
@@ -97,12 +112,16 @@ async def test_a_proof_fails_where_anything_differs(engine):
                 for value in [getattr(first.output, key)]
             }
         ),
-        "another log-prob": with_first(log_probs=(first.output.log_probs[0] - 1e-9, *first.output.log_probs[1:])),
+        "another log-prob": with_first(
+            log_probs=(first.output.log_probs[0] - 1e-9, *first.output.log_probs[1:])
+        ),
         "another version": with_first(policy_versions=(5,) * n),
         "another observation": with_turn(replace(first, appended_ids=(9, 8))),
         "another prompt": replace(good, prompt_ids=(1, 50, 61)),
         "another seed": replace(good, trajectory_id="async-3-1-3"),
-        "a tool that acted twice": with_turn(replace(first, tool_calls=(replace(first.tool_calls[0], reward=2.0),))),
+        "a tool that acted twice": with_turn(
+            replace(first, tool_calls=(replace(first.tool_calls[0], reward=2.0),))
+        ),
         "a mask of its own": replace(good, response_mask=(0, *good.response_mask[1:])),
         "log-probs of its own": replace(good, rollout_logprobs=(-9.0, *good.rollout_logprobs[1:])),
         "ids of its own": replace(good, response_ids=(*good.response_ids[:-1], 9)),
@@ -123,7 +142,9 @@ def test_ids_are_drawn_with_the_probabilities_they_report():
 
 def test_weights_come_back_from_their_file_and_others_are_refused(tmp_path):
     hash_policy(SEED, 2).save(tmp_path / "w.safetensors")
-    assert np.array_equal(HashPolicy.read(tmp_path / "w.safetensors").logits, hash_policy(SEED, 2).logits)
+    assert np.array_equal(
+        HashPolicy.read(tmp_path / "w.safetensors").logits, hash_policy(SEED, 2).logits
+    )
     (tmp_path / "half.safetensors").write_bytes((tmp_path / "w.safetensors").read_bytes()[:1000])
     with pytest.raises(ValueError, match="holds no policy"):
         HashPolicy.read(tmp_path / "half.safetensors")
@@ -168,7 +189,9 @@ async def test_a_paused_engine_hands_out_what_it_has_or_keeps_it(engine, tmp_pat
 
 async def test_what_the_engine_cannot_do_it_refuses_and_closing_ends_requests(engine):
     with pytest.raises(BackendError, match="without stops"):
-        await engine.generate(replace(request(), sampling=SamplingParams(max_tokens=3, seed=1, stop=("x",))))
+        await engine.generate(
+            replace(request(), sampling=SamplingParams(max_tokens=3, seed=1, stop=("x",)))
+        )
     await engine.pause(PauseMode.KEEP)
     running = asyncio.ensure_future(engine.generate(request()))
     await asyncio.sleep(0)
@@ -192,6 +215,8 @@ async def test_an_engine_that_declares_no_streaming_does_not_stream(engine):
 
 async def test_the_engine_reads_each_id_of_a_context_once(engine, monkeypatch):
     read = []
-    monkeypatch.setattr(chaos_engine, "context_key", lambda ids, key=0: read.extend(ids) or context_key(ids, key))
+    monkeypatch.setattr(
+        chaos_engine, "context_key", lambda ids, key=0: read.extend(ids) or context_key(ids, key)
+    )
     output = await engine.generate(request())
     assert tuple(read) == PROMPT + output.token_ids and not engine._keys

@@ -14,7 +14,16 @@ from jax_agent_rl.testing.conformance.models import log_softmax
 from jax_agent_rl.testing.conformance.probe import CheckFailed
 from jax_agent_rl.testing.conformance.runner import run_suite
 from jax_agent_rl.types import PauseMode, RoutedExperts, StopReason, digest_ids
-from tests.toy_backend import EOS, IMAGE, MODELS, PER_TOKEN, VOCAB, ToyBackend, ToyModel, toy_subject
+from tests.toy_backend import (
+    EOS,
+    IMAGE,
+    MODELS,
+    PER_TOKEN,
+    VOCAB,
+    ToyBackend,
+    ToyModel,
+    toy_subject,
+)
 
 
 class DropsEos(ToyBackend):
@@ -33,7 +42,8 @@ class RawLogprobs(ToyBackend):
     def sample(self, run):
         token, _ = super().sample(run)
         plain = replace(
-            run.request, sampling=replace(run.request.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+            run.request,
+            sampling=replace(run.request.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0),
         )
         return token, float(self.distribution(replace(run, request=plain))[token])
 
@@ -41,7 +51,9 @@ class RawLogprobs(ToyBackend):
 class UntruncatedLogprobs(ToyBackend):
     def sample(self, run):
         token, _ = super().sample(run)
-        whole = replace(run.request, sampling=replace(run.request.sampling, top_p=1.0, top_k=0, min_p=0.0))
+        whole = replace(
+            run.request, sampling=replace(run.request.sampling, top_p=1.0, top_k=0, min_p=0.0)
+        )
         return token, float(self.distribution(replace(run, request=whole))[token])
 
 
@@ -111,7 +123,9 @@ class MixesWeights(ToyBackend):
 
 class ForgetsWhatIsNotNamed(ToyBackend):
     async def update_weights(self, update):
-        await super().update_weights(replace(update, payload="other", partial=False) if update.partial else update)
+        await super().update_weights(
+            replace(update, payload="other", partial=False) if update.partial else update
+        )
 
 
 class LeaksSlot(ToyBackend):
@@ -181,7 +195,9 @@ class TruncatesPrompt(ToyBackend):
 
 class CountsInBytes(ToyBackend):
     def sample(self, run):
-        np.array([run.request.sampling.top_k, *run.request.sampling.stop_token_ids], np.int8)  # ends the engine's task
+        np.array(
+            [run.request.sampling.top_k, *run.request.sampling.stop_token_ids], np.int8
+        )  # ends the engine's task
         return super().sample(run)
 
 
@@ -203,7 +219,9 @@ class LeavesAThread(ToyBackend):
         import threading
 
         await super().start()
-        threading.Thread(target=threading.Event().wait, args=(20,), name="toy-worker", daemon=True).start()
+        threading.Thread(
+            target=threading.Event().wait, args=(20,), name="toy-worker", daemon=True
+        ).start()
 
 
 class CrossesAnswers(ToyBackend):
@@ -211,7 +229,10 @@ class CrossesAnswers(ToyBackend):
 
     def sample(self, run):
         others = list(self.running.values())
-        if len(others) == self.capabilities.max_concurrent and self._metrics.generated_tokens % 6 == 0:
+        if (
+            len(others) == self.capabilities.max_concurrent
+            and self._metrics.generated_tokens % 6 == 0
+        ):
             return super().sample(others[others.index(run) - 1])
         return super().sample(run)
 
@@ -246,7 +267,13 @@ class ComparesIdsAlone(Seeing):
 
 class CountsNothing(Seeing):
     def _check(self, request):
-        super()._check(replace(request, prompt_ids=tuple(i for i in request.prompt_ids if i != IMAGE), multi_modal={}))
+        super()._check(
+            replace(
+                request,
+                prompt_ids=tuple(i for i in request.prompt_ids if i != IMAGE),
+                multi_modal={},
+            )
+        )
 
 
 class Adapting(ToyBackend):
@@ -342,7 +369,9 @@ class Marking(Constrained):
 
 class ReportsUnmaskedSupports(Constrained):
     def kept(self, run):
-        free = replace(run, request=replace(run.request, sampling=replace(run.request.sampling, grammar=None)))
+        free = replace(
+            run, request=replace(run.request, sampling=replace(run.request.sampling, grammar=None))
+        )
         return super().kept(free)
 
 
@@ -359,8 +388,12 @@ class ForgetsMarks(Marking):
 class UnmaskedLogprobs(Constrained):
     def sample(self, run):
         token, log_prob = super().sample(run)
-        free = replace(run, request=replace(run.request, sampling=replace(run.request.sampling, grammar=None)))
-        return token, log_prob if run.request.sampling.grammar is None else float(self.distribution(free)[token])
+        free = replace(
+            run, request=replace(run.request, sampling=replace(run.request.sampling, grammar=None))
+        )
+        return token, log_prob if run.request.sampling.grammar is None else float(
+            self.distribution(free)[token]
+        )
 
 
 class TakesAnyGrammar(Constrained):
@@ -413,7 +446,9 @@ class LosesExpertsOfReusedPrefixes(Routing):
 class IgnoresTheStart(Routing):
     def output(self, run, reason):
         start = run.request.routed_experts_prompt_start
-        return replace(super().output(run, reason), routed_experts=RoutedExperts.of(start, self.routed(run)))
+        return replace(
+            super().output(run, reason), routed_experts=RoutedExperts.of(start, self.routed(run))
+        )
 
 
 class CountsExpertsFromTheResumption(Routing):
@@ -423,7 +458,9 @@ class CountsExpertsFromTheResumption(Routing):
 
 class RoutesAsItsNeighbour(Routing):
     def routed(self, run):
-        other = next((other for other in self.running.values() if len(other.context) > len(run.context)), run)
+        other = next(
+            (other for other in self.running.values() if len(other.context) > len(run.context)), run
+        )
         return super().routed(other)[: len(run.context) - 1]
 
 
@@ -434,7 +471,9 @@ class AdaptsNobody(Adapting):
 
 class AdaptsItsNeighbours(Adapting):
     def weights(self, run):
-        return super().weights(next((other for other in self.running.values() if other.request.lora), run))
+        return super().weights(
+            next((other for other in self.running.values() if other.request.lora), run)
+        )
 
 
 class ServesAnyAdapterPlain(Adapting):
@@ -534,13 +573,19 @@ def short_timeouts(monkeypatch):
     monkeypatch.setattr(control, "_SETTLE_SECONDS", 0.5)
     monkeypatch.setattr(runner, "_CLEAN_UP_SECONDS", 1.0)
     until = probe.Probe.until
-    monkeypatch.setattr(probe.Probe, "until", lambda self, *a, **k: until(self, *a, **k | {"seconds": 2.0}))
+    monkeypatch.setattr(
+        probe.Probe, "until", lambda self, *a, **k: until(self, *a, **k | {"seconds": 2.0})
+    )
 
 
-@pytest.mark.parametrize(("broken", "check"), CAUGHT_BY, ids=lambda x: x if isinstance(x, str) else x.__name__)
+@pytest.mark.parametrize(
+    ("broken", "check"), CAUGHT_BY, ids=lambda x: x if isinstance(x, str) else x.__name__
+)
 def test_a_broken_backend_is_caught_with_the_reason(broken, check):
     kind = next(
-        kind for kind in (Seeing, Adapting, Marking, Constrained, Routing, ToyBackend) if issubclass(broken, kind)
+        kind
+        for kind in (Seeing, Adapting, Marking, Constrained, Routing, ToyBackend)
+        if issubclass(broken, kind)
     )
     honest = run_suite(toy_subject(kind), only=[check])
     assert [r.outcome for r in honest.results] == ["passed"], honest.results
@@ -568,7 +613,9 @@ def test_a_backend_that_dies_is_replaced_and_the_suite_goes_on():
                 self._task.cancel()
             super()._check(request)
 
-    report = run_suite(toy_subject(Fragile, timeout=3.0), only=["bad-ids-refused", "prompt-too-long"])
+    report = run_suite(
+        toy_subject(Fragile, timeout=3.0), only=["bad-ids-refused", "prompt-too-long"]
+    )
     assert [r.outcome for r in report.results] == ["failed", "passed"]
 
 

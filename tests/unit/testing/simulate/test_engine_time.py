@@ -28,7 +28,9 @@ def run(main, **speed):
 
 
 def request(name, tokens, prompt=PROMPT, **fields):
-    return GenerateRequest(request_id=name, prompt_ids=prompt, sampling=SamplingParams(max_tokens=tokens), **fields)
+    return GenerateRequest(
+        request_id=name, prompt_ids=prompt, sampling=SamplingParams(max_tokens=tokens), **fields
+    )
 
 
 async def finish(engine, *requests):
@@ -55,7 +57,9 @@ def test_slots_advance_together_and_the_next_in_line_takes_the_slot_that_is_free
 def test_what_waits_is_served_by_priority_and_then_by_arrival():
     async def main(engine):
         urgent = request("d", 1, priority=-1)
-        return await finish(engine, request("a", 10), request("b", 3), request("c", 4), urgent, request("e", 2))
+        return await finish(
+            engine, request("a", 10), request("b", 3), request("c", 4), urgent, request("e", 2)
+        )
 
     # one slot: a has it, then d, which is urgent, then b, c and e as they came
     assert times(run(main, slots=1)) == [10.0, 14.0, 18.0, 11.0, 20.0]
@@ -94,7 +98,11 @@ def test_outputs_are_token_exact():
 @pytest.mark.parametrize(
     ("mode", "seconds", "versions"),
     [
-        (PauseMode.KEEP, 12.0, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]),  # frozen while two seconds of loading pass
+        (
+            PauseMode.KEEP,
+            12.0,
+            [0, 0, 0, 0, 1, 1, 1, 1, 1, 1],
+        ),  # frozen while two seconds of loading pass
         (PauseMode.ABORT, 12.0, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]),  # the client resumes it
         (PauseMode.WAIT, 10.0, [0] * 10),
     ],
@@ -103,7 +111,9 @@ def test_new_weights_under_a_running_request(mode, seconds, versions):
     async def main(engine):
         client = LLMServerClient([server := AsyncServer(engine)])
         sampling = SamplingParams(max_tokens=10)
-        running = asyncio.create_task(client.generate("a", prompt_ids=PROMPT, sampling_params=sampling))
+        running = asyncio.create_task(
+            client.generate("a", prompt_ids=PROMPT, sampling_params=sampling)
+        )
         await asyncio.sleep(4.5)
         update = asyncio.create_task(server.update_weights(UPDATE, mode=mode))
         output = await running
@@ -114,7 +124,9 @@ def test_new_weights_under_a_running_request(mode, seconds, versions):
     output, ended, version = run(main, load_seconds=2.0)
     assert list(output.policy_versions) == versions
     # An aborted request loses the half of a step it had not finished.
-    assert ended == pytest.approx(seconds + 0.5 * (mode is PauseMode.ABORT), abs=1e-4) and version == 1
+    assert (
+        ended == pytest.approx(seconds + 0.5 * (mode is PauseMode.ABORT), abs=1e-4) and version == 1
+    )
 
 
 def test_pauses_that_wait_end_together_and_one_that_is_given_up_holds_nothing():

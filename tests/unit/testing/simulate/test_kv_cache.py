@@ -18,7 +18,9 @@ from tests.unit.testing.simulate.test_engine_time import finish, request
 
 def run(main, size: KVCacheSize, *, max_model_len: int, **speed):
     async def on_engine():
-        return await main(SimulatedEngine(EngineSpeed(**speed), max_model_len=max_model_len, kv_cache=size))
+        return await main(
+            SimulatedEngine(EngineSpeed(**speed), max_model_len=max_model_len, kv_cache=size)
+        )
 
     with closing(VirtualLoop()) as loop:
         return loop.run_until_complete(on_engine())
@@ -27,7 +29,9 @@ def run(main, size: KVCacheSize, *, max_model_len: int, **speed):
 def small(main, **size):
     """On an engine of one-second steps and pages of 32, whose prompts take no time but for what ``size`` says."""
     size = KVCacheSize(**{"tokens": 256} | size)
-    return run(main, size, max_model_len=128, slots=4, step_seconds=1.0, prefill_tokens_per_step=10**9)
+    return run(
+        main, size, max_model_len=128, slots=4, step_seconds=1.0, prefill_tokens_per_step=10**9
+    )
 
 
 def test_a_prompt_stalls_all_slots():
@@ -38,7 +42,9 @@ def test_a_prompt_stalls_all_slots():
         return [*await first, *second]
 
     # a: its own 3.3 s, and the 2.1 s of b; b begins at 7.3 s.
-    assert [at for at, _ in small(main, prefill_seconds=0.1)] == pytest.approx([15.4, 7.3 + 2.1 + 2.0], abs=1e-3)
+    assert [at for at, _ in small(main, prefill_seconds=0.1)] == pytest.approx(
+        [15.4, 7.3 + 2.1 + 2.0], abs=1e-3
+    )
 
 
 def turns(session: str, *, evicted_by: int):
@@ -83,7 +89,9 @@ def test_requests_wait_for_pages_and_those_given_up_free_theirs():
 AGENTS, TURNS = 48, 8
 
 
-def throughput(policy: str, *, offloading_tokens: int = 0, seconds=lambda draw: draw.lognormvariate(1.0, 0.5)) -> float:
+def throughput(
+    policy: str, *, offloading_tokens: int = 0, seconds=lambda draw: draw.lognormvariate(1.0, 0.5)
+) -> float:
     """Turns per second of 32 agents at a time, whose contexts of up to 10,000 ids do not fit in the cache."""
 
     async def main(engine):
@@ -95,7 +103,9 @@ def throughput(policy: str, *, offloading_tokens: int = 0, seconds=lambda draw: 
                 for turn in range(TURNS):
                     ends = turn == TURNS - 1
                     sampled = draw.randint(30, 90)
-                    ask = request(f"{number}/{turn}", sampled, ids, session_id=str(number), session_ends=ends)
+                    ask = request(
+                        f"{number}/{turn}", sampled, ids, session_id=str(number), session_ends=ends
+                    )
                     ids += (await engine.generate(ask)).token_ids + (1,) * 1200
                     if not ends:
                         await asyncio.sleep(seconds(draw))
@@ -123,7 +133,9 @@ def test_tools_of_which_nothing_can_be_known_cost_nothing():
     def memoryless(draw: random.Random) -> float:
         return draw.expovariate(1 / 20)
 
-    assert throughput("expected_return", seconds=memoryless) > 0.95 * throughput("lru", seconds=memoryless)
+    assert throughput("expected_return", seconds=memoryless) > 0.95 * throughput(
+        "lru", seconds=memoryless
+    )
 
 
 RECIPE = "run_dir: x\nmodel: {path: none}\ndata: {train: none}\nrollout: {prompts_per_step: 2, group_size: 2}\n"
@@ -145,4 +157,10 @@ def test_a_cache_that_holds_no_context_is_refused(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     with pytest.raises(ConfigError, match=r"kv_cache.tokens=100 holds no context of \d+ ids"):
-        run_command(recipe, ["assume.kv_cache.tokens=100"], None, as_json=False, console=Console(file=io.StringIO()))
+        run_command(
+            recipe,
+            ["assume.kv_cache.tokens=100"],
+            None,
+            as_json=False,
+            console=Console(file=io.StringIO()),
+        )

@@ -22,13 +22,21 @@ RECIPE = {
     "data": {"train": "none"},
     "rollout": {"prompts_per_step": 4, "group_size": 4},
 }
-SAME = ["agent.turns=1", "agent.turn_tokens=400", "agent.turn_sigma=0", "engines.count=2", "engines.slots=16"]
+SAME = [
+    "agent.turns=1",
+    "agent.turn_tokens=400",
+    "agent.turn_sigma=0",
+    "engines.count=2",
+    "engines.slots=16",
+]
 BALANCED = [*SAME, "learner.tokens_per_second=2624", "steps=4"]
 ROLLOUT, LEARNER, PUBLISH = 4.005, 4.0, 1.0
 
 
 def outcome(policy, assumptions):
-    return simulate(config.build(RECIPE), load_assumptions(None, assumptions), policy, POLICIES[policy])
+    return simulate(
+        config.build(RECIPE), load_assumptions(None, assumptions), policy, POLICIES[policy]
+    )
 
 
 def test_a_synchronous_step_takes_the_sum_of_its_parts():
@@ -60,10 +68,16 @@ def test_the_ideal_is_the_slower_sides_own_rate():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_long_tails_keep_every_promise(policy):
-    result = outcome(policy, ["steps=6", "engines.count=2", "learner.tokens_per_second=3000", "agent.turns=2"])
-    bound = {"sync": 0, "one_step_off": 1}.get(policy) or int(next((c for c in policy if c.isdigit()), 0))
+    result = outcome(
+        policy, ["steps=6", "engines.count=2", "learner.tokens_per_second=3000", "agent.turns=2"]
+    )
+    bound = {"sync": 0, "one_step_off": 1}.get(policy) or int(
+        next((c for c in policy if c.isdigit()), 0)
+    )
     assert result.staleness_max <= bound
-    assert 0 < result.share_of_ideal <= 1.05  # a few steps, not infinitely many: their lengths differ from the mean
+    assert (
+        0 < result.share_of_ideal <= 1.05
+    )  # a few steps, not infinitely many: their lengths differ from the mean
     assert result.dropped == 0 or policy.endswith("drop")
 
 
@@ -74,7 +88,9 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
 
 def test_the_command_prints_every_policy_and_ends_with_json(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("run_dir: x\nmodel: {path: none}\ndata: {train: none}\nrollout: {prompts_per_step: 2}\n")
+    recipe.write_text(
+        "run_dir: x\nmodel: {path: none}\ndata: {train: none}\nrollout: {prompts_per_step: 2}\n"
+    )
     assume = tmp_path / "assume.yaml"
     assume.write_text("agent: {turns: 1}\n")
     screen = Console(file=io.StringIO(), width=80)
@@ -87,8 +103,13 @@ def test_the_command_prints_every_policy_and_ends_with_json(tmp_path, capsys):
 
 
 def test_recipes_of_algorithms_that_take_groups_of_one_can_be_simulated():
-    alone = {"rollout": {"prompts_per_step": 4, "group_size": 1}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}
-    result = simulate(config.build(RECIPE | alone), load_assumptions(None, ["steps=1"]), "sync", POLICIES["sync"])
+    alone = {
+        "rollout": {"prompts_per_step": 4, "group_size": 1},
+        "algorithm": {"adv_estimator": "reinforce_plus_plus"},
+    }
+    result = simulate(
+        config.build(RECIPE | alone), load_assumptions(None, ["steps=1"]), "sync", POLICIES["sync"]
+    )
     assert result.samples_per_second == pytest.approx(4 / result.step_seconds)
 
 
@@ -96,15 +117,31 @@ def test_a_wrong_assumption_is_named(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("run_dir: x\nmodel: {path: none}\ndata: {train: none}\n")
     with pytest.raises(ConfigError, match=r"engines\.slot.*did you mean"):
-        run_command(recipe, ["assume.engines.slot=3"], None, as_json=False, console=Console(file=io.StringIO()))
+        run_command(
+            recipe,
+            ["assume.engines.slot=3"],
+            None,
+            as_json=False,
+            console=Console(file=io.StringIO()),
+        )
 
 
 def rates_by_rule(*assumptions: str, engines: int) -> dict[str, float]:
     """Trajectories per second by each rule for sessions whose server is full; 14 trajectories for 8 slots."""
     assumed = load_assumptions(
         None,
-        [f"engines.count={engines}", "engines.slots=8", "engines.step_ms=20", "learner.tokens_per_second=1e9"]
-        + ["agent.turns=6", "agent.tool_seconds=2", "agent.tool_seconds_max=20", "agent.turn_tokens_max=600"]
+        [
+            f"engines.count={engines}",
+            "engines.slots=8",
+            "engines.step_ms=20",
+            "learner.tokens_per_second=1e9",
+        ]
+        + [
+            "agent.turns=6",
+            "agent.tool_seconds=2",
+            "agent.tool_seconds_max=20",
+            "agent.turn_tokens_max=600",
+        ]
         + ["kv_cache.tokens=2000000", "steps=4", *assumptions],
     )
     rollout = {"prompts_per_step": engines * 3 // 2, "group_size": 8, "max_in_flight": engines * 14}

@@ -104,7 +104,9 @@ def f(x): return found[0].decode()
 )
 async def test_a_program_over_its_limits_fails(program, stopped):
     limits = dataclasses.replace(LIMITS, wall_seconds=4 if stopped is StopCause.WALL else 20)
-    result = await Sandbox(UnsafeLocal(Path(sys.executable)), limits, max_running=1).run_tests(program, SQUARES)
+    result = await Sandbox(UnsafeLocal(Path(sys.executable)), limits, max_running=1).run_tests(
+        program, SQUARES
+    )
     assert not result.ok and result.stopped is stopped, result
 
 
@@ -157,7 +159,10 @@ HONEST = {
         "import math\ndef f(x): return x / 3",
         "assert math.isclose(f(1), 1 / 3)",
     ),
-    "prints": ("def f(x):\n    print('noise', x)\n    return x * x\nprint('{\"value\": 1}')", SQUARES),
+    "prints": (
+        "def f(x):\n    print('noise', x)\n    return x * x\nprint('{\"value\": 1}')",
+        SQUARES,
+    ),
     "threads that call back": (
         "from concurrent.futures import ThreadPoolExecutor\n"
         "def f(g):\n    with ThreadPoolExecutor(4) as pool: return sorted(pool.map(g, range(50)))",
@@ -190,14 +195,19 @@ async def test_a_failure_shows_what_was_printed_the_line_and_the_programs_own_tr
     program = "def f(x):\n    print('here')\n    return 1 / 0"
     result = await local.run_tests(program, "x = 1\nassert f(x) == 2")
     assert result.stdout == "here\n" and result.exit_code == 1
-    assert 'File "tests.py", line 2' in result.stderr and 'File "main.py", line 3, in f' in result.stderr
+    assert (
+        'File "tests.py", line 2' in result.stderr
+        and 'File "main.py", line 3, in f' in result.stderr
+    )
     assert "tests_side.py" not in result.stderr and "program_side.py" not in result.stderr
 
 
 # --- tests that are none --------------------------------------------------------------------------------------------
 
 SQUARE = "def f(x): return x * x"
-UNITTEST = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(2), 4)\n"
+UNITTEST = (
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(2), 4)\n"
+)
 UNUSABLE = {
     "an uncalled check": "def check(candidate):\n    assert candidate(2) == 4",
     "an uncalled check beside a call": "def check(candidate):\n    assert candidate(2) == 4\nf(2)",
@@ -260,7 +270,8 @@ WAYS = {
     "a zip of maps": "for a, b in zip(map(f, [2, 3]), [4, 9]):\n    assert a == b",
     "unittest": UNITTEST + "unittest.main()",
     "unittest in a notebook": UNITTEST + "unittest.main(argv=[''], exit=False)",
-    "a runner": UNITTEST + "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))",
+    "a runner": UNITTEST
+    + "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))",
     "called tests": "def test_f():\n    assert f(2) == 4\ntest_f()",
     "tests by their names": "def test_f():\n    assert f(2) == 4\nfor n in list(globals()):\n"
     "    if n.startswith('test_'): globals()[n]()",
@@ -315,7 +326,13 @@ SWALLOWING = {
 }
 KINDS = {"a sequence of the tests": "IndexError", "an attribute of the tests": "AttributeError"}
 KINDS |= {"a mapping of the tests": "KeyError", "an asynchronous loop": "StopAsyncIteration"}
-OTHER_KINDS = ("LookupError", "GeneratorExit", "SystemExit(0)", "KeyboardInterrupt", "type('E', (StopIteration,), {})")
+OTHER_KINDS = (
+    "LookupError",
+    "GeneratorExit",
+    "SystemExit(0)",
+    "KeyboardInterrupt",
+    "type('E', (StopIteration,), {})",
+)
 
 
 @pytest.mark.parametrize("case", SWALLOWING)
@@ -341,7 +358,9 @@ async def test_no_kind_of_error_ends_a_loop_of_the_tests(kind, local):
     ],
 )
 async def test_a_program_that_answers_with_nothing_passes_no_loop(program, local):
-    assert not (await local.run_tests(program, "for a, b in zip(f(1), [0, 1]):\n    assert a == b")).ok
+    assert not (
+        await local.run_tests(program, "for a, b in zip(f(1), [0, 1]):\n    assert a == b")
+    ).ok
 
 
 async def test_a_name_that_is_no_answer_ends_no_loop(local):
@@ -381,7 +400,9 @@ async def test_an_error_that_the_tests_expect_passes(case, kind, local):
 
 
 async def test_what_an_object_lacks_is_told_as_ever(local):
-    program = "class A:\n    x = 1\n    def __getitem__(self, i): return [5, 6][i]\ndef g():\n    yield 1"
+    program = (
+        "class A:\n    x = 1\n    def __getitem__(self, i): return [5, 6][i]\ndef g():\n    yield 1"
+    )
     tests = """
 a = A()
 assert hasattr(a, "x") and not hasattr(a, "y") and getattr(a, "z", 5) == 5
@@ -395,14 +416,18 @@ assert next(numbers, "end") == "end"
 
 
 async def test_a_program_that_answers_too_much_ends_itself(local):
-    program = "import os, sys\nout = int(sys.orig_argv[-1])\nwhile True: os.write(out, b'x' * (1 << 16))"
+    program = (
+        "import os, sys\nout = int(sys.orig_argv[-1])\nwhile True: os.write(out, b'x' * (1 << 16))"
+    )
     result = await local.run_tests(program, SQUARES)
     assert not result.ok and "the program ended" in result.stderr
 
 
 async def test_both_processes_are_gone_afterwards(local):
     before = set(os.listdir("/proc/self/fd"))
-    result = await local.run_tests("def f(x):\n    print(__import__('os').getpid())\n    return 4", "assert f(2) == 4")
+    result = await local.run_tests(
+        "def f(x):\n    print(__import__('os').getpid())\n    return 4", "assert f(2) == 4"
+    )
     assert result.ok, result.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(result.stdout), 0)
@@ -413,7 +438,9 @@ async def test_both_processes_are_gone_afterwards(local):
 async def test_tests_that_are_cancelled_leave_nothing_behind(sandbox):
     before, fds = set(process_tree(os.getpid())), set(os.listdir("/proc/self/fd"))
     for delay in range(0, 400, 50):
-        running = asyncio.create_task(sandbox.run_tests("def f():\n    while True: pass", "assert f() == 1"))
+        running = asyncio.create_task(
+            sandbox.run_tests("def f():\n    while True: pass", "assert f() == 1")
+        )
         await asyncio.sleep(delay / 1000)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -482,7 +509,16 @@ def test_a_subclass_crosses_as_its_base_class(value, plain_value):
 
 
 @pytest.mark.parametrize(
-    "data", [{"int": 5}, {"Fraction": [1, 0]}, {"set": [[1]]}, {"type": "eval"}, {"dict": [1]}, {"range": {}}, {}]
+    "data",
+    [
+        {"int": 5},
+        {"Fraction": [1, 0]},
+        {"set": [[1]]},
+        {"type": "eval"},
+        {"dict": [1]},
+        {"range": {}},
+        {},
+    ],
 )
 def test_data_that_stand_for_nothing_are_refused(data):
     with pytest.raises(ValueError, match="stands for no value"):

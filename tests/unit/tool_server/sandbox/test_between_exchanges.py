@@ -24,14 +24,22 @@ for line in sys.stdin:
 async def execute(request, monkeypatch):
     """A function that has a long-lived Python execute source, with that program as its attribute."""
     if request.param == "user_namespace":
-        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False)
+        monkeypatch.setattr(
+            "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
+        )
     sandbox = await open_sandbox(limits=LIMITS)
     before = set(process_tree(os.getpid()))
-    process = await sandbox.start([sandbox.python, "reader.py"], files={"reader.py": READER.encode()})
+    process = await sandbox.start(
+        [sandbox.python, "reader.py"], files={"reader.py": READER.encode()}
+    )
 
     async def execute(source):
-        output, _, stopped = await sandbox.exchange(process, source.encode().hex().encode() + b"\n", b"MARK")
-        left = {pid: found for pid in set(process_tree(os.getpid())) - before if (found := states(pid))}
+        output, _, stopped = await sandbox.exchange(
+            process, source.encode().hex().encode() + b"\n", b"MARK"
+        )
+        left = {
+            pid: found for pid in set(process_tree(os.getpid())) - before if (found := states(pid))
+        }
         return output.decode(), stopped, left
 
     execute.process = process
@@ -43,7 +51,10 @@ def states(pid):
     """The states of a process's threads: none if it ended while they were read."""
     tasks = Path(f"/proc/{pid}/task")
     try:
-        return {(tasks / task / "stat").read_text().rpartition(")")[2].split()[0] for task in os.listdir(tasks)}
+        return {
+            (tasks / task / "stat").read_text().rpartition(")")[2].split()[0]
+            for task in os.listdir(tasks)
+        }
     except (FileNotFoundError, ProcessLookupError):
         return set()
 
@@ -71,7 +82,8 @@ print("left")
         FORKS.format(count=5, act="while True: pass"),
         FORKS.format(count=5, act="os.setsid()\n        while True: pass"),
         FORKS.format(
-            count=1, act="import time\n        while True: time.sleep(0.01); open(f'/dev/shm/{time.time()}', 'w')"
+            count=1,
+            act="import time\n        while True: time.sleep(0.01); open(f'/dev/shm/{time.time()}', 'w')",
         ),
         # Each lives for a moment, and starts the next one.
         FORKS.format(count=1, act="while True:\n            if os.fork(): os._exit(0)"),
@@ -102,7 +114,9 @@ more.wait()
 """
     _, stopped, left = await execute(source)
     assert stopped is None and at_rest(left), left
-    output, _, left = await execute("before = counted; more.clear(); more.wait(); print(counted > before)")
+    output, _, left = await execute(
+        "before = counted; more.clear(); more.wait(); print(counted > before)"
+    )
     assert output == "True\n" and at_rest(left)
 
 
@@ -116,7 +130,10 @@ async def test_what_cannot_be_held_is_ended(execute, monkeypatch):
     monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.process._MAX_CHECKS", 0)
     _, stopped, left = await execute("print(1)")
     assert stopped is StopCause.BACKGROUND and not execute.process.alive and not left
-    assert stopped.describe(LIMITS) == "ended: the processes it left in the background kept starting others"
+    assert (
+        stopped.describe(LIMITS)
+        == "ended: the processes it left in the background kept starting others"
+    )
 
 
 async def test_a_program_that_ends_with_its_answer_is_simply_gone(execute):

@@ -8,7 +8,12 @@ import pytest
 
 from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, StopCause, open_sandbox
 from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, find_bwrap
-from jax_agent_rl.tool_server.sandbox.limits import Cgroups, enter_cgroup, find_cgroups, ran_out_of_memory
+from jax_agent_rl.tool_server.sandbox.limits import (
+    Cgroups,
+    enter_cgroup,
+    find_cgroups,
+    ran_out_of_memory,
+)
 from tests.capabilities import needs_bwrap
 
 LIMITS = SandboxLimits(memory_bytes=64 << 20, disk_bytes=1 << 20, processes=8)
@@ -34,7 +39,11 @@ def hierarchy(tmp_path):
     (tmp_path / "mountinfo").write_text(
         f"24 1 0:2 / / rw - ext4 x rw\n30 24 0:26 / {tmp_path}/mount rw - cgroup2 c rw\n"
     )
-    for folder, controllers in ((own, ""), (own.parent, "cpu memory pids"), (own.parent.parent, "memory")):
+    for folder, controllers in (
+        (own, ""),
+        (own.parent, "cpu memory pids"),
+        (own.parent.parent, "memory"),
+    ):
         (folder / "cgroup.subtree_control").write_text(controllers + "\n")
     return tmp_path
 
@@ -67,14 +76,17 @@ def test_a_cgroup_that_is_still_busy_is_removed_when_the_next_is_made(tmp_path):
     cgroups = Cgroups(tmp_path)
     group = cgroups.make(LIMITS)
     cgroups.remove(group)
-    assert group.exists()  # an ordinary folder with a file in it, as one with a process in it, cannot be removed
+    assert (
+        group.exists()
+    )  # an ordinary folder with a file in it, as one with a process in it, cannot be removed
     (group / "memory.max").unlink()
     cgroups.make(LIMITS)
     assert not group.exists()
 
 
 @pytest.mark.parametrize(
-    ("events", "ended"), [("oom 3\noom_kill 0\n", False), ("oom 1\noom_kill 2\n", True), (None, False)]
+    ("events", "ended"),
+    [("oom 3\noom_kill 0\n", False), ("oom 1\noom_kill 2\n", True), (None, False)],
 )
 def test_the_kernels_count_tells_whether_memory_ran_out(tmp_path, events, ended):
     if events is not None:
@@ -87,7 +99,9 @@ async def test_a_program_runs_in_its_cgroup_and_ends_for_memory_when_that_says_s
     cgroups = FakeCgroups(tmp_path)
     bwrap = find_bwrap()
     assert bwrap is not None
-    sandbox = Sandbox(Bubblewrap(bwrap, Path(sys.executable), cgroups), SandboxLimits(), max_running=1)
+    sandbox = Sandbox(
+        Bubblewrap(bwrap, Path(sys.executable), cgroups), SandboxLimits(), max_running=1
+    )
     assert (await sandbox.run(["sh", "-c", "echo $PPID"])).stdout == "1\n"
     assert int((cgroups.made[0] / "cgroup.procs").read_text()) > 1
     process = await sandbox.start(["cat"])
@@ -96,13 +110,17 @@ async def test_a_program_runs_in_its_cgroup_and_ends_for_memory_when_that_says_s
 
 
 def test_a_command_enters_before_it_runs(tmp_path):
-    found = subprocess.run(enter_cgroup(tmp_path, ["sh", "-c", "echo $$ $0", "a b"]), capture_output=True, text=True)
+    found = subprocess.run(
+        enter_cgroup(tmp_path, ["sh", "-c", "echo $$ $0", "a b"]), capture_output=True, text=True
+    )
     pid, argument = found.stdout.rstrip("\n").split(" ", 1)
     assert argument == "a b" and (tmp_path / "cgroup.procs").read_text().strip() == pid
 
 
 @needs_bwrap
-@pytest.mark.skipif(find_cgroups() is None, reason="a cgroup (version 2) below which this process may make others")
+@pytest.mark.skipif(
+    find_cgroups() is None, reason="a cgroup (version 2) below which this process may make others"
+)
 async def test_what_the_kernel_holds_counts_in_a_real_cgroup():
     """Pipes, which nothing else counts."""
     source = """
@@ -118,6 +136,8 @@ for _ in range(12):
         time.sleep(600)
 time.sleep(600)
 """
-    sandbox = await open_sandbox(limits=SandboxLimits(memory_bytes=32 << 20, disk_bytes=1 << 20, wall_seconds=30))
+    sandbox = await open_sandbox(
+        limits=SandboxLimits(memory_bytes=32 << 20, disk_bytes=1 << 20, wall_seconds=30)
+    )
     result = await sandbox.run([sandbox.python, "-c", source])
     assert result.stopped is StopCause.MEMORY

@@ -17,7 +17,9 @@ pytestmark = needs_bwrap
 @pytest.fixture(params=["as_started", "user_namespace"])
 async def run(request, monkeypatch):
     if request.param == "user_namespace":
-        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False)
+        monkeypatch.setattr(
+            "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
+        )
     sandbox = await open_sandbox()
 
     async def run(source):
@@ -48,7 +50,9 @@ async def test_a_program_killed_before_it_started_is_no_failure_of_the_sandbox(t
     slow = tmp_path / "bwrap"
     slow.write_text("#!/bin/sh\nexec sleep 600\n")
     slow.chmod(0o755)
-    process = await SandboxProcess.start(Bubblewrap(slow, Path(sys.executable)), ["true"], SandboxLimits(), {})
+    process = await SandboxProcess.start(
+        Bubblewrap(slow, Path(sys.executable)), ["true"], SandboxLimits(), {}
+    )
     running = asyncio.ensure_future(process.finish())
     process.kill()
     assert (await running).exit_code == -signal.SIGKILL

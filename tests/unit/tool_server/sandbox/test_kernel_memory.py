@@ -10,13 +10,17 @@ from jax_agent_rl.tool_server.sandbox.limits import socket_memory
 from tests.capabilities import needs_bwrap
 
 pytestmark = needs_bwrap
-LIMITS = SandboxLimits(wall_seconds=30, cpu_seconds=20, memory_bytes=128 << 20, processes=16, files=500)
+LIMITS = SandboxLimits(
+    wall_seconds=30, cpu_seconds=20, memory_bytes=128 << 20, processes=16, files=500
+)
 
 
 @pytest.fixture(params=["as_started", "user_namespace"])
 async def run(request, monkeypatch):
     if request.param == "user_namespace":
-        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False)
+        monkeypatch.setattr(
+            "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
+        )
     sandbox = await open_sandbox(limits=LIMITS)
 
     async def run(source):
@@ -94,7 +98,9 @@ print(one.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR))
 
 
 async def test_files_in_shared_memory_count(run):
-    source = "import time\nfor n in range(5000): open(f'/dev/shm/{n}', 'w').close()\ntime.sleep(600)"
+    source = (
+        "import time\nfor n in range(5000): open(f'/dev/shm/{n}', 'w').close()\ntime.sleep(600)"
+    )
     assert (await run(source)).stopped is StopCause.FILES
 
 
@@ -102,7 +108,8 @@ async def test_files_in_shared_memory_count(run):
     "attempt",
     ["os.openpty()", "os.open('/dev/ptmx', os.O_RDWR)", "os.open('/dev/pts/probe', os.O_CREAT)"]
     + [
-        f"exit(ctypes.CDLL(None).{call} == -1)" for call in ("inotify_init()", "inotify_init1(0)", "mq_open(b'/q', 66)")
+        f"exit(ctypes.CDLL(None).{call} == -1)"
+        for call in ("inotify_init()", "inotify_init1(0)", "mq_open(b'/q', 66)")
     ],
 )
 async def test_other_stores_of_the_kernel_are_refused(run, attempt):

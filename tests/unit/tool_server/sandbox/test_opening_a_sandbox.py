@@ -46,12 +46,16 @@ async def test_another_system_is_refused_by_name(monkeypatch):
 async def test_unsafe_local_runs_without_bwrap_and_keeps_limits_of_time_and_output(monkeypatch):
     monkeypatch.setattr(f"{MODULE}.find_bwrap", lambda: None)
     monkeypatch.setenv("HOST_SECRET", "s3cret")
-    sandbox = await open_sandbox("unsafe_local", limits=SandboxLimits(wall_seconds=4, output_bytes=1000))
+    sandbox = await open_sandbox(
+        "unsafe_local", limits=SandboxLimits(wall_seconds=4, output_bytes=1000)
+    )
 
     async def run(source):
         return await sandbox.run([sandbox.python, "main.py"], files={"main.py": source.encode()})
 
-    folder = (await run("import os\nprint(os.getcwd(), 'HOST_SECRET' in os.environ)")).stdout.split()
+    folder = (
+        await run("import os\nprint(os.getcwd(), 'HOST_SECRET' in os.environ)")
+    ).stdout.split()
     assert folder[1] == "False" and not Path(folder[0]).exists(), "its folder is removed"
     assert (await run("import time\ntime.sleep(600)")).stopped is StopCause.WALL
     assert (await run("while True: print('x' * 100)")).stopped is StopCause.OUTPUT
@@ -65,7 +69,9 @@ async def test_another_interpreter_brings_its_own_packages(tmp_path):
     (site,) = (tmp_path / "env").glob("lib/*/site-packages")
     (site / "only_there.py").write_text("answer = 42")
     sandbox = await open_sandbox(python=tmp_path / "env" / "bin" / "python")
-    result = await sandbox.run([sandbox.python, "-c", "import only_there; print(only_there.answer)"])
+    result = await sandbox.run(
+        [sandbox.python, "-c", "import only_there; print(only_there.answer)"]
+    )
     assert result.stdout == "42\n", result.stderr
 
 

@@ -34,14 +34,18 @@ LIMITS = SandboxLimits(
 async def sandbox(request, monkeypatch):
     """Both ways to set a sandbox up; for root the second is what a container without its own users gives."""
     if request.param == "user_namespace":
-        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False)
+        monkeypatch.setattr(
+            "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
+        )
     return await open_sandbox(limits=LIMITS)
 
 
 async def run(sandbox, source, **limits):
     changed = {name: getattr(LIMITS, name) for name in LIMITS.__slots__} | limits
     return await sandbox.run(
-        [sandbox.python, "main.py"], files={"main.py": source.encode()}, limits=SandboxLimits(**changed)
+        [sandbox.python, "main.py"],
+        files={"main.py": source.encode()},
+        limits=SandboxLimits(**changed),
     )
 
 
@@ -70,18 +74,38 @@ else:
 async def test_host_files_are_not_there(sandbox, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
-    for path in (secret, "/etc/shadow", "/etc/hostname", "/root/.bashrc", Path(__file__), "/var", "/home", "/sys"):
+    for path in (
+        secret,
+        "/etc/shadow",
+        "/etc/hostname",
+        "/root/.bashrc",
+        Path(__file__),
+        "/var",
+        "/home",
+        "/sys",
+    ):
         assert await out(sandbox, attempt(f"os.stat({str(path)!r})")) == ["FileNotFoundError"], path
 
 
 async def test_visible_host_files_cannot_be_written(sandbox):
-    for place in ("/usr/evil", "/evil", "/etc/passwd", "/dev/evil", "/proc/sys/kernel/hostname", sys.prefix + "/evil"):
+    for place in (
+        "/usr/evil",
+        "/evil",
+        "/etc/passwd",
+        "/dev/evil",
+        "/proc/sys/kernel/hostname",
+        sys.prefix + "/evil",
+    ):
         (stopped,) = await out(sandbox, attempt(f"open({place!r}, 'w').write('x')"))
         assert stopped in ("OSError", "PermissionError", "FileNotFoundError"), place
 
 
 async def test_files_it_is_given_cannot_be_changed(sandbox):
-    for statement in ("open('main.py', 'w')", "os.remove('main.py')", "os.rename('main.py', 'other.py')"):
+    for statement in (
+        "open('main.py', 'w')",
+        "os.remove('main.py')",
+        "os.rename('main.py', 'other.py')",
+    ):
         (stopped,) = await out(sandbox, attempt(statement))
         assert stopped in ("OSError", "PermissionError"), statement
 
@@ -103,14 +127,14 @@ print(any(b"s3cret" in data or b"HOST_SECRET" in data for data in found))
 
 
 async def test_the_first_process_has_an_empty_environment_or_hides_it(sandbox):
-    (found,) = await out(sandbox, "try: print(open('/proc/1/environ', 'rb').read())\nexcept OSError: print('hidden')")
+    (found,) = await out(
+        sandbox, "try: print(open('/proc/1/environ', 'rb').read())\nexcept OSError: print('hidden')"
+    )
     assert found in ("b''", "hidden")
 
 
 async def test_other_processes_of_the_host_cannot_be_seen(sandbox):
-    source = (
-        f"import os\nprint(len([p for p in os.listdir('/proc') if p.isdigit()]) <= 3, {os.getpid()} == os.getppid())"
-    )
+    source = f"import os\nprint(len([p for p in os.listdir('/proc') if p.isdigit()]) <= 3, {os.getpid()} == os.getppid())"
     assert await out(sandbox, source) == ["True False"]
 
 
@@ -129,7 +153,9 @@ async def test_a_server_on_the_hosts_loopback_cannot_be_reached(sandbox):
 
 async def test_there_is_no_route_out(sandbox):
     for address in ("10.255.255.1", "192.0.2.1"):
-        assert await out(sandbox, attempt(f"socket.create_connection(({address!r}, 80), timeout=5)")) == ["OSError"]
+        assert await out(
+            sandbox, attempt(f"socket.create_connection(({address!r}, 80), timeout=5)")
+        ) == ["OSError"]
 
 
 async def test_abstract_unix_sockets_of_the_host_cannot_be_reached(sandbox):
@@ -142,7 +168,9 @@ async def test_abstract_unix_sockets_of_the_host_cannot_be_reached(sandbox):
 
 async def test_sockets_that_no_namespace_cuts_off_are_refused(sandbox):
     for family in ("AF_VSOCK", "AF_NETLINK", "AF_PACKET"):
-        assert await out(sandbox, attempt(f"socket.socket(socket.{family}, socket.SOCK_RAW)")) == ["OSError"], family
+        assert await out(sandbox, attempt(f"socket.socket(socket.{family}, socket.SOCK_RAW)")) == [
+            "OSError"
+        ], family
 
 
 # --- processes --------------------------------------------------------------------------------------------------
@@ -233,9 +261,13 @@ time.sleep(600)
     assert (await run(sandbox, source)).stopped is StopCause.MEMORY
 
 
-@pytest.mark.parametrize("call", ["memfd_create(b'x', 0)", "shmget(0, 4096, 0o1600)", "msgget(0, 0o1600)"])
+@pytest.mark.parametrize(
+    "call", ["memfd_create(b'x', 0)", "shmget(0, 4096, 0o1600)", "msgget(0, 0o1600)"]
+)
 async def test_memory_that_no_limit_counts_is_refused(sandbox, call):
-    source = f"import ctypes\nc = ctypes.CDLL(None, use_errno=True)\nprint(c.{call}, ctypes.get_errno())"
+    source = (
+        f"import ctypes\nc = ctypes.CDLL(None, use_errno=True)\nprint(c.{call}, ctypes.get_errno())"
+    )
     assert await out(sandbox, source) == ["-1 1"]  # EPERM
 
 
@@ -267,7 +299,9 @@ print("/" in places, sorted(p for p in places if os.path.isdir(p) and not os.sta
 
 
 async def test_a_single_file_cannot_outgrow_the_disk_limit(sandbox):
-    result = await run(sandbox, f"import os\nos.truncate(os.open('f', os.O_CREAT | os.O_RDWR), {1 << 40})")
+    result = await run(
+        sandbox, f"import os\nos.truncate(os.open('f', os.O_CREAT | os.O_RDWR), {1 << 40})"
+    )
     assert not result.ok
 
 
@@ -307,7 +341,9 @@ async def test_a_flood_of_output_is_stopped_and_its_beginning_kept(sandbox, stre
 @pytest.mark.parametrize("which", ["AS", "NPROC", "FSIZE", "NOFILE", "CORE", "CPU", "MEMLOCK"])
 async def test_no_limit_can_be_raised(sandbox, which):
     limit = f"resource.RLIMIT_{which}"
-    statement = f"hard = resource.getrlimit({limit})[1]; resource.setrlimit({limit}, (hard, hard + 1))"
+    statement = (
+        f"hard = resource.getrlimit({limit})[1]; resource.setrlimit({limit}, (hard, hard + 1))"
+    )
     assert await out(sandbox, attempt(statement)) == ["ValueError"]
 
 
@@ -331,7 +367,9 @@ except OSError:
     "call", ["unshare(0x10000000)", "mount(None, b'/tmp', b'tmpfs', 0, None)", "ptrace(0, 0, 0, 0)"]
 )
 async def test_namespaces_mounts_and_tracing_are_refused(sandbox, call):
-    source = f"import ctypes\nc = ctypes.CDLL(None, use_errno=True)\nprint(c.{call}, ctypes.get_errno())"
+    source = (
+        f"import ctypes\nc = ctypes.CDLL(None, use_errno=True)\nprint(c.{call}, ctypes.get_errno())"
+    )
     assert await out(sandbox, source) == ["-1 1"]  # EPERM
 
 
@@ -350,10 +388,19 @@ with multiprocessing.Pool(2) as pool:
 print(os.path.expanduser("~"), __import__("getpass").getuser())
 print(sys.stdin.read())
 """
-    result = await sandbox.run([sandbox.python, "main.py"], stdin=b"input", files={"main.py": source.encode()})
-    assert result.stdout.split("\n") == ["thread", "written", "hello", "", "[1, 2]", "/tmp sandbox", "input", ""], (
-        result.stderr
+    result = await sandbox.run(
+        [sandbox.python, "main.py"], stdin=b"input", files={"main.py": source.encode()}
     )
+    assert result.stdout.split("\n") == [
+        "thread",
+        "written",
+        "hello",
+        "",
+        "[1, 2]",
+        "/tmp sandbox",
+        "input",
+        "",
+    ], result.stderr
 
 
 async def test_installed_packages_can_be_imported(sandbox):

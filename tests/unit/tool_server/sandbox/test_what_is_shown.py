@@ -25,12 +25,23 @@ print("\\n".join(words))
 @pytest.mark.parametrize("user_namespace", [False, True])
 async def test_no_path_of_the_host_is_shown(user_namespace, monkeypatch):
     if user_namespace:
-        monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False)
+        monkeypatch.setattr(
+            "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
+        )
     sandbox = await open_sandbox()
-    result = await sandbox.run([sandbox.python, "main.py"], files={"main.py": NAMES_OF_THE_HOST.encode()})
+    result = await sandbox.run(
+        [sandbox.python, "main.py"], files={"main.py": NAMES_OF_THE_HOST.encode()}
+    )
     assert result.ok, result.stderr
-    folders = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.executable, os.getcwd())}
-    shown = [folder for folder in map(str, folders) if not folder.startswith("/usr") and folder in result.stdout]
+    folders = {
+        Path(prefix).resolve()
+        for prefix in (sys.prefix, sys.base_prefix, sys.executable, os.getcwd())
+    }
+    shown = [
+        folder
+        for folder in map(str, folders)
+        if not folder.startswith("/usr") and folder in result.stdout
+    ]
     assert not shown
     boot = Path("/proc/cmdline").read_text().strip()
     assert not boot or boot not in result.stdout
@@ -39,7 +50,9 @@ async def test_no_path_of_the_host_is_shown(user_namespace, monkeypatch):
 @needs_bwrap
 async def test_the_files_that_describe_the_host_are_empty():
     sandbox = await open_sandbox()
-    source = "for name in ('cmdline', 'partitions', 'swaps'): print(open('/proc/' + name).read() == '')"
+    source = (
+        "for name in ('cmdline', 'partitions', 'swaps'): print(open('/proc/' + name).read() == '')"
+    )
     assert (await sandbox.run([sandbox.python, "-c", source])).stdout == "True\n" * 3
 
 
@@ -49,7 +62,10 @@ def test_an_environment_keeps_only_its_settings_of_packages(tmp_path):
     venv.create(tmp_path / "env", with_pip=False, system_site_packages=True, symlinks=True)
     found = install(tmp_path / "env" / "bin" / "python")
     (settings,) = found.contents.values()
-    assert b"include-system-site-packages = true" in settings and str(tmp_path).encode() not in settings
+    assert (
+        b"include-system-site-packages = true" in settings
+        and str(tmp_path).encode() not in settings
+    )
     assert found.python == Path("/opt/environment/bin/python")
     assert f"home = {found.interpreter.parent}".encode() in settings
     assert str(tmp_path / "env" / "bin") not in " ".join(found.options)

@@ -27,17 +27,26 @@ def packed(root: Path, target: Path, **extra: bytes) -> dict[str, bytes]:
         return {entry.name: opened.extractfile(entry).read() for entry in opened}  # type: ignore[union-attr]
 
 
-def test_the_working_tree_goes_as_it_stands_but_for_what_git_ignores(checkout: Path, tmp_path: Path):
+def test_the_working_tree_goes_as_it_stands_but_for_what_git_ignores(
+    checkout: Path, tmp_path: Path
+):
     (checkout / "kept.py").write_text("changed")
     (checkout / "gone.py").unlink()
     (checkout / "new.py").write_text("new")
     (checkout / "data").mkdir()
     (checkout / "data" / "rows.jsonl").write_text("{}")
     names = packed(checkout, tmp_path / "x.tar.gz", config=b"seed: 1")
-    assert names == {"kept.py": b"changed", "new.py": b"new", ".gitignore": b"data/\n", "config": b"seed: 1"}
+    assert names == {
+        "kept.py": b"changed",
+        "new.py": b"new",
+        ".gitignore": b"data/\n",
+        "config": b"seed: 1",
+    }
 
 
-def test_outside_a_checkout_nothing_tells_what_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_outside_a_checkout_nothing_tells_what_to_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(LaunchError, match="is no git checkout"):
         job.pack(tmp_path, tmp_path / "x.tar.gz", extra={})

@@ -17,14 +17,29 @@ from tests.examples import examples
 @pytest.mark.parametrize(
     "message, fix",
     [
-        ("Cloud TPU API has not been used in project 1 before or it is disabled.", "gcloud services enable tpu"),
+        (
+            "Cloud TPU API has not been used in project 1 before or it is disabled.",
+            "gcloud services enable tpu",
+        ),
         ("Quota limit 'TPUV5sPodPerProjectPerZoneForTPUAPI' has been exceeded.", "no quota"),
         ('There is no more capacity in the zone "us-west4-a"', "--render sky wait"),
-        ("There was a problem refreshing your current auth tokens: invalid_grant", "gcloud auth login"),
-        ("problem refreshing: Max retries exceeded. Please run: $ gcloud auth login", "that may pass"),
+        (
+            "There was a problem refreshing your current auth tokens: invalid_grant",
+            "gcloud auth login",
+        ),
+        (
+            "problem refreshing: Max retries exceeded. Please run: $ gcloud auth login",
+            "that may pass",
+        ),
         ("PERMISSION_DENIED: Permission 'tpu.nodes.create' denied", "roles/tpu.admin"),
-        ("PERMISSION_DENIED: Permission denied on 'locations/x' (or it may not exist).", "there is no such zone"),
-        ("INVALID_ARGUMENT: Accelerator type v5p-8 is not available", "does not have this kind of chip"),
+        (
+            "PERMISSION_DENIED: Permission denied on 'locations/x' (or it may not exist).",
+            "there is no such zone",
+        ),
+        (
+            "INVALID_ARGUMENT: Accelerator type v5p-8 is not available",
+            "does not have this kind of chip",
+        ),
         ("The required property [project] is not currently set.", "--project"),
         ("something quite different", ""),
     ],
@@ -55,20 +70,34 @@ def followed(folder: Path, *connections: list[str]) -> tuple[int, list[str], str
     """Exit status, what was shown of the run, and its log."""
     shown: list[str] = []
     launch = SliceLaunch(
-        cloud=Wire(*connections), task=job_of("v5e:2x2"), poll=1e-6, logs=folder, print_line=shown.append
+        cloud=Wire(*connections),
+        task=job_of("v5e:2x2"),
+        poll=1e-6,
+        logs=folder,
+        print_line=shown.append,
     )
     status = launch.follow()
-    return status, [line for line in shown if line.startswith("[host-0] ")], (folder / "host-0.log").read_text()
+    return (
+        status,
+        [line for line in shown if line.startswith("[host-0] ")],
+        (folder / "host-0.log").read_text(),
+    )
 
 
 @settings(max_examples=examples(25))
 @given(cuts=st.lists(st.integers(0, 9), max_size=4))
-def test_however_often_a_connection_breaks_every_line_is_shown_once(tmp_path_factory: pytest.TempPathFactory, cuts):
+def test_however_often_a_connection_breaks_every_line_is_shown_once(
+    tmp_path_factory: pytest.TempPathFactory, cuts
+):
     lines = [f"{number}:line {number}" for number in range(1, 10)]
     connections = [lines[:length] for length in cuts]  # each begins with the first line
     status, shown, log = followed(tmp_path_factory.mktemp("logs"), *connections, [*lines, "end|3"])
     expected = [f"line {number}" for number in range(1, 10)]
-    assert (status, shown, log.splitlines()) == (3, [f"[host-0] {text}" for text in expected], expected)
+    assert (status, shown, log.splitlines()) == (
+        3,
+        [f"[host-0] {text}" for text in expected],
+        expected,
+    )
 
 
 def test_the_lines_of_a_run_that_is_found_again_are_in_its_file_once(tmp_path: Path):
@@ -78,8 +107,13 @@ def test_the_lines_of_a_run_that_is_found_again_are_in_its_file_once(tmp_path: P
 
 
 def test_only_the_runs_own_last_line_says_that_it_has_ended(tmp_path: Path):
-    status, shown, log = followed(tmp_path, ["ERROR: (gcloud) no network", "1:end|0"], ["1:end|0", "end|3"])
-    assert (status, log) == (3, "end|0\n") and shown == ["[host-0] ERROR: (gcloud) no network", "[host-0] end|0"]
+    status, shown, log = followed(
+        tmp_path, ["ERROR: (gcloud) no network", "1:end|0"], ["1:end|0", "end|3"]
+    )
+    assert (status, log) == (3, "end|0\n") and shown == [
+        "[host-0] ERROR: (gcloud) no network",
+        "[host-0] end|0",
+    ]
 
 
 def test_what_could_not_be_kept_is_refused():
@@ -92,7 +126,9 @@ def test_what_could_not_be_kept_is_refused():
 
 
 def test_keys_that_the_launcher_sets_are_refused():
-    with pytest.raises(LaunchError, match="run_dir=x: tpu_pod.sh sets run_dir, trainer.checkpoint_dir"):
+    with pytest.raises(
+        LaunchError, match="run_dir=x: tpu_pod.sh sets run_dir, trainer.checkpoint_dir"
+    ):
         job.require_overrides(["seed=1", "run_dir=x"])
 
 

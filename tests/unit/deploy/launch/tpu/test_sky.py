@@ -53,9 +53,15 @@ def parsed(folder: Path, *texts: str) -> list[dict]:
     files = [folder / f"{number}.yaml" for number in range(len(texts))]
     for file, text in zip(files, texts, strict=True):
         file.write_text(text)
-    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+    }
     command = [str(SKY), "-c", PARSE, *map(str, files)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()[-len(texts) :]]
 
@@ -69,15 +75,25 @@ def test_a_managed_job_is_what_it_was():
         prepare=prepare,
         variables={"NO": "a: 'b'", "WANDB_API_KEY": None},
     )
-    assert rendered(job, "us-west4-a", "us-east5") == GOLDEN.read_text(), "see what has changed, and why"
+    assert rendered(job, "us-west4-a", "us-east5") == GOLDEN.read_text(), (
+        "see what has changed, and why"
+    )
 
 
 def test_skypilot_takes_the_task(config: Path, tmp_path: Path):
     job = job_of(
-        spot=True, config=config, bucket="gs://b/team", variables={"NO": "a: 'b'", "KEY": None}, prepare="echo 'a b'"
+        spot=True,
+        config=config,
+        bucket="gs://b/team",
+        variables={"NO": "a: 'b'", "KEY": None},
+        prepare="echo 'a b'",
     )
     (task,) = parsed(tmp_path, rendered(job, "us-west4-a", "us-east5"))
-    slice = {"tpu-v5litepod-16": 1}, {"runtime_version": "v2-alpha-tpuv5-lite", "tpu_vm": True}, True
+    slice = (
+        {"tpu-v5litepod-16": 1},
+        {"runtime_version": "v2-alpha-tpuv5-lite", "tpu_vm": True},
+        True,
+    )
     recovery = {"strategy": "EAGER_NEXT_REGION"}
     assert task["slices"] == [
         ["GCP", "us-east5", None, *slice, recovery],
@@ -85,13 +101,25 @@ def test_skypilot_takes_the_task(config: Path, tmp_path: Path):
     ]
     assert (task["name"], task["nodes"]) == ("my-run", 1)
     assert task["envs"] == {"NO": "a: 'b'"} and task["secrets"] == ["KEY"]
-    assert task["files"] == {"/config/run.yaml": str(config)} and task["buckets"] == {"/bucket": ["gs://b", "MOUNT"]}
-    assert task["setup"].splitlines()[1] == "./launch/tpu_environment.sh" and "bash -c 'echo '" in task["setup"]
-    assert "exec jax-agent-rl train /config/run.yaml seed=1 run_dir=/bucket/team/my-run/run" in task["run"]
+    assert task["files"] == {"/config/run.yaml": str(config)} and task["buckets"] == {
+        "/bucket": ["gs://b", "MOUNT"]
+    }
+    assert (
+        task["setup"].splitlines()[1] == "./launch/tpu_environment.sh"
+        and "bash -c 'echo '" in task["setup"]
+    )
+    assert (
+        "exec jax-agent-rl train /config/run.yaml seed=1 run_dir=/bucket/team/my-run/run"
+        in task["run"]
+    )
 
 
 def test_skypilot_takes_every_slice(tmp_path: Path):
-    jobs = [job_of(f"{generation}:{shape}", config=None) for generation, shapes in SHAPES.items() for shape in shapes]
+    jobs = [
+        job_of(f"{generation}:{shape}", config=None)
+        for generation, shapes in SHAPES.items()
+        for shape in shapes
+    ]
     for job, task in zip(jobs, parsed(tmp_path, *map(rendered, jobs)), strict=True):
         (found,) = task["slices"]
         assert found[3] == {f"tpu-{job.topology.accelerator_type}": 1}
@@ -121,7 +149,9 @@ def test_every_host_runs_the_same_command_and_they_meet_at_the_first(config: Pat
     task = yaml.safe_load(rendered(job_of(config=config, overrides=("a.b=c d",))))
     others = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
     for rank in ("0", "1"):
-        platforms, _, *arguments = executed(task["run"], tmp_path, **others, SKYPILOT_NODE_RANK=rank)
+        platforms, _, *arguments = executed(
+            task["run"], tmp_path, **others, SKYPILOT_NODE_RANK=rank
+        )
         assert platforms == "tpu,cpu"
         assert arguments == [
             *("train", "/config/run.yaml", "a.b=c d", "run_dir=/bucket/my-run/run"),
@@ -135,7 +165,9 @@ def test_a_single_host_meets_nobody(tmp_path: Path):
     task = yaml.safe_load(rendered(job_of("v5e:2x4", config=None)))
     one = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.5", "SKYPILOT_NODE_RANK": "0"}
     arguments = executed(task["run"], tmp_path, **one)[2:]
-    assert arguments[:2] == ["train", "configs/quickstart.yaml"] and not any("multihost" in word for word in arguments)
+    assert arguments[:2] == ["train", "configs/quickstart.yaml"] and not any(
+        "multihost" in word for word in arguments
+    )
 
 
 def test_setup_prepares_with_the_environments_programs(config: Path, tmp_path: Path):
@@ -147,5 +179,7 @@ def test_setup_prepares_with_the_environments_programs(config: Path, tmp_path: P
 def test_a_managed_job_needs_a_bucket_and_is_one_slice(config: Path):
     with pytest.raises(LaunchError, match="--bucket gs://NAME is missing: hosts keep nothing"):
         rendered(job_of(config=config, bucket=None))
-    with pytest.raises(LaunchError, match="its job is one slice; --slices and --rollout-hosts need --render gke"):
+    with pytest.raises(
+        LaunchError, match="its job is one slice; --slices and --rollout-hosts need --render gke"
+    ):
         rendered(job_of(config=config, slices=2))

@@ -18,7 +18,9 @@ from jax_agent_rl.errors import LaunchError
         ("v4:2x2x4", "v4-32", 4, 4),
     ],
 )
-def test_a_name_gives_gclouds_type_and_the_hosts(name: str, accelerator_type: str, hosts: int, chips_per_host: int):
+def test_a_name_gives_gclouds_type_and_the_hosts(
+    name: str, accelerator_type: str, hosts: int, chips_per_host: int
+):
     found = parse_topology(name)
     assert (found.accelerator_type, found.hosts, found.chips // found.hosts) == (
         accelerator_type,

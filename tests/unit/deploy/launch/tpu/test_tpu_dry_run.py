@@ -39,14 +39,24 @@ DRY_RUNS = {
 
 @pytest.mark.parametrize("name", DRY_RUNS)
 def test_a_dry_run_prints_every_command(
-    name: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda prefix: contextlib.nullcontext(tmp_path))
+    monkeypatch.setattr(
+        tempfile, "TemporaryDirectory", lambda prefix: contextlib.nullcontext(tmp_path)
+    )
     job, how = DRY_RUNS[name]
     job = replace(job, config=job.config and config)
     cloud = DryRun(project="my-project", zone="us-west4-a")
     launch = SliceLaunch(
-        cloud=cloud, task=job, poll=1, logs=Path("runs/my-run.logs"), print_line=lambda line: print(f"# {line}")
+        cloud=cloud,
+        task=job,
+        poll=1,
+        logs=Path("runs/my-run.logs"),
+        print_line=lambda line: print(f"# {line}"),
     )
     assert launch.run(ROOT, **{"resume": False, "keep": False} | how) == 0
     golden(name, capsys.readouterr().out.replace(str(tmp_path), "/tmp"))
@@ -69,7 +79,9 @@ V5E_HOST = parse_topology("v5e:2x4")
 
 def test_a_jobset_holds_the_configuration_and_a_pod_per_host(config: Path):
     prepare = "python prepare.py --say 'it is \"fine\"' && true"
-    text = rendered("gke", job_of(slices=2, spot=True, config=config, bucket="gs://b/team", prepare=prepare))
+    text = rendered(
+        "gke", job_of(slices=2, spot=True, config=config, bucket="gs://b/team", prepare=prepare)
+    )
     golden("gke.yaml", text)
     config_map, jobset = yaml.safe_load_all(text)
     assert config_map["data"]["run.yaml"] == config.read_text()
@@ -78,7 +90,9 @@ def test_a_jobset_holds_the_configuration_and_a_pod_per_host(config: Path):
     container = job["template"]["spec"]["containers"][0]
     assert (slices["replicas"], job["parallelism"], job["completions"]) == (2, 4, 4)
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
-    assert container["command"][2].startswith(f"({prepare}) && exec jax-agent-rl train /config/run.yaml seed=1 ")
+    assert container["command"][2].startswith(
+        f"({prepare}) && exec jax-agent-rl train /config/run.yaml seed=1 "
+    )
 
 
 def test_a_jobset_does_not_start_again_what_a_user_has_to_correct(config: Path):
@@ -92,18 +106,28 @@ def test_a_jobset_does_not_start_again_what_a_user_has_to_correct(config: Path):
         (failing,) = job["podFailurePolicy"]["rules"]
         codes = {"containerName": container["name"], "operator": "In", "values": [2]}
         assert failing == {"action": "FailJob", "onExitCodes": codes}
-        assert job["template"]["spec"]["restartPolicy"] == "Never"  # or Kubernetes refuses the policy
+        assert (
+            job["template"]["spec"]["restartPolicy"] == "Never"
+        )  # or Kubernetes refuses the policy
 
 
 def test_a_name_that_is_a_word_of_yaml_stays_a_name(config: Path):
     job = job_of(name="no", config=config, overrides=(), bucket="gs://123")
     config_map, jobset = yaml.safe_load_all(rendered("gke", job))
-    config_volume, bucket = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["volumes"]
-    names = [config_map["metadata"]["name"], jobset["metadata"]["name"], config_volume["configMap"]["name"]]
+    config_volume, bucket = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
+        "spec"
+    ]["volumes"]
+    names = [
+        config_map["metadata"]["name"],
+        jobset["metadata"]["name"],
+        config_volume["configMap"]["name"],
+    ]
     assert names == ["no"] * 3 and bucket["csi"]["volumeAttributes"]["bucketName"] == "123"
 
 
-def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the_others(config: Path):
+def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the_others(
+    config: Path,
+):
     job = job_of("v5p:2x2x2", config=config, bucket="gs://b")
     text = rendered("gke", job, rollout_hosts=2, rollout_topology=V5E_HOST)
     golden("gke_rollout.yaml", text)
@@ -112,10 +136,16 @@ def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the
     assert jobset["spec"]["startupPolicy"]["startupPolicyOrder"] == "InOrder"
     assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == [learners["name"]]
     assert (rollout["replicas"], rollout["template"]["spec"]["parallelism"]) == (2, 1)
-    serving, training = (each["template"]["spec"]["template"]["spec"]["containers"][0] for each in (rollout, learners))
+    serving, training = (
+        each["template"]["spec"]["template"]["spec"]["containers"][0]
+        for each in (rollout, learners)
+    )
     assert serving["resources"]["limits"] == {"google.com/tpu": 8}
     (port,) = (each["containerPort"] for each in serving["ports"])
-    assert serving["readinessProbe"]["tcpSocket"]["port"] == port and f"--port={port} " in serving["command"][2]
+    assert (
+        serving["readinessProbe"]["tcpSocket"]["port"] == port
+        and f"--port={port} " in serving["command"][2]
+    )
     name, service = jobset["metadata"]["name"], f"{jobset['metadata']['name']}:{port}"
     urls = ",".join(f"http://{name}-{rollout['name']}-{i}-0.{service}" for i in range(2))
     assert f"'rollout.urls=[{urls}]' rollout.token_env=JAX_AGENT_RL_TOKEN" in training["command"][2]
@@ -127,9 +157,14 @@ def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the
     ] * 2
 
 
-def test_variables_that_are_given_are_written_and_the_others_are_a_secret_of_the_cluster(config: Path):
+def test_variables_that_are_given_are_written_and_the_others_are_a_secret_of_the_cluster(
+    config: Path,
+):
     text = rendered("gke", job_of(config=config, variables={"NO": "a: 'b'", "WANDB_API_KEY": None}))
-    assert 'kubectl create secret generic my-run-env --from-literal=WANDB_API_KEY="$WANDB_API_KEY"\n' in text
+    assert (
+        'kubectl create secret generic my-run-env --from-literal=WANDB_API_KEY="$WANDB_API_KEY"\n'
+        in text
+    )
     _, jobset = yaml.safe_load_all(text)
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert {"name": "NO", "value": "a: 'b'"} in pod["containers"][0]["env"]
@@ -144,12 +179,20 @@ def submitted(folder: Path, text: str, **programs: str) -> subprocess.CompletedP
         (folder / "bin" / name.replace("_", "-")).write_text(program)
         (folder / "bin" / name.replace("_", "-")).chmod(0o755)
     (folder / "job.sh").write_text(text)
-    paths = {"LOG": str(folder / "log"), "JAX_AGENT_RL_VENV": str(folder), "SLURM_JOB_NODELIST": "host-[a-c]"}
+    paths = {
+        "LOG": str(folder / "log"),
+        "JAX_AGENT_RL_VENV": str(folder),
+        "SLURM_JOB_NODELIST": "host-[a-c]",
+    }
     command = ["bash", str(folder / "job.sh")]
-    return subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, env=os.environ | paths, capture_output=True, text=True, timeout=300
+    )
 
 
-def test_a_slurm_job_sets_variables_and_asks_for_those_that_sbatch_brings(config: Path, tmp_path: Path, monkeypatch):
+def test_a_slurm_job_sets_variables_and_asks_for_those_that_sbatch_brings(
+    config: Path, tmp_path: Path, monkeypatch
+):
     job = job_of(config=config, variables={"GIVEN": "a 'b'", "BROUGHT": None})
     programs = {"srun": '#!/usr/bin/env bash\necho "$GIVEN $BROUGHT"\n'}
     result = submitted(tmp_path / "without", rendered("slurm", job), **programs)
@@ -222,13 +265,16 @@ def test_a_slurm_job_whose_time_is_over_saves_and_goes_into_the_queue_again(
 def test_a_slurm_job_ends_when_its_servers_do_before_they_listen(tmp_path: Path):
     job = job_of(config=Path("my.yaml"), bucket="gs://b")
     text = rendered("slurm", job, rollout_hosts=1, port=free_port())
-    done = submitted(tmp_path, text, srun="#!/bin/bash\nexit 7\n", scontrol="#!/bin/bash\necho 127.0.0.1\n")
+    done = submitted(
+        tmp_path, text, srun="#!/bin/bash\nexit 7\n", scontrol="#!/bin/bash\necho 127.0.0.1\n"
+    )
     assert done.returncode != 0
 
 
 def test_new_weights_go_through_a_bucket(config: Path):
     with pytest.raises(
-        LaunchError, match="--bucket gs://NAME is missing: new weights go to --rollout-hosts through it"
+        LaunchError,
+        match="--bucket gs://NAME is missing: new weights go to --rollout-hosts through it",
     ):
         rendered("slurm", job_of(config=config, bucket=None), rollout_hosts=1)
 
@@ -254,11 +300,21 @@ def test_pods_need_an_image_and_a_bucket(config: Path):
             {"rollout_hosts": 2, "rollout_topology": parse_topology("v5e:4x4")},
             "v5e:4x4 has 4 hosts, and an engine runs on one",
         ),
-        ("slurm", {"rollout_hosts": 1, "rollout_topology": V5E_HOST}, "nodes of a Slurm job are of one kind"),
-        ("sky", {"rollout_hosts": 1}, "its job is one slice; --slices and --rollout-hosts need --render gke or slurm"),
+        (
+            "slurm",
+            {"rollout_hosts": 1, "rollout_topology": V5E_HOST},
+            "nodes of a Slurm job are of one kind",
+        ),
+        (
+            "sky",
+            {"rollout_hosts": 1},
+            "its job is one slice; --slices and --rollout-hosts need --render gke or slurm",
+        ),
     ],
 )
-def test_rollout_hosts_that_cannot_be_are_refused(kind: str, options: dict, message: str, config: Path):
+def test_rollout_hosts_that_cannot_be_are_refused(
+    kind: str, options: dict, message: str, config: Path
+):
     with pytest.raises(LaunchError, match=message):
         rendered(kind, job_of(config=config), **options)
 

@@ -10,9 +10,7 @@ import pytest
 
 from tests.launching import ROOT
 
-WAITS = (
-    "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(3)); print('up', flush=True); signal.pause()"
-)
+WAITS = "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(3)); print('up', flush=True); signal.pause()"
 KILLED, NO_RUN = 70, 71
 
 
@@ -25,7 +23,9 @@ class Host:
 
     def call(self, action: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(ROOT / "launch" / "tpu_host.sh"), action, str(self.folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=self.environment)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env=self.environment
+        )
 
     def start(self, code: str) -> str:
         """Starts a Python program; what is said about it."""
@@ -101,7 +101,9 @@ def test_a_command_that_is_not_there_is_named(host: Host):
     assert status == 127 and lines[0].endswith("/no/such: No such file or directory")
 
 
-def test_a_bucket_that_cannot_be_reached_is_said_and_does_not_end_the_run(host: Host, tmp_path: Path):
+def test_a_bucket_that_cannot_be_reached_is_said_and_does_not_end_the_run(
+    host: Host, tmp_path: Path
+):
     broken = tmp_path / "path" / "gcloud"
     broken.parent.mkdir()
     broken.write_text("#!/bin/sh\necho '403 forbidden' >&2; exit 1\n")
