@@ -87,8 +87,8 @@ TOTAL_STEPS = 1000
 def draw_name(trajectory_id: str) -> str:
     """Return the row of the run and the member of its group, the same for all trainers."""
     label, step, index, member = trajectory_id.split("-")
-    return (
-        f"{int(step) - (label == 'train')}-{index}-{member}"  # synchronous steps are counted from 1
+    return (  # synchronous steps are counted from 1
+        f"{int(step) - (label == 'train')}-{index}-{member}"
     )
 
 

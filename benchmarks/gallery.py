@@ -117,9 +117,18 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
         "# Gallery",
         "",
         "What recipes and examples learn, over seeds: mean and range, SmolLM2-135M, two CPU cores.",
-        "`benchmarks/gallery.py` trains the curves of `benchmarks/gallery.yaml` and writes this page and its pictures",
-        "from `benchmarks/gallery.json`. Each command runs with seeds from 0 on. Accuracy is of held-out rows,",
-        "sampled as in training. Minutes count the training steps alone, on machines that also did other work.",
+        (
+            "`benchmarks/gallery.py` trains the curves of `benchmarks/gallery.yaml` and writes this"
+            " page and its pictures"
+        ),
+        (
+            "from `benchmarks/gallery.json`. Each command runs with seeds from 0 on. Accuracy is of"
+            " held-out rows,"
+        ),
+        (
+            "sampled as in training. Minutes count the training steps alone, on machines that also"
+            " did other work."
+        ),
         "*No gradient* is the share of trajectories in groups of equal rewards.",
     ]
     for name, figure in figures.items():
@@ -128,7 +137,10 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
             continue
         lines += ["", f"## {figure['title']}", "", figure["lesson"].strip(), ""]
         lines += [
-            f"![{figure['title']}: {metric_of(figure)} over training steps](images/gallery/{name}.svg)",
+            (
+                f"![{figure['title']}: {metric_of(figure)} over training"
+                f" steps](images/gallery/{name}.svg)"
+            ),
             "",
         ]
         lines += ["| curve | before | after, by seed | sampled tokens | training | no gradient |"]

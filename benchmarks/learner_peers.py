@@ -118,7 +118,8 @@ def peer(python: str, script: str, *, file: Path, updates: int) -> Measured:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(
-            f"{' '.join(command)} failed; is its environment the one this file's docstring makes?\n{done.stderr}"
+            f"{' '.join(command)} failed; is its environment the one this file's docstring"
+            f" makes?\n{done.stderr}"
         )
     line = json.loads(done.stdout.splitlines()[-1])
     return Measured(
@@ -212,7 +213,8 @@ def main() -> None:
     ]
     if other:
         sys.exit(
-            f"the gradient of {', '.join(other)} is not ours: not the same work, so the ratios mean nothing"
+            f"the gradient of {', '.join(other)} is not ours: not the same work, so the ratios mean"
+            " nothing"
         )
 
 

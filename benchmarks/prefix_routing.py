@@ -66,7 +66,8 @@ def main() -> None:
             results[routed] = loop.run_until_complete(measuring)
         computed, seconds = results[routed]
         print(
-            f"{'by prefix' if routed else 'by load  '}: {computed:>10} prompt ids computed, {seconds:8.1f} s"
+            f"{'by prefix' if routed else 'by load  '}: {computed:>10} prompt ids computed,"
+            f" {seconds:8.1f} s"
         )
     (without, slow), (with_routing, fast) = results[False], results[True]
     print(

@@ -217,8 +217,14 @@ def page(
     lines = [
         "# Results",
         "",
-        "`benchmarks/run_all.py` measures, and writes this page. Everything ran on CPUs: no figure is of a TPU or a",
-        "GPU. The model is SmolLM2-135M in float32. Freed memory is kept in huge pages, as `launch/local.sh` sets it.",
+        (
+            "`benchmarks/run_all.py` measures, and writes this page. Everything ran on CPUs: no"
+            " figure is of a TPU or a"
+        ),
+        (
+            "GPU. The model is SmolLM2-135M in float32. Freed memory is kept in huge pages, as"
+            " `launch/local.sh` sets it."
+        ),
         "`--help` of a script says what it does and what its figures mean.",
         "",
         "## All machines",
@@ -230,8 +236,14 @@ def page(
             ]
         ),
         "",
-        "A ratio above 1 means that this project is faster than what it is compared with on the same machine. An",
-        "*update* is one GRPO update of a group of 8 completions of 40 tokens to a prompt of 256; TRL is 1.16.0 and",
+        (
+            "A ratio above 1 means that this project is faster than what it is compared with on the"
+            " same machine. An"
+        ),
+        (
+            "*update* is one GRPO update of a group of 8 completions of 40 tokens to a prompt of"
+            " 256; TRL is 1.16.0 and"
+        ),
         "Tunix 0.1.7. Each figure is one run.",
         "",
         *machines_table(machines, results),
@@ -313,7 +325,8 @@ def main() -> None:
         arguments = command_of(name, options)
         if arguments is None or (name in own and not options.again):
             print(
-                f"{name}: {'no peer is given' if arguments is None else 'has a result (--again measures anew)'}"
+                f"{name}:"
+                f" {'no peer is given' if arguments is None else 'has a result (--again measures anew)'}"
             )
             continue
         print(f"{number + 1}/{len(options.only)} {name}", flush=True)

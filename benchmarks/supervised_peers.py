@@ -143,7 +143,8 @@ def trl(
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(
-            f"{' '.join(command)} failed; is its environment the one this file's docstring makes?\n{done.stderr}"
+            f"{' '.join(command)} failed; is its environment the one this file's docstring"
+            f" makes?\n{done.stderr}"
         )
     line = json.loads(done.stdout.splitlines()[-1])
     return line["losses"], min(line["seconds"][1:])

@@ -66,7 +66,8 @@ class Report:
             found.append(f"environments were not closed exactly once: {self.environments}")
         if self.environments["open"] or self.processes_left:
             found.append(
-                f"{self.environments['open']} environments and {self.processes_left} processes are left"
+                f"{self.environments['open']} environments and {self.processes_left} processes are"
+                " left"
             )
         if self.descriptors[1] > self.descriptors[0]:
             found.append(
@@ -247,12 +248,14 @@ def main() -> None:
     )
     rate = report.actions / report.seconds
     print(
-        f"{report.trajectories} trajectories, {report.actions} actions in {report.seconds:.0f} s: {rate:.1f} a second"
+        f"{report.trajectories} trajectories, {report.actions} actions in {report.seconds:.0f} s:"
+        f" {rate:.1f} a second"
     )
     print(f"ended early: {dict(report.errors)}")
     print(f"environments: {report.environments}; processes left: {report.processes_left}")
     print(
-        f"workers' descriptors {report.descriptors}, memory in MiB {report.memory_mb} (before, after)"
+        f"workers' descriptors {report.descriptors}, memory in MiB {report.memory_mb} (before,"
+        " after)"
     )
     counts = {"trajectories": report.trajectories, "ended_early": sum(report.errors.values())}
     print(

@@ -104,7 +104,10 @@ def main() -> None:
         chip = Slice.parse(case.topology).chip
         for program in args.programs:
             few, more = (compiled_with(case, program, layers, args.set) for layers in args.layers)
-            where = f"| {case.model} | {case.topology} | {more.program.name} | {more.program.mesh.size} |"
+            where = (
+                f"| {case.model} | {case.topology} | {more.program.name} |"
+                f" {more.program.mesh.size} |"
+            )
             if few.prediction is None or more.prediction is None:
                 print(f"{where} does not fit with {args.layers[1]} layers | | | |", flush=True)
                 continue
@@ -115,7 +118,10 @@ def main() -> None:
             )
             predicted = scaled(case, args.layers, (few.prediction.seconds, more.prediction.seconds))
             steps = more.program.loops
-            numbers = f"{ideal.total / steps * 1e3:.2f} ms | {ideal.bound} | {predicted / steps * 1e3:.2f} ms"
+            numbers = (
+                f"{ideal.total / steps * 1e3:.2f} ms | {ideal.bound} |"
+                f" {predicted / steps * 1e3:.2f} ms"
+            )
             print(f"{where} {numbers} | {ideal.total / predicted:.0%} |", flush=True)
 
 

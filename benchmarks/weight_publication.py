@@ -175,9 +175,9 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
     return {
         name: {
             "seconds_per_billion": time / count * 1e9,
-            "bytes_per_parameter": 4
-            if name in ("memcpy", "arrays", "arrays_resharded")
-            else jnp.dtype(dtype).itemsize,
+            "bytes_per_parameter": (
+                4 if name in ("memcpy", "arrays", "arrays_resharded") else jnp.dtype(dtype).itemsize
+            ),
             "gb_per_s": 4 * count / time / 1e9,
             "share_of_memcpy": best["memcpy"] / time,
         }

@@ -58,7 +58,8 @@ async def train(config: Config) -> list[float]:
             rewards = [reward for group in groups for reward in group.rewards]
             mean_rewards.append(sum(rewards) / max(len(rewards), 1))
             print(
-                f"step {step}: reward {mean_rewards[-1]:.3f}, loss {loss:+.4f}, {len(learnable)} groups learnt from"
+                f"step {step}: reward {mean_rewards[-1]:.3f}, loss {loss:+.4f}, {len(learnable)}"
+                " groups learnt from"
             )
     return mean_rewards
 

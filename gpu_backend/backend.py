@@ -119,9 +119,9 @@ class VllmBackend:
             precision=served_precision(self._settings, self._started),
             weight_dtype=weight_dtype(self._settings, self._started),
             # What is broadcast needs a sender beside it: RayBackend has one.
-            weight_payloads=self._updater.kinds - {BROADCAST}
-            if self._started
-            else frozenset({FILES}),
+            weight_payloads=(
+                self._updater.kinds - {BROADCAST} if self._started else frozenset({FILES})
+            ),
         )
 
     @property
@@ -145,7 +145,10 @@ class VllmBackend:
         started = await start_service(
             functools.partial(self._start, self._settings),
             name="vLLM's engine process",
-            fix="see its log above; the model's files may be on a disk that hangs, or another process hold the GPU",
+            fix=(
+                "see its log above; the model's files may be on a disk that hangs, or another"
+                " process hold the GPU"
+            ),
             seconds=ENGINE_START_SECONDS,
             undo=lambda late: late.engine.shutdown(),
             ended=self._ended,
@@ -236,7 +239,10 @@ class VllmBackend:
 
     async def _submit(self, live: LiveRequest) -> None:
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # pyright: ignore[reportMissingImports]
+        from vllm.sampling_params import (
+            RequestOutputKind,
+            StructuredOutputsParams,
+        )  # pyright: ignore[reportMissingImports]
 
         request = live.run.request
         assert self._started is not None
@@ -284,7 +290,9 @@ class VllmBackend:
             await self._engine.abort(live.collector.request_id, internal=True)
 
     def _translate(self, error: Exception, request: GenerateRequest) -> BackendError:
-        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.exceptions import (
+            EngineDeadError,
+        )  # pyright: ignore[reportMissingImports]
 
         if isinstance(error, BackendError):
             return error
@@ -391,7 +399,10 @@ class VllmBackend:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
 
     async def _refuse_to_serve(self, update: WeightUpdate, error: BaseException) -> None:
-        self._failure = f"weights of version {update.version} were loaded wrongly: {error!r}; send a whole update"
+        self._failure = (
+            f"weights of version {update.version} were loaded wrongly: {error!r}; send a whole"
+            " update"
+        )
         logger.error("the vLLM engine stops serving: %s", self._failure)
         self._delivery.set()
         collectors = [live.collector for live in self._live.values() if live.collector is not None]

@@ -126,8 +126,9 @@ class _Sender:
                 return
             if time.monotonic() > deadline:
                 raise WeightUpdateError(
-                    f"{arrived} of {receivers} workers of the engine came to {where} for new weights within "
-                    f"{JOIN_SECONDS:g} s; is the address within reach of the engine's node?"
+                    f"{arrived} of {receivers} workers of the engine came to {where} for new"
+                    f" weights within {JOIN_SECONDS:g} s; is the address within reach of the"
+                    " engine's node?"
                 )
         with _one_at_a_time:
             try:

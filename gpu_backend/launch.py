@@ -22,8 +22,9 @@ from jax_agent_rl.errors import BackendError, ConfigError
 _CAUSE = re.compile(r"(?:^|[ :])((?:[A-Za-z_]+\.)*[A-Z][A-Za-z]*(?:Error|Exception)): (.+)$")
 _GENERAL = "Engine core initialization failed"
 _TOO_LITTLE_MEMORY = re.compile(
-    "out of memory|resource_exhausted|memoryerror|can't allocate memory|no available memory|not enough gpu memory|"
-    "available kv cache memory|desired [gc]pu memory utilization|engine's budget",
+    "out of memory|resource_exhausted|memoryerror|can't allocate memory|no available memory|not"
+    " enough gpu memory|available kv cache memory|desired [gc]pu memory utilization|engine's"
+    " budget",
     re.IGNORECASE,
 )
 _SHARED_MEMORY = re.compile(
@@ -108,8 +109,8 @@ def check_tpu_settings(settings: VllmSettings) -> None:
     """
     if settings.kv_cache_gib is not None:
         raise ConfigError(
-            f"rollout.vllm.kv_cache_gib={settings.kv_cache_gib} has no effect on TPUs, where the KV cache takes what "
-            "rollout.vllm.gpu_memory_utilization leaves; remove it"
+            f"rollout.vllm.kv_cache_gib={settings.kv_cache_gib} has no effect on TPUs, where the KV"
+            " cache takes what rollout.vllm.gpu_memory_utilization leaves; remove it"
         )
     if settings.sleep:
         raise ConfigError(
@@ -121,8 +122,9 @@ def check_tpu_settings(settings: VllmSettings) -> None:
         )
     if settings.multi_modal:
         raise ConfigError(
-            f"rollout.vllm.multi_modal={dict(settings.multi_modal)}: on TPUs vLLM reports no log-probs of prompts with "
-            "images, by which new weights are proved; use rollout.backend=jetstream"
+            f"rollout.vllm.multi_modal={dict(settings.multi_modal)}: on TPUs vLLM reports no"
+            " log-probs of prompts with images, by which new weights are proved; use"
+            " rollout.backend=jetstream"
         )
 
 
@@ -151,15 +153,17 @@ def explain(settings: VllmSettings, error: Exception, log: Log) -> ConfigError |
         cause = root_cause(log) or cause or type(error).__name__
     if _SHARED_MEMORY.search(cause):
         return ConfigError(
-            f"vLLM's processes got too little shared memory: {cause} Give /dev/shm more: docker run --shm-size=8g or "
-            "--ipc=host, in Kubernetes an emptyDir of medium Memory there"
+            f"vLLM's processes got too little shared memory: {cause} Give /dev/shm more: docker run"
+            " --shm-size=8g or --ipc=host, in Kubernetes an emptyDir of medium Memory there"
         )
     if _TOO_LITTLE_MEMORY.search(cause):
         return ConfigError(
-            f"vLLM got too little memory: {cause} Now: rollout.vllm.gpu_memory_utilization="
-            f"{settings.gpu_memory_utilization}, kv_cache_gib={settings.kv_cache_gib}, "
-            f"rollout.max_model_len={settings.max_model_len}, rollout.vllm.max_num_seqs={settings.max_num_seqs}; "
-            "give it more, lower the last two, or raise rollout.vllm.tensor_parallel_size"
+            f"vLLM got too little memory: {cause} Now:"
+            f" rollout.vllm.gpu_memory_utilization={settings.gpu_memory_utilization},"
+            f" kv_cache_gib={settings.kv_cache_gib},"
+            f" rollout.max_model_len={settings.max_model_len},"
+            f" rollout.vllm.max_num_seqs={settings.max_num_seqs}; give it more, lower the last two,"
+            " or raise rollout.vllm.tensor_parallel_size"
         )
     if isinstance(error, ValueError | TypeError):
         return ConfigError(f"vLLM refused its settings: {cause}")

@@ -70,8 +70,8 @@ class RequestAdmission:
         limit, name = self._settings.max_model_len, f"request {request.request_id!r}"
         if len(request.prompt_ids) >= limit:
             raise PromptTooLongError(
-                f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in rollout.max_model_len={limit}; "
-                "shorten the prompt or raise rollout.max_model_len"
+                f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in"
+                f" rollout.max_model_len={limit}; shorten the prompt or raise rollout.max_model_len"
             )
         if request.request_id in running:
             raise BackendError(
@@ -248,9 +248,9 @@ def check_conditioned(
         for kind, (ours, theirs) in counts.items()
     )
     raise TokenDriftError(
-        f"request {request.request_id!r}: vLLM would condition on {len(ids)} ids, the request has "
-        f"{len(request.prompt_ids)} ({numbers}); each placeholder must stand as often as the model reads its item "
-        "(ChatCodec.expand_media), with the same model.max_pixels on both sides"
+        f"request {request.request_id!r}: vLLM would condition on {len(ids)} ids, the request has"
+        f" {len(request.prompt_ids)} ({numbers}); each placeholder must stand as often as the model"
+        " reads its item (ChatCodec.expand_media), with the same model.max_pixels on both sides"
     )
 
 
@@ -327,9 +327,11 @@ class LiveRequest:
             token_ids=tuple(ids[:taken]),
             log_probs=tuple(log_probs[:taken]),
             policy_versions=tuple(versions[:taken]),
-            final=run.output([*self.prompt_ids, *run.token_ids])
-            if run.stop_reason is not None
-            else None,
+            final=(
+                run.output([*self.prompt_ids, *run.token_ids])
+                if run.stop_reason is not None
+                else None
+            ),
         )
 
     def _constrained_whole(self) -> TokenChunk:

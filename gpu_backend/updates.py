@@ -89,7 +89,8 @@ class WeightUpdater:
             raise WeightUpdateError(self._fixed)
         if update.kind not in self.kinds:
             raise WeightUpdateError(
-                f"this vLLM backend takes weights of kind {sorted(self.kinds)}, got kind={update.kind!r}"
+                f"this vLLM backend takes weights of kind {sorted(self.kinds)}, got"
+                f" kind={update.kind!r}"
             )
         if update.version <= served:
             raise WeightUpdateError(
@@ -106,8 +107,8 @@ class WeightUpdater:
                 ", or set rollout.vllm.require_probe=false" if self._settings.require_probe else ""
             )
             raise WeightUpdateError(
-                "the update brings no log-prob probe, so a wrong load could not be noticed; write it with "
-                f"jax_agent_rl.runtime.publishers.WeightFiles{way_out}"
+                "the update brings no log-prob probe, so a wrong load could not be noticed; write"
+                f" it with jax_agent_rl.runtime.publishers.WeightFiles{way_out}"
             )
         longest = max((len(ids) for ids in probe.ids), default=0) if probe else 0
         if longest >= self._settings.max_model_len:
@@ -136,8 +137,9 @@ class WeightUpdater:
                 )
                 if names := sorted({name for names in by_worker for name in names}):
                     raise WeightUpdateError(
-                        f"{len(names)} tensors did not arrive in vLLM's model, e.g. {names[:3]}: its loader skipped "
-                        "them or stores them in a way gpu_backend/weights.py does not describe"
+                        f"{len(names)} tensors did not arrive in vLLM's model, e.g. {names[:3]}:"
+                        " its loader skipped them or stores them in a way gpu_backend/weights.py"
+                        " does not describe"
                     )
         elif update.kind == BROADCAST:
             await self._transfer({"broadcast": asdict(update.payload)})
@@ -177,9 +179,10 @@ class WeightUpdater:
         max_largest, max_mean = self._limits
         if not (largest <= max_largest and mean <= max_mean):
             raise WeightUpdateError(
-                f"the engine's log-probs are not the learner's: they differ by up to {largest:.2g} (mean {mean:.2g}), "
-                f"allowed are {max_largest:.2g} ({max_mean:.2g}; rollout.vllm.max_logprob_difference and "
-                "mean_logprob_difference). The engine holds a model nobody asked for"
+                f"the engine's log-probs are not the learner's: they differ by up to {largest:.2g}"
+                f" (mean {mean:.2g}), allowed are {max_largest:.2g} ({max_mean:.2g};"
+                " rollout.vllm.max_logprob_difference and mean_logprob_difference). The engine"
+                " holds a model nobody asked for"
             )
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
@@ -264,8 +267,8 @@ def plain_handle(rebuild_args: Sequence[Any]) -> list[Any]:
 
 # --- TPUs -------------------------------------------------------------------------------------------------------------
 
-IN_JAX = (
-    "Qwen2ForCausalLM, Qwen3ForCausalLM and LlamaForCausalLM"  # of our table, in tpu-inference 0.32
+IN_JAX = (  # of our table, in tpu-inference 0.32
+    "Qwen2ForCausalLM, Qwen3ForCausalLM and LlamaForCausalLM"
 )
 
 
@@ -284,8 +287,9 @@ def why_not_replaceable(runner: Any) -> str | None:
     if isinstance(runner.state, nnx.State):
         return None
     return (
-        "on TPUs this model runs as vLLM's torch model, whose weights cannot be replaced; serve one that tpu-inference "
-        f"has in JAX ({IN_JAX}) with MODEL_IMPL_TYPE=auto, or use rollout.backend=jetstream"
+        "on TPUs this model runs as vLLM's torch model, whose weights cannot be replaced; serve"
+        f" one that tpu-inference has in JAX ({IN_JAX}) with MODEL_IMPL_TYPE=auto, or use"
+        " rollout.backend=jetstream"
     )
 
 
@@ -321,7 +325,8 @@ def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
     ):
         name = changed[0]
         raise RuntimeError(
-            f"{len(changed)} parameters have another form, e.g. {name}: {new.get(name)}, was {old.get(name)}"
+            f"{len(changed)} parameters have another form, e.g. {name}: {new.get(name)}, was"
+            f" {old.get(name)}"
         )
     runner.state = jax.tree.map(
         lambda x, form: jax.device_put(x, form.sharding), runner.state, before

@@ -114,14 +114,16 @@ class Checkpoint:
         config_file = folder / "config.json"
         if not config_file.is_file():
             raise ConfigError(
-                f"model.path={str(folder)!r} holds no config.json; set it to a Hugging Face model folder"
+                f"model.path={str(folder)!r} holds no config.json; set it to a Hugging Face model"
+                " folder"
             )
         config = json.loads(config_file.read_text())
         names = config.get("architectures") or ["(none)"]
         if names[0] not in FAMILIES:
             raise ConfigError(
-                f"{config_file}: architecture {names[0]!r} has no table in gpu_backend/weights.py, so its weights "
-                f"could not be updated safely; there are {', '.join(sorted(FAMILIES))} (add one there)"
+                f"{config_file}: architecture {names[0]!r} has no table in gpu_backend/weights.py,"
+                " so its weights could not be updated safely; there are"
+                f" {', '.join(sorted(FAMILIES))} (add one there)"
             )
         if config.get("quantization_config"):
             raise ConfigError(
@@ -162,12 +164,13 @@ class Checkpoint:
         """
         if unknown := sorted(set(wanted) - self.placeholders.keys()):
             raise ConfigError(
-                f"rollout.vllm.multi_modal names {unknown}, which this model does not take; remove them"
+                f"rollout.vllm.multi_modal names {unknown}, which this model does not take; remove"
+                " them"
             )
         if self.placeholders and not wanted:
             raise ConfigError(
-                f"this model takes {' and '.join(self.placeholders)} input; say how much of it with e.g. "
-                f"rollout.vllm.multi_modal.{next(iter(self.placeholders))}=1"
+                f"this model takes {' and '.join(self.placeholders)} input; say how much of it with"
+                f" e.g. rollout.vllm.multi_modal.{next(iter(self.placeholders))}=1"
             )
 
     def check(self, update: Shapes, *, partial: bool) -> None:
@@ -195,8 +198,8 @@ class Checkpoint:
         missing = sorted(self.shapes.keys() - update.keys() - self.optional)
         if missing and not partial:
             raise WeightUpdateError(
-                f"the update lacks {len(missing)} of {len(self.shapes)} tensors, e.g. {missing[:3]}; "
-                "send them all or set partial=True"
+                f"the update lacks {len(missing)} of {len(self.shapes)} tensors, e.g."
+                f" {missing[:3]}; send them all or set partial=True"
             )
         if not update:
             raise WeightUpdateError("the update holds no tensor")

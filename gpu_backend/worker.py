@@ -21,7 +21,9 @@ from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMis
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
+from vllm.distributed.weight_transfer.factory import (
+    WeightTransferEngineFactory,
+)  # pyright: ignore[reportMissingImports]
 from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
 from gpu_backend import broadcast, updates
@@ -149,8 +151,8 @@ def _opened(update: InPlaceUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
     ]
     if update.device_uuid not in uuids:
         raise ValueError(
-            f"this worker does not see the learner's GPU {update.device_uuid}, but {uuids}; let CUDA_VISIBLE_DEVICES "
-            "name it, too"
+            f"this worker does not see the learner's GPU {update.device_uuid}, but {uuids}; let"
+            " CUDA_VISIBLE_DEVICES name it, too"
         )
     for name, handle in update.handles.items():
         yield name, rebuild_cuda_tensor(*rebuild_arguments(handle, uuids.index(update.device_uuid)))
@@ -192,7 +194,9 @@ def _keep_weights_plain() -> None:
     processes: therefore at import of this module.
     """
     from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+        CPUUnquantizedExperts,
+    )  # pyright: ignore[reportMissingImports]
 
     def plain(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear

@@ -60,7 +60,8 @@ class RoutedExperts:
         size = math.prod(self.shape) * (1 + self.wide)
         if self.start < 0 or len(self.shape) != 3 or len(self.data) != size:
             raise ValueError(
-                f"routed experts {self.shape} from {self.start} on take {size} bytes, not {len(self.data)}"
+                f"routed experts {self.shape} from {self.start} on take {size} bytes, not"
+                f" {len(self.data)}"
             )
 
     @classmethod
@@ -260,7 +261,8 @@ class SamplingParams:
             check_str("grammar", self.grammar)
             if len(self.grammar) > MAX_GRAMMAR_LENGTH:
                 raise ValueError(
-                    f"a grammar has {len(self.grammar)} characters: it may have {MAX_GRAMMAR_LENGTH}"
+                    f"a grammar has {len(self.grammar)} characters: it may have"
+                    f" {MAX_GRAMMAR_LENGTH}"
                 )
             if self.ignore_eos:
                 raise ValueError(

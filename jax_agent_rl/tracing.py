@@ -123,9 +123,9 @@ class OpenSpan:
                 start_ns=self._start,
                 end_ns=self._record.now(),
                 attributes=self._attributes,
-                error=None
-                if error is None
-                else f"{type(error).__name__}: {error}".removesuffix(": "),
+                error=(
+                    None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
+                ),
             ),
         )
 

@@ -207,7 +207,8 @@ class Trajectory:
             versions += out.policy_versions + (-1,) * len(turn.appended_ids)
         if not prompt_ids or not any(mask):
             raise ValueError(
-                f"a trajectory needs a prompt and a sampled id, got {len(prompt_ids)} and {sum(mask)}"
+                f"a trajectory needs a prompt and a sampled id, got {len(prompt_ids)} and"
+                f" {sum(mask)}"
             )
         return cls(
             prompt_ids=tuple(prompt_ids),

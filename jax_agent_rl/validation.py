@@ -73,7 +73,8 @@ def as_score(value: object, what: str) -> float:
     number = as_float(value, what)
     if abs(number) > FLOAT32_MAX:
         raise ValueError(
-            f"{what} must be a number that float32 holds, at most 3.4e38, got {shown(value)}; scale it"
+            f"{what} must be a number that float32 holds, at most 3.4e38, got {shown(value)};"
+            " scale it"
         )
     return number
 

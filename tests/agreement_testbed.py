@@ -247,7 +247,7 @@ def diagnosis(
         dtype="float32",
         temperature=temperature,
         contexts=collect_contexts(groups, since),
-        older={name: (lambda made=made: made) for name, made in (older or {}).items()},
+        older={name: lambda made=made: made for name, made in (older or {}).items()},
         adapters=adapters,
     )
     return diagnose(subject, tolerance=tolerance, engine=engine, clock=lambda: 0.0)

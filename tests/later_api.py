@@ -74,9 +74,10 @@ class LaterApiEngine:
             generated=jnp.zeros(1, jnp.int32),
         )
         state, result = self._step(params, state, rng, algorithm)
-        return EnginePrefix(
-            cache=state.cache, last_token=state.tokens[0], length=state.positions[0]
-        ), result
+        return (
+            EnginePrefix(cache=state.cache, last_token=state.tokens[0], length=state.positions[0]),
+            result,
+        )
 
     def insert(self, prefix: EnginePrefix, decode_state: DecodeState, slot: int) -> DecodeState:
         return self._driven.insert(prefix, decode_state, slot)

@@ -188,7 +188,8 @@ def open_browser() -> Iterator[Any]:
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         pytest.skip(
-            f"no browser on this machine: none of {', '.join(BROWSERS)} (apt-get install {BROWSERS[0]})"
+            f"no browser on this machine: none of {', '.join(BROWSERS)} (apt-get install"
+            f" {BROWSERS[0]})"
         )
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found)

@@ -7,7 +7,10 @@ import subprocess
 
 from tests.warm import python
 
-COMPILE_QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
+COMPILE_QUICKLY = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_cpu_use_fusion_emitters=false"
+)
 """For XLA_FLAGS. Compiling is most of what tests of small models do; so it takes a quarter of the time."""
 
 
@@ -27,7 +30,9 @@ def environment_with(devices: int, *, flags: str = COMPILE_QUICKLY) -> dict[str,
         os.environ
         | {
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {timeouts} {flags}",
-            "NPROC": "16",  # XLA's threads: devices wait for each other in them, and a few cores' would all be waiting
+            "NPROC": (
+                "16"
+            ),  # XLA's threads: devices wait for each other in them, and a few cores' would all be waiting
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": os.getcwd(),
             "PYTHONUNBUFFERED": "1",

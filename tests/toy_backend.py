@@ -241,9 +241,9 @@ class ToyBackend(BatchingEngine):
         return TokenScores(
             log_probs=tuple(logs[np.arange(len(logs)), token_ids[start:]].tolist()),
             top_ids=tuple(map(tuple, order.tolist())) if top_k else (),
-            top_log_probs=tuple(map(tuple, np.take_along_axis(logs, order, axis=1).tolist()))
-            if top_k
-            else (),
+            top_log_probs=(
+                tuple(map(tuple, np.take_along_axis(logs, order, axis=1).tolist())) if top_k else ()
+            ),
         )
 
 

@@ -35,4 +35,7 @@ def _link(obj: griffe.Object, role: re.Match[str]) -> str:
         identifier = obj.resolve(name)
     except griffe.NameResolutionError:
         identifier = name
-    return f'<autoref optional identifier="{html.escape(identifier)}"><code>{html.escape(text)}</code></autoref>'
+    return (
+        "<autoref optional"
+        f' identifier="{html.escape(identifier)}"><code>{html.escape(text)}</code></autoref>'
+    )

@@ -27,8 +27,8 @@ from jax_agent_rl.utils.hub import dataset_files
 
 SAMPLE = Path(__file__).with_name("sample.jsonl")
 SYSTEM = (
-    "You answer questions with a calculator. First write a <tool_call>, then read the <tool_response>, then answer "
-    "after ####."
+    "You answer questions with a calculator. First write a <tool_call>, then read the"
+    " <tool_response>, then answer after ####."
 )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from jax_agent_rl.data.rows import write_rows
 
 SYSTEM = (
-    "You play poker with three cards. The King beats the Queen, the Queen beats the Jack. Answer with one of the two "
-    "words you are given."
+    "You play poker with three cards. The King beats the Queen, the Queen beats the Jack. Answer"
+    " with one of the two words you are given."
 )
 EXAMPLE = (
     ("You hold the King. You begin. check or bet?", "bet"),

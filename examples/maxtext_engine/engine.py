@@ -112,8 +112,9 @@ def to_maxtext(model: DecoderConfig, params: Params, query_scale: float) -> dict
     def layer(i: int) -> dict[str, Any]:
         attention: dict[str, Any] = {
             name: {
-                "kernel": layers[ours][i].T.reshape(-1, count, h)
-                * jnp.asarray(scale, layers[ours].dtype)
+                "kernel": (
+                    layers[ours][i].T.reshape(-1, count, h) * jnp.asarray(scale, layers[ours].dtype)
+                )
             }
             for name, (ours, count, scale) in heads.items()
         }
@@ -150,8 +151,9 @@ def _check(model: DecoderConfig) -> None:
     )
     if model.family not in BLOCKS or not plain or model.rope.scaling is not None:
         raise ConfigError(
-            f"examples/maxtext_engine maps dense {sorted(BLOCKS)} models without biases, windows and scaled positions, "
-            f"not this {model.family} model; add the mapping there, or leave rollout.jetstream.engine_factory unset"
+            f"examples/maxtext_engine maps dense {sorted(BLOCKS)} models without biases, windows"
+            f" and scaled positions, not this {model.family} model; add the mapping there, or leave"
+            " rollout.jetstream.engine_factory unset"
         )
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 SYSTEM = (
-    "You answer questions with Python. First write <tool> with code that prints the answer </tool>, then read the "
-    "<result>, then answer."
+    "You answer questions with Python. First write <tool> with code that prints the answer </tool>,"
+    " then read the <result>, then answer."
 )
 NUMBERS = "{a}, {b} and {c}"
 # question, result; {a}, {b}, {c} are the numbers

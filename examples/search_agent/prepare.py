@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 SYSTEM = (
-    "You answer questions about places. First write <search> with what to look for </search>, then read the "
-    "<information>, then write <answer> with the answer only </answer>."
+    "You answer questions about places. First write <search> with what to look for </search>, then"
+    " read the <information>, then write <answer> with the answer only </answer>."
 )
 ONSETS = ("B", "D", "F", "G", "K", "L", "M", "N", "P", "R", "S", "T", "V", "Br", "Tr", "St", "Gr")
 VOWELS = ("a", "e", "i", "o", "u", "ia", "ei")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 SYSTEM = (
-    "You answer questions about the table books(title, author, year, pages, price). First write <sql> with a query "
-    "</sql>, then read the <observation>, then answer."
+    "You answer questions about the table books(title, author, year, pages, price). First write"
+    " <sql> with a query </sql>, then read the <observation>, then answer."
 )
 AUTHORS = (
     "Ada Brook",
@@ -95,7 +95,8 @@ def main() -> None:
     database.unlink(missing_ok=True)
     with sqlite3.connect(database) as connection:
         connection.execute(
-            "CREATE TABLE books (title TEXT, author TEXT, year INTEGER, pages INTEGER, price INTEGER)"
+            "CREATE TABLE books (title TEXT, author TEXT, year INTEGER, pages INTEGER, price"
+            " INTEGER)"
         )
         connection.executemany(
             "INSERT INTO books VALUES (:title, :author, :year, :pages, :price)", books
@@ -170,7 +171,9 @@ def answered(question: str, query: str, answer: str) -> list[dict[str, str]]:
     """A question and the text of a trajectory that answers it."""
     column = query.split()[1]
     reminder = "<reminder>You have 1 turns left to complete the task.</reminder>"
-    observation = f"\n\n<observation>{column}\n{answer}\n{reminder}</observation>\n\n"  # as the server writes it
+    observation = (  # as the server writes it
+        f"\n\n<observation>{column}\n{answer}\n{reminder}</observation>\n\n"
+    )
     text = f"<sql>{query}</sql>{observation}The answer is {answer}."
     return [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from jax_agent_rl.data.rows import write_rows
 
-NOUNS = "apple bridge candle desert engine forest garden hammer island jacket kettle ladder market needle orange".split()
+NOUNS = (
+    "apple bridge candle desert engine forest garden hammer island jacket kettle ladder market"
+    " needle orange".split()
+)
 TOML = 'version = "1.0"\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
 TEST_SH = """#!/bin/bash
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1  # start seven times as fast

@@ -11,20 +11,32 @@ import json
 from pathlib import Path
 from typing import Any
 
-SYSTEM = "You play a text game. You are told what to do and which commands there are. Answer with one command."
+SYSTEM = (
+    "You play a text game. You are told what to do and which commands there are. Answer with one"
+    " command."
+)
 EXAMPLE = (
     (
-        "Hello! Please open the wooden chest in the attic.\n\n-= Attic =-\nYou are in the attic. You see a closed "
-        "wooden chest.\n\nYou can: examine wooden chest, inventory, look, open wooden chest",
+        (
+            "Hello! Please open the wooden chest in the attic.\n\n-= Attic =-\nYou are in the"
+            " attic. You see a closed wooden chest.\n\nYou can: examine wooden chest, inventory,"
+            " look, open wooden chest"
+        ),
         "open wooden chest",
     ),
     (
-        "Welcome! Your task is to take the key from the table, then go west.\n\n-= Hall =-\nYou are in a hall. On the "
-        "table is a key.\n\nYou can: examine key, go west, inventory, look, take key from table",
+        (
+            "Welcome! Your task is to take the key from the table, then go west.\n\n-= Hall =-\nYou"
+            " are in a hall. On the table is a key.\n\nYou can: examine key, go west, inventory,"
+            " look, take key from table"
+        ),
         "take key from table",
     ),
     (
-        "You take the key from the table.\n\nYou can: drop key, examine key, go west, inventory, look",
+        (
+            "You take the key from the table.\n\nYou can: drop key, examine key, go west,"
+            " inventory, look"
+        ),
         "go west",
     ),
 )

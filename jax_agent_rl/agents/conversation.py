@@ -148,7 +148,10 @@ def first_difference(
     new_excerpt = _excerpt(new_text, start)
     old_excerpt = _excerpt(old_text, start)
     where = f"message {common + 1} of {len(messages)} ({new_message['role']})"
-    return f"{where} has {new_excerpt!r} where the recorded one ({old_message['role']}) has {old_excerpt!r}"
+    return (
+        f"{where} has {new_excerpt!r} where the recorded one ({old_message['role']}) has"
+        f" {old_excerpt!r}"
+    )
 
 
 def _excerpt(text: str, start: int) -> str:

@@ -487,8 +487,9 @@ class Episode:
         )
         if exceeded:
             raise PromptTooLongError(
-                f"the prompt has {length} ids, which leaves no room within {' and '.join(exceeded)}; raise "
-                f"{'it' if len(exceeded) == 1 else 'them'} or shorten the prompt"
+                f"the prompt has {length} ids, which leaves no room within"
+                f" {' and '.join(exceeded)}; raise {'it' if len(exceeded) == 1 else 'them'} or"
+                " shorten the prompt"
             )
 
     def _emit(

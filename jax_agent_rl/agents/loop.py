@@ -79,8 +79,8 @@ class AgentLoop(ABC):
             TrajectoryError: as :meth:`run`.
         """
         raise ConfigError(
-            f"agent {self.name!r} cannot go on from the middle of another trajectory; set rollout.strategy.name=chain, "
-            f"or use one of {branching_agents()}"
+            f"agent {self.name!r} cannot go on from the middle of another trajectory; set"
+            f" rollout.strategy.name=chain, or use one of {branching_agents()}"
         )
 
     async def resume(
@@ -163,7 +163,8 @@ class AgentLoop(ABC):
         if role is not None:
             if role not in self.roles:
                 raise ValueError(
-                    f"agent {self.name!r} starts role {role!r}, its roles are {self.roles}; add it there"
+                    f"agent {self.name!r} starts role {role!r}, its roles are {self.roles}; add it"
+                    " there"
                 )
             context = context.as_role(role)
             trajectory_id = role_id(trajectory_id, role)
@@ -327,8 +328,8 @@ class AgentSelector:
         for key in ("role_models", "role_adapters"):
             for role in getattr(self._context.limits, key).keys() - roles:
                 raise ConfigError(
-                    f"agent.{key}: no agent of these rows has a role {role!r}; {did_you_mean(role, roles)}"
-                    f"there are {sorted(roles)}"
+                    f"agent.{key}: no agent of these rows has a role {role!r};"
+                    f" {did_you_mean(role, roles)}there are {sorted(roles)}"
                 )
 
         for loop in loops:
@@ -347,6 +348,6 @@ class AgentSelector:
                 problems.add(problem)
         if problems:
             raise ConfigError(
-                f"rollout.strategy branches trajectories, but {'; '.join(sorted(problems))}; use others, or set "
-                "rollout.strategy.name=chain"
+                f"rollout.strategy branches trajectories, but {'; '.join(sorted(problems))}; use"
+                " others, or set rollout.strategy.name=chain"
             )

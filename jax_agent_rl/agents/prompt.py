@@ -100,7 +100,8 @@ def _openai_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
         return part
     if part["type"] == "video":
         raise DataError(
-            "the prompt shows a video, which OpenAI's API has no part for; show its frames as images"
+            "the prompt shows a video, which OpenAI's API has no part for; show its frames as"
+            " images"
         )
     try:
         return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
@@ -118,7 +119,8 @@ def row_prompt(
         messages = [*prompt, *opening]
     if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
         raise DataError(
-            f"a row's prompt must be a list of messages like [{{'role': 'user', 'content': …}}], got {prompt!r:.200}"
+            "a row's prompt must be a list of messages like [{'role': 'user', 'content': …}],"
+            f" got {prompt!r:.200}"
         )
     return messages
 
@@ -148,8 +150,8 @@ class EncodedImage:
         url = image.get("url")
         if not isinstance(url, str) or not url.startswith("data:image/"):
             raise ValueError(
-                f"an image must be in the request, as a URL data:image/…;base64,…; got {url!r:.80}, and nothing is "
-                "fetched from other addresses"
+                f"an image must be in the request, as a URL data:image/…;base64,…; got {url!r:.80},"
+                " and nothing is fetched from other addresses"
             )
         detail = image.get("detail")
         if detail not in (None, "auto", "high"):

@@ -508,8 +508,9 @@ class ChatRecorder:
         if not exceeded:
             return
         message = (
-            f"a context of {context_length} ids ({request.prompt_length} of them the prompt) leaves no room within "
-            f"{' and '.join(exceeded)}; raise {'it' if len(exceeded) == 1 else 'them'} or shorten the conversation"
+            f"a context of {context_length} ids ({request.prompt_length} of them the prompt) leaves"
+            f" no room within {' and '.join(exceeded)}; raise"
+            f" {'it' if len(exceeded) == 1 else 'them'} or shorten the conversation"
         )
         if not self.turns:
             raise PromptTooLongError(message)
@@ -525,7 +526,10 @@ class ChatRecorder:
             return
         if not self.turns or request.parent is self.turns[-1]:
             return
-        message = f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the last one"
+        message = (
+            f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the"
+            " last one"
+        )
         if request.note:
             message += f": {request.note}"
         raise HistoryEditedError(
@@ -578,6 +582,7 @@ def _agreement(turn: RecordedTurn, replies: Sequence[Traces]) -> int:
 @functools.cache  # once for the same tools
 def _warn_about_hidden(names: tuple[str, ...]) -> None:
     logger.warning(
-        f"the model is not told of the tools {', '.join(names)} that a request carries, because agent.tool_prompt=none "
-        "leaves them out of the prompt and no message names one; remove that key, or describe them in the rows"
+        f"the model is not told of the tools {', '.join(names)} that a request carries, because"
+        " agent.tool_prompt=none leaves them out of the prompt and no message names one; remove"
+        " that key, or describe them in the rows"
     )

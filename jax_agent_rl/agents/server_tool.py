@@ -409,13 +409,13 @@ def _metrics(observation: ServerObservation) -> dict[str, float]:
 def _server(limits: AgentConfig) -> ToolServerClient:
     if limits.tool_server_url is None:
         raise ConfigError(
-            "server_tool_agent needs a tool server; set agent.tool_server_url, e.g. http://localhost:5000, or "
-            "agent.enable_agent=false for plain generation"
+            "server_tool_agent needs a tool server; set agent.tool_server_url, e.g."
+            " http://localhost:5000, or agent.enable_agent=false for plain generation"
         )
     if not limits.action_stop_tokens and not limits.enable_mtrl and not limits.min_turns:
         raise ConfigError(
-            "server_tool_agent would never call a tool: set agent.action_stop_tokens (e.g. '</python>'), "
-            "agent.enable_mtrl=true, or agent.min_turns"
+            "server_tool_agent would never call a tool: set agent.action_stop_tokens (e.g."
+            " '</python>'), agent.enable_mtrl=true, or agent.min_turns"
         )
     service = JsonService(
         url=observation_url(limits.tool_server_url),

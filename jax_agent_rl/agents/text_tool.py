@@ -294,9 +294,9 @@ class RateLimiter:
             return
         self._warned = True
         logger.warning(
-            "tool_config.request_interval=%g is the bottleneck of tool calls: %d requests waited %.1f s to start "
-            "and took %.1f s; no more than %.3g start in a second. Set tool_config.request_interval=0 if the tool "
-            "server is yours alone, or lower it",
+            "tool_config.request_interval=%g is the bottleneck of tool calls: %d requests waited"
+            " %.1f s to start and took %.1f s; no more than %.3g start in a second. Set"
+            " tool_config.request_interval=0 if the tool server is yours alone, or lower it",
             self._interval,
             self._requests,
             self._wait_seconds,
@@ -329,8 +329,8 @@ class ToolClient:
     def __init__(self, config: ToolClientConfig):
         if config.server_url is None:
             raise ConfigError(
-                "text_tool_agent needs a tool server; set tool_config.server_url (or TOOL_SERVER_URL), e.g. "
-                "http://localhost:5000, or tool_config.enabled=false"
+                "text_tool_agent needs a tool server; set tool_config.server_url (or"
+                " TOOL_SERVER_URL), e.g. http://localhost:5000, or tool_config.enabled=false"
             )
         self.server = ToolServerClient(
             _service(config, observation_url(config.server_url), section="tool_config")
@@ -375,8 +375,8 @@ class SearchClient:
     def __init__(self, config: SearchConfig):
         if config.server_url is None:
             raise ConfigError(
-                "search_agent needs a retrieval server; set search.server_url, e.g. http://localhost:8000/retrieve, "
-                "or agent.enable_search=false"
+                "search_agent needs a retrieval server; set search.server_url, e.g."
+                " http://localhost:8000/retrieve, or agent.enable_search=false"
             )
         self._service = _service(config, config.server_url, section="search")
         self._topk = config.topk

@@ -230,8 +230,9 @@ class ToolAgent(TurnLoopAgent):
             await self._turn_grammar(schemas, self.context.codec)
         except GrammarError as error:
             raise ConfigError(
-                f"agent.constrain_tool_calls=true with agent.tool_format={self.context.codec.tool_format}: {error}; "
-                "set it to false, or use a model or agent.tool_format whose calls have an opening tag, such as hermes"
+                "agent.constrain_tool_calls=true with"
+                f" agent.tool_format={self.context.codec.tool_format}: {error}; set it to false, or"
+                " use a model or agent.tool_format whose calls have an opening tag, such as hermes"
             ) from None
 
     async def _turn_grammar(
@@ -265,8 +266,8 @@ class InteractionAgent(ToolAgent):
             (name,) = users  # no need to choose
         if not isinstance(name, str) or name not in users:
             raise InteractionError(
-                f"extra_info.interaction_kwargs.name={name!r} is not an interaction; there are {sorted(users)} "
-                "(interactions.interaction_config_path)"
+                f"extra_info.interaction_kwargs.name={name!r} is not an interaction; there are"
+                f" {sorted(users)} (interactions.interaction_config_path)"
             )
         return InteractionSession(
             users[name],

@@ -142,8 +142,8 @@ def check_replay(
     """
     if recorded != replayed:
         raise ReplayError(
-            f"{source} answered {replayed!s:.300} where it had answered {recorded!s:.300} in turn {turn}; {remedy}, "
-            "or set rollout.strategy.name=chain"
+            f"{source} answered {replayed!s:.300} where it had answered {recorded!s:.300} in turn"
+            f" {turn}; {remedy}, or set rollout.strategy.name=chain"
         )
 
 

@@ -273,8 +273,8 @@ def _describe_untried(untried: Sequence[str], seconds: float) -> str:
     if not untried:
         return ""
     return (
-        f"; in {seconds:.0f} seconds there was no time to try all of: {', '.join(untried)} (`jax-agent-rl diagnose "
-        "--seconds 600 RUN` does)"
+        f"; in {seconds:.0f} seconds there was no time to try all of: {', '.join(untried)}"
+        " (`jax-agent-rl diagnose --seconds 600 RUN` does)"
     )
 
 
@@ -306,8 +306,8 @@ def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
             "ids", "ruled out", f"all {count} contexts are those that the engine reported"
         )
     detail = (
-        f"in {len(drifted)} of {count} contexts the engine saw other ids than are trained on, first in "
-        f"{drifted[0].name}"
+        f"in {len(drifted)} of {count} contexts the engine saw other ids than are trained on, first"
+        f" in {drifted[0].name}"
     )
     return HypothesisResult("ids", "found", detail)
 
@@ -324,14 +324,17 @@ def _check_learner(subject: DiagnosisSubject, examined: Examined) -> HypothesisR
     packed = Comparison.of(np.concatenate(gaps)) if gaps else None
     if packed is not None and packed.largest > max(10 * gap.largest, 1e-5):
         detail = (
-            f"a plain pass over the learner's parameters agrees with the engine (mean {gap.mean:.1e}, largest "
-            f"{gap.largest:.1e} nats), the learner's packed pass does not (mean {packed.mean:.1e}, largest "
-            f"{packed.largest:.1e})"
+            "a plain pass over the learner's parameters agrees with the engine (mean"
+            f" {gap.mean:.1e}, largest {gap.largest:.1e} nats), the learner's packed pass does not"
+            f" (mean {packed.mean:.1e}, largest {packed.largest:.1e})"
         )
         return HypothesisResult("learner", "found", detail, gap)
     count = len(subject.contexts)
     some = "" if examined.scored == count else f", {examined.scored} of {count}"
-    detail = f"nothing is wrong in the contexts examined{some} (mean {gap.mean:.1e}, largest {gap.largest:.1e} nats)"
+    detail = (
+        f"nothing is wrong in the contexts examined{some} (mean {gap.mean:.1e}, largest"
+        f" {gap.largest:.1e} nats)"
+    )
     return HypothesisResult("learner", "ruled out", detail, gap)
 
 
@@ -415,7 +418,10 @@ def _check_layers(
             )
     if difference is not None:
         return difference, HypothesisResult("layers", "found", difference.describe())
-    detail = f"the embeddings and all {len(learner_outputs) - 1} layers agree on a prefilled context of {len(ids)} ids"
+    detail = (
+        f"the embeddings and all {len(learner_outputs) - 1} layers agree on a prefilled context of"
+        f" {len(ids)} ids"
+    )
     if probe.breach is not None and probe.breach >= len(ids):
         return None, HypothesisResult(
             "layers", "not tested", f"{detail}, but all of these are before the gap"
@@ -449,8 +455,8 @@ def _check_rounding(examined: Examined, precision: str) -> HypothesisResult | No
         gap.mean <= ROUNDING_COSTS * cost.mean and gap.largest <= 2 * ROUNDING_COSTS * cost.largest
     )
     detail = (
-        f"{precision} makes a gap of {cost.mean:.1e} nats on average, {cost.largest:.1e} at most, in the learner's own "
-        "pass over these contexts"
+        f"{precision} makes a gap of {cost.mean:.1e} nats on average, {cost.largest:.1e} at most,"
+        " in the learner's own pass over these contexts"
     )
     if is_as_small and _may_be_rounding(examined):
         return HypothesisResult(
@@ -481,7 +487,7 @@ def _describe_rounding(examined: Examined, precision: str) -> str | None:
         )
         if 1 / 3 <= times <= 3 and correlation > 0.2:
             return (
-                f"the gap is {times:.1f} times what computing in {name} makes, has no direction, and lies where that "
-                f"makes one (correlation {correlation:.2f})"
+                f"the gap is {times:.1f} times what computing in {name} makes, has no direction,"
+                f" and lies where that makes one (correlation {correlation:.2f})"
             )
     return None

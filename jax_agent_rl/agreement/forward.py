@@ -265,9 +265,10 @@ def _layers(
 
     def compute_from_first(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
         assert changed is not None
-        return jax.lax.cond(
-            scanned[0] >= changed[1], lambda: compute(x, scanned)[0], lambda: x
-        ), None
+        return (
+            jax.lax.cond(scanned[0] >= changed[1], lambda: compute(x, scanned)[0], lambda: x),
+            None,
+        )
 
     prefix_kv = None if prefix is None else (prefix.keys, prefix.values)
     layers = (

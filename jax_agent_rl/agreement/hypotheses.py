@@ -191,7 +191,10 @@ def stale_version(subject: DiagnosisSubject) -> Trials:
             if where > subject.contexts[0].prompt:
                 yield Trial(
                     cause=Cause.STALE_VERSION,
-                    label=f"serves the weights of {name} from {_describe_place(subject.contexts[0], where)} on",
+                    label=(
+                        f"serves the weights of {name} from"
+                        f" {_describe_place(subject.contexts[0], where)} on"
+                    ),
                     params=make,
                     mix=lambda context, kind=kind: _boundaries(context).get(kind, 0),
                 )
@@ -920,7 +923,10 @@ def tensors_of_one_layer(layers: Sequence[int]) -> Family:
                 },
             )
             for one, other in names.pairs():
-                label = f"holds {names.one(one, layer)} and {names.one(other, layer)} in each other's place"
+                label = (
+                    f"holds {names.one(one, layer)} and {names.one(other, layer)} in each other's"
+                    " place"
+                )
 
                 def exchange(both: Params, one: str = one, other: str = other) -> Params:
                     return {
@@ -940,14 +946,20 @@ def tensors_of_one_layer(layers: Sequence[int]) -> Family:
                         },
                     )
                 if parameter_at(["layers", key]).is_of_experts:
-                    label = f"holds the experts of {names.one(key, layer)} in another order (the last one first)"
+                    label = (
+                        f"holds the experts of {names.one(key, layer)} in another order (the last"
+                        " one first)"
+                    )
                     yield trial(
                         Cause.MISNAMED_TENSOR,
                         label,
                         lambda both, key=key: {key: _first(both[key], both[key][0][::-1])},
                     )
                 if layer + 1 < model.num_layers:
-                    label = f"holds {names.one(key, layer)} and {names.one(key, layer + 1)} in each other's place"
+                    label = (
+                        f"holds {names.one(key, layer)} and {names.one(key, layer + 1)} in each"
+                        " other's place"
+                    )
                     yield trial(
                         Cause.MISNAMED_TENSOR, label, lambda both, key=key: {key: both[key][::-1]}
                     )

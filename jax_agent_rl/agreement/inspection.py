@@ -114,7 +114,10 @@ def _common_faults(
 
     largest = max(_tensor_difference(engine[name], learner[name]) for name in wrong)
     if are_most_wrong and largest < MAX_TRAINING_CHANGE:
-        detail = f"differs a little (at most by {largest:.1e} of its size), as weights of another version do"
+        detail = (
+            f"differs a little (at most by {largest:.1e} of its size), as weights of another"
+            " version do"
+        )
         return [TensorFault(name, Cause.STALE_VERSION, detail) for name in wrong]
     return [
         TensorFault(name, *_fault(name, engine[name], learner, precision, transposed))
@@ -256,13 +259,18 @@ class LayerDifference:
             (
                 True,
                 False,
-            ): "its keys differ and its values do not: rotary settings, positions, or the keys' weights",
+            ): (
+                "its keys differ and its values do not: rotary settings, positions, or the keys'"
+                " weights"
+            ),
             (False, True): "its values differ and its keys do not: the values' weights",
             (
                 False,
                 False,
-            ): "its keys and values agree and its output does not: queries, window, output projection, or "
-            "what follows",
+            ): (
+                "its keys and values agree and its output does not: queries, window, output"
+                " projection, or what follows"
+            ),
         }["keys" in self.parts, "values" in self.parts]
         layer = (
             f"layer {self.layer} is the first that differs, by {self.difference:.1%} of its size"

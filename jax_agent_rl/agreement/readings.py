@@ -132,7 +132,10 @@ def _supports(few: Tokens) -> Iterator[Reading]:
         def read(tokens: Tokens, least: float = least) -> np.ndarray:
             return likely_mass(tokens.params, tokens.hidden, tokens.temperature, [least])[0]
 
-        label = f"samples from ids at least {least:g} times as likely as the likeliest (min_p={least:g})"
+        label = (
+            f"samples from ids at least {least:g} times as likely as the likeliest"
+            f" (min_p={least:g})"
+        )
         yield _restricted(few, label, kept, read)
 
 

@@ -106,8 +106,10 @@ class Cause(StrEnum):
 
     TOKEN_DRIFT = (
         "token drift",
-        "send the engine the trajectory's ids as they are: no second tokenization, no BOS added, nothing cut off; "
-        "`jax-agent-rl conformance` tests it",
+        (
+            "send the engine the trajectory's ids as they are: no second tokenization, no BOS"
+            " added, nothing cut off; `jax-agent-rl conformance` tests it"
+        ),
     )
     PADDING = (
         "padding is attended to",
@@ -115,12 +117,17 @@ class Cause(StrEnum):
     )
     POSITION = (
         "position offset",
-        "correct the positions of sampled tokens in the engine, or which token a log-prob is returned with",
+        (
+            "correct the positions of sampled tokens in the engine, or which token a log-prob is"
+            " returned with"
+        ),
     )
     TEMPERATURE = (
         "temperature",
-        "let the engine report log-probs after temperature (vLLM: logprobs_mode=processed_logprobs) and sample at "
-        "rollout.temperature",
+        (
+            "let the engine report log-probs after temperature (vLLM:"
+            " logprobs_mode=processed_logprobs) and sample at rollout.temperature"
+        ),
     )
     TRUNCATED_SUPPORT = (
         "truncated support",
@@ -128,8 +135,10 @@ class Cause(StrEnum):
     )
     STALE_VERSION = (
         "stale weights",
-        "make the engine load the weights of each update before it takes over their version; restart it to begin again "
-        "from the learner's",
+        (
+            "make the engine load the weights of each update before it takes over their version;"
+            " restart it to begin again from the learner's"
+        ),
     )
     MISSING_TENSOR = (
         "missing tensor",
@@ -149,8 +158,10 @@ class Cause(StrEnum):
     )
     DTYPE = (
         "dtype",
-        "set in rollout.jetstream or rollout.vllm the dtype that the engine really computes in, or give it the one "
-        "that is configured; a tolerance of that precision then applies",
+        (
+            "set in rollout.jetstream or rollout.vllm the dtype that the engine really computes in,"
+            " or give it the one that is configured; a tolerance of that precision then applies"
+        ),
     )
     ROTARY = (
         "rotary settings",
@@ -166,11 +177,17 @@ class Cause(StrEnum):
     )
     SETTING = (
         "model settings",
-        "give the engine the field of the model's config.json that is named, or correct its code of the family",
+        (
+            "give the engine the field of the model's config.json that is named, or correct its"
+            " code of the family"
+        ),
     )
     MASK = (
         "attention mask",
-        "correct which cached ids the engine's decode steps attend to, and which of them its cache keeps between turns",
+        (
+            "correct which cached ids the engine's decode steps attend to, and which of them its"
+            " cache keeps between turns"
+        ),
     )
     ADAPTER = (
         "adapter scale",
@@ -178,22 +195,33 @@ class Cause(StrEnum):
     )
     LOGITS = (
         "changed logits",
-        "turn off penalties, caps and forbidden ids in the engine, also in its generation_config.json, and mask ids "
-        "that only pad the vocabulary",
+        (
+            "turn off penalties, caps and forbidden ids in the engine, also in its"
+            " generation_config.json, and mask ids that only pad the vocabulary"
+        ),
     )
     MIXED_ANSWERS = "mixed answers", "return with each request the log-probs of its own tokens"
     STALE_PREFIX = "stale prefix cache", "empty the engine's prefix cache with every weight update"
     LEARNER = (
         "the learner's packed pass",
-        "set learner.share_prefixes=false and one device in learner.mesh, and report which of the two helps",
+        (
+            "set learner.share_prefixes=false and one device in learner.mesh, and report which of"
+            " the two helps"
+        ),
     )
     ROUNDING = (
         "rounding",
-        "set trainer.agreement_tolerance to a few times the compared_gap_max and compared_gap_mean of metrics.jsonl",
+        (
+            "set trainer.agreement_tolerance to a few times the compared_gap_max and"
+            " compared_gap_mean of metrics.jsonl"
+        ),
     )
     UNKNOWN = (
         "unknown",
-        "serve the same model with another engine: if that agrees, the one in use is at fault, else the model's files",
+        (
+            "serve the same model with another engine: if that agrees, the one in use is at fault,"
+            " else the model's files"
+        ),
     )
 
 
@@ -278,9 +306,9 @@ def breach_line(comparison: Comparison, tolerance: Tolerance, version: int) -> s
         version: policy version of the weights.
     """
     return (
-        f"engine and learner disagree about the weights of version {version}: over {comparison.tokens} tokens "
-        f"{comparison.mean:.1e} nats on average (allowed {tolerance.mean:.1e}), {comparison.largest:.1e} at most "
-        f"(allowed {tolerance.token:.1e})"
+        f"engine and learner disagree about the weights of version {version}: over"
+        f" {comparison.tokens} tokens {comparison.mean:.1e} nats on average (allowed"
+        f" {tolerance.mean:.1e}), {comparison.largest:.1e} at most (allowed {tolerance.token:.1e})"
     )
 
 

@@ -37,11 +37,18 @@ from jax_agent_rl.models.config import (
 )
 from jax_agent_rl.models.parameters import Kind, parameter_at
 
-_SHAPE = "tensors of that size would not fit; layers left out and heads in another order are hypotheses about tensors"
+_SHAPE = (
+    "tensors of that size would not fit; layers left out and heads in another order are hypotheses"
+    " about tensors"
+)
 _IMAGES = "of images; contexts with images are compared, but not diagnosed"
 UNVARIED: Mapping[str, str] = {
-    "DecoderConfig.family": "names tensors in files; everything that is computed is in the other fields",
-    "DecoderConfig.vocab_size": f"{_SHAPE}; rows that pad a vocabulary are tried among the changes of logits",
+    "DecoderConfig.family": (
+        "names tensors in files; everything that is computed is in the other fields"
+    ),
+    "DecoderConfig.vocab_size": (
+        f"{_SHAPE}; rows that pad a vocabulary are tried among the changes of logits"
+    ),
     "DecoderConfig.hidden_size": _SHAPE,
     "DecoderConfig.intermediate_size": _SHAPE,
     "DecoderConfig.num_layers": _SHAPE,
@@ -50,9 +57,15 @@ UNVARIED: Mapping[str, str] = {
     "DecoderConfig.head_dim": _SHAPE,
     "Experts.count": _SHAPE,
     "Experts.intermediate_size": _SHAPE,
-    "DecoderConfig.max_position_embeddings": "bounds the length of contexts; scaling has a length of its own",
-    "DecoderConfig.eos_token_ids": "end generations; forbidden ids are tried among the changes of logits",
-    "DecoderConfig.bos_token_id": "begins contexts; tried among the ids that an engine may have seen",
+    "DecoderConfig.max_position_embeddings": (
+        "bounds the length of contexts; scaling has a length of its own"
+    ),
+    "DecoderConfig.eos_token_ids": (
+        "end generations; forbidden ids are tried among the changes of logits"
+    ),
+    "DecoderConfig.bos_token_id": (
+        "begins contexts; tried among the ids that an engine may have seen"
+    ),
     "DecoderConfig.tie_word_embeddings": "which head is read is tried on the last hidden states",
     "DecoderConfig.carried": "has no effect on what is computed",
     "DecoderConfig.vision": _IMAGES,

@@ -277,8 +277,8 @@ class ChatCodec:
                 return said.removeprefix(tag), mark
             return f"{message.get('reasoning_content') or ''}{tags[1]}\n\n{said}", mark
         raise TemplateError(
-            f"the chat template writes an assistant turn as {text[-80:]!r}, which does not begin as its generation "
-            f"prompt ends: {begin[-40:]!r}"
+            f"the chat template writes an assistant turn as {text[-80:]!r}, which does not begin as"
+            f" its generation prompt ends: {begin[-40:]!r}"
         )
 
     def encode_append(
@@ -526,8 +526,8 @@ class ChatCodec:
         syntax = self._call_syntax
         if tools and syntax is None:
             raise GrammarError(
-                f"there is no grammar of calls in the format {self.tool_format!r}; leave it out, or let the server run "
-                "with agent.tool_format=hermes"
+                f"there is no grammar of calls in the format {self.tool_format!r}; leave it out, or"
+                " let the server run with agent.tool_format=hermes"
             )
         grammar = self._turns.turn(syntax=syntax, tools=tools, several=several, answer=answer)
         self._grammars.start(grammar)
@@ -602,9 +602,11 @@ def _typed(tools: Sequence[Mapping[str, Any]], call: ToolCall) -> ToolCall:
 def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> list[Message]:
     """Give tool results ids that differ within a turn and, derived from the sampled ids, between turns."""
     return [
-        {"tool_call_id": digest_ids([*sampled_ids, index])[:CALL_ID_LENGTH], **message}
-        if message["role"] == "tool"
-        else message
+        (
+            {"tool_call_id": digest_ids([*sampled_ids, index])[:CALL_ID_LENGTH], **message}
+            if message["role"] == "tool"
+            else message
+        )
         for index, message in enumerate(messages)
     ]
 
@@ -623,6 +625,7 @@ def _eos_ids(folder: Path, tokenizer: Any) -> list[int]:
             return list(eos) if isinstance(eos, list) else [eos]
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"{folder} names no eos_token_id, so no turn would ever end; add it to generation_config.json"
+            f"{folder} names no eos_token_id, so no turn would ever end; add it to"
+            " generation_config.json"
         )
     return [tokenizer.eos_token_id]

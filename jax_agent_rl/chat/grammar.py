@@ -206,11 +206,15 @@ class TurnGrammar:
         function = tool["function"]
         if not _NAME.fullmatch(name := function["name"]):
             raise GrammarError(
-                f"the tool name {name!r} has characters other than letters, digits, '_', '-' and '.'"
+                f"the tool name {name!r} has characters other than letters, digits, '_', '-'"
+                " and '.'"
             )
         parameters = function.get("parameters") or {}
         schema = {"type": "object", **parameters}
-        return f"{self._text(syntax.before.replace('NAME', name))} {_json(schema)} {self._text(syntax.after)}"
+        return (
+            f"{self._text(syntax.before.replace('NAME', name))} {_json(schema)}"
+            f" {self._text(syntax.after)}"
+        )
 
     def _thinking_rules(self, syntax: CallSyntax | None) -> tuple[str, list[str]]:
         """Return the expression at the beginning of a turn, and its rules."""

@@ -104,15 +104,16 @@ def weigh_grammar(text: str) -> int:
     """
     if len(text) > MAX_LENGTH:
         raise GrammarError(
-            f"the grammar has {len(text)} characters: it may have {MAX_LENGTH}; offer fewer tools, or shorter schemas"
+            f"the grammar has {len(text)} characters: it may have {MAX_LENGTH}; offer fewer tools,"
+            " or shorter schemas"
         )
     weight = 0
     for part in _parts(text):
         weight += _weigh_lark(part.text) if part.is_lark else _weigh_schema(part.schema)
         if weight > MAX_WEIGHT:
             raise GrammarError(
-                "its schemas together are too large (properties, values, repetitions and patterns): simplify them, or "
-                "offer fewer tools"
+                "its schemas together are too large (properties, values, repetitions and patterns):"
+                " simplify them, or offer fewer tools"
             )
     return weight
 
@@ -186,11 +187,14 @@ def _check(text: str) -> int | str:
     except GrammarError as error:
         return str(error)
     except WorkerTimeoutError:
-        return f"it takes more than {CHECK_SECONDS:g} seconds to compile: simplify its schemas, or offer fewer tools"
+        return (
+            f"it takes more than {CHECK_SECONDS:g} seconds to compile: simplify its schemas, or"
+            " offer fewer tools"
+        )
     except WorkerFailedError as error:
         return (
-            f"it cannot be compiled within {CHECK_BYTES >> 20} megabytes ({error}): simplify its schemas, or offer "
-            "fewer tools"
+            f"it cannot be compiled within {CHECK_BYTES >> 20} megabytes ({error}): simplify its"
+            " schemas, or offer fewer tools"
         )
     return max(size, weight * UNIT_BYTES)
 
@@ -312,7 +316,8 @@ def _weigh_keyword(key: str, value: Any) -> int:
     if _KINDS.get(key) is _Kind.SCHEMAS_BY_NAME and isinstance(value, Mapping):
         if len(value) > MAX_PROPERTIES:
             raise GrammarError(
-                f"{key} has {len(value)} entries: a grammar can follow {MAX_PROPERTIES}; leave some out"
+                f"{key} has {len(value)} entries: a grammar can follow {MAX_PROPERTIES}; leave"
+                " some out"
             )
         weight = len(value) ** 2 // 1000
         if key == "patternProperties":
@@ -382,7 +387,8 @@ def _weigh_pattern(pattern: str) -> int:
             weight += 1
         if weight + sum(groups) > MAX_WEIGHT // 2:
             raise GrammarError(
-                f"the pattern {pattern[:80]!r} repeats too much: a grammar can follow {MAX_WEIGHT // 2} repetitions"
+                f"the pattern {pattern[:80]!r} repeats too much: a grammar can follow"
+                f" {MAX_WEIGHT // 2} repetitions"
             )
     return weight
 
@@ -425,7 +431,8 @@ class GrammarChild:
             answer = self._workers.ask({"grammar": text}, timeout=self._seconds, wait=WAIT_SECONDS)
         except WorkersBusyError:
             raise GrammarBusyError(
-                f"others have been compiled for {WAIT_SECONDS:g} seconds, and this one not yet; try again"
+                f"others have been compiled for {WAIT_SECONDS:g} seconds, and this one not yet; try"
+                " again"
             ) from None
         finally:
             self._waiting.release()
@@ -476,13 +483,17 @@ def _compile(request: Mapping[str, Any]) -> Mapping[str, Any]:
         seconds = time.thread_time() - began
     except MemoryError:
         return {
-            "error": f"it cannot be compiled within {CHECK_BYTES >> 20} megabytes: simplify its schemas"
+            "error": (
+                f"it cannot be compiled within {CHECK_BYTES >> 20} megabytes: simplify its schemas"
+            )
         }
     if matcher.is_error():
         return {"error": matcher.get_error().partition("\n")[0]}
     if seconds > MASK_SECONDS:
         return {
-            "error": f"it takes {seconds:.1f} seconds to find what a token may be: simplify its schemas"
+            "error": (
+                f"it takes {seconds:.1f} seconds to find what a token may be: simplify its schemas"
+            )
         }
     return {"bytes": max(0, _memory_bytes(resident=True) - before)}
 

@@ -226,7 +226,8 @@ def _check_values(value: Any) -> None:
     if isinstance(value, str):
         if has_lone_surrogate(value):
             raise ValueError(
-                f"the text {value[:80]!r} holds a lone surrogate, which nothing can encode; replace it"
+                f"the text {value[:80]!r} holds a lone surrogate, which nothing can encode;"
+                " replace it"
             )
     elif isinstance(value, float):
         if not math.isfinite(value):

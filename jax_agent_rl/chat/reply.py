@@ -85,7 +85,8 @@ class Reply:
             parts = views
         elif any(views):
             raise TypeError(
-                "a reply is made of its parts, or of content, calls and reasoning; give one of the two"
+                "a reply is made of its parts, or of content, calls and reasoning; give one of"
+                " the two"
             )
         object.__setattr__(self, "parts", tuple(parts))
 

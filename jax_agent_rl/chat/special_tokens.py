@@ -265,7 +265,8 @@ class MediaTokens:
         """
         if unread := sorted(media.keys() - self.placeholders.keys()):
             raise TemplateError(
-                f"items of kind {unread} cannot be shown to this model, only {sorted(self.placeholders)}"
+                f"items of kind {unread} cannot be shown to this model, only"
+                f" {sorted(self.placeholders)}"
             )
         kinds = {placeholder: kind for kind, placeholder in self.placeholders.items()}
         counts = {kind: self._counts(kind, items) for kind, items in media.items()}
@@ -277,7 +278,8 @@ class MediaTokens:
             repeat = next(counts[kind], 0) if kind in counts else 0
             if not repeat:
                 raise TemplateError(
-                    f"the text shows more of kind {kind!r} than the {len(media.get(kind, ()))} given"
+                    f"the text shows more of kind {kind!r} than the {len(media.get(kind, ()))}"
+                    " given"
                 )
             expanded += [i] * repeat
         for kind, left in counts.items():

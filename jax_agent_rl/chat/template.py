@@ -191,7 +191,8 @@ class ChatTemplate:
         if _PROBE in self._apply([_in_parts(asked)]):
             return True
         raise TemplateError(
-            "the chat template leaves out what a user says; choose another model or repair its template"
+            "the chat template leaves out what a user says; choose another model or repair its"
+            " template"
         )
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:

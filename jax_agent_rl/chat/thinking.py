@@ -31,8 +31,8 @@ _CLOSE_OF: dict[str, str] = dict(ALL_THINK_TAGS)
 _TAG = re.compile(ANY_THINK_TAG)
 _VISIBLE = re.compile(r"\S")
 
-_CHANNEL_NAME = (
-    "thought\n"  # which Gemma 4 writes after its opening tag, and is no part of the thought
+_CHANNEL_NAME = (  # which Gemma 4 writes after its opening tag, and is no part of the thought
+    "thought\n"
 )
 
 Step = Literal["opens", "closes", "began_inside", "text"]

@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=PlainGroup,
     context_settings=HELP_OPTIONS,
-    help="Train language-model agents with reinforcement learning, JAX/TPU first. Begin with: jax-agent-rl "
-    "quickstart. A task of your own: jax-agent-rl init FOLDER.",
+    help=(
+        "Train language-model agents with reinforcement learning, JAX/TPU first. Begin with:"
+        " jax-agent-rl quickstart. A task of your own: jax-agent-rl init FOLDER."
+    ),
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -83,8 +85,10 @@ AutoResume = Annotated[
     bool,
     typer.Option(
         "--auto-resume",
-        help="Like --resume if there is a checkpoint, else start from the beginning: in the same folder, if a run was "
-        "killed there before its first checkpoint.",
+        help=(
+            "Like --resume if there is a checkpoint, else start from the beginning: in the same"
+            " folder, if a run was killed there before its first checkpoint."
+        ),
     ),
 ]
 AcceptChange = Annotated[
@@ -92,14 +96,19 @@ AcceptChange = Annotated[
     typer.Option(
         "--accept-change",
         metavar="KEY",
-        help="With --resume: a key (or several, with commas) that defines what is trained and may differ from the "
-        "checkpoint's all the same.",
+        help=(
+            "With --resume: a key (or several, with commas) that defines what is trained and may"
+            " differ from the checkpoint's all the same."
+        ),
     ),
 ]
 ResumeStep = Annotated[
     int | None,
     typer.Option(
-        help="With --resume: continue from this step's checkpoint; newer ones are deleted after the next step."
+        help=(
+            "With --resume: continue from this step's checkpoint; newer ones are deleted after the"
+            " next step."
+        )
     ),
 ]
 
@@ -132,7 +141,8 @@ def init(folder: Annotated[Path, typer.Argument(help="A new or empty folder.")])
         print(file)
     place = shlex.quote(str(folder))
     print(
-        f"next: cd {place} && jax-agent-rl fetch-model && jax-agent-rl train config.yaml (README.md says more)"
+        f"next: cd {place} && jax-agent-rl fetch-model && jax-agent-rl train config.yaml (README.md"
+        " says more)"
     )
 
 
@@ -349,11 +359,13 @@ def prepare(
     tasks = {"shop": functools.partial(prepare_shop, calls=calls), "calculator": prepare_calculator}
     if task not in tasks:
         raise ConfigError(
-            f"no built-in task is called {task!r}; {did_you_mean(task, tasks)}there are {sorted(tasks)}"
+            f"no built-in task is called {task!r}; {did_you_mean(task, tasks)}there are"
+            f" {sorted(tasks)}"
         )
     if task != "shop" and calls != "python":
         raise ConfigError(
-            f"--calls {calls} is of the task shop; the calculator's prompts write calls as JSON; remove it"
+            f"--calls {calls} is of the task shop; the calculator's prompts write calls as JSON;"
+            " remove it"
         )
     for file in tasks[task](out or Path("data") / task, seed=seed, agent_name=agent):
         print(file)
@@ -498,7 +510,10 @@ def plan(
     architecture: Annotated[
         str | None,
         typer.Option(
-            help="Well-known model instead of model.path, without its files: qwen3-8b, llama-3.1-70b, …"
+            help=(
+                "Well-known model instead of model.path, without its files: qwen3-8b,"
+                " llama-3.1-70b, …"
+            )
         ),
     ] = None,
     utilization: Annotated[
@@ -512,7 +527,10 @@ def plan(
     profile: Annotated[
         Literal["decode", "prefill", "learner"] | None,
         typer.Option(
-            help="Compile these programs only; show what their predicted time is made of, by line of code."
+            help=(
+                "Compile these programs only; show what their predicted time is made of, by line of"
+                " code."
+            )
         ),
     ] = None,
     search: Annotated[
@@ -522,7 +540,10 @@ def plan(
         int,
         typer.Option(
             min=1,
-            help="With --search: number of layouts to find; at most three times as many are compiled.",
+            help=(
+                "With --search: number of layouts to find; at most three times as many are"
+                " compiled."
+            ),
         ),
     ] = 3,
     price_per_chip_hour: Annotated[

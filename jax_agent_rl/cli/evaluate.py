@@ -100,7 +100,10 @@ def evaluate(
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="Default rollout.eval_temperature, or rollout.temperature if that is 0 and -n above 1."
+            help=(
+                "Default rollout.eval_temperature, or rollout.temperature if that is 0 and -n"
+                " above 1."
+            )
         ),
     ] = None,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1: off.")] = 1.0,
@@ -268,8 +271,8 @@ def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
 def headline(summary: Mapping[str, Any]) -> str:
     """Describe the evaluation in one line."""
     return (
-        f"{summary['policy']} on {summary['data']}: {summary['samples_per_prompt']} samples per prompt, "
-        f"temperature {summary['temperature']:g}, seed {summary['seed']}"
+        f"{summary['policy']} on {summary['data']}: {summary['samples_per_prompt']} samples per"
+        f" prompt, temperature {summary['temperature']:g}, seed {summary['seed']}"
     )
 
 
@@ -410,7 +413,10 @@ def simulate(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Overrides of configuration keys and, with the prefix 'assume.', of assumptions: assume.steps=20.",
+            help=(
+                "Overrides of configuration keys and, with the prefix 'assume.', of assumptions:"
+                " assume.steps=20."
+            ),
             autocompletion=key_completer({"": "train", "assume.": "simulate"}),
         ),
     ] = None,

@@ -230,7 +230,10 @@ def add_engine(
     url: Annotated[
         str | None,
         typer.Argument(
-            help="A rollout server, for rollout.backend=remote; without it, one more Ray actor is started."
+            help=(
+                "A rollout server, for rollout.backend=remote; without it, one more Ray actor is"
+                " started."
+            )
         ),
     ] = None,
     json: JsonOption = False,
@@ -293,7 +296,10 @@ def diagnose(
     version: Annotated[
         int | None,
         typer.Option(
-            help="Version of the weights whose trajectories are compared; default the one that was diagnosed."
+            help=(
+                "Version of the weights whose trajectories are compared; default the one that was"
+                " diagnosed."
+            )
         ),
     ] = None,
     seconds: Annotated[
@@ -323,9 +329,9 @@ def diagnose(
         comparison, allowed = found.comparison, found.allowed
         print_line(
             console,
-            f"engine and learner agree about the weights of version {found.version}: over {comparison.tokens} tokens "
-            f"{comparison.mean:.1e} nats on average (allowed {allowed.mean:.1e}), {comparison.largest:.1e} at most "
-            f"(allowed {allowed.token:.1e})",
+            f"engine and learner agree about the weights of version {found.version}: over"
+            f" {comparison.tokens} tokens {comparison.mean:.1e} nats on average (allowed"
+            f" {allowed.mean:.1e}), {comparison.largest:.1e} at most (allowed {allowed.token:.1e})",
         )
     else:
         print_line(console, breach_line(found.comparison, found.allowed, found.version))

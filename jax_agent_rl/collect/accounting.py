@@ -73,8 +73,8 @@ class Accounting:
         resolved = self.trained + self.dropped.total()
         if self.started != resolved + len(self._in_flight):
             raise AssertionError(
-                f"started={self.started} is not trained={self.trained} + dropped={dict(self.dropped)} + "
-                f"in flight={len(self._in_flight)}"
+                f"started={self.started} is not trained={self.trained} +"
+                f" dropped={dict(self.dropped)} + in flight={len(self._in_flight)}"
             )
 
     def summary(self) -> dict[str, int]:
@@ -178,6 +178,7 @@ class LostBatchGuard:
         main_reason = reasons.most_common(1)[0][0]
         newest_loss = latest_losses.get(main_reason, "see the log")
         raise NothingToTrainError(
-            f"every trajectory of {self.lost_batches} batches in a row was lost ({counts}). The newest {main_reason}: "
-            f"{newest_loss}. Repair that, or raise trainer.max_failed_batches"
+            f"every trajectory of {self.lost_batches} batches in a row was lost ({counts}). The"
+            f" newest {main_reason}: {newest_loss}. Repair that, or raise"
+            " trainer.max_failed_batches"
         )

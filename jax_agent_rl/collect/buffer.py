@@ -99,11 +99,13 @@ class RolloutBuffer:
     ) -> None:
         if batch < 1 or staleness < 0 or oversample < 0:
             raise ValueError(
-                f"batch={batch} must be >= 1, staleness={staleness} and oversample={oversample} >= 0"
+                f"batch={batch} must be >= 1, staleness={staleness} and oversample={oversample}"
+                " >= 0"
             )
         if oversample and stragglers == "wait":
             raise ValueError(
-                f"oversample={oversample} groups exist to be dropped; set stragglers='drop', or oversample=0"
+                f"oversample={oversample} groups exist to be dropped; set stragglers='drop', or"
+                " oversample=0"
             )
         self.batch = batch
         self.staleness = staleness

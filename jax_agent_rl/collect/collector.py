@@ -415,7 +415,8 @@ class RolloutCollector:
             expected_ids.append(role_id(episode_id, role) if role else episode_id)
         if ids != expected_ids or len(set(ids)) != len(ids):
             raise TrajectoryError(
-                f"{episode_id}: the agent returned {ids} and not {expected_ids}; return what it started, each role once"
+                f"{episode_id}: the agent returned {ids} and not {expected_ids}; return what it"
+                " started, each role once"
             )
 
         roles = [trajectory.role for trajectory in trajectories]

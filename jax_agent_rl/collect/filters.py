@@ -210,8 +210,8 @@ def _ends_well(trajectory: Trajectory, pattern: str | None) -> bool:
         return regex.search(pattern, answer_of(text), timeout=SEARCH_SECONDS) is not None
     except TimeoutError:  # catastrophic backtracking must not stall the run
         logger.warning(
-            "algorithm.filters.final_answer=%s took more than %g s on one answer, which counts as none; write it "
-            "without nested repetitions",
+            "algorithm.filters.final_answer=%s took more than %g s on one answer, which counts as"
+            " none; write it without nested repetitions",
             pattern,
             SEARCH_SECONDS,
         )

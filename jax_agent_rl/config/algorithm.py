@@ -154,7 +154,10 @@ class RolloutCorrectionConfig(Section):
     )
     rollout_is_threshold: Annotated[float | Bounds, _WEIGHTED] = Field(
         default=2.0,
-        description="One number: weights are truncated to it (TIS). [low, high]: weights outside become 0 (IcePop).",
+        description=(
+            "One number: weights are truncated to it (TIS). [low, high]: weights outside become 0"
+            " (IcePop)."
+        ),
     )
     rollout_is_batch_normalize: Annotated[bool, _WEIGHTED] = Field(
         default=False, description="Divide the weights by their mean."
@@ -164,12 +167,16 @@ class RolloutCorrectionConfig(Section):
     )
     rollout_rs_threshold: tuple[float | Bounds, ...] = Field(
         default=(),
-        description="One threshold per rule, or one for all: an upper bound; for k1 rules, of the ratio, or [low, "
-        "high].",
+        description=(
+            "One threshold per rule, or one for all: an upper bound; for k1 rules, of the ratio, or"
+            " [low, high]."
+        ),
     )
     bypass_mode: bool = Field(
         default=False,
-        description="Use the rollout's log-probs as old log-probs, without the learner's scoring pass.",
+        description=(
+            "Use the rollout's log-probs as old log-probs, without the learner's scoring pass."
+        ),
     )
 
 
@@ -201,7 +208,9 @@ class FiltersConfig(Section):
         | Unless("algorithm.filters.void_trajectory", "off"),
     ] = Field(
         default=None,
-        description="void_turn, void_trajectory: regular expression of a final answer; null: any text.",
+        description=(
+            "void_turn, void_trajectory: regular expression of a final answer; null: any text."
+        ),
     )
 
 
@@ -210,7 +219,10 @@ class ShapingConfig(Section):
 
     overlong_buffer: NonNegative = Field(
         default=0,
-        description="Tokens before agent.max_response_length over which the penalty grows from 0 (DAPO); 0 is off.",
+        description=(
+            "Tokens before agent.max_response_length over which the penalty grows from 0 (DAPO); 0"
+            " is off."
+        ),
     )
     overlong_factor: Annotated[float, WhenKey("algorithm.shaping.overlong_buffer")] = Field(
         default=1.0, gt=0, description="Maximum overlong penalty."
@@ -245,7 +257,10 @@ class AlgorithmConfig(Section):
     )
     bootstrap: Annotated[Literal["none", "truncated"], _with_estimator("gae")] = Field(
         default="none",
-        description="gae: value after the last token: 0, or the critic's if a limit truncated the trajectory.",
+        description=(
+            "gae: value after the last token: 0, or the critic's if a limit truncated the"
+            " trajectory."
+        ),
     )
     gigpo: Annotated[GigpoConfig, _with_estimator("gigpo")] = Field(default_factory=GigpoConfig)
     gdpo: Annotated[GdpoConfig, _with_estimator("gdpo")] = Field(default_factory=GdpoConfig)
@@ -253,22 +268,29 @@ class AlgorithmConfig(Section):
         Literal["none", "tool_reward", "tool_success"], Unless("algorithm.adv_estimator", "gdpo")
     ] = Field(
         default="none",
-        description="Reward of a turn with tool calls: the sum of their rewards, or the share of calls without an "
-        "error.",
+        description=(
+            "Reward of a turn with tool calls: the sum of their rewards, or the share of calls"
+            " without an error."
+        ),
     )
     turn_advantage_coef: Annotated[float, _with_estimator("mt_grpo")] = Field(
         default=1.0, gt=0, description="mt_grpo: weight of the turn advantage."
     )
     shared_tokens: Annotated[Literal["hard", "soft"], _with_estimator("arpo")] = Field(
         default="hard",
-        description="arpo: advantage of tokens that several trajectories share. hard: the mean. soft: each "
-        "trajectory's own.",
+        description=(
+            "arpo: advantage of tokens that several trajectories share. hard: the mean. soft: each "
+            "trajectory's own."
+        ),
     )
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     clip_ratio_low: Annotated[float, _CLIPPED] = Field(
         default=0.2,
         gt=0,
-        description="Clip range below 1; 1 or more: no lower bound (geo_mean: of the log; dppo: of the divergence).",
+        description=(
+            "Clip range below 1; 1 or more: no lower bound (geo_mean: of the log; dppo: of the"
+            " divergence)."
+        ),
     )
     clip_ratio_high: Annotated[float, _CLIPPED] = Field(
         default=0.28, gt=0, description="Clip range above 1 (clip-higher)."
@@ -280,38 +302,53 @@ class AlgorithmConfig(Section):
     )
     loss_agg_mode: LossAggMode = Field(
         default="token-mean",
-        description="How token losses are averaged. The average is over the whole batch, however it is split.",
+        description=(
+            "How token losses are averaged. The average is over the whole batch, however it is"
+            " split."
+        ),
     )
     loss_scale_factor: Annotated[
         Positive | None, WhenKey("algorithm.loss_agg_mode", "seq-mean-token-sum-norm")
     ] = Field(
         default=None,
-        description="seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO).",
+        description=(
+            "seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO)."
+        ),
     )
     segment_weight: Annotated[Literal["session", "segment"], _PER_SEQUENCE] = Field(
         default="session",
-        description="What loss_agg_mode counts as one sequence. session: a trajectory with all its segments, so that "
-        "its weight does not depend on their number. segment: every segment, as if it were a trajectory.",
+        description=(
+            "What loss_agg_mode counts as one sequence. session: a trajectory with all its"
+            " segments, so that its weight does not depend on their number. segment: every segment,"
+            " as if it were a trajectory."
+        ),
     )
     entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     kl: KLConfig = Field(default_factory=KLConfig)
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     filter_zero_variance: bool | None = Field(
         default=None,
-        description="Exclude groups whose members did equally well, before any `shaping`; see `filter_metric`. null: "
-        "where the estimator compares their total rewards.",
+        description=(
+            "Exclude groups whose members did equally well, before any `shaping`; see"
+            " `filter_metric`. null: where the estimator compares their total rewards."
+        ),
     )
     filter_metric: Annotated[
         Literal["accuracy", "reward"] | None, Unless("algorithm.filter_zero_variance", False)
     ] = Field(
         default=None,
-        description="What filter_zero_variance compares. accuracy: whether the answer was right, the part "
-        "`accuracy` or `acc` of the reward (without one, its score); reward: the score and the rewards of turns. "
-        "null: accuracy with filter_zero_variance=true (DAPO), else reward.",
+        description=(
+            "What filter_zero_variance compares. accuracy: whether the answer was right, the part"
+            " `accuracy` or `acc` of the reward (without one, its score); reward: the score and the"
+            " rewards of turns. null: accuracy with filter_zero_variance=true (DAPO), else reward."
+        ),
     )
     max_resample_rounds: NonNegative = Field(
         default=0,
-        description="Maximum number of rounds of new prompts that replace filtered groups (DAPO's dynamic sampling).",
+        description=(
+            "Maximum number of rounds of new prompts that replace filtered groups (DAPO's dynamic"
+            " sampling)."
+        ),
     )
     filters: FiltersConfig = Field(default_factory=FiltersConfig)
     shaping: ShapingConfig = Field(default_factory=ShapingConfig)
@@ -375,26 +412,34 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     gdpo = algorithm.gdpo
     if algorithm.adv_estimator == "gdpo" and len(gdpo.reward_keys) < 2:
-        yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo.reward_keys, at least two keys of the reward's dict"
+        yield (
+            "algorithm.adv_estimator=gdpo needs algorithm.gdpo.reward_keys, at least two keys of"
+            " the reward's dict"
+        )
     if gdpo.reward_weights and len(gdpo.reward_weights) != len(gdpo.reward_keys):
         yield (
-            f"algorithm.gdpo.reward_weights has {len(gdpo.reward_weights)} numbers for {len(gdpo.reward_keys)} "
-            "reward_keys; give one each, or none"
+            f"algorithm.gdpo.reward_weights has {len(gdpo.reward_weights)} numbers for"
+            f" {len(gdpo.reward_keys)} reward_keys; give one each, or none"
         )
     if algorithm.adv_estimator == "mt_grpo" and algorithm.turn_reward == "none":
-        yield "algorithm.adv_estimator=mt_grpo compares turns; set algorithm.turn_reward=tool_reward or tool_success"
+        yield (
+            "algorithm.adv_estimator=mt_grpo compares turns; set algorithm.turn_reward=tool_reward"
+            " or tool_success"
+        )
     if algorithm.filter_metric is not None and not algorithm.filters_zero_variance:
         yield (
-            f"algorithm.filter_metric={algorithm.filter_metric}, but algorithm.adv_estimator={algorithm.adv_estimator} "
-            "filters no groups by itself; set algorithm.filter_zero_variance=true, or remove filter_metric"
+            f"algorithm.filter_metric={algorithm.filter_metric}, but"
+            f" algorithm.adv_estimator={algorithm.adv_estimator} filters no groups by itself; set"
+            " algorithm.filter_zero_variance=true, or remove filter_metric"
         )
     drops = "drop" in (getattr(algorithm.filters, name) for name in FILTER_NAMES)
     if algorithm.max_resample_rounds and not (
         algorithm.filters_zero_variance or algorithm.needs_group or drops
     ):
         yield (
-            f"algorithm.max_resample_rounds={algorithm.max_resample_rounds}, but no group is filtered that could be "
-            "replaced; set algorithm.filter_zero_variance=true, or max_resample_rounds=0"
+            f"algorithm.max_resample_rounds={algorithm.max_resample_rounds}, but no group is"
+            " filtered that could be replaced; set algorithm.filter_zero_variance=true, or"
+            " max_resample_rounds=0"
         )
 
 
@@ -402,13 +447,14 @@ def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     mode, agg = algorithm.policy_loss.loss_mode, algorithm.loss_agg_mode
     if mode == "geo_mean" and agg != "seq-mean-token-mean":
         yield (
-            f"policy_loss.loss_mode=geo_mean is one loss per sequence, algorithm.loss_agg_mode={agg} weighs tokens; "
-            "set algorithm.loss_agg_mode=seq-mean-token-mean"
+            "policy_loss.loss_mode=geo_mean is one loss per sequence,"
+            f" algorithm.loss_agg_mode={agg} weighs tokens; set"
+            " algorithm.loss_agg_mode=seq-mean-token-mean"
         )
     if agg == "seq-mean-token-sum-norm" and algorithm.loss_scale_factor is None:
         yield (
-            "algorithm.loss_agg_mode=seq-mean-token-sum-norm divides by a constant; set algorithm.loss_scale_factor "
-            "(agent.max_response_length is usual)"
+            "algorithm.loss_agg_mode=seq-mean-token-sum-norm divides by a constant; set"
+            " algorithm.loss_scale_factor (agent.max_response_length is usual)"
         )
 
 
@@ -417,8 +463,8 @@ def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     rules, bounds = correction.rollout_rs, correction.rollout_rs_threshold
     if len(bounds) != len(rules) and not (len(bounds) == 1 and rules):
         yield (
-            f"algorithm.rollout_correction has {len(rules)} rollout_rs rules and {len(bounds)} rollout_rs_threshold "
-            "values; give one per rule, or one for all"
+            f"algorithm.rollout_correction has {len(rules)} rollout_rs rules and {len(bounds)}"
+            " rollout_rs_threshold values; give one per rule, or one for all"
         )
     for rule, bound in zip(
         rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False
@@ -427,19 +473,23 @@ def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     limit = correction.rollout_is_threshold
     low, high = limit if isinstance(limit, tuple) else (0.0, limit)
     if not 0 <= low < high:
-        yield f"algorithm.rollout_correction.rollout_is_threshold={limit}: must be positive, or [low, high] ascending"
+        yield (
+            f"algorithm.rollout_correction.rollout_is_threshold={limit}: must be positive, or [low,"
+            " high] ascending"
+        )
     active = correction.rollout_is != "none" or bool(rules)
     if correction.bypass_mode and active:
         yield (
-            "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as the old ones, so rollout_is and "
-            "rollout_rs would compare them with themselves; drop one or the other"
+            "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as the old"
+            " ones, so rollout_is and rollout_rs would compare them with themselves; drop one or"
+            " the other"
         )
     if algorithm.policy_loss.loss_mode == "decoupled" and (
         correction.bypass_mode or correction.rollout_is != "none"
     ):
         yield (
-            "policy_loss.loss_mode=decoupled has its own behaviour weights and proximal log-probs; set "
-            "algorithm.rollout_correction.rollout_is=none and bypass_mode=false"
+            "policy_loss.loss_mode=decoupled has its own behaviour weights and proximal log-probs;"
+            " set algorithm.rollout_correction.rollout_is=none and bypass_mode=false"
         )
 
 

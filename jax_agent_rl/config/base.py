@@ -85,8 +85,9 @@ class OrInstalled:
         names = [*self._own, *sorted(known)]
         *others, last = map(repr, names)
         raise ValueError(
-            f"no such name; {did_you_mean(value, names)}choose {', '.join(others)} or {last} (installed packages may "
-            f"register more, in the entry-point group jax_agent_rl.{self._kind})"
+            f"no such name; {did_you_mean(value, names)}choose {', '.join(others)} or {last}"
+            " (installed packages may register more, in the entry-point group"
+            f" jax_agent_rl.{self._kind})"
         )
 
 
@@ -356,7 +357,10 @@ def _unused(
             shown = "" if isinstance(value, Section) else f"={_yaml(value)}"
             reset = f", or its section ({prefix[:-1]}=null)" if failed in above else ""
             why = failed.instead(config, facts)
-            yield f"{path}{shown} is used only {failed.words()}; {why}; remove it, or reset it ({path}=null){reset}"
+            yield (
+                f"{path}{shown} is used only {failed.words()}; {why}; remove it, or reset it"
+                f" ({path}=null){reset}"
+            )
 
 
 def _yaml(value: Any) -> str:

@@ -59,7 +59,9 @@ class SearchSettings(Section):
     )
     encoder: str | None = Field(
         default=None,
-        description="Folder of a sentence-transformers model: search by meaning; null: by words (BM25).",
+        description=(
+            "Folder of a sentence-transformers model: search by meaning; null: by words (BM25)."
+        ),
     )
     query_prompt: Annotated[str, WhenKey("search.encoder")] = Field(
         default="", description="Prefix of a query for the encoder, e.g. 'query: ' (E5)."
@@ -69,7 +71,10 @@ class SearchSettings(Section):
     )
     index: str | None = Field(
         default=None,
-        description="Folder of the index, created if missing; null: CORPUS.bm25s, or CORPUS.dense with an encoder.",
+        description=(
+            "Folder of the index, created if missing; null: CORPUS.bm25s, or CORPUS.dense with an"
+            " encoder."
+        ),
     )
     topk: Positive = Field(default=3, description="Passages per answer.")
 
@@ -157,7 +162,10 @@ class ToolServerSettings(Section):
     )
     sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
         default="bubblewrap",
-        description="bubblewrap, or unsafe_local: models' programs run with this user's rights, unprotected.",
+        description=(
+            "bubblewrap, or unsafe_local: models' programs run with this user's rights,"
+            " unprotected."
+        ),
     )
     python: str | None = Field(
         default=None, description="Python interpreter for programs; default: the server's own."
@@ -219,7 +227,8 @@ class ToolServerSettings(Section):
         ]
         if self.step_seconds <= self.limits.wall_seconds:
             problems.append(
-                f"step_seconds={self.step_seconds:g} must be more than limits.wall_seconds={self.limits.wall_seconds:g}"
+                f"step_seconds={self.step_seconds:g} must be more than"
+                f" limits.wall_seconds={self.limits.wall_seconds:g}"
             )
         problems += unused(self)
         if problems:
@@ -247,8 +256,10 @@ class TinkerServerSettings(Section):
     model: ModelPathConfig
     model_name: str | None = Field(
         default=None,
-        description="Name under which clients ask for the model; null: model.path. Clients load the tokenizer of that "
-        "name.",
+        description=(
+            "Name under which clients ask for the model; null: model.path. Clients load the"
+            " tokenizer of that name."
+        ),
     )
     state_dir: str = Field(
         default="runs/tinker-server",
@@ -263,15 +274,20 @@ class TinkerServerSettings(Section):
     )
     token_env: str | None = Field(
         default=None,
-        description="Environment variable with the API key that clients must send (TINKER_API_KEY there; it begins "
-        "with tml-); null: none, on loopback only.",
+        description=(
+            "Environment variable with the API key that clients must send (TINKER_API_KEY there; it"
+            " begins with tml-); null: none, on loopback only."
+        ),
     )
     max_body_mb: Positive = Field(
         default=64, description="Maximum size of a request, in megabytes."
     )
     lora: LoraConfig | None = Field(
         default=LoraConfig(rank=32, alpha=32.0),
-        description="The adapters that clients train, all of this rank; null: clients train the whole model.",
+        description=(
+            "The adapters that clients train, all of this rank; null: clients train the whole"
+            " model."
+        ),
     )
     pack_length: Positive = Field(
         default=1024, description="Tokens per packed row, and of the longest sequence."
@@ -281,18 +297,25 @@ class TinkerServerSettings(Section):
     )
     snapshot_every: Positive = Field(
         default=10,
-        description="Optimizer updates of a model between snapshots of its state. A server that was killed loads the "
-        "newest one and repeats the requests since.",
+        description=(
+            "Optimizer updates of a model between snapshots of its state. A server that was killed"
+            " loads the newest one and repeats the requests since."
+        ),
     )
     sampler_ttl_seconds: Positive | None = Field(
         default=3600,
-        description="Seconds that weights without a name (`save_weights_and_get_sampling_client`) are kept after they "
-        "were last sampled from; null: until they are deleted. Each is a file of the size of the adapter.",
+        description=(
+            "Seconds that weights without a name (`save_weights_and_get_sampling_client`) are kept"
+            " after they were last sampled from; null: until they are deleted. Each is a file of"
+            " the size of the adapter."
+        ),
     )
     session_ttl_seconds: Positive | None = Field(
         default=30 * 24 * 3600,
-        description="Seconds after which a session whose client is not heard of is removed with the training states of "
-        "its models; null: never. Checkpoints that a client named stay.",
+        description=(
+            "Seconds after which a session whose client is not heard of is removed with the"
+            " training states of its models; null: never. Checkpoints that a client named stay."
+        ),
     )
     max_model_len: Positive = Field(
         default=1024, description="Maximum tokens of a prompt and its samples."
@@ -302,7 +325,9 @@ class TinkerServerSettings(Section):
     )
     max_sampled_adapters: Annotated[Positive, WhenKey("lora")] = Field(
         default=8,
-        description="Adapters that the engine holds at a time; others wait until one of them is idle.",
+        description=(
+            "Adapters that the engine holds at a time; others wait until one of them is idle."
+        ),
     )
 
 
@@ -313,15 +338,20 @@ class ConversationsConfig(Section):
     """Rows: JSON Lines or Parquet, conversations or files that `jax-agent-rl rollout` wrote."""
 
     train: DataSources = Field(
-        description="Rows to train on, as in the configuration of `train`: conversations (`messages`, and `tools`), "
-        "for dpo preferences (`prompt`, `chosen`, `rejected`), or trajectories that `jax-agent-rl rollout` wrote."
+        description=(
+            "Rows to train on, as in the configuration of `train`: conversations (`messages`, and"
+            " `tools`), for dpo preferences (`prompt`, `chosen`, `rejected`), or trajectories that"
+            " `jax-agent-rl rollout` wrote."
+        )
     )
     eval: DataSources | None = Field(
         default=None, description="Rows to compute the loss on, never trained on."
     )
     max_length: Positive | None = Field(
         default=None,
-        description="Leave out sequences of more tokens; null: one of more than a packed row is an error.",
+        description=(
+            "Leave out sequences of more tokens; null: one of more than a packed row is an error."
+        ),
     )
     min_reward: float | None = Field(
         default=None, description="Leave out trajectories with a lower reward."
@@ -334,13 +364,17 @@ class SftDataConfig(ConversationsConfig):
     train_on: Annotated[tuple[Role, ...], Distinct] = Field(
         default=("assistant",),
         min_length=1,
-        description="Roles whose messages carry loss; of trajectories, what the policy sampled does. An assistant "
-        "message with `weight` 0 carries none.",
+        description=(
+            "Roles whose messages carry loss; of trajectories, what the policy sampled does. An"
+            " assistant message with `weight` 0 carries none."
+        ),
     )
     best_of: Positive | None = Field(
         default=None,
-        description="Rejection sampling: of each group of trajectories keep this many with the highest rewards; "
-        "null: all.",
+        description=(
+            "Rejection sampling: of each group of trajectories keep this many with the highest"
+            " rewards; null: all."
+        ),
     )
 
 
@@ -356,7 +390,10 @@ class TemplateConfig(Section):
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="See `train`: further arguments of the chat template; a row's column of that name adds to them.",
+        description=(
+            "See `train`: further arguments of the chat template; a row's column of that name adds"
+            " to them."
+        ),
     )
 
 
@@ -400,7 +437,8 @@ class SftConfig(Section):
             source.path for source in (*self.data.train, *(self.data.eval or ())) if source.weight
         ]:
             found.append(
-                f"data gives a weight to {weighted}, but every row is used once per epoch; remove it"
+                f"data gives a weight to {weighted}, but every row is used once per epoch;"
+                " remove it"
             )
         if found:
             raise ValueError("\n".join(found))

@@ -24,18 +24,26 @@ class EngineMeshConfig(Section):
 
     data: Positive | None = Field(
         default=None,
-        description="Engines side by side, each with its own weights and KV cache; they share the requests. null: as "
-        "many as the process's devices allow on TPUs and GPUs, one on CPUs.",
+        description=(
+            "Engines side by side, each with its own weights and KV cache; they share the requests."
+            " null: as many as the process's devices allow on TPUs and GPUs, one on CPUs."
+        ),
     )
     expert: Positive | None = Field(
         default=None,
-        description="Shards of every layer's experts; other weights are split over them as well. null: for a "
-        "mixture of experts whose tensor is null, as few as have memory (see tensor); otherwise 1.",
+        description=(
+            "Shards of every layer's experts; other weights are split over them as well. null: for"
+            " a mixture of experts whose tensor is null, as few as have memory (see tensor);"
+            " otherwise 1."
+        ),
     )
     tensor: Positive | None = Field(
         default=None,
-        description="Tensor-parallel shards: heads, feed-forward, vocabulary and KV cache. null: as few as have memory "
-        "for the weights and the KV cache, beside the learner if it shares the devices.",
+        description=(
+            "Tensor-parallel shards: heads, feed-forward, vocabulary and KV cache. null: as few as"
+            " have memory for the weights and the KV cache, beside the learner if it shares the"
+            " devices."
+        ),
     )
 
     @property
@@ -54,60 +62,86 @@ class JetStreamConfig(Section):
 
     engine_factory: str | None = Field(
         default=None,
-        description="Function that creates another engine with JetStream's newer API, such as MaxText's, as "
-        "package.module:function or file.py:function; null: the built-in one. See third_party/jetstream.md.",
+        description=(
+            "Function that creates another engine with JetStream's newer API, such as MaxText's, as"
+            " package.module:function or file.py:function; null: the built-in one. See"
+            " third_party/jetstream.md."
+        ),
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="Precision of the engine's weights, activations and KV cache, independent of the learner's.",
+        description=(
+            "Precision of the engine's weights, activations and KV cache, independent of the"
+            " learner's."
+        ),
     )
     kv_dtype: Annotated[Literal["auto", "int8", "fp8"], _BUILT_IN] = Field(
         default="auto",
-        description="Precision of the KV cache. auto: dtype. int8, fp8: 8 bits and a scale per token and head, half "
-        "the memory of bfloat16; log-probs of engine and learner then differ, see algorithm.rollout_correction.",
+        description=(
+            "Precision of the KV cache. auto: dtype. int8, fp8: 8 bits and a scale per token and"
+            " head, half the memory of bfloat16; log-probs of engine and learner then differ, see"
+            " algorithm.rollout_correction."
+        ),
     )
     quantize: Annotated[Literal["none", "int8", "fp8"], _BUILT_IN] = Field(
         default="none",
-        description="Keep the layers' matrices in 8 bits with a scale per output; activations, embeddings, head and "
-        "router stay in dtype. Weights are quantized again after every update.",
+        description=(
+            "Keep the layers' matrices in 8 bits with a scale per output; activations, embeddings,"
+            " head and router stay in dtype. Weights are quantized again after every update."
+        ),
     )
     max_concurrent_decodes: Positive = Field(
         default=64, description="Maximum number of contexts that an engine decodes together."
     )
     kv_cache_tokens: Positive | None = Field(
         default=None,
-        description="Capacity of an engine's KV cache in tokens, at least rollout.max_model_len. Shared prefixes count "
-        "once. A full cache evicts the KV of idle trajectories, then preempts running requests. null: max_model_len "
-        "for each of max_concurrent_decodes, and half of it for every other of the engine's trajectories in flight.",
+        description=(
+            "Capacity of an engine's KV cache in tokens, at least rollout.max_model_len. Shared"
+            " prefixes count once. A full cache evicts the KV of idle trajectories, then preempts"
+            " running requests. null: max_model_len for each of max_concurrent_decodes, and half of"
+            " it for every other of the engine's trajectories in flight."
+        ),
     )
     kv_offloading_size: Annotated[float, Field(ge=0), _BUILT_IN] = Field(
         default=0.0,
-        description="Host memory of an engine in GiB, for the KV of waiting trajectories for which the cache has no "
-        "room. It is copied back, bit by bit, when they return. 0: none.",
+        description=(
+            "Host memory of an engine in GiB, for the KV of waiting trajectories for which the"
+            " cache has no room. It is copied back, bit by bit, when they return. 0: none."
+        ),
     )
     decode_steps: Positive = Field(
         default=16, description="Maximum number of decode steps per device dispatch."
     )
     num_speculative_tokens: Annotated[NonNegative, _BUILT_IN] = Field(
         default=0,
-        description="Maximum number of ids drafted for a context and verified in one step, from the prompt and from "
-        "what was sampled before; 0: none. What is sampled stays the same. Steps in which drafts do not pay go "
-        "without. See docs/engine.md.",
+        description=(
+            "Maximum number of ids drafted for a context and verified in one step, from the prompt"
+            " and from what was sampled before; 0: none. What is sampled stays the same. Steps in"
+            " which drafts do not pay go without. See docs/engine.md."
+        ),
     )
     prefill_buckets: tuple[Positive, ...] | None = Field(
         default=None,
-        description="Padded lengths of prompt chunks, in tokens; longer prompts take several chunks. null: 32, 128, "
-        "512 and agent.max_prompt_length, none above that or 2048. CPU kernels prefill without chunks.",
+        description=(
+            "Padded lengths of prompt chunks, in tokens; longer prompts take several chunks. null:"
+            " 32, 128, 512 and agent.max_prompt_length, none above that or 2048. CPU kernels"
+            " prefill without chunks."
+        ),
     )
     mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
     device_offset: Annotated[NonNegative, WhenKey("rollout.placement", "colocated")] = Field(
         default=0,
-        description="Index of the engine's first device; the learner's start at 0. From the size of learner.mesh on, "
-        "engine and learner work at the same time instead of taking turns.",
+        description=(
+            "Index of the engine's first device; the learner's start at 0. From the size of"
+            " learner.mesh on, engine and learner work at the same time instead of taking turns."
+        ),
     )
     patch_buckets: Annotated[tuple[Positive, ...], WhenModelHasVision()] = Field(
         default=(256, 1024, 4096),
-        description="Padded numbers of patches that a vision model encodes together; an image must fit in the largest.",
+        description=(
+            "Padded numbers of patches that a vision model encodes together; an image must fit in"
+            " the largest."
+        ),
     )
 
     @field_validator("prefill_buckets", "patch_buckets")
@@ -165,7 +199,9 @@ class VllmConfig(Section):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Precision of weights and activations; auto: float32 on CPUs, else the checkpoint's.",
+        description=(
+            "Precision of weights and activations; auto: float32 on CPUs, else the checkpoint's."
+        ),
     )
     max_num_seqs: Positive = Field(
         default=64, description="Maximum number of requests decoded together."
@@ -177,12 +213,16 @@ class VllmConfig(Section):
         default=0.5,
         gt=0,
         le=1,
-        description="Share of the device's memory for weights and KV cache; the learner needs the rest.",
+        description=(
+            "Share of the device's memory for weights and KV cache; the learner needs the rest."
+        ),
     )
     kv_cache_gib: float | None = Field(
         default=None,
         gt=0,
-        description="Size of the KV cache in GiB; null: what gpu_memory_utilization leaves (on CPUs 1).",
+        description=(
+            "Size of the KV cache in GiB; null: what gpu_memory_utilization leaves (on CPUs 1)."
+        ),
     )
     enforce_eager: bool | None = Field(
         default=None, description="Disable compiled graphs; null: on CPUs only."
@@ -193,8 +233,11 @@ class VllmConfig(Section):
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further arguments of vLLM's engine (`AsyncEngineArgs`), such as `{max_num_batched_tokens: "
-        "4096}`; names that another key sets or vLLM does not know are refused.",
+        description=(
+            "Further arguments of vLLM's engine (`AsyncEngineArgs`), such as"
+            " `{max_num_batched_tokens: 4096}`; names that another key sets or vLLM does not know"
+            " are refused."
+        ),
         json_schema_extra={
             "additionalProperties": {
                 "type": ["boolean", "number", "string", "array", "object", "null"]
@@ -207,7 +250,10 @@ class VllmConfig(Section):
     max_logprob_difference: float | None = Field(
         default=None,
         gt=0,
-        description="Maximum log-prob difference allowed by the verification; null: 1e-3 in float32, else 0.5.",
+        description=(
+            "Maximum log-prob difference allowed by the verification; null: 1e-3 in float32, else"
+            " 0.5."
+        ),
     )
     mean_logprob_difference: float | None = Field(
         default=None,
@@ -219,9 +265,11 @@ class VllmConfig(Section):
     @classmethod
     def _decided_nowhere_else(cls, value: dict[str, Any]) -> dict[str, Any]:
         taken = {
-            name: f"set {key}"
-            if (key := VLLM_ARGUMENTS_SET[name])
-            else "the backend depends on its own value"
+            name: (
+                f"set {key}"
+                if (key := VLLM_ARGUMENTS_SET[name])
+                else "the backend depends on its own value"
+            )
             for name in value
             if name in VLLM_ARGUMENTS_SET
         }

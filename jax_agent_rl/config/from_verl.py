@@ -111,8 +111,10 @@ def import_verl(given: Mapping[str, Override]) -> Imported:
             continue
         if derived is not None:
             for name, value in derived.items():
-                made.leave("choice", f"{line}: {value}") if name == "choice" else made.put(
-                    name, value, key
+                (
+                    made.leave("choice", f"{line}: {value}")
+                    if name == "choice"
+                    else made.put(name, value, key)
                 )
         elif ours:
             made.put(ours, one.value, key)
@@ -162,7 +164,10 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
         return {"rollout.backend": "vllm"} if value == "vllm" else other
     if key == f"{TURNS}enable":
         named = f"{ROLLOUT}agent.default_agent_loop" in given
-        unnamed = "rows without an agent_name are plain generation; for tools, set agent.default_agent=tool_agent"
+        unnamed = (
+            "rows without an agent_name are plain generation; for tools, set"
+            " agent.default_agent=tool_agent"
+        )
         return {"choice": unnamed} if value and not named else {}
     if key == "data.prompt_key":
         return {} if value == "prompt" else {"choice": "rename the rows' column to prompt"}
@@ -265,7 +270,8 @@ def _filter_groups(given: Mapping[str, Any]) -> dict[str, Any]:
         made["algorithm.filter_metric"] = "reward"
     elif metric is not None:
         choices.append(
-            f"groups are not filtered by {metric}; set algorithm.filter_metric to accuracy or reward"
+            f"groups are not filtered by {metric}; set algorithm.filter_metric to accuracy or"
+            " reward"
         )
     batches = given.get("algorithm.filter_groups.max_num_gen_batches", 0)
     if batches < 1:

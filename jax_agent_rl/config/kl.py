@@ -25,18 +25,26 @@ class KLConfig(Section):
 
     where: Literal["none", "reward", "advantage", "loss"] = Field(
         default="none",
-        description="none, reward (subtracted from every token's reward), advantage (subtracted from every token's "
-        "advantage, so that a token answers for its own divergence alone) or loss (a term of the loss). All but none "
-        "need the reference's weights.",
+        description=(
+            "none, reward (subtracted from every token's reward), advantage (subtracted from every"
+            " token's advantage, so that a token answers for its own divergence alone) or loss (a"
+            " term of the loss). All but none need the reference's weights."
+        ),
     )
     estimator: Annotated[KLEstimator, _WITH_KL & _SAMPLED_TOKENS] = Field(
         default="k3",
-        description="Estimator per token; with + it has the gradient of k2. With `distill`: k1, in the loss k1+.",
+        description=(
+            "Estimator per token; with + it has the gradient of k2. With `distill`: k1, in the loss"
+            " k1+."
+        ),
     )
     top_k: Annotated[NonNegative, WhenKey("algorithm.kl.where", "loss")] = Field(
         default=0,
-        description="loss: the KL itself instead of an estimate from the sampled token, over the ids that the "
-        "reference holds most likely, this many at each position, and all others as one. 0: an estimate.",
+        description=(
+            "loss: the KL itself instead of an estimate from the sampled token, over the ids that"
+            " the reference holds most likely, this many at each position, and all others as one."
+            " 0: an estimate."
+        ),
     )
     coef: Annotated[float, _WITH_KL] = Field(
         default=0.001,
@@ -59,13 +67,18 @@ class TeacherConfig(Section):
     """A teacher: a frozen model with the policy's tokenizer."""
 
     path: str = Field(
-        description="Its weights, put on the learner's devices: a Hugging Face folder, a run folder, or "
-        "owner/name[@revision] on the Hub. With a url only its tokenizer is read."
+        description=(
+            "Its weights, put on the learner's devices: a Hugging Face folder, a run folder, or "
+            "owner/name[@revision] on the Hub. With a url only its tokenizer is read."
+        )
     )
     url: str | None = Field(
         default=None,
-        description="Where it is served instead: `http://HOST:8000/v1` of vLLM or another server whose completions "
-        "have vLLM's `prompt_logprobs`, or `http://HOST:8100` of `jax-agent-rl rollout-server`.",
+        description=(
+            "Where it is served instead: `http://HOST:8000/v1` of vLLM or another server whose"
+            " completions have vLLM's `prompt_logprobs`, or `http://HOST:8100` of `jax-agent-rl"
+            " rollout-server`."
+        ),
     )
     model: str | None = Field(
         default=None, description="Its name at an address with /v1; null: its path."
@@ -82,7 +95,10 @@ class TeacherConfig(Section):
     data_sources: tuple[str, ...] = Field(
         default=("*",),
         min_length=1,
-        description="Data sources of the rows it teaches (* matches). A row has the first teacher that fits.",
+        description=(
+            "Data sources of the rows it teaches (* matches). A row has the first teacher that"
+            " fits."
+        ),
     )
 
 
@@ -115,9 +131,12 @@ class DistillConfig(Section):
         WithJsonSchema({"anyOf": [*_TEACHER, {"type": "array", "items": {"anyOf": _TEACHER}}]}),
     ] = Field(
         min_length=1,
-        description="The teachers: a folder, or a list of folders and of mappings `{path, url, model, token_env, "
-        "max_in_flight, timeout, data_sources}`. Only path is required; url names a server that scores in its place, "
-        "data_sources the rows it teaches (* matches). A row has the first teacher that fits.",
+        description=(
+            "The teachers: a folder, or a list of folders and of mappings `{path, url, model,"
+            " token_env, max_in_flight, timeout, data_sources}`. Only path is required; url names a"
+            " server that scores in its place, data_sources the rows it teaches (* matches). A row"
+            " has the first teacher that fits."
+        ),
     )
 
 
@@ -148,17 +167,21 @@ def kl_problems(config: Config) -> Iterator[str]:
     kl, adv_estimator = config.algorithm.kl, config.algorithm.adv_estimator
     if kl.where in ("reward", "advantage") and kl.estimator.endswith("+"):
         yield (
-            f"algorithm.kl.estimator={kl.estimator} differs from {kl.estimator[:-1]} in its gradient only, and a "
-            f"reward has none, nor has an advantage; use {kl.estimator[:-1]}, or kl.where=loss"
+            f"algorithm.kl.estimator={kl.estimator} differs from {kl.estimator[:-1]} in its"
+            f" gradient only, and a reward has none, nor has an advantage; use {kl.estimator[:-1]},"
+            " or kl.where=loss"
         )
     if kl.where == "loss" and kl.estimator == "k1" and not kl.top_k:
         yield "algorithm.kl.estimator=k1 has a gradient of mean zero in the loss; use k1+, k2 or k3"
     if kl.where == "reward" and adv_estimator == "gdpo":
-        yield "algorithm.kl.where=reward would not reach gdpo, which reads the reward's parts; use kl.where=loss"
+        yield (
+            "algorithm.kl.where=reward would not reach gdpo, which reads the reward's parts; use"
+            " kl.where=loss"
+        )
     if kl.where in ("none", "reward") and adv_estimator == "none":
         yield (
-            f"algorithm.adv_estimator=none learns from algorithm.kl alone, and kl.where={kl.where} leaves nothing; set "
-            "kl.where=advantage or loss, or another estimator"
+            f"algorithm.adv_estimator=none learns from algorithm.kl alone, and kl.where={kl.where}"
+            " leaves nothing; set kl.where=advantage or loss, or another estimator"
         )
 
 
@@ -168,20 +191,25 @@ def distill_problems(config: Config) -> Iterator[str]:
     if distill is None:
         return
     if kl.where == "none":
-        yield "distill.teachers, but algorithm.kl.where=none compares with none; set it to advantage or loss"
+        yield (
+            "distill.teachers, but algorithm.kl.where=none compares with none; set it to advantage"
+            " or loss"
+        )
     served = [teacher.url for teacher in distill.teachers if teacher.url is not None]
     if served and (rollout.temperature != 1 or config.replays_supports):
         part = " from some of them" if config.replays_supports else ""
         yield (
-            f"distill.teachers: {served[0]} gives log-probs of temperature 1 over all ids, but the policy samples with "
-            f"rollout.temperature={rollout.temperature:g}{part}; set rollout.temperature=1 without top_p, top_k, "
-            "min_p and agent.constrain_tool_calls, or put the teacher on the learner's devices (remove its url)"
+            f"distill.teachers: {served[0]} gives log-probs of temperature 1 over all ids, but the"
+            f" policy samples with rollout.temperature={rollout.temperature:g}{part}; set"
+            " rollout.temperature=1 without top_p, top_k, min_p and agent.constrain_tool_calls, or"
+            " put the teacher on the learner's devices (remove its url)"
         )
     seen: set[str] = set()
     for number, teacher in enumerate(distill.teachers):
         if not set(teacher.data_sources) - seen:
             yield (
-                f"distill.teachers[{number}] ({teacher.path}) teaches no row: the teachers before it have its "
-                f"data_sources {list(teacher.data_sources)}; name others, or order the special before the general"
+                f"distill.teachers[{number}] ({teacher.path}) teaches no row: the teachers before"
+                f" it have its data_sources {list(teacher.data_sources)}; name others, or order the"
+                " special before the general"
             )
         seen.update(teacher.data_sources)

@@ -42,8 +42,10 @@ class MultihostConfig(Section):
 
     coordinator: str | None = Field(
         default=None,
-        description="host:port of process 0. auto: as JAX detects it (Cloud TPU, Slurm, Kubernetes). null: "
-        "$JAX_COORDINATOR_ADDRESS; if unset, one process.",
+        description=(
+            "host:port of process 0. auto: as JAX detects it (Cloud TPU, Slurm, Kubernetes). null: "
+            "$JAX_COORDINATOR_ADDRESS; if unset, one process."
+        ),
     )
     num_processes: Positive | None = Field(
         default=None, description="Number of processes; null: as JAX detects it."
@@ -60,8 +62,9 @@ class MultihostConfig(Section):
         number, count = self.process_id, self.num_processes
         if number is not None and count is not None and number >= count:
             raise ValueError(
-                f"learner.multihost.process_id={number} is not below learner.multihost.num_processes={count}; number "
-                f"the processes from 0 to {count - 1}"
+                f"learner.multihost.process_id={number} is not below"
+                f" learner.multihost.num_processes={count}; number the processes from 0 to"
+                f" {count - 1}"
             )
         return self
 
@@ -91,19 +94,26 @@ class OptimizerSection(Section):
 
     optimizer: Literal["adamw", "muon", "adafactor"] = Field(
         default="adamw",
-        description="adamw; muon: orthogonalized momentum for the matrices of linear layers and adapters, at AdamW's "
-        "scale of updates, and AdamW for the rest; adafactor: second moments of rows and columns only.",
+        description=(
+            "adamw; muon: orthogonalized momentum for the matrices of linear layers and adapters,"
+            " at AdamW's scale of updates, and AdamW for the rest; adafactor: second moments of"
+            " rows and columns only."
+        ),
     )
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate.")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="constant",
-        description="Learning rate after the warm-up: constant, a linear or cosine decay over the remaining "
-        "trainer.steps, or wsd: constant, then linear. It changes between training steps only; all updates of a step "
-        "use the same rate.",
+        description=(
+            "Learning rate after the warm-up: constant, a linear or cosine decay over the remaining"
+            " trainer.steps, or wsd: constant, then linear. It changes between training steps only;"
+            " all updates of a step use the same rate."
+        ),
     )
     lr_warmup_steps: NonNegative = Field(
         default=0,
-        description="Training steps of linear warm-up; the first step has 1/lr_warmup_steps of the peak.",
+        description=(
+            "Training steps of linear warm-up; the first step has 1/lr_warmup_steps of the peak."
+        ),
     )
     lr_decay_ratio: float = Field(
         default=0.1,
@@ -122,8 +132,10 @@ class OptimizerSection(Section):
     )
     no_weight_decay: tuple[Expression, ...] = Field(
         default=("norm",),
-        description="Regular expressions: parameters whose path (embed, layers.q, layers.input_norm) has a match are "
-        "not decayed.",
+        description=(
+            "Regular expressions: parameters whose path (embed, layers.q, layers.input_norm) has a"
+            " match are not decayed."
+        ),
     )
     adam_b1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
     adam_b2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
@@ -142,13 +154,19 @@ class OptimizerSection(Section):
         kind = self.lr_scheduler_type
         if kind == "constant" and self.changed("min_lr_ratio"):
             yield (
-                f"{name}.min_lr_ratio is read only with {name}.lr_scheduler_type linear, cosine or wsd, which is "
-                f"{kind!r}; remove it or change that"
+                f"{name}.min_lr_ratio is read only with {name}.lr_scheduler_type linear, cosine or"
+                f" wsd, which is {kind!r}; remove it or change that"
             )
         if kind != "wsd" and self.changed("lr_decay_ratio"):
-            yield f"{name}.lr_decay_ratio is read only with {name}.lr_scheduler_type=wsd, which is {kind!r}; remove it"
+            yield (
+                f"{name}.lr_decay_ratio is read only with {name}.lr_scheduler_type=wsd, which is"
+                f" {kind!r}; remove it"
+            )
         if not self.weight_decay and self.changed("no_weight_decay"):
-            yield f"{name}.no_weight_decay is read only with {name}.weight_decay > 0; set that, or remove it"
+            yield (
+                f"{name}.no_weight_decay is read only with {name}.weight_decay > 0; set that, or"
+                " remove it"
+            )
         if self.optimizer == "adafactor":
             for key in filter(self.changed, ("adam_b1", "adam_b2", "adam_eps")):
                 yield f"{name}.{key} is not read by {name}.optimizer=adafactor; remove it"
@@ -159,8 +177,10 @@ class RowsConfig(OptimizerSection):
 
     pack_length: Positive = Field(
         default=1024,
-        description="Tokens per packed row, the unit of gradient micro-batches. On a CPU, rows of 512 tokens "
-        "or more that are at most half full are halved.",
+        description=(
+            "Tokens per packed row, the unit of gradient micro-batches. On a CPU, rows of 512"
+            " tokens or more that are at most half full are halved."
+        ),
     )
     micro_batch_size: Positive = Field(
         default=1, description="Packed rows in one forward/backward (per data shard)."
@@ -170,24 +190,33 @@ class RowsConfig(OptimizerSection):
     )
     remat: Literal["none", "dots", "full"] = Field(
         default="dots",
-        description="What the backward pass recomputes. none: nothing. dots: all but matrix products and attention. "
-        "full: whole layers.",
+        description=(
+            "What the backward pass recomputes. none: nothing. dots: all but matrix products and"
+            " attention. full: whole layers."
+        ),
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="Precision of matrix products and activations. Parameters, gradient sums, optimizer state, "
-        "log-probs and losses stay in float32.",
+        description=(
+            "Precision of matrix products and activations. Parameters, gradient sums, optimizer"
+            " state, log-probs and losses stay in float32."
+        ),
     )
     router_aux_loss_coef: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the load-balancing loss of mixture-of-experts models. If positive, each update starts "
-        "with a forward pass that counts how its tokens are routed.",
+        description=(
+            "Weight of the load-balancing loss of mixture-of-experts models. If positive, each"
+            " update starts with a forward pass that counts how its tokens are routed."
+        ),
     )
     max_nonfinite_steps: Positive = Field(
         default=3,
-        description="Stop after this many training steps in a row in which every update of a model had a non-finite "
-        "gradient and was skipped. The policy, the critic and each adapter count their own.",
+        description=(
+            "Stop after this many training steps in a row in which every update of a model had a"
+            " non-finite gradient and was skipped. The policy, the critic and each adapter count"
+            " their own."
+        ),
     )
     lora: LoraConfig | None = Field(
         default=None,
@@ -200,8 +229,9 @@ class RowsConfig(OptimizerSection):
         rest = -self.pack_length % self.mesh.context
         if rest:
             raise ValueError(
-                f"learner.pack_length={self.pack_length} is not divisible by learner.mesh.context={self.mesh.context}; "
-                f"set learner.pack_length={self.pack_length + rest}, or lower learner.mesh.context"
+                f"learner.pack_length={self.pack_length} is not divisible by"
+                f" learner.mesh.context={self.mesh.context}; set"
+                f" learner.pack_length={self.pack_length + rest}, or lower learner.mesh.context"
             )
         return self
 
@@ -217,14 +247,19 @@ class LearnerConfig(RowsConfig):
         default=0.0,
         ge=0,
         lt=1,
-        description="Decay, per optimizer update, of an exponential moving average of the trained parameters. Held-out "
-        "evaluations sample from it; `export --ema` and `eval --run RUN --ema` use it. 0: none is kept. The "
-        "asynchronous modes keep none: their engines sample for training while they evaluate.",
+        description=(
+            "Decay, per optimizer update, of an exponential moving average of the trained"
+            " parameters. Held-out evaluations sample from it; `export --ema` and `eval --run RUN"
+            " --ema` use it. 0: none is kept. The asynchronous modes keep none: their engines"
+            " sample for training while they evaluate."
+        ),
     )
     row_patches: Annotated[Positive | None, WhenModelHasVision()] = Field(
         default=None,
-        description="Maximum number of image patches in a packed row, for vision models; null: as many as its tokens "
-        "can show. Fewer save memory, but a trajectory with more ends the run.",
+        description=(
+            "Maximum number of image patches in a packed row, for vision models; null: as many as"
+            " its tokens can show. Fewer save memory, but a trajectory with more ends the run."
+        ),
     )
     freeze_vision: Annotated[bool, WhenModelHasVision()] = Field(
         default=False, description="Freeze the vision tower and train the decoder alone."

@@ -85,7 +85,8 @@ def _existing_file(path: Path) -> Path:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
     if is_folder:
         raise ConfigError(
-            f"{str(path)!r} is a folder, not a configuration; name a YAML file, e.g. {path}/config.yaml"
+            f"{str(path)!r} is a folder, not a configuration; name a YAML file, e.g."
+            f" {path}/config.yaml"
         )
     recipes = recipe_files()
     guess = did_you_mean(str(path).removesuffix(".yaml"), recipes)
@@ -153,9 +154,9 @@ def _require_its_command(
         command = "distill"
     name = "this" if file is None else str(file)
     raise ConfigError(
-        f"{name} is a configuration of `{command}`, not of `{command_of(model)}`: run jax-agent-rl {command} "
-        f"{'FILE' if file is None else file}, or give a configuration of `{command_of(model)}` "
-        f"(jax-agent-rl config reference lists its keys)"
+        f"{name} is a configuration of `{command}`, not of `{command_of(model)}`: run jax-agent-rl"
+        f" {command} {'FILE' if file is None else file}, or give a configuration of"
+        f" `{command_of(model)}` (jax-agent-rl config reference lists its keys)"
     )
 
 
@@ -256,7 +257,10 @@ def _what_to_write(key: KeyInfo) -> str:
     if not key.is_section:
         return f"must be {key.type}"
     null = ", or null" if key.nullable else ""
-    return f"must be a section, a mapping of its keys{null} (jax-agent-rl config explain {key.path} lists them)"
+    return (
+        f"must be a section, a mapping of its keys{null} (jax-agent-rl config explain {key.path}"
+        " lists them)"
+    )
 
 
 def _key_at(location: Sequence[int | str], model: type[BaseModel]) -> KeyInfo | None:

@@ -47,8 +47,8 @@ _OPERATORS = {
     ast.Mult: operator.mul,
     ast.Div: operator.floordiv,
 }
-_MARK = (
-    "\0"  # surrounds text that only a shell could replace, and keeps its place through variables
+_MARK = (  # surrounds text that only a shell could replace, and keeps its place through variables
+    "\0"
 )
 MAX_CHARACTERS = 1_000_000
 """Limit of a file, and of all text that its variables are replaced by."""
@@ -84,7 +84,8 @@ def read_overrides(path: Path) -> dict[str, Override]:
     text = path.read_text(encoding="utf-8", errors="replace")
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            f"{path} has {len(text)} characters, more than {MAX_CHARACTERS}: it is no script of settings"
+            f"{path} has {len(text)} characters, more than {MAX_CHARACTERS}: it is no script of"
+            " settings"
         )
     if path.suffix in (".yaml", ".yml"):
         return _read_yaml(text, path)
@@ -221,8 +222,9 @@ class _ScriptReader:
         everything._written += len(text)
         if everything._written > 2 * MAX_CHARACTERS or len(self.words) > MAX_WORDS:
             raise ConfigError(
-                f"{self.path.name}:{self._line}: the script's words have more than {2 * MAX_CHARACTERS} characters, or "
-                f"are more than {MAX_WORDS}; import the part that sets the run's keys"
+                f"{self.path.name}:{self._line}: the script's words have more than"
+                f" {2 * MAX_CHARACTERS} characters, or are more than {MAX_WORDS}; import the part"
+                " that sets the run's keys"
             )
 
     def _end_word(self) -> None:
@@ -250,8 +252,8 @@ class _ScriptReader:
             if _TRAINER.fullmatch(word):
                 if self._trainer is not None:
                     raise ConfigError(
-                        f"{self.path.name}:{self._line}: a second training command, after that of line "
-                        f"{self._trainer}; keep one of them in the file"
+                        f"{self.path.name}:{self._line}: a second training command, after that of"
+                        f" line {self._trainer}; keep one of them in the file"
                     )
                 self._trainer = self._line
         self.words.append((word, self._line))

@@ -41,7 +41,9 @@ condition on a section applies to all of its keys. The agents of a run are known
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _BASE = {
     "type": "string",
-    "description": "Another YAML file, from this one's folder; this one then says only what differs.",
+    "description": (
+        "Another YAML file, from this one's folder; this one then says only what differs."
+    ),
 }
 
 
@@ -186,9 +188,11 @@ def _without(node: Any, names: set[str]) -> Any:
             "description": f"{node.get('description', '')} Used only {condition}.".lstrip(),
         }
     return {
-        key: {name: _without(field, names) for name, field in value.items()}
-        if key in ("properties", "$defs")
-        else _without(value, names)
+        key: (
+            {name: _without(field, names) for name, field in value.items()}
+            if key in ("properties", "$defs")
+            else _without(value, names)
+        )
         for key, value in node.items()
         if key not in names
     }

@@ -35,8 +35,8 @@ def _paths(sections: Mapping[str, str]) -> frozenset[str]:
 
 
 _OPTIMIZER = (
-    "optimizer learning_rate lr_scheduler_type lr_warmup_steps lr_decay_ratio min_lr_ratio weight_decay "
-    "no_weight_decay adam_b1 adam_b2 adam_eps max_grad_norm"
+    "optimizer learning_rate lr_scheduler_type lr_warmup_steps lr_decay_ratio min_lr_ratio"
+    " weight_decay no_weight_decay adam_b1 adam_b2 adam_eps max_grad_norm"
 )
 _LORA = "rank alpha targets quantize seed"
 
@@ -45,42 +45,59 @@ DEFINES = _paths(
         "": "seed compute_dtype",
         "model": "min_pixels max_pixels",
         "data": "shuffle shuffle_row_groups max_length min_reward train_on best_of",
-        "rollout": "prompts_per_step group_size min_group_size group_timeout max_model_len temperature top_p "
-        "top_k min_p",
+        "rollout": (
+            "prompts_per_step group_size min_group_size group_timeout max_model_len temperature"
+            " top_p top_k min_p"
+        ),
         "rollout.strategy": "name",
         "rollout.strategy.tree_grpo": "m n l k",
         "rollout.strategy.treerl": "m n l t",
-        "rollout.strategy.arpo": "initial_rollouts beam_size branch_probability entropy_weight entropy_tokens",
+        "rollout.strategy.arpo": (
+            "initial_rollouts beam_size branch_probability entropy_weight entropy_tokens"
+        ),
         "rollout.jetstream": "engine_factory kv_dtype quantize",
         "rollout.vllm": "engine_args",
-        "agent": "default_agent enable_search enable_agent tool_format tool_prompt adapter role_adapters n "
-        "max_prompt_length max_response_length max_model_len max_assistant_turns max_user_turns history_window "
-        "max_parallel_calls constrain_tool_calls max_tool_response_length tool_response_truncate_side edited_history "
-        "max_turns min_turns action_stop_tokens max_action_length max_obs_length truncate_obs_side "
-        "truncate_response_side mask_observations enable_mtrl mtrl_role mtrl_sep turn_end_token "
-        "additional_eos_token_ids chat_template_kwargs call_tool_first force_finish_for_last_turn mask_overlong_loss "
-        "mask_void_traj",
+        "agent": (
+            "default_agent enable_search enable_agent tool_format tool_prompt adapter role_adapters"
+            " n max_prompt_length max_response_length max_model_len max_assistant_turns"
+            " max_user_turns history_window max_parallel_calls constrain_tool_calls"
+            " max_tool_response_length tool_response_truncate_side edited_history max_turns"
+            " min_turns action_stop_tokens max_action_length max_obs_length truncate_obs_side"
+            " truncate_response_side mask_observations enable_mtrl mtrl_role mtrl_sep"
+            " turn_end_token additional_eos_token_ids chat_template_kwargs call_tool_first"
+            " force_finish_for_last_turn mask_overlong_loss mask_void_traj"
+        ),
         "agent.command": "argv container image",
         "tool_config": "enabled max_tool_turns",
         "search": "topk max_turns",
         "reward.remote": "data_sources",
         "reward.judge": "max_tokens temperature max_model_len chat_template_kwargs",
         "environments": "scope",
-        "algorithm": "adv_estimator gamma lam bootstrap turn_reward turn_advantage_coef shared_tokens clip_ratio_low "
-        "clip_ratio_high clip_ratio_c loss_agg_mode loss_scale_factor segment_weight entropy_coeff "
-        "filter_zero_variance filter_metric max_resample_rounds",
+        "algorithm": (
+            "adv_estimator gamma lam bootstrap turn_reward turn_advantage_coef shared_tokens"
+            " clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode loss_scale_factor"
+            " segment_weight entropy_coeff filter_zero_variance filter_metric max_resample_rounds"
+        ),
         "algorithm.gigpo": "gamma step_advantage_w mode similarity",
         "algorithm.gdpo": "reward_keys reward_weights",
-        "algorithm.policy_loss": "loss_mode behav_imp_weight_cap tau_pos tau_neg clip_cov_ratio clip_cov_lb "
-        "clip_cov_ub kl_cov_ratio ppo_kl_coef dppo_ratio_cap dro_beta",
+        "algorithm.policy_loss": (
+            "loss_mode behav_imp_weight_cap tau_pos tau_neg clip_cov_ratio clip_cov_lb "
+            "clip_cov_ub kl_cov_ratio ppo_kl_coef dppo_ratio_cap dro_beta"
+        ),
         "algorithm.kl": "where estimator top_k coef controller target horizon",
-        "algorithm.rollout_correction": "rollout_is rollout_is_threshold rollout_is_batch_normalize rollout_rs "
-        "rollout_rs_threshold bypass_mode",
-        "algorithm.filters": "void_turn void_trajectory all_tool_calls_failed overlong repetition max_repetition "
-        "final_answer",
+        "algorithm.rollout_correction": (
+            "rollout_is rollout_is_threshold rollout_is_batch_normalize rollout_rs "
+            "rollout_rs_threshold bypass_mode"
+        ),
+        "algorithm.filters": (
+            "void_turn void_trajectory all_tool_calls_failed overlong repetition max_repetition "
+            "final_answer"
+        ),
         "algorithm.shaping": "overlong_buffer overlong_factor repetition_factor repetition_ngram",
-        "learner": f"{_OPTIMIZER} compute_dtype router_aux_loss_coef num_minibatches ppo_epochs ema_decay "
-        "freeze_vision",
+        "learner": (
+            f"{_OPTIMIZER} compute_dtype router_aux_loss_coef num_minibatches ppo_epochs ema_decay "
+            "freeze_vision"
+        ),
         "learner.lora": _LORA,
         "critic": f"{_OPTIMIZER} critic_warmup cliprange_value",
         "trainer": "mode max_staleness stragglers oversample_prompts in_flight_update batch_size",
@@ -111,8 +128,10 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
     "how long the run is, what it keeps and shows": _paths(
         {
             "": "run_dir",
-            "trainer": "steps epochs checkpoint_every keep_checkpoints checkpoint_dir keep_trajectories logger "
-            "project_name prometheus_port",
+            "trainer": (
+                "steps epochs checkpoint_every keep_checkpoints checkpoint_dir keep_trajectories"
+                " logger project_name prometheus_port"
+            ),
             "trace": "sinks max_trajectories_per_step max_text_length project mlflow_tracking_uri",
         }
     ),
@@ -133,14 +152,21 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
     ),
     "engines: which, where, and how they compute the same policy": _paths(
         {
-            "rollout": "placement num_engines gpus_per_engine ray_address sleep_during_update backend urls token_env "
-            "weight_dir weight_transport full_weights_every max_in_flight max_in_flight_per_server adapters "
-            "deterministic",
-            "rollout.jetstream": "dtype max_concurrent_decodes kv_cache_tokens kv_offloading_size decode_steps "
-            "num_speculative_tokens prefill_buckets device_offset patch_buckets",
+            "rollout": (
+                "placement num_engines gpus_per_engine ray_address sleep_during_update backend urls"
+                " token_env weight_dir weight_transport full_weights_every max_in_flight"
+                " max_in_flight_per_server adapters deterministic"
+            ),
+            "rollout.jetstream": (
+                "dtype max_concurrent_decodes kv_cache_tokens kv_offloading_size decode_steps "
+                "num_speculative_tokens prefill_buckets device_offset patch_buckets"
+            ),
             "rollout.jetstream.mesh": "data expert tensor",
-            "rollout.vllm": "dtype max_num_seqs tensor_parallel_size gpu_memory_utilization kv_cache_gib enforce_eager "
-            "multi_modal require_probe max_logprob_difference mean_logprob_difference",
+            "rollout.vllm": (
+                "dtype max_num_seqs tensor_parallel_size gpu_memory_utilization kv_cache_gib"
+                " enforce_eager multi_modal require_probe max_logprob_difference"
+                " mean_logprob_difference"
+            ),
         }
     ),
     "addresses and tokens of servers": _paths(
@@ -154,12 +180,18 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
     "timeouts, retries and other limits that only faults and loads reach": _paths(
         {
             "rollout": "trajectory_timeout recovery_seconds wait_for_server_seconds stall_seconds",
-            "agent": "tool_call_timeout tool_call_max_retries tool_timeout run_timeout rollout_mode "
-            "max_concurrent_trajectories",
-            "agent.endpoint": "request_timeout max_body_bytes max_concurrent_requests max_choices max_sessions "
-            "max_session_tokens max_session_pixels session_ttl",
-            "agent.command": "verifier_timeout cpu_seconds memory_mb processes disk_mb max_running workspace_mb "
-            "workspace_entries",
+            "agent": (
+                "tool_call_timeout tool_call_max_retries tool_timeout run_timeout rollout_mode "
+                "max_concurrent_trajectories"
+            ),
+            "agent.endpoint": (
+                "request_timeout max_body_bytes max_concurrent_requests max_choices max_sessions "
+                "max_session_tokens max_session_pixels session_ttl"
+            ),
+            "agent.command": (
+                "verifier_timeout cpu_seconds memory_mb processes disk_mb max_running workspace_mb "
+                "workspace_entries"
+            ),
             "tool_config": "max_retries retry_delay timeout max_workers request_interval",
             "search": "timeout max_retries retry_delay",
             "interactions": "timeout",
@@ -173,8 +205,11 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
     ),
     "the server of Tinker clients": _paths(
         {
-            "": "model_name state_dir host port token_env max_body_mb pack_length snapshot_every max_model_len "
-            "max_concurrent_decodes max_sampled_adapters sampler_ttl_seconds session_ttl_seconds",
+            "": (
+                "model_name state_dir host port token_env max_body_mb pack_length snapshot_every"
+                " max_model_len max_concurrent_decodes max_sampled_adapters sampler_ttl_seconds"
+                " session_ttl_seconds"
+            ),
         }
     ),
 }

@@ -83,8 +83,10 @@ class StrategyConfig(Section):
 
     name: Literal["chain", "tree_grpo", "treerl", "arpo"] = Field(
         default="chain",
-        description="chain: all from the prompt. tree_grpo branches at random turns, treerl at the most uncertain "
-        "tokens, arpo after tool results that raise the entropy.",
+        description=(
+            "chain: all from the prompt. tree_grpo branches at random turns, treerl at the most"
+            " uncertain tokens, arpo after tool results that raise the entropy."
+        ),
     )
     tree_grpo: Annotated[TreeGrpoConfig, WhenKey("rollout.strategy.name", "tree_grpo")] = Field(
         default_factory=TreeGrpoConfig
@@ -102,9 +104,11 @@ class RolloutConfig(Section):
 
     placement: Literal["colocated", "separate", "hybrid"] = Field(
         default="colocated",
-        description="colocated: engines on the learner's devices, in each of its processes (hosts). separate: "
-        "engines in Ray actors on their own resources. hybrid: both; the colocated engine samples while the learner "
-        "is idle.",
+        description=(
+            "colocated: engines on the learner's devices, in each of its processes (hosts)."
+            " separate: engines in Ray actors on their own resources. hybrid: both; the colocated"
+            " engine samples while the learner is idle."
+        ),
     )
     num_engines: Annotated[Positive, _IN_ACTORS] = Field(
         default=1, description="Number of engines in Ray actors (placement separate and hybrid)."
@@ -114,12 +118,17 @@ class RolloutConfig(Section):
     )
     ray_address: Annotated[str | None, _IN_ACTORS] = Field(
         default=None,
-        description="Address of the Ray cluster; null: RAY_ADDRESS, otherwise a local cluster that ends with the run.",
+        description=(
+            "Address of the Ray cluster; null: RAY_ADDRESS, otherwise a local cluster that ends"
+            " with the run."
+        ),
     )
     sleep_during_update: bool = Field(
         default=False,
-        description="The colocated engine releases its memory (KV cache, weights) while the learner updates. With "
-        "placement colocated, this needs trainer.mode=sync.",
+        description=(
+            "The colocated engine releases its memory (KV cache, weights) while the learner"
+            " updates. With placement colocated, this needs trainer.mode=sync."
+        ),
     )
     backend: Annotated[Literal["jetstream", "vllm", "remote"], OrInstalled("backends")] = Field(
         default="jetstream", description="The engine that samples."
@@ -137,27 +146,36 @@ class RolloutConfig(Section):
         str | None, WhenKey("rollout.backend", "vllm", "remote") | WhenCommand("rollout-server")
     ] = Field(
         default=None,
-        description="Folder through which weights reach vllm and remote engines. Engines must see it, and rollout "
-        "servers read weights from nowhere else. null: shared memory, or an upload to rollout servers on other "
-        "machines. With weight_transport: tensorstore also a bucket, gs://bucket/path.",
+        description=(
+            "Folder through which weights reach vllm and remote engines. Engines must see it, and"
+            " rollout servers read weights from nowhere else. null: shared memory, or an upload to"
+            " rollout servers on other machines. With weight_transport: tensorstore also a bucket,"
+            " gs://bucket/path."
+        ),
     )
     weight_transport: Annotated[
         Literal["files", "tensorstore", "broadcast"], WhenKey("rollout.backend", "remote", "vllm")
     ] = Field(
         default="files",
-        description="How weights reach other processes. files: one process writes safetensors. tensorstore: each "
-        "learner process writes its own shards to weight_dir, and each jetstream server reads its devices' shards "
-        "(backend: remote). broadcast: from the learner's device to each engine's, by NCCL or, between CPUs, "
-        "gloo (backend: vllm with placement: separate; a trusted network).",
+        description=(
+            "How weights reach other processes. files: one process writes safetensors. tensorstore:"
+            " each learner process writes its own shards to weight_dir, and each jetstream server"
+            " reads its devices' shards (backend: remote). broadcast: from the learner's device to"
+            " each engine's, by NCCL or, between CPUs, gloo (backend: vllm with placement:"
+            " separate; a trusted network)."
+        ),
     )
     full_weights_every: Annotated[
         Positive,
         WhenKey("rollout.backend", "remote") & WhenKey("rollout.weight_transport", "files"),
     ] = Field(
         default=20,
-        description="Uploads to rollout servers hold the numbers that changed since the version before, and every so "
-        "many versions all of them; 1: always all. Each server keeps one copy of the files in memory. A server that "
-        "lacks the version before, or whose result has another digest, gets all of them.",
+        description=(
+            "Uploads to rollout servers hold the numbers that changed since the version before, and"
+            " every so many versions all of them; 1: always all. Each server keeps one copy of the"
+            " files in memory. A server that lacks the version before, or whose result has another"
+            " digest, gets all of them."
+        ),
     )
     prompts_per_step: Positive = Field(default=8, description="Dataset rows per training step.")
     group_size: Positive = Field(default=8, description="Trajectories per row (a GRPO group).")
@@ -168,30 +186,41 @@ class RolloutConfig(Section):
     trajectory_timeout: float | None = Field(
         default=3600.0,
         gt=0,
-        description="Seconds a trajectory may take from its start, tools and reward included; then it is dropped as "
-        "trajectory_timeout. So a step ends while an engine and the learner live. null: unlimited.",
+        description=(
+            "Seconds a trajectory may take from its start, tools and reward included; then it is"
+            " dropped as trajectory_timeout. So a step ends while an engine and the learner live."
+            " null: unlimited."
+        ),
     )
     min_group_size: Annotated[Positive | None, WhenKey("rollout.strategy.name", "chain")] = Field(
         default=None,
-        description="Number of surviving trajectories with which a group is complete after group_timeout; the others "
-        "are dropped as straggler. null: a group waits for all.",
+        description=(
+            "Number of surviving trajectories with which a group is complete after group_timeout;"
+            " the others are dropped as straggler. null: a group waits for all."
+        ),
     )
     group_timeout: Annotated[float, WhenKey("rollout.min_group_size")] = Field(
         default=600.0,
         gt=0,
-        description="Seconds from the start of a group's last trajectory until min_group_size holds.",
+        description=(
+            "Seconds from the start of a group's last trajectory until min_group_size holds."
+        ),
     )
     max_in_flight_per_server: Positive | None = Field(
         default=None,
-        description="Maximum number of requests a server runs; others wait, older trajectories first. A "
-        "trajectory whose server is full moves to another one if computing its context there takes less time. null: no "
-        "limit.",
+        description=(
+            "Maximum number of requests a server runs; others wait, older trajectories first. A"
+            " trajectory whose server is full moves to another one if computing its context there"
+            " takes less time. null: no limit."
+        ),
     )
     recovery_seconds: float = Field(
         default=600.0,
         ge=0,
-        description="Seconds to keep trying to restart or reconnect a lost engine or rollout server; 0: never. The "
-        "embedded jetstream engine of a single-process run is not restarted.",
+        description=(
+            "Seconds to keep trying to restart or reconnect a lost engine or rollout server; 0:"
+            " never. The embedded jetstream engine of a single-process run is not restarted."
+        ),
     )
     wait_for_server_seconds: float = Field(
         default=300.0,
@@ -201,13 +230,18 @@ class RolloutConfig(Section):
     stall_seconds: float | None = Field(
         default=300.0,
         gt=0,
-        description="Seconds without progress after which a server with requests counts as lost (3 times as long "
-        "before its first token, when it may compile; 10 times while it loads weights); null: never.",
+        description=(
+            "Seconds without progress after which a server with requests counts as lost (3 times as"
+            " long before its first token, when it may compile; 10 times while it loads weights);"
+            " null: never."
+        ),
     )
     max_model_len: Positive = Field(
         default=1024,
-        description="Maximum context length in tokens, prompt and response together. `serve` takes the model's own "
-        "with the embedded engine, unless the command line sets this key.",
+        description=(
+            "Maximum context length in tokens, prompt and response together. `serve` takes the"
+            " model's own with the embedded engine, unless the command line sets this key."
+        ),
     )
     temperature: float = Field(
         default=1.0,
@@ -218,8 +252,11 @@ class RolloutConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Nucleus sampling in training; 1: off. The learner normalizes over the token ids that top_p, top_k "
-        "and min_p left at each draw, which the engine reports (in up to V / 6 bytes a token of a vocabulary of V).",
+        description=(
+            "Nucleus sampling in training; 1: off. The learner normalizes over the token ids that"
+            " top_p, top_k and min_p left at each draw, which the engine reports (in up to V / 6"
+            " bytes a token of a vocabulary of V)."
+        ),
     )
     top_k: NonNegative = Field(default=0, description="Top-k sampling in training; 0: off.")
     min_p: float = Field(
@@ -233,14 +270,18 @@ class RolloutConfig(Section):
     )
     adapters: Annotated[dict[str, str], Unless("rollout.backend", "remote")] = Field(
         default_factory=dict,
-        description="LoRA adapters that eval, rollout and serve may sample with, besides the plain model: name to "
-        "PEFT folder. agent.adapter, a row's `adapter` or a request's `model` selects one. Training refuses them: it "
-        "samples with the model it trains.",
+        description=(
+            "LoRA adapters that eval, rollout and serve may sample with, besides the plain model:"
+            " name to PEFT folder. agent.adapter, a row's `adapter` or a request's `model` selects"
+            " one. Training refuses them: it samples with the model it trains."
+        ),
     )
     deterministic: bool = Field(
         default=False,
-        description="Run prefill, decoding and the learner's old log-probs in one program (jetstream): bit-identical "
-        "in any batch, and several times slower.",
+        description=(
+            "Run prefill, decoding and the learner's old log-probs in one program (jetstream):"
+            " bit-identical in any batch, and several times slower."
+        ),
     )
     jetstream: Annotated[JetStreamConfig, WhenKey("rollout.backend", "jetstream", "remote")] = (
         Field(default_factory=JetStreamConfig)
@@ -260,8 +301,8 @@ def rollout_problems(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if (least := rollout.min_group_size) is not None and least > rollout.group_size:
         yield (
-            f"rollout.min_group_size={least} is more than rollout.group_size={rollout.group_size}; lower it, or leave "
-            "it out"
+            f"rollout.min_group_size={least} is more than rollout.group_size={rollout.group_size};"
+            " lower it, or leave it out"
         )
     custom_engine = rollout.backend == "jetstream" and rollout.jetstream.engine_factory is not None
     if rollout.adapters and (
@@ -273,8 +314,8 @@ def rollout_problems(config: Config) -> Iterator[str]:
         yield f"rollout.adapters cannot be served with {key}; remove one of them"
     if (rollout.backend == "remote") != bool(rollout.urls):
         yield (
-            f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
-            "addresses of rollout servers, and other backends take none"
+            f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend"
+            " remote needs addresses of rollout servers, and other backends take none"
         )
     if twice := sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
         yield f"rollout.urls names {', '.join(twice)} more than once; a server is one address"
@@ -296,24 +337,27 @@ def rollout_problems(config: Config) -> Iterator[str]:
             ("placement", rollout.placement),
         ):
             if value not in ([], "colocated"):
-                yield f"rollout.{key}={value} does not go with rollout.backend={rollout.backend}; remove it"
+                yield (
+                    f"rollout.{key}={value} does not go with rollout.backend={rollout.backend};"
+                    " remove it"
+                )
     weight_dir = rollout.weight_dir
     if rollout.weight_transport == "tensorstore" and (
         rollout.backend != "remote" or weight_dir is None
     ):
         yield (
-            f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and rollout.weight_dir="
-            f"{weight_dir}: it is for remote servers that see a folder or bucket; set rollout.weight_dir, or "
-            "rollout.weight_transport=files"
+            f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and"
+            f" rollout.weight_dir={weight_dir}: it is for remote servers that see a folder or"
+            " bucket; set rollout.weight_dir, or rollout.weight_transport=files"
         )
     if rollout.weight_transport == "broadcast" and (rollout.backend, rollout.placement) != (
         "vllm",
         "separate",
     ):
         yield (
-            f"rollout.weight_transport=broadcast with rollout.backend={rollout.backend} and rollout.placement="
-            f"{rollout.placement}: it is for vllm engines in Ray actors; set rollout.placement=separate, or "
-            "rollout.weight_transport=files"
+            f"rollout.weight_transport=broadcast with rollout.backend={rollout.backend} and"
+            f" rollout.placement={rollout.placement}: it is for vllm engines in Ray actors; set"
+            " rollout.placement=separate, or rollout.weight_transport=files"
         )
     # A rollout server with a jetstream engine reads from buckets.
     if (
@@ -322,8 +366,8 @@ def rollout_problems(config: Config) -> Iterator[str]:
         and rollout.backend != "jetstream"
     ):
         yield (
-            f"rollout.weight_dir={weight_dir} is no folder of this machine; set rollout.weight_transport=tensorstore, "
-            "which writes to buckets"
+            f"rollout.weight_dir={weight_dir} is no folder of this machine; set"
+            " rollout.weight_transport=tensorstore, which writes to buckets"
         )
 
 
@@ -332,11 +376,16 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
     where = f"rollout.jetstream.engine_factory={rollout.jetstream.engine_factory}"
     if rollout.temperature != 1 or rollout.eval_temperature not in (0, 1):
         yield (
-            f"{where} reports log-probs of the raw logits, but rollout.temperature={rollout.temperature:g} and "
-            f"eval_temperature={rollout.eval_temperature:g}; set temperature to 1 and eval_temperature to 0 or 1"
+            f"{where} reports log-probs of the raw logits, but"
+            f" rollout.temperature={rollout.temperature:g} and"
+            f" eval_temperature={rollout.eval_temperature:g}; set temperature to 1 and"
+            " eval_temperature to 0 or 1"
         )
     if rollout.restricts_sampling:
-        yield f"{where} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0"
+        yield (
+            f"{where} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and"
+            " rollout.min_p=0"
+        )
     if rollout.deterministic:
         yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"
 
@@ -347,14 +396,16 @@ def strategy_problems(config: Config) -> Iterator[str]:
     if strategy.name == "chain":
         if adv_estimator in ("tree_grpo", "treerl", "arpo"):
             yield (
-                f"algorithm.adv_estimator={adv_estimator} compares branches, rollout.strategy.name=chain makes none; "
-                f"set rollout.strategy.name={adv_estimator}, or algorithm.adv_estimator=grpo"
+                f"algorithm.adv_estimator={adv_estimator} compares branches,"
+                " rollout.strategy.name=chain makes none; set"
+                f" rollout.strategy.name={adv_estimator}, or algorithm.adv_estimator=grpo"
             )
         return
     if adv_estimator == "remax":
         yield (
-            "algorithm.adv_estimator=remax compares a trajectory with a greedy chain from the prompt; set "
-            "rollout.strategy.name=chain, or another estimator (tree_grpo, treerl, arpo)"
+            "algorithm.adv_estimator=remax compares a trajectory with a greedy chain from the"
+            " prompt; set rollout.strategy.name=chain, or another estimator (tree_grpo, treerl,"
+            " arpo)"
         )
     yield from _size_problems(strategy, config.rollout.group_size)
 
@@ -363,19 +414,21 @@ def _size_problems(strategy: StrategyConfig, group_size: int) -> Iterator[str]:
     grpo, rl, arpo = strategy.tree_grpo, strategy.treerl, strategy.arpo
     if strategy.name == "tree_grpo" and grpo.k > 1 + grpo.l * grpo.n:
         yield (
-            f"rollout.strategy.tree_grpo.k={grpo.k} leaves are to be kept of each tree, but it has only 1 + l * n = "
-            f"{1 + grpo.l * grpo.n}; lower k, or raise n or l"
+            f"rollout.strategy.tree_grpo.k={grpo.k} leaves are to be kept of each tree, but it has"
+            f" only 1 + l * n = {1 + grpo.l * grpo.n}; lower k, or raise n or l"
         )
     if strategy.name == "tree_grpo" and group_size != grpo.m * grpo.k:
         yield (
-            f"rollout.strategy=tree_grpo makes groups of m * k = {grpo.m} * {grpo.k} = {grpo.m * grpo.k} trajectories, "
-            f"rollout.group_size is {group_size}; set rollout.group_size={grpo.m * grpo.k}"
+            f"rollout.strategy=tree_grpo makes groups of m * k = {grpo.m} * {grpo.k} ="
+            f" {grpo.m * grpo.k} trajectories, rollout.group_size is {group_size}; set"
+            f" rollout.group_size={grpo.m * grpo.k}"
         )
     size = rl.m * (1 + rl.l * rl.n * rl.t)
     if strategy.name == "treerl" and group_size != size:
         yield (
-            f"rollout.strategy=treerl makes groups of m * (1 + l * n * t) = {rl.m} * (1 + {rl.l} * {rl.n} * {rl.t}) = "
-            f"{size} trajectories, rollout.group_size is {group_size}; set rollout.group_size={size}"
+            f"rollout.strategy=treerl makes groups of m * (1 + l * n * t) = {rl.m} * (1 + {rl.l} *"
+            f" {rl.n} * {rl.t}) = {size} trajectories, rollout.group_size is {group_size}; set"
+            f" rollout.group_size={size}"
         )
     if strategy.name == "arpo" and arpo.initial_rollouts >= group_size:
         yield (

@@ -124,16 +124,20 @@ def _group_problems(config: Config) -> Iterator[str]:
     )
     if agent.history_window is not None and rollout.strategy.name == "treerl":
         yield (
-            "agent.history_window does not go with rollout.strategy.name=treerl, which finds its forks within a "
-            "turn in the whole history; leave it out, or set rollout.strategy.name=tree_grpo or arpo"
+            "agent.history_window does not go with rollout.strategy.name=treerl, which finds its"
+            " forks within a turn in the whole history; leave it out, or set"
+            " rollout.strategy.name=tree_grpo or arpo"
         )
     if rollout.group_size == 1 and algorithm.needs_group:
         yield (
-            f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2, "
-            "or algorithm.adv_estimator=reinforce_plus_plus, remax, rae or gae"
+            f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set"
+            " rollout.group_size >= 2, or algorithm.adv_estimator=reinforce_plus_plus, remax, rae"
+            " or gae"
         )
     if agent.n not in (None, rollout.group_size):
-        yield f"agent.n={agent.n} is another name of rollout.group_size={rollout.group_size}; set one"
+        yield (
+            f"agent.n={agent.n} is another name of rollout.group_size={rollout.group_size}; set one"
+        )
     if learner.num_minibatches > rollout.prompts_per_step:
         yield (
             f"learner.num_minibatches={learner.num_minibatches} cuts the batch finer than its "
@@ -152,8 +156,9 @@ def _schedule_problems(config: Config) -> Iterator[str]:
         yield from optimizer.problems(name)
         if kind != "constant" and warm_up >= total:
             yield (
-                f"{name}.lr_scheduler_type={kind} has no steps left: {name}.lr_warmup_steps={warm_up} of {total} "
-                "(trainer.steps, for the policy less critic.critic_warmup); lower it, or raise trainer.steps"
+                f"{name}.lr_scheduler_type={kind} has no steps left:"
+                f" {name}.lr_warmup_steps={warm_up} of {total} (trainer.steps, for the policy less"
+                " critic.critic_warmup); lower it, or raise trainer.steps"
             )
 
 
@@ -161,8 +166,8 @@ def _length_problems(config: Config) -> Iterator[str]:
     agent, longest = config.agent, config.rollout.max_model_len
     if agent.max_model_len is not None and agent.max_model_len > longest:
         yield (
-            f"agent.max_model_len={agent.max_model_len} is more than the engine's rollout.max_model_len={longest}; "
-            "raise the latter"
+            f"agent.max_model_len={agent.max_model_len} is more than the engine's"
+            f" rollout.max_model_len={longest}; raise the latter"
         )
     if (evaluated := agent.max_prompt_length + (agent.val_max_response_length or 0)) > longest:
         yield (
@@ -179,8 +184,8 @@ def _length_problems(config: Config) -> Iterator[str]:
         )
     if need > config.learner.pack_length:
         yield (
-            f"agent.max_prompt_length + agent.max_response_length = {need} does not fit one packed row; "
-            f"set learner.pack_length >= {need}"
+            f"agent.max_prompt_length + agent.max_response_length = {need} does not fit one packed"
+            f" row; set learner.pack_length >= {need}"
         )
 
 
@@ -188,20 +193,24 @@ def _logprob_problems(config: Config) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
     if not config.agent.mask_observations and config.algorithm.rollout_correction.bypass_mode:
         yield (
-            "agent.mask_observations=false trains on observations, of which the engine has no log-probs: set "
-            "algorithm.rollout_correction.bypass_mode=false"
+            "agent.mask_observations=false trains on observations, of which the engine has no"
+            " log-probs: set algorithm.rollout_correction.bypass_mode=false"
         )
     if learner.lora and learner.lora.quantize != "none" and rollout.backend != "jetstream":
         yield (
-            f"learner.lora.quantize={learner.lora.quantize} trains on quantized weights, which rollout.backend="
-            f"{rollout.backend} would not start from; set rollout.backend=jetstream, or quantize=none"
+            f"learner.lora.quantize={learner.lora.quantize} trains on quantized weights, which"
+            f" rollout.backend={rollout.backend} would not start from; set"
+            " rollout.backend=jetstream, or quantize=none"
         )
 
 
 def _adapter_problems(config: Config) -> Iterator[str]:
     adapter, known = config.agent.adapter, config.rollout.adapters
     if adapter is not None and config.rollout.backend != "remote" and adapter not in known:
-        yield f"agent.adapter={adapter!r} is not in rollout.adapters, which has {sorted(known)}; add its folder there"
+        yield (
+            f"agent.adapter={adapter!r} is not in rollout.adapters, which has {sorted(known)}; add"
+            " its folder there"
+        )
     if config.agent.role_adapters:
         yield from _role_adapter_problems(config)
 
@@ -209,9 +218,14 @@ def _adapter_problems(config: Config) -> Iterator[str]:
 def _role_adapter_problems(config: Config) -> Iterator[str]:
     rollout, roles = config.rollout, config.agent.role_adapters
     if both := sorted(roles.keys() & config.agent.role_models.keys()):
-        yield f"agent.role_adapters and agent.role_models both name {both}; a role is played by one of them"
+        yield (
+            f"agent.role_adapters and agent.role_models both name {both}; a role is played by one"
+            " of them"
+        )
     if config.learner.lora is None:
-        yield "agent.role_adapters trains LoRA adapters; set learner.lora, e.g. learner.lora.rank=16"
+        yield (
+            "agent.role_adapters trains LoRA adapters; set learner.lora, e.g. learner.lora.rank=16"
+        )
     for key, value, fits in (
         ("rollout.backend", rollout.backend, rollout.backend == "jetstream"),
         ("rollout.placement", rollout.placement, rollout.placement == "colocated"),
@@ -238,28 +252,31 @@ def _deterministic_problems(config: Config) -> Iterator[str]:
         return
     if rollout.backend != "jetstream":
         yield (
-            f"rollout.deterministic needs the learner and the engine in one program, but rollout.backend is "
-            f"{rollout.backend!r}; set it to jetstream, or rollout.deterministic=false"
+            "rollout.deterministic needs the learner and the engine in one program, but"
+            f" rollout.backend is {rollout.backend!r}; set it to jetstream, or"
+            " rollout.deterministic=false"
         )
     if engine.kv_dtype != "auto" or engine.quantize != "none":
         yield (
-            f"rollout.deterministic has engine and learner compute alike, but rollout.jetstream.kv_dtype="
-            f"{engine.kv_dtype} and quantize={engine.quantize} round what the learner does not; set kv_dtype=auto "
-            "and quantize=none, or rollout.deterministic=false"
+            "rollout.deterministic has engine and learner compute alike, but"
+            f" rollout.jetstream.kv_dtype={engine.kv_dtype} and quantize={engine.quantize} round"
+            " what the learner does not; set kv_dtype=auto and quantize=none, or"
+            " rollout.deterministic=false"
         )
     if rollout.restricts_sampling:
         yield (
-            f"rollout.deterministic scores all ids, but rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k} and "
-            f"min_p={rollout.min_p:g} sample from some; set top_p=1, top_k=0 and min_p=0, or deterministic=false"
+            f"rollout.deterministic scores all ids, but rollout.top_p={rollout.top_p:g},"
+            f" top_k={rollout.top_k} and min_p={rollout.min_p:g} sample from some; set top_p=1,"
+            " top_k=0 and min_p=0, or deterministic=false"
         )
     spread = (
         config.learner.mesh != MeshConfig() or engine.mesh.devices > 1 or engine.device_offset > 0
     )
     if spread or config.algorithm.rollout_correction.bypass_mode:
         yield (
-            "rollout.deterministic runs on one device and compares the learner's own log-probs: remove "
-            "learner.mesh, rollout.jetstream.mesh and device_offset, and "
-            "algorithm.rollout_correction.bypass_mode, or set rollout.deterministic=false"
+            "rollout.deterministic runs on one device and compares the learner's own log-probs:"
+            " remove learner.mesh, rollout.jetstream.mesh and device_offset, and"
+            " algorithm.rollout_correction.bypass_mode, or set rollout.deterministic=false"
         )
 
 
@@ -270,19 +287,22 @@ def _placement_problems(config: Config) -> Iterator[str]:
     if where == "colocated":
         if rollout.sleep_during_update and mode != "sync":
             yield (
-                f"rollout.sleep_during_update: with rollout.placement=colocated and trainer.mode={mode} the engine "
-                "samples while the learner updates; set trainer.mode=sync, rollout.placement=hybrid, or "
-                "rollout.sleep_during_update=false"
+                "rollout.sleep_during_update: with rollout.placement=colocated and"
+                f" trainer.mode={mode} the engine samples while the learner updates; set"
+                " trainer.mode=sync, rollout.placement=hybrid, or"
+                " rollout.sleep_during_update=false"
             )
     elif backend == "remote":
         yield (
-            f"rollout.placement={where} places engines that the run starts, but rollout.backend=remote runs where its "
-            "servers are; remove rollout.placement, or set rollout.backend=jetstream or vllm"
+            f"rollout.placement={where} places engines that the run starts, but"
+            " rollout.backend=remote runs where its servers are; remove rollout.placement, or set"
+            " rollout.backend=jetstream or vllm"
         )
     elif rollout.deterministic:
         yield (
-            f"rollout.deterministic shares one program with the learner, but rollout.placement={where} runs engines in "
-            "other processes; set rollout.placement=colocated, or rollout.deterministic=false"
+            "rollout.deterministic shares one program with the learner, but"
+            f" rollout.placement={where} runs engines in other processes; set"
+            " rollout.placement=colocated, or rollout.deterministic=false"
         )
     if rollout.sleep_during_update and (where == "separate" or backend == "remote"):
         yield "rollout.sleep_during_update: no engine shares the learner's devices; remove it"
@@ -297,7 +317,10 @@ def _placement_problems(config: Config) -> Iterator[str]:
     if rollout.gpus_per_engine not in (0, devices) and (
         rollout.gpus_per_engine % devices or not is_open
     ):
-        yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"
+        yield (
+            f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs,"
+            " or 0 for CPUs"
+        )
 
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
@@ -378,13 +401,16 @@ def report_idle_tools(
     if not idle:
         return None
     seen = (
-        f"{len(unnamed)} of {len(rows)} rows have no agent_name, so they run as {PLAIN_AGENT} and never use "
-        f"{', '.join(idle)}"
+        f"{len(unnamed)} of {len(rows)} rows have no agent_name, so they run as {PLAIN_AGENT} and"
+        f" never use {', '.join(idle)}"
     )
     fixes = " or ".join(dict.fromkeys(idle.values()))
     return (
         seen,
-        f"set {fixes}, or agent_name in the rows; if that is intended, set agent.default_agent={PLAIN_AGENT}",
+        (
+            f"set {fixes}, or agent_name in the rows; if that is intended, set"
+            f" agent.default_agent={PLAIN_AGENT}"
+        ),
     )
 
 

@@ -26,8 +26,11 @@ class ModelPathConfig(Section):
     """Weights and tokenizer to start from."""
 
     path: str = Field(
-        description="Folder with config.json, model.safetensors and tokenizer files; owner/name[@revision] on the "
-        "Hugging Face Hub, downloaded into its cache; or a run folder, whose newest checkpoint is exported into it."
+        description=(
+            "Folder with config.json, model.safetensors and tokenizer files; owner/name[@revision]"
+            " on the Hugging Face Hub, downloaded into its cache; or a run folder, whose newest"
+            " checkpoint is exported into it."
+        )
     )
 
 
@@ -36,8 +39,10 @@ class ModelConfig(ModelPathConfig):
 
     min_pixels: Annotated[Positive | None, WhenModelHasVision()] = Field(
         default=None,
-        description="Minimum number of pixels an image or frame is scaled to; null: from the model's processor files. "
-        "Set it together with max_pixels.",
+        description=(
+            "Minimum number of pixels an image or frame is scaled to; null: from the model's"
+            " processor files. Set it together with max_pixels."
+        ),
     )
     max_pixels: Annotated[Positive | None, WhenModelHasVision()] = Field(
         default=None, description="Maximum number of pixels an image or frame is scaled to."
@@ -77,8 +82,10 @@ class DataSource(Section):
     weight: float | None = Field(
         default=None,
         gt=0,
-        description="Share of the training rows drawn from this source, relative to the other weights; null: rows of "
-        "all sources are drawn equally often.",
+        description=(
+            "Share of the training rows drawn from this source, relative to the other weights;"
+            " null: rows of all sources are drawn equally often."
+        ),
     )
 
     def __str__(self) -> str:
@@ -118,8 +125,11 @@ class DataConfig(Section):
     """Rows: JSON Lines or Parquet with `prompt`, `agent_name`, `data_source`, `reward_model.ground_truth`."""
 
     train: DataSources = Field(
-        description="Rows to train on: a .jsonl or .parquet file, a glob, a Hub dataset (`owner/name`), or a list of "
-        "these. A mapping `{path, name, split, weight}` chooses a Hub dataset's files, and each source's share.",
+        description=(
+            "Rows to train on: a .jsonl or .parquet file, a glob, a Hub dataset (`owner/name`), or"
+            " a list of these. A mapping `{path, name, split, weight}` chooses a Hub dataset's"
+            " files, and each source's share."
+        ),
     )
     eval: Annotated[
         DataSources | None, WithJsonSchema({"anyOf": [*_SOURCES, {"type": "null"}]})
@@ -132,12 +142,17 @@ class DataConfig(Section):
     )
     shuffle: bool = Field(
         default=True,
-        description="Draw the rows of each source in random order, a new one each epoch; false: in their order.",
+        description=(
+            "Draw the rows of each source in random order, a new one each epoch; false: in their"
+            " order."
+        ),
     )
     shuffle_row_groups: Positive = Field(
         default=8,
-        description="Number of a source's Parquet row groups that are in memory at a time, and whose rows are shuffled "
-        "together; a source with no more is shuffled as a whole.",
+        description=(
+            "Number of a source's Parquet row groups that are in memory at a time, and whose rows"
+            " are shuffled together; a source with no more is shuffled as a whole."
+        ),
     )
 
     @model_validator(mode="after")
@@ -146,7 +161,8 @@ class DataConfig(Section):
         if any(given) and not all(given):
             missing = [source.path for source in self.train if source.weight is None]
             raise ValueError(
-                f"data.train gives a weight to some sources, but not to {missing}; set it there, too"
+                f"data.train gives a weight to some sources, but not to {missing}; set it"
+                " there, too"
             )
         if any(source.weight is not None for source in self.eval or ()):
             raise ValueError(
@@ -159,7 +175,9 @@ class RemoteRewardConfig(Section):
     """A reward server for some data sources."""
 
     url: str = Field(
-        description="URL to which each trajectory is POSTed as JSON; the answer is a number or {score: …}."
+        description=(
+            "URL to which each trajectory is POSTed as JSON; the answer is a number or {score: …}."
+        )
     )
     data_sources: tuple[str, ...] = Field(
         min_length=1, description="Data sources of the rows it scores (* matches)."
@@ -198,7 +216,9 @@ class JudgeConfig(Section):
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further arguments of the judge's chat template, such as `enable_thinking: false`.",
+        description=(
+            "Further arguments of the judge's chat template, such as `enable_thinking: false`."
+        ),
     )
 
 
@@ -215,8 +235,10 @@ class RewardConfig(Section):
     )
     workers: NonNegative = Field(
         default=4,
-        description="Number of processes that run synchronous functions of `path` and are killed on timeout; 0: one "
-        "thread per call, which cannot be killed.",
+        description=(
+            "Number of processes that run synchronous functions of `path` and are killed on"
+            " timeout; 0: one thread per call, which cannot be killed."
+        ),
     )
     remote: RemoteRewardConfig | None = Field(default=None, description="A reward server.")
     sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
@@ -244,8 +266,10 @@ class ToolsConfig(Section):
     )
     tool_config_path: Annotated[str | None, UsedByAgents("tool_agent", "react_agent")] = Field(
         default=None,
-        description="YAML file with `tools: [{class_name, config, tool_schema}]`, native and MCP; may be set together "
-        "with function_tool_path.",
+        description=(
+            "YAML file with `tools: [{class_name, config, tool_schema}]`, native and MCP; may be"
+            " set together with function_tool_path."
+        ),
     )
 
 
@@ -283,8 +307,10 @@ class ToolClientConfig(Section):
     request_interval: Annotated[float, _TEXT_TOOL] = Field(
         default=0.1,
         ge=0,
-        description="Minimum number of seconds between the starts of two requests: 0.1 is at most ten per second. Use "
-        "0 for a server of your own.",
+        description=(
+            "Minimum number of seconds between the starts of two requests: 0.1 is at most ten per"
+            " second. Use 0 for a server of your own."
+        ),
     )
 
     @model_validator(mode="before")
@@ -343,11 +369,15 @@ class EnvironmentsConfig(Section):
     )
     scope: Literal["rollout", "global"] = Field(
         default="rollout",
-        description="rollout: a new instance for each rollout. global: instances are reset and reused.",
+        description=(
+            "rollout: a new instance for each rollout. global: instances are reset and reused."
+        ),
     )
     max_instances: Positive = Field(
         default=64,
-        description="Maximum number of concurrent instances of one environment; further rollouts wait.",
+        description=(
+            "Maximum number of concurrent instances of one environment; further rollouts wait."
+        ),
     )
     timeout: float = Field(
         default=30.0, gt=0, description="Timeout of one reset, step, score or close, in seconds."

@@ -22,30 +22,43 @@ class TrainerConfig(Section):
     steps: Positive = Field(default=100, description="Training steps.")
     mode: Literal["sync", "one_step_off", "fully_async"] = Field(
         default="sync",
-        description="sync: roll out, then learn. one_step_off: roll out the next step while learning this one. "
-        "fully_async: roll out continuously, also while weights change.",
+        description=(
+            "sync: roll out, then learn. one_step_off: roll out the next step while learning this"
+            " one. fully_async: roll out continuously, also while weights change."
+        ),
     )
     max_staleness: NonNegative | None = Field(
         default=None,
-        description="fully_async: maximum age of a token in versions of the weights; up to (max_staleness + 1) * "
-        "rollout.prompts_per_step groups are in flight. null: 1. The other modes fix it (sync 0, one_step_off 1).",
+        description=(
+            "fully_async: maximum age of a token in versions of the weights; up to (max_staleness +"
+            " 1) * rollout.prompts_per_step groups are in flight. null: 1. The other modes fix it"
+            " (sync 0, one_step_off 1)."
+        ),
     )
     stragglers: Annotated[Literal["wait", "drop"], _FULLY_ASYNC] = Field(
         default="wait",
-        description="fully_async: what happens to groups that would become too old. wait: the learner waits for them. "
-        "drop: it never waits, and such groups are dropped, which favours short trajectories.",
+        description=(
+            "fully_async: what happens to groups that would become too old. wait: the learner waits"
+            " for them. drop: it never waits, and such groups are dropped, which favours short"
+            " trajectories."
+        ),
     )
     oversample_prompts: Annotated[
         NonNegative, _FULLY_ASYNC & WhenKey("trainer.stragglers", "drop")
     ] = Field(
         default=0,
-        description="stragglers: drop: number of extra rows to start, so that as many of the slowest may be dropped.",
+        description=(
+            "stragglers: drop: number of extra rows to start, so that as many of the slowest may be"
+            " dropped."
+        ),
     )
     in_flight_update: Annotated[Literal["auto", "keep", "recompute", "wait"], _FULLY_ASYNC] = Field(
         default="auto",
-        description="fully_async: what running generations do when weights change. keep: continue with the KV cache "
-        "of the old weights. recompute: continue after their context is recomputed. wait: finish their turn first. "
-        "auto: the first of these that the engine supports.",
+        description=(
+            "fully_async: what running generations do when weights change. keep: continue with the"
+            " KV cache of the old weights. recompute: continue after their context is recomputed."
+            " wait: finish their turn first. auto: the first of these that the engine supports."
+        ),
     )
     eval_every: Annotated[NonNegative, WhenKey("data.eval")] = Field(
         default=0, description="Steps between evaluations; 0: before and after training only."
@@ -58,29 +71,39 @@ class TrainerConfig(Section):
     )
     checkpoint_dir: str | None = Field(
         default=None,
-        description="Folder of this run's checkpoints, the same for all processes; gs://… for a bucket. null: "
-        "checkpoints in run_dir.",
+        description=(
+            "Folder of this run's checkpoints, the same for all processes; gs://… for a bucket."
+            " null: checkpoints in run_dir."
+        ),
     )
     keep_trajectories: NonNegative | None = Field(
         default=256,
-        description="Maximum number of trajectories of a step written to trajectories.jsonl: the best, the worst, "
-        "their groups, and random other groups. null: all.",
+        description=(
+            "Maximum number of trajectories of a step written to trajectories.jsonl: the best, the"
+            " worst, their groups, and random other groups. null: all."
+        ),
     )
     max_failed_batches: Positive = Field(
         default=2,
-        description="Stop after this many consecutive batches that lost every trajectory (because rewards fail, for "
-        "example).",
+        description=(
+            "Stop after this many consecutive batches that lost every trajectory (because rewards"
+            " fail, for example)."
+        ),
     )
     on_disagreement: Literal["stop", "warn"] = Field(
         default="stop",
-        description="What happens after the diagnosis when the log-probs of engine and learner differ by more than "
-        "their precision explains. stop: end the run before it learns from them. warn: continue. See "
-        "docs/agreement.md.",
+        description=(
+            "What happens after the diagnosis when the log-probs of engine and learner differ by"
+            " more than their precision explains. stop: end the run before it learns from them."
+            " warn: continue. See docs/agreement.md."
+        ),
     )
     agreement_tolerance: tuple[float, float] | None = Field(
         default=None,
-        description="Maximum difference in nats: [of one token, on average]; null: set by engine and precision, see "
-        "docs/agreement.md.",
+        description=(
+            "Maximum difference in nats: [of one token, on average]; null: set by engine and"
+            " precision, see docs/agreement.md."
+        ),
     )
     target_accuracy: Annotated[
         float | None, WhenKey("data.eval") & WhenKey("trainer.eval_every")
@@ -97,7 +120,10 @@ class TrainerConfig(Section):
         Distinct,
     ] = Field(
         default=(),
-        description="Where metrics go besides the console and metrics.jsonl; each needs the extra of its name.",
+        description=(
+            "Where metrics go besides the console and metrics.jsonl; each needs the extra of its"
+            " name."
+        ),
         json_schema_extra={"type": ["array", "string"], "uniqueItems": True},
     )
     project_name: Annotated[str, WhenKey("trainer.logger", "wandb", "trackio", plugins=True)] = (
@@ -146,13 +172,18 @@ class TraceConfig(Section):
         Distinct,
     ] = Field(
         default=(),
-        description="Where traces go. files: traces.jsonl in the run folder, shown by `jax-agent-rl report`; mlflow, "
-        "trackio and weave need the extra `trace`. []: nothing is traced, at no cost.",
+        description=(
+            "Where traces go. files: traces.jsonl in the run folder, shown by `jax-agent-rl"
+            " report`; mlflow, trackio and weave need the extra `trace`. []: nothing is traced, at"
+            " no cost."
+        ),
     )
     max_trajectories_per_step: Annotated[Positive, WhenKey("trace.sinks")] = Field(
         default=8,
-        description="Maximum number of trajectories traced per step and per evaluation: whole groups, those that "
-        "start first; of a larger group, its first members.",
+        description=(
+            "Maximum number of trajectories traced per step and per evaluation: whole groups, those"
+            " that start first; of a larger group, its first members."
+        ),
     )
     max_text_length: Annotated[Positive, WhenKey("trace.sinks")] = Field(
         default=4000,
@@ -175,8 +206,8 @@ def trainer_problems(config: Config) -> Iterator[str]:
     mode, fixed = trainer.mode, _DEFAULT_STALENESS[trainer.mode]
     if mode != "fully_async" and trainer.max_staleness not in (None, fixed):
         yield (
-            f"trainer.max_staleness={trainer.max_staleness}: with trainer.mode={mode} it is {fixed}; leave it out, or "
-            "set trainer.mode=fully_async"
+            f"trainer.max_staleness={trainer.max_staleness}: with trainer.mode={mode} it is"
+            f" {fixed}; leave it out, or set trainer.mode=fully_async"
         )
 
 

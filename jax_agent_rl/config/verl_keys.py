@@ -48,7 +48,9 @@ SAME: Mapping[str, str] = {
     "algorithm.gamma": "algorithm.gamma",
     "algorithm.lam": "algorithm.lam",
     "algorithm.rollout_correction.rollout_is": "algorithm.rollout_correction.rollout_is",
-    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_correction.rollout_is_threshold": (
+        "algorithm.rollout_correction.rollout_is_threshold"
+    ),
     "algorithm.rollout_correction.rollout_rs": "algorithm.rollout_correction.rollout_rs",
     "critic.optim.lr": "critic.learning_rate",
     "critic.cliprange_value": "critic.cliprange_value",
@@ -94,7 +96,8 @@ NO_MEANING: Mapping[str, str] = {
     rf"{AGENT}retokenization": "sampled ids are kept, and text is never tokenized again",
     r"actor_rollout_ref\.hybrid_engine": "rollout.placement is colocated by default",
     r"agent\.(use_agent|init_config\.(backend|template))": (
-        "a row's agent_name, or agent.default_agent, selects the agent; the model's chat template applies"
+        "a row's agent_name, or agent.default_agent, selects the agent; the model's chat template"
+        " applies"
     ),
     r".*\.(use_dynamic_bsz|log_prob_use_dynamic_bsz|\w*max_token_len_per_gpu|log_prob_micro_batch_size(_per_gpu)?)": (
         "rows are packed to learner.pack_length"
@@ -116,13 +119,16 @@ NO_MEANING: Mapping[str, str] = {
 
 CHOICES: Mapping[str, str] = {
     r"(actor_rollout_ref\.actor|critic)\.ppo_micro_batch_size(_per_gpu)?": (
-        "set learner.micro_batch_size, which counts packed rows of learner.pack_length tokens, by the memory"
+        "set learner.micro_batch_size, which counts packed rows of learner.pack_length tokens, by"
+        " the memory"
     ),
     r".*\.(fsdp_size|ulysses_sequence_parallel_size)|trainer\.(n_gpus_per_node|nnodes)": (
         "set learner.mesh.fsdp and learner.mesh.context for your devices"
     ),
     rf"{MODEL}enable_gradient_checkpointing": "set learner.remat (default dots) by the memory",
-    rf"{TURNS}max_tool_response_length": "verl counts characters; set agent.max_tool_response_length in tokens",
+    rf"{TURNS}max_tool_response_length": (
+        "verl counts characters; set agent.max_tool_response_length in tokens"
+    ),
     "|".join(
         map(re.escape, VLLM)
     ): "a setting of vLLM's engine: set rollout.backend=vllm and its key in rollout.vllm",
@@ -130,16 +136,28 @@ CHOICES: Mapping[str, str] = {
     rf"{ACTOR}optim\.lr_warmup_steps_ratio": "set learner.lr_warmup_steps in training steps",
     r"trainer\.total_epochs": "set trainer.steps = epochs * rows / rollout.prompts_per_step",
     r"trainer\.resume_mode": "resume with the option --resume of train",
-    r"(reward\.)?custom_reward_function\.name": "name the function compute_score, or register it with @register_reward",
+    r"(reward\.)?custom_reward_function\.name": (
+        "name the function compute_score, or register it with @register_reward"
+    ),
     r"custom_reward_function\..*|(reward|reward_model)\.(?!.*overlong_buffer).*": (
         "register the function with @register_reward in a file, and set reward.path"
     ),
-    r"data\.gen_batch_size": "refills draw as many prompts as are missing; see algorithm.max_resample_rounds",
-    r"agent\.init_config\.agent_type": "set agent.default_agent: tool_agent, react_agent or text_tool_agent",
-    r"agent\.init_config\.tools": "decorate the tools with @function_tool, and set tools.function_tool_path",
-    r"agent\.init_config\.reward_name": "register the function with @register_reward, and set reward.path",
+    r"data\.gen_batch_size": (
+        "refills draw as many prompts as are missing; see algorithm.max_resample_rounds"
+    ),
+    r"agent\.init_config\.agent_type": (
+        "set agent.default_agent: tool_agent, react_agent or text_tool_agent"
+    ),
+    r"agent\.init_config\.tools": (
+        "decorate the tools with @function_tool, and set tools.function_tool_path"
+    ),
+    r"agent\.init_config\.reward_name": (
+        "register the function with @register_reward, and set reward.path"
+    ),
     r"agent\.init_config\.system_prompt": "put it into the rows, as their first message",
-    r"agent\.generation_config\.max_tokens": "set agent.max_response_length, for all turns and results together",
+    r"agent\.generation_config\.max_tokens": (
+        "set agent.max_response_length, for all turns and results together"
+    ),
 }
 """Pattern of verl's keys -> what to decide."""
 

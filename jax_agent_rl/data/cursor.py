@@ -160,8 +160,9 @@ class DataCursor(Generic[T]):
             ):  # older checkpoints lack some
                 continue
             raise CheckpointError(
-                f"the checkpoint was made with {what} = {state[name]}, now {now[name]}; restore the old value or start "
-                f"a new run (or accept another order of rows: --accept-change {key})"
+                f"the checkpoint was made with {what} = {state[name]}, now {now[name]}; restore the"
+                " old value or start a new run (or accept another order of rows: --accept-change"
+                f" {key})"
             )
         self._drawn, self._again = state["drawn"], list(state["again"])
 

@@ -368,8 +368,9 @@ def find_files(source: DataSource) -> list[Path]:
             return found
         raise DataError(f"no file matches {source.path!r}; correct data.train / data.eval")
     raise DataError(
-        f"dataset file {source.path!r} does not exist; correct data.train / data.eval, or write a "
-        "built-in task's with `jax-agent-rl prepare shop` (quickstart, recipes) or `prepare calculator` (its example)"
+        f"dataset file {source.path!r} does not exist; correct data.train / data.eval, or write a"
+        " built-in task's with `jax-agent-rl prepare shop` (quickstart, recipes) or `prepare"
+        " calculator` (its example)"
     )
 
 

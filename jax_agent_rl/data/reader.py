@@ -146,7 +146,8 @@ def _parse(line: bytes, place: str, *, is_first: bool) -> Any:
         )
     except TooDeepError:
         raise DataError(
-            f"{place}: not valid JSON: inside more than {MAX_DEPTH} objects and lists; write it as JSON text"
+            f"{place}: not valid JSON: inside more than {MAX_DEPTH} objects and lists; write it as"
+            " JSON text"
         ) from None
     except ValueError as error:
         raise DataError(f"{place}: {error}: {line[:80]!r}") from None
@@ -540,7 +541,10 @@ def _decoded(value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError:
-        problem = "no UTF-8 text; leave the column out, or put images and videos into the columns 'images' and 'videos'"
+        problem = (
+            "no UTF-8 text; leave the column out, or put images and videos into the columns"
+            " 'images' and 'videos'"
+        )
         raise _UnusableError(problem, value[:20]) from None
 
 

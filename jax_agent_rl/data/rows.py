@@ -93,11 +93,13 @@ class RowChecks:
                 raise DataError(f"every message of 'prompt' needs a 'role', got {message!r:.80}")
             if not isinstance(_content(message), str | list):
                 raise DataError(
-                    f"every message of 'prompt' needs a 'content' of text or of parts, got {message!r:.80}"
+                    "every message of 'prompt' needs a 'content' of text or of parts, got"
+                    f" {message!r:.80}"
                 )
         if not isinstance(row.get("data_source"), str):
             raise DataError(
-                f"'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}"
+                "'data_source' must name the task (it selects the reward), got"
+                f" {row.get('data_source')!r}"
             )
         for field, known in (("agent_name", self.agents), ("adapter", self.adapters)):
             name = row.get(field)
@@ -219,8 +221,9 @@ def prompt_with_media(row: Mapping[str, Any], folder: Path) -> list[Mapping[str,
     for kind, count in shown.items():
         if count != len(given.get(kind, ())):
             raise DataError(
-                f"'prompt' shows {count} of {kind!r} (<{kind}>, or parts of that type without a source), but "
-                f"'{kind}s' has {len(given.get(kind, ()))}; write one <{kind}> for each"
+                f"'prompt' shows {count} of {kind!r} (<{kind}>, or parts of that type without a"
+                f" source), but '{kind}s' has {len(given.get(kind, ()))}; write one <{kind}> for"
+                " each"
             )
     return prompt
 
@@ -274,8 +277,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         return {"type": found[0], "source": found[1]}
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise DataError(
-            f"{where}: a part of 'content' must be {{'type': 'text', 'text': …}}, or of type image or video, got "
-            f"{part!r:.80}"
+            f"{where}: a part of 'content' must be {{'type': 'text', 'text': …}}, or of type image"
+            f" or video, got {part!r:.80}"
         )
     return {"type": "text", "text": part["text"]}
 
@@ -301,7 +304,8 @@ def _usable(kind: str, item: Any, folder: Path) -> Source:
         ]
     if kind == "video" and item and isinstance(item, str | bytes) and not is_installed("av"):
         raise ValueError(
-            "a video file needs PyAV: pip install 'jax_agent_rl[video]', or give a list of its frames"
+            "a video file needs PyAV: pip install 'jax_agent_rl[video]', or give a list of its"
+            " frames"
         )
     if isinstance(item, bytes) and item:
         return item

@@ -195,7 +195,10 @@ def _answered(question: Question, write: WriteCall) -> list[Message]:
 
 # --- calculator -------------------------------------------------------------------------------------------------------
 
-CALCULATOR_SYSTEM = "You answer questions with a calculator. First write a <tool_call>, then read the <tool_response>, then answer."
+CALCULATOR_SYSTEM = (
+    "You answer questions with a calculator. First write a <tool_call>, then read the"
+    " <tool_response>, then answer."
+)
 
 # words, symbol, ranges of the two numbers, result
 Operation = tuple[tuple[str, ...], tuple[int, int], tuple[int, int], Callable[[int, int], int]]

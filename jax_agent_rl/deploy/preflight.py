@@ -141,7 +141,8 @@ def require_writable(folder: Path, *, key: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise StorageError(
-            f"{key}={folder}: the folder cannot be made or written to ({nearest}: {reason}); name another one"
+            f"{key}={folder}: the folder cannot be made or written to ({nearest}: {reason}); name"
+            " another one"
         ) from error
 
 

@@ -94,7 +94,8 @@ def _open_dataset(name: str, seed: int, settings: str) -> Any:
         reasoning_gym = import_installed("reasoning_gym")
     except ImportError:
         raise EnvironmentFailedError(
-            "reasoning-gym is not installed; install the extra: pip install 'jax_agent_rl[environments]'"
+            "reasoning-gym is not installed; install the extra: pip install"
+            " 'jax_agent_rl[environments]'"
         ) from None
     try:
         return reasoning_gym.create_dataset(name, seed=seed, **json.loads(settings))
@@ -111,8 +112,8 @@ _MAX_COMMAND = 120
 _UNSAFE = re.compile(r"[^a-z0-9' -]")
 """Never reaches the game's interpreter, a C library in this process that a NUL byte crashes."""
 _INTERPRETER = frozenset(
-    "quit q restart restore save script unscript transcript undo verbose brief superbrief notify version verify "
-    "pronouns nouns yes y no oops".split()
+    "quit q restart restore save script unscript transcript undo verbose brief superbrief notify"
+    " version verify pronouns nouns yes y no oops".split()
 )
 """Commands to the interpreter instead of the game."""
 
@@ -218,7 +219,8 @@ def _load(path: Path) -> Any:
         textworld = import_installed("textworld")
     except ImportError:
         raise EnvironmentFailedError(
-            "textworld is not installed; install the extra: pip install 'jax_agent_rl[environments]'"
+            "textworld is not installed; install the extra: pip install"
+            " 'jax_agent_rl[environments]'"
         ) from None
     if not path.is_file():
         raise EnvironmentFailedError(

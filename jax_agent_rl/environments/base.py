@@ -142,7 +142,8 @@ def register_environment(name: str) -> Callable[[_Class], _Class]:
     def register(cls: _Class) -> _Class:
         if name in _ENVIRONMENTS:
             raise ConfigError(
-                f"two environments are called {name!r}: {_ENVIRONMENTS[name]!r} and {cls!r}; rename one"
+                f"two environments are called {name!r}: {_ENVIRONMENTS[name]!r} and {cls!r};"
+                " rename one"
             )
         cls.name = name
         _ENVIRONMENTS[name] = cls
@@ -210,7 +211,8 @@ def require_environment(row: Mapping[str, Any]) -> None:
         reset.bind(None, **kwargs)
     except TypeError as error:
         raise DataError(
-            f"environment {name!r} cannot be reset with {kwargs!r:.200}: {error}; correct extra_info.environment_kwargs"
+            f"environment {name!r} cannot be reset with {kwargs!r:.200}: {error}; correct"
+            " extra_info.environment_kwargs"
         ) from None
 
 

@@ -119,8 +119,8 @@ class EnvironmentLeases:
         """
         if reset_kwargs and self.shared:
             raise TypeError(
-                f"all trajectories share the environments of {tool!r}, so it takes no create_kwargs, got "
-                f"{sorted(reset_kwargs)}; set env_kwargs, or scope='trajectory'"
+                f"all trajectories share the environments of {tool!r}, so it takes no"
+                f" create_kwargs, got {sorted(reset_kwargs)}; set env_kwargs, or scope='trajectory'"
             )
         trajectory = self._trajectories.setdefault(instance_id, _Trajectory())
         trajectory.tools.add(tool)
@@ -150,10 +150,8 @@ class EnvironmentLeases:
         """
         trajectory = self._trajectories[instance_id]
         async with (
-            self._of_call(trajectory)
-            if self.shared
-            else self._of_trajectory(trajectory) as environment
-        ):
+            self._of_call(trajectory) if self.shared else self._of_trajectory(trajectory)
+        ) as environment:
             yield environment
 
     async def close(self) -> None:
@@ -283,8 +281,8 @@ def environment_tool(
     """
     if pool_size < 1 or scope not in ("trajectory", "global"):
         raise ToolDefinitionError(
-            f"an environment_tool has a pool_size of 1 or more and scope 'trajectory' or 'global', got {pool_size} "
-            f"and {scope!r}"
+            "an environment_tool has a pool_size of 1 or more and scope 'trajectory' or 'global',"
+            f" got {pool_size} and {scope!r}"
         )
     leases = EnvironmentLeases(
         functools.partial(env_cls, **(env_kwargs or {})),

@@ -256,8 +256,8 @@ def _require_supported(task: Any) -> None:
         problems.append("its tools share state with its rewards")
     if problems:
         raise EnvironmentFailedError(
-            f"verifiers task {type(task).__name__} cannot run here: {'; '.join(problems)}. Run it under verifiers' own "
-            "harness, as a client of an OpenAI-compatible endpoint"
+            f"verifiers task {type(task).__name__} cannot run here: {'; '.join(problems)}. Run it"
+            " under verifiers' own harness, as a client of an OpenAI-compatible endpoint"
         )
 
 

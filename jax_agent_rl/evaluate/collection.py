@@ -265,7 +265,8 @@ def _finished(target: Target, settings: dict[str, Any]) -> dict[str, Any] | None
         recorded = summary["settings"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"--out {target.path} exists, and its summary {target.summary} cannot be read ({error!r}); choose another"
+            f"--out {target.path} exists, and its summary {target.summary} cannot be read"
+            f" ({error!r}); choose another"
         ) from None
     require_same(settings, recorded, target.path)
     return summary

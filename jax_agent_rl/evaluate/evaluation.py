@@ -62,7 +62,8 @@ class EvaluationRequest:
             raise ConfigError(f"-n {self.samples}: at least one sample per prompt is needed")
         if not self.ks or min(self.ks) < 1 or max(self.ks) > self.samples:
             raise ConfigError(
-                f"-k {','.join(map(str, self.ks))}: pass@k needs 1 <= k <= {self.samples} samples (-n)"
+                f"-k {','.join(map(str, self.ks))}: pass@k needs 1 <= k <= {self.samples} samples"
+                " (-n)"
             )
 
 

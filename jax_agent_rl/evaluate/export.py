@@ -78,7 +78,8 @@ class Target:
         """Return the target of a path; raises ConfigError for an unknown suffix."""
         if path.suffix not in ("", ".parquet", ".jsonl"):
             raise ConfigError(
-                f"--out {path}: write FILE.parquet, FILE.jsonl, or a FOLDER (a name without an ending)"
+                f"--out {path}: write FILE.parquet, FILE.jsonl, or a FOLDER (a name without an"
+                " ending)"
             )
         return cls(path)
 

@@ -175,8 +175,8 @@ def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: 
             f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in differing[:5]
         )
         raise ConfigError(
-            f"{where} contains trajectories collected with other settings ({named}); choose another --out, or use the "
-            "same settings to continue"
+            f"{where} contains trajectories collected with other settings ({named}); choose another"
+            " --out, or use the same settings to continue"
         )
 
 

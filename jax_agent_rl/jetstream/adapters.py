@@ -101,8 +101,8 @@ def replace_adapters(
     for adapter in adapters.values():
         if adapter.rank > rank or not parts.issuperset(adapter.weights):
             raise ValueError(
-                f"an adapter of rank {adapter.rank} for {sorted(adapter.weights)} does not fit adapters of rank {rank} "
-                f"for {sorted(parts)}; start the engine with one that does"
+                f"an adapter of rank {adapter.rank} for {sorted(adapter.weights)} does not fit"
+                f" adapters of rank {rank} for {sorted(parts)}; start the engine with one that does"
             )
     for name, adapter in adapters.items():
         new = _lay_out(config, adapter, kinds, rank)

@@ -235,7 +235,8 @@ class JetStreamBackend:
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         if request.request_id in self._streams:
             raise BackendError(
-                f"request {request.request_id!r} is already running; ids of running requests must be unique"
+                f"request {request.request_id!r} is already running; ids of running requests must"
+                " be unique"
             )
         sink = self._streams[request.request_id] = ChunkSink()
         finished = False

@@ -251,7 +251,8 @@ class DataParallelBackend:
         """Yield the engine for a request: its session's, one with its prefix, or the least busy one."""
         if request.request_id in self._homes:
             raise BackendError(
-                f"request {request.request_id!r} is already running; ids of running requests must be unique"
+                f"request {request.request_id!r} is already running; ids of running requests must"
+                " be unique"
             )
         session, balancer = request.session_id, self._balancer
         chain: list[int] = []  # placeholder ids do not tell images apart

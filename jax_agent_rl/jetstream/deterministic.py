@@ -50,8 +50,9 @@ class DeterministicEngine(JaxEngine):
     def __init__(self, config: DecoderConfig, shapes: EngineShapes, **options: Any) -> None:
         if config.experts is not None:
             raise ConfigError(
-                f"rollout.deterministic: a {config.family} model's experts compute the ids of all slots together, so "
-                "what one gets depends on the others; set rollout.deterministic=false"
+                f"rollout.deterministic: a {config.family} model's experts compute the ids of all"
+                " slots together, so what one gets depends on the others; set"
+                " rollout.deterministic=false"
             )
         super().__init__(config, shapes, **options)
 

@@ -128,7 +128,8 @@ class DriverEngine(engine_api.Engine):
             ids = np.concatenate([np.asarray(existing_prefix.last_token)[None], ids])
         if start + len(ids) > self._engine.shapes.max_model_len:
             raise ValueError(
-                f"{start + len(ids)} ids do not fit max_model_len={self._engine.shapes.max_model_len}"
+                f"{start + len(ids)} ids do not fit"
+                f" max_model_len={self._engine.shapes.max_model_len}"
             )
         cache = self._engine.extend(
             params, cache, [Extension(self._engine.shapes.pages_of_slot(0), start, ids[:-1])]
@@ -184,9 +185,10 @@ class DriverEngine(engine_api.Engine):
             positions = jnp.minimum(state.positions + 1, length - 1)
             generated = state.generated + 1
             data = jnp.stack([ids, jnp.ones_like(ids), generated, bits], axis=1)
-            return DecodeState(
-                cache=cache, tokens=ids, positions=positions, generated=generated
-            ), data
+            return (
+                DecodeState(cache=cache, tokens=ids, positions=positions, generated=generated),
+                data,
+            )
 
         return jax.jit(step, donate_argnums=(1,))
 

@@ -298,9 +298,11 @@ class EngineCore:
     def _publish(self, progress: Progress) -> None:
         if progress:
             sinks = [
-                self._sinks[run]
-                if isinstance(event, TokenChunk) and event.final is None
-                else self._sinks.pop(run)
+                (
+                    self._sinks[run]
+                    if isinstance(event, TokenChunk) and event.final is None
+                    else self._sinks.pop(run)
+                )
                 for run, event in progress
             ]
             self._thread.call_soon(_deliver, sinks, [event for _, event in progress])
@@ -314,7 +316,8 @@ class EngineCore:
             self._abort_started()
         elif self.scheduler.running:
             self._fail_drains(
-                "pause(keep) froze the requests this pause(wait) waited for; resume(), then pause again"
+                "pause(keep) froze the requests this pause(wait) waited for; resume(), then pause"
+                " again"
             )
 
     def drain(self, drained: asyncio.Future[None]) -> None:
@@ -376,13 +379,19 @@ class EngineCore:
             if update.adapters:
                 scheduler.engine.load_adapters(update.adapters)
         except Exception as error:
-            what = f"weights of version {update.version} could not be loaded ({type(error).__name__}: {error})"
+            what = (
+                f"weights of version {update.version} could not be loaded ({type(error).__name__}:"
+                f" {error})"
+            )
             on_device = (x for x in jax.tree.leaves(scheduler.params) if isinstance(x, jax.Array))
             if not any(x.is_deleted() for x in on_device):
                 raise WeightUpdateError(
                     f"{what}; version {self.version} is still served"
                 ) from error
-            what += f" after those of version {self.version} had made room for them; send a whole update"
+            what += (
+                f" after those of version {self.version} had made room for them; send a whole"
+                " update"
+            )
             self._lose_weights(what)
             raise WeightUpdateError(what) from error
         scheduler.set_weights(params, update.version)

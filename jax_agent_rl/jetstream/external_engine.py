@@ -166,7 +166,8 @@ class ExternalEngineAdapter:
         found: list[np.ndarray] = []
         for number, (size, greedy) in enumerate(jobs, 1):
             print_line(
-                f"compiling prompts of {size}{', greedy' if greedy else ''} ({number} of {len(jobs)})"
+                f"compiling prompts of {size}{', greedy' if greedy else ''} ({number} of"
+                f" {len(jobs)})"
             )
             key = jax.random.key_data(jax.random.key(number))
             prefix, first = self.prefill(
@@ -178,8 +179,8 @@ class ExternalEngineAdapter:
         self.engine.free_resource(0)
         if not any(x.any() for x in found):
             raise ConfigError(
-                f"{KEY}: the engine returns log-probs of exactly 0 for every id; switch them on (MaxText: "
-                "return_log_prob=true)"
+                f"{KEY}: the engine returns log-probs of exactly 0 for every id; switch them on"
+                " (MaxText: return_log_prob=true)"
             )
         return state
 
@@ -202,25 +203,26 @@ class ExternalEngineAdapter:
         slots, longest = engine.max_concurrent_decodes, engine.max_prefill_length
         if slots < shapes.max_concurrent_decodes:
             raise ConfigError(
-                f"{KEY}: the engine has {slots} slots, but rollout.jetstream.max_concurrent_decodes="
-                f"{shapes.max_concurrent_decodes}; lower it, or build the engine with more (MaxText: "
-                "per_device_batch_size times devices)"
+                f"{KEY}: the engine has {slots} slots, but"
+                f" rollout.jetstream.max_concurrent_decodes={shapes.max_concurrent_decodes}; lower"
+                " it, or build the engine with more (MaxText: per_device_batch_size times devices)"
             )
         if longest < shapes.max_model_len - 1:
             raise ConfigError(
-                f"{KEY}: the engine prefills at most {longest} ids, but a context of rollout.max_model_len="
-                f"{shapes.max_model_len} is prefilled whole at every turn; build it for {shapes.max_model_len - 1} "
-                "(MaxText: max_prefill_predict_length)"
+                f"{KEY}: the engine prefills at most {longest} ids, but a context of"
+                f" rollout.max_model_len={shapes.max_model_len} is prefilled whole at every turn;"
+                f" build it for {shapes.max_model_len - 1} (MaxText: max_prefill_predict_length)"
             )
         if engine.samples_per_slot != 1:
             raise ConfigError(
-                f"{KEY}: the engine decodes {engine.samples_per_slot} samples per slot; it must be 1"
+                f"{KEY}: the engine decodes {engine.samples_per_slot} samples per slot; it must"
+                " be 1"
             )
         for name in ("prefill", "generate"):
             if "rng" not in inspect.signature(getattr(engine, name)).parameters:
                 raise ConfigError(
-                    f"{KEY}: {type(engine).__name__}.{name} takes no rng, so two servers would sample the same ids; "
-                    "wrap the engine in one that does"
+                    f"{KEY}: {type(engine).__name__}.{name} takes no rng, so two servers would"
+                    " sample the same ids; wrap the engine in one that does"
                 )
 
 
@@ -232,7 +234,8 @@ def read_results(results: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
     """
     if any(result.log_prob is None for result in results):
         raise ConfigError(
-            f"{KEY}: ResultTokens.log_prob is None; switch log-probs on (MaxText: return_log_prob=true)"
+            f"{KEY}: ResultTokens.log_prob is None; switch log-probs on (MaxText:"
+            " return_log_prob=true)"
         )
     arrays = jax.device_get([(result.data, result.log_prob) for result in results])
     columns = [result.tokens_idx[0] for result in results]
@@ -312,9 +315,9 @@ class ExternalScheduler(Scheduler):
         sampling, name = request.sampling, f"request {request.request_id!r}"
         if sampling.temperature not in (0, 1) or (sampling.temperature and sampling.truncated):
             raise BackendError(
-                f"{name}: temperature={sampling.temperature}, top_p={sampling.top_p}, top_k={sampling.top_k}, min_p="
-                f"{sampling.min_p}, but this engine's log-probs are of the raw logits: set temperature to 1 (or 0), "
-                "top_p to 1, top_k and min_p to 0"
+                f"{name}: temperature={sampling.temperature}, top_p={sampling.top_p},"
+                f" top_k={sampling.top_k}, min_p={sampling.min_p}, but this engine's log-probs are"
+                " of the raw logits: set temperature to 1 (or 0), top_p to 1, top_k and min_p to 0"
             )
         if sampling.temperature == 0 and self.engine.external.greedy is None:
             raise BackendError(
@@ -325,9 +328,9 @@ class ExternalScheduler(Scheduler):
         )
         if max_tokens > (most := self.engine.external.max_new_tokens):
             raise BackendError(
-                f"{name} may sample {max_tokens} ids, but a slot holds {most} after its prompt; "
-                "lower agent.max_response_length, or build the engine for more (MaxText: max_target_length - "
-                "max_prefill_predict_length)"
+                f"{name} may sample {max_tokens} ids, but a slot holds {most} after its prompt;"
+                " lower agent.max_response_length, or build the engine for more (MaxText:"
+                " max_target_length - max_prefill_predict_length)"
             )
         return super().submit(request, multimodal, grammar)
 

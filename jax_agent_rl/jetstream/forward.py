@@ -109,9 +109,11 @@ def engine_params(
     def layer(i: int) -> Params:
         fused = _fuse(config, {name: x[i] for name, x in layers.items()})
         arranged = {
-            name: x.astype(dtype)
-            if quantize is None or name not in QUANTIZED
-            else quantized(x, quantize, axis=-1)
+            name: (
+                x.astype(dtype)
+                if quantize is None or name not in QUANTIZED
+                else quantized(x, quantize, axis=-1)
+            )
             for name, x in fused.items()
         }
         return arranged | {

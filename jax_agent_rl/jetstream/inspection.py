@@ -209,9 +209,11 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
 def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Undo the engine's fusion and repetition: return a layer's arrays in the learner's layout, on the host."""
     arrays = {
-        name: np.asarray(x.numbers, np.float32) * np.asarray(x.scale, np.float32)
-        if isinstance(x, Quantized)
-        else np.asarray(x)
+        name: (
+            np.asarray(x.numbers, np.float32) * np.asarray(x.scale, np.float32)
+            if isinstance(x, Quantized)
+            else np.asarray(x)
+        )
         for name, x in layer.items()
     }
     for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):

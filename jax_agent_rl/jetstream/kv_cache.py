@@ -107,9 +107,9 @@ def empty_cache(config: DecoderConfig, count: int, length: int, dtype: jnp.dtype
         return LayerKV(
             keys=jnp.zeros((count, heads, size, length), dtype),
             values=jnp.zeros((count, heads, length, size), dtype),
-            scales=jnp.zeros((count, heads, 2, length), jnp.float32)
-            if is_quantized(dtype)
-            else None,
+            scales=(
+                jnp.zeros((count, heads, 2, length), jnp.float32) if is_quantized(dtype) else None
+            ),
         )
 
     routed, experts = None, config.experts

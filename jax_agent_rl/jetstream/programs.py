@@ -118,8 +118,8 @@ def decode(
     out = jnp.full((2 + words, max_steps, len(slots.tokens)), -1, jnp.int32)
     carry = (jnp.int32(0), slots.tokens, slots.positions, slots.remaining, worked, out)
     _, _, _, _, worked, out = jax.lax.while_loop(go_on, body, carry)
-    return worked if in_place else write_back(
-        cache, worked, slots.pages, slots.positions, max_steps
+    return (
+        worked if in_place else write_back(cache, worked, slots.pages, slots.positions, max_steps)
     ), out
 
 

@@ -51,8 +51,9 @@ def check_request(request: GenerateRequest, engine: JaxEngine, *, stop_strings: 
     name, max_model_len = f"request {request.request_id!r}", engine.shapes.max_model_len
     if len(request.prompt_ids) >= max_model_len:
         raise PromptTooLongError(
-            f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in rollout.max_model_len="
-            f"{max_model_len}; shorten the prompt or raise rollout.max_model_len"
+            f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in"
+            f" rollout.max_model_len={max_model_len}; shorten the prompt or raise"
+            " rollout.max_model_len"
         )
     if request.lora is not None and request.lora not in engine.adapters:
         there = sorted(engine.adapters)

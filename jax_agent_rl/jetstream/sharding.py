@@ -69,9 +69,8 @@ def make_engine_mesh(
     end = device_offset + config.devices
     if end > len(devices):
         raise ConfigError(
-            f"{KEY} takes {config.devices} devices from number {device_offset} on, but this process has "
-            f"{len(devices)}; "
-            f"lower {KEY} or rollout.jetstream.device_offset"
+            f"{KEY} takes {config.devices} devices from number {device_offset} on, but this process"
+            f" has {len(devices)}; lower {KEY} or rollout.jetstream.device_offset"
         )
     shape = tuple(getattr(config, axis, 1) or 1 for axis in MESH_AXES)
     return place_mesh(shape, devices[device_offset:end], key=KEY)
@@ -93,7 +92,8 @@ def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
     devices = expert * mesh.shape["tensor"]
     if expert > 1 and model.experts is None:
         raise ConfigError(
-            f"{KEY}.expert={expert}, but a {model.family} model has no experts; set {KEY}.tensor instead"
+            f"{KEY}.expert={expert}, but a {model.family} model has no experts; set {KEY}.tensor"
+            " instead"
         )
     kv_heads = math.lcm(model.num_kv_heads, devices)
     if model.num_heads % kv_heads:
@@ -103,8 +103,8 @@ def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
             if model.num_heads % math.lcm(model.num_kv_heads, n) == 0
         ]
         raise ConfigError(
-            f"{KEY} gives an engine {devices} devices, but {model.num_heads} query heads with {model.num_kv_heads} "
-            f"key/value heads can be shared evenly by {fitting} devices only"
+            f"{KEY} gives an engine {devices} devices, but {model.num_heads} query heads with"
+            f" {model.num_kv_heads} key/value heads can be shared evenly by {fitting} devices only"
         )
     learner_shardings(model, mesh)  # the other dimensions
     return replace(model, num_kv_heads=kv_heads)

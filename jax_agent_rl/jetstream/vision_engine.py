@@ -93,8 +93,9 @@ class ImageReader:
         largest = max(len(image.patches) for image in multimodal.images)
         if largest > self._max_patches:
             raise BackendError(
-                f"{name} contains an image of {largest} patches, the engine takes {self._max_patches}; add "
-                f"{largest} to rollout.jetstream.patch_buckets, or lower model.max_pixels"
+                f"{name} contains an image of {largest} patches, the engine takes"
+                f" {self._max_patches}; add {largest} to rollout.jetstream.patch_buckets, or lower"
+                " model.max_pixels"
             )
         if multimodal.spans[-1].stop == len(request.prompt_ids):
             raise BackendError(

@@ -126,7 +126,8 @@ class ServedWeights:
         if update.kind != "arrays" or update.partial and not adapters_alone:
             kind = f"kind={update.kind!r}, partial={update.partial}"
             raise WeightUpdateError(
-                f"the jetstream backend takes whole updates of {sorted(WEIGHT_PAYLOADS)}, got {kind}"
+                f"the jetstream backend takes whole updates of {sorted(WEIGHT_PAYLOADS)}, got"
+                f" {kind}"
             )
         if update.version <= version:
             raise WeightUpdateError(

@@ -282,10 +282,11 @@ class Checkpointer:
         if differing:
             name = differing[0]
             raise CheckpointError(
-                f"checkpoint {step} in {self._folder} does not fit this configuration: {name} is "
-                f"{saved.get(name, 'missing')} in it and {wanted.get(name, 'missing')} here ({len(differing)} arrays "
-                "differ); resume with the model.path, the sections algorithm, learner and critic, and the "
-                "agent.role_adapters that the run was started with"
+                f"checkpoint {step} in {self._folder} does not fit this configuration: {name} is"
+                f" {saved.get(name, 'missing')} in it and {wanted.get(name, 'missing')} here"
+                f" ({len(differing)} arrays differ); resume with the model.path, the sections"
+                " algorithm, learner and critic, and the agent.role_adapters that the run was"
+                " started with"
             )
 
     def _damaged(self, step: int, error: Exception) -> CheckpointError:

@@ -71,8 +71,8 @@ def image_packing(
         return None
     if config.mesh.context > 1:
         raise ConfigError(
-            f"learner.mesh.context={config.mesh.context} splits rows within images, which this learner cannot do; "
-            "set learner.mesh.context=1 and split over fsdp or tensor"
+            f"learner.mesh.context={config.mesh.context} splits rows within images, which this"
+            " learner cannot do; set learner.mesh.context=1 and split over fsdp or tensor"
         )
     row_patches = config.row_patches
     if not row_patches:  # as many as a row has tokens for: one for each feature

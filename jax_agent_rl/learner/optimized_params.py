@@ -295,9 +295,10 @@ class OptimizedParams:
         """Raise NonFiniteError after ``limit`` training steps in a row that were not finite."""
         if self.nonfinite_steps >= limit:
             raise NonFiniteError(
-                f"the {self._name} had no update with a finite gradient in {self.nonfinite_steps} training steps in a "
-                f"row (learner.max_nonfinite_steps={limit}); its parameters are those before them. Lower "
-                f"{self._section}.learning_rate, or look at the rewards or rows of the last step"
+                f"the {self._name} had no update with a finite gradient in {self.nonfinite_steps}"
+                f" training steps in a row (learner.max_nonfinite_steps={limit}); its parameters"
+                f" are those before them. Lower {self._section}.learning_rate, or look at the"
+                " rewards or rows of the last step"
             )
 
 

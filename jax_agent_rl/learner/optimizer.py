@@ -208,7 +208,8 @@ def check_patterns(config: OptimizerSection, params: Params) -> None:
     for pattern in config.no_weight_decay:
         if not any(re.search(pattern, name) for name in names):
             raise ConfigError(
-                f"no_weight_decay={pattern!r} matches none of the trained parameters, which are {', '.join(names)}"
+                f"no_weight_decay={pattern!r} matches none of the trained parameters, which are"
+                f" {', '.join(names)}"
             )
 
 
@@ -248,9 +249,9 @@ def _schedule_after_warmup(config: OptimizerSection, total_steps: int | None) ->
         return optax.constant_schedule(peak)
     if total_steps is None:
         raise ConfigError(
-            f"lr_scheduler_type={config.lr_scheduler_type} decays until the last step, but how many "
-            "steps there are is not known; give the learner total_steps, or set "
-            "lr_scheduler_type=constant"
+            f"lr_scheduler_type={config.lr_scheduler_type} decays until the last step, but how many"
+            " steps there are is not known; give the learner total_steps, or set"
+            " lr_scheduler_type=constant"
         )
 
     steps = max(total_steps - config.lr_warmup_steps, 1)

@@ -60,16 +60,16 @@ def target_names(lora: LoraConfig, model: DecoderConfig) -> list[str]:
     missing = [f"{name}_proj" for name in names if name not in layer_shapes]
     if missing:
         raise ConfigError(
-            f"learner.lora.targets: a {model.family} model of this kind has no {', '.join(missing)} "
-            "(experts are not adapted); name others"
+            f"learner.lora.targets: a {model.family} model of this kind has no {', '.join(missing)}"
+            " (experts are not adapted); name others"
         )
 
     packed_names = FAMILIES[model.family].packed
     packed = [f"{name}_proj" for name in names if name in packed_names]
     if packed:
         raise ConfigError(
-            f"learner.lora.targets: a {model.family} model stores {', '.join(packed)} in one matrix, for which PEFT "
-            "has one adapter; name others"
+            f"learner.lora.targets: a {model.family} model stores {', '.join(packed)} in one"
+            " matrix, for which PEFT has one adapter; name others"
         )
     return names
 
@@ -168,7 +168,8 @@ class Parameterization:
         lora = config.lora
         if config.freeze_vision and model.vision is None:
             raise ConfigError(
-                f"learner.freeze_vision=true, but a {model.family} model has no vision tower; leave it out"
+                f"learner.freeze_vision=true, but a {model.family} model has no vision tower; leave"
+                " it out"
             )
         shardings = parameter_shardings(mesh, model.parameter_shapes())
         if lora is None:

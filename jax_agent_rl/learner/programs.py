@@ -88,8 +88,8 @@ class LearnerPrograms:
     ) -> None:
         if config.router_aux_loss_coef and model.experts is None:
             raise ConfigError(
-                f"learner.router_aux_loss_coef={config.router_aux_loss_coef}, but a {model.family} model has no "
-                "experts to balance; leave it out"
+                f"learner.router_aux_loss_coef={config.router_aux_loss_coef}, but a {model.family}"
+                " model has no experts to balance; leave it out"
             )
         self.model = model
         self.config = config

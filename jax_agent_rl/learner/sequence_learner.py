@@ -341,7 +341,8 @@ class SequenceLearner:
             if smallest < 0 or largest >= vocab_size:
                 wrong_id = int(smallest if smallest < 0 else largest)
                 raise ValueError(
-                    f"sequence {number} has the id {wrong_id}; the model's are 0 to {vocab_size - 1}"
+                    f"sequence {number} has the id {wrong_id}; the model's are 0 to"
+                    f" {vocab_size - 1}"
                 )
 
         targets_per_token = {sequence.per_token for sequence in data}

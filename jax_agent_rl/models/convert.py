@@ -169,7 +169,8 @@ class Metadata:
         if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
             found = f"{name}={value!r}" if name in self._content else f"{name} is missing"
             raise ModelError(
-                f"{self.source}: {found}, expected {kind.__name__}; the file is damaged, or of another model"
+                f"{self.source}: {found}, expected {kind.__name__}; the file is damaged, or of"
+                " another model"
             )
         return value
 
@@ -191,8 +192,9 @@ class Metadata:
         for name in sorted(self._content.keys() - self._read - _INERT_KEYS):
             if name.startswith(_READ_NAMESPACES) and not name.startswith(_INERT_PREFIXES):
                 raise ModelError(
-                    f"{self.source}: {name}={str(self._content[name])[:80]} is not known here, so the converted model "
-                    "may compute something else; convert from the original Hugging Face folder"
+                    f"{self.source}: {name}={str(self._content[name])[:80]} is not known here, so"
+                    " the converted model may compute something else; convert from the original"
+                    " Hugging Face folder"
                 )
 
 
@@ -322,7 +324,8 @@ def _read_scaling(
     if rope_factors is not None:
         if kind != "none":
             raise ModelError(
-                f"{fields.source}: rope_freqs.weight and {prefix}.type={kind!r} scale positions twice"
+                f"{fields.source}: rope_freqs.weight and {prefix}.type={kind!r} scale positions"
+                " twice"
             )
         return _llama3_scaling(fields, rope_factors, head_dim=head_dim, theta=theta)
     match kind:
@@ -374,8 +377,8 @@ def _llama3_scaling(
     expected = 1 / ((1 - smooth) / factor + smooth)
     if rope_factors.shape != expected.shape or not np.allclose(rope_factors, expected, rtol=1e-4):
         raise ModelError(
-            f"{fields.source}: rope_freqs.weight is not the scaling of Llama 3.1; convert from the original Hugging "
-            "Face folder"
+            f"{fields.source}: rope_freqs.weight is not the scaling of Llama 3.1; convert from the"
+            " original Hugging Face folder"
         )
     return {"rope_type": "llama3", "factor": round(factor, 4), **_LLAMA3}
 
@@ -389,7 +392,8 @@ def _write_tokenizer(fields: Metadata, target: Path) -> None:
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         known = sorted(_PRE_TOKENIZERS)
         raise ModelError(
-            f"{fields.source}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; known: {known}"
+            f"{fields.source}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported;"
+            f" known: {known}"
         )
     for name in ("add_eos_token", "add_sep_token", "add_space_prefix", "remove_extra_whitespaces"):
         fields.require(f"tokenizer.ggml.{name}", False)

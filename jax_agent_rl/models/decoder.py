@@ -108,9 +108,15 @@ class DecoderLayer(Module):
         if copies is not None and config.experts is not None:
             load = moe.router_load(config.experts, self._experts(), inputs, copies, routed)
         out = self._feed_forward(inputs, linear, mesh, routed)
-        return x + (
-            rms_norm(config, out, self.post_feedforward_norm[...]) if config.sandwich_norms else out
-        ), load
+        return (
+            x
+            + (
+                rms_norm(config, out, self.post_feedforward_norm[...])
+                if config.sandwich_norms
+                else out
+            ),
+            load,
+        )
 
     def _attention(
         self,
@@ -259,8 +265,8 @@ class Decoder(Module):
         x, loads = jax.lax.scan(
             body, x, (state, jnp.array(kinds, jnp.int32), jnp.arange(config.num_layers), routed)
         )
-        return rms_norm(config, x, self.final_norm[...]), None if loads is None else jnp.sum(
-            loads, axis=0
+        return rms_norm(config, x, self.final_norm[...]), (
+            None if loads is None else jnp.sum(loads, axis=0)
         )
 
     @property
@@ -340,9 +346,10 @@ def verify_probe(config: DecoderConfig, params: Params, probe: LogprobProbe) -> 
     largest, mean = probe.differences(score_probe(config, params, probe.ids).log_probs)
     if not (largest <= _MAX_LARGEST and mean <= _MAX_MEAN):
         raise WeightUpdateError(
-            f"the weights that arrived do not give the learner's log-probs: they differ by up to {largest:.2g} (mean "
-            f"{mean:.2g}), allowed are {_MAX_LARGEST:.2g} ({_MAX_MEAN:.2g}). Names may be interchanged, or numbers "
-            "never written; the weights before them are still served"
+            "the weights that arrived do not give the learner's log-probs: they differ by up to"
+            f" {largest:.2g} (mean {mean:.2g}), allowed are {_MAX_LARGEST:.2g} ({_MAX_MEAN:.2g})."
+            " Names may be interchanged, or numbers never written; the weights before them are"
+            " still served"
         )
 
 

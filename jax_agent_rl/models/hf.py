@@ -91,8 +91,8 @@ def _is_untied(folder: Path) -> bool:
     if folder not in _told_untied:
         _told_untied.add(folder)
         logger.warning(
-            "%s: config.json ties the output matrix to the embeddings, but the weights hold another %s: it is used, as "
-            "in transformers and vLLM; set tie_word_embeddings to false there",
+            "%s: config.json ties the output matrix to the embeddings, but the weights hold another"
+            " %s: it is used, as in transformers and vLLM; set tie_word_embeddings to false there",
             folder,
             HEAD,
         )
@@ -167,7 +167,8 @@ def load_params(
     tensors = _tensors(files, config)
     if config.tie_word_embeddings and HEAD in tensors and has_own_head(files):
         raise ModelError(
-            f"{where}: {HEAD} differs from the embeddings, to which this model's output matrix is tied"
+            f"{where}: {HEAD} differs from the embeddings, to which this model's output matrix is"
+            " tied"
         )
     shapes = config.parameter_shapes()
     if shardings is None:
@@ -254,7 +255,8 @@ def read_json(file: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(content, dict):
         raise ModelError(
-            f"{file} must hold a JSON object, got {type(content).__name__}; download the model again"
+            f"{file} must hold a JSON object, got {type(content).__name__}; download the model"
+            " again"
         )
     return content
 
@@ -377,7 +379,8 @@ def weight_files(folder: Path) -> Iterator[Path]:
             isinstance(name, str) for name in weight_map.values()
         ):
             raise ModelError(
-                f"{index}: 'weight_map' must map tensors to files; download or convert the model again"
+                f"{index}: 'weight_map' must map tensors to files; download or convert the model"
+                " again"
             )
         shards = [folder / name for name in sorted(set(weight_map.values()))]
         if (
@@ -386,8 +389,8 @@ def weight_files(folder: Path) -> Iterator[Path]:
             and all(shard.is_file() for shard in shards)
         ):
             raise ModelError(
-                f"{folder} holds {single_file.name} and the shards of {_INDEX}, which may be of different models; "
-                "remove what is not meant"
+                f"{folder} holds {single_file.name} and the shards of {_INDEX}, which may be of"
+                " different models; remove what is not meant"
             )
         yield from shards
     elif single_file.is_file():

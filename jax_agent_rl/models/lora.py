@@ -70,12 +70,13 @@ def quantize(weight: jax.Array, kind: Literal["int8", "nf4"]) -> Any:
         qwix = import_installed("qwix")
     except ImportError:
         raise ConfigError(
-            f"learner.lora.quantize={kind} needs the package qwix: pip install 'jax_agent_rl[qlora]'"
+            f"learner.lora.quantize={kind} needs the package qwix: pip install"
+            " 'jax_agent_rl[qlora]'"
         ) from None
     if weight.shape[-1] % TILE:
         raise ConfigError(
-            f"learner.lora.quantize={kind}: a weight of {weight.shape[-1]} inputs does not divide into tiles of {TILE}"
-            "; set learner.lora.quantize=none for this model"
+            f"learner.lora.quantize={kind}: a weight of {weight.shape[-1]} inputs does not divide"
+            f" into tiles of {TILE}; set learner.lora.quantize=none for this model"
         )
     return qwix.quantize(weight, kind, channelwise_axes=[0, 1], tiled_axes={2: TILE})
 
@@ -182,8 +183,8 @@ def read_settings(folder: str | Path, *, key: str) -> dict[str, Any]:
         ):
             continue
         raise ConfigError(
-            f"{where}: {name}={value!r} in {file.name} is not supported, as this may be no plain LoRA adapter; merge "
-            "it into its model with PEFT, and name that model instead"
+            f"{where}: {name}={value!r} in {file.name} is not supported, as this may be no plain"
+            " LoRA adapter; merge it into its model with PEFT, and name that model instead"
         )
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     return settings | {"r": rank, "scale": scale}
@@ -223,16 +224,17 @@ def read_peft(folder: str | Path, model: DecoderConfig, *, key: str) -> PeftAdap
                     continue
                 if x.shape != whole[i].shape:
                     raise ConfigError(
-                        f"{where}: {module}.lora_{part} has shape {x.shape}, this model takes {whole[i].shape}; "
-                        "the adapter is of another model"
+                        f"{where}: {module}.lora_{part} has shape {x.shape}, this model takes"
+                        f" {whole[i].shape}; the adapter is of another model"
                     )
                 whole[i], found = x, True
         if found:
             weights[name] = a, b * np.float32(settings["scale"])
     if tensors:
         raise ConfigError(
-            f"{where}: {sorted(tensors)[0]} (and {len(tensors) - 1} more) is of a module that cannot be adapted in a "
-            f"{model.family} model; serve the model with the adapter merged into it"
+            f"{where}: {sorted(tensors)[0]} (and {len(tensors) - 1} more) is of a module that"
+            f" cannot be adapted in a {model.family} model; serve the model with the adapter merged"
+            " into it"
         )
     return PeftAdapter(rank=settings["r"], weights=weights)
 
@@ -348,8 +350,9 @@ def check_base(folder: str | Path, base: str, *, key: str) -> None:
         ) from None
     if recorded is not None and recorded != model_fingerprints(base)[WEIGHTS]:
         raise ConfigError(
-            f"{key}={str(folder)!r} was trained over another model than model.path={base!r}: its weights are not those "
-            "that the adapter names; set model.path to the model it was trained over"
+            f"{key}={str(folder)!r} was trained over another model than model.path={base!r}: its"
+            " weights are not those that the adapter names; set model.path to the model it was"
+            " trained over"
         )
 
 

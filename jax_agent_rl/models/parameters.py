@@ -154,7 +154,8 @@ def parameter_at(path: Sequence[Any]) -> Parameter:
         name, part = names[-1], None
     if name not in table or part not in (None, "a", "b"):
         raise ValueError(
-            f"no parameter is called {'.'.join(names)!r}; add it to models.parameters with its meaning"
+            f"no parameter is called {'.'.join(names)!r}; add it to models.parameters with its"
+            " meaning"
         )
     parameter = table[name]
     if part is None:

@@ -68,18 +68,20 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     )
     if need > have:
         raise ConfigError(
-            f"learner.mesh asks for {asked} = {need} devices, there are {have}; lower learner.mesh to {have} in all"
+            f"learner.mesh asks for {asked} = {need} devices, there are {have}; lower learner.mesh"
+            f" to {have} in all"
         )
     if processes > 1 and need != have:
         raise ConfigError(
-            f"learner.mesh takes {need} of {have} devices, but each of the {processes} processes has to take "
-            f"part; make the product of learner.mesh {have}"
+            f"learner.mesh takes {need} of {have} devices, but each of the {processes} processes"
+            f" has to take part; make the product of learner.mesh {have}"
         )
     slices = len({getattr(device, "slice_index", None) for device in devices[:need]})
     if config.data % slices:
         raise ConfigError(
-            f"learner.mesh.data={config.data} on {slices} slices: only copies of the model may be on different ones, "
-            f"which exchange gradients alone; set learner.mesh.data to a multiple of {slices}"
+            f"learner.mesh.data={config.data} on {slices} slices: only copies of the model may be"
+            " on different ones, which exchange gradients alone; set learner.mesh.data to a"
+            f" multiple of {slices}"
         )
     return place_mesh(shape, devices[:need], key="learner.mesh")
 
@@ -114,7 +116,8 @@ def parameter_shardings(
                     f"{key}.{name}={mesh.shape[name]}" for name in over if mesh.shape[name] > 1
                 )
                 raise ConfigError(
-                    f"parameter {name!r}: its {axis} dimension of {size} is not divisible by {asked}"
+                    f"parameter {name!r}: its {axis} dimension of {size} is not divisible by"
+                    f" {asked}"
                 )
         return NamedSharding(mesh, PartitionSpec(*spec))
 
@@ -196,13 +199,13 @@ def place_mesh(shape: Sequence[int], devices: Sequence[Device], *, key: str) -> 
         )
     except NotImplementedError:  # jax gives an axis whole dimensions of a large slice
         raise ConfigError(
-            f"{key} asks for {asked}, which jax cannot place on the links of these {len(devices)} chips; make each "
-            "axis a product of the slice's dimensions"
+            f"{key} asks for {asked}, which jax cannot place on the links of these {len(devices)}"
+            " chips; make each axis a product of the slice's dimensions"
         ) from None
     except AssertionError:  # raised by jax if the chips' coordinates leave holes
         raise ConfigError(
-            f"{key} asks for {asked} = {len(devices)} chips, but the next {len(devices)} of this slice are no block of "
-            "it without holes; take 1, whole rows of the slice, or all"
+            f"{key} asks for {asked} = {len(devices)} chips, but the next {len(devices)} of this"
+            " slice are no block of it without holes; take 1, whole rows of the slice, or all"
         ) from None
 
 

@@ -150,8 +150,9 @@ class StoredParams:
             raise WeightUpdateError(f"weights at {self._folder} cannot be read: {error}") from error
         if found.state != "value":
             raise WeightUpdateError(
-                f"there are no weights at {self._folder} (no {MANIFEST}): every engine has to see the folder that "
-                "rollout.weight_dir names, and the versions before the newest are deleted"
+                f"there are no weights at {self._folder} (no {MANIFEST}): every engine has to see"
+                " the folder that rollout.weight_dir names, and the versions before the newest are"
+                " deleted"
             )
         if manifest_digest is not None:
             check(f"{self._folder}{MANIFEST}", digest(found.value), manifest_digest)
@@ -175,8 +176,9 @@ class StoredParams:
                 name for name in sorted(found | wanted) if found.get(name) != wanted.get(name)
             )
             raise WeightUpdateError(
-                f"the update does not fit the model served: {wrong} is {found.get(wrong, 'missing')}, served is "
-                f"{wanted.get(wrong, 'nothing')}; {self._folder} is of another model"
+                f"the update does not fit the model served: {wrong} is"
+                f" {found.get(wrong, 'missing')}, served is {wanted.get(wrong, 'nothing')};"
+                f" {self._folder} is of another model"
             )
         arrays = [self._read(name, places[name], dtype) for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(shardings), arrays)
@@ -230,7 +232,7 @@ def _assembled(bounds: Bounds, chunks: Mapping[Bounds, np.ndarray]) -> np.ndarra
     """Assemble the part of an array within bounds from chunks that cover it."""
     if bounds in chunks:
         return chunks[bounds]
-    (first, *_) = chunks.values()
+    first, *_ = chunks.values()
     whole = np.empty([e - b for b, e in bounds], first.dtype)
     for at, chunk in chunks.items():
         common = [(max(b, c), min(e, d)) for (b, e), (c, d) in zip(bounds, at, strict=True)]

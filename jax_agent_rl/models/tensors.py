@@ -158,8 +158,9 @@ def require_finite(name: str, tensor: np.ndarray) -> None:
     wrong = tensor.size - int(np.count_nonzero(np.isfinite(tensor)))
     if wrong:
         raise ModelError(
-            f"tensor {name!r}: {wrong} of {tensor.size} numbers are not finite in {tensor.dtype}"
-            f"{_LIMITS.get(str(tensor.dtype), '')}; write another type (bfloat16, float32), or look at the weights"
+            f"tensor {name!r}: {wrong} of {tensor.size} numbers are not finite in"
+            f" {tensor.dtype}{_LIMITS.get(str(tensor.dtype), '')}; write another type (bfloat16,"
+            " float32), or look at the weights"
         )
 
 
@@ -225,7 +226,8 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
         for name in handle.keys():
             if name in found:
                 raise ModelError(
-                    f"{file} holds tensor {name!r}, which another file of the model holds, too; remove one"
+                    f"{file} holds tensor {name!r}, which another file of the model holds, too;"
+                    " remove one"
                 )
             found[name] = partial(handle.get_slice, name)
     for name in [name for name in found if name.endswith("_blocks")]:
@@ -291,7 +293,8 @@ def read_slice(
     name, packed = tensor_name(stored), None if isinstance(stored, str) else stored
     if name not in tensors:
         raise ModelError(
-            f"{where}: tensor {name!r} is missing from the safetensors files; download or convert the model again"
+            f"{where}: tensor {name!r} is missing from the safetensors files; download or convert"
+            " the model again"
         )
     expected = shape if packed is None else packed.tensor_shape(shape)
     try:
@@ -313,7 +316,8 @@ def read_slice(
             f"{where}: tensor {name!r} cannot be read ({error}); use float weights"
         ) from error
     raise ModelError(
-        f"{where}: {name} has shape {found}, config.json says {expected}; they are of different models"
+        f"{where}: {name} has shape {found}, config.json says {expected}; they are of different"
+        " models"
     )
 
 

@@ -241,9 +241,9 @@ def _spans(
             runs.pop(0)
         if not runs:
             raise ValueError(
-                f"{kind} {number + 1} of {len(items)} takes {count} placeholders (id {placeholder}) in a row, and the "
-                "ids hold no such run for it; they must be expanded (ChatCodec.expand_media) with the same "
-                "model.max_pixels"
+                f"{kind} {number + 1} of {len(items)} takes {count} placeholders (id {placeholder})"
+                " in a row, and the ids hold no such run for it; they must be expanded"
+                " (ChatCodec.expand_media) with the same model.max_pixels"
             )
         begin, end = runs.pop(0)
         spans.append(
@@ -317,8 +317,8 @@ def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
     total = sum(int(np.prod(grid)) for grid in grids)
     if patches % vision.window_patches or patches < total:
         raise ValueError(
-            f"{total} patches cannot be padded to {patches}; it must be a multiple of {vision.window_patches} and "
-            "hold them all"
+            f"{total} patches cannot be padded to {patches}; it must be a multiple of"
+            f" {vision.window_patches} and hold them all"
         )
     unit, count = vision.merge_size**2, patches // vision.merge_size**2
     order = np.arange(count, dtype=np.int32)

@@ -29,8 +29,8 @@ from jax_agent_rl.utils.text import printable
 HEARTBEAT_SECONDS = 20.0
 HEADER_EVERY = 20
 HEADER = (  # with its widths in step() within 80 columns
-    f"{'step':>7} {'reward':>6} {'accuracy':>8} {'tools':>5} {'roll tok/s':>10} {'learn tok/s':>11} "
-    f"{'|Δlogp|':>8} {'time':>6} {'left':>7}"
+    f"{'step':>7} {'reward':>6} {'accuracy':>8} {'tools':>5} {'roll tok/s':>10} {'learn tok/s':>11}"
+    f" {'|Δlogp|':>8} {'time':>6} {'left':>7}"
 )
 
 
@@ -103,10 +103,11 @@ class Progress:
             self._done_steps, self._ends_at = record["step"], self._clock() + seconds_left
         accuracy = f"{record['accuracy']:.1%}" if record.get("accuracy") is not None else "·"
         self.print_line(
-            f"{record['step']:>3}/{self._total:<3} {record['reward_mean']:>6.3f} {accuracy:>8} "
-            f"{record['tool_calls_mean']:>5.2f} {record['rollout_tokens_per_second']:>10.0f} "
-            f"{record['learner_tokens_per_second']:>11.0f} {record['logprob_gap_max']:>8.1e} "
-            f"{duration(record['step_seconds']):>6} {duration(seconds_left):>7}  {role_rewards(record)}".rstrip()
+            f"{record['step']:>3}/{self._total:<3} {record['reward_mean']:>6.3f} {accuracy:>8}"
+            f" {record['tool_calls_mean']:>5.2f} {record['rollout_tokens_per_second']:>10.0f}"
+            f" {record['learner_tokens_per_second']:>11.0f} {record['logprob_gap_max']:>8.1e}"
+            f" {duration(record['step_seconds']):>6} {duration(seconds_left):>7} "
+            f" {role_rewards(record)}".rstrip()
         )
 
     def warn(self, names: Sequence[str]) -> None:

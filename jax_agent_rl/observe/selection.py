@@ -104,7 +104,8 @@ class TrajectoryFilter:
         known = ("any", "none", *sorted(set(kinds)))
         if self.tool_error is not None and self.tool_error not in known:
             raise ConfigError(
-                f"--tool-error {self.tool_error!r}: no call of the run had it; choose {', '.join(known)}"
+                f"--tool-error {self.tool_error!r}: no call of the run had it; choose"
+                f" {', '.join(known)}"
             )
 
     def describe(self) -> str:

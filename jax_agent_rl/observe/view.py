@@ -47,7 +47,10 @@ from jax_agent_rl.utils.text import printable
 SAMPLED = "bold green"
 INSERTED = "cyan"
 PROMPT = "dim"
-LEGEND = "legend: [dim]prompt[/] · [bold green]«sampled by the policy»[/] · [cyan]inserted (tool results, template)[/]"
+LEGEND = (
+    "legend: [dim]prompt[/] · [bold green]«sampled by the policy»[/] · [cyan]inserted (tool"
+    " results, template)[/]"
+)
 
 _OUTLINE_WIDTH = 100  # characters of a message
 _SNIPPET_WIDTH = 60  # characters of a turn
@@ -65,13 +68,20 @@ COLOURS: dict[Colour, Callable[[Mapping[str, Any], int], str]] = {
 
 LEGENDS: dict[Colour, str] = {
     "mask": LEGEND,
-    "logprob": "legend: probability of «sampled» tokens  [green]over 0.9[/] · [yellow]over 0.5[/] · "
-    "[dark_orange]over 0.1[/] · [bold red]less[/]",
-    "advantage": "legend: advantage of «sampled» tokens  [bold blue]above 0, made likelier[/] · "
-    "[bold dark_orange]below 0, made less likely[/] · [dim]0, or not trained on[/]",
+    "logprob": (
+        "legend: probability of «sampled» tokens  [green]over 0.9[/] · [yellow]over 0.5[/] · "
+        "[dark_orange]over 0.1[/] · [bold red]less[/]"
+    ),
+    "advantage": (
+        "legend: advantage of «sampled» tokens  [bold blue]above 0, made likelier[/] · "
+        "[bold dark_orange]below 0, made less likely[/] · [dim]0, or not trained on[/]"
+    ),
     "version": "legend: a colour for each version of the weights that sampled «tokens»",
-    "gap": "legend: nats between engine and learner on «sampled» tokens  [green]under 0.01[/] · [yellow]under 0.1[/] · "
-    "[dark_orange]under 1[/] · [bold red]more[/] · [dim]not scored by the learner[/]",
+    "gap": (
+        "legend: nats between engine and learner on «sampled» tokens  [green]under 0.01[/] ·"
+        " [yellow]under 0.1[/] · [dark_orange]under 1[/] · [bold red]more[/] · [dim]not scored by"
+        " the learner[/]"
+    ),
 }
 
 _VERSIONS = ("blue", "dark_orange", "green", "red", "magenta", "cyan", "yellow", "white")
@@ -210,12 +220,13 @@ def _headline(record: Mapping[str, Any]) -> Text:
     lost_requests = record["metrics"].get("lost_requests", 0.0)
     lost = f"  lost requests {lost_requests:g}" if lost_requests else ""
     facts = (
-        f"step {record['step']} ({record['split']})  reward {record['reward']:.2f}  truth {truth(record)}  "
-        f"turns {len(turns(record))}  tool calls {len(calls)}"
+        f"step {record['step']} ({record['split']})  reward {record['reward']:.2f}  truth"
+        f" {truth(record)}  turns {len(turns(record))}  tool calls {len(calls)}"
         + (f" ({', '.join(failed)})" if failed else "")
         + lost
-        + f"  end {record['finish_reason']}  sampled {sum(sum(part['response_mask']) for part in contexts(record))} of "
-        f"{sum(len(part['response_ids']) for part in contexts(record))} response tokens"
+        + f"  end {record['finish_reason']}  sampled"
+        f" {sum(sum(part['response_mask']) for part in contexts(record))} of"
+        f" {sum(len(part['response_ids']) for part in contexts(record))} response tokens"
     )
     return Text(printable(facts), style="italic")
 
@@ -246,8 +257,8 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
     }
     heading = Text(printable(records[0]["group_id"]), "bold")
     heading.append(
-        f"  {len(records)} trajectories, {len(trees)} trees, mean reward {_mean(trajectories):.2f}, "
-        f"{shared} of {total} sampled tokens shared",
+        f"  {len(records)} trajectories, {len(trees)} trees, mean reward {_mean(trajectories):.2f},"
+        f" {shared} of {total} sampled tokens shared",
         "not bold",
     )
     tree = Tree(heading, highlight=False)
@@ -328,8 +339,8 @@ def view_run(
         print(f"note: {printable(note)}", file=sys.stderr)
     if not search.total:
         raise DataError(
-            f"{data.name} contains no trajectories; give a run folder such as runs/quickstart, one of `eval`, or what "
-            "`rollout` wrote"
+            f"{data.name} contains no trajectories; give a run folder such as runs/quickstart, one"
+            " of `eval`, or what `rollout` wrote"
         )
     wanted.require_tool_error_among(search.tool_errors)
     if not shown:

@@ -86,9 +86,12 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             ends=1,
             steps=1,
             message="no trajectory has earned a reward yet",
-            advice="read some ('jax-agent-rl view RUN' shows texts and truths): would a right answer earn one in the "
-            "form that the model writes ('jax-agent-rl doctor CONFIG' tries it)? If so, show worked examples in the "
-            "prompts, take easier rows, or give partial credit",
+            advice=(
+                "read some ('jax-agent-rl view RUN' shows texts and truths): would a right answer"
+                " earn one in the form that the model writes ('jax-agent-rl doctor CONFIG' tries"
+                " it)? If so, show worked examples in the prompts, take easier rows, or give"
+                " partial credit"
+            ),
         ),
         Rule(
             name="reward_collapse",
@@ -96,10 +99,16 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             begins=0.9,
             ends=0.5,
             steps=2,
-            message="{value:.0%} of the best step's reward is gone: an update has probably broken the policy",
-            advice="read what it writes now ('jax-agent-rl view RUN'), and begin again with a lower "
-            f"learner.learning_rate={config.learner.learning_rate:g}, or with learner.lr_warmup_steps; cut-off texts, "
-            "equal rewards and missing tool calls of these steps follow from it",
+            message=(
+                "{value:.0%} of the best step's reward is gone: an update has probably broken the"
+                " policy"
+            ),
+            advice=(
+                "read what it writes now ('jax-agent-rl view RUN'), and begin again with a lower"
+                f" learner.learning_rate={config.learner.learning_rate:g}, or with"
+                " learner.lr_warmup_steps; cut-off texts, equal rewards and missing tool calls of"
+                " these steps follow from it"
+            ),
         ),
         Rule(
             name="reward_hacking",
@@ -107,19 +116,29 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             begins=0.9,
             ends=0.5,
             steps=2,
-            message="{value:.0%} of the best step's accuracy is gone, and most of the reward is not",
-            advice="something other than right answers pays: see what in the best trajectories ('jax-agent-rl view RUN "
-            "--sort best'), and lower that part of the reward, or set algorithm.turn_reward=none if calls are paid",
+            message=(
+                "{value:.0%} of the best step's accuracy is gone, and most of the reward is not"
+            ),
+            advice=(
+                "something other than right answers pays: see what in the best trajectories"
+                " ('jax-agent-rl view RUN --sort best'), and lower that part of the reward, or set"
+                " algorithm.turn_reward=none if calls are paid"
+            ),
         ),
         Rule(
             name="truncated",
             value=lambda record: record.get("truncated_share"),
             begins=0.2,
             ends=0.1,
-            message="{value:.0%} of the trajectories were cut off by a limit of tokens or turns ({limit})",
-            advice="raise that limit, "
-            f"agent.max_response_length={config.agent.max_response_length} (and rollout.max_model_len) or those of "
-            "turns, or mask them: algorithm.filters.overlong=mask, or algorithm.shaping.overlong_buffer",
+            message=(
+                "{value:.0%} of the trajectories were cut off by a limit of tokens or turns"
+                " ({limit})"
+            ),
+            advice=(
+                f"raise that limit, agent.max_response_length={config.agent.max_response_length}"
+                " (and rollout.max_model_len) or those of turns, or mask them:"
+                " algorithm.filters.overlong=mask, or algorithm.shaping.overlong_buffer"
+            ),
         ),
         Rule(
             name="tool_errors",
@@ -129,8 +148,11 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             begins=0.3,
             ends=0.15,
             message="{value:.0%} of the tool calls ended in an error",
-            advice="tool_errors_by_kind in metrics.jsonl says which, 'jax-agent-rl view RUN --sort worst' shows them; "
-            f"{_call_advice(config)}; timeout: raise agent.tool_timeout, or give the tool server more workers",
+            advice=(
+                "tool_errors_by_kind in metrics.jsonl says which, 'jax-agent-rl view RUN --sort"
+                f" worst' shows them; {_call_advice(config)}; timeout: raise agent.tool_timeout, or"
+                " give the tool server more workers"
+            ),
         ),
         Rule(
             name="clipped",
@@ -148,9 +170,15 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             begins=1,
             ends=1,
             steps=1,
-            message="{value:.0f} updates of a step had a gradient that was not finite, and changed nothing",
-            advice="look for extreme rewards ('jax-agent-rl view RUN --sort best' and worst; advantage_abs_max in "
-            f"metrics.jsonl), or lower learner.learning_rate={config.learner.learning_rate:g}",
+            message=(
+                "{value:.0f} updates of a step had a gradient that was not finite, and changed"
+                " nothing"
+            ),
+            advice=(
+                "look for extreme rewards ('jax-agent-rl view RUN --sort best' and worst;"
+                " advantage_abs_max in metrics.jsonl), or lower"
+                f" learner.learning_rate={config.learner.learning_rate:g}"
+            ),
         ),
         Rule(
             name="logprob_gap_growing",
@@ -177,8 +205,10 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             begins=0.9,
             ends=0.8,
             message="{value:.0%} of the policy's entropy is gone: exploration has ended",
-            advice="raise algorithm.clip_ratio_high or algorithm.entropy_coeff, take "
-            "algorithm.policy_loss.loss_mode=clip_cov or kl_cov, or lower learner.learning_rate",
+            advice=(
+                "raise algorithm.clip_ratio_high or algorithm.entropy_coeff, take "
+                "algorithm.policy_loss.loss_mode=clip_cov or kl_cov, or lower learner.learning_rate"
+            ),
         ),
         Rule(
             name="router_replay_missing",
@@ -187,10 +217,15 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             ),
             begins=0.5,
             ends=0.4,
-            message="{value:.0%} of the tokens were learned from without the engine's experts: it does not report them",
-            advice="take rollout.backend=jetstream without an engine_factory, or on CUDA "
-            'rollout.vllm.engine_args={"enable_return_routed_experts": true}; or correct the ratios with '
-            "algorithm.rollout_correction",
+            message=(
+                "{value:.0%} of the tokens were learned from without the engine's experts: it does"
+                " not report them"
+            ),
+            advice=(
+                "take rollout.backend=jetstream without an engine_factory, or on CUDA"
+                ' rollout.vllm.engine_args={"enable_return_routed_experts": true}; or correct the'
+                " ratios with algorithm.rollout_correction"
+            ),
         ),
         Rule(
             name="recompilations",
@@ -199,8 +234,10 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             ends=1,
             steps=1,
             message="{value:.0f} programs were compiled in a step, after warm-up",
-            advice="see the log; prompts longer than the largest of rollout.jetstream.prefill_buckets, or "
-            "images of new sizes, are the usual causes",
+            advice=(
+                "see the log; prompts longer than the largest of rollout.jetstream.prefill_buckets,"
+                " or images of new sizes, are the usual causes"
+            ),
         ),
     ]
     if config.algorithm.adv_estimator == "none":  # rewards are not learned from
@@ -222,8 +259,10 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 begins=0.5,
                 ends=0.3,
                 message="{value:.0%} of the groups have equal rewards and teach nothing",
-                advice=f"{refill}drop rows that are always right or always wrong, raise "
-                f"rollout.group_size={config.rollout.group_size}, or give partial credit",
+                advice=(
+                    f"{refill}drop rows that are always right or always wrong, raise "
+                    f"rollout.group_size={config.rollout.group_size}, or give partial credit"
+                ),
             )
         )
     if not config.trainer.staleness_bound:
@@ -235,7 +274,9 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 ),
                 begins=0.05,
                 ends=0.03,
-                message="engine and learner disagree by {value:.3f} nats per token on the same weights",
+                message=(
+                    "engine and learner disagree by {value:.3f} nats per token on the same weights"
+                ),
                 advice=_precision_advice(config),
             )
         )
@@ -247,10 +288,13 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 begins=1,
                 ends=1,
                 message="tools are configured and no trajectory calls one",
-                advice="look at one with 'jax-agent-rl view RUN'; rows need the agent_name of the tools (or set "
-                "agent.default_agent), prompts must describe them (agent.tool_prompt), and the model must write calls "
-                "in the expected format (agent.tool_format; agent.action_stop_tokens of a tool server): a small one "
-                "needs an example of a call in the prompt",
+                advice=(
+                    "look at one with 'jax-agent-rl view RUN'; rows need the agent_name of the"
+                    " tools (or set agent.default_agent), prompts must describe them"
+                    " (agent.tool_prompt), and the model must write calls in the expected format"
+                    " (agent.tool_format; agent.action_stop_tokens of a tool server): a small one"
+                    " needs an example of a call in the prompt"
+                ),
             )
         )
     return [*table, _idle_rule(config)]
@@ -282,13 +326,19 @@ def _idle_rule(config: Config) -> Rule:
             value=lambda record: overlap_gain(record, own_devices=own_devices),
             begins=0.2,
             ends=0.1,
-            message="rollout and learner wait for each other; overlapping, steps would be up to {value:.0%} shorter",
+            message=(
+                "rollout and learner wait for each other; overlapping, steps would be up to"
+                " {value:.0%} shorter"
+            ),
             advice="try trainer.mode=one_step_off",
         )
     more = "rollout.placement=separate with more rollout.num_engines, or more rollout servers"
     advice = f"try trainer.mode=fully_async; if all rollouts are slow, {more}"
     if mode == "fully_async":
-        advice = f"raise trainer.max_staleness={config.trainer.staleness_bound}; if all rollouts are slow, {more}"
+        advice = (
+            f"raise trainer.max_staleness={config.trainer.staleness_bound}; if all rollouts are"
+            f" slow, {more}"
+        )
     return Rule(
         name="learner_idle",
         value=lambda record: _free_share(record, own_devices),
@@ -307,18 +357,20 @@ def _call_advice(config: Config) -> str:
         return "malformed: set agent.tool_format"
     engine = "JAX rollout servers" if rollout.backend == "remote" else "the JAX engine"
     return (
-        "malformed, unknown_tool, bad_arguments: agent.constrain_tool_calls=true lets the policy write only calls that "
-        f"fit the tools (with {engine} and a tool format whose calls have an opening tag, such as hermes); if it "
-        "writes calls in another format, set agent.tool_format"
+        "malformed, unknown_tool, bad_arguments: agent.constrain_tool_calls=true lets the policy"
+        f" write only calls that fit the tools (with {engine} and a tool format whose calls have an"
+        " opening tag, such as hermes); if it writes calls in another format, set"
+        " agent.tool_format"
     )
 
 
 def _staleness_advice(config: Config) -> str:
     younger = "lower trainer.max_staleness, and " if config.trainer.mode == "fully_async" else ""
     return (
-        "a disagreement would not be noticed: run some steps with trainer.mode=sync; or "
-        f"{younger}let a step make a single update by AdamW (learner.ppo_epochs=1, learner.num_minibatches=1): it can "
-        "be undone, and tokens one version old are compared with the weights before it"
+        "a disagreement would not be noticed: run some steps with trainer.mode=sync; or"
+        f" {younger}let a step make a single update by AdamW (learner.ppo_epochs=1,"
+        " learner.num_minibatches=1): it can be undone, and tokens one version old are compared"
+        " with the weights before it"
     )
 
 

@@ -114,9 +114,9 @@ class Watch:
             name=rule.name,
             message=rule.message.format(value=value, limit=_commonest_limit(record)),
             advice=rule.advice,
-            first_step=warning.first_step
-            if warning
-            else step,  # if it began before, it is one entry
+            first_step=(
+                warning.first_step if warning else step
+            ),  # if it began before, it is one entry
             last_step=step,
             steps=warning.steps + 1 if warning else 1,
         )

@@ -201,8 +201,8 @@ def _arguments(
         return reward.bind(available)
     except KeyError as error:
         raise RewardError(
-            f"the reward function of {classic['data_source']!r} asks for {error}, which the row has neither as a "
-            "field nor in extra_info or reward_model"
+            f"the reward function of {classic['data_source']!r} asks for {error}, which the row has"
+            " neither as a field nor in extra_info or reward_model"
         ) from None
 
 

@@ -100,7 +100,8 @@ class ModelJudge:
         grades = _GRADE.findall(reply)
         if not grades or float(grades[-1]) > _MAX_GRADE:
             raise RewardError(
-                f"the judge gave no grade from 0 to {_MAX_GRADE:g} in double brackets: …{reply[-200:]!r}"
+                f"the judge gave no grade from 0 to {_MAX_GRADE:g} in double brackets:"
+                f" …{reply[-200:]!r}"
             )
         return float(grades[-1]) / _MAX_GRADE
 
@@ -122,8 +123,8 @@ class ModelJudge:
         if output.stop_reason is StopReason.LENGTH:
             what = "while it was thinking" if reply.ends_thinking else "before it had said all"
             raise RewardError(
-                f"the judge was cut off {what}, after {len(output.token_ids)} ids; raise reward.judge.max_tokens: "
-                f"…{self._codec.decode(output.token_ids)[-200:]!r}"
+                f"the judge was cut off {what}, after {len(output.token_ids)} ids; raise"
+                f" reward.judge.max_tokens: …{self._codec.decode(output.token_ids)[-200:]!r}"
             )
         return reply.text_of("text", "call", "malformed").strip()
 

@@ -174,8 +174,9 @@ def register_reward(
             known = _REWARDS.get(data_source)
             if known is not None and not override:
                 raise ConfigError(
-                    f"two reward functions for data_source {data_source!r}: "
-                    f"{_place(known.compute_score)} and {_place(function)}; rename one, or set override=True"
+                    f"two reward functions for data_source {data_source!r}:"
+                    f" {_place(known.compute_score)} and {_place(function)}; rename one, or set"
+                    " override=True"
                 )
             _REWARDS[data_source] = entry
         return function
@@ -313,17 +314,21 @@ def describe_unknown(data_sources: Collection[str]) -> str:
     if len(data_sources) > _MAX_NAMED:
         named.append("…")
     return (
-        f"no reward function for data_source {', '.join(named)}; there are {known}; register one with @register_reward "
-        "in the file named by reward.path"
+        f"no reward function for data_source {', '.join(named)}; there are {known}; register one"
+        " with @register_reward in the file named by reward.path"
     )
 
 
 def _describe_missing(data_source: str, name: str) -> str:
     if name == "judge":
-        return f"the reward function of {data_source!r} asks for a judge, and none is configured; set reward.judge.model"
+        return (
+            f"the reward function of {data_source!r} asks for a judge, and none is configured; set"
+            " reward.judge.model"
+        )
     return (
-        f"the reward function of {data_source!r} asks for {name!r}, which some of its rows have neither as a field nor "
-        "in extra_info or reward_model; add it to the rows or give the parameter a default"
+        f"the reward function of {data_source!r} asks for {name!r}, which some of its rows have"
+        " neither as a field nor in extra_info or reward_model; add it to the rows or give the"
+        " parameter a default"
     )
 
 

@@ -85,8 +85,8 @@ class FunctionWorkers:
                 call = pickle.dumps((data_source, args, dict(kwargs)))
             except Exception as error:
                 raise RewardError(
-                    f"what the reward function of {data_source!r} asks for cannot be sent to a worker ({error!r}); put "
-                    "plain data into the rows, or set reward.workers=0"
+                    f"what the reward function of {data_source!r} asks for cannot be sent to a"
+                    f" worker ({error!r}); put plain data into the rows, or set reward.workers=0"
                 ) from error
             request = {"call": base64.b64encode(call).decode(), "seconds": timeout}
             return self._pool.ask(request, timeout=timeout)

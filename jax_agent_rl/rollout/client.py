@@ -131,7 +131,7 @@ class LLMServerClient(ServerPool):
 
     def weight_dtype(self) -> str:
         """Return ``Capabilities.weight_dtype`` of all started servers; float32 where they differ."""
-        (dtype, *others) = {backend.capabilities.weight_dtype for backend in self.backends} or {
+        dtype, *others = {backend.capabilities.weight_dtype for backend in self.backends} or {
             AS_THEY_ARE
         }
         return AS_THEY_ARE if others else dtype
@@ -332,7 +332,7 @@ class LLMServerClient(ServerPool):
         state.losses += 1
         if state.losses >= _MAX_LOSSES:
             raise BackendError(
-                f"request {request.request_id!r}: {state.losses} servers were lost under it, the last one because: "
-                f"{error}"
+                f"request {request.request_id!r}: {state.losses} servers were lost under it, the"
+                f" last one because: {error}"
             )
         return None

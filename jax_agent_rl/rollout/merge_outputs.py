@@ -36,8 +36,8 @@ def merge_outputs(
         return whole
     if decode_text is None:
         raise BackendError(
-            f"request {request.request_id!r} was interrupted, and its stop strings {list(stop)} may stand across "
-            "the seam; give LLMServerClient decode_text"
+            f"request {request.request_id!r} was interrupted, and its stop strings {list(stop)} may"
+            " stand across the seam; give LLMServerClient decode_text"
         )
     found = _straddling_stop(before.token_ids, rest.token_ids, stop, decode_text)
     if found is None:
@@ -58,9 +58,11 @@ def remaining_request(request: GenerateRequest, so_far: TokenOutput) -> Generate
         prompt_ids=request.prompt_ids + so_far.token_ids,
         sampling=replace(request.sampling, max_tokens=left),
         resumed=request.resumed + len(so_far.token_ids),
-        routed_experts_prompt_start=so_far.routed_experts.end
-        if so_far.routed_experts
-        else request.routed_experts_prompt_start,
+        routed_experts_prompt_start=(
+            so_far.routed_experts.end
+            if so_far.routed_experts
+            else request.routed_experts_prompt_start
+        ),
     )
 
 
@@ -72,8 +74,8 @@ def check_context(request: GenerateRequest, part: TokenOutput) -> None:
     """
     if part.context_digest != digest_ids(request.prompt_ids + part.token_ids):
         raise TokenDriftError(
-            f"request {request.request_id!r}: a part of it was not sampled from the {len(request.prompt_ids)} "
-            "ids that were sent"
+            f"request {request.request_id!r}: a part of it was not sampled from the"
+            f" {len(request.prompt_ids)} ids that were sent"
         )
 
 
@@ -100,8 +102,8 @@ def check_output(
     expected = digest_ids([*context_ids, *output.token_ids])
     if output.context_digest != expected:
         raise TokenDriftError(
-            f"{what}: the engine's context (digest {output.context_digest}) is not the trajectory's "
-            f"{len(context_ids)} + {len(output.token_ids)} ids (digest {expected})"
+            f"{what}: the engine's context (digest {output.context_digest}) is not the trajectory's"
+            f" {len(context_ids)} + {len(output.token_ids)} ids (digest {expected})"
         )
 
 

@@ -133,8 +133,8 @@ async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpd
     found = await asyncio.to_thread(checksum, tree)
     if found != stored.checksum:
         raise WeightUpdateError(
-            f"the weights of version {update.version} were damaged on their way: their checksum is {found}, it was "
-            f"{stored.checksum} when they were written; publish them again"
+            f"the weights of version {update.version} were damaged on their way: their checksum is"
+            f" {found}, it was {stored.checksum} when they were written; publish them again"
         )
     if stored.form == "arrays":
         yield replace(update, kind="arrays", payload=_map(Tensor.array, tree))

@@ -145,8 +145,9 @@ class ServerPool:
             weights = {server.name: _weights_of(server) for server in servers}
             if len(set(weights.values()) - {""}) > 1:
                 raise ConfigError(
-                    f"the rollout servers have different weights of version {min(versions.values())}, of other runs or "
-                    f"of one that was rewound: {weights}; restart all"
+                    "the rollout servers have different weights of version"
+                    f" {min(versions.values())}, of other runs or of one that was rewound:"
+                    f" {weights}; restart all"
                 )
         except BaseException:
             await asyncio.gather(*(server.close_quietly() for server in servers))
@@ -224,7 +225,8 @@ class ServerPool:
             )
         if self._updating:
             raise ValueError(
-                f"server {server.name!r} cannot be added while weights are being updated; add it after"
+                f"server {server.name!r} cannot be added while weights are being updated; add it"
+                " after"
             )
         version = server.backend.policy_version
         others = sorted({s.backend.policy_version for s in self.servers})
@@ -236,8 +238,9 @@ class ServerPool:
         known = _weights_of(server)
         if others and self._weights and known and known != self._weights:
             raise ValueError(
-                f"server {server.name!r} has other weights of version {version} than the others, of another run or of "
-                "this one before it was rewound; bring it up to date first with server.update_weights(...)"
+                f"server {server.name!r} has other weights of version {version} than the others, of"
+                " another run or of this one before it was rewound; bring it up to date first with"
+                " server.update_weights(...)"
             )
         self.queue.add(server)
         self._members[server.name] = server
@@ -299,8 +302,9 @@ class ServerPool:
             own, served = server.backend.policy_version, self._version
             if served is not None and own > served:
                 raise WeightUpdateError(
-                    f"server {server.name!r} has policy version {own}, newer than the run's {served}: it served "
-                    "another run, or this one before it was resumed; restart it"
+                    f"server {server.name!r} has policy version {own}, newer than the run's"
+                    f" {served}: it served another run, or this one before it was resumed;"
+                    " restart it"
                 )
             if (
                 served is not None

@@ -139,8 +139,9 @@ class RayBackend(ProxyBackend):
         *,
         name: str = "engine",
         options: Mapping[str, Any] | None = None,
-        send_weights: Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
-        | None = None,
+        send_weights: (
+            Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]] | None
+        ) = None,
     ) -> None:
         super().__init__(name)
         self._send_weights = send_weights
@@ -175,8 +176,8 @@ class RayBackend(ProxyBackend):
             if not limit.expired():
                 raise
             raise BackendError(
-                f"{self.name}: its Ray actor did not start an engine within {ENGINE_START_SECONDS:g} seconds; see "
-                "Ray's logs in /tmp/ray/session_latest/logs"
+                f"{self.name}: its Ray actor did not start an engine within"
+                f" {ENGINE_START_SECONDS:g} seconds; see Ray's logs in /tmp/ray/session_latest/logs"
             ) from None
         except BaseException:
             await self.close()
@@ -289,5 +290,6 @@ class RayBackend(ProxyBackend):
             if self._closed:
                 raise BackendClosedError(f"{self.name} was closed") from error
             raise EngineDiedError(
-                f"{self.name}: its Ray actor is gone: {next(iter(str(error).splitlines()), '') or type(error).__name__}"
+                f"{self.name}: its Ray actor is gone:"
+                f" {next(iter(str(error).splitlines()), '') or type(error).__name__}"
             ) from error

@@ -129,7 +129,8 @@ class AsyncServer:
             )
         if request.lora is not None and not self.backend.capabilities.lora:
             raise BackendError(
-                f"request {request.request_id!r}: {self.name} serves no LoRA adapter, so not {request.lora!r} either"
+                f"request {request.request_id!r}: {self.name} serves no LoRA adapter, so not"
+                f" {request.lora!r} either"
             )
         self._running.add(request.request_id)
         self._idle.clear()
@@ -184,8 +185,9 @@ class AsyncServer:
         """
         if not self.takes(update):
             raise WeightUpdateError(
-                f"server {self.name} takes weights in {self.backend.capabilities.weight_dtype}, but those of version "
-                f"{update.version} are rounded to {update.dtype}: it joined after they were made; it gets the next ones"
+                f"server {self.name} takes weights in {self.backend.capabilities.weight_dtype}, but"
+                f" those of version {update.version} are rounded to {update.dtype}: it joined after"
+                " they were made; it gets the next ones"
             )
         self.updating = True
         try:

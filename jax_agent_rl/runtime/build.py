@@ -235,9 +235,10 @@ def refuse_adapters(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
     named = sorted({row["adapter"] for row in rows if row.get("adapter")})
     if config.rollout.adapters or config.agent.adapter or named:
         raise ConfigError(
-            f"rollout.adapters={sorted(config.rollout.adapters)}, agent.adapter={config.agent.adapter}, rows with "
-            f"adapter {named}: the learner trains the model without them; remove them to train, or merge an adapter "
-            "into the model. eval, rollout and serve sample with adapters"
+            f"rollout.adapters={sorted(config.rollout.adapters)},"
+            f" agent.adapter={config.agent.adapter}, rows with adapter {named}: the learner trains"
+            " the model without them; remove them to train, or merge an adapter into the model."
+            " eval, rollout and serve sample with adapters"
         )
 
 
@@ -256,9 +257,9 @@ def require_replay(config: Config, server: AsyncServer) -> None:
         settings.append("agent.constrain_tool_calls=true")
     if settings and not server.backend.capabilities.sampling_replay:
         raise ConfigError(
-            f"{' and '.join(settings)}: {server.name} (rollout.backend={rollout.backend}) does not report which ids "
-            "its draws were made from, so the learner cannot score them; leave them out, or sample with the built-in "
-            "jetstream engine"
+            f"{' and '.join(settings)}: {server.name} (rollout.backend={rollout.backend}) does not"
+            " report which ids its draws were made from, so the learner cannot score them; leave"
+            " them out, or sample with the built-in jetstream engine"
         )
 
 
@@ -272,8 +273,8 @@ def check_server(config: Config, client: LLMServerClient, server: AsyncServer) -
     require_grammars(config, server)
     if missing := sorted(client.modalities - server.backend.capabilities.multi_modal):
         raise ConfigError(
-            f"{server.name} takes no {' and '.join(missing)} input, as the other engines of the run do; start it "
-            "with the run's configuration"
+            f"{server.name} takes no {' and '.join(missing)} input, as the other engines of the run"
+            " do; start it with the run's configuration"
         )
 
 
@@ -313,7 +314,8 @@ def make_learner(
     if names and config.learner.lora is not None:
         if channel is not None:
             raise ConfigError(
-                f"agent.role_adapters trains {names} on one host; remove learner.multihost, or agent.role_adapters"
+                f"agent.role_adapters trains {names} on one host; remove learner.multihost, or"
+                " agent.role_adapters"
             )
         return MultiAdapterLearner(learner, config.learner.lora, names)
     return learner if channel is None else LeadingLearner(learner, channel)
@@ -348,8 +350,8 @@ def _critic_init(config: Config, policy: DecoderConfig) -> Params | None:
     model = load_config(config.critic.path, weights=True)
     if critic_shapes(model) != critic_shapes(policy):
         raise ConfigError(
-            f"critic.path={config.critic.path!r} holds a model of other shapes than {config.model.path!r}; give one of "
-            "the same architecture, or leave it out"
+            f"critic.path={config.critic.path!r} holds a model of other shapes than"
+            f" {config.model.path!r}; give one of the same architecture, or leave it out"
         )
     return _read(config.critic.path, model, config)
 

@@ -70,9 +70,10 @@ def choose(choice: PolicyChoice) -> Config:
         config = config.model_copy(update={"model": model})
     if config.rollout.backend == "remote" and (choice.model is not None or choice.run is not None):
         raise ConfigError(
-            f"rollout.backend=remote: {', '.join(config.rollout.urls)} serve the weights they have, which --model and "
-            "--run do not change; leave those out, start the servers with that model (jax-agent-rl rollout-server), or "
-            "set rollout.backend=jetstream rollout.urls=[]"
+            f"rollout.backend=remote: {', '.join(config.rollout.urls)} serve the weights they have,"
+            " which --model and --run do not change; leave those out, start the servers with that"
+            " model (jax-agent-rl rollout-server), or set rollout.backend=jetstream"
+            " rollout.urls=[]"
         )
     return config
 
@@ -85,7 +86,8 @@ def _tree(choice: PolicyChoice) -> dict[str, Any]:
         return run_config(choice.run).model_dump(mode="json")
     if choice.model is None:
         raise ConfigError(
-            "nothing says which policy: give a configuration (CONFIG or --config FILE), --model FOLDER or --run RUN"
+            "nothing says which policy: give a configuration (CONFIG or --config FILE), --model"
+            " FOLDER or --run RUN"
         )
     rows = {"train": choice.data or NO_ROWS}
     model = {"path": str(choice.model)}

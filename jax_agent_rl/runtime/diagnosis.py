@@ -90,8 +90,9 @@ def diagnose_run(
             version = known[-1]
         if version is None or version not in known:
             raise CheckpointError(
-                f"{run} has trajectories of versions {sorted(kept)} and parameters of versions {sorted(steps)}: there "
-                "is nothing to compare; set trainer.checkpoint_every=1 and run again"
+                f"{run} has trajectories of versions {sorted(kept)} and parameters of versions"
+                f" {sorted(steps)}: there is nothing to compare; set trainer.checkpoint_every=1 and"
+                " run again"
             )
         source, contexts = f"its trajectories of version {version}", kept[version]
     step = steps[version]
@@ -124,9 +125,11 @@ def diagnose_run(
         contexts=len(contexts),
         comparison=comparison,
         allowed=allowed,
-        diagnosis=explain(subject, examined, tolerance=allowed, engine=engine, limit=limit)
-        if broken
-        else None,
+        diagnosis=(
+            explain(subject, examined, tolerance=allowed, engine=engine, limit=limit)
+            if broken
+            else None
+        ),
         then=None if evidence is None else evidence.diagnosis,
     )
 

@@ -235,10 +235,11 @@ def check_turns(config: Config, learner: Mesh, engines: Mesh) -> None:
     if mode == "sync" or config.rollout.placement != "colocated" or shared < 2:
         return
     raise ConfigError(
-        f"trainer.mode={mode}: engine and learner work at the same time, and both exchange data over the same "
-        f"{shared} devices, where they would deadlock; give the engine devices of its own (a "
-        "smaller learner.mesh, and rollout.jetstream.device_offset behind it), let each engine take one "
-        "(rollout.jetstream.mesh.tensor=1), or set trainer.mode=sync or rollout.placement=hybrid"
+        f"trainer.mode={mode}: engine and learner work at the same time, and both exchange data"
+        f" over the same {shared} devices, where they would deadlock; give the engine devices of"
+        " its own (a smaller learner.mesh, and rollout.jetstream.device_offset behind it), let"
+        " each engine take one (rollout.jetstream.mesh.tensor=1), or set trainer.mode=sync or"
+        " rollout.placement=hybrid"
     )
 
 
@@ -273,7 +274,10 @@ def report_idle(
         own = count // hosts - engine.device_offset
         fix = f"set rollout.jetstream.mesh.tensor to a divisor of {own}"
         if engine.mesh.data is not None and own % engine.mesh.engine_devices == 0:
-            fix = f"set rollout.jetstream.mesh.data={own // engine.mesh.engine_devices}, or leave it out"
+            fix = (
+                f"set rollout.jetstream.mesh.data={own // engine.mesh.engine_devices}, or leave"
+                " it out"
+            )
         lines.append(f"{_devices(idle)} of {count} have no engine to sample with: {fix}")
     if learning and (idle := everything - set(learning)):
         mesh = config.learner.mesh

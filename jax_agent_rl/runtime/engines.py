@@ -102,8 +102,9 @@ def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ())
     largest = max((*codec.eos_token_ids, *prompt_ids))
     if largest >= model.vocab_size:
         raise ModelError(
-            f"the tokenizer at {config.model.path} gives id {largest}, but the model has {model.vocab_size} embeddings "
-            "(vocab_size): they are of different models; put the model's own tokenizer there"
+            f"the tokenizer at {config.model.path} gives id {largest}, but the model has"
+            f" {model.vocab_size} embeddings (vocab_size): they are of different models; put the"
+            " model's own tokenizer there"
         )
     return model if model.eos_token_ids else replace(model, eos_token_ids=codec.eos_token_ids)
 
@@ -275,9 +276,11 @@ def _jetstream(
     return make_backend(
         model,
         params,
-        replace(engine_shapes(config), shortest_span=SHORTEST_SERVED_SPAN)
-        if serving
-        else engine_shapes(config),
+        (
+            replace(engine_shapes(config), shortest_span=SHORTEST_SERVED_SPAN)
+            if serving
+            else engine_shapes(config)
+        ),
         **engine_precision(config),
         mesh=engine_mesh(config),
         deterministic=table,

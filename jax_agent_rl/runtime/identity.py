@@ -194,8 +194,9 @@ def _at(tree: Mapping[str, Any], path: str) -> Any:
 
 
 _ADVICE = (
-    "set them back to resume it, start a new run (model.path=RUN starts from its weights), or resume with what is "
-    "meant: --accept-change {keys}. docs/training.md lists the keys that may change"
+    "set them back to resume it, start a new run (model.path=RUN starts from its weights), or"
+    " resume with what is meant: --accept-change {keys}. docs/training.md lists the keys that may"
+    " change"
 )
 
 
@@ -229,7 +230,8 @@ def check_resumed(
         lines = "\n".join(f"  {difference}" for difference in refused)
         keys = ",".join(difference.key for difference in refused)
         raise CheckpointError(
-            f"{checkpoint} is of other settings, which define what is trained:\n{lines}\n{advice.format(keys=keys)}"
+            f"{checkpoint} is of other settings, which define what is"
+            f" trained:\n{lines}\n{advice.format(keys=keys)}"
         )
     return defining + value_differences(model, old.config, new.config, may_change=True)
 
@@ -310,6 +312,6 @@ def _recorded_identity(folder: RunDir) -> RunIdentity | None:
         return RunIdentity(config=read_json_object(folder.config))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{folder.config} cannot be read ({error}), so nothing says what the checkpoint was trained with; put the "
-            "file back, or start without --resume"
+            f"{folder.config} cannot be read ({error}), so nothing says what the checkpoint was"
+            " trained with; put the file back, or start without --resume"
         ) from None

@@ -85,8 +85,8 @@ def initialize(config: MultihostConfig) -> int:
     address = config.coordinator or os.environ.get(ADDRESS)
     if address is None and (config.num_processes or 1) > 1:
         raise ConfigError(
-            f"learner.multihost.num_processes={config.num_processes}, but nothing says where they meet; set "
-            f"learner.multihost.coordinator to HOST:PORT of process 0, or ${ADDRESS}"
+            f"learner.multihost.num_processes={config.num_processes}, but nothing says where they"
+            f" meet; set learner.multihost.coordinator to HOST:PORT of process 0, or ${ADDRESS}"
         )
     if address is None:
         return 0
@@ -100,9 +100,10 @@ def initialize(config: MultihostConfig) -> int:
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"learner.multihost: process {config.process_id} of {config.num_processes} could not join {address!r} "
-            f"within learner.multihost.timeout={config.timeout:g} seconds ({error}); start "
-            "every process with the same coordinator and num_processes, and its own process_id"
+            f"learner.multihost: process {config.process_id} of {config.num_processes} could not"
+            f" join {address!r} within learner.multihost.timeout={config.timeout:g} seconds"
+            f" ({error}); start every process with the same coordinator and num_processes, and its"
+            " own process_id"
         ) from error
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         # Only process 0 finds programs in the cache, and on CPUs a loaded program may exchange arrays in another order

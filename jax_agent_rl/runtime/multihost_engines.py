@@ -246,8 +246,8 @@ async def require_equal_models(
         differing = [key for key in LEARNER_MODELS if found.get(key) != expected.get(key)]
         if differing:
             raise ModelError(
-                f"process {number} has another model than process 0 at {', '.join(differing)}: the files on its host "
-                "differ; give every host the same ones"
+                f"process {number} has another model than process 0 at {', '.join(differing)}: the"
+                " files on its host differ; give every host the same ones"
             )
 
 

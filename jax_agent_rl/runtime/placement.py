@@ -70,9 +70,11 @@ async def open_places(
         reserve(
             rollout.num_engines,
             gpus_per_engine=rollout.gpus_per_engine,
-            learner_gpus=mesh.devices
-            if on_gpus and alone and (learner or rollout.placement == "hybrid")
-            else 0,
+            learner_gpus=(
+                mesh.devices
+                if on_gpus and alone and (learner or rollout.placement == "hybrid")
+                else 0
+            ),
         ) as places,
     ):
         yield places
@@ -116,16 +118,17 @@ async def open_engine(config: Config, url: str | None) -> AsyncIterator[tuple[st
     if url is not None:
         if rollout.backend != "remote":
             raise ConfigError(
-                f"{url}: with rollout.backend={rollout.backend} and rollout.placement={rollout.placement} weights do "
-                "not reach rollout servers; start the run with rollout.backend=remote"
+                f"{url}: with rollout.backend={rollout.backend} and"
+                f" rollout.placement={rollout.placement} weights do not reach rollout servers;"
+                " start the run with rollout.backend=remote"
             )
         yield connect(config, url)
         return
     if rollout.placement == "colocated":
         raise ConfigError(
-            f"with rollout.backend={rollout.backend} and rollout.placement=colocated the run cannot start engines "
-            "elsewhere: name a rollout server's URL (rollout.backend=remote), or start the run with "
-            "rollout.placement=separate"
+            f"with rollout.backend={rollout.backend} and rollout.placement=colocated the run cannot"
+            " start engines elsewhere: name a rollout server's URL (rollout.backend=remote), or"
+            " start the run with rollout.placement=separate"
         )
     async with reserve(1, gpus_per_engine=rollout.gpus_per_engine, learner_gpus=None) as places:
         yield next(
@@ -195,8 +198,8 @@ def room_for_learning(
         return nullcontext
     if sleeps and not all(server.backend.capabilities.sleep for server in _find(client, names)):
         raise ConfigError(
-            f"rollout.sleep_during_update: the {config.rollout.backend} engine cannot release its memory (vllm can "
-            "on CUDA); set rollout.sleep_during_update=false"
+            f"rollout.sleep_during_update: the {config.rollout.backend} engine cannot release its"
+            " memory (vllm can on CUDA); set rollout.sleep_during_update=false"
         )
     return functools.partial(_room, client, names, leaves=leaves, sleeps=sleeps)
 

@@ -145,7 +145,8 @@ def export_run(
         )
     if out.expanduser().resolve() == Path(base).expanduser().resolve():
         raise ModelError(
-            f"{out} is the model that the run was trained over, which it still needs; name a new folder"
+            f"{out} is the model that the run was trained over, which it still needs; name a new"
+            " folder"
         )
     saved.require_base()
     model, params = load_hf(base)
@@ -271,9 +272,9 @@ class SavedRun:
         )
         if differing:
             raise CheckpointError(
-                f"model.path={self.trained.model_path} is not the model that the run was trained over "
-                f"({', '.join(differing)} differ); put that model back, or resume the run with its new place as "
-                "model.path"
+                f"model.path={self.trained.model_path} is not the model that the run was trained"
+                f" over ({', '.join(differing)} differ); put that model back, or resume the run"
+                " with its new place as model.path"
             )
 
     def _base(self) -> dict[str, str] | None:

@@ -106,8 +106,9 @@ class WeightFiles:
                 self._write_delta(path, number, before)
             except (SafetensorError, OSError) as error:
                 raise WeightUpdateError(
-                    f"the weights of version {version} could not be written to {path} ({error}); make space there, or "
-                    "set rollout.weight_dir to a folder with room for the whole model"
+                    f"the weights of version {version} could not be written to {path} ({error});"
+                    " make space there, or set rollout.weight_dir to a folder with room for the"
+                    " whole model"
                 ) from error
             paths.append(str(path))
         if len(self.deltas) < len(paths):
@@ -379,8 +380,8 @@ def make_publisher(
         return stored_files
     if score is None:
         raise ConfigError(
-            f"rollout.weight_transport={BROADCAST} sends from a learner of one process, this one has "
-            f"{jax.process_count()}; set rollout.weight_transport=files"
+            f"rollout.weight_transport={BROADCAST} sends from a learner of one process, this one"
+            f" has {jax.process_count()}; set rollout.weight_transport=files"
         )
     return DevicePublisher(model, BROADCAST, stored_files, find_dtype, find_payloads, score)
 

@@ -18,7 +18,10 @@ from jax_agent_rl.utils.services import START_SECONDS, start_service
 
 logger = logging.getLogger(__name__)
 
-RAY_FIX = "free memory and disk space, end other clusters with `ray stop`, and see its logs in /tmp/ray/session_latest/logs"
+RAY_FIX = (
+    "free memory and disk space, end other clusters with `ray stop`, and see its logs in"
+    " /tmp/ray/session_latest/logs"
+)
 """What to do about a cluster that does not answer."""
 _READY_SECONDS = 60.0
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -110,8 +113,9 @@ def secure_own_cluster() -> None:
     imported = sys.modules.get("ray")
     if missing and imported is not None and not imported.is_initialized():
         raise ConfigError(
-            "Ray was imported before the run could secure the cluster it starts on this machine: import it later, set "
-            f"{', '.join(missing)} before the program starts, or give rollout.ray_address"
+            "Ray was imported before the run could secure the cluster it starts on this machine:"
+            f" import it later, set {', '.join(missing)} before the program starts, or give"
+            " rollout.ray_address"
         )
     for name in missing:
         os.environ[name] = variables[name]
@@ -158,8 +162,9 @@ async def reserve(
                 await group.ready()
         except TimeoutError:
             raise ConfigError(
-                f"Ray found no place for {engines} engine(s) within {_READY_SECONDS:g} s; free are "
-                f"{_plain(ray.available_resources())}; end what uses the rest, add nodes, or lower rollout.num_engines"
+                f"Ray found no place for {engines} engine(s) within {_READY_SECONDS:g} s; free are"
+                f" {_plain(ray.available_resources())}; end what uses the rest, add nodes, or lower"
+                " rollout.num_engines"
             ) from None
         bundles = range(len(learner) + engines)
         places = [
@@ -174,8 +179,8 @@ async def reserve(
                     gpus = await look.remote()
             except TimeoutError:
                 raise ConfigError(
-                    f"Ray did not start a process on this node within {_READY_SECONDS:g} s to ask for the learner's "
-                    f"GPUs; {RAY_FIX}"
+                    f"Ray did not start a process on this node within {_READY_SECONDS:g} s to ask"
+                    f" for the learner's GPUs; {RAY_FIX}"
                 ) from None
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         yield [
@@ -197,8 +202,9 @@ def _check_room(
     for name, count in need.items():
         if total.get(name, 0) < count:
             raise ConfigError(
-                f"rollout.num_engines={engines} with rollout.gpus_per_engine={gpus_per_engine} and a learner need "
-                f"{count} {name}s, the Ray cluster has {_plain(total)}; lower them, or add nodes"
+                f"rollout.num_engines={engines} with rollout.gpus_per_engine={gpus_per_engine} and"
+                f" a learner need {count} {name}s, the Ray cluster has {_plain(total)}; lower them,"
+                " or add nodes"
             )
 
 

@@ -330,8 +330,9 @@ def require_grammars(config: Config, server: AsyncServer) -> None:
     """Raise ConfigError if ``agent.constrain_tool_calls`` needs grammars that the engine cannot follow."""
     if config.agent.constrain_tool_calls and not server.backend.capabilities.grammars:
         raise ConfigError(
-            f"agent.constrain_tool_calls=true, but {server.name} cannot follow grammars; set it to false, or sample "
-            "with the built-in jetstream engine (without rollout.deterministic) or vllm"
+            f"agent.constrain_tool_calls=true, but {server.name} cannot follow grammars; set it to"
+            " false, or sample with the built-in jetstream engine (without rollout.deterministic)"
+            " or vllm"
         )
 
 
@@ -378,9 +379,10 @@ def _require_modalities(config: Config, codec: ChatCodec, datasets: Sequence[Dat
     shown = frozenset[str]().union(*(rows.modalities for rows in datasets))
     if shown and (unseen := sorted(shown - codec.modalities)):
         raise ConfigError(
-            f"prompts of data.train or data.eval show {' and '.join(f'{kind}s' for kind in unseen)}, which the chat "
-            f"template of model.path={config.model.path!r} does not; choose a model that reads them (Qwen2-VL, "
-            "Qwen2.5-VL), or other data"
+            "prompts of data.train or data.eval show"
+            f" {' and '.join(f'{kind}s' for kind in unseen)}, which the chat template of"
+            f" model.path={config.model.path!r} does not; choose a model that reads them (Qwen2-VL,"
+            " Qwen2.5-VL), or other data"
         )
 
 
@@ -390,7 +392,7 @@ def _with_known_users(rows: Iterable[PlacedRow], known: InteractionRegistry) -> 
         name = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
         if name is not None and name not in known:
             raise DataError(
-                f"{place}: extra_info.interaction_kwargs.name={name!r} is not known; there are {sorted(known)} "
-                "(interactions.interaction_config_path)"
+                f"{place}: extra_info.interaction_kwargs.name={name!r} is not known; there are"
+                f" {sorted(known)} (interactions.interaction_config_path)"
             )
         yield row

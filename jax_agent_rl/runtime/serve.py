@@ -135,7 +135,8 @@ async def serve_rollouts(
     """
     if config.rollout.backend == "remote":
         raise ConfigError(
-            "a rollout server needs an engine of its own: set rollout.backend=jetstream rollout.urls=[]"
+            "a rollout server needs an engine of its own: set rollout.backend=jetstream"
+            " rollout.urls=[]"
         )
     token = token_from(config.rollout.token_env, key="rollout.token_env")
     check_engine(config)

@@ -55,14 +55,15 @@ def check_teachers(config: Config) -> list[str]:
         if differing := [token for token, number in ids.items() if theirs.get(token) != number]:
             token = min(differing, key=ids.__getitem__)
             raise ConfigError(
-                f"distill.teachers: {teacher.path} has another tokenizer than {config.model.path}, whose ids it is to "
-                f"score: {len(differing)} of {len(ids)} tokens differ, e.g. {token!r} is {ids[token]} here and "
-                f"{theirs.get(token, 'none')} there; choose a teacher of the policy's model family"
+                f"distill.teachers: {teacher.path} has another tokenizer than {config.model.path},"
+                f" whose ids it is to score: {len(differing)} of {len(ids)} tokens differ, e.g."
+                f" {token!r} is {ids[token]} here and {theirs.get(token, 'none')} there; choose a"
+                " teacher of the policy's model family"
             )
         if has_vision and model is not None and model.vision is None:
             raise ConfigError(
-                f"distill.teachers: {teacher.path} reads no images, and {config.model.path} does; choose a teacher "
-                "with vision"
+                f"distill.teachers: {teacher.path} reads no images, and {config.model.path} does;"
+                " choose a teacher with vision"
             )
         where = f"served at {teacher.url}" if model is None else model.family
         lines.append(f"distill.teachers: {teacher.path}: {where}, reads the policy's ids")
@@ -83,8 +84,8 @@ def require_teachers(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
     ):
         patterns = [pattern for own in data_sources for pattern in own]
         raise ConfigError(
-            f"no teacher of distill.teachers has the rows of data_source {missing}: their data_sources are {patterns}; "
-            "name them, or * for all"
+            f"no teacher of distill.teachers has the rows of data_source {missing}: their"
+            f" data_sources are {patterns}; name them, or * for all"
         )
 
 
@@ -218,9 +219,9 @@ class CompletionsTeacher:
             top = [_likeliest(position, top_k) for position in positions]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise BackendError(
-                f"{self._service.url} did not answer with the prompt_logprobs of the {len(token_ids)} ids it "
-                f"was sent ({type(error).__name__}: {error}); serve the teacher with vLLM, or with "
-                "`jax-agent-rl rollout-server`"
+                f"{self._service.url} did not answer with the prompt_logprobs of the"
+                f" {len(token_ids)} ids it was sent ({type(error).__name__}: {error}); serve the"
+                " teacher with vLLM, or with `jax-agent-rl rollout-server`"
             ) from None
         return TokenScores(
             log_probs=tuple(log_probs),
@@ -299,8 +300,9 @@ class ServedTeachers:
             learned = [first + i for i, mark in enumerate(sequence.loss_mask) if mark]
             if sequence.multi_modal:
                 raise ConfigError(
-                    f"{_KEY}: {self._configs[number].url} is sent ids only, and {trajectory.trajectory_id} has images; "
-                    "put this teacher on the learner's devices: remove its url"
+                    f"{_KEY}: {self._configs[number].url} is sent ids only, and"
+                    f" {trajectory.trajectory_id} has images; put this teacher on the learner's"
+                    " devices: remove its url"
                 )
             if learned:
                 async with self._slots[number]:
@@ -321,13 +323,14 @@ class ServedTeachers:
         found = [*scores.log_probs, *itertools.chain.from_iterable(scores.top_log_probs)]
         if not all(map(math.isfinite, found)):
             raise BackendError(
-                f"{_KEY}: {teacher.url} gives {trajectory.trajectory_id} log-probs that are not finite"
+                f"{_KEY}: {teacher.url} gives {trajectory.trajectory_id} log-probs that are not"
+                " finite"
             )
         largest = max(itertools.chain.from_iterable(scores.top_ids), default=0)
         if largest >= self._vocab_size:
             raise BackendError(
-                f"{_KEY}: {teacher.url} finds id {largest} likely, but the policy has {self._vocab_size} ids; set "
-                "algorithm.kl.top_k=0, or choose another teacher"
+                f"{_KEY}: {teacher.url} finds id {largest} likely, but the policy has"
+                f" {self._vocab_size} ids; set algorithm.kl.top_k=0, or choose another teacher"
             )
 
 

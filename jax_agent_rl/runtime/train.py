@@ -117,14 +117,16 @@ async def _train(
     if begins_again:
         print_line(
             console,
-            "it ended before its first checkpoint: it begins again in this folder, and so do its records",
+            "it ended before its first checkpoint: it begins again in this folder, and so do its"
+            " records",
         )
     if continues:
         for other in runs_without_checkpoint(config):
             if other != path:
                 print_line(
                     console,
-                    f"{other} ended before its first checkpoint; it is not continued and stays as it is",
+                    f"{other} ended before its first checkpoint; it is not continued and stays as"
+                    " it is",
                 )
     place = config.trainer.checkpoint_dir or folder.checkpoints
     resumption = None
@@ -182,7 +184,8 @@ async def _train(
                         progress.resumed(record.step)
                         for step in (step for step in cut_off if step > record.step):
                             progress.print_line(
-                                f"the checkpoint of step {step} was cut off while it was written: it is lost"
+                                f"the checkpoint of step {step} was cut off while it was written:"
+                                " it is lost"
                             )
                     aggregation = describe_aggregation(config)
                     if aggregation:
@@ -238,7 +241,10 @@ def nothing_to_do(
     summary = _read_summary(run)
     if step > steps:
         wanted = counted(steps, "step")
-        message = f"nothing to do: the checkpoint in {run} is of step {step}, and the run is to have only {wanted}"
+        message = (
+            f"nothing to do: the checkpoint in {run} is of step {step}, and the run is to have only"
+            f" {wanted}"
+        )
         return NothingToDo(message=f"{message}. {further}", summary=summary)
     if summary.get("steps") != step or from_step not in (None, checkpoints[-1]):
         return None
@@ -247,9 +253,15 @@ def nothing_to_do(
         target_accuracy and accuracy is not None and accuracy >= target_accuracy
     ):
         return None
-    message = f"nothing to do: the run in {run} has ended after {counted(step, 'step')}; its results are there, untouched"
+    message = (
+        f"nothing to do: the run in {run} has ended after {counted(step, 'step')}; its results are"
+        " there, untouched"
+    )
     if step < steps:
-        further = f"It reached trainer.target_accuracy={target_accuracy}; to go on, raise that, or set it to null"
+        further = (
+            f"It reached trainer.target_accuracy={target_accuracy}; to go on, raise that, or set it"
+            " to null"
+        )
     return NothingToDo(message=f"{message}. {further}", summary=summary)
 
 
@@ -281,8 +293,8 @@ def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, 
     steps = complete_steps(elsewhere)
     if steps and not resume:
         raise CheckpointError(
-            f"trainer.checkpoint_dir={elsewhere} has checkpoints already (of steps {steps}); go on from them with "
-            "--resume, or choose another folder"
+            f"trainer.checkpoint_dir={elsewhere} has checkpoints already (of steps {steps}); go on"
+            " from them with --resume, or choose another folder"
         )
     if resume is True and not steps:
         lost = "".join(
@@ -336,8 +348,8 @@ def _writes_to(run: Path, checkpoint_dir: str | None) -> bool:
         config = read_json_object(run / "config.json")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{run / 'config.json'} cannot be read ({error}), so it is not known whether this run is to be continued; "
-            "put the file back, or move the folder away"
+            f"{run / 'config.json'} cannot be read ({error}), so it is not known whether this run"
+            " is to be continued; put the file back, or move the folder away"
         ) from None
     trainer = config.get("trainer")
     return isinstance(trainer, dict) and trainer.get("checkpoint_dir") == checkpoint_dir
@@ -374,7 +386,8 @@ def newest_run(wanted: Path) -> Path:
     runs = [run for run in _runs(wanted) if complete_steps(run / "checkpoints")]
     if not runs:
         raise CheckpointError(
-            f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it); start without --resume"
+            f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it); start"
+            " without --resume"
         )
     return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
 
@@ -438,24 +451,28 @@ def _conclude(
         print_line(console, warnings)
     print_line(
         console,
-        f"{format_breakdown(stages)}\nrun folder:   {folder.path}\nreward plot:  {folder.plot}\nHTML report:  {report}",
+        f"{format_breakdown(stages)}\nrun folder:   {folder.path}\nreward plot: "
+        f" {folder.plot}\nHTML report:  {report}",
     )
     return summary
 
 
 def describe_summary(summary: Mapping[str, Any]) -> str:
     """Return the main results of a run, in a few lines."""
-    steps = f"after {counted(summary['steps'], 'step')}, {duration(summary['train_seconds'])} of training"
+    steps = (
+        f"after {counted(summary['steps'], 'step')}, {duration(summary['train_seconds'])} of"
+        " training"
+    )
     heldout = _heldout(summary)
     dropped = ", ".join(f"{k} {v}" for k, v in summary["dropped"].items()) or "none"
     return (
-        f"{f'{heldout} {steps}' if heldout else steps}\n"
-        f"trajectories: {summary['started']} started = {summary['trained']} trained + dropped ({dropped})\n"
-        f"learner idle {summary['learner_idle_share']:.0%} of the time, tokens on average "
-        f"{summary['staleness_mean']:.2g} versions old, at most {summary['staleness_max']}\n"
-        f"token drift {summary['token_drift']}, largest rollout/learner log-prob gap "
-        f"{summary['max_logprob_gap']:.1e}, recompilations after warm-up {summary['recompilations_after_warmup']}"
-        f"{_not_compared(summary)}"
+        f"{f'{heldout} {steps}' if heldout else steps}\ntrajectories: {summary['started']} started"
+        f" = {summary['trained']} trained + dropped ({dropped})\nlearner idle"
+        f" {summary['learner_idle_share']:.0%} of the time, tokens on average"
+        f" {summary['staleness_mean']:.2g} versions old, at most {summary['staleness_max']}\ntoken"
+        f" drift {summary['token_drift']}, largest rollout/learner log-prob gap"
+        f" {summary['max_logprob_gap']:.1e}, recompilations after warm-up"
+        f" {summary['recompilations_after_warmup']}{_not_compared(summary)}"
     )
 
 
@@ -472,6 +489,7 @@ def _not_compared(summary: Mapping[str, Any]) -> str:
     if not missed:
         return ""
     return (
-        f"\nengine and learner were compared in {summary['steps_compared']} of {summary['steps_compared'] + missed} "
-        "steps: the others had only tokens of older weights (docs/agreement.md)"
+        f"\nengine and learner were compared in {summary['steps_compared']} of"
+        f" {summary['steps_compared'] + missed} steps: the others had only tokens of older weights"
+        " (docs/agreement.md)"
     )

@@ -136,14 +136,15 @@ class Encoder:
         if "prompt" in row and "completion" in row:
             return self._encode(row, [*row["prompt"], *row["completion"]], begin=len(row["prompt"]))
         raise DataError(
-            f"{describe_columns(row)}; a row needs messages, prompt and completion, or a trajectory's prompt_ids and "
-            "response_ids"
+            f"{describe_columns(row)}; a row needs messages, prompt and completion, or a"
+            " trajectory's prompt_ids and response_ids"
         )
 
     def _pair(self, row: Row) -> Pair:
         if "chosen" not in row or "rejected" not in row:
             raise DataError(
-                f"{describe_columns(row)}; a preference needs chosen and rejected, each a list of messages"
+                f"{describe_columns(row)}; a preference needs chosen and rejected, each a list of"
+                " messages"
             )
         chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
         if prompt is None:
@@ -185,8 +186,8 @@ class Encoder:
             return False
         if length > self.longest:
             raise DataError(
-                f"a sequence has {length} tokens, a packed row {self.longest}; set learner.pack_length >= {length}, or "
-                "data.max_length to leave it out"
+                f"a sequence has {length} tokens, a packed row {self.longest}; set"
+                f" learner.pack_length >= {length}, or data.max_length to leave it out"
             )
         return True
 
@@ -266,7 +267,8 @@ def _best(group: list[tuple[float, Example]], count: int | None) -> list[tuple[f
 def _required(made: list[Any], sources: Sequence[DataSource]) -> list[Any]:
     if not made:
         raise DataError(
-            f"{', '.join(map(str, sources))}: nothing is left to train on; look at data.min_reward and data.max_length"
+            f"{', '.join(map(str, sources))}: nothing is left to train on; look at data.min_reward"
+            " and data.max_length"
         )
     return made
 

@@ -155,7 +155,8 @@ class Database:
         """Add a model in training; one that exists stays as it is."""
         now, text = time.time(), json.dumps(settings)
         self._run(
-            "INSERT OR IGNORE INTO models (id, session, settings, created, used) VALUES (?, ?, ?, ?, ?)",
+            "INSERT OR IGNORE INTO models (id, session, settings, created, used) VALUES (?, ?, ?,"
+            " ?, ?)",
             *(model, session, text, now, now),
         )
 
@@ -255,7 +256,10 @@ class Database:
         """Remove the checkpoints that have expired and that no waiting request needs; return their paths."""
         removed = []
         with self._lock:
-            queued = "SELECT * FROM requests WHERE state = 'queued' AND kind IN ('sample', 'load_weights')"
+            queued = (
+                "SELECT * FROM requests WHERE state = 'queued' AND kind IN ('sample',"
+                " 'load_weights')"
+            )
             needed = {
                 self._path_of(row["owner"], row["body"])
                 for row in self._connection.execute(queued).fetchall()
@@ -293,7 +297,8 @@ class Database:
         """Add a request; return None if it was there already."""
         with self._lock:
             added = self._connection.execute(
-                "INSERT OR IGNORE INTO requests (id, owner, kind, body, created) VALUES (?, ?, ?, ?, ?)",
+                "INSERT OR IGNORE INTO requests (id, owner, kind, body, created) VALUES (?, ?, ?,"
+                " ?, ?)",
                 (request_id, owner, kind, body, time.time()),
             ).rowcount
             self._connection.execute(

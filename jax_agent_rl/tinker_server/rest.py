@@ -199,7 +199,8 @@ def expiry(seconds: float | None) -> float | None:
     if not HOUR <= seconds <= TEN_YEARS:
         raise Refused(
             400,
-            f"ttl_seconds={seconds:g}; it must be between {HOUR} (an hour) and {TEN_YEARS} (ten years)",
+            f"ttl_seconds={seconds:g}; it must be between {HOUR} (an hour) and {TEN_YEARS} (ten"
+            " years)",
         )
     return time.time() + seconds
 

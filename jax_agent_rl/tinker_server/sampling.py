@@ -118,17 +118,17 @@ class Sampler:
         if path is not None:
             if self._database.checkpoint(path) is None:
                 raise BadRequest(
-                    f"there is no checkpoint {path!r} any more: weights without a name are kept for "
-                    f"sampler_ttl_seconds={self._settings.sampler_ttl_seconds} after their last sample; start the "
-                    "server with more, or save them under a name"
+                    f"there is no checkpoint {path!r} any more: weights without a name are kept for"
+                    f" sampler_ttl_seconds={self._settings.sampler_ttl_seconds} after their last"
+                    " sample; start the server with more, or save them under a name"
                 )
             checkpoint = (path, await asyncio.to_thread(self._models.fingerprint, path))
         ids = read_prompt(body["prompt"], vocab_size=self._models.vocab_size)
         room = self.longest - len(ids)
         if not ids or room < 1:
             raise BadRequest(
-                f"the prompt has {len(ids)} tokens; this server takes 1 to {self.longest - 1}; start it with "
-                "a larger max_model_len for more"
+                f"the prompt has {len(ids)} tokens; this server takes 1 to {self.longest - 1};"
+                " start it with a larger max_model_len for more"
             )
         targets = read_targets(
             body.get("target_prompt_logprobs"), len(ids), vocab_size=self._models.vocab_size
@@ -158,8 +158,8 @@ class Sampler:
         if length > self._settings.pack_length:
             longest = self._settings.pack_length
             raise BadRequest(
-                f"log-probs of {length} tokens are more than the {longest} that this server computes; start it with "
-                f"pack_length={length} or more"
+                f"log-probs of {length} tokens are more than the {longest} that this server"
+                f" computes; start it with pack_length={length} or more"
             )
         answer: asyncio.Future[ContextScores] = asyncio.get_running_loop().create_future()
         waiting = self._unscored.setdefault(checkpoint, [])

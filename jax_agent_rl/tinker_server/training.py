@@ -363,7 +363,8 @@ def _arrays(file: Path, like: Any, prefix: str) -> Any:
         }
         if missing := [name for name, source in sources.items() if source is None]:
             raise BadRequest(
-                f"{file.stem} does not hold {missing[0]}; a sampler's weights have no optimizer state"
+                f"{file.stem} does not hold {missing[0]}; a sampler's weights have no optimizer"
+                " state"
             )
         leaves = [jax.device_put(stored[sources[name]], x.sharding) for name, x in names.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -17,8 +17,8 @@ from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages", "sequence_ratio_mask")
 """Tensors of a datum that are read; ``mask`` is another name of ``weights``."""
 STABLE_REINFORCE = (
-    "the loss stable_reinforce is not computed, because the SDK does not define its objective; train with another one, "
-    "such as loss_fn=importance_sampling"
+    "the loss stable_reinforce is not computed, because the SDK does not define its objective;"
+    " train with another one, such as loss_fn=importance_sampling"
 )
 MOST_IDS = 64
 """Ids that a client may have scored at each token, chosen or the likeliest."""
@@ -99,8 +99,8 @@ def read_batch(
             sequence, count = _read_datum(datum, message.loss_fn)
             if (length := len(sequence.token_ids)) > pack_length:
                 raise BadRequest(
-                    f"{length - 1} tokens are more than the {pack_length - 1} that this server trains on; start it "
-                    f"with pack_length={length} or more"
+                    f"{length - 1} tokens are more than the {pack_length - 1} that this server"
+                    f" trains on; start it with pack_length={length} or more"
                 )
         except (BadRequest, ValueError) as error:
             raise BadRequest(f"datum {number}: {error}") from error
@@ -128,26 +128,31 @@ def _read_datum(datum: pb.Datum, loss: str) -> tuple[TrainingSequence, int | Non
     if targets.shape[:1] != tokens.shape or not targets.size:
         shape, length = list(targets.shape), len(tokens)
         raise BadRequest(
-            f"target_tokens has shape {shape}; the input has {length} tokens: send [{length}] or [{length}, K]"
+            f"target_tokens has shape {shape}; the input has {length} tokens: send [{length}] or"
+            f" [{length}, K]"
         )
     for name, values in inputs.items():
         if values.shape != targets.shape:
             raise BadRequest(
-                f"{name} has shape {list(values.shape)}, target_tokens {list(targets.shape)}; make them equal"
+                f"{name} has shape {list(values.shape)}, target_tokens {list(targets.shape)}; make"
+                " them equal"
             )
     columns = targets.shape[1] if targets.ndim == 2 else None
     if columns == 1:
         targets, inputs = targets[:, 0], {name: values[:, 0] for name, values in inputs.items()}
     ids = np.append(tokens, targets.reshape(len(tokens), -1)[-1, 0])
-    return TrainingSequence(
-        token_ids=ids,
-        loss_mask=np.arange(len(ids)) > 0,
-        targets=None if np.array_equal(targets, ids[1:]) else targets,
-        weight=inputs.get("weights", inputs.get("mask")),
-        advantage=inputs.get("advantages"),
-        old_logprob=inputs.get("logprobs"),
-        ratio_mask=inputs.get("sequence_ratio_mask"),
-    ), columns
+    return (
+        TrainingSequence(
+            token_ids=ids,
+            loss_mask=np.arange(len(ids)) > 0,
+            targets=None if np.array_equal(targets, ids[1:]) else targets,
+            weight=inputs.get("weights", inputs.get("mask")),
+            advantage=inputs.get("advantages"),
+            old_logprob=inputs.get("logprobs"),
+            ratio_mask=inputs.get("sequence_ratio_mask"),
+        ),
+        columns,
+    )
 
 
 def _read_chunks(chunks: Any) -> np.ndarray:
@@ -207,8 +212,8 @@ def _dense(
     )
     if not fits or np.any(counts < 0) or np.any((columns < 0) | (columns >= shape[1])):
         raise BadRequest(
-            f"{name} is no sparse CSR tensor of shape {list(shape)}: its indices do not fit, or it has more than "
-            f"{MOST_COLUMNS} columns"
+            f"{name} is no sparse CSR tensor of shape {list(shape)}: its indices do not fit, or it"
+            f" has more than {MOST_COLUMNS} columns"
         )
     made = np.full(shape, fill, values.dtype)
     made[np.repeat(np.arange(shape[0]), counts), columns] = values
@@ -305,7 +310,8 @@ def read_targets(
         raise BadRequest(f"{name} needs a prompt of at least two tokens")
     if len(shape) != 2 or shape[0] != length - 1 or not 1 <= shape[1] <= MOST_IDS:
         raise BadRequest(
-            f"{name} has shape {shape}; send [{length - 1}, K] for {length} tokens, K at most {MOST_IDS}"
+            f"{name} has shape {shape}; send [{length - 1}, K] for {length} tokens, K at most"
+            f" {MOST_IDS}"
         )
     if (crow := given.get("sparse_crow_indices")) is not None:
         ids = _dense(name, ids, np.array(crow), np.array(given["sparse_col_indices"]), shape, -1)
@@ -314,8 +320,8 @@ def read_targets(
     ids = ids.reshape(shape)
     if not -1 <= ids.min() <= ids.max() < vocab_size or ids.max() < 0:
         raise BadRequest(
-            f"{name} has ids from {ids.min()} to {ids.max()}; send 0 to {vocab_size - 1}, or -1 for no id, and at "
-            "least one id"
+            f"{name} has ids from {ids.min()} to {ids.max()}; send 0 to {vocab_size - 1}, or -1 for"
+            " no id, and at least one id"
         )
     return ids
 

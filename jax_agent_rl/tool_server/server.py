@@ -74,7 +74,8 @@ class ObservationRequest(BaseModel):
             values = getattr(self, name)
             if values is not None and len(values) != expected:
                 raise ValueError(
-                    f"{name} has {len(values)} entries, trajectory_ids has {expected}; they must match"
+                    f"{name} has {len(values)} entries, trajectory_ids has {expected}; they must"
+                    " match"
                 )
         return self
 
@@ -317,7 +318,8 @@ async def run(settings: ToolServerSettings, print_line: Callable[[str], None]) -
     with on_forced_exit(server.kill):
         async with server:
             print_line(
-                f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers} workers)"
+                f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers}"
+                " workers)"
             )
             if settings.sandbox == "unsafe_local":
                 print_line(

@@ -198,9 +198,10 @@ class ToolService:
         invalid = CloseReason.DONE if settings.done_if_invalid else last
         if len(step.text) > settings.max_action_chars:
             limit = f"max_action_chars={settings.max_action_chars}"
-            return self._invalid(
-                f"The action has {len(step.text)} characters, more than {limit}"
-            ), invalid
+            return (
+                self._invalid(f"The action has {len(step.text)} characters, more than {limit}"),
+                invalid,
+            )
         try:
             for tool in self._tools:
                 name = tool.name
@@ -242,9 +243,10 @@ class ToolService:
                 last,
                 f"{name} raised {type(crash).__name__}: {crash}",
             )
-        return failed(
-            error, f"Error: {shorten(text, _MAX_ERROR_CHARS)}", done=done, tool=name
-        ), reason
+        return (
+            failed(error, f"Error: {shorten(text, _MAX_ERROR_CHARS)}", done=done, tool=name),
+            reason,
+        )
 
     async def _act_in_time(
         self, trajectory: ToolTrajectory, tool: ServerTool, parsed: Any, extra: Mapping[str, Any]

@@ -236,7 +236,8 @@ class WorkerProcess:
                 await process.wait()
             if isinstance(error, TimeoutError):
                 raise WorkerDiedError(
-                    f"it was not ready within {_START_SECONDS:g} seconds, and was killed; its messages are above"
+                    f"it was not ready within {_START_SECONDS:g} seconds, and was killed; its"
+                    " messages are above"
                 ) from None
             raise
         connector = aiohttp.UnixConnector(path=str(self._socket), limit=0)

@@ -59,7 +59,8 @@ class ToolResponse:
         for kind in ("image", "video"):
             if not isinstance(getattr(self, kind), tuple | list):
                 raise TypeError(
-                    f"ToolResponse.{kind} must be a tuple or list, got {type(getattr(self, kind)).__name__}"
+                    f"ToolResponse.{kind} must be a tuple or list, got"
+                    f" {type(getattr(self, kind)).__name__}"
                 )
         # Normalized here, so that all readers get plain floats.
         object.__setattr__(self, "reward", as_score(self.reward, "a tool's reward"))
@@ -117,8 +118,8 @@ def _single_response(result: object) -> ToolResponse:
         case SupportsFloat():
             return ToolResponse(text=str(result))
     raise TypeError(
-        "a tool must return str, a number, dict, list, ToolResponse, (response, reward) or (response, reward, "
-        f"metrics), got {type(result).__name__}"
+        "a tool must return str, a number, dict, list, ToolResponse, (response, reward) or"
+        f" (response, reward, metrics), got {type(result).__name__}"
     )
 
 

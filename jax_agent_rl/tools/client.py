@@ -368,8 +368,9 @@ class ToolEnvironment:
         if not unseen:
             return observation
         logger.warning(
-            "the tool server returned media %s for %s, which cannot be shown: that takes a model, chat template and "
-            "engine for them, server_tool_agent and agent.enable_mtrl=true without agent.mtrl_sep",
+            "the tool server returned media %s for %s, which cannot be shown: that takes a model,"
+            " chat template and engine for them, server_tool_agent and agent.enable_mtrl=true"
+            " without agent.mtrl_sep",
             unseen,
             self._id,
         )

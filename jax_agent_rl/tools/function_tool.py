@@ -200,7 +200,8 @@ def _parameters(
             parameter.POSITIONAL_ONLY,
         ):
             raise ToolDefinitionError(
-                f"{_where(function)}: a tool cannot take {parameter}: name every parameter, passable by keyword"
+                f"{_where(function)}: a tool cannot take {parameter}: name every parameter,"
+                " passable by keyword"
             )
         if name not in annotations:
             raise ToolDefinitionError(

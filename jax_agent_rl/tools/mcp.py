@@ -153,7 +153,8 @@ class MCPConnection:
                         return tools
         except TimeoutError:
             raise ConfigError(
-                f"the MCP server {self.name} did not list its tools within {self._connect_timeout:g} seconds"
+                f"the MCP server {self.name} did not list its tools within"
+                f" {self._connect_timeout:g} seconds"
             ) from None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
@@ -206,12 +207,14 @@ class MCPConnection:
         except TimeoutError:
             self._owner.cancel()
             raise ToolError(
-                f"the MCP server {self.name} ({self._server}) did not answer within {self._connect_timeout:g} seconds"
+                f"the MCP server {self.name} ({self._server}) did not answer within"
+                f" {self._connect_timeout:g} seconds"
             ) from None
         except Exception as error:
             cause = _innermost(error)
             raise ToolError(
-                f"the MCP server {self.name} ({self._server}) cannot be reached: {type(cause).__name__}: {cause}"
+                f"the MCP server {self.name} ({self._server}) cannot be reached:"
+                f" {type(cause).__name__}: {cause}"
             ) from None
 
     async def _own(self, ready: asyncio.Future[Client], stop: asyncio.Event) -> None:
@@ -300,7 +303,10 @@ class MCPTool(BaseTool):
         rate = self._connection.rate
         if rate is None or not self._waiting[instance_id]:
             return None
-        return f"config.rate_limit={rate.per_second:g} calls a second let it wait; raise it or agent.tool_timeout"
+        return (
+            f"config.rate_limit={rate.per_second:g} calls a second let it wait; raise it or"
+            " agent.tool_timeout"
+        )
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         await super().release(instance_id, **release_kwargs)

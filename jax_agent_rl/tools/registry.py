@@ -70,7 +70,8 @@ class ToolRegistry:
         known = self._tools.setdefault(tool.name, tool)
         if known is not tool:
             raise ToolDefinitionError(
-                f"two tools are called {tool.name!r}: one in {self._places[tool.name]}, one in {place}; rename one"
+                f"two tools are called {tool.name!r}: one in {self._places[tool.name]}, one in"
+                f" {place}; rename one"
             )
         self._places.setdefault(tool.name, place)
 
@@ -86,8 +87,8 @@ class ToolRegistry:
         tools = {id(value): value for value in vars(module).values() if isinstance(value, BaseTool)}
         if not tools:
             raise ToolDefinitionError(
-                f"tools.function_tool_path={path!r}: {module.__file__} defines no tool; put @function_tool above a "
-                "function"
+                f"tools.function_tool_path={path!r}: {module.__file__} defines no tool; put"
+                " @function_tool above a function"
             )
         for tool in tools.values():
             self.add(tool, place=path)
@@ -102,7 +103,8 @@ class ToolRegistry:
             return MappingProxyType(self._tools)
         if unknown := [name for name in names if name not in self._tools]:
             raise DataError(
-                f"extra_info.tool_selection names unknown tools {unknown}; there are {list(self._tools)}"
+                f"extra_info.tool_selection names unknown tools {unknown}; there are"
+                f" {list(self._tools)}"
             )
         return {name: self._tools[name] for name in names}
 
@@ -200,7 +202,8 @@ def _import_class(name: Any, place: str) -> type | BaseTool:
         return cls
     if not (isinstance(cls, type) and (issubclass(cls, BaseTool) or is_verl_tool(cls))):
         raise ToolDefinitionError(
-            f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool or of verl's (found {cls!r:.80})"
+            f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool or of verl's (found"
+            f" {cls!r:.80})"
         )
     return cls
 
@@ -215,12 +218,14 @@ async def _add_servers(
     config = entry.get("config") or {}
     if unknown := sorted(config.keys() - _MCP_CONFIG_KEYS):
         raise ConfigError(
-            f"{place}: an MCP entry's config has unknown keys {unknown}; there are {sorted(_MCP_CONFIG_KEYS)}"
+            f"{place}: an MCP entry's config has unknown keys {unknown}; there are"
+            f" {sorted(_MCP_CONFIG_KEYS)}"
         )
     if not str(entry.get("class_name") or _MCP_CLASSES).startswith(_MCP_CLASSES):
         raise ConfigError(
-            f"{place}: class_name={entry['class_name']!r} has no effect on an MCP entry, whose servers are called "
-            "directly; remove it, or write the tool as a class of its own (config.type: native)"
+            f"{place}: class_name={entry['class_name']!r} has no effect on an MCP entry, whose"
+            " servers are called directly; remove it, or write the tool as a class of its own"
+            " (config.type: native)"
         )
     timeout = _positive(config, "timeout", place) or _MCP_TIMEOUT
     limit = _positive(config, "rate_limit", place)

@@ -145,7 +145,8 @@ def check_parameters(parameters: Mapping[str, Any], what: str) -> None:
     for reference in _references(parameters):
         if not _resolves(parameters, reference):
             raise ToolDefinitionError(
-                f"{what} refer to {reference!r}, which is not in the schema; nothing is fetched, so write it into $defs"
+                f"{what} refer to {reference!r}, which is not in the schema; nothing is fetched, so"
+                " write it into $defs"
             )
 
 

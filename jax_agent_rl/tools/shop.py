@@ -14,8 +14,9 @@ from jax_agent_rl.tools.function_tool import function_tool
 __all__ = ["PRICES", "WEIGHTS", "calculator", "price", "weight"]
 
 _ITEMS = (
-    "bag ball bell book bowl box brush candle chair clock coat cup desk drum fan fork hat jar key kite "
-    "knife lamp mat mirror mug pen plate pot ring rope rug shelf shirt shoe sofa spoon table tent toy vase"
+    "bag ball bell book bowl box brush candle chair clock coat cup desk drum fan fork hat jar key"
+    " kite knife lamp mat mirror mug pen plate pot ring rope rug shelf shirt shoe sofa spoon table"
+    " tent toy vase"
 ).split()
 _DRAWS = random.Random(0)
 PRICES = {item: _DRAWS.randint(12, 98) for item in _ITEMS}

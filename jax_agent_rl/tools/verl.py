@@ -108,8 +108,8 @@ class VerlBaseTool:
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         if self.tool_schema is None:
             raise ToolDefinitionError(
-                f"{type(self).__name__} has no schema; give the entry a tool_schema, or the class a "
-                "get_openai_tool_schema"
+                f"{type(self).__name__} has no schema; give the entry a tool_schema, or the class a"
+                " get_openai_tool_schema"
             )
         self.name = self.tool_schema.function.name
 
@@ -212,15 +212,18 @@ def _import_whole(package: Path | None) -> str | None:
         if (clone / "verl" / "__init__.py").is_file():
             found = f"The folder {clone.resolve()} is a clone of it, so PYTHONPATH={clone} has it. "
         return (
-            f"verl is not installed, only its tool interface is built in. {found}Of its versions, 0.7.1 is the last "
-            "with tool classes of its own: pip install --no-deps verl==0.7.1"
+            f"verl is not installed, only its tool interface is built in. {found}Of its versions,"
+            " 0.7.1 is the last with tool classes of its own: pip install --no-deps verl==0.7.1"
         )
     before = set(sys.modules)
     try:
         importlib.import_module("verl.tools.schemas")
     except Exception as error:  # whatever is raised where a part of what verl needs is missing
         _forget_modules(before)
-        return f"{package} has no such module (as a whole it cannot be imported: {type(error).__name__}: {error})"
+        return (
+            f"{package} has no such module (as a whole it cannot be imported:"
+            f" {type(error).__name__}: {error})"
+        )
     return None
 
 
@@ -265,7 +268,8 @@ class VerlTool(BaseTool):
         needed = inspect.signature(tool.execute).parameters.get("agent_data")
         if needed is not None and needed.default is needed.empty:
             raise ToolDefinitionError(
-                f"{type(tool).__name__}.execute requires agent_data, which only verl's loop has; give it a default"
+                f"{type(tool).__name__}.execute requires agent_data, which only verl's loop has;"
+                " give it a default"
             )
         function = tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)["function"]
         parameters = function.get("parameters", {"type": "object", "properties": {}})

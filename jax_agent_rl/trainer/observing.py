@@ -222,8 +222,8 @@ def describe_refused_calls(line: Mapping[str, Any], run: str) -> str:
     calls = round(line["tool_errors"] / line["tool_error_share"])
     kind = max(refused, key=lambda name: refused[name])
     return (
-        f"{count} of {counted(calls, 'tool call')} could not be run ({count / calls:.0%}), most of them {kind}: "
-        f"jax-agent-rl view {run} --step {line['step']} --tool-error {kind}"
+        f"{count} of {counted(calls, 'tool call')} could not be run ({count / calls:.0%}), most of"
+        f" them {kind}: jax-agent-rl view {run} --step {line['step']} --tool-error {kind}"
     )
 
 

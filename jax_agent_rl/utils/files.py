@@ -181,7 +181,8 @@ def require_new(
     for name in sorted(os.listdir(target)):
         if not any(fnmatch.fnmatch(name, pattern) for pattern in replaces):
             raise error(
-                f"{target} is not empty; name a new folder (it holds {name}, which would be taken for a part)"
+                f"{target} is not empty; name a new folder (it holds {name}, which would be taken"
+                " for a part)"
             )
 
 

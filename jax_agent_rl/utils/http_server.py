@@ -183,7 +183,8 @@ class HttpServer:
         if self.token is None and not names_this_machine(named, listening_on=self.host):
             raise Refused(
                 403,
-                f"without a token only requests to localhost are answered, not to {', '.join(hosts)!r}",
+                "without a token only requests to localhost are answered, not to"
+                f" {', '.join(hosts)!r}",
             )
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != named:
@@ -291,7 +292,8 @@ async def read_body(
     ):
         raise Refused(
             413,
-            f"{request.method} {request.path}: send a body of at most {max_bytes} bytes, and its length",
+            f"{request.method} {request.path}: send a body of at most {max_bytes} bytes, and its"
+            " length",
         )
     return check_body(await read_json(request, is_batch=is_batch), model)
 

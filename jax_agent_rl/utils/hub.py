@@ -64,8 +64,8 @@ def require_model_file(folder: Path, name: str) -> Path:
     file = folder / name
     if not file.is_file():
         raise ModelError(
-            f"no {_MODEL_PARTS[name]} at {str(folder)!r} ({name} is missing); set model.path to a Hugging Face folder, "
-            "or run `jax-agent-rl fetch-model` for the quickstart's"
+            f"no {_MODEL_PARTS[name]} at {str(folder)!r} ({name} is missing); set model.path to a"
+            " Hugging Face folder, or run `jax-agent-rl fetch-model` for the quickstart's"
         )
     return file
 
@@ -108,9 +108,10 @@ def dataset_files(
     found = [folder / name for name in names if any(fnmatch.fnmatch(name, glob) for glob in wanted)]
     if not found:
         raise DataError(
-            f"dataset {repository} has no files ({', '.join(suffixes)}) that match {', '.join(patterns)}; name them, "
-            f"like hf://datasets/{repository}/data/*.parquet. Of most public datasets the Hub keeps Parquet files in "
-            f"hf://datasets/{repository}@refs/convert/parquet/NAME/SPLIT/*.parquet"
+            f"dataset {repository} has no files ({', '.join(suffixes)}) that match"
+            f" {', '.join(patterns)}; name them, like hf://datasets/{repository}/data/*.parquet. Of"
+            " most public datasets the Hub keeps Parquet files in"
+            f" hf://datasets/{repository}@refs/convert/parquet/NAME/SPLIT/*.parquet"
         )
     return found
 
@@ -129,7 +130,8 @@ def _split_patterns(card: Path, repository: str, name: str | None, split: str) -
     chosen = name or default or (next(iter(by_name)) if len(by_name) == 1 else "default")
     if chosen not in by_name:
         raise DataError(
-            f"dataset {repository} has no configuration {chosen!r}; set name to one of {sorted(by_name)}"
+            f"dataset {repository} has no configuration {chosen!r}; set name to one of"
+            f" {sorted(by_name)}"
         )
     listed = by_name[chosen].get("data_files") or ()
     if isinstance(listed, str) or not all(isinstance(one, Mapping) for one in listed):
@@ -137,7 +139,8 @@ def _split_patterns(card: Path, repository: str, name: str | None, split: str) -
     paths = {str(one["split"]): one["path"] for one in listed}
     if split not in paths:
         raise DataError(
-            f"dataset {repository}, configuration {chosen}: no split {split!r}; there are {sorted(paths)}"
+            f"dataset {repository}, configuration {chosen}: no split {split!r}; there are"
+            f" {sorted(paths)}"
         )
     return (paths[split],) if isinstance(paths[split], str) else tuple(paths[split])
 
@@ -181,9 +184,15 @@ def _explained(
     except GatedRepoError:
         problem = f"{repository} is gated: accept its licence on the Hub and set HF_TOKEN"
     except RepositoryNotFoundError:
-        problem = f"the Hub has no {kind} {repository!r} for you; correct {key}, or set HF_TOKEN if it is private"
+        problem = (
+            f"the Hub has no {kind} {repository!r} for you; correct {key}, or set HF_TOKEN if it is"
+            " private"
+        )
     except RevisionNotFoundError:
-        problem = f"{repository} has no revision {revision!r}; leave @{revision} out of {key}, or correct it"
+        problem = (
+            f"{repository} has no revision {revision!r}; leave @{revision} out of {key}, or"
+            " correct it"
+        )
     except (HfHubHTTPError, OSError) as failure:  # OSError: no connection, and a full disk
         said = [
             *filter(None, [_unreachable()]),
@@ -264,8 +273,9 @@ def read_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
         if "trust_remote_code" not in str(error):
             raise
         raise ModelError(
-            f"{folder} brings code of its own (auto_map in its JSON files), which is never run; choose a model of a "
-            f"class that transformers has, or remove auto_map if {kind.__name__} can do without"
+            f"{folder} brings code of its own (auto_map in its JSON files), which is never run;"
+            " choose a model of a class that transformers has, or remove auto_map if"
+            f" {kind.__name__} can do without"
         ) from None
 
 

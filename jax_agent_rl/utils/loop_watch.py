@@ -38,9 +38,9 @@ _ROUNDS = 5
 _LOOP_MODULES = frozenset({"asyncio.base_events", "asyncio.events", "asyncio.runners"})
 _COROUTINE = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _REMEDY = (
-    "nothing else can run until it returns, and no time limit can end it. Declare it `def` instead of `async def` "
-    "where that is allowed (tools, rewards: they then run in a thread), or call what blocks with "
-    "`await asyncio.to_thread(...)`"
+    "nothing else can run until it returns, and no time limit can end it. Declare it `def` instead"
+    " of `async def` where that is allowed (tools, rewards: they then run in a thread), or call"
+    " what blocks with `await asyncio.to_thread(...)`"
 )
 _at_work: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 

@@ -167,7 +167,8 @@ def _read_video(source: Sequence[str | bytes] | str | bytes) -> np.ndarray:
         pixels += frame.width * frame.height
         if pixels > MAX_VIDEO_PIXELS or len(frames) > MAX_FRAMES:
             raise ValueError(
-                f"a video has more than {MAX_FRAMES} frames or {MAX_VIDEO_PIXELS} pixels; shorten or scale it down"
+                f"a video has more than {MAX_FRAMES} frames or {MAX_VIDEO_PIXELS} pixels; shorten"
+                " or scale it down"
             )
     return as_frames(frames)
 

@@ -64,8 +64,8 @@ def require_token(host: str, token: str | None, *, key: str) -> None:
     """
     if not token and not is_loopback(host):
         raise ConfigError(
-            f"host={host!r} can be reached from other machines and needs a token: put a secret into an environment "
-            f"variable and name it in {key} (or listen on 127.0.0.1)"
+            f"host={host!r} can be reached from other machines and needs a token: put a secret into"
+            f" an environment variable and name it in {key} (or listen on 127.0.0.1)"
         )
 
 
@@ -85,7 +85,8 @@ def listen_on(host: str, port: int) -> socket.socket:
         listener.close()
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {reason}; choose another port (0 takes a free one) or address"
+            f"cannot listen on {host}:{port}: {reason}; choose another port (0 takes a free one) or"
+            " address"
         ) from error
     return listener
 
@@ -233,8 +234,8 @@ class JsonService:
             except TimeoutError:
                 if is_last or not repeatable:
                     raise TimeoutError(
-                        f"{url} did not answer within {self.timeout_key}={self.timeout:g} seconds; raise it, or look "
-                        f"why the server is slow{times}"
+                        f"{url} did not answer within {self.timeout_key}={self.timeout:g} seconds;"
+                        f" raise it, or look why the server is slow{times}"
                     ) from None
             except _Failed as failure:
                 may_retry = failure.not_taken or (repeatable and failure.may_pass)
@@ -271,7 +272,10 @@ class JsonService:
         if answer.is_success:
             return content
         if answer.has_redirect_location:
-            hint = f"it redirects to {answer.headers['location'][:200]!r}: set {self.url_key} to the right address"
+            hint = (
+                f"it redirects to {answer.headers['location'][:200]!r}: set {self.url_key} to the"
+                " right address"
+            )
         else:
             hint = _HINTS.get(answer.status_code, "{body}").format(
                 url_key=self.url_key,
@@ -383,8 +387,8 @@ def require_identity(headers: Mapping[str, str]) -> None:
     encoding = _encoding(headers)
     if encoding:
         raise UnreadableAnswerError(
-            f"answered with Content-Encoding {encoding[:50]!r}, though it was asked not to; what it is compressed from "
-            "cannot be bounded: switch compression off there"
+            f"answered with Content-Encoding {encoding[:50]!r}, though it was asked not to; what it"
+            " is compressed from cannot be bounded: switch compression off there"
         )
 
 

@@ -56,8 +56,8 @@ def installed(kind: Kind) -> Mapping[str, EntryPoint]:
         known = found.setdefault(entry.name, entry)
         if known.value != entry.value:
             raise ConfigError(
-                f"two packages register {entry.name!r} in {entry.group}: {_origin(known)} and {_origin(entry)}; "
-                "uninstall one"
+                f"two packages register {entry.name!r} in {entry.group}: {_origin(known)} and"
+                f" {_origin(entry)}; uninstall one"
             )
     return found
 
@@ -123,8 +123,8 @@ def find_class(path: str, kind: Kind, *, where: str) -> Any:
     if (found := load_installed(kind, name, fits=lambda _: True)) is None:
         known = sorted(installed(kind))
         raise ConfigError(
-            f"{where}: class_name={path!r} must be package.module.Class, file.py:Class, or a name that an installed "
-            f"package registers; {did_you_mean(name, known)}there are {known}"
+            f"{where}: class_name={path!r} must be package.module.Class, file.py:Class, or a name"
+            f" that an installed package registers; {did_you_mean(name, known)}there are {known}"
         )
     return found
 
@@ -186,7 +186,8 @@ def load_user_module(where: str, *, key: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (where == error.name or where.startswith(error.name + ".")):
             raise ConfigError(
-                f"{named}: no such module in {os.getcwd()} or the environment; a file must end with .py"
+                f"{named}: no such module in {os.getcwd()} or the environment; a file must end"
+                " with .py"
             ) from error
         raise ConfigError(f"{named}: it imports {error.name!r}, which is not installed") from error
     except SystemExit as error:
@@ -198,7 +199,8 @@ def load_user_module(where: str, *, key: str) -> ModuleType:
     if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
         folder = next(iter(module.__path__), "")
         raise ConfigError(
-            f"{named}: {folder} is a folder without __init__.py, so nothing is imported; name a file in it"
+            f"{named}: {folder} is a folder without __init__.py, so nothing is imported; name a"
+            " file in it"
         )
     return module
 

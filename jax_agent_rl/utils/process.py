@@ -188,7 +188,8 @@ def exit_within(print_line: Callable[[str], None], seconds: float) -> None:
     def force_exit() -> None:
         if seconds:
             print_line(
-                "something that cannot be stopped (a compilation?) still runs; leaving without waiting for it"
+                "something that cannot be stopped (a compilation?) still runs; leaving without"
+                " waiting for it"
             )
         for hook in list(_exit_hooks):
             hook()

@@ -62,8 +62,8 @@ class DaemonThreads:
         """
         if self._abandoned >= self._max_abandoned:
             raise self._error(
-                f"{name} is unavailable: {self._abandoned} earlier {self._kind} calls never returned; "
-                f"give the {self._kind}s time limits of their own"
+                f"{name} is unavailable: {self._abandoned} earlier {self._kind} calls never"
+                f" returned; give the {self._kind}s time limits of their own"
             )
         call = _Call(function, name, self._error)
         threading.Thread(

@@ -60,8 +60,8 @@ def rounded(x: Any, dtype: str) -> Any:
         largest = float(abs(x).max())
         if _FLOAT16_MAX < largest < math.inf:
             raise WeightUpdateError(
-                f"a weight of {largest:g} is beyond float16, which ends at {_FLOAT16_MAX:g}; serve the model in "
-                "another type, e.g. rollout.vllm.dtype=bfloat16"
+                f"a weight of {largest:g} is beyond float16, which ends at {_FLOAT16_MAX:g}; serve"
+                " the model in another type, e.g. rollout.vllm.dtype=bfloat16"
             )
     return x.astype(dtype)
 
@@ -184,8 +184,8 @@ def check(name: str, found: str, sent: str) -> None:
     """
     if found != sent:
         raise WeightUpdateError(
-            f"{name} is not what the learner wrote: its digest is {found}, that of the update {sent}; it was damaged, "
-            "truncated or replaced by another version's"
+            f"{name} is not what the learner wrote: its digest is {found}, that of the update"
+            f" {sent}; it was damaged, truncated or replaced by another version's"
         )
 
 

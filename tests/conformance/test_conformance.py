@@ -43,6 +43,7 @@ from jax_agent_rl.testing.conformance.suite.test_batching import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_replay import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_weights import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_control import *  # noqa: F403
+
 # isort: on
 
 

@@ -30,9 +30,10 @@ def run(recipe: Path, *overrides: str) -> tuple[dict[str, Any], str]:
     screen = io.StringIO()
     console = Console(file=screen, width=300)
     try:
-        return asyncio.run(
-            train(load(recipe, list(overrides)), resume=False, console=console)
-        ), screen.getvalue()
+        return (
+            asyncio.run(train(load(recipe, list(overrides)), resume=False, console=console)),
+            screen.getvalue(),
+        )
     except DisagreementError as error:
         return {"error": str(error)}, screen.getvalue()
 

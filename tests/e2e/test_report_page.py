@@ -218,7 +218,8 @@ def test_a_session_shows_which_segment_left_which_and_then_their_tokens(browser,
     assert first == "segment 1 calls 1, 5 · 3 trained tokens (43 %)"
     assert second.endswith("leaves segment 1 after turn 1 (shared ids: 4)")
     assert third.endswith(
-        "in the prompt (shared ids: 1): message 1 of 1 (user) has 'help' where the recorded one (user) has 'question'"
+        "in the prompt (shared ids: 1): message 1 of 1 (user) has 'help' where the recorded one"
+        " (user) has 'question'"
     )
     assert page.texts(".detail h3") == ["segment 1", "segment 2", "segment 3"]
     indents = page.tab.locator(".session li").evaluate_all(
@@ -394,8 +395,9 @@ def test_arrow_keys_home_and_end_move_between_tabs_of_which_one_is_in_the_tab_or
     def state() -> list[tuple]:
         """Of each tab: selected, reached by the Tab key, focused, its panel is seen."""
         return tabs.evaluate_all(
-            "tabs => tabs.map((tab) => [tab.ariaSelected === 'true', tab.tabIndex === 0,"
-            " tab === document.activeElement, !document.getElementById(tab.getAttribute('aria-controls')).hidden])"
+            "tabs => tabs.map((tab) => [tab.ariaSelected === 'true', tab.tabIndex === 0, tab ==="
+            " document.activeElement,"
+            " !document.getElementById(tab.getAttribute('aria-controls')).hidden])"
         )
 
     tabs.first.focus()
@@ -503,7 +505,8 @@ def test_evaluation_is_work_of_the_engines(browser, tmp_path: Path):
     page = Page(browser, write_report(run, decode=decode).as_uri() + "#timeline")
     blocks = page.tab.locator("svg[aria-label=timeline] rect:not(.lane)")
     places = blocks.evaluate_all(
-        "all => all.map((one) => [+one.getAttribute('y'), +one.getAttribute('opacity'), one.getAttribute('fill')])"
+        "all => all.map((one) => [+one.getAttribute('y'), +one.getAttribute('opacity'),"
+        " one.getAttribute('fill')])"
     )
     learner, engines = ([block for block in places if block[0] == y] for y in (24, 54))
     assert (

@@ -123,7 +123,8 @@ def test_an_interrupted_run_ends_with_its_last_step_saved_and_leaves_nothing_beh
         step = require_saved(running.wait(), interrupt, run, said)
         saved += [run] if step else []
         print(
-            f"{mode}: {interrupt}: {seconds:.1f} s, {'nothing to save' if step is None else f'step {step} saved'}"
+            f"{mode}: {interrupt}: {seconds:.1f} s,"
+            f" {'nothing to save' if step is None else f'step {step} saved'}"
         )
         require_gone(forker, running)
         assert set(scratch.iterdir()) == caches

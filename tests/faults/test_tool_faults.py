@@ -279,7 +279,11 @@ async def test_faults_side_by_side_stay_apart(faults):
     )
     (trajectory,) = await run(faults, [calls, "I see"], count=1, max_parallel_calls=8)
     errors = [record.error for record in trajectory.tool_calls]
-    assert errors == ["raised", None, "unknown_tool", "malformed", "raised"], (
-        "as the model wrote them"
-    )
+    assert errors == [
+        "raised",
+        None,
+        "unknown_tool",
+        "malformed",
+        "raised",
+    ], "as the model wrote them"
     assert trajectory.metrics["tool_errors"] == 4

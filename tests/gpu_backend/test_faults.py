@@ -135,7 +135,10 @@ async def test_a_fault_between_request_and_answer_is_named(
         (
             with_layer(up=UP.at[0].set(UP[1]).at[1].set(UP[0])),
             Cause.MISNAMED_TENSOR,
-            "model.layers.0.mlp.up_proj.weight holds the numbers of model.layers.1.mlp.up_proj.weight",
+            (
+                "model.layers.0.mlp.up_proj.weight holds the numbers of"
+                " model.layers.1.mlp.up_proj.weight"
+            ),
         ),
         (
             with_layer(q=Q.at[1].set(Q[1].T)),

@@ -144,7 +144,10 @@ def test_what_it_writes_is_read_alike_by_both(name, calls):
 
 def test_a_call_inside_open_reasoning_is_run_by_it_and_not_by_us():
     renderer = renderer_of("qwen3_coder")
-    text = "<think>maybe <tool_call>\n<function=search>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+    text = (
+        "<think>maybe"
+        " <tool_call>\n<function=search>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+    )
     ids = renderer._tokenizer.encode(text, add_special_tokens=False)
     assert [call.name for call in renderer.parse_response(ids).tool_calls] == ["search"]
     assert get_format("qwen3_coder").parse(text, ()).tool_calls == ()

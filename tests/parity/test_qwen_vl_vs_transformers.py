@@ -86,7 +86,9 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
             "intermediate_size": 24,
             "num_heads": 2,
             "patch_size": 4,
-            "window_size": 16,  # two by two features; the second image and the video have several windows
+            "window_size": (
+                16
+            ),  # two by two features; the second image and the video have several windows
             "fullatt_block_indexes": [1],
             "out_hidden_size": 48,
             "tokens_per_second": 2,
@@ -286,9 +288,13 @@ def test_both_layouts_of_files_are_read(peer, tmp_path: Path):
     }
     (tmp_path / "config.json").write_text(json.dumps(flat))
     newer = {
-        re.sub(r"^model\.", "model.language_model.", re.sub(r"^visual\.", "model.visual.", name))
-        if not name.startswith("visual")
-        else f"model.{name}": tensor
+        (
+            re.sub(
+                r"^model\.", "model.language_model.", re.sub(r"^visual\.", "model.visual.", name)
+            )
+            if not name.startswith("visual")
+            else f"model.{name}"
+        ): tensor
         for name, tensor in load_file(folder / "model.safetensors").items()
     }
     save_file(newer, tmp_path / "model.safetensors")

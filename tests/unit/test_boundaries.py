@@ -106,13 +106,25 @@ CLIENT = re.compile(
     r"|snapshot_download|hf_hub_download|(\w+\.)?JobSubmissionClient|websockets\.connect|(\w+\.)?websocket_connect"
 )
 CLIENTS = {
-    "jax_agent_rl/utils/network.py": "JsonService: read_answer, decode_json, a time limit for each attempt",
-    "jax_agent_rl/rollout/http/client.py": "read_answer, LineBuffer, decode_json, a limit of silence",
+    "jax_agent_rl/utils/network.py": (
+        "JsonService: read_answer, decode_json, a time limit for each attempt"
+    ),
+    "jax_agent_rl/rollout/http/client.py": (
+        "read_answer, LineBuffer, decode_json, a limit of silence"
+    ),
     "jax_agent_rl/rollout/http/membership.py": "read_answer, decode_json, COMMAND_SECONDS",
-    "jax_agent_rl/tool_server/worker.py": "read_answer, decode_json; its own worker, killed when stuck",
-    "jax_agent_rl/tools/mcp_transport.py": "a bounded stream, MAX_MESSAGE_BYTES for events; calls have time limits",
-    "jax_agent_rl/utils/hub.py": "HEAD with a time limit, nothing is read; huggingface_hub downloads to the disk",
-    "jax_agent_rl/deploy/quickstart/model.py": "MAX_WHEEL_BYTES, a limit of silence; no token, and a known SHA-256",
+    "jax_agent_rl/tool_server/worker.py": (
+        "read_answer, decode_json; its own worker, killed when stuck"
+    ),
+    "jax_agent_rl/tools/mcp_transport.py": (
+        "a bounded stream, MAX_MESSAGE_BYTES for events; calls have time limits"
+    ),
+    "jax_agent_rl/utils/hub.py": (
+        "HEAD with a time limit, nothing is read; huggingface_hub downloads to the disk"
+    ),
+    "jax_agent_rl/deploy/quickstart/model.py": (
+        "MAX_WHEEL_BYTES, a limit of silence; no token, and a known SHA-256"
+    ),
     "jax_agent_rl/deploy/launch/__main__.py": "Ray's client of the user's own cluster",
     "jax_agent_rl/agents/command/runner.py": "copies bytes of a program's connection, keeps none",
     "jax_agent_rl/agents/command/agent.py": "copies bytes of a program's connection, keeps none",
@@ -178,7 +190,9 @@ STARTS = {
     "jax_agent_rl/deploy/launch/ray_driver.py": "start_service_blocking",
     "jax_agent_rl/runtime/multihost.py": "initialization_timeout",
     "gpu_backend/launch.py": "start_service in gpu_backend/backend.py",
-    "jax_agent_rl/observe/sinks/metrics.py": "start_service_blocking, else the thread of a sink, which nothing awaits",
+    "jax_agent_rl/observe/sinks/metrics.py": (
+        "start_service_blocking, else the thread of a sink, which nothing awaits"
+    ),
     "jax_agent_rl/observe/sinks/traces.py": "start_service_blocking",
     "jax_agent_rl/utils/worker_pool.py": "START_SECONDS",
     "jax_agent_rl/tool_server/worker.py": "_START_SECONDS",
@@ -230,14 +244,18 @@ SERVER = re.compile(
     r"|(http\.server\.)?(Threading)?HTTPServer|(socketserver\.)?\w*(TCP|UDP)Server|uvicorn\.\w+|FastAPI|Flask|grpc\.server"
 )
 SERVERS = {
-    "jax_agent_rl/utils/http_server.py": "HttpServer: bodies, heads, connections, Host, token, no compression",
+    "jax_agent_rl/utils/http_server.py": (
+        "HttpServer: bodies, heads, connections, Host, token, no compression"
+    ),
     "jax_agent_rl/agents/endpoint/app.py": "HttpServer",
     "jax_agent_rl/observe/sinks/metrics.py": "HttpServer",
     "jax_agent_rl/rollout/http/membership.py": "HttpServer",
     "jax_agent_rl/rollout/http/server.py": "HttpServer",
     "jax_agent_rl/tinker_server/app.py": "HttpServer",
     "jax_agent_rl/tool_server/server.py": "HttpServer",
-    "jax_agent_rl/tool_server/worker.py": "a socket of its parent alone, which has checked what it sends",
+    "jax_agent_rl/tool_server/worker.py": (
+        "a socket of its parent alone, which has checked what it sends"
+    ),
     "jax_agent_rl/agents/command/agent.py": "Relay: MAX_CONNECTIONS, keeps no bytes",
     "jax_agent_rl/agents/command/runner.py": "Relay: MAX_CONNECTIONS, keeps no bytes",
     "jax_agent_rl/testing/chaos/proxy.py": "a proxy of tests",

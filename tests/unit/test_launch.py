@@ -69,7 +69,10 @@ def dry_run(script: str, tmp_path: Path, *arguments: str) -> list[str]:
 
 
 def test_programs_that_a_launcher_starts_keep_their_bytecode():
-    program = f"source {ROOT}/launch/lib.sh; {sys.executable} -c 'import sys; print(sys.dont_write_bytecode)'"
+    program = (
+        f"source {ROOT}/launch/lib.sh; {sys.executable} -c 'import sys;"
+        " print(sys.dont_write_bytecode)'"
+    )
     result = subprocess.run(
         ["bash", "-c", program],
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},

@@ -40,20 +40,32 @@ CHANGES = frozenset(
 )
 ALLOWED = {
     "evaluate/export.py write unlink": "the journal, once the table and its summary are whole",
-    "evaluate/export.py _write_dir rmtree": "what a killed process left beside, and what was replaced",
+    "evaluate/export.py _write_dir rmtree": (
+        "what a killed process left beside, and what was replaced"
+    ),
     "evaluate/export.py _write_dir rename": "the whole folder takes its place",
     "evaluate/journal.py Journal._read truncate": "a last line that a crash cut off",
-    "observe/run_dir.py RunDir.finish_step unlink": "a disagreement of a step that has been made again",
+    "observe/run_dir.py RunDir.finish_step unlink": (
+        "a disagreement of a step that has been made again"
+    ),
     "observe/run_dir.py end_last_line open": "appends the end of a line",
     "runtime/policy.py resolve_model rename": "the whole export takes its place",
-    "runtime/publishers.py WeightFiles.write rename": "a temporary folder in memory, of weights for engines",
+    "runtime/publishers.py WeightFiles.write rename": (
+        "a temporary folder in memory, of weights for engines"
+    ),
     "runtime/publishers.py WeightFiles._write_delta unlink": "likewise",
     "runtime/publishers.py WeightFiles._clear unlink": "likewise",
-    "tinker_server/retention.py Retention._remove_unknown_files unlink": "no client was ever told of them",
+    "tinker_server/retention.py Retention._remove_unknown_files unlink": (
+        "no client was ever told of them"
+    ),
     "tinker_server/training.py Models.remove_checkpoint unlink": "a client asked for it",
-    "tinker_server/training.py Models.remove_expired unlink": "their lives are over, and the database has removed them",
+    "tinker_server/training.py Models.remove_expired unlink": (
+        "their lives are over, and the database has removed them"
+    ),
     "tinker_server/training.py Models._remove_snapshots rmdir": "of a model that is gone",
-    "tinker_server/training.py Models._remove_snapshots unlink": "the database names a later one, or the model is gone",
+    "tinker_server/training.py Models._remove_snapshots unlink": (
+        "the database names a later one, or the model is gone"
+    ),
 }
 
 

@@ -236,10 +236,12 @@ def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service):
     assert all(map(np.array_equal, mine, its))
     assert [
         one.tinker_path
-        for one in tinker.RestClient(base_url=service.holder._base_url, api_key="tml-test")
-        .list_checkpoints(path.split("/")[2])
-        .result()
-        .checkpoints
+        for one in (
+            tinker.RestClient(base_url=service.holder._base_url, api_key="tml-test")
+            .list_checkpoints(path.split("/")[2])
+            .result()
+            .checkpoints
+        )
     ] == [path]
 
 
@@ -970,7 +972,10 @@ def test_whole_models_are_trained_and_sampled_from_one_at_a_time(model_folder, t
         ),
         (
             {"long": True},
-            "70 tokens are more than the 63 that this server trains on; start it with pack_length=71 or",
+            (
+                "70 tokens are more than the 63 that this server trains on; start it with"
+                " pack_length=71 or"
+            ),
         ),
         (
             {"rewards": np.ones(3, np.float32)},

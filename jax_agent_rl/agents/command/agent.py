@@ -56,7 +56,8 @@ class CommandAgent(OpenAIAgentLoop):
         """
         if not self._settings.argv:
             raise ConfigError(
-                "agent 'command' needs agent.command.argv, the program to run, e.g. [python, agent.py]"
+                "agent 'command' needs agent.command.argv, the program to run, e.g. [python,"
+                " agent.py]"
             )
         _ = self._program
         await self._open_runtime()
@@ -92,8 +93,8 @@ class CommandAgent(OpenAIAgentLoop):
                 if result.stopped is None:
                     how = f"exit status {result.exit_code}"
                 raise TrajectoryError(
-                    f"{trajectory_id}: the program ended ({how}) without asking the model anything; the end of its "
-                    f"stderr: {result.stderr[-1000:]!r}"
+                    f"{trajectory_id}: the program ended ({how}) without asking the model anything;"
+                    f" the end of its stderr: {result.stderr[-1000:]!r}"
                 )
 
             output: dict[str, Any] = {

@@ -250,12 +250,14 @@ class ContainerRuntime:
         """
         if shutil.which(self._cli) is None:
             raise ConfigError(
-                f"agent.command.container={self._cli}: there is no such command; install it, or set null"
+                f"agent.command.container={self._cli}: there is no such command; install it, or set"
+                " null"
             )
         answer = await self.call("info", seconds=_CALL_SECONDS)
         if answer.exit_code:
             raise ConfigError(
-                f"agent.command.container={self._cli}: `{self._cli} info` failed: {answer.stderr.strip()[-500:]}"
+                f"agent.command.container={self._cli}: `{self._cli} info` failed:"
+                f" {answer.stderr.strip()[-500:]}"
             )
 
     async def image(self, task: CommandTask) -> str:
@@ -311,8 +313,8 @@ class ContainerRuntime:
             raise TrajectoryError(message) from None
         if paths.version < _SAFE_PATH:
             logger.warning(
-                "python3 of %s is %d.%d: what a verifier runs by `python3 -m` imports modules of the working "
-                "folder; use an image with %d.%d or newer",
+                "python3 of %s is %d.%d: what a verifier runs by `python3 -m` imports modules of"
+                " the working folder; use an image with %d.%d or newer",
                 image,
                 *paths.version,
                 *_SAFE_PATH,
@@ -563,7 +565,10 @@ class ContainerTask(TaskMachine):
         if not forbidden:
             return None
         first_changes = "; ".join(forbidden[:5])
-        return f"the program changed what its tests run on ({len(forbidden)} paths): {first_changes!a:.500}"
+        return (
+            f"the program changed what its tests run on ({len(forbidden)} paths):"
+            f" {first_changes!a:.500}"
+        )
 
     async def aclose(self) -> None:
         """Remove the containers and the image of what the program left."""

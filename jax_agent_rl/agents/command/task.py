@@ -85,7 +85,8 @@ def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTas
         message = text_message(message)
         if message.get("media"):
             raise DataError(
-                "the prompt shows images or videos, but a command reads text; put their files into the task"
+                "the prompt shows images or videos, but a command reads text; put their files into"
+                " the task"
             )
         user_texts.append(str(message["content"]))
 
@@ -106,7 +107,8 @@ def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTas
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise DataError(
-            f"extra_info of a row for agent 'command': files and tests are name -> text, verifier is a command: {error}"
+            "extra_info of a row for agent 'command': files and tests are name -> text, verifier"
+            f" is a command: {error}"
         ) from None
 
 
@@ -146,7 +148,8 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
     if not containers:
         if image and not has_dockerfile:
             raise DataError(
-                f"task {folder}: docker_image={image!r} needs a container; set agent.command.container"
+                f"task {folder}: docker_image={image!r} needs a container; set"
+                " agent.command.container"
             )
         image = None
         if has_dockerfile:

@@ -472,7 +472,10 @@ def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str 
     if not isinstance(asked, ChatRequest):
         return None
     if asked.parallel_tool_calls is False and asked.prompt_tools and not asked.forces_call:
-        message = "one call at a time is supported with a tool_choice that forces a call only; leave it out"
+        message = (
+            "one call at a time is supported with a tool_choice that forces a call only; leave"
+            " it out"
+        )
         raise ApiError(400, message, param="parallel_tool_calls")
     param = _structure_param(asked)
     if param is None:

@@ -128,9 +128,9 @@ class ResponsesRequest(ApiRequest):
             "top_p": self.top_p,
             "stream": self.stream,
             "chat_template_kwargs": self.chat_template_kwargs,
-            "response_format": nested_schema(self.text.format)
-            if self.text and self.text.format
-            else None,
+            "response_format": (
+                nested_schema(self.text.format) if self.text and self.text.format else None
+            ),
         }
 
 
@@ -165,7 +165,8 @@ class ResponsesAnswer(ApiAnswer):
                 )
                 raise ApiError(
                     400,
-                    f"there is no response {previous!r} {where}; send the conversation as input items",
+                    f"there is no response {previous!r} {where}; send the conversation as input"
+                    " items",
                     code="previous_response_not_found",
                     param="previous_response_id",
                 )

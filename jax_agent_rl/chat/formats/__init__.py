@@ -58,6 +58,6 @@ def detect_format(template: str) -> ToolFormat:
     if "tools" not in template:
         return FORMATS["hermes"]
     raise ConfigError(
-        "agent.tool_format='auto': the model's chat template writes tool calls in a format that is not recognised; "
-        f"set agent.tool_format to one of {sorted(FORMATS)}"
+        "agent.tool_format='auto': the model's chat template writes tool calls in a format that is"
+        f" not recognised; set agent.tool_format to one of {sorted(FORMATS)}"
     )

@@ -79,7 +79,10 @@ class ToolFormat:
     def system_section(self, tools: Sequence[Schema]) -> str:
         """Return the prompt section on tools for a template that has none."""
         schemas = "\n".join(json.dumps(tool) for tool in tools)
-        return f"You can call these tools:\n<tools>\n{schemas}\n</tools>\nTo call one, write {self.example}"
+        return (
+            f"You can call these tools:\n<tools>\n{schemas}\n</tools>\nTo call one, write"
+            f" {self.example}"
+        )
 
     def tool_result(self, text: str) -> str:
         """Return a tool result as part of a user message, for a template without ``tool`` role."""

@@ -126,7 +126,8 @@ def _text_reader(target: tuple[str, str] | None) -> Reader:
         if target is None:
             return Read(
                 [
-                    f'expected {{"name": …, "arguments": {{…}}}} between {_TEXT_OPEN} and {_TEXT_CLOSE}'
+                    f'expected {{"name": …, "arguments": {{…}}}} between {_TEXT_OPEN} and'
+                    f" {_TEXT_CLOSE}"
                 ],
                 end,
             )

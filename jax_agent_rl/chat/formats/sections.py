@@ -128,8 +128,10 @@ KIMI = _section_format(
         lambda head, arguments: ToolCall(name=head["name"], arguments=arguments, id=head["id"]),
         ("<|tool_call_end|>", "<|tool_call_begin|>", *_KIMI_SECTION),
     ),
-    example="<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>"
-    '{"KEY": VALUE}<|tool_call_end|><|tool_calls_section_end|>',
+    example=(
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"KEY":'
+        " VALUE}<|tool_call_end|><|tool_calls_section_end|>"
+    ),
     markers=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
     syntax=CallSyntax(  # one call, as they are numbered
         before="<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
@@ -149,8 +151,10 @@ DEEPSEEK_V3 = _section_format(
         _plain_call,
         _DEEPSEEK_MARKS,
     ),
-    example="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n"
-    '{"KEY": VALUE}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    example=(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n"
+        '{"KEY": VALUE}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
     markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
     syntax=CallSyntax(
         before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
@@ -168,8 +172,11 @@ DEEPSEEK_V31 = _section_format(
         _plain_call,
         _DEEPSEEK_MARKS,
     ),
-    example='<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"KEY": VALUE}<｜tool▁call▁end｜>'
-    "<｜tool▁calls▁end｜>",
+    example=(
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"KEY":'
+        " VALUE}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>"
+    ),
     markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
     syntax=CallSyntax(
         before="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", after="<｜tool▁call▁end｜>", between=""
@@ -341,7 +348,9 @@ def _read_harmony(text: str, at: int, recipient: str) -> tuple[ToolCall | str, i
 HARMONY = ToolFormat(
     name="harmony",
     parse=_parse_harmony,
-    example='<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"KEY": VALUE}<|call|>',
+    example=(
+        '<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"KEY": VALUE}<|call|>'
+    ),
     markers=(("<|channel|>", "commentary", "functions."),),
     syntaxes=(
         CallSyntax(

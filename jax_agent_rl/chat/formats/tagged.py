@@ -66,7 +66,10 @@ class TaggedReader:
             arguments, at, problem = self._arguments(text, call.end())
             end = self._end_call.match(text, at)
             if problem is None and end is None:
-                problem = f"{call[1].strip()[:40]!r}: expected {self._tags.end_call}, got {_shown(text, at)}"
+                problem = (
+                    f"{call[1].strip()[:40]!r}: expected {self._tags.end_call}, got"
+                    f" {_shown(text, at)}"
+                )
             if problem is not None or end is None:
                 return self._broken(text, at, problem or "")
             items.append(ToolCall(name=call[1].strip(), arguments=arguments))
@@ -173,8 +176,10 @@ MINIMAX = _format(
         key=r'<parameter name="([^"<>\n]+)">',
         end_value="</parameter>",
     ),
-    example='<minimax:tool_call>\n<invoke name="NAME">\n<parameter name="KEY">VALUE</parameter>\n</invoke>\n'
-    "</minimax:tool_call>",
+    example=(
+        '<minimax:tool_call>\n<invoke name="NAME">\n<parameter'
+        ' name="KEY">VALUE</parameter>\n</invoke>\n</minimax:tool_call>'
+    ),
     markers=(("minimax:tool_call", "<invoke name="),),
 )
 GLM = _format(

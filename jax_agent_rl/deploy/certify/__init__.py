@@ -154,7 +154,8 @@ def _certify(
     )
     about = machine.describe()
     console.print(
-        f"{about['devices']} x {about['device']} ({about['platform']}), {about['model']}: {len(checks)} checks",
+        f"{about['devices']} x {about['device']} ({about['platform']}), {about['model']}:"
+        f" {len(checks)} checks",
         highlight=False,
     )
     results = []

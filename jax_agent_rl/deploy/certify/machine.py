@@ -80,13 +80,15 @@ def load_config(
         "model": {"path": str(fetch_quickstart_model())},
         "data": {"train": str(train), "eval": str(heldout), "shuffle": False},
         "tools": {"function_tool_path": "jax_agent_rl.tools.shop"},
-        "agent": {"tool_prompt": "none", "tool_format": "pythonic", "max_prompt_length": 256}
-        | {
-            "max_response_length": 96,
-            "max_assistant_turns": 4,
-            "max_user_turns": 3,
-            "max_tool_response_length": 24,
-        },
+        "agent": (
+            {"tool_prompt": "none", "tool_format": "pythonic", "max_prompt_length": 256}
+            | {
+                "max_response_length": 96,
+                "max_assistant_turns": 4,
+                "max_user_turns": 3,
+                "max_tool_response_length": 24,
+            }
+        ),
         "rollout": {
             "prompts_per_step": 4,
             "group_size": 12,
@@ -94,8 +96,10 @@ def load_config(
             "max_model_len": 352,
         }
         | {"temperature": 0.8, "eval_temperature": 0.8},
-        "learner": {"learning_rate": 3e-5, "lr_scheduler_type": "linear", "min_lr_ratio": 0.15}
-        | {"pack_length": 1024, "mesh": {"fsdp": devices}},
+        "learner": (
+            {"learning_rate": 3e-5, "lr_scheduler_type": "linear", "min_lr_ratio": 0.15}
+            | {"pack_length": 1024, "mesh": {"fsdp": devices}}
+        ),
     }
     return build(tree, own)
 
@@ -236,7 +240,8 @@ class Machine:
     def learner(self) -> Learner:
         if jax.process_count() > 1:
             raise NotRunError(
-                "a learner spans all hosts, as in the training run; a slice of one host measures this"
+                "a learner spans all hosts, as in the training run; a slice of one host measures"
+                " this"
             )
         made = make_learner(self.alone, self.model)
         if not isinstance(made, Learner):

@@ -289,7 +289,10 @@ def deviations(checks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mappi
             yield f"{check['name']}: {check['reason']}", check["claim"]
         for one in check["measurements"]:
             if one["deviates"]:
-                text = f"{check['name']}: {one['name']}: {_format_or_nan(one['value'], one['unit'])} ({_limits(one)})"
+                text = (
+                    f"{check['name']}: {one['name']}: {_format_or_nan(one['value'], one['unit'])}"
+                    f" ({_limits(one)})"
+                )
                 yield f"{text}; {one['detail']}" if one["detail"] else text, one["claim"]
 
 

@@ -42,8 +42,10 @@ AGREEMENT = Claim(
 )
 CONFORMANCE = Claim(
     page="docs/index.md",
-    text="The embedded JAX engine, vLLM, rollout servers and Ray actors implement one small protocol and pass one "
-    "conformance suite.",
+    text=(
+        "The embedded JAX engine, vLLM, rollout servers and Ray actors implement one small protocol"
+        " and pass one conformance suite."
+    ),
 )
 CHECKPOINT = Claim(
     page="docs/testing.md", text="a resumed run equals one that was never interrupted."
@@ -274,9 +276,10 @@ async def _sample_and_score(machine: Machine, config: Config) -> tuple[Compariso
     groups = [make_group(f"p{i}", prompts[i], [output]) for i, output in enumerate(outputs)]
     trajectories = [t for group in groups for t in group.trajectories]
     rollout = [np.asarray(output.log_probs) for output in outputs]
-    return compare(
-        learner.logprobs(groups), rollout, [comparable(t, 0) for t in trajectories]
-    ), precision
+    return (
+        compare(learner.logprobs(groups), rollout, [comparable(t, 0) for t in trajectories]),
+        precision,
+    )
 
 
 # --- learner ------------------------------------------------------------------------------------------------------

@@ -159,7 +159,8 @@ async def packages(report: Reporter) -> None:
         report.ok("google-jetstream is installed: its Driver can run the engine")
     else:
         report.ok(
-            "google-jetstream is not installed: the engine needs it only under JetStream's own Driver"
+            "google-jetstream is not installed: the engine needs it only under JetStream's own"
+            " Driver"
         )
 
 
@@ -208,7 +209,8 @@ def require_extra(report: Reporter, extra: str, why: str) -> None:
     requirements = _requirements() or []
     if not any(f'extra == "{extra}"' in text for text in requirements):
         report.warn(
-            f"{why} needs the extra {extra!r}, which the installed {DISTRIBUTION} does not list; reinstall it"
+            f"{why} needs the extra {extra!r}, which the installed {DISTRIBUTION} does not list;"
+            " reinstall it"
         )
     elif wrong := "; ".join(missing(requirements, extra=extra)):
         report.fail(
@@ -287,8 +289,8 @@ def check_disk(report: Reporter, folder: Path, *, need: int, key: str) -> None:
         report.fail(f"{key}={folder}: {existing} cannot be written; choose another")
     elif free < need:
         report.fail(
-            f"{key}={folder}: {format_gib(free)} are free, about {format_gib(need)} needed; make space, or choose "
-            "another"
+            f"{key}={folder}: {format_gib(free)} are free, about {format_gib(need)} needed; make"
+            " space, or choose another"
         )
     else:
         report.ok(f"{key}={folder}: {format_gib(free)} free")
@@ -394,7 +396,10 @@ async def find_jax_devices() -> Devices | str:
         async with asyncio.timeout(_PROBE_SECONDS):
             out, err = await process.communicate()
     except TimeoutError:
-        return f"jax found no device within {_PROBE_SECONDS:g} s; does another process hold the accelerator?"
+        return (
+            f"jax found no device within {_PROBE_SECONDS:g} s; does another process hold the"
+            " accelerator?"
+        )
     finally:
         with suppress(ProcessLookupError):
             process.kill()
@@ -437,7 +442,8 @@ def compare_devices(
         report.warn(f"this machine has a {kind.upper()}, which jax does not use: {remedy}")
     if seen.count < need:
         report.fail(
-            f"learner.mesh and rollout.jetstream need {need} devices, there are {seen.count}; make the meshes smaller"
+            f"learner.mesh and rollout.jetstream need {need} devices, there are {seen.count}; make"
+            " the meshes smaller"
             + (
                 f", or set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
                 if seen.platform == "cpu"

@@ -142,7 +142,8 @@ class RunChecks:
         paths = {"agent.module": config.agent.module, "environments.path": config.environments.path}
         paths["reward.path"] = config.reward.path
         report.ok(
-            f"imported: {', '.join(f'{key}={path}' for key, path in paths.items() if path) or 'none is named'}"
+            "imported:"
+            f" {', '.join(f'{key}={path}' for key, path in paths.items() if path) or 'none is named'}"
         )
 
     async def tools(self, report: Reporter) -> None:
@@ -164,13 +165,14 @@ class RunChecks:
         report.ok(f"{path}: {model.family}, {size}, {model.num_layers} layers, files complete")
         if self.config.learner.lora is None and need > memory:
             report.warn(
-                f"{size} with gradients and optimizer are about {machine.format_gib(need)}; the "
-                f"{machine.format_gib(memory)} of this machine do not hold them if jax computes on the CPU "
-                "(jax-agent-rl plan looks at accelerators)"
+                f"{size} with gradients and optimizer are about {machine.format_gib(need)}; the"
+                f" {machine.format_gib(memory)} of this machine do not hold them if jax computes on"
+                " the CPU (jax-agent-rl plan looks at accelerators)"
             )
         if rollout.max_model_len > model.max_position_embeddings:
             report.warn(
-                f"rollout.max_model_len={rollout.max_model_len}, the model was made for {model.max_position_embeddings}"
+                f"rollout.max_model_len={rollout.max_model_len}, the model was made for"
+                f" {model.max_position_embeddings}"
             )
 
     async def tokenizer(self, report: Reporter) -> None:
@@ -188,7 +190,8 @@ class RunChecks:
         appended = codec.encode_append([*ids, codec.eos_token_ids[0]], [result])
         if "408" not in codec.decode(appended):
             report.fail(
-                "the chat template leaves out tool results; choose another agent.tool_format or model"
+                "the chat template leaves out tool results; choose another agent.tool_format or"
+                " model"
             )
             return
         read_model(self.config, codec, [*prompt, *appended])
@@ -196,7 +199,8 @@ class RunChecks:
             "" if self.config.agent.tool_format == "auto" else " (as configured)"
         )
         report.ok(
-            f"text and turns are reproduced; tool calls: {call}; a turn ends with {codec.eos_token_ids}"
+            f"text and turns are reproduced; tool calls: {call}; a turn ends with"
+            f" {codec.eos_token_ids}"
         )
 
     async def other_models(self, report: Reporter) -> None:
@@ -240,8 +244,9 @@ class RunChecks:
             report.warn(f"{unlabelled} of {len(rows)} rows have no reward_model.ground_truth")
         if misplaced:
             report.warn(
-                f"{misplaced} of {len(rows)} rows have a column ground_truth, which no reward function is given as "
-                "ground_truth: write it into reward_model, {'ground_truth': …}"
+                f"{misplaced} of {len(rows)} rows have a column ground_truth, which no reward"
+                " function is given as ground_truth: write it into reward_model,"
+                " {'ground_truth': …}"
             )
         if idle := report_idle_tools(self.config, rows):
             report.warn("; ".join(idle))
@@ -286,9 +291,15 @@ class RunChecks:
             return
         share, longest = sum(n > limit for n in lengths) / len(lengths), max(lengths)
         described = ", with the tools they describe" if tools is not None and len(tools) else ""
-        text = f"{len(lengths)} counted{described}, the longest has {longest} ids; agent.max_prompt_length={limit}"
+        text = (
+            f"{len(lengths)} counted{described}, the longest has {longest} ids;"
+            f" agent.max_prompt_length={limit}"
+        )
         if share:
-            text += f": {share:.1%} are longer and would be dropped; raise it to {longest}, or leave them out"
+            text += (
+                f": {share:.1%} are longer and would be dropped; raise it to {longest}, or leave"
+                " them out"
+            )
         (report.fail if share > 0.5 else report.warn if share else report.ok)(text)
 
     async def rewards(self, report: Reporter) -> None:
@@ -314,16 +325,23 @@ class RunChecks:
             if answer is None:
                 report.ok(f"{name}: called; its first row holds no answer to try it with")
             elif reward > 0:
-                text = f"{name}: its first row's ground truth earns {reward:g} as {form.format(answer)[:60]!r}"
+                text = (
+                    f"{name}: its first row's ground truth earns {reward:g} as"
+                    f" {form.format(answer)[:60]!r}"
+                )
                 sentence = f"The answer is {answer}."
                 if form == "{}" and await self._reward(row, sentence, services) <= 0:
-                    text += f", and nothing as {sentence[:80]!r}: the answer must be all that the policy writes"
+                    text += (
+                        f", and nothing as {sentence[:80]!r}: the answer must be all that the"
+                        " policy writes"
+                    )
                 report.ok(text)
             else:  # no failure: the function may want a program, tool calls, or a form of its own
                 report.warn(
-                    f"{name}: its first row's ground truth {answer[:60]!r} earns nothing, neither bare nor as "
-                    f"{', '.join(form.format('…') for form in _FORMS[1:])}. Unless it wants another form, check "
-                    "data_source, which names the function, and reward_model.ground_truth, with which it compares"
+                    f"{name}: its first row's ground truth {answer[:60]!r} earns nothing, neither"
+                    f" bare nor as {', '.join(form.format('…') for form in _FORMS[1:])}. Unless it"
+                    " wants another form, check data_source, which names the function, and"
+                    " reward_model.ground_truth, with which it compares"
                 )
 
     async def _reward(self, row: Row, text: str, services: Mapping[str, Any]) -> float:
@@ -388,8 +406,8 @@ class RunChecks:
             report.ok(text)
         else:
             report.fail(
-                f"{text}, weights take up to {machine.format_gib(need)}; make it larger (docker: --shm-size), or set "
-                "rollout.weight_dir"
+                f"{text}, weights take up to {machine.format_gib(need)}; make it larger (docker:"
+                " --shm-size), or set rollout.weight_dir"
             )
 
     async def coordinator(self, report: Reporter) -> None:
@@ -402,7 +420,8 @@ class RunChecks:
             report.fail(f"learner.multihost.coordinator={multihost.coordinator}: write host:port")
         elif multihost.process_id == 0 and not machine.is_free("", int(port)):
             report.fail(
-                f"port {port} of learner.multihost.coordinator={multihost.coordinator} is in use; choose one"
+                f"port {port} of learner.multihost.coordinator={multihost.coordinator} is in use;"
+                " choose one"
             )
         else:
             report.ok(f"{multihost.coordinator}, {multihost.num_processes or '?'} processes")
@@ -423,8 +442,8 @@ async def _check_server(report: Reporter, url: str, token: str | None) -> None:
         report.fail(f"{url} is not healthy: {health.detail}")
     elif health.policy_version >= 0:
         report.warn(
-            f"{url} serves policy version {health.policy_version} of an earlier run, and would refuse the first "
-            "weights of a new one; restart it before that"
+            f"{url} serves policy version {health.policy_version} of an earlier run, and would"
+            " refuse the first weights of a new one; restart it before that"
         )
     else:
         report.ok(f"{url} is healthy, with the model's own weights")

@@ -96,7 +96,8 @@ def render_template(name: str, **values: Any) -> str:
         import jinja2
     except ImportError:
         raise LaunchError(
-            "--render needs jinja2: pip install jinja2, or PYTHON=.venv/bin/python of an environment that has it"
+            "--render needs jinja2: pip install jinja2, or PYTHON=.venv/bin/python of an"
+            " environment that has it"
         ) from None
     loader = jinja2.FileSystemLoader(ROOT / "launch" / "templates")
     environment = jinja2.Environment(

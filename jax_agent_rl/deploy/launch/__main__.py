@@ -137,8 +137,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.config is None and (arguments.render or cluster):
         raise LaunchError(
-            "give a configuration, by CONFIG or --config FILE: the quickstart, whose model and data are fetched, is "
-            "for this machine"
+            "give a configuration, by CONFIG or --config FILE: the quickstart, whose model and data"
+            " are fetched, is for this machine"
         )
     file = (arguments.config or QUICKSTART).absolute()
     config = load_run(str(file), arguments.overrides)
@@ -157,8 +157,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         return 0
     if not cluster and (nodes := config.learner.multihost.num_processes or 1) > 1:
         raise LaunchError(
-            f"learner.multihost.num_processes={nodes} needs {nodes} nodes of a Ray cluster: name one by RAY_ADDRESS, "
-            "or leave the key out to train on this machine"
+            f"learner.multihost.num_processes={nodes} needs {nodes} nodes of a Ray cluster: name"
+            " one by RAY_ADDRESS, or leave the key out to train on this machine"
         )
     # CPUs for the learner's actor, the learner, and each engine.
     with connected(cpus=2 + config.rollout.num_engines) as client:
@@ -169,8 +169,8 @@ def _certify(arguments: argparse.Namespace, cluster: str | None) -> int:
     """Run ``jax-agent-rl certify`` in place of this process; with ``--dry-run``, print the command."""
     if arguments.render or arguments.resume or arguments.tool_server or cluster:
         raise LaunchError(
-            "--certify measures this machine: leave out --render, --resume and --tool-server, unset RAY_ADDRESS, and "
-            "run it on each node of a cluster"
+            "--certify measures this machine: leave out --render, --resume and --tool-server, unset"
+            " RAY_ADDRESS, and run it on each node of a cluster"
         )
     config = [f"--config={arguments.config.absolute()}"] if arguments.config else []
     command = [sys.executable, "-m", "jax_agent_rl.cli", "certify", *config, *arguments.overrides]
@@ -192,7 +192,8 @@ def _cluster_file(arguments: argparse.Namespace) -> str:
     if len(users) != 1:
         hosts = ",".join(arguments.hosts)
         raise LaunchError(
-            f"--hosts={hosts}: name [user@]hosts with one user for all, e.g. me@10.0.0.1,me@10.0.0.2"
+            f"--hosts={hosts}: name [user@]hosts with one user for all, e.g."
+            " me@10.0.0.1,me@10.0.0.2"
         )
     return render_template(
         "ray_cluster.yaml.j2",
@@ -208,7 +209,8 @@ def _ray_job_manifest(arguments: argparse.Namespace, config: Config, passed: Seq
     """Return a ConfigMap with the configuration's file and a RayJob that runs it, for ``kubectl apply``."""
     if not config.run_dir.startswith("/runs/"):
         raise LaunchError(
-            f"run_dir={config.run_dir} ends with its pod; set it to a folder of /runs, e.g. /runs/my"
+            f"run_dir={config.run_dir} ends with its pod; set it to a folder of /runs, e.g."
+            " /runs/my"
         )
     python, job = "/opt/venv/bin/python", "jax-agent-rl"  # of docker/gpu.Dockerfile, as /app is
     return render_template(

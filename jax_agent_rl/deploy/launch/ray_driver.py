@@ -132,7 +132,8 @@ class Driver:
             resume = ["--auto-resume"]
             _print_line(f"a process of the learner was lost ({attempt + 1} of {most} times)")
         raise LaunchError(
-            f"gave up after {most} restarts (--max-restarts); --resume goes on from the last checkpoint"
+            f"gave up after {most} restarts (--max-restarts); --resume goes on from the last"
+            " checkpoint"
         )
 
     @contextlib.contextmanager
@@ -158,12 +159,14 @@ class Driver:
                 if elapsed - reported > _PROGRESS_SECONDS:
                     reported = elapsed
                     _print_line(
-                        f"waiting for room: {self.count} node(s) for the learner with {_plain(bundle)} each, and "
-                        f"{_plain(needs)} for the engines; free: {_plain(free)}"
+                        f"waiting for room: {self.count} node(s) for the learner with"
+                        f" {_plain(bundle)} each, and {_plain(needs)} for the engines; free:"
+                        f" {_plain(free)}"
                     )
                 if elapsed > self.arguments.start_timeout:
                     raise LaunchError(
-                        f"no room after {elapsed:.0f} s (--start-timeout), see the line above; add nodes"
+                        f"no room after {elapsed:.0f} s (--start-timeout), see the line above; add"
+                        " nodes"
                     )
                 self.stop.wait(_POLL_SECONDS)
             yield None if self.stop.is_set() else group
@@ -207,7 +210,8 @@ class Driver:
                 address = ray.get(actors[0].address.remote(), timeout=timeout)
             except GetTimeoutError:
                 raise LaunchError(
-                    f"Ray did not start the learner's first process within {timeout:g} s (--start-timeout); {RAY_FIX}"
+                    f"Ray did not start the learner's first process within {timeout:g} s"
+                    f" (--start-timeout); {RAY_FIX}"
                 ) from None
             own += [f"learner.multihost.coordinator={address}"]
             own += [f"learner.multihost.num_processes={self.count}", *resume]
@@ -331,7 +335,8 @@ def _tool_server(file: str, group: Any, attempt: int) -> Iterator[None]:
         while not ready.wait(_POLL_SECONDS):
             if not serving.is_alive() or time.monotonic() > deadline:
                 raise LaunchError(
-                    f"the tool server of --tool-server={file} did not start; the lines above say why"
+                    f"the tool server of --tool-server={file} did not start; the lines above"
+                    " say why"
                 )
         yield
     finally:

@@ -169,8 +169,8 @@ def architecture_folder(name: str) -> Iterator[Path]:
         near = nearest(name.lower(), ARCHITECTURES)
         guess = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
-            f"--architecture {name}: not known; {guess}there are {', '.join(ARCHITECTURES)}; of any other model set "
-            "model.path to a folder with its config.json"
+            f"--architecture {name}: not known; {guess}there are {', '.join(ARCHITECTURES)}; of any"
+            " other model set model.path to a folder with its config.json"
         )
     with tempfile.TemporaryDirectory(prefix="architecture-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))

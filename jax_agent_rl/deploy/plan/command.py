@@ -36,7 +36,9 @@ PLANNER = own_python("-m", "jax_agent_rl.deploy.plan.command")
 # Settings of libtpu that avoid a fault, by a function on its stack. Seen on v5p with libtpu 0.0.42.1: gradients of a
 # 1.5B model with fsdp=4.
 _REMEDIES = {
-    "EmitAllReduceScatterFusion": "LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false"
+    "EmitAllReduceScatterFusion": (
+        "LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false"
+    )
 }
 _GIB = 1 << 30
 
@@ -302,12 +304,15 @@ def _explain(status: int, last: str, stderr: str) -> str:
         stderr: its standard error.
     """
     if status >= 0:
-        return f"planning ended with exit status {status} when it was {last}: this should not happen\n{stderr}"
+        return (
+            f"planning ended with exit status {status} when it was {last}: this should not"
+            f" happen\n{stderr}"
+        )
     name = signal.Signals(-status).name
     if -status == signal.SIGKILL:
         return (
-            f"planning was killed ({name}) when it was {last}. A system does that where memory runs out: plan where "
-            "there is more, or take a smaller learner.micro_batch_size"
+            f"planning was killed ({name}) when it was {last}. A system does that where memory runs"
+            " out: plan where there is more, or take a smaller learner.micro_batch_size"
         )
     fatal = re.search(
         r"^F\d{4} .*?\] (.+)$", stderr, re.MULTILINE
@@ -320,8 +325,9 @@ def _explain(status: int, last: str, stderr: str) -> str:
         if place in stderr
     ]
     return (
-        f"libtpu ended itself ({name}) when it was {last}: {message or 'it gave no message'}. That is a fault of this "
-        f"compiler, and would end the run on the slice, too; {'; or '.join(remedies)}"
+        f"libtpu ended itself ({name}) when it was {last}: {message or 'it gave no message'}. That"
+        " is a fault of this compiler, and would end the run on the slice, too;"
+        f" {'; or '.join(remedies)}"
     )
 
 

@@ -170,7 +170,10 @@ class Compiled:
         if not self.program.calls:
             return took
         share = f"{ideal_seconds(self, chip).total / predicted:.0%} of the ideal"
-        return f"{format_seconds(predicted / steps)} a {'step' if steps > 1 else 'call'}, {share}, {took}"
+        return (
+            f"{format_seconds(predicted / steps)} a {'step' if steps > 1 else 'call'}, {share},"
+            f" {took}"
+        )
 
     @property
     def flops(self) -> float:
@@ -327,8 +330,9 @@ def show_profiles(compiled: Sequence[Compiled], chip: Chip, console: Console) ->
             continue
         predicted, least = one.prediction.seconds, format_seconds(ideal.total / steps)
         console.print(
-            f"[bold]{name}[/bold]: {format_seconds(predicted / steps)} a {'step' if steps > 1 else 'call'}, "
-            f"{ideal.total / predicted:.0%} of the ideal ({least}, bound by {ideal.bound})",
+            f"[bold]{name}[/bold]: {format_seconds(predicted / steps)} a"
+            f" {'step' if steps > 1 else 'call'}, {ideal.total / predicted:.0%} of the ideal"
+            f" ({least}, bound by {ideal.bound})",
             highlight=False,
             soft_wrap=True,
         )

@@ -323,9 +323,9 @@ def _load(
     held = sum(staying.get(name, 0) for name in program.holds)
     if one.memory is None:
         added = {
-            TEMPORARIES: one.needs
-            if "temporaries (" in (one.problem or "")
-            else max(0, one.needs - held)
+            TEMPORARIES: (
+                one.needs if "temporaries (" in (one.problem or "") else max(0, one.needs - held)
+            )
         }
     else:
         memory = one.memory

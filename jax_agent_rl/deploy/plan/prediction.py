@@ -52,8 +52,8 @@ LAUNCH = 1e-6
 """Seconds of an instruction without an estimate: libtpu gives 1,800 cycles to the smallest fusions."""
 
 _FREE = frozenset(
-    "parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id add-dependency "
-    "opt-barrier".split()
+    "parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id"
+    " add-dependency opt-barrier".split()
 )
 _SLICES = frozenset(
     ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")

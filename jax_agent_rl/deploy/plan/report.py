@@ -37,13 +37,31 @@ from jax_agent_rl.runtime.engine_devices import engine_shapes
 COLUMNS = {
     "program": "what a run compiles, the largest of each kind",
     "chips": "chips that it runs on",
-    "memory": "used on the fullest chip while it runs, with what stays there between programs; ! is too much",
-    "TFLOP": "operations that the model needs in a call (in decoding: in all its steps), on all chips together",
-    "bytes": "of such a call: weights, visible keys and values, or operands of products; without any, all arrays",
-    "sent": "bytes that each chip sends in one call; - if the compiler refused the program and they are not known",
-    "ideal": "least time of a call, or of a step of decoding; >= without what is sent; - where it hardly counts",
+    "memory": (
+        "used on the fullest chip while it runs, with what stays there between programs; ! is too"
+        " much"
+    ),
+    "TFLOP": (
+        "operations that the model needs in a call (in decoding: in all its steps), on all chips"
+        " together"
+    ),
+    "bytes": (
+        "of such a call: weights, visible keys and values, or operands of products; without any,"
+        " all arrays"
+    ),
+    "sent": (
+        "bytes that each chip sends in one call; - if the compiler refused the program and they are"
+        " not known"
+    ),
+    "ideal": (
+        "least time of a call, or of a step of decoding; >= without what is sent; - where it hardly"
+        " counts"
+    ),
     "bound": "what limits that: products, memory, or links between chips",
-    "predicted": "time by the compiler's estimates of its instructions, as they are scheduled; - if it refused",
+    "predicted": (
+        "time by the compiler's estimates of its instructions, as they are scheduled; - if it"
+        " refused"
+    ),
     "share": "of the ideal in that",
     "compiled": "seconds that compiling took here",
 }
@@ -177,7 +195,9 @@ def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
     capacity = plan.fullest.capacity
     if all(load.fits for load in plan.loads):
         free = format_bytes(capacity - plan.fullest.total)
-        yield f"[green]It fits[/green]: of {format_bytes(capacity)} a chip at least {free} are free."
+        yield (
+            f"[green]It fits[/green]: of {format_bytes(capacity)} a chip at least {free} are free."
+        )
     by_advice: dict[tuple[str, ...], list[Load]] = {}
     for load in plan.loads:
         if not load.fits:
@@ -186,7 +206,9 @@ def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
         names = ", ".join(load.program.name for load in those)
         over = format_bytes(max(0, *(load.total - capacity for load in those)))
         verb, most = ("does not fit", "") if len(those) == 1 else ("do not fit", "up to ")
-        yield f"[red]{names} {verb}[/red]: {most}{over} too much on a chip; try {' or '.join(keys)}."
+        yield (
+            f"[red]{names} {verb}[/red]: {most}{over} too much on a chip; try {' or '.join(keys)}."
+        )
     if pages := plan.host_pages:
         used = f"{format_bytes(pages)} of KV in a host's {format_bytes(plan.host_memory)} of memory"
         if pages > plan.host_memory:
@@ -215,23 +237,28 @@ def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
     replay = plan.replay
     if replay.masks:
         yield (
-            f"sampling replay: {format_bytes(replay.masks)} of masks a step between hosts and chips, on each side; "
-            f"up to {format_bytes(replay.supports)} between processes"
+            f"sampling replay: {format_bytes(replay.masks)} of masks a step between hosts and"
+            f" chips, on each side; up to {format_bytes(replay.supports)} between processes"
         )
     if replay.experts:
-        yield f"router replay: {format_bytes(replay.experts)} of chosen experts a step, from engines to the learner"
+        yield (
+            f"router replay: {format_bytes(replay.experts)} of chosen experts a step, from engines"
+            " to the learner"
+        )
     if (factory := rollout.jetstream.engine_factory) is not None:
-        yield f"rollout.jetstream.engine_factory={factory}: planned as if it were the built-in engine"
+        yield (
+            f"rollout.jetstream.engine_factory={factory}: planned as if it were the built-in engine"
+        )
     if price is not None:
         what = "cost" if plan.placement.engines else "cost of the learner"
         yield (
-            f"{what}: {least}{_cost(plan, price):.3g} a step, {_cost_of_million(plan, price):.3g} a million trained "
-            f"tokens; {plan.slice.chips} chips at {price:g} an hour"
+            f"{what}: {least}{_cost(plan, price):.3g} a step, {_cost_of_million(plan, price):.3g} a"
+            f" million trained tokens; {plan.slice.chips} chips at {price:g} an hour"
         )
     yield (
-        "Assumed: trajectories of full length, rows full, slots as far as trajectories and KV cache go; "
-        "tools and hosts that take no time; "
-        f"{plan.utilization:.0%} of the ideal where the compiler refuses a program (--utilization)."
+        "Assumed: trajectories of full length, rows full, slots as far as trajectories and KV"
+        f" cache go; tools and hosts that take no time; {plan.utilization:.0%} of the ideal where"
+        " the compiler refuses a program (--utilization)."
     )
 
 

@@ -153,8 +153,8 @@ def candidates(
                     reasons.add(f"what stays on a chip takes {stays} of {there}")
     if not found:
         raise ConfigError(
-            f"no mesh for {slice.name}: {min(reasons, key=len)}; take a larger --topology, learner.lora, or a smaller "
-            "rollout.jetstream.kv_cache_tokens"
+            f"no mesh for {slice.name}: {min(reasons, key=len)}; take a larger --topology,"
+            " learner.lora, or a smaller rollout.jetstream.kv_cache_tokens"
         )
     return sorted(found, key=lambda one: _order(one, slice.chip.hbm_bytes))
 

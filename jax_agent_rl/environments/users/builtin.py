@@ -179,8 +179,8 @@ def _spoken(text: str, *, wrote: str) -> str:
     """
     if not text.strip():
         raise InteractionError(
-            f"the simulated user only thought and said nothing: …{wrote[-100:]!r}; raise its max_tokens, or let it "
-            "think less"
+            f"the simulated user only thought and said nothing: …{wrote[-100:]!r}; raise its"
+            " max_tokens, or let it think less"
         )
     return text.strip()
 
@@ -231,14 +231,15 @@ def _true_answer(kwargs: Mapping[str, Any]) -> Decimal:
     answer = last_number(str(kwargs.get("ground_truth", "")))
     if answer is None:
         raise InteractionError(
-            f"interaction_kwargs.ground_truth={kwargs.get('ground_truth')!r} holds no number to compare with"
+            f"interaction_kwargs.ground_truth={kwargs.get('ground_truth')!r} holds no number to"
+            " compare with"
         )
     return answer
 
 
 PERSONA = (
-    "You play a user who talks to an assistant. Stay in that role: you are not the assistant. "
-    "Write only the user's next message. When the user's goal is reached, write {done} and nothing else."
+    "You play a user who talks to an assistant. Stay in that role: you are not the assistant. Write"
+    " only the user's next message. When the user's goal is reached, write {done} and nothing else."
 )
 
 

@@ -278,8 +278,9 @@ def _reward_part(trajectory: Trajectory, key: str) -> float:
         return trajectory.reward
     if key not in trajectory.reward_parts:
         raise ConfigError(
-            f"algorithm.gdpo.reward_keys names {key!r}, the reward of {trajectory.trajectory_id} has "
-            f"{['score', *trajectory.reward_parts]}; let the reward function return it for every trajectory"
+            f"algorithm.gdpo.reward_keys names {key!r}, the reward of {trajectory.trajectory_id}"
+            f" has {['score', *trajectory.reward_parts]}; let the reward function return it for"
+            " every trajectory"
         )
     return trajectory.reward_parts[key]
 

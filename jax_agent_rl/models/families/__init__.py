@@ -41,7 +41,8 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     name = raw.get("model_type")
     if name not in FAMILIES:
         raise ModelError(
-            f"config.json: model_type {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            f"config.json: model_type {name!r} is not supported; supported:"
+            f" {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[name]
     fields = Fields(raw)

@@ -232,8 +232,9 @@ def refuse_unknown(unread: Mapping[str, Any], inert: Collection[str], path: str 
             refuse_unknown(value, inert, f"{path}{name}.")
             continue
         raise ModelError(
-            f"config.json: {path}{name}={value!r} is not known here, so this model may compute something else than it "
-            "would; remove the field from the file if it has no effect, or see docs/write/model.md"
+            f"config.json: {path}{name}={value!r} is not known here, so this model may compute"
+            " something else than it would; remove the field from the file if it has no effect, or"
+            " see docs/write/model.md"
         )
 
 
@@ -315,7 +316,8 @@ def refuse(config: Fields, **expected: Any) -> None:
     for name, value in expected.items():
         if config.get(name) not in (None, value):
             raise ModelError(
-                f"config.json: {config.path}{name}={config[name]!r} is not supported, only {value!r}"
+                f"config.json: {config.path}{name}={config[name]!r} is not supported, only"
+                f" {value!r}"
             )
 
 
@@ -323,7 +325,8 @@ def bad_field(config: Fields, name: str, expected: str) -> ModelError:
     """Make the error for a field that is missing or of a wrong type."""
     found = f"{name}={config[name]!r}" if name in config else f"{name} is missing"
     return ModelError(
-        f"config.json: {config.path}{found}, expected {expected}; correct the file or download the model again"
+        f"config.json: {config.path}{found}, expected {expected}; correct the file or download the"
+        " model again"
     )
 
 
@@ -505,7 +508,8 @@ def _read_scaling(raw: Fields, section: Fields, defaults: Defaults) -> Scaling |
                 factor=number(section, "factor"), trained_positions=trained, positions=longest
             )
     raise ModelError(
-        f"config.json: rope_scaling type {kind!r} is not supported, only 'linear', 'llama3', 'yarn' and 'dynamic'"
+        f"config.json: rope_scaling type {kind!r} is not supported, only 'linear', 'llama3', 'yarn'"
+        " and 'dynamic'"
     )
 
 

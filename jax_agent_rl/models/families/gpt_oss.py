@@ -80,8 +80,9 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
     assert config.experts is not None
     return write_common(config, "GptOssForCausalLM") | {
-        "rope_scaling": write_scaling(config.rope)
-        or {"rope_type": "default"},  # absent, it is YaRN
+        "rope_scaling": (
+            write_scaling(config.rope) or {"rope_type": "default"}
+        ),  # absent, it is YaRN
         **_FIXED,
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_kinds(config),

@@ -119,7 +119,8 @@ def _read_experts(raw: Fields) -> Experts:
     )
     if experts.per_token > experts.count:
         raise ModelError(
-            f"config.json: num_experts_per_tok={experts.per_token} exceeds {names[0]}={experts.count}"
+            f"config.json: num_experts_per_tok={experts.per_token} exceeds"
+            f" {names[0]}={experts.count}"
         )
     return experts
 

@@ -106,8 +106,8 @@ class _Tower:
         config = VisionConfig(out_size=out_size, **more)
         if config.hidden_size % (4 * config.num_heads):
             raise ModelError(
-                f"config.json: vision_config.hidden_size={config.hidden_size} is not a multiple of 4 x "
-                f"num_heads={config.num_heads}; correct the file"
+                f"config.json: vision_config.hidden_size={config.hidden_size} is not a multiple of"
+                f" 4 x num_heads={config.num_heads}; correct the file"
             )
         if not config.window_side:
             raise ModelError(
@@ -268,7 +268,8 @@ def _text_section(raw: Fields) -> Fields:
             continue
         if raw[name] != text[name]:
             raise ModelError(
-                f"config.json: {name}={value!r} differs from text_config.{name}={text[name]!r}; remove one of them"
+                f"config.json: {name}={value!r} differs from text_config.{name}={text[name]!r};"
+                " remove one of them"
             )
     return text
 

@@ -64,22 +64,29 @@ class Chart:
 CHARTS = (
     Chart(
         title="Reward",
-        hint="Mean of each step's trajectories, between the worst and the best. It should rise; a band of zero width "
-        "leaves nothing to learn from.",
+        hint=(
+            "Mean of each step's trajectories, between the worst and the best. It should rise; a"
+            " band of zero width leaves nothing to learn from."
+        ),
         lines={"mean": "reward_mean"},
         band=("reward_min", "reward_max"),
     ),
     Chart(
         title="Held-out accuracy",
-        hint="Share of right answers on rows that are never trained on: the mean of the reward's part 'accuracy', or "
-        "of the whole score if it has none. A lost trajectory counts as wrong.",
+        hint=(
+            "Share of right answers on rows that are never trained on: the mean of the reward's"
+            " part 'accuracy', or of the whole score if it has none. A lost trajectory counts as"
+            " wrong."
+        ),
         lines={"accuracy": "accuracy"},
         kind="evaluation",
         scale="share",
     ),
     Chart(
         title="Response length",
-        hint="Sampled and inserted tokens. A mean at the upper edge means that answers are cut off.",
+        hint=(
+            "Sampled and inserted tokens. A mean at the upper edge means that answers are cut off."
+        ),
         lines={"response": "response_tokens_mean", "sampled": "sampled_tokens_mean"},
         band=("response_tokens_min", "response_tokens_max"),
         unit="tokens",
@@ -92,22 +99,29 @@ CHARTS = (
     ),
     Chart(
         title="Entropy",
-        hint="Entropy of the policy over sampled tokens. It falls as the policy becomes certain; near zero early on, "
-        "exploration has ended.",
+        hint=(
+            "Entropy of the policy over sampled tokens. It falls as the policy becomes certain;"
+            " near zero early on, exploration has ended."
+        ),
         lines={"entropy": "entropy"},
         unit="nats",
     ),
     Chart(
         title="KL",
-        hint="From the policy before the step, from the reference, and of the rollout from the learner.",
+        hint=(
+            "From the policy before the step, from the reference, and of the rollout from the"
+            " learner."
+        ),
         lines={"step": "kl", "reference": "kl_reference", "rollout": "rollout_kl"},
         unit="nats",
         hides_zero=True,
     ),
     Chart(
         title="Engine/learner log-prob gap",
-        hint="Difference between log-probs of engine and learner for the same weights; it should not grow. In "
-        "asynchronous modes stale weights are part of it.",
+        hint=(
+            "Difference between log-probs of engine and learner for the same weights; it should not"
+            " grow. In asynchronous modes stale weights are part of it."
+        ),
         lines={"max": "logprob_gap_max", "mean": "logprob_gap_mean"},
         unit="nats",
         scale="log",
@@ -120,7 +134,10 @@ CHARTS = (
     ),
     Chart(
         title="Busy and idle",
-        hint="Share of the time. An idle learner waits for rollouts: add engines, or train asynchronously.",
+        hint=(
+            "Share of the time. An idle learner waits for rollouts: add engines, or train"
+            " asynchronously."
+        ),
         lines={"learner idle": "learner_idle_share", "engine busy": "engine_busy_share"},
         scale="share",
     ),

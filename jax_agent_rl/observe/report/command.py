@@ -149,8 +149,9 @@ def choose_for_page(records: RecordSource, limit: int) -> PageChoice:
             else "--limit shows more"
         )
         notes.append(
-            f"{len(places)} of {len(facts)} trajectories are shown, from {steps} of "
-            f"{len({fact.step for fact in facts})} steps: the best and the worst of each, and random others; {more}"
+            f"{len(places)} of {len(facts)} trajectories are shown, from {steps} of"
+            f" {len({fact.step for fact in facts})} steps: the best and the worst of each, and"
+            f" random others; {more}"
         )
     groups: dict[tuple[str, int, str], list[int]] = {}
     for place in sorted(places):

@@ -208,8 +208,8 @@ def check_sinks(names: Sequence[str]) -> None:
 
         if not start_service_blocking(has_key, name="W&B", fix="take wandb out of trainer.logger"):
             raise ConfigError(
-                "trainer.logger names wandb, which has no API key: run 'wandb login', set WANDB_API_KEY, or "
-                "WANDB_MODE=offline"
+                "trainer.logger names wandb, which has no API key: run 'wandb login', set"
+                " WANDB_API_KEY, or WANDB_MODE=offline"
             )
 
 
@@ -218,7 +218,8 @@ def _read_identities(file: Path) -> dict[str, dict[str, str]]:
         return read_json_object(file) if file.exists() else {}
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{file} cannot be read ({error}); remove it, and the trackers begin new records of this run"
+            f"{file} cannot be read ({error}); remove it, and the trackers begin new records of"
+            " this run"
         ) from None
 
 

@@ -304,7 +304,8 @@ def _import(name: str) -> ModuleType:
         return import_installed(name)
     except ImportError as error:
         raise ConfigError(
-            f"trace.sinks: {name} is not installed ({error}); pip install 'jax_agent_rl[trace]', or leave it out"
+            f"trace.sinks: {name} is not installed ({error}); pip install 'jax_agent_rl[trace]', or"
+            " leave it out"
         ) from error
 
 

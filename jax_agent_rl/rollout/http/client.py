@@ -351,7 +351,8 @@ class RemoteBackend(ProxyBackend):
             )
         if response.status == 401:
             raise BackendError(
-                f"{self.url} does not accept the token; check the variable named by rollout.token_env"
+                f"{self.url} does not accept the token; check the variable named by"
+                " rollout.token_env"
             )
         raise error
 

@@ -227,7 +227,8 @@ async def command_run(
         raise ConfigError(f"no run trains in {folder}: {file.name} is missing there") from None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{file} cannot be read ({error!r}): it is of another run, or damaged; start the run again"
+            f"{file} cannot be read ({error!r}): it is of another run, or damaged; start the run"
+            " again"
         ) from None
     options: dict[str, Any] = {"allow_redirects": False}
     if body is not None:
@@ -255,8 +256,8 @@ async def command_run(
         raise BackendError(f"what answers for the run in {folder} is no run: {error}") from None
     except aiohttp.ClientConnectorError as error:
         raise ConfigError(
-            f"the run in {folder} does not answer ({error}): it was killed, or it runs on another machine than "
-            f"{socket.gethostname()}: run this on {address['host']}"
+            f"the run in {folder} does not answer ({error}): it was killed, or it runs on another"
+            f" machine than {socket.gethostname()}: run this on {address['host']}"
         ) from error
     except aiohttp.ClientError as error:
         raise BackendError(f"the run in {folder} ended before it answered: {error}") from error

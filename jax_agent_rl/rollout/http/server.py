@@ -179,8 +179,8 @@ class RolloutServer:
             if version != str(wire.PROTOCOL_VERSION):
                 raise Refused(
                     426,
-                    f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client {version}; "
-                    "install one version",
+                    f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client"
+                    f" {version}; install one version",
                 )
             if request.headers.get(wire.INSTANCE_HEADER, self._instance) != self._instance:
                 raise Refused(409, "the rollout server was restarted")

@@ -159,8 +159,8 @@ class SharedDir:
     def _elsewhere(self, path: str) -> WeightUpdateError:
         where = self._folder or f"{SHARED_MEMORY}/jax_agent_rl-weights-*"
         return WeightUpdateError(
-            f"weights at {path[:200]!r} are not read: this server takes them from {where} alone; set "
-            "rollout.weight_dir to the same folder on both sides, or have them uploaded"
+            f"weights at {path[:200]!r} are not read: this server takes them from {where} alone;"
+            " set rollout.weight_dir to the same folder on both sides, or have them uploaded"
         )
 
 
@@ -354,8 +354,9 @@ class Uploads:
                 kept.size += len(block)  # of all files that arrive concurrently
                 if (total := sum(each.size for each in self._uploads.values())) > self._max_bytes:
                     raise WeightUpdateError(
-                        f"{name}: the uploads have {total} bytes, more than the server's limit of {self._max_bytes}; "
-                        "make room where they go (docker: --shm-size), or set rollout.weight_dir"
+                        f"{name}: the uploads have {total} bytes, more than the server's limit of"
+                        f" {self._max_bytes}; make room where they go (docker: --shm-size), or set"
+                        " rollout.weight_dir"
                     )
                 pending += block
                 if len(pending) >= _WRITE_BYTES:

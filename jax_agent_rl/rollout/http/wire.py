@@ -231,7 +231,8 @@ def decode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...
         pixels += image.width * image.height
         if len(opened) > MAX_IMAGES or pixels > MAX_TOTAL_PIXELS:
             raise ValueError(
-                f"more than {MAX_IMAGES} images and frames, or {MAX_TOTAL_PIXELS} pixels, in one request"
+                f"more than {MAX_IMAGES} images and frames, or {MAX_TOTAL_PIXELS} pixels, in one"
+                " request"
             )
         return image
 

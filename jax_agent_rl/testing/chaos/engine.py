@@ -60,7 +60,8 @@ class HashPolicy:
             or not np.isfinite(logits).all()
         ):
             raise ValueError(
-                f"weights must be finite float32 [{_ROWS}, {VOCABULARY}], got {logits.dtype} {list(logits.shape)}"
+                f"weights must be finite float32 [{_ROWS}, {VOCABULARY}], got {logits.dtype}"
+                f" {list(logits.shape)}"
             )
         self.logits = logits
 
@@ -173,7 +174,8 @@ class PacedBackend(BatchingEngine):
             or sampling.stop
         ):
             raise BackendError(
-                f"the paced engine samples with a seed, at temperature 1, without stops; got {sampling}"
+                "the paced engine samples with a seed, at temperature 1, without stops; got"
+                f" {sampling}"
             )
 
     def admit(self, run: Run) -> None:

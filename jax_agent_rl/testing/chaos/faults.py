@@ -68,7 +68,8 @@ class Child:
                 while not await _listens(self.port):
                     if self._process.returncode is not None:
                         raise LaunchError(
-                            f"{self.name} ended with {self._process.returncode}: {self._last_words()}"
+                            f"{self.name} ended with {self._process.returncode}:"
+                            f" {self._last_words()}"
                         )
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:

@@ -42,7 +42,10 @@ def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
                 key, seed=turn_seed, position=position + len(ids)
             )
             if expected != (token, log_prob):
-                yield f"{name}: id {len(ids)} is {token, log_prob}; version {version} gives {expected}"
+                yield (
+                    f"{name}: id {len(ids)} is {token, log_prob}; version {version} gives"
+                    f" {expected}"
+                )
             sampled.append((len(ids), token, log_prob, version))
             ids.append(token)
             key = context_key([token], key)

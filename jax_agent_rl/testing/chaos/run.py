@@ -277,7 +277,8 @@ async def _both(
         print_line(text)
     if not broken:
         print_line(
-            f"all held: {faulty.trained_per_second:.1f} trajectories a second were trained under faults"
+            f"all held: {faulty.trained_per_second:.1f} trajectories a second were trained under"
+            " faults"
         )
     return report
 
@@ -301,7 +302,8 @@ def failures(result: ChaosResult) -> list[str]:
         broken.append(f"a request was sent {result.max_attempts} times, more than {MAX_ATTEMPTS}")
     if result.max_tool_attempts > 1 + TOOL_RETRIES:
         broken.append(
-            f"a tool call was sent {result.max_tool_attempts} times, may be repeated {TOOL_RETRIES} times"
+            f"a tool call was sent {result.max_tool_attempts} times, may be repeated {TOOL_RETRIES}"
+            " times"
         )
     if grown := growth(result.usage):
         for what in ("descriptors", "tasks"):

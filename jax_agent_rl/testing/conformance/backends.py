@@ -147,7 +147,8 @@ def select_backend(backend: str, options: BackendOptions) -> BackendUnderTest:
             return found
         names = ", ".join([*BACKENDS, *sorted(installed("backends"))])
         raise ConfigError(
-            f"no backend is called {backend!r}; there are {names}, or give your own as module:function"
+            f"no backend is called {backend!r}; there are {names}, or give your own as"
+            " module:function"
         )
     try:
         return (factory or getattr(importlib.import_module(module), function))(options)

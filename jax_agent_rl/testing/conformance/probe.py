@@ -271,7 +271,10 @@ class Probe:
         logits = predictions(self.subject.reference, prompt, output.token_ids, weights)
         right = expected_logprobs(logits, output.token_ids, output.log_probs, **sampling)
         at = int(np.argmax(np.abs(np.asarray(output.log_probs) - right)))
-        expected = f"{right[at]:.6f} for id {output.token_ids[at]} at position {at}; got {output.log_probs[at]:.6f}"
+        expected = (
+            f"{right[at]:.6f} for id {output.token_ids[at]} at position {at}; got"
+            f" {output.log_probs[at]:.6f}"
+        )
         self._compare(
             np.abs(np.asarray(output.log_probs) - right), what, cause=cause, expected=expected
         )
@@ -280,7 +283,10 @@ class Probe:
         tolerance = self.subject.tolerance
         worst = int(np.argmax(errors))
         if not errors[worst] <= tolerance:
-            got = f"off by {errors[worst]:.2e} nats at position {worst} of {len(errors)}; tolerance {tolerance:g}"
+            got = (
+                f"off by {errors[worst]:.2e} nats at position {worst} of {len(errors)}; tolerance"
+                f" {tolerance:g}"
+            )
             raise CheckFailed(what, expected=expected, got=got, cause=cause)
 
     async def clean_up(self) -> None:

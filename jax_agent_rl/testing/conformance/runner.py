@@ -151,7 +151,10 @@ class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
                 "the check ends",
                 expected=f"an answer within {self._subject.timeout:g} s",
                 got="none",
-                cause="a request or call hangs: a lost wake-up, a pause that never ends, or a slot that is never freed",
+                cause=(
+                    "a request or call hangs: a lost wake-up, a pause that never ends, or a slot"
+                    " that is never freed"
+                ),
             ) from None
         except Exception as error:
             cause = "the backend refuses or fails something its Capabilities promise"
@@ -394,8 +397,8 @@ def run_command(
     url, engine, engine_factory = options["url"], options["engine"], options["engine_factory"]
     if url is not None and (backend != "remote" or model is None):
         raise ConfigError(
-            f"--url {url} goes with --backend remote and --model: the folder of the model that server serves, to "
-            f"compare with; got --backend {backend}, --model {model}"
+            f"--url {url} goes with --backend remote and --model: the folder of the model that"
+            f" server serves, to compare with; got --backend {backend}, --model {model}"
         )
     if engine_factory is not None and "jetstream" not in (backend, engine):
         raise ConfigError(

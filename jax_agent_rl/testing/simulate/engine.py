@@ -371,9 +371,9 @@ class PagedKVCache:
             page,
             -(-max_model_len // page),
             host_pages=size.offloading_tokens // page,
-            return_rate=self._returns.rate
-            if size.policy == "expected_return"
-            else lambda session: 0.0,
+            return_rate=(
+                self._returns.rate if size.policy == "expected_return" else lambda session: 0.0
+            ),
         )
 
     def admit(self, queue: Sequence[GenerateRequest], running: int) -> Admission | None:

@@ -62,10 +62,15 @@ _ASSUME = "assume."
 _TRAINER, _KV_CACHE, _BUSY = "trainer", "KV cache", "busy server"
 _COLUMNS = {
     _TRAINER: "trainer.mode, trainer.max_staleness, trainer.stragglers",
-    _KV_CACHE: "lru: the least recently used goes first; expected return: what waiting agents need last; "
-    "offloading: what does not fit is kept in host memory (rollout.jetstream.kv_offloading_size)",
-    _BUSY: "migrate: the session moves to a server with room, which computes its context again; wait: it waits for its "
-    "server; by cost: whichever takes less time (what runs do)",
+    _KV_CACHE: (
+        "lru: the least recently used goes first; expected return: what waiting agents need last;"
+        " offloading: what does not fit is kept in host memory"
+        " (rollout.jetstream.kv_offloading_size)"
+    ),
+    _BUSY: (
+        "migrate: the session moves to a server with room, which computes its context again; wait:"
+        " it waits for its server; by cost: whichever takes less time (what runs do)"
+    ),
     "traj/s": "trajectories trained on in a second",
     "×": "that, over the first line's",
     "ideal": "that, over the rate of engines or learner, whoever is slower, if they never waited",
@@ -384,8 +389,9 @@ def run_command(
             {name: {"trainer": trainer} for name, trainer in POLICIES.items()},
         )
     console.print(
-        f"{rollout.prompts_per_step} x {rollout.group_size} trajectories a step, {assumptions.engines.count} engines "
-        f"of {assumptions.engines.slots} slots; {assumptions.steps} steps of each {what}",
+        f"{rollout.prompts_per_step} x {rollout.group_size} trajectories a step,"
+        f" {assumptions.engines.count} engines of {assumptions.engines.slots} slots;"
+        f" {assumptions.steps} steps of each {what}",
         highlight=False,
     )
     outcomes = []
@@ -414,8 +420,8 @@ def _kv_caches(config: Config, assumptions: Assumptions) -> dict[str, KVCacheSiz
     cache, longest = assumptions.kv_cache, assumptions.agent.longest
     if cache.tokens is not None and cache.tokens < longest:
         raise ConfigError(
-            f"assume.kv_cache.tokens={cache.tokens} holds no context of {longest} ids; raise it, or shorten "
-            "assume.agent.turns or turn_tokens_max"
+            f"assume.kv_cache.tokens={cache.tokens} holds no context of {longest} ids; raise it, or"
+            " shorten assume.agent.turns or turn_tokens_max"
         )
     host = cache.offloading_tokens or config.rollout.max_in_flight * longest
     return {

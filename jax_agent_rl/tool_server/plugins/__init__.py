@@ -226,7 +226,8 @@ def tool_classes(settings: ToolServerSettings) -> list[type[ServerTool]]:
     own = _load_classes(settings.tool_path) if settings.tool_path else {}
     if taken := sorted(set(own) & {*BUILTIN, FINISH}):
         raise ConfigError(
-            f"tool_path={settings.tool_path!r} defines {taken}, names of built-in tools; rename them"
+            f"tool_path={settings.tool_path!r} defines {taken}, names of built-in tools; rename"
+            " them"
         )
     return [_class(name, own) for name in settings.tools if name != FINISH]
 
@@ -243,7 +244,8 @@ def _class(name: str, own: dict[str, type[ServerTool]]) -> type[ServerTool]:
         return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"tool {name!r} needs {error.name}, which is not installed: pip install 'jax_agent_rl[tool-server]'"
+            f"tool {name!r} needs {error.name}, which is not installed: pip install"
+            " 'jax_agent_rl[tool-server]'"
         ) from error
 
 

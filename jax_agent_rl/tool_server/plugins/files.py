@@ -54,7 +54,10 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
     """Text browser. ``extra_fields.page`` is a trajectory's first page."""
 
     name = "page"
-    usage = "<page>open FILE</page>, <page>click N</page>, <page>find TEXT</page>, <page>next</page>, <page>back</page>."
+    usage = (
+        "<page>open FILE</page>, <page>click N</page>, <page>find TEXT</page>, <page>next</page>,"
+        " <page>back</page>."
+    )
     stateful = True
 
     async def start(self) -> None:
@@ -189,7 +192,10 @@ class ImageZoomTool(ServerTool[Mapping[str, Any], list[Image.Image]]):
     """Zooms into images; the environment is the list of images, crops included."""
 
     name = "image_zoom"
-    usage = '<tool_call>{"name": "zoom_in", "arguments": {"bbox_2d": [x1, y1, x2, y2], "target_image": 1}}</tool_call>'
+    usage = (
+        '<tool_call>{"name": "zoom_in", "arguments": {"bbox_2d": [x1, y1, x2, y2], "target_image":'
+        " 1}}</tool_call>"
+    )
     stateful = True
 
     def parse_action(self, action: str) -> Mapping[str, Any] | None:
@@ -260,7 +266,8 @@ def _read(source: object, settings: ImageSettings) -> Image.Image:
         image = Image.open(io.BytesIO(_bytes(source, settings)), formats=FORMATS)
         if image.width * image.height > settings.max_pixels:
             raise ToolError(
-                f"an image is {image.width}x{image.height}, more than image.max_pixels={settings.max_pixels}"
+                f"an image is {image.width}x{image.height}, more than"
+                f" image.max_pixels={settings.max_pixels}"
             )
         image.load()
     except (
@@ -284,5 +291,6 @@ def _bytes(source: object, settings: ImageSettings) -> bytes:
         if path is not None:
             return read_regular_file(path, _MAX_BYTES)
     raise ToolError(
-        f"extra_fields.images: {str(source)[:60]!r} is neither a data: URL nor a file below image.root"
+        f"extra_fields.images: {str(source)[:60]!r} is neither a data: URL nor a file below"
+        " image.root"
     )

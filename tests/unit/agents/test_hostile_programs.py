@@ -245,7 +245,10 @@ async def test_what_could_lead_the_tests_elsewhere_is_left_out_and_named(tmp_pat
         ("import os\nfor i in range(201): open(str(i), 'w').close()", "too large"),
         ("open('a', 'wb').truncate(32 << 20)", "too large"),
         (
-            "import os\nopen('a', 'w').write('x' * 9000)\nfor i in range(150): os.link('a', f'l{i}')",
+            (
+                "import os\nopen('a', 'w').write('x' * 9000)\nfor i in range(150): os.link('a',"
+                " f'l{i}')"
+            ),
             "too large",
         ),
         (
@@ -308,7 +311,8 @@ async def test_a_program_cannot_speak_for_the_runner(tmp_path, as_root):
     (tmp_path / "endpoint.sock").unlink()
     ends = (
         SPEAKS
-        + "\nfor pid in range(2, 40):\n    try: os.kill(pid, signal.SIGKILL)\n    except OSError: pass"
+        + "\nfor pid in range(2, 40):\n    try: os.kill(pid, signal.SIGKILL)\n    except OSError:"
+        " pass"
     )
     tests = {"check.py": ends.encode(), "test.sh": b"python3 /tests/check.py; exit 1"}
     reward, done, verdict = await scored(tmp_path, "", tests, as_root=as_root)

@@ -205,7 +205,10 @@ async def test_a_conversation_continues_the_longest_beginning_that_is_on_record_
     assert [turn.note for turn in recorder.turns] == [
         "",
         "",
-        "message 4 of 5 (assistant) has 'TWO, shortened by the program' where the recorded one (assistant) has 'two'",
+        (
+            "message 4 of 5 (assistant) has 'TWO, shortened by the program' where the recorded one"
+            " (assistant) has 'two'"
+        ),
         "message 1 of 3 (user) has 'summary' where the recorded one (user) has 'q'",
     ]
     assert (recorder.metrics["spliced_calls"], recorder.metrics["unmatched_calls"]) == (1, 1)
@@ -245,8 +248,10 @@ async def test_what_a_call_says_of_its_difference_is_an_excerpt_around_it_and_kn
         sampling=sampling(),
     )
     assert [turn.note for turn in recorder.turns[1:4]] == [
-        "message 1 of 2 (system) has '…olicy a long policy two' "
-        "where the recorded one (system) has '…olicy a long policy one'",
+        (
+            "message 1 of 2 (system) has '…olicy a long policy two' "
+            "where the recorded one (system) has '…olicy a long policy one'"
+        ),
         """message 3 of 4 (assistant) has 'f({"a": 2})' where the recorded one (assistant) has 'f({})'""",
         "asks again for what is on record",
     ]
@@ -274,8 +279,10 @@ async def test_a_raw_prompt_that_continues_nothing_says_where_it_differs():
     first = await recorder.complete("once upon a time", sampling=sampling())
     assert not (await recorder.complete([*first.context_ids, 9], sampling=sampling())).note
     other = await recorder.complete(codec.encode_text("once upon a hill"), sampling=sampling())
-    assert other.note == (
-        "message 1 of 1 (user) has 'once upon a hill' where the recorded one (user) has 'once upon a time'"
+    assert (
+        other.note
+        == "message 1 of 1 (user) has 'once upon a hill' where the recorded one (user) has 'once"
+        " upon a time'"
     )
 
 

@@ -212,8 +212,9 @@ async def test_a_query_is_looked_up_and_its_passages_inserted():
     }
     trajectory, asked, it = await search(found, topk=2)
     assert asked == [{"queries": ["a b"], "topk": 2, "return_scores": True}]
-    assert it.codec.decode(trajectory.turns[0].appended_ids) == (
-        "\n<information>\n[1] A b.\n[2] C d.\n</information>\n"
+    assert (
+        it.codec.decode(trajectory.turns[0].appended_ids)
+        == "\n<information>\n[1] A b.\n[2] C d.\n</information>\n"
     )
     assert trajectory.finish_reason is FinishReason.ANSWER
 

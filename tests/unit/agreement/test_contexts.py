@@ -52,7 +52,7 @@ def same(a: Context, b: Context) -> bool:
 
 
 def test_turns_begin_where_sampled_and_inserted_ids_take_turns():
-    (_, context) = collect_contexts([Group(group_id="g", trajectories=(trajectory(),))], 0)
+    _, context = collect_contexts([Group(group_id="g", trajectories=(trajectory(),))], 0)
     assert context.starts == (4, 7, 9, 11, 12, 15) and context.prompt == 4
     assert [context.sampled_from(i) for i in (2, 4, 6, 8, 10, 14)] == [0, 4, 4, 7, 9, 12]
     assert context.cut(10).starts == (4, 7, 9)
@@ -97,7 +97,7 @@ def test_a_run_folder_gives_the_contexts_of_each_version(tmp_path: Path):
 
 
 def test_evidence_keeps_contexts_as_they_are_and_earlier_files_are_read():
-    (_, context) = collect_contexts([Group(group_id="g", trajectories=(trajectory(),))], 0)
+    _, context = collect_contexts([Group(group_id="g", trajectories=(trajectory(),))], 0)
     context = replace(context, breach=9)
     saved = json.loads(json.dumps(context.to_json()))
     assert same(Context.from_json(saved), context)

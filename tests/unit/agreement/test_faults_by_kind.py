@@ -420,7 +420,10 @@ async def test_a_tensor_that_an_engine_lacks_or_exchanges_is_read_off_it(name: s
     up = params["layers"]["expert_up"]
     served_params = with_layers(params, expert_up=up.at[1, 0].set(up[1, 2]).at[1, 2].set(up[1, 0]))
     made = await diagnosed_engine(MOE, params=params, served_params=served_params, inspected=True)
-    wrong = "model.layers.1.mlp.experts.0.up_proj.weight holds the numbers of model.layers.1.mlp.experts.2.up_proj.weight"
+    wrong = (
+        "model.layers.1.mlp.experts.0.up_proj.weight holds the numbers of"
+        " model.layers.1.mlp.experts.2.up_proj.weight"
+    )
     check(made, Cause.MISNAMED_TENSOR, wrong)
 
 

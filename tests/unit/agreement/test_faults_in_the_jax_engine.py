@@ -213,7 +213,10 @@ async def test_a_context_that_the_engine_itself_reports_as_another_is_token_drif
         (
             with_layer(RIGHT, up=UP.at[0].set(UP[1]).at[1].set(UP[0])),
             Cause.MISNAMED_TENSOR,
-            "model.layers.0.mlp.up_proj.weight holds the numbers of model.layers.1.mlp.up_proj.weight",
+            (
+                "model.layers.0.mlp.up_proj.weight holds the numbers of"
+                " model.layers.1.mlp.up_proj.weight"
+            ),
         ),
         (
             with_layer(RIGHT, q=Q.at[1].set(Q[1].T)),

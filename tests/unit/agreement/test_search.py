@@ -116,9 +116,10 @@ def test_nothing_is_begun_once_the_time_is_over():
     )
     assert READINGS in made.line and Cause.POSITION in made.line
     tried = {finding.name for finding in made.findings if finding.left is not None}
-    assert tried == {Cause.POSITION, Cause.MIXED_ANSWERS}, (
-        "what is known already is compared at no cost"
-    )
+    assert tried == {
+        Cause.POSITION,
+        Cause.MIXED_ANSWERS,
+    }, "what is known already is compared at no cost"
 
 
 def test_where_the_layers_begin_to_differ_is_where_positions_are_tried_first():

@@ -358,7 +358,9 @@ def test_a_template_that_changes_case_is_refused_where_that_would_hide_a_mark():
         PreTrainedTokenizerFast(
             tokenizer_object=codec._tokenizer.backend_tokenizer,
             eos_token="</s>",
-            chat_template="{% for m in messages %}<s>{{ m.content }}|{{ m.content | upper }}</s>{% endfor %}",
+            chat_template=(
+                "{% for m in messages %}<s>{{ m.content }}|{{ m.content | upper }}</s>{% endfor %}"
+            ),
         )
     )
     assert shouting.encode_prompt([{"role": "user", "content": "abc"}])

@@ -36,7 +36,9 @@ BROKEN = {
     "minimax": '<minimax:tool_call><invoke name="f">broken</invoke></minimax:tool_call>',
     "glm": "<tool_call>f<arg_key>x</arg_key></tool_call>",
     "kimi": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{broken<|tool_call_end|>",
-    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{broken\n```<｜tool▁call▁end｜>",
+    "deepseek_v3": (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{broken\n```<｜tool▁call▁end｜>"
+    ),
     "deepseek_v31": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{broken<｜tool▁call▁end｜>",
     "mistral": "[TOOL_CALLS]f[ARGS]{broken",
     "pythonic": "<|tool_call_start|>[f(x=broken)]<|tool_call_end|>",
@@ -203,7 +205,9 @@ def test_after_a_tool_result_a_template_may_open_no_block():
 
 def test_reasoning_stands_between_tags_in_the_text_of_a_turn_however_the_model_marks_it():
     cases = {
-        "gpt-oss": "<|channel|>analysis<|message|>plan<|end|><|start|>assistant<|channel|>final<|message|>so",
+        "gpt-oss": (
+            "<|channel|>analysis<|message|>plan<|end|><|start|>assistant<|channel|>final<|message|>so"
+        ),
         "qwen3": "<think>plan</think>so",
     }
     for name, written in cases.items():

@@ -21,8 +21,13 @@ CONTENTS: dict[str, bytes] = {
     "binary": BINARY,
     "UTF-16": HALF_UTF16,
     "a list": b"[1, 2]\n",
-    "numbers": b'{"kind": 3, "step": "x", "trainer": 5, "model": [], "settings": 1, "url": 2, "token": 3}\n',
-    "too large numbers": b'{"kind": "step", "step": 1e999}\n{"kind": "step", "step": 1, "reward_mean": "x"}\n',
+    "numbers": (
+        b'{"kind": 3, "step": "x", "trainer": 5, "model": [], "settings": 1, "url": 2, "token":'
+        b" 3}\n"
+    ),
+    "too large numbers": (
+        b'{"kind": "step", "step": 1e999}\n{"kind": "step", "step": 1, "reward_mean": "x"}\n'
+    ),
     "nested too deep": b"[" * 100_000,
     "half a record": b'{"kind": "step", "step": 1, "rewa',
 }

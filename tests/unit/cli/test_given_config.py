@@ -125,9 +125,10 @@ def test_a_recipe_given_to_another_command_is_named_with_its_own(recipe: str, co
         assert f"configuration of `{meant}`" in text or "configuration of `distill`" in text
         assert f"not of `{command}`" in text and f" {recipe}" in text
     else:
-        assert meant == command or {meant, command} == {"sft", "dpo"}, (
-            "it was taken for one of this command"
-        )
+        assert meant == command or {meant, command} == {
+            "sft",
+            "dpo",
+        }, "it was taken for one of this command"
 
 
 @pytest.mark.parametrize(

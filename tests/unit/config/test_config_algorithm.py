@@ -23,7 +23,8 @@ def test_every_recipe_is_valid(path: Path):
 
 def test_a_file_with_a_base_says_only_what_differs(tmp_path: Path):
     (tmp_path / "a.yaml").write_text(
-        "{run_dir: r, model: {path: m}, data: {train: t}, rollout: {group_size: 4, max_model_len: 1024}}"
+        "{run_dir: r, model: {path: m}, data: {train: t}, rollout: {group_size: 4, max_model_len:"
+        " 1024}}"
     )
     (tmp_path / "b.yaml").write_text("{base: a.yaml, rollout: {group_size: 6}}")
     made = config.load(tmp_path / "b.yaml", ["rollout.prompts_per_step=3"])
@@ -88,9 +89,9 @@ def test_a_resolved_configuration_can_be_read_again():
 
 def test_groups_are_filtered_by_right_and_wrong_where_that_is_asked_for():
     by_accuracy = {
-        (filters, metric): AlgorithmConfig(
-            filter_zero_variance=filters, filter_metric=metric
-        ).filters_by_accuracy
+        (filters, metric): (
+            AlgorithmConfig(filter_zero_variance=filters, filter_metric=metric).filters_by_accuracy
+        )
         for filters in (None, True)
         for metric in (None, "accuracy", "reward")
     }

@@ -34,7 +34,10 @@ def test_each_mode_has_its_staleness(trainer: dict, bound: int):
         ({"mode": "one_step_off", "max_staleness": 2}, "with trainer.mode=one_step_off it is 1"),
         (
             {"stragglers": "drop"},
-            "trainer.stragglers=drop is used only with trainer.mode=fully_async; trainer.mode is sync",
+            (
+                "trainer.stragglers=drop is used only with trainer.mode=fully_async; trainer.mode"
+                " is sync"
+            ),
         ),
         (
             {"mode": "one_step_off", "in_flight_update": "keep"},
@@ -46,7 +49,10 @@ def test_each_mode_has_its_staleness(trainer: dict, bound: int):
         ),
         (
             {"mode": "fully_async", "oversample_prompts": 1},
-            "oversample_prompts=1 is used only with .* trainer.stragglers=drop; trainer.stragglers is wait",
+            (
+                "oversample_prompts=1 is used only with .* trainer.stragglers=drop;"
+                " trainer.stragglers is wait"
+            ),
         ),
         ({"mode": "async"}, "trainer.mode"),
     ],

@@ -128,11 +128,12 @@ def test_the_column_of_prompts_has_to_be_renamed(tmp_path: Path):
 
 
 def test_dapo_filters_and_shaping_are_translated(tmp_path: Path):
-    text = MODEL_AND_ROWS + (
-        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16 algorithm.filter_groups.enable=True\n"
-        "algorithm.filter_groups.max_num_gen_batches=10 algorithm.filter_groups.metric=acc\n"
-        "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128\n"
-        "data.train_batch_size=512 actor_rollout_ref.actor.ppo_mini_batch_size=32\n"
+    text = (
+        MODEL_AND_ROWS + "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16"
+        " algorithm.filter_groups.enable=True\nalgorithm.filter_groups.max_num_gen_batches=10"
+        " algorithm.filter_groups.metric=acc\nreward_model.overlong_buffer.enable=True"
+        " reward_model.overlong_buffer.len=128\ndata.train_batch_size=512"
+        " actor_rollout_ref.actor.ppo_mini_batch_size=32\n"
     )
     algorithm = build(
         yaml.safe_load(as_yaml(made := import_verl(overrides(tmp_path, text))))
@@ -168,15 +169,15 @@ def test_a_metric_of_verls_filter_that_is_unknown_is_left_to_a_person(tmp_path: 
 
 def test_verl_tool_keys_and_what_only_a_shell_knows(tmp_path: Path):
     text = (
-        "host=$(hostname -i)\nurl=http://$host:5000/get_observation\npython -m verl_tool.trainer.main_ppo \\\n"
-        "  actor_rollout_ref.agent.max_turns=10 actor_rollout_ref.agent.tool_server_url=$url \\\n  "
-        + MODEL_AND_ROWS
+        "host=$(hostname -i)\nurl=http://$host:5000/get_observation\npython -m"
+        " verl_tool.trainer.main_ppo \\\n  actor_rollout_ref.agent.max_turns=10"
+        " actor_rollout_ref.agent.tool_server_url=$url \\\n  " + MODEL_AND_ROWS
     )
     made = import_verl(overrides(tmp_path, text))
     assert made.values["agent.max_turns"] == 10 and "agent.tool_server_url" not in made.values
     assert made.leftovers["choice"] == [
-        "run.sh:4: actor_rollout_ref.agent.tool_server_url=http://$(hostname -i):5000/get_observation: "
-        "the file does not define $(hostname -i)"
+        "run.sh:4: actor_rollout_ref.agent.tool_server_url=http://$(hostname"
+        " -i):5000/get_observation: the file does not define $(hostname -i)"
     ]
 
 
@@ -211,9 +212,10 @@ def test_settings_of_another_engine_need_a_decision(tmp_path: Path):
 
 
 def test_agentfly_keys_are_translated(tmp_path: Path):
-    text = MODEL_AND_ROWS + (
-        "agent.use_agent=True agent.num_chains=5 agent.max_turns=4 agent.init_config.max_model_len=16384\n"
-        "agent.init_config.tool_parser_name=hermes agent.init_config.tools=[search]\n"
+    text = (
+        MODEL_AND_ROWS + "agent.use_agent=True agent.num_chains=5 agent.max_turns=4"
+        " agent.init_config.max_model_len=16384\nagent.init_config.tool_parser_name=hermes"
+        " agent.init_config.tools=[search]\n"
     )
     made = import_verl(overrides(tmp_path, text))
     assert made.values["rollout.group_size"] == 5 and made.values["agent.max_assistant_turns"] == 4

@@ -428,7 +428,7 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
         draw(objects()),
         draw(kinds()),
     )
-    (truth, truth_kind) = draw(kinds())
+    truth, truth_kind = draw(kinds())
     text = st.text("ab ", min_size=1, max_size=5)
     named = struct(name=pa.string(), **{field.name: field.type for field in given_kind})
     of_tool = struct(create_kwargs=given_kind, execute_kwargs=given_kind, release_kwargs=given_kind)
@@ -490,18 +490,23 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
                 },
                 optional={
                     "tool_selection": st.sampled_from([None, ["keep"]]),
-                    "tools_kwargs": st.none()
-                    | st.fixed_dictionaries({}, optional={"keep": kwargs, "other": kwargs}),
-                    "files": st.none()
-                    | st.fixed_dictionaries({}, optional={"one": st.none() | text, "two": text}),
+                    "tools_kwargs": (
+                        st.none()
+                        | st.fixed_dictionaries({}, optional={"keep": kwargs, "other": kwargs})
+                    ),
+                    "files": (
+                        st.none()
+                        | st.fixed_dictionaries({}, optional={"one": st.none() | text, "two": text})
+                    ),
                     "free": st.none() | free,
                 },
             ),
         },
         optional={
             "agent_name": st.sampled_from([None, "tool_agent"]),
-            "reward_model": st.none()
-            | st.fixed_dictionaries({}, optional={"ground_truth": st.none() | truth}),
+            "reward_model": (
+                st.none() | st.fixed_dictionaries({}, optional={"ground_truth": st.none() | truth})
+            ),
             "free": st.none() | free,
         },
     )

@@ -120,9 +120,11 @@ async def test_tools_of_one_decorator_share_the_environment_and_blocking_ones_ru
             opened.call("write", {"line": "b"}),
         ]
         records = await asyncio.gather(*calls)
-        assert [record.observation for record in records] == ["2 notes", "x a", "3 notes"], (
-            "one after the other"
-        )
+        assert [record.observation for record in records] == [
+            "2 notes",
+            "x a",
+            "3 notes",
+        ], "one after the other"
     (notes,) = made
     async with session(tools) as opened:
         assert (await opened.call("read", {})).observation == "nothing"

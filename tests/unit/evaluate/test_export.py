@@ -53,7 +53,7 @@ def test_parquet_holds_the_exact_ids_in_the_order_of_the_prompts(tmp_path: Path)
     written(Target.from_path(tmp_path / "out.parquet"), group(2), group(0), group(1))
     table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
     assert table.schema.equals(schema()) and table["row"].to_pylist() == [0, 1, 2]
-    (first, *_) = table.to_pylist()
+    first, *_ = table.to_pylist()
     assert first["prompt_ids"] == [1, 2, 0] and first["response_ids"] == [10, 11, 30, 12, 31, 13]
     assert first["response_mask"] == first["loss_mask"] == [1, 1, 0, 1, 0, 1]
     assert first["rollout_logprobs"] == [-0.5, -0.25, 0.0, -1.5, 0.0, -2.0]

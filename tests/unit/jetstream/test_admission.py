@@ -73,7 +73,7 @@ def test_a_session_that_returns_soon_keeps_its_kv_and_overtakes_who_waits_for_it
     on, _, context = crowded()
     assert set(on.running) == {"runs"} and on.waiting == 1
     submit(on, "waits", [*context, 5], count=2)
-    (returned, *_) = [run for run, _ in on.step() if run.request.session_id == "waits"]
+    returned, *_ = [run for run, _ in on.step() if run.request.session_id == "waits"]
     assert returned.cached_tokens == len(context) - 1
 
 

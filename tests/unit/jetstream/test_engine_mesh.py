@@ -191,15 +191,24 @@ class Mesh:
     [
         (
             {"expert": 2},
-            "mesh.expert=2, but a llama model has no experts; set rollout.jetstream.mesh.tensor instead",
+            (
+                "mesh.expert=2, but a llama model has no experts; set rollout.jetstream.mesh.tensor"
+                " instead"
+            ),
         ),
         (
             {"tensor": 3},
-            r"4 query heads with 2 key/value heads can be shared evenly by \[1, 2, 4\] devices only",
+            (
+                r"4 query heads with 2 key/value heads can be shared evenly by \[1, 2, 4\] devices"
+                r" only"
+            ),
         ),
         (
             {"tensor": 2},
-            "parameter 'embed': its vocab dimension of 97 is not divisible by rollout.jetstream.mesh.tensor=2",
+            (
+                "parameter 'embed': its vocab dimension of 97 is not divisible by"
+                " rollout.jetstream.mesh.tensor=2"
+            ),
         ),
     ],
 )

@@ -140,9 +140,11 @@ LOSSES: dict[str, Callable[[], float]] = {
     "dapo": lambda: clipped(0.2, 0.28, 10.0).mean(),
     "dr_grpo": lambda: sum(part.sum() for part in split(clipped(0.2, 0.2))) / 3 / 96,
     # Paper, equation 5: the sequence's geometric mean ratio is clipped.
-    "gspo": lambda: sequence_means(
-        clipped(3e-4, 4e-4, ratio=np.repeat(np.exp(sequence_means(np.log(RATIO))), LENGTHS))
-    ).mean(),
+    "gspo": (
+        lambda: sequence_means(
+            clipped(3e-4, 4e-4, ratio=np.repeat(np.exp(sequence_means(np.log(RATIO))), LENGTHS))
+        ).mean()
+    ),
     "mt_grpo": lambda: clipped(0.2, 0.2).mean(),
     "reinforce_plus_plus": lambda: clipped(0.2, 0.2).mean(),
     "remax": lambda: (-ADVANTAGE * LOGPROB).mean(),

@@ -91,9 +91,11 @@ def test_what_a_token_weighs(mode: str, weight: str):
         "token-sum": [1.0] * 9,
         "seq-mean-token-sum": [1 / count] * 9,
         "seq-mean-token-sum-norm": [1 / (count * 10)] * 9,
-        "seq-mean-token-mean": [1 / 18] * 6 + [1 / 6] * 2 + [1 / 3]
-        if weight == "session"
-        else [1 / 12] * 6 + [1 / 8] * 2 + [1 / 4],
+        "seq-mean-token-mean": (
+            [1 / 18] * 6 + [1 / 6] * 2 + [1 / 3]
+            if weight == "session"
+            else [1 / 12] * 6 + [1 / 8] * 2 + [1 / 4]
+        ),
     }[mode]
     np.testing.assert_allclose(np.concatenate(terms["weight"]), expected, rtol=1e-14)
     lengths = {"session": [[6, 2, 1]], "segment": [[3, 3, 2, 1]]}[weight]
@@ -118,7 +120,7 @@ def test_a_session_weighs_the_same_in_one_context_or_in_two(mode: str):
 
 def test_baselines_compare_sessions_and_not_segments():
     # rewards 1, 0, 0.25: the mean is 5/12, not 9/16, that of four segments
-    (first, second, third) = estimate([of(SPLIT)], AlgorithmConfig(adv_estimator="dr_grpo"))
+    first, second, third = estimate([of(SPLIT)], AlgorithmConfig(adv_estimator="dr_grpo"))
     np.testing.assert_allclose(first, 1 - 5 / 12)
     np.testing.assert_allclose((*second, *third), (-5 / 12, -5 / 12, 0.25 - 5 / 12))
 

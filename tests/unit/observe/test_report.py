@@ -439,7 +439,8 @@ def test_a_damaged_run_has_a_report_that_says_what_is_missing(tmp_path: Path):
     (run / "summary.json").write_text("[1")
     with (run / "trajectories.jsonl").open("ab") as stream:
         stream.write(
-            b'{"step": 9, "split": "train", "group_id": "g", "reward": 0.5, "turns": []}\n17\n\xff\n{"cut of'
+            b'{"step": 9, "split": "train", "group_id": "g", "reward": 0.5, "turns":'
+            b' []}\n17\n\xff\n{"cut of'
         )
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"kind": "step"}\n{"kind": "evaluation", "step": 3}\n')
@@ -524,7 +525,7 @@ def test_of_many_traces_the_newest_are_on_the_timeline_in_the_order_in_which_the
     tmp_path: Path,
 ):
     run = make_run(tmp_path / "run", steps=1)
-    (trace, _) = read_traces(run / "traces.jsonl")
+    trace, _ = read_traces(run / "traces.jsonl")
     began = random.Random(0).sample(range(1, 5000), 1000)
     with (run / "traces.jsonl").open("w") as stream:
         for seconds in began:

@@ -67,9 +67,11 @@ def test_resuming_cuts_traces_back_too(tmp_path: Path):
     assert len(read_records(run_dir.traces)) == 5
     run_dir.finish_step(3)
     kept = [(r["step"], r["validate"]) for r in read_records(run_dir.traces)]
-    assert kept == [(2, False), (0, True), (3, False)], (
-        "the evaluation after step 2 was not recorded: it never ended"
-    )
+    assert kept == [
+        (2, False),
+        (0, True),
+        (3, False),
+    ], "the evaluation after step 2 was not recorded: it never ended"
 
 
 def test_every_sink_gets_every_trace_and_is_closed():

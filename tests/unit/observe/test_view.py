@@ -278,9 +278,15 @@ def test_a_session_is_shown_as_the_graph_of_its_segments_and_then_segment_by_seg
     assert lines[2:6] == [
         "3 segments",
         "└── segment 1  calls 1, 5  3 trained tokens (43%)",
-        "├── segment 2  calls 2  2 trained tokens (29%)  leaves segment 1 after turn 1 (shared ids: 4)",
-        "└── segment 3  calls 3–4  2 trained tokens (29%)  leaves segment 1 in the prompt (shared ids: 1): "
-        "message 1 of 1 (user) has 'help' where the recorded one (user) has 'question'",
+        (
+            "├── segment 2  calls 2  2 trained tokens (29%)  leaves segment 1 after turn 1 (shared"
+            " ids: 4)"
+        ),
+        (
+            "└── segment 3  calls 3–4  2 trained tokens (29%)  leaves segment 1 in the prompt"
+            " (shared ids: 1): message 1 of 1 (user) has 'help' where the recorded one (user) has"
+            " 'question'"
+        ),
     ]
     assert lines[6:12] == [
         "segment 1",

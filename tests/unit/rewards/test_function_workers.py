@@ -122,7 +122,10 @@ async def test_scores_come_from_another_process_and_failures_cost_one_trajectory
             ),
             (
                 "no_number",
-                r"'no_number' \(.*my_rewards.py:20\) .*its score must be a finite number, got 'much'",
+                (
+                    r"'no_number' \(.*my_rewards.py:20\) .*its score must be a finite number, got"
+                    r" 'much'"
+                ),
             ),
             ("refuses", r"this row has no truth \(.*my_rewards.py:\d+\)"),
             ("leaves", "'leaves' raised SystemExit: 3"),

@@ -176,13 +176,16 @@ def test_idle_devices_are_named_with_the_key_that_uses_them():
     (line,) = report_idle(
         made, count=16, sampling={0, 1, 4, 5, 8, 9, 12, 13}, learning=range(16), hosts=4
     )
-    assert line == (
-        "devices 2-3, 6-7, 10-11, 14-15 of 16 have no engine to sample with: set rollout.jetstream.mesh.data=2, or "
-        "leave it out"
+    assert (
+        line == "devices 2-3, 6-7, 10-11, 14-15 of 16 have no engine to sample with: set"
+        " rollout.jetstream.mesh.data=2, or leave it out"
     )
     odd = settings(engine={"mesh": {"tensor": 3}})
     assert expect_idle(odd, 4) == [
-        "device 3 of 4 have no engine to sample with: set rollout.jetstream.mesh.tensor to a divisor of 4",
+        (
+            "device 3 of 4 have no engine to sample with: set rollout.jetstream.mesh.tensor to a"
+            " divisor of 4"
+        ),
         "devices 1-3 of 4 have no part in learning: set learner.mesh.fsdp=4",
     ]
     assert not expect_idle(settings(learner={"mesh": {"fsdp": 4}}), 4)
@@ -190,7 +193,7 @@ def test_idle_devices_are_named_with_the_key_that_uses_them():
 
 def test_learner_and_engines_on_devices_of_their_own_leave_none_idle():
     assert not expect_idle(settings(engine={"device_offset": 2}, learner={"mesh": {"fsdp": 2}}), 4)
-    (line, _) = expect_idle(
+    line, _ = expect_idle(
         settings(engine={"device_offset": 2, "mesh": {"data": 1, "tensor": 1}}), 4
     )
     assert line.startswith("devices 1, 3 of 4")

@@ -210,8 +210,8 @@ async def test_sql_answers_with_rows_and_turns_left_and_the_solution_ends(databa
     task = {"db_id": "shop", "turns_left": 2}
     async with agent("tools=[sql]", f"sql.databases={databases}", "sql.max_rows=3", **task) as act:
         text = text_of(await act("<sql>SELECT * FROM item LIMIT 2</sql>"))
-        assert text == (
-            "\n\n<observation>name | price\npen | 1.5\nink | NULL\n"
+        assert (
+            text == "\n\n<observation>name | price\npen | 1.5\nink | NULL\n"
             "<reminder>You have 2 turns left to complete the task.</reminder></observation>\n\n"
         )
         assert "(more rows; the first 3 are shown)" in text_of(
@@ -282,8 +282,8 @@ def site(tmp_path):
     root = tmp_path / "site"
     (root / "guide").mkdir(parents=True)
     (root / "index.html").write_text(
-        "<title>T</title><script>evil()</script><h1>Home</h1><a href='guide/a.html'>The <b>guide</b></a>"
-        "<a href='https://example.org/'>away</a><a href='../secret.txt'>up</a>"
+        "<title>T</title><script>evil()</script><h1>Home</h1><a href='guide/a.html'>The"
+        " <b>guide</b></a><a href='https://example.org/'>away</a><a href='../secret.txt'>up</a>"
     )
     (root / "guide" / "a.html").write_text(
         "<p>Guide</p><a href='../index.html#top'>home</a>" + "<p>word</p>" * 100

@@ -12,8 +12,7 @@ from jax_agent_rl.errors import ConfigError, ToolDefinitionError
 from jax_agent_rl.tools.registry import open_tools
 from jax_agent_rl.utils.plugins import load_user_module
 
-CLASSES = textwrap.dedent(
-    """
+CLASSES = textwrap.dedent("""
     from jax_agent_rl.tools import BaseTool, function_tool
 
     class Scale(BaseTool):
@@ -35,8 +34,7 @@ CLASSES = textwrap.dedent(
     def scale(x: int) -> str:
         '''Another tool of that name.'''
         return ""
-    """
-)
+    """)
 SCHEMA = {
     "type": "function",
     "function": {

@@ -150,9 +150,10 @@ async def test_the_documented_life_of_a_tool_with_its_step_rewards(write):
         counts = {
             key: value for key, value in trajectory.metrics.items() if key.startswith("tool/")
         }
-        assert counts == {"tool/grade/tries": 2.0, "tool/grade/right": 1.0}, (
-            "other metrics are no numbers"
-        )
+        assert counts == {
+            "tool/grade/tries": 2.0,
+            "tool/grade/right": 1.0,
+        }, "other metrics are no numbers"
         assert log_of(tools.select()) == [("create", "t", "3"), ("release", 0)]
 
 
@@ -178,13 +179,26 @@ async def test_a_trajectory_on_an_engine_with_a_real_tokenizer(write):
 
 
 CREATES = {
-    "keywords": "async def create(self, instance_id=None, ground_truth=None): {}; return instance_id, ToolResponse()",
-    "one argument": "async def create(self, instance_id=None, create_kwargs=None): "
-    "ground_truth = create_kwargs['ground_truth']; {}; return instance_id, ToolResponse()",
-    "any keywords": "async def create(self, instance_id, **kwargs): "
-    "ground_truth = kwargs['create_kwargs']['ground_truth']; {}; return instance_id, ToolResponse()",
-    "no id": "async def create(self, **kwargs): ground_truth = kwargs['ground_truth']; {}; return None, ToolResponse()",
-    "id alone": "async def create(self, instance_id=None, ground_truth=None, **kwargs): {}; return instance_id",
+    "keywords": (
+        "async def create(self, instance_id=None, ground_truth=None): {}; return instance_id,"
+        " ToolResponse()"
+    ),
+    "one argument": (
+        "async def create(self, instance_id=None, create_kwargs=None): "
+        "ground_truth = create_kwargs['ground_truth']; {}; return instance_id, ToolResponse()"
+    ),
+    "any keywords": (
+        "async def create(self, instance_id, **kwargs): ground_truth ="
+        " kwargs['create_kwargs']['ground_truth']; {}; return instance_id, ToolResponse()"
+    ),
+    "no id": (
+        "async def create(self, **kwargs): ground_truth = kwargs['ground_truth']; {}; return None,"
+        " ToolResponse()"
+    ),
+    "id alone": (
+        "async def create(self, instance_id=None, ground_truth=None, **kwargs): {}; return"
+        " instance_id"
+    ),
 }
 
 
@@ -396,7 +410,9 @@ async def test_verls_own_classes_run_from_its_files_without_all_that_verl_needs(
             "verl__in__tools__in____init____dot__py": "",
             "verl__in__tools__in__own_tool__dot__py": OWN,
             "verl__in__utils__in____init____dot__py": "import not_there",
-            "verl__in__utils__in__score__dot__py": "def score(answer):\n    return f'scored {answer}'\n",
+            "verl__in__utils__in__score__dot__py": (
+                "def score(answer):\n    return f'scored {answer}'\n"
+            ),
         },
     )
     async with open_tools(write(class_name="verl.tools.own_tool.Own")) as tools:

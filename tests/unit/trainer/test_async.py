@@ -13,7 +13,10 @@ from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import DropReason, PauseMode
 from tests.fake_training import Versions, books, engine_of, finish, make_trainer, parity, steps_of
 
-LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+LONG = (
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    " sixteen"
+)
 
 
 @pytest.mark.parametrize(
@@ -31,9 +34,10 @@ async def test_tokens_are_as_old_as_the_mode_says(
     await finish(training)
     assert learner.ages[0] == first and all(ages and ages <= later for ages in learner.ages[1:])
     accounting = books(training)
-    assert (accounting.started, accounting.trained) == (24, 24), (
-        "not one group more than the steps need"
-    )
+    assert (accounting.started, accounting.trained) == (
+        24,
+        24,
+    ), "not one group more than the steps need"
     assert [r["staleness_max"] for r in steps_of(tmp_path)] == [max(ages) for ages in learner.ages]
     assert all(
         (r["servers_up"], r["servers_lost"], r["stale_served"]) == (1, 0, 0)
@@ -183,9 +187,12 @@ async def test_stragglers_that_get_too_old_are_dropped_with_their_reason(tmp_pat
     assert all(ages <= {0, 1} for ages in learner.ages) and len(learner.ages) == 4
     accounting = books(training)
     assert (accounting.dropped, accounting.trained) == ({DropReason.STALE: 2}, 16)
-    assert [r["groups_stale"] for r in steps_of(tmp_path)] == [0, 0, 1, 1], (
-        "given up when version 2 begins"
-    )
+    assert [r["groups_stale"] for r in steps_of(tmp_path)] == [
+        0,
+        0,
+        1,
+        1,
+    ], "given up when version 2 begins"
 
 
 async def test_spare_rows_are_given_up_at_the_end_of_the_step(tmp_path: Path):

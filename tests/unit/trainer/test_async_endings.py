@@ -21,7 +21,10 @@ from tests.fake_training import (
     tasks,
 )
 
-LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+LONG = (
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    " sixteen"
+)
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])

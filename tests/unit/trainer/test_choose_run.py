@@ -101,9 +101,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_f
     assert choose_run(config, False) == (tmp_path / "run-2", False), "nobody asked to continue"
     bucket = str(tmp_path / "bucket")
     config = configured(tmp_path, checkpoint_dir=bucket)
-    assert choose_run(config, "if_any") == (tmp_path / "run-2", False), (
-        "a run with its checkpoints elsewhere is another"
-    )
+    assert choose_run(config, "if_any") == (
+        tmp_path / "run-2",
+        False,
+    ), "a run with its checkpoints elsewhere is another"
     assert (
         choose_run(configured(tmp_path, checkpoint_dir=bucket), "if_any")[0] == tmp_path / "run-2"
     )
@@ -120,9 +121,10 @@ def test_what_was_not_killed_is_not_begun_again(tmp_path: Path):
     assert choose_run(config, "if_any") == (tmp_path / "run-3", False), "it is no run"
     running = killed(tmp_path / "run-3")
     with mark_in_use(running):
-        assert choose_run(config, "if_any") == (tmp_path / "run-4", False), (
-            "a living process writes there"
-        )
+        assert choose_run(config, "if_any") == (
+            tmp_path / "run-4",
+            False,
+        ), "a living process writes there"
     assert choose_run(config, "if_any") == (running, False)
 
 

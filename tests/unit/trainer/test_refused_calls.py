@@ -12,8 +12,9 @@ def said(errors: dict[str, int], calls: int) -> str:
 
 
 def test_count_share_kind_and_place_are_named():
-    assert said({"malformed": 11, "bad_arguments": 2, "timeout": 5}, 60) == (
-        "13 of 60 tool calls could not be run (22%), most of them malformed: "
+    assert (
+        said({"malformed": 11, "bad_arguments": 2, "timeout": 5}, 60)
+        == "13 of 60 tool calls could not be run (22%), most of them malformed: "
         "jax-agent-rl view runs/x --step 3 --tool-error malformed"
     )
 

@@ -259,7 +259,7 @@ async def test_a_step_of_trees_balances_its_books_and_counts_shared_ids_once(tmp
     books = training.runtime.collector.accounting
     books.check()
     assert (books.started, books.trained) == (12, 12)
-    (group, _) = training.runtime.learner.groups
+    group, _ = training.runtime.learner.groups
     shared = sum(t.num_inherited for g in training.runtime.learner.groups for t in g.trajectories)
     (line,) = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert (line["tree/branches"], line["tree/trees"], line["tree/topped_up"]) == (8, 4, 0)

@@ -215,7 +215,10 @@ async def test_a_connection_that_never_asks_is_closed(sent: bytes):
 async def test_a_head_in_pieces_is_heard_and_its_connection_stays():
     async with echoing(head_seconds=5.0) as (server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        request = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1\r\n\r\n7"
+        request = (
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+            b" application/json\r\nContent-Length: 1\r\n\r\n7"
+        )
         for _ in range(2):
             for byte in request:
                 writer.write(bytes([byte]))
@@ -283,7 +286,8 @@ async def test_a_body_that_does_not_come_is_given_up():
     async with echoing() as (server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(
-            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n7"
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+            b" application/json\r\nContent-Length: 9\r\n\r\n7"
         )
         async with asyncio.timeout(20):
             assert (await reader.readline()).startswith(b"HTTP/1.1 408")
@@ -302,7 +306,9 @@ def test_an_address_others_can_reach_needs_a_token():
 def test_no_module_listens_by_other_means():
     """A server that is added has to come through here, or be named with its reason."""
     others = {
-        "gpu_backend/broadcast.py": "torch.distributed's store, in the cluster's own network, for one transfer",
+        "gpu_backend/broadcast.py": (
+            "torch.distributed's store, in the cluster's own network, for one transfer"
+        ),
         "jax_agent_rl/agents/command/runner.py": "runs inside the sandbox, on its own loopback",
         "jax_agent_rl/testing/chaos/proxy.py": "breaks the connections of chaos tests",
         "jax_agent_rl/tool_server/worker.py": "a Unix socket in a private folder of the server's",

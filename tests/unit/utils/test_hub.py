@@ -161,7 +161,10 @@ def test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_a
         ("some/closed", "some/closed is gated: accept its licence on the Hub and set HF_TOKEN"),
         (
             "runs/mistyped",
-            "there is no folder 'runs/mistyped' here, and the Hub has no model 'runs/mistyped' for you",
+            (
+                "there is no folder 'runs/mistyped' here, and the Hub has no model 'runs/mistyped'"
+                " for you"
+            ),
         ),
     ],
 )
@@ -320,8 +323,8 @@ def test_what_a_data_set_does_not_have_is_said_with_what_there_is(published, tmp
     assert "no configuration 'default'; set name to one of ['main', 'other']" in said[0]
     assert "no split 'dev'; there are ['test', 'train']" in said[1]
     assert (
-        "no files (.jsonl, .parquet) that match dev/*.parquet; name them, like hf://datasets/some/model"
-        in said[2]
+        "no files (.jsonl, .parquet) that match dev/*.parquet; name them, like"
+        " hf://datasets/some/model" in said[2]
     )
     assert "some/closed is gated: accept its licence on the Hub and set HF_TOKEN" in said[3]
     assert "'hf://some/model' names no dataset; write hf://datasets/owner/name" in said[4]
@@ -338,7 +341,10 @@ def test_the_example_downloads_gsm8k_and_says_when_it_could_not(tmp_path):
     files = "[{split: train, path: main/train-*}, {split: test, path: main/test-*}]"
     configs = f"configs: [{{config_name: main, data_files: {files}}}]"
     (tmp_path / "gsm8k" / "README.md").write_text(f"---\n{configs}\n---\n")
-    script = f"import runpy; runpy.run_path({str(ROOT / 'examples/gsm8k_tool/prepare.py')!r}, run_name='__main__')"
+    script = (
+        f"import runpy; runpy.run_path({str(ROOT / 'examples/gsm8k_tool/prepare.py')!r},"
+        " run_name='__main__')"
+    )
     with Hub(tmp_path / "gsm8k") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         online = load(

@@ -122,9 +122,9 @@ async def test_processes_that_end_with_the_thread_that_started_them_live_until_t
 
 def test_a_start_that_hangs_keeps_no_process_from_ending():
     program = (
-        "import threading\n"
-        "from jax_agent_rl.utils.services import start_service_blocking\n"
-        "start_service_blocking(threading.Event().wait, name='Ray', fix='free memory', seconds=0.01)\n"
+        "import threading\nfrom jax_agent_rl.utils.services import"
+        " start_service_blocking\nstart_service_blocking(threading.Event().wait, name='Ray',"
+        " fix='free memory', seconds=0.01)\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120

@@ -172,8 +172,8 @@ def main(argv: Sequence[str]) -> int:
 def _job(arguments: argparse.Namespace) -> Job:
     if not _NAME.fullmatch(arguments.name):
         raise LaunchError(
-            f"--name {arguments.name!r}: up to 40 small letters, digits and hyphens, with a letter first and no hyphen "
-            "last"
+            f"--name {arguments.name!r}: up to 40 small letters, digits and hyphens, with a letter"
+            " first and no hyphen last"
         )
     try:
         arguments.config, arguments.overrides = split_config(arguments.overrides, arguments.config)
@@ -221,11 +221,13 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
     ):
         if asked:
             raise LaunchError(
-                f"{option} is for --render gke or slurm: tpu_pod.sh itself makes one slice, which learns"
+                f"{option} is for --render gke or slurm: tpu_pod.sh itself makes one slice, which"
+                " learns"
             )
     if len(arguments.zone) != 1:
         raise LaunchError(
-            f"--zone {','.join(arguments.zone)}: give one, or --render sky, whose job searches several"
+            f"--zone {','.join(arguments.zone)}: give one, or --render sky, whose job searches"
+            " several"
         )
     print_line = (lambda line: print(f"# {line}")) if arguments.dry_run else TimedPrinter()
     launch = SliceLaunch(

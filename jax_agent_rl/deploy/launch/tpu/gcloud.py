@@ -138,7 +138,8 @@ Call = tuple[str, ...]
 _TRANSIENT = "that may pass: look at the network here, and try again"
 _FIXES = {
     # Before the next: without a network gcloud advises to log in again, too.
-    r"Max retries exceeded|network is unreachable|name resolution|name or service not known|failed to establish|"
+    r"Max retries exceeded|network is unreachable|name resolution|name or service not known|failed"
+    r" to establish|"
     r"connection (reset|aborted|refused)|timed? ?out|unable to find the server|quota metric|RATE_LIMIT_EXCEEDED": (
         _TRANSIENT
     ),
@@ -148,8 +149,11 @@ _FIXES = {
     r"no more capacity|insufficient capacity|stockout": (
         "the zone is full: choose another --zone, or let --render sky wait and search several"
     ),
-    r"quota": "no quota for that many chips of that kind: ask for more (IAM & Admin > Quotas, Cloud TPU API; spot, "
-    "on-demand and each generation have their own), choose a zone that has some, or a smaller --topology",
+    r"quota": (
+        "no quota for that many chips of that kind: ask for more (IAM & Admin > Quotas, Cloud TPU"
+        " API; spot, on-demand and each generation have their own), choose a zone that has some, or"
+        " a smaller --topology"
+    ),
     r"property \[project\] is not": (
         "no Google Cloud project is chosen: give --project, or gcloud config set project PROJECT"
     ),
@@ -157,16 +161,23 @@ _FIXES = {
         "log in again: gcloud auth login"
     ),
     r"Permission denied on 'locations/|location \S+ (is )?not found": (
-        "there is no such zone, or none for this project: gcloud compute tpus locations list shows those there are"
+        "there is no such zone, or none for this project: gcloud compute tpus locations list shows"
+        " those there are"
     ),
-    r"PERMISSION_DENIED|does not have permission|\b403\b": "your account needs the role roles/tpu.admin in the project",
-    r"ALREADY_EXISTS|already exists": "the name is taken; choose another --name, or delete that one with --delete",
+    r"PERMISSION_DENIED|does not have permission|\b403\b": (
+        "your account needs the role roles/tpu.admin in the project"
+    ),
+    r"ALREADY_EXISTS|already exists": (
+        "the name is taken; choose another --name, or delete that one with --delete"
+    ),
     r"accelerator.?type.*(not|invalid|unknown)|(unknown|invalid).*(accelerator|zone|location)|zone.*not found": (
-        "the zone does not have this kind of chip: gcloud compute tpus tpu-vm accelerator-types list --zone=ZONE lists "
-        "what it has, https://cloud.google.com/tpu/docs/regions-zones which zones have what"
+        "the zone does not have this kind of chip: gcloud compute tpus tpu-vm accelerator-types"
+        " list --zone=ZONE lists what it has, https://cloud.google.com/tpu/docs/regions-zones which"
+        " zones have what"
     ),
     r"runtime.?version|tensorflow.?version": (
-        "choose another --runtime-version; the zone's are listed by gcloud compute tpus tpu-vm versions list"
+        "choose another --runtime-version; the zone's are listed by gcloud compute tpus tpu-vm"
+        " versions list"
     ),
 }
 
@@ -217,7 +228,8 @@ class Gcloud:
             )
         except FileNotFoundError:
             raise LaunchError(
-                "gcloud is not installed: https://cloud.google.com/sdk/docs/install, then gcloud auth login"
+                "gcloud is not installed: https://cloud.google.com/sdk/docs/install, then gcloud"
+                " auth login"
             ) from None
         self._running.add(process)
         with process:
@@ -243,7 +255,8 @@ class Gcloud:
                 output, errors = process.communicate(timeout=CALL_SECONDS)
             except subprocess.TimeoutExpired:
                 raise LaunchUnansweredError(
-                    f"gcloud {call[0]} did not answer within {CALL_SECONDS:g} seconds; is the network there?"
+                    f"gcloud {call[0]} did not answer within {CALL_SECONDS:g} seconds; is the"
+                    " network there?"
                 ) from None
         if process.returncode:
             raise _error(

@@ -33,7 +33,10 @@ _VENV = f"${{JAX_AGENT_RL_VENV:-$HOME/{CODE}/.venv-tpu}}"  # expanded by the hos
 # The conformance suite's reference runs on torch; without an index of CPU builds, Linux gets several GB of CUDA.
 _CERTIFY_PACKAGES = (
     f'"{_VENV}/bin/python" -m pip install --quiet "pytest>=8.4"',
-    f'"{_VENV}/bin/python" -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu "torch>=2.11"',
+    (
+        f'"{_VENV}/bin/python" -m pip install --quiet --index-url'
+        ' https://download.pytorch.org/whl/cpu "torch>=2.11"'
+    ),
 )
 _BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9._]*(/.*)?")
 
@@ -141,8 +144,8 @@ def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
         ) from None
     if result.returncode:
         raise LaunchError(
-            f"{root} is no git checkout, so the files that go to the hosts are unknown: git init there, and let "
-            f".gitignore name what stays here ({result.stderr.strip()})"
+            f"{root} is no git checkout, so the files that go to the hosts are unknown: git init"
+            f" there, and let .gitignore name what stays here ({result.stderr.strip()})"
         )
     with tarfile.open(target, "w:gz", compresslevel=3) as archive:
         for name in sorted(filter(None, result.stdout.split("\0"))):
@@ -320,9 +323,9 @@ def render(kind: str, task: Job, options: SchedulerOptions, *, root: Path) -> st
         bucket=bucket,
         # us-west4/us-west4-a; a region without a zone stays as it is.
         places=[re.sub(r"^(.+)-[a-z]$", r"\1/\g<0>", zone) for zone in options.zones],
-        config_text=(task.config or root / QUICKSTART).read_text().rstrip("\n")
-        if kind == "gke"
-        else None,
+        config_text=(
+            (task.config or root / QUICKSTART).read_text().rstrip("\n") if kind == "gke" else None
+        ),
         config_target=_MOUNTED_CONFIG,
         train=shlex.join(["jax-agent-rl", *train(config, task, own, "--auto-resume")]),
         serve=shlex.join(serve),
@@ -335,7 +338,8 @@ def _require_options(kind: str, task: Job, options: SchedulerOptions) -> None:
         raise LaunchError(f"--rollout-topology {asked} needs --rollout-hosts: give their number")
     if kind == "sky" and (task.slices > 1 or options.rollout_hosts):
         raise LaunchError(
-            "--render sky: its job is one slice; --slices and --rollout-hosts need --render gke or slurm"
+            "--render sky: its job is one slice; --slices and --rollout-hosts need --render gke or"
+            " slurm"
         )
     if asked and kind == "slurm":
         raise LaunchError(
@@ -343,8 +347,8 @@ def _require_options(kind: str, task: Job, options: SchedulerOptions) -> None:
         )
     if asked and asked.hosts > 1:
         raise LaunchError(
-            f"--rollout-topology {asked} has {asked.hosts} hosts, and an engine runs on one: choose a smaller one, and "
-            "more of them with --rollout-hosts"
+            f"--rollout-topology {asked} has {asked.hosts} hosts, and an engine runs on one: choose"
+            " a smaller one, and more of them with --rollout-hosts"
         )
     if options.rollout_hosts:
         require_overrides(task.overrides, OWN_KEYS + SERVER_KEYS)

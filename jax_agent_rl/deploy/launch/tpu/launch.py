@@ -125,8 +125,8 @@ class SliceLaunch:
             return "NOT_FOUND"
         if (found := node.get("acceleratorType", wanted)) != wanted:
             raise LaunchError(
-                f"{name} is there already and is a {found}, not a {wanted}; choose another --name, or delete that one "
-                "with --delete"
+                f"{name} is there already and is a {found}, not a {wanted}; choose another --name,"
+                " or delete that one with --delete"
             )
         return node.get("state", "STATE_UNSPECIFIED")
 
@@ -138,7 +138,8 @@ class SliceLaunch:
             return False
         if state not in _GONE:
             raise LaunchError(
-                f"{task.name} is there already and {state}: start again once it is READY, or --delete"
+                f"{task.name} is there already and {state}: start again once it is READY, or"
+                " --delete"
             )
         if state != "NOT_FOUND":
             self.print_line(f"{task.name} is {state}")
@@ -185,7 +186,8 @@ class SliceLaunch:
                 else "without --bucket all is lost"
             )
             raise LaunchError(
-                f"the slice was preempted ({state}): {left}; a job of --render sky recovers by itself"
+                f"the slice was preempted ({state}): {left}; a job of --render sky recovers by"
+                " itself"
             )
 
     def _set_up(self, root: Path) -> None:
@@ -273,7 +275,8 @@ class SliceLaunch:
                     if interrupting:
                         raise
                     self.print_line(
-                        "interrupted: the run saves a checkpoint and ends (once more: leave it running)"
+                        "interrupted: the run saves a checkpoint and ends (once more: leave it"
+                        " running)"
                     )
                     interrupting.append(pool.submit(self._retry, self._interrupt, left=left))
         finally:
@@ -323,7 +326,8 @@ class SliceLaunch:
                 self._retry(connect, left=left)
             except LaunchUnansweredError:
                 raise LaunchError(
-                    f"{name}: lost sight of the run, which may go on: the same command finds it again, --delete ends it"
+                    f"{name}: lost sight of the run, which may go on: the same command finds it"
+                    " again, --delete ends it"
                 ) from None
         return status
 

@@ -43,7 +43,9 @@ def rows(stations: list[str]) -> list[dict]:
                 question = {"role": "user", "content": wording.format(trip=trip, station=station)}
                 made.append(
                     {
-                        "data_source": f"trains/{trip}",  # chooses the reward; metrics are given for each, too
+                        "data_source": (
+                            f"trains/{trip}"
+                        ),  # chooses the reward; metrics are given for each, too
                         "agent_name": "tool_agent",  # replies, calls and results in turn
                         "prompt": [{"role": "system", "content": SYSTEM}, *EXAMPLES, question],
                         "reward_model": {"ground_truth": str(minutes)},

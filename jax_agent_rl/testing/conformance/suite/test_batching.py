@@ -35,7 +35,10 @@ async def test_seeds_reproduce(probe: Probe) -> None:
 async def test_unseeded_differ(probe: Probe) -> None:
     """Without a seed, requests draw their own: eight samples of a group are not all the same."""
     outputs = await probe.gather([probe.prompt(10, seed=32)] * 8, max_tokens=24, temperature=1.0)
-    cause = "unseeded requests share one random state, or temperature is ignored; a GRPO group would be all equal"
+    cause = (
+        "unseeded requests share one random state, or temperature is ignored; a GRPO group would be"
+        " all equal"
+    )
     assert len({output.token_ids for output in outputs}) > 1, cause
 
 
@@ -130,9 +133,10 @@ async def test_health_under_load(probe: Probe) -> None:
     assert time.monotonic() - begin < 5, "health waits for the work in progress"
     busy = sum(not task.done() for task in tasks)
     version = probe.backend.policy_version
-    assert (health.ok, health.policy_version) == (True, version), (
-        "health reports another version than is served"
-    )
+    assert (health.ok, health.policy_version) == (
+        True,
+        version,
+    ), "health reports another version than is served"
     assert busy <= health.running + health.waiting <= count, "waiting requests are not counted"
     assert health.running <= slots, "more run than Capabilities.max_concurrent says"
     await asyncio.gather(*tasks)

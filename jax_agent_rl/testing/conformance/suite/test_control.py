@@ -291,7 +291,10 @@ async def test_close_ends_everything(probe: Probe) -> None:
     await probe.within(
         60, probe.backend.close(), "close under load", cause="it waits for requests, or for a lock"
     )
-    cause = "requests in flight are forgotten at close: their callers hang, or see an undocumented error"
+    cause = (
+        "requests in flight are forgotten at close: their callers hang, or see an undocumented"
+        " error"
+    )
     await probe.within(
         30, asyncio.wait([first, *others]), f"the end of {count} requests after close", cause=cause
     )

@@ -87,7 +87,10 @@ async def test_scores_match_reference(probe: Probe) -> None:
 async def test_logprobs_top_p(probe: Probe) -> None:
     """With top-p, ids are in the nucleus and log-probs are normalized over it."""
     prompt = probe.prompt(20, seed=4)
-    cause = "log-probs of the untruncated distribution are reported, or top-p is applied before temperature"
+    cause = (
+        "log-probs of the untruncated distribution are reported, or top-p is applied before"
+        " temperature"
+    )
     for top_p, temperature in ((0.7, 1.0), (0.9, 1.3)):
         sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
         output = await probe.generate(prompt, max_tokens=24, seed=12, **sampling)
@@ -263,11 +266,15 @@ async def test_stop_strings(probe: Probe) -> None:
     stop = _text_across_ids(texts)
     cut = next(n for n, text in enumerate(texts) if stop in text)
     output = await probe.generate(prompt, max_tokens=24, stop=("\x00never\x00", stop))
-    cause = f"ids that make up {stop!r} in {texts[-1]!r} are cut off, or it is looked for in single ids only"
-    assert output.token_ids == whole[:cut], cause
-    assert (output.stop_reason, output.stop_match) == (StopReason.STOP, stop), (
-        "the matching string is not reported"
+    cause = (
+        f"ids that make up {stop!r} in {texts[-1]!r} are cut off, or it is looked for in single ids"
+        " only"
     )
+    assert output.token_ids == whole[:cut], cause
+    assert (output.stop_reason, output.stop_match) == (
+        StopReason.STOP,
+        stop,
+    ), "the matching string is not reported"
 
 
 @check()
@@ -356,7 +363,10 @@ async def test_images_miscounted_refused(probe: Probe) -> None:
     """Contexts with fewer placeholders than their image takes are refused."""
     prompt = _image_prompt(probe, 1)
     prompt.remove(_media(probe).placeholders["image"])
-    cause = "the engine writes placeholders out itself, so what it conditions on is not what the learner has"
+    cause = (
+        "the engine writes placeholders out itself, so what it conditions on is not what the"
+        " learner has"
+    )
     await probe.raises(
         Exception,
         _generate(probe, prompt, _image(5)),

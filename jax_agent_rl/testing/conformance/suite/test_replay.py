@@ -55,7 +55,10 @@ async def test_replay_top_k(probe: Probe) -> None:
             cause = (
                 "the threshold is off by one, or the bits are those of another position or shard"
             )
-            got = f"{row.sum()} ids at position {at}; an excluded one is {excess:.2e} nats above a kept one"
+            got = (
+                f"{row.sum()} ids at position {at}; an excluded one is {excess:.2e} nats above a"
+                " kept one"
+            )
             raise CheckFailed(
                 "a support with top_k", expected=f"the {k} most likely ids", got=got, cause=cause
             )
@@ -100,7 +103,10 @@ def _supported(probe: Probe, output: TokenOutput) -> np.ndarray:
     """Return which ids each draw was made from, bool [S, V]; a check fails if that is not said."""
     if len(output.supports) != len(output.token_ids):
         got = f"{len(output.supports)} for {len(output.token_ids)} ids"
-        cause = "restricted draws are not reported, so that a learner scores them over the whole vocabulary"
+        cause = (
+            "restricted draws are not reported, so that a learner scores them over the whole"
+            " vocabulary"
+        )
         raise CheckFailed("supports", expected="one for each id", got=got, cause=cause)
     size = probe.subject.vocab_size
     bits = np.unpackbits(
@@ -214,7 +220,10 @@ def _assert_distribution(
         allowed = np.where(ends, written >= _LEAST, lengths + written <= _MOST)
         if kept is not None and (kept[at] != allowed).any():
             cause = "supports are those of another position, or of draws before the mask"
-            wrong = f"{(kept[at] & ~allowed).sum()} ids too many and {(allowed & ~kept[at]).sum()} too few"
+            wrong = (
+                f"{(kept[at] & ~allowed).sum()} ids too many and {(allowed & ~kept[at]).sum()}"
+                " too few"
+            )
             raise CheckFailed(
                 f"support of id {at}", expected="what the grammar left", got=wrong, cause=cause
             )
@@ -235,7 +244,10 @@ _MARGIN = 20.0
 async def test_experts_match_reference(probe: Probe) -> None:
     """Every position fed, of prompt and output, reports the experts of a full forward pass, layer by layer."""
     prompts = [probe.prompt(length, seed=80) for length in (2, 17, 40)]
-    cause = "choices are those of the next position or of another request, or layers are in another order"
+    cause = (
+        "choices are those of the next position or of another request, or layers are in another"
+        " order"
+    )
     for prompt, output in zip(prompts, await probe.gather(prompts, max_tokens=16), strict=True):
         _assert_routed(
             probe,

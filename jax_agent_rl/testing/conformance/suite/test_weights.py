@@ -50,9 +50,10 @@ async def test_adapters_and_prefixes(probe: Probe) -> None:
         await probe.generate(prompt, lora=ADAPTER),
         await probe.generate(prompt, lora=ADAPTER),
     )
-    assert (first.cached_tokens, adapted.cached_tokens) == (0, 0), (
-        "prefixes are compared by ids alone"
-    )
+    assert (first.cached_tokens, adapted.cached_tokens) == (
+        0,
+        0,
+    ), "prefixes are compared by ids alone"
     assert again.cached_tokens > 0, "requests with adapters never find what was cached"
     cause = "the KV reused is of another adapter"
     probe.assert_logprobs(
@@ -76,9 +77,10 @@ async def test_weights_take_effect(probe: Probe) -> None:
         version = await probe.serve(OTHER, kind=kind)
         output = await probe.generate(prompt, max_tokens=16)
         versions = (probe.backend.policy_version, set(output.policy_versions))
-        assert versions == (version, {version}), (
-            f"kind {kind!r}: the version is not taken over with the weights"
-        )
+        assert versions == (
+            version,
+            {version},
+        ), f"kind {kind!r}: the version is not taken over with the weights"
         assert output.cached_tokens == 0, "KV of the old weights is reused"
         probe.assert_greedy(prompt, output, "ids of the new weights", weights=OTHER, cause=_STALE)
         if probe.capabilities.logprobs:
@@ -114,7 +116,10 @@ async def test_partial_update(probe: Probe) -> None:
         version = await probe.serve(MIXED, kind=kind)
         output = await probe.generate(prompt, max_tokens=16)
         assert set(output.policy_versions) == {version}, f"kind {kind!r}: {_STALE}"
-        cause = "the parameters that were not named are lost, or matrices that the engine fuses are filled in part"
+        cause = (
+            "the parameters that were not named are lost, or matrices that the engine fuses are"
+            " filled in part"
+        )
         probe.assert_greedy(
             prompt, output, "ids after a partial update", weights=MIXED, cause=cause
         )
@@ -133,7 +138,10 @@ async def test_update_in_flight(probe: Probe) -> None:
     runs = [
         (version, len(list(ids))) for version, ids in itertools.groupby(versions)
     ]  # (version, number of ids)
-    cause = f"all ids get the version served at the end (or the start), or the request was restarted: {runs}"
+    cause = (
+        "all ids get the version served at the end (or the start), or the request was restarted:"
+        f" {runs}"
+    )
     assert ([version for version, _ in runs], len(versions)) == ([old, new], count), cause
     cut = versions.index(new)
     assert cut >= before, "ids are labelled when they are returned, not when they are sampled"
@@ -205,9 +213,10 @@ async def _refused(probe: Probe, update: WeightUpdate, what: str, *, cause: str)
     prompt = probe.prompt(12, seed=63)
     output = await probe.generate(prompt)
     versions = (probe.backend.policy_version, set(output.policy_versions))
-    assert versions == (version, {version}), (
-        f"after {what}: the version changed although the weights were refused"
-    )
+    assert versions == (
+        version,
+        {version},
+    ), f"after {what}: the version changed although the weights were refused"
     probe.assert_greedy(
         prompt, output, f"ids after {what}", cause="the refused weights were (partly) taken"
     )

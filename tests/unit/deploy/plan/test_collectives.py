@@ -57,7 +57,10 @@ FSDP_TENSOR = mesh(fsdp=2, tensor=2)
     ],
 )
 def test_groups_are_axes_however_they_are_written(groups, axes):
-    line = f"%r = f32[8]{{0:T(256)}} all-reduce(%p), channel_id=1, replica_groups={groups}, use_global_device_ids=true"
+    line = (
+        f"%r = f32[8]{{0:T(256)}} all-reduce(%p), channel_id=1, replica_groups={groups},"
+        " use_global_device_ids=true"
+    )
     assert one(line, FSDP_TENSOR).axes == axes
 
 
@@ -160,7 +163,8 @@ def test_what_leaves_a_slice_is_told_apart():
 )
 def test_what_hosts_send_between_slices_counts_for_their_chips(said, kind, sent):
     line = (
-        "%send.1 = (f32[8]{0:T(256)}, u32[], token[]) send(%p, %after), channel_id=3, is_host_transfer=true, "
+        "%send.1 = (f32[8]{0:T(256)}, u32[], token[]) send(%p, %after), channel_id=3,"
+        " is_host_transfer=true, "
         'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
         f'_xla_megascale_target="{{1,2}}x{{0:1}}",_xla_megascale_transfer_type="{said}"}}'
     )

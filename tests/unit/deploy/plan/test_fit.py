@@ -88,7 +88,10 @@ def test_padding_is_what_a_compiler_says_of_donated_memory():
 
 
 def test_a_refusal_of_the_compiler_is_counted_by_the_amount_it_names():
-    text = "RESOURCE_EXHAUSTED: … memory required for HLO temporaries (768.00G) exceeds available HBM (15.75G)."
+    text = (
+        "RESOURCE_EXHAUSTED: … memory required for HLO temporaries (768.00G) exceeds available HBM"
+        " (15.75G)."
+    )
     assert needed(text) == 768 * GIB
     assert (
         needed("RESOURCE_EXHAUSTED: … Used 21.50G of 15.75G hbm. Exceeded hbm capacity by 5.75G")

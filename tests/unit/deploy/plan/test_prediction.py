@@ -121,13 +121,12 @@ def test_a_kernel_takes_as_long_as_the_longest_of_products_memory_and_steps():
 def test_a_scatter_reads_its_updates_and_reads_and_writes_where_they_go():
     size = round(MEMORY * 1e-3 / 4)
     scatter = (
-        f"%inner.1 (r: f32[8], i: s32[9], u: f32[{size}]) -> f32[8] {{\n"
-        f"  %r = f32[8]{{0}} parameter(0)\n  %i = s32[9]{{0}} parameter(1)\n  %u = f32[{size}]{{0}} parameter(2)\n"
-        "  ROOT %s = f32[8]{0} scatter(%r, %i, %u), to_apply=%add.1\n}\n\n"
-        f"%outer.1 (r.2: f32[8], i.2: s32[9], u.2: f32[{size}]) -> f32[8] {{\n"
-        f"  %r.2 = f32[8]{{0}} parameter(0)\n  %i.2 = s32[9]{{0}} parameter(1)\n"
-        f"  %u.2 = f32[{size}]{{0}} parameter(2)\n"
-        "  ROOT %f = f32[8]{0} fusion(%r.2, %i.2, %u.2), kind=kCustom, calls=%inner.1\n}\n\n"
+        f"%inner.1 (r: f32[8], i: s32[9], u: f32[{size}]) -> f32[8] {{\n  %r = f32[8]{{0}}"
+        f" parameter(0)\n  %i = s32[9]{{0}} parameter(1)\n  %u = f32[{size}]{{0}} parameter(2)\n "
+        " ROOT %s = f32[8]{0} scatter(%r, %i, %u), to_apply=%add.1\n}\n\n%outer.1 (r.2: f32[8],"
+        f" i.2: s32[9], u.2: f32[{size}]) -> f32[8] {{\n  %r.2 = f32[8]{{0}} parameter(0)\n  %i.2 ="
+        f" s32[9]{{0}} parameter(1)\n  %u.2 = f32[{size}]{{0}} parameter(2)\n  ROOT %f ="
+        " f32[8]{0} fusion(%r.2, %i.2, %u.2), kind=kCustom, calls=%inner.1\n}\n\n"
     )
     line = "%x = f32[8]{0} fusion(%p, %p, %p), kind=kCustom, calls=%outer.1"
     assert milliseconds(line, before=scatter) == pytest.approx(3.0 + LAUNCH * 1e3)
@@ -155,15 +154,18 @@ def test_grids_are_found_by_the_cost_that_kernels_state():
 
 def test_an_exchange_takes_its_bytes_in_two_directions_and_its_hops():
     # A sum of 1 MiB over 4 chips: each sends 2 x 3/4 of it, and it takes two rounds of two hops.
-    line = f"%r = f32[{MIB // 4}]{{0:S(1)}} all-reduce(%p), channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add"
+    line = (
+        f"%r = f32[{MIB // 4}]{{0:S(1)}} all-reduce(%p), channel_id=1, replica_groups=[1,4]<=[4],"
+        " to_apply=%add"
+    )
     assert milliseconds(line) == pytest.approx((1.5 * MIB / 100e9 + 4 * HOP) * 1e3)
 
 
 def test_what_runs_beside_an_exchange_hides_it():
     count = round(50e9 * 1e-3 / 4)  # a permutation uses one link: a millisecond
     start = (
-        f"%s = (f32[{count}]{{0}}, f32[{count}]{{0}}, u32[]{{:S(2)}}, u32[]{{:S(2)}}) collective-permute-start(%p), "
-        "source_target_pairs={{0,1},{1,0}}"
+        f"%s = (f32[{count}]{{0}}, f32[{count}]{{0}}, u32[]{{:S(2)}}, u32[]{{:S(2)}})"
+        " collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}"
     )
     done = f"%d = f32[{count}]{{0}} collective-permute-done(%s)"
     assert milliseconds(start, fusion("a", 0.3), done) == pytest.approx(1.0, rel=2e-3)
@@ -177,7 +179,10 @@ def test_an_exchange_on_a_sparse_core_takes_as_long_and_is_hidden_likewise():
         f"  ROOT %x = f32[{count}]{{0}} all-to-all(%p.2), replica_groups={{{{0,1,2,3}}}}\n}}\n\n"
     )
     shape = f"f32[{count}]{{0}}"
-    start = f'%s = (({shape}), {shape}) call-start(%p), async_execution_thread="sparsecore", to_apply=%called'
+    start = (
+        f'%s = (({shape}), {shape}) call-start(%p), async_execution_thread="sparsecore",'
+        " to_apply=%called"
+    )
     done = f"%d = {shape} call-done(%s)"
     alone = milliseconds(start, done, before=called)
     assert alone > 0.5

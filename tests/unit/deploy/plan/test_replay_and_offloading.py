@@ -95,9 +95,11 @@ def test_the_program_that_samples_is_the_one_for_the_runs_restrictions(
     )
     assert decode.model_flops and decode.model_bytes, "it runs the model"
     _, out = decode.traced.out_info
-    assert out.shape == (2 if kind == "decode" else 2 + WORDS, steps, 8), (
-        "masks leave the chip with the ids"
-    )
+    assert out.shape == (
+        2 if kind == "decode" else 2 + WORDS,
+        steps,
+        8,
+    ), "masks leave the chip with the ids"
     keys = JaxEngine(TINY, engine_shapes(config))._restricted_keys()
     assert kind == "decode" or (kind, 1 + engine_shapes(config).pages, 8, 128) in keys
 

@@ -176,9 +176,10 @@ def test_where_a_layout_does_not_fit_smaller_ones_of_its_mesh_follow_until_one_d
 
 def test_if_nothing_fits_that_is_said_and_what_takes_least_is_first(searched):
     made, tried = searched(one_mesh, off=100, budget=2)
-    assert sorted(config.learner.micro_batch_size for config in tried) == [1, 8], (
-        "fuller ones are not tried"
-    )
+    assert sorted(config.learner.micro_batch_size for config in tried) == [
+        1,
+        8,
+    ], "fuller ones are not tried"
     assert [one.plan.memory for one in made] == [100, 800]
     assert verdict(made).startswith("none of these 2 fits")
     assert table(made).row_count == 2
@@ -194,9 +195,10 @@ def test_meshes_that_the_compiler_fails_on_are_left_out_and_said(searched):
     made, tried = searched(
         two_meshes, off=1, budget=1, fails=lambda config: config.learner.mesh.fsdp == 4
     )
-    assert [config.learner.mesh.fsdp for config in tried] == [4, 1], (
-        "no other rows, slots or remat of that mesh"
-    )
+    assert [config.learner.mesh.fsdp for config in tried] == [
+        4,
+        1,
+    ], "no other rows, slots or remat of that mesh"
     assert [one.plan is not None for one in made] == [True, False]
     assert [one.as_json()["problem"] for one in made] == [None, "a fault of the compiler"]
     assert list(table(made).columns[1].cells) == ["8 B", "compiler failed"]

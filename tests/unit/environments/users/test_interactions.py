@@ -352,9 +352,9 @@ def test_users_come_from_yaml_also_from_a_file_of_ones_own(tmp_path):
     )
     users = registry(
         tmp_path,
-        "interaction:\n"
-        "  - {class_name: jax_agent_rl.environments.users.Gsm8kInteraction, config: {answer_format: flexible}}\n"
-        f"  - {{name: own, class_name: '{tmp_path}/mine.py:Mine', config: {{a: 1}}}}\n",
+        "interaction:\n  - {class_name: jax_agent_rl.environments.users.Gsm8kInteraction, config:"
+        f" {{answer_format: flexible}}}}\n  - {{name: own, class_name: '{tmp_path}/mine.py:Mine',"
+        " config: {a: 1}}\n",
     )
     assert (
         list(users) == ["gsm8k", "own"] and users["own"].config == {"a": 1} and users.timeout == 3.0
@@ -376,16 +376,24 @@ def test_users_come_from_yaml_also_from_a_file_of_ones_own(tmp_path):
             "not a subclass of BaseInteraction",
         ),
         (
-            "interaction: [{class_name: jax_agent_rl.environments.users.Gsm8kInteraction, config: {b: 1}}]",
+            (
+                "interaction: [{class_name: jax_agent_rl.environments.users.Gsm8kInteraction,"
+                " config: {b: 1}}]"
+            ),
             "config.b:",
         ),
         (
-            "interaction: [{class_name: jax_agent_rl.environments.users.ModelUserInteraction, config: {t: 1}}]",
+            (
+                "interaction: [{class_name: jax_agent_rl.environments.users.ModelUserInteraction,"
+                " config: {t: 1}}]"
+            ),
             "config.t:",
         ),
         (
-            "interaction: [{class_name: jax_agent_rl.environments.users.Gsm8kInteraction},"
-            " {name: gsm8k, class_name: jax_agent_rl.environments.users.Gsm8kInteraction}]",
+            (
+                "interaction: [{class_name: jax_agent_rl.environments.users.Gsm8kInteraction},"
+                " {name: gsm8k, class_name: jax_agent_rl.environments.users.Gsm8kInteraction}]"
+            ),
             "two interactions are called 'gsm8k'",
         ),
     ],

@@ -94,9 +94,11 @@ def test_a_batch_is_weighed_by_its_own_lengths():
         {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}},
         ["algorithm.loss_agg_mode=seq-mean-token-mean"],
     ).algorithm
-    assert describe_batch(algorithm, [[2, 6]]) == (
-        "loss aggregation: seq-mean-token-mean, over this batch's 2 trajectories of 2 to 6 trained tokens: a token's "
-        "weight is x0.6667 to x2 that of verl's default (token-mean), x0.6667 to x2 that of TRL's (loss_type=dapo)"
+    assert (
+        describe_batch(algorithm, [[2, 6]])
+        == "loss aggregation: seq-mean-token-mean, over this batch's 2 trajectories of 2 to 6"
+        " trained tokens: a token's weight is x0.6667 to x2 that of verl's default (token-mean),"
+        " x0.6667 to x2 that of TRL's (loss_type=dapo)"
     )
 
 

@@ -391,8 +391,10 @@ class UnmaskedLogprobs(Constrained):
         free = replace(
             run, request=replace(run.request, sampling=replace(run.request.sampling, grammar=None))
         )
-        return token, log_prob if run.request.sampling.grammar is None else float(
-            self.distribution(free)[token]
+        return token, (
+            log_prob
+            if run.request.sampling.grammar is None
+            else float(self.distribution(free)[token])
         )
 
 

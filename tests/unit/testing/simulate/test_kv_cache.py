@@ -138,7 +138,10 @@ def test_tools_of_which_nothing_can_be_known_cost_nothing():
     )
 
 
-RECIPE = "run_dir: x\nmodel: {path: none}\ndata: {train: none}\nrollout: {prompts_per_step: 2, group_size: 2}\n"
+RECIPE = (
+    "run_dir: x\nmodel: {path: none}\ndata: {train: none}\nrollout: {prompts_per_step: 2,"
+    " group_size: 2}\n"
+)
 
 
 def test_the_command_compares_caches_of_limited_size(tmp_path, capsys):

@@ -52,7 +52,10 @@ async def test_a_trick_does_not_pass(trick, sandbox):
 
 
 async def test_answers_that_are_none_are_errors(local):
-    program = f"import os, sys\nfor line in {NO_ANSWERS!r}: os.write(int(sys.orig_argv[-1]), line.encode() + b'\\n')"
+    program = (
+        f"import os, sys\nfor line in {NO_ANSWERS!r}: os.write(int(sys.orig_argv[-1]),"
+        " line.encode() + b'\\n')"
+    )
     tests = f"""
 failed = 0
 for _ in range({len(NO_ANSWERS) - 1}):
@@ -119,27 +122,45 @@ HONEST = {
         "def check(candidate):\n    assert candidate(3) == 9\ncheck(f)",
     ),
     "a class": (
-        "class Stack:\n"
-        "    def __init__(self): self.items = []\n"
-        "    def push(self, item): self.items.append(item); return self\n"
-        "    def __len__(self): return len(self.items)\n"
-        "    def __getitem__(self, at): return self.items[at]\n"
-        "    def __str__(self): return f'Stack{self.items}'",
-        "s = Stack()\nassert s.push(1) is s and len(s) == 1 and s[0] == 1 and str(s) == 'Stack[1]' and list(s) == [1]",
+        (
+            "class Stack:\n"
+            "    def __init__(self): self.items = []\n"
+            "    def push(self, item): self.items.append(item); return self\n"
+            "    def __len__(self): return len(self.items)\n"
+            "    def __getitem__(self, at): return self.items[at]\n"
+            "    def __str__(self): return f'Stack{self.items}'"
+        ),
+        (
+            "s = Stack()\nassert s.push(1) is s and len(s) == 1 and s[0] == 1 and str(s) =="
+            " 'Stack[1]' and list(s) == [1]"
+        ),
     ),
     "linked objects": (
-        "class Node:\n    def __init__(self, value): self.value, self.next = value, None\n"
-        "def total(node): return node.value + (total(node.next) if node.next else 0)",
-        "a, b = Node(1), Node(2)\na.next = b\nassert total(a) == 3 and a.next is b and b.next is None",
+        (
+            "class Node:\n    def __init__(self, value): self.value, self.next = value, None\n"
+            "def total(node): return node.value + (total(node.next) if node.next else 0)"
+        ),
+        (
+            "a, b = Node(1), Node(2)\na.next = b\nassert total(a) == 3 and a.next is b and b.next"
+            " is None"
+        ),
     ),
     "arguments changed in place": (
         "def f(items, seen):\n    items.sort()\n    seen['n'] = len(items)",
-        "items, seen = [3, 1, 2], {}\nf(items, seen)\nassert items == [1, 2, 3] and seen == {'n': 3}",
+        (
+            "items, seen = [3, 1, 2], {}\nf(items, seen)\nassert items == [1, 2, 3] and seen =="
+            " {'n': 3}"
+        ),
     ),
     "exceptions": (
-        "class Negative(ValueError): pass\ndef f(x):\n    if x < 0: raise Negative('below 0')\n    raise KeyError(x)",
-        "for x, kind, text in ((-1, ValueError, 'below 0'), (1, KeyError, '1')):\n"
-        "    try: f(x)\n    except kind as error: assert str(error) == text\n    else: assert False",
+        (
+            "class Negative(ValueError): pass\ndef f(x):\n    if x < 0: raise Negative('below 0')\n"
+            "    raise KeyError(x)"
+        ),
+        (
+            "for x, kind, text in ((-1, ValueError, 'below 0'), (1, KeyError, '1')):\n    try:"
+            " f(x)\n    except kind as error: assert str(error) == text\n    else: assert False"
+        ),
     ),
     "generators": (
         "def f():\n    n = 0\n    while True:\n        yield n\n        n += 1",
@@ -147,7 +168,10 @@ HONEST = {
     ),
     "functions as arguments": (
         "def apply(g, items): return [g(item) for item in items]",
-        "assert apply(lambda x: x + 1, [1, 2]) == [2, 3] and apply(str, [1]) == ['1'] and apply(abs, [-1]) == [1]",
+        (
+            "assert apply(lambda x: x + 1, [1, 2]) == [2, 3] and apply(str, [1]) == ['1'] and"
+            " apply(abs, [-1]) == [1]"
+        ),
     ),
     "functions as results": ("def adder(n): return lambda x: x + n", "assert adder(2)(3) == 5"),
     "a global that changes": (
@@ -164,18 +188,25 @@ HONEST = {
         SQUARES,
     ),
     "threads that call back": (
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "def f(g):\n    with ThreadPoolExecutor(4) as pool: return sorted(pool.map(g, range(50)))",
+        (
+            "from concurrent.futures import ThreadPoolExecutor\ndef f(g):\n    with"
+            " ThreadPoolExecutor(4) as pool: return sorted(pool.map(g, range(50)))"
+        ),
         "assert f(lambda x: -x) == list(range(-49, 1))",
     ),
     "processes": (
-        "import multiprocessing\ndef g(x): return x * x\n"
-        "def f(x):\n    with multiprocessing.Pool(2) as pool: return pool.map(g, [x])[0]",
+        (
+            "import multiprocessing\ndef g(x): return x * x\n"
+            "def f(x):\n    with multiprocessing.Pool(2) as pool: return pool.map(g, [x])[0]"
+        ),
         SQUARES,
     ),
     "unittest": (
         "def f(x): return x * x",
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(2), 4)\nunittest.main()",
+        (
+            "import unittest\nclass T(unittest.TestCase):\n    def test(self):"
+            " self.assertEqual(f(2), 4)\nunittest.main()"
+        ),
     ),
     "arrays": (
         "import numpy as np\ndef f(x): return np.arange(x)\ndef g(x): return f(x).sum()",
@@ -222,7 +253,9 @@ UNUSABLE = {
     "a call alone": "f(2)",
     "methods alone": "s = f(2)\ns.push(1)\ns.pop()",
     "a comparison whose result is dropped": "f(2) == 4",
-    "a failure that is caught": "try:\n    assert f(2) == 4\nexcept AssertionError:\n    print('failed')",
+    "a failure that is caught": (
+        "try:\n    assert f(2) == 4\nexcept AssertionError:\n    print('failed')"
+    ),
     "a failure that ends with success": "import sys\nif f(2) != 4:\n    sys.exit(0)",
     "a module that is not there": "import no_such_module\nassert f(2) == 4",
     "no Python": "assert f(2) ==",
@@ -261,23 +294,33 @@ WAYS = {
     "an exit": "import sys\nif f(2) != 4:\n    sys.exit(1)",
     "the exit status itself": "import sys\nsys.exit(0 if f(2) == 4 else 1)",
     "a message": "assert f(2) == 4, f'got {f(2)}'",
-    "HumanEval's": "METADATA = {}\ndef check(candidate):\n    assert True, 'good'\n"
-    "    assert candidate(2) == 4\ncheck(f)",
+    "HumanEval's": (
+        "METADATA = {}\ndef check(candidate):\n    assert True, 'good'\n"
+        "    assert candidate(2) == 4\ncheck(f)"
+    ),
     "MBPP's": "assert f(2) == 4\nassert f(3) == 9\nassert f(-1) == 1",
-    "closeness": "import math\nassert math.isclose(f(1.5), 2.25, rel_tol=1e-9)\nassert abs(f(2) - 4) < 1e-6",
+    "closeness": (
+        "import math\nassert math.isclose(f(1.5), 2.25, rel_tol=1e-9)\nassert abs(f(2) - 4) < 1e-6"
+    ),
     "a loop over cases": "for x, y in [(2, 4), (3, 9)]:\n    assert f(x) == y",
     "all of a map": "assert all(map(lambda c: f(c[0]) == c[1], [(2, 4), (3, 9)]))",
     "a zip of maps": "for a, b in zip(map(f, [2, 3]), [4, 9]):\n    assert a == b",
     "unittest": UNITTEST + "unittest.main()",
     "unittest in a notebook": UNITTEST + "unittest.main(argv=[''], exit=False)",
-    "a runner": UNITTEST
-    + "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))",
+    "a runner": (
+        UNITTEST
+        + "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))"
+    ),
     "called tests": "def test_f():\n    assert f(2) == 4\ntest_f()",
-    "tests by their names": "def test_f():\n    assert f(2) == 4\nfor n in list(globals()):\n"
-    "    if n.startswith('test_'): globals()[n]()",
+    "tests by their names": (
+        "def test_f():\n    assert f(2) == 4\nfor n in list(globals()):\n"
+        "    if n.startswith('test_'): globals()[n]()"
+    ),
     "a dunder main": "def test():\n    assert f(2) == 4\nif __name__ == '__main__':\n    test()",
     "numpy": "import numpy as np\nnp.testing.assert_allclose(f(np.array([1, 2])), [1, 4])",
-    "an asynchronous test": "import asyncio\nasync def test():\n    assert f(2) == 4\nasyncio.run(test())",
+    "an asynchronous test": (
+        "import asyncio\nasync def test():\n    assert f(2) == 4\nasyncio.run(test())"
+    ),
     "a future import": "from __future__ import annotations\nassert f(2) == 4",
 }
 
@@ -311,18 +354,28 @@ SWALLOWING = {
     "a loop over a map": "assert f\nfor x in map(f, [1, 2]):\n    assert x == 0",
     "the next of a map": "assert next(map(f, [1]), 1) == 1",
     "a filter": "assert [x for x in filter(f, [])] == []\nassert list(filter(f, [1])) == []",
-    "a sequence of the tests": "class S:\n    def __getitem__(self, i): return f(i)\nfor x in S():\n    assert x == 5\n"
-    "assert list(S()) == []",
-    "an iterator of the tests": "class S:\n    def __iter__(self): return self\n    def __next__(self): return f(1)\n"
-    "for x in S():\n    assert x == 5\nassert list(S()) == []",
-    "an attribute of the tests": "class S:\n    def __getattr__(self, name): return f(1)\n"
-    "assert not hasattr(S(), 'x')\nassert f != 1",
-    "a mapping of the tests": "import collections.abc\nclass S(collections.abc.Mapping):\n"
-    "    def __getitem__(self, key): return f(key)\n    def __iter__(self): return iter([])\n"
-    "    def __len__(self): return 0\nassert S().get(1, 0) == 0\nassert f is f",
-    "an asynchronous loop": "import asyncio\nclass S:\n    def __aiter__(self): return self\n"
-    "    async def __anext__(self): return f(1)\nasync def main():\n    async for x in S():\n        assert x == 5\n"
-    "    assert f is f\nasyncio.run(main())",
+    "a sequence of the tests": (
+        "class S:\n    def __getitem__(self, i): return f(i)\nfor x in S():\n    assert x == 5\n"
+        "assert list(S()) == []"
+    ),
+    "an iterator of the tests": (
+        "class S:\n    def __iter__(self): return self\n    def __next__(self): return f(1)\n"
+        "for x in S():\n    assert x == 5\nassert list(S()) == []"
+    ),
+    "an attribute of the tests": (
+        "class S:\n    def __getattr__(self, name): return f(1)\n"
+        "assert not hasattr(S(), 'x')\nassert f != 1"
+    ),
+    "a mapping of the tests": (
+        "import collections.abc\nclass S(collections.abc.Mapping):\n"
+        "    def __getitem__(self, key): return f(key)\n    def __iter__(self): return iter([])\n"
+        "    def __len__(self): return 0\nassert S().get(1, 0) == 0\nassert f is f"
+    ),
+    "an asynchronous loop": (
+        "import asyncio\nclass S:\n    def __aiter__(self): return self\n    async def"
+        " __anext__(self): return f(1)\nasync def main():\n    async for x in S():\n        assert"
+        " x == 5\n    assert f is f\nasyncio.run(main())"
+    ),
 }
 KINDS = {"a sequence of the tests": "IndexError", "an attribute of the tests": "AttributeError"}
 KINDS |= {"a mapping of the tests": "KeyError", "an asynchronous loop": "StopAsyncIteration"}
@@ -377,18 +430,32 @@ side._failure = failure
 
 EXPECTED = {
     "except": "try:\n    f(1)\nexcept KIND:\n    pass\nelse:\n    assert False",
-    "except Exception": "try:\n    f(1)\nexcept Exception as error:\n    assert type(error).__name__ == 'KIND'\n"
-    "else:\n    assert False",
+    "except Exception": (
+        "try:\n    f(1)\nexcept Exception as error:\n    assert type(error).__name__ == 'KIND'\n"
+        "else:\n    assert False"
+    ),
     "a bare except": "ok = False\ntry:\n    f(1)\nexcept:\n    ok = True\nassert ok",
-    "assertRaises": "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
-    "        self.assertRaises(KIND, f, 1)\n        with self.assertRaises(KIND): f(1)\nunittest.main()",
-    "suppress": "import contextlib\nwith contextlib.suppress(KIND):\n    f(1)\n    assert not 'here'",
-    "a function of the tests": "def raises(kind, g, *args):\n    try:\n        g(*args)\n    except kind:\n"
-    "        return True\n    return False\nassert raises(KIND, f, 1)",
-    "another error": "def g(x):\n    try:\n        return f(x)\n    except KIND as error:\n"
-    "        raise ValueError('bad') from error\ntry:\n    g(1)\nexcept ValueError:\n    pass\nelse:\n    assert False",
-    "a generator": "def g():\n    yield f(1)\ntry:\n    list(g())\nexcept (KIND, RuntimeError):\n    pass\n"
-    "else:\n    assert False",
+    "assertRaises": (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n       "
+        " self.assertRaises(KIND, f, 1)\n        with self.assertRaises(KIND):"
+        " f(1)\nunittest.main()"
+    ),
+    "suppress": (
+        "import contextlib\nwith contextlib.suppress(KIND):\n    f(1)\n    assert not 'here'"
+    ),
+    "a function of the tests": (
+        "def raises(kind, g, *args):\n    try:\n        g(*args)\n    except kind:\n"
+        "        return True\n    return False\nassert raises(KIND, f, 1)"
+    ),
+    "another error": (
+        "def g(x):\n    try:\n        return f(x)\n    except KIND as error:\n        raise"
+        " ValueError('bad') from error\ntry:\n    g(1)\nexcept ValueError:\n    pass\nelse:\n   "
+        " assert False"
+    ),
+    "a generator": (
+        "def g():\n    yield f(1)\ntry:\n    list(g())\nexcept (KIND, RuntimeError):\n    pass\n"
+        "else:\n    assert False"
+    ),
 }
 
 

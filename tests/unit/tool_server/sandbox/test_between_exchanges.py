@@ -83,7 +83,10 @@ print("left")
         FORKS.format(count=5, act="os.setsid()\n        while True: pass"),
         FORKS.format(
             count=1,
-            act="import time\n        while True: time.sleep(0.01); open(f'/dev/shm/{time.time()}', 'w')",
+            act=(
+                "import time\n        while True: time.sleep(0.01); open(f'/dev/shm/{time.time()}',"
+                " 'w')"
+            ),
         ),
         # Each lives for a moment, and starts the next one.
         FORKS.format(count=1, act="while True:\n            if os.fork(): os._exit(0)"),

@@ -134,7 +134,10 @@ async def test_the_first_process_has_an_empty_environment_or_hides_it(sandbox):
 
 
 async def test_other_processes_of_the_host_cannot_be_seen(sandbox):
-    source = f"import os\nprint(len([p for p in os.listdir('/proc') if p.isdigit()]) <= 3, {os.getpid()} == os.getppid())"
+    source = (
+        f"import os\nprint(len([p for p in os.listdir('/proc') if p.isdigit()]) <= 3, {os.getpid()}"
+        " == os.getppid())"
+    )
     assert await out(sandbox, source) == ["True False"]
 
 
@@ -224,7 +227,10 @@ print("started")
 
 
 async def test_a_killed_program_leaves_nothing_behind(sandbox):
-    source = "import os, time\nfor _ in range(5):\n    if os.fork() == 0:\n        time.sleep(600)\ntime.sleep(600)"
+    source = (
+        "import os, time\nfor _ in range(5):\n    if os.fork() == 0:\n       "
+        " time.sleep(600)\ntime.sleep(600)"
+    )
     before = set(process_tree(os.getpid()))
     assert (await run(sandbox, source, wall_seconds=1)).stopped is StopCause.WALL
     assert set(process_tree(os.getpid())) <= before

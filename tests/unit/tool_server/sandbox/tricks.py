@@ -60,7 +60,10 @@ os._exit(0)
     "a liar in a list": (_liar("object", "", "def f(x): return [Liar()]"), "assert f(2) == [4]"),
     "an exception whose text equals everything": (
         _liar("str", "''", "def f(x): raise ValueError(Liar())"),
-        "try:\n    f(2)\nexcept ValueError as error:\n    assert str(error) == 'negative'\nelse:\n    assert False",
+        (
+            "try:\n    f(2)\nexcept ValueError as error:\n    assert str(error) =="
+            " 'negative'\nelse:\n    assert False"
+        ),
     ),
     "builtins and json replaced": (
         """

@@ -10,7 +10,10 @@ import pytest
 
 from tests.launching import ROOT
 
-WAITS = "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(3)); print('up', flush=True); signal.pause()"
+WAITS = (
+    "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(3)); print('up',"
+    " flush=True); signal.pause()"
+)
 KILLED, NO_RUN = 70, 71
 
 
