@@ -2,17 +2,19 @@
 
     python benchmarks/agent_modes.py [--trajectories 64] [--turns 1 3] [--repeats 4] [--step-ms 10] [--latency 1.0]
 
-``server_tool_agent`` in both values of ``rollout_mode``, on the JAX engine, with a tool server in a separate process.
-Every turn but the last is sent to the tool server. Turn lengths (median 100 ids, at most 1024), tool latencies
-(median ``--latency`` seconds, at most ten times that) and the engine's pace are those of ``benchmarks/paced.py``; both
-modes do the same work. The result depends on the workload: on the time of a tool call relative to the time of a turn.
+``server_tool_agent`` in both values of ``rollout_mode``, on the JAX engine, with a tool server in a
+separate process. Every turn but the last is sent to the tool server. Turn lengths (median 100 ids,
+at most 1024), tool latencies (median ``--latency`` seconds, at most ten times that) and the
+engine's pace are those of ``benchmarks/paced.py``; both modes do the same work. The result depends
+on the workload: on the time of a tool call relative to the time of a turn.
 
-``ideal`` is the time of the drawn lengths and latencies alone: the sum over phases of the slowest member for
-synchronous rollout, the slowest trajectory for asynchronous rollout.
+``ideal`` is the time of the drawn lengths and latencies alone: the sum over phases of the slowest
+member for synchronous rollout, the slowest trajectory for asynchronous rollout.
 
-The last line is one JSON object: per number of turns the seconds of both modes over all repeats, ``speedup``,
-``published`` (verl-tool's, 1.5B parameters on four H100, whose synchronous mode calls tools one after the other; ours
-side by side), ``ideal_speedup`` and the share of the time in which the engine decoded.
+The last line is one JSON object: per number of turns the seconds of both modes over all repeats,
+``speedup``, ``published`` (verl-tool's, 1.5B parameters on four H100, whose synchronous mode calls
+tools one after the other; ours side by side), ``ideal_speedup`` and the share of the time in which
+the engine decoded.
 """
 
 from __future__ import annotations

@@ -1,25 +1,29 @@
-"""Every trainer on rollouts with slow tools: samples per second, and how long engine and learner wait.
+"""Every trainer on rollouts with slow tools: samples per second, and how long engine and learner
+wait.
 
     python benchmarks/async_rollout.py [--modes sync one_step_off fully_async] [--turns 3] [--steps 4] [--staleness 4]
 
-The trainers, the agent loop (``server_tool_agent``), the client and the JAX engine are those of a run; the tool server
-is a process of its own. A turn has 40 ids in the median and at most 400, a tool takes 0.63 s in the median and 0.2 to
-2 s, a decode step 25 ms (about 30B parameters on one accelerator); see ``benchmarks/paced.py``. The same row has the
-same draws in every trainer. ``engine_pace_kept`` below about 0.95 says that this machine could not keep that pace.
+The trainers, the agent loop (``server_tool_agent``), the client and the JAX engine are those of a
+run; the tool server is a process of its own. A turn has 40 ids in the median and at most 400, a
+tool takes 0.63 s in the median and 0.2 to 2 s, a decode step 25 ms (about 30B parameters on one
+accelerator); see ``benchmarks/paced.py``. The same row has the same draws in every trainer.
+``engine_pace_kept`` below about 0.95 says that this machine could not keep that pace.
 
-The learner is paced, too: it takes as long as its batch has ids, and gives back weights that differ a little and that
-are published as in any run. Forward and backward pass on the engine's two cores would measure these; on an accelerator
-of their own they take none of the engine's time. At 2000 ids a second (one accelerator for the same model) a step of 64
-trajectories takes it about 10 s, of which the engine, with all of its 64 slots used all the time, would need 7.
+The learner is paced, too: it takes as long as its batch has ids, and gives back weights that differ
+a little and that are published as in any run. Forward and backward pass on the engine's two cores
+would measure these; on an accelerator of their own they take none of the engine's time. At 2000 ids
+a second (one accelerator for the same model) a step of 64 trajectories takes it about 10 s, of
+which the engine, with all of its 64 slots used all the time, would need 7.
 
-``ideal`` is the schedule in which neither ever waits: the slower of (ids / learner's pace) and (sampled ids * step /
-slots). It knows no publication of weights, no prefill, no HTTP. What is measured are steps in the middle of a run, its
-pipeline full.
+``ideal`` is the schedule in which neither ever waits: the slower of (ids / learner's pace) and
+(sampled ids * step / slots). It knows no publication of weights, no prefill, no HTTP. What is
+measured are steps in the middle of a run, its pipeline full.
 
-The last line is one JSON object: per mode ``samples_per_second``, ``share_of_ideal``, the shares of the time in which
-the engine did not decode and the learner had nothing to do, and the age of its tokens; ``ratio_vs_sync`` and
-``share_of_ideal`` of fully asynchronous training at the top. ``simulated_seconds_per_step`` is what
-``jax-agent-rl simulate`` says of the same workload, over more steps: what is measured checks the simulator.
+The last line is one JSON object: per mode ``samples_per_second``, ``share_of_ideal``, the shares of
+the time in which the engine did not decode and the learner had nothing to do, and the age of its
+tokens; ``ratio_vs_sync`` and ``share_of_ideal`` of fully asynchronous training at the top.
+``simulated_seconds_per_step`` is what ``jax-agent-rl simulate`` says of the same workload, over
+more steps: what is measured checks the simulator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Shared by the benchmarks: figures of this machine, the quickstart model, random workloads and their timing."""
+"""Shared by the benchmarks: figures of this machine, the quickstart model, random workloads and
+their timing.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
 
 
 def argument_parser(docstring: str | None) -> argparse.ArgumentParser:
-    """Make a parser whose ``--help`` is a script's docstring, and do not wait for TPUs that are absent."""
+    """Make a parser whose ``--help`` is a script's docstring, and do not wait for TPUs that are
+    absent.
+    """
     ignore_absent_tpus()
     jax.config.update(
         "jax_platforms", os.environ.get("JAX_PLATFORMS", "")
@@ -54,11 +58,13 @@ def argument_parser(docstring: str | None) -> argparse.ArgumentParser:
     )
 
 
-# --- the machine --------------------------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def cpu() -> str:
-    """Return the CPU's name, its widest vectors and the cores this process may use; figures of CPUs differ."""
+    """Return the CPU's name, its widest vectors and the cores this process may use; figures of CPUs
+    differ.
+    """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     facts = {
         name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
@@ -96,7 +102,7 @@ def read_bandwidth() -> float:
     return x.nbytes / best_seconds(lambda: total(x))
 
 
-# --- the model and its work ---------------------------------------------------------------------------------------
+# --- the model and its work -----------------------------------------------------------------------
 
 
 def load_quickstart() -> tuple[DecoderConfig, Params]:
@@ -123,7 +129,9 @@ async def running(backend: JetStreamBackend) -> AsyncIterator[JetStreamBackend]:
 async def rollout(
     backend: JetStreamBackend, prompts: np.ndarray, max_tokens: int
 ) -> tuple[list[TokenOutput], float]:
-    """Sample exactly ``max_tokens`` ids for every prompt at once; return the outputs and the seconds it took."""
+    """Sample exactly ``max_tokens`` ids for every prompt at once; return the outputs and the
+    seconds it took.
+    """
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     requests = [
         GenerateRequest(request_id=str(i), prompt_ids=tuple(ids), sampling=sampling)
@@ -147,7 +155,9 @@ def make_learner(**settings: Any) -> Learner:
 
 
 def first_gradient(learner: Learner, adam_b1: float) -> Params:
-    """Return the clipped gradient of the only update so far; AdamW's first moment is that times 1 - b1."""
+    """Return the clipped gradient of the only update so far; AdamW's first moment is that times 1 -
+    b1.
+    """
     moment = optax.tree_utils.tree_get(learner.state.policy.opt_state, "mu")
     return jax.tree.map(lambda x: np.asarray(x) / (1 - adam_b1), moment)
 
@@ -155,7 +165,9 @@ def first_gradient(learner: Learner, adam_b1: float) -> Params:
 def make_trajectory(
     prompt: Sequence[int], ids: Sequence[int], *, group: str, index: int
 ) -> Trajectory:
-    """Make member ``index`` of a group, in which every second one is rewarded, of a prompt and sampled ids."""
+    """Make member ``index`` of a group, in which every second one is rewarded, of a prompt and
+    sampled ids.
+    """
     output = TokenOutput(
         token_ids=tuple(ids),
         log_probs=(-1.0,) * len(ids),

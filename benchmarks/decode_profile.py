@@ -1,20 +1,23 @@
-"""Profile of one decode step: milliseconds per part, with kernels and without, and the share of the machine's limit.
+"""Profile of one decode step: milliseconds per part, with kernels and without, and the share of the
+machine's limit.
 
     python benchmarks/decode_profile.py [--batches 1 8 32] [--positions 256]
 
-SmolLM2-135M in float32, once with ``jetstream.cpu_kernels`` (if there is a compiler) and once with XLA alone. Each part
-runs by itself as the step computes it, as often as a dispatch of the engine has steps, in a loop on the device:
+SmolLM2-135M in float32, once with ``jetstream.cpu_kernels`` (if there is a compiler) and once with
+XLA alone. Each part runs by itself as the step computes it, as often as a dispatch of the engine
+has steps, in a loop on the device:
 
-- ``products``: those of all layers, with the norms before them and the activation; ``head``: that with the vocabulary.
-- ``attention``: everything between the projections, with the new token's place in the cache. XLA's includes the pages
-  gathered before a dispatch's steps and written back after them.
+- ``products``: those of all layers, with the norms before them and the activation; ``head``: that
+  with the vocabulary.
+- ``attention``: everything between the projections, with the new token's place in the cache. XLA's
+  includes the pages gathered before a dispatch's steps and written back after them.
 - ``sampling``: one id for each slot.
-- ``rest``: what remains of ``step``, the engine's own program: residuals, rotary tables, embedding, the loop, and what
-  parts gain or lose beside the others.
+- ``rest``: what remains of ``step``, the engine's own program: residuals, rotary tables, embedding,
+  the loop, and what parts gain or lose beside the others.
 
-``floor`` reads all weights and the cache once and computes two operations a weight and id, whichever takes longer, as
-in ``decode.py``, at the best bandwidth and speed measured between the parts. The last line is one JSON object. Figures
-depend on the CPU's vectors, so it is part of it.
+``floor`` reads all weights and the cache once and computes two operations a weight and id,
+whichever takes longer, as in ``decode.py``, at the best bandwidth and speed measured between the
+parts. The last line is one JSON object. Figures depend on the CPU's vectors, so it is part of it.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ class XlaEngine(JaxEngine):
 
 
 def step_seconds(part: Callable[..., Any], state: Any, *arguments: Any) -> float:
-    """Time ``part(step, state, *arguments) -> state``, repeated on the device as a dispatch repeats it."""
+    """Time ``part(step, state, *arguments) -> state``, repeated on the device as a dispatch repeats
+    it.
+    """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def loop(state: Any, *arguments: Any) -> Any:
@@ -155,7 +160,9 @@ def whole_step(engine: JaxEngine, params: EngineParams, slots: DecodeBatch) -> f
 def attention_seconds(
     config: DecoderConfig, engine: JaxEngine, slots: DecodeBatch, native: bool
 ) -> float:
-    """Time attention and, if it reads rows, a step's share of gathering pages and writing them back."""
+    """Time attention and, if it reads rows, a step's share of gathering pages and writing them
+    back.
+    """
     batch, heads, size = len(slots.tokens), config.num_kv_heads, config.head_dim
     group = config.num_heads // heads
     cache = engine.init_cache()

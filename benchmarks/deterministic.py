@@ -1,12 +1,14 @@
-"""Cost of ``rollout.deterministic``: rollout and old log-probs by one program, against the fast engine.
+"""Cost of ``rollout.deterministic``: rollout and old log-probs by one program, against the fast
+engine.
 
     python benchmarks/deterministic.py [--batch 8]
 
-SmolLM2-135M in float32; every request has 96 prompt ids of its own and samples 48. Each engine's wall time is from the
-first request to the last log-prob; the deterministic one scores the contexts once more, as its learner does before an
-update, while the fast one's learner needs no such pass (the log-probs of a single update are its own). The last line is
-one JSON object: ``rollout_ratio`` (deterministic over fast), ``ratio`` (with scoring), and how far each engine's
-log-probs are from the scorer's: ``deterministic_gap`` must be 0.
+SmolLM2-135M in float32; every request has 96 prompt ids of its own and samples 48. Each engine's
+wall time is from the first request to the last log-prob; the deterministic one scores the contexts
+once more, as its learner does before an update, while the fast one's learner needs no such pass
+(the log-probs of a single update are its own). The last line is one JSON object: ``rollout_ratio``
+(deterministic over fast), ``ratio`` (with scoring), and how far each engine's log-probs are from
+the scorer's: ``deterministic_gap`` must be 0.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""How long a diagnosis takes, and whether it names what is wrong: faults in engines of the quickstart's model.
+"""How long a diagnosis takes, and whether it names what is wrong: faults in engines of the
+quickstart's model.
 
     python benchmarks/diagnosis.py [--faults eps temperature …] [--blind]
 
-SmolLM2-135M in float32; eight conversations of three turns about the quickstart's questions, of 150 to 260 prompt ids,
-16 sampled ids a turn and a tool's result after each turn but the last. A line for each fault: the seconds, the cause
-that was named, and what was not tried in time. Every program is compiled anew. ``--blind`` diagnoses by log-probs
-alone, as of an engine that cannot be looked into; then single tensors of the embeddings' and the head's kind cannot be
-named. The last line is one JSON object, by fault: ``seconds``, ``processor_seconds`` of all threads, ``cause``,
-``named``.
+SmolLM2-135M in float32; eight conversations of three turns about the quickstart's questions, of 150
+to 260 prompt ids, 16 sampled ids a turn and a tool's result after each turn but the last. A line
+for each fault: the seconds, the cause that was named, and what was not tried in time. Every program
+is compiled anew. ``--blind`` diagnoses by log-probs alone, as of an engine that cannot be looked
+into; then single tensors of the embeddings' and the head's kind cannot be named. The last line is
+one JSON object, by fault: ``seconds``, ``processor_seconds`` of all threads, ``cause``, ``named``.
 """
 
 from __future__ import annotations
@@ -76,8 +77,10 @@ class Fault:
         params: what the engine makes of its weights.
         options: of the engine.
         sampling: what the engine makes of a request's parameters.
-        later_prompt: what the engine makes of a later turn's context, whose first sampled id has the index given.
-        before_update: weights that the engine has in the first turn; the learner's follow. None: it has those at once.
+        later_prompt: what the engine makes of a later turn's context, whose first sampled id has
+            the index given.
+        before_update: weights that the engine has in the first turn; the learner's follow. None: it
+            has those at once.
         patch: what else is changed while it runs.
         patch_update: what is changed while its weights are.
     """
@@ -236,7 +239,9 @@ def read_prompts() -> list[list[Message]]:
 
 
 async def conversations(backend: JetStreamBackend, fault: Fault, params: Params) -> list[Group]:
-    """Let eight conversations be had; the engine's weights are updated to ``params`` after the first turn, or not."""
+    """Let eight conversations be had; the engine's weights are updated to ``params`` after the
+    first turn, or not.
+    """
     codec = ChatCodec.from_pretrained(
         fetch_quickstart_model(), tool_format="pythonic", tool_prompt="none"
     )
@@ -326,7 +331,8 @@ def forget_programs(*, disk: bool) -> None:
     """Let programs be compiled anew: what is patched is not what was compiled before.
 
     Args:
-        disk: whether those in the compilation cache are forgotten as well, as a run's first diagnosis has none there.
+        disk: whether those in the compilation cache are forgotten as well, as a run's first
+            diagnosis has none there.
     """
     jax.config.update("jax_enable_compilation_cache", not disk)
     compilation_cache.reset_cache()
@@ -334,7 +340,9 @@ def forget_programs(*, disk: bool) -> None:
 
 
 def each_in_a_process(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure every fault in a process of its own: programs that were compiled for one must not serve the next."""
+    """Measure every fault in a process of its own: programs that were compiled for one must not
+    serve the next.
+    """
     options = ["--seconds", str(arguments.seconds)]
     if arguments.blind:
         options.append("--blind")

@@ -5,11 +5,12 @@
     python benchmarks/gallery.py --page                    # train nothing
     python benchmarks/gallery.py --only peers --trl-python /tmp/trl/bin/python --tunix-python /tmp/tunix/bin/python
 
-A curve is a list of commands as a user types them, the last of which is measured; figures that show the same curve
-share its runs. Results are kept in ``gallery.json`` per curve and seed: one that is there is not measured again, and
-an interrupted run begins anew. A run that fails is named at the end and costs no other one. Ours keep freed memory in
-huge pages, as ``launch/local.sh`` sets it; peers would not fit 23 GB then. They run in environments of their own
-(``learner_peers.py`` says how to make them); without one its curves are left out.
+A curve is a list of commands as a user types them, the last of which is measured; figures that show
+the same curve share its runs. Results are kept in ``gallery.json`` per curve and seed: one that is
+there is not measured again, and an interrupted run begins anew. A run that fails is named at the
+end and costs no other one. Ours keep freed memory in huge pages, as ``launch/local.sh`` sets it;
+peers would not fit 23 GB then. They run in environments of their own (``learner_peers.py`` says how
+to make them); without one its curves are left out.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ Results = dict[str, dict[str, Any]]
 
 
 def run(command: str) -> Path:
-    """Run a command of ``jax-agent-rl``, or a script, unless it has ended already, and return its run folder."""
+    """Run a command of ``jax-agent-rl``, or a script, unless it has ended already, and return its
+    run folder.
+    """
     words = shlex.split(command)
     folder = ROOT / next(word for word in words if word.startswith("run_dir=")).partition("=")[2]
     if not (folder / "summary.json").exists():
@@ -108,7 +111,7 @@ def measure(
     }
 
 
-# --- the page -----------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results) -> str:

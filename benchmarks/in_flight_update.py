@@ -1,18 +1,21 @@
-"""Weight updates during generation: what each mode costs, and how far its log-probs are from exact ones.
+"""Weight updates during generation: what each mode costs, and how far its log-probs are from exact
+ones.
 
     python benchmarks/in_flight_update.py [--requests 24] [--updates 4] [--step 1e-5]
 
-SmolLM2-135M in float32 on the JAX engine, 8 slots; prompts of 160 random ids, responses of drawn lengths (median 60,
-at most 240), the same for all. New weights are published after every n-th sampled id, n so that there are so many
-updates; each moves every weight by ``--step`` up or down, which is what a step of Adam at that learning rate does.
+SmolLM2-135M in float32 on the JAX engine, 8 slots; prompts of 160 random ids, responses of drawn
+lengths (median 60, at most 240), the same for all. New weights are published after every n-th
+sampled id, n so that there are so many updates; each moves every weight by ``--step`` up or down,
+which is what a step of Adam at that learning rate does.
 
-``keep``: generations continue with the KV of the old weights. ``recompute``: they are interrupted and resumed, their
-whole context computed again. ``wait``: they finish first, and no other starts before (``trainer.in_flight_update``).
+``keep``: generations continue with the KV of the old weights. ``recompute``: they are interrupted
+and resumed, their whole context computed again. ``wait``: they finish first, and no other starts
+before (``trainer.in_flight_update``).
 
-``seconds_per_update`` is the time on top of the same work without updates; ``recomputed_ids`` are prompt ids computed
-on top. ``logprob_gap`` is the mean distance, over the ids sampled after a change within their own response, between the
-engine's log-prob and that of a full forward pass of the weights that sampled the id: what stale KV costs in exactness.
-The last line is one JSON object.
+``seconds_per_update`` is the time on top of the same work without updates; ``recomputed_ids`` are
+prompt ids computed on top. ``logprob_gap`` is the mean distance, over the ids sampled after a
+change within their own response, between the engine's log-prob and that of a full forward pass of
+the weights that sampled the id: what stale KV costs in exactness. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -101,7 +104,9 @@ async def measure(
 def gap(
     model: Any, prompts: np.ndarray, outputs: Sequence[TokenOutput], weights: Sequence[dict]
 ) -> float | None:
-    """Return the mean |log-prob of the engine - of a full pass| of ids sampled after a change in their response."""
+    """Return the mean |log-prob of the engine - of a full pass| of ids sampled after a change in
+    their response.
+    """
 
     @functools.partial(jax.jit, static_argnums=0)
     def logprobs(model: Any, params: dict, ids_T: jax.Array) -> jax.Array:

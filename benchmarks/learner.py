@@ -1,11 +1,12 @@
-"""One learner step against a transformers AdamW step, same model, batch and machine, in one process.
+"""One learner step against a transformers AdamW step, same model, batch and machine, in one
+process.
 
     python benchmarks/learner.py
 
-SmolLM2-135M in float32, 8 sequences of 256 tokens without common prefixes, trained on all tokens (a policy gradient of
-advantage +-1, the same work as a weighted language-model loss). Needs torch (the test environment has it). The last
-line is one JSON object: ``ratio_vs_transformers``, and ``share_of_sgemm``, the rate of the operations in our step
-relative to a large matrix product.
+SmolLM2-135M in float32, 8 sequences of 256 tokens without common prefixes, trained on all tokens (a
+policy gradient of advantage +-1, the same work as a weighted language-model loss). Needs torch (the
+test environment has it). The last line is one JSON object: ``ratio_vs_transformers``, and
+``share_of_sgemm``, the rate of the operations in our step relative to a large matrix product.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def measure(ids: np.ndarray) -> tuple[float, int, float]:
 
 
 def transformers_seconds(ids: np.ndarray) -> float:
-    """Time forward, backward, clip and AdamW on the same batch (the faster of one batch and two halves)."""
+    """Time forward, backward, clip and AdamW on the same batch (the faster of one batch and two
+    halves).
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -89,7 +92,9 @@ def transformers_seconds(ids: np.ndarray) -> float:
 
 
 def counted_flops(shapes: dict) -> float:
-    """Count operations of a step: 6 per weight and token (the head only where a token is scored), and attention."""
+    """Count operations of a step: 6 per weight and token (the head only where a token is scored),
+    and attention.
+    """
     body = sum(int(np.prod(s)) for s in shapes["layers"].values())
     head = int(np.prod(shapes["embed"]))
     hidden, layers = shapes["embed"][1], shapes["layers"]["q"][0]

@@ -1,20 +1,24 @@
-"""One GRPO update of this package, TRL and google-tunix: same model, completions and machine, one after the other.
+"""One GRPO update of this package, TRL and google-tunix: same model, completions and machine, one
+after the other.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0     # a CPU build where the index has one
     /tmp/trl/bin/pip install trl==1.16.0 transformers==5.23.0
     python -m venv /tmp/tunix && /tmp/tunix/bin/pip install google-tunix==0.1.7
     python benchmarks/learner_peers.py --trl-python /tmp/trl/bin/python --tunix-python /tmp/tunix/bin/python
 
-SmolLM2-135M in float32 on the CPU; a group of 8 completions of 40 tokens to a prompt of 256; one AdamW update, the
-gradient clipped to 1, no KL term, no rollout. Each peer's trainer runs its own code in its own environment
-(``peers/``), the group in one micro-batch. Ours runs with a row per sample, and with prefixes shared. The last line is
-one JSON object; ``ratio_vs_*`` are of samples/s. With the versions above they are, without and with prefixes shared,
+SmolLM2-135M in float32 on the CPU; a group of 8 completions of 40 tokens to a prompt of 256; one
+AdamW update, the gradient clipped to 1, no KL term, no rollout. Each peer's trainer runs its own
+code in its own environment (``peers/``), the group in one micro-batch. Ours runs with a row per
+sample, and with prefixes shared. The last line is one JSON object; ``ratio_vs_*`` are of samples/s.
+With the versions above they are, without and with prefixes shared,
 1.27 and 4.42 (TRL) and 1.50 and 5.24 (Tunix) on a two-core AVX-512 Xeon; 0.88 and 2.86 (TRL) and 1.31 and 4.27 (Tunix)
-on two cores of a newer one with AMX; 1.32 and 4.55 (TRL) and 1.34 and 4.65 (Tunix) on two AVX2 cores of an AMD EPYC.
+on two cores of a newer one with AMX; 1.32 and 4.55 (TRL) and 1.34 and 4.65 (Tunix) on two AVX2
+cores of an AMD EPYC.
 
-``differences`` show that the work is the same, relative to ours without sharing: of the first update's clipped gradient
-(``max_grad_diff``, relative to the largest element), its norm before the clip, and the mean entropy at the sampled
-tokens. The loss is 0 on every side: an on-policy ratio is 1, and advantages of a group add up to 0.
+``differences`` show that the work is the same, relative to ours without sharing: of the first
+update's clipped gradient (``max_grad_diff``, relative to the largest element), its norm before the
+clip, and the mean entropy at the sampled tokens. The loss is 0 on every side: an on-policy ratio is
+1, and advantages of a group add up to 0.
 """
 
 from __future__ import annotations
@@ -57,7 +61,8 @@ LARGEST_DIFFERENCE = 1e-3  # of a gradient, relative to its largest element; rou
 class Measured:
     """One side: seconds of its fastest update after the first, and what the first found.
 
-    ``gradient`` is the clipped one, by Hugging Face tensor name; ``values`` are those of ``VALUES``.
+    ``gradient`` is the clipped one, by Hugging Face tensor name; ``values`` are those of
+    ``VALUES``.
     """
 
     seconds: float
@@ -67,7 +72,9 @@ class Measured:
 
 
 def write_batch(batch: list[Group], file: Path) -> None:
-    """Write what peers read: ids [N, P] and [N, C], advantages [N] float32, and the optimizer's numbers."""
+    """Write what peers read: ids [N, P] and [N, C], advantages [N] float32, and the optimizer's
+    numbers.
+    """
     members = [t for group in batch for t in group.trajectories]
     np.savez(
         file,
@@ -131,7 +138,9 @@ def peer(python: str, script: str, *, file: Path, updates: int) -> Measured:
 
 
 def differences(side: Measured, reference: Measured) -> dict[str, float]:
-    """Compare two first updates: gradients relative to the largest element, values to theirs if above 1."""
+    """Compare two first updates: gradients relative to the largest element, values to theirs if
+    above 1.
+    """
     if side.gradient.keys() != reference.gradient.keys():
         raise ValueError(
             f"other parameters: {sorted(side.gradient.keys() ^ reference.gradient.keys())[:4]}"

@@ -2,15 +2,15 @@
 
     python benchmarks/learner_profile.py [--remat dots] [--repeats 3]
 
-SmolLM2-135M in float32, 8 sequences of 256 tokens in two micro-batches. Parts are programs of their own, with the
-shapes they have in the step:
+SmolLM2-135M in float32, 8 sequences of 256 tokens in two micro-batches. Parts are programs of their
+own, with the shapes they have in the step:
 
-- ``products``: the matrix products of all layers and of the head, forward and both backward ones, without anything
-  between them.
+- ``products``: the matrix products of all layers and of the head, forward and both backward ones,
+  without anything between them.
 - ``attention``: everything between the projections, less the rotation.
 - ``logprobs``: log-probs and entropies over the vocabulary, less the products of the head.
-- ``elementwise``: norms, rotation, activations, residuals, embedding: a forward and backward pass that recomputes
-  nothing, less products and attention.
+- ``elementwise``: norms, rotation, activations, residuals, embedding: a forward and backward pass
+  that recomputes nothing, less products and attention.
 - ``rematerialisation``: what ``remat`` adds to that pass.
 - ``optimizer``: norm, clip and AdamW.
 - ``packing``: from trajectories to arrays, and advantages.

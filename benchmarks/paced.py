@@ -1,12 +1,15 @@
-"""Rollouts at a large model's pace on a small machine: drawn lengths and latencies, a paced engine, a tool server.
+"""Rollouts at a large model's pace on a small machine: drawn lengths and latencies, a paced engine,
+a tool server.
 
-Turn lengths and tool latencies are log-normal with sigma 1: most are short, a few are long, as with reasoning
-models and sandboxes. They depend only on the trajectory's name and the turn, so all compared variants do the same work.
+Turn lengths and tool latencies are log-normal with sigma 1: most are short, a few are long, as with
+reasoning models and sandboxes. They depend only on the trajectory's name and the turn, so all
+compared variants do the same work.
 
-On an accelerator, the time of a decode step of a large model is the time to read its weights, about 10 ms for 7B
-parameters in bfloat16 and their cache, whether the batch is full or nearly empty. Two CPU cores behave differently, so
-the model here is small and random, and every decode step is delayed to that pace. Everything else (agent, client,
-scheduler, programs, HTTP) is that of a run, at its own speed.
+On an accelerator, the time of a decode step of a large model is the time to read its weights, about
+10 ms for 7B parameters in bfloat16 and their cache, whether the batch is full or nearly empty. Two
+CPU cores behave differently, so the model here is small and random, and every decode step is
+delayed to that pace. Everything else (agent, client, scheduler, programs, HTTP) is that of a run,
+at its own speed.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ def tool_seconds(latencies: Draws, name: str, turn: int) -> float:
     return latencies.at("latency", name, turn)
 
 
-# --- the tool server ----------------------------------------------------------------------------------------------
+# --- the tool server ------------------------------------------------------------------------------
 
 
 def serve(latencies: Draws, work: Work = str) -> None:
@@ -110,11 +113,13 @@ def paced_parser(docstring: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-# --- the engine ---------------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 
 class LetterCodec(ChatCodec):
-    """Printable characters as ids, after three special ones; as much of a codec as the loop needs here."""
+    """Printable characters as ids, after three special ones; as much of a codec as the loop needs
+    here.
+    """
 
     def __init__(self) -> None:
         self.eos_token_ids = (2,)
@@ -199,7 +204,9 @@ class PacedBackend(JetStreamBackend):
 
     @property
     def pace(self) -> tuple[float, float]:
-        """Seconds the decode steps so far should have taken, and took; more if the machine was too slow."""
+        """Seconds the decode steps so far should have taken, and took; more if the machine was too
+        slow.
+        """
         return self._engine.planned, self._engine.taken
 
 
@@ -233,7 +240,9 @@ def max_context_len(lengths: Draws, turns: int) -> int:
 
 
 def agent_settings(url: str, lengths: Draws, turns: int, **more: object) -> dict[str, object]:
-    """Return ``agent`` of a configuration: exactly so many tool calls, answered by the server at ``url``."""
+    """Return ``agent`` of a configuration: exactly so many tool calls, answered by the server at
+    ``url``.
+    """
     return {
         "tool_server_url": url,
         "tool_call_timeout": 600,

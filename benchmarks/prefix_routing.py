@@ -1,11 +1,13 @@
-"""Gain of routing a group's members to the engine that computed their prompt, in virtual time without an engine.
+"""Gain of routing a group's members to the engine that computed their prompt, in virtual time
+without an engine.
 
     python benchmarks/prefix_routing.py [--servers 8] [--prompt 4096]
 
-Groups of 8 with a common prompt, 16 requests per server in flight, log-normal response lengths; the real client and
-balancer over simulated engines, which share prefixes in both runs. In one run the engines declare it, in the other
-the client routes by load alone. The last line is one JSON object: ``prefill_ratio``, prompt ids computed with prefix
-routing over those without, and ``speedup``, of the time to the last response.
+Groups of 8 with a common prompt, 16 requests per server in flight, log-normal response lengths; the
+real client and balancer over simulated engines, which share prefixes in both runs. In one run the
+engines declare it, in the other the client routes by load alone. The last line is one JSON object:
+``prefill_ratio``, prompt ids computed with prefix routing over those without, and ``speedup``, of
+the time to the last response.
 """
 
 from __future__ import annotations

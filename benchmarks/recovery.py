@@ -2,15 +2,17 @@
 
     python benchmarks/recovery.py [--seconds 60] [--seed 1] [--steps 4]
 
-``throughput_share``: trajectories trained per second by the small real system of ``jax-agent-rl chaos`` under faults of
-a kind, over those without any; 1 is the limit. Engines are killed every 5 s on average, frozen every 9, hung every 12.
-``servers_lost`` counts the times that requests had to continue elsewhere, ``attempts`` how often one was sent.
+``throughput_share``: trajectories trained per second by the small real system of ``jax-agent-rl
+chaos`` under faults of a kind, over those without any; 1 is the limit. Engines are killed every 5 s
+on average, frozen every 9, hung every 12. ``servers_lost`` counts the times that requests had to
+continue elsewhere, ``attempts`` how often one was sent.
 
-``killed run``: the quickstart with a checkpoint after each step is killed in the middle of its third step and resumed.
-``start_seconds`` and ``restart_seconds``: from the command to its first step. ``lost_seconds``: work after the last
-checkpoint. ``effective_share``: the time of the steps that count, over all time since the first one began; 1 is the
-limit. RobustRL (arXiv 2512.22492) reports its effective training time ratio on 256 GPUs at a failure frequency of 10 %:
-above 0.8, and 0.6 for ByteRobust, which restarts the whole run. The last line is one JSON object.
+``killed run``: the quickstart with a checkpoint after each step is killed in the middle of its
+third step and resumed. ``start_seconds`` and ``restart_seconds``: from the command to its first
+step. ``lost_seconds``: work after the last checkpoint. ``effective_share``: the time of the steps
+that count, over all time since the first one began; 1 is the limit. RobustRL (arXiv 2512.22492)
+reports its effective training time ratio on 256 GPUs at a failure frequency of 10 %: above 0.8, and
+0.6 for ByteRobust, which restarts the whole run. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Run the benchmarks one after the other and write what they measured: benchmarks/results.json and docs/results.md.
+"""Run the benchmarks one after the other and write what they measured: benchmarks/results.json and
+docs/results.md.
 
     python benchmarks/run_all.py
     python benchmarks/run_all.py --only decode learner --again     # measures these anew
     python benchmarks/run_all.py --vllm-python .venv-vllm/bin/python --trl-python /tmp/trl/bin/python
 
-Results are kept per benchmark and processor, each with its command, date and versions, and written as soon as they are
-there: an interrupted run goes on where it stopped. A benchmark that fails is named at the end and costs no other one.
-Peers run in environments of their own, see ``decode.py``, ``learner_peers.py`` and ``supervised_peers.py``; without one
-its ratios are left out. All of them, peers too, keep freed memory in huge pages, as ``launch/local.sh`` sets it. Keep
-the machine free of other work meanwhile.
+Results are kept per benchmark and processor, each with its command, date and versions, and written
+as soon as they are
+there: an interrupted run goes on where it stopped. A benchmark that fails is named at the end and
+costs no other one. Peers run in environments of their own, see ``decode.py``, ``learner_peers.py``
+and ``supervised_peers.py``; without one its ratios are left out. All of them, peers too, keep freed
+memory in huge pages, as ``launch/local.sh`` sets it. Keep the machine free of other work meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from common import KEEP_MEMORY, ROOT, argument_parser, cpu
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 MACHINES = ROOT / "benchmarks" / "machines.json"
-"""The machines of the first table: where they stand in ``results.json``, or figures whose records are not kept."""
+"""The machines of the first table: where they stand in ``results.json``, or figures whose records
+are not kept."""
 
 PAGE = ROOT / "docs" / "results.md"
 VERSIONS = ("jax_agent_rl", "jax", "torch", "transformers")
@@ -57,7 +60,9 @@ BENCHMARKS = {  # by script: its arguments
 
 
 def command_of(name: str, options: argparse.Namespace) -> list[str] | None:
-    """Return a benchmark's arguments, those without a value left out; None if all its peers are missing."""
+    """Return a benchmark's arguments, those without a value left out; None if all its peers are
+    missing.
+    """
     words = (
         BENCHMARKS[name]
         .format(**{key: value or "" for key, value in vars(options).items()})
@@ -107,7 +112,7 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
-# --- the page -----------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 FIGURES = {  # of the first table: by label, the benchmark and where in its result the number stands
     **{
@@ -213,7 +218,9 @@ def value_range(label: str, values: Sequence[float]) -> str:
 def page(
     results: Mapping[str, Mapping[str, Any]], machines: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """Return docs/results.md: all machines side by side, then what each benchmark measured, and how."""
+    """Return docs/results.md: all machines side by side, then what each benchmark measured, and
+    how.
+    """
     lines = [
         "# Results",
         "",
@@ -269,7 +276,9 @@ def page(
 
 
 def tables(result: Any) -> list[str]:
-    """Return a result as Markdown: its plain values in one table, and one for the mappings in it of one shape."""
+    """Return a result as Markdown: its plain values in one table, and one for the mappings in it of
+    one shape.
+    """
     if isinstance(result, list):
         return _table([shown(row) for row in result])
     plain = {key: value for key, value in result.items() if not isinstance(value, Mapping)}

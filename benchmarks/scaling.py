@@ -1,18 +1,21 @@
-"""Scaling of each trainer from 1 to 4,096 engines, simulated: where more engines stop helping, and why.
+"""Scaling of each trainer from 1 to 4,096 engines, simulated: where more engines stop helping, and
+why.
 
     python benchmarks/scaling.py [--engines 1 4 16 64 256 1024 4096] [--trajectories 2048] [--turns 3]
 
-The batch stays the same while engines are added, and the learner grows with them: it could always train on what they
-could sample. ``jax-agent-rl simulate`` runs the trainers, collector, buffer and routing themselves; engines, tools and
-learner take the time that is assumed of them. Every engine has 64 slots and decodes a step in 10 ms; turns have 200
-tokens in the median and at most 2,048, tools answer after a second in the median and at most 10; publishing weights
-takes 0.5 s and loading them another 0.5 s.
+The batch stays the same while engines are added, and the learner grows with them: it could always
+train on what they could sample. ``jax-agent-rl simulate`` runs the trainers, collector, buffer and
+routing themselves; engines, tools and learner take the time that is assumed of them. Every engine
+has 64 slots and decodes a step in 10 ms; turns have 200 tokens in the median and at most 2,048,
+tools answer after a second in the median and at most 10; publishing weights takes 0.5 s and loading
+them another 0.5 s.
 
-``stops at`` is the number of engines from which four times as many give less than 1.5 times the throughput, and
-``limited by`` what a step waits for there: ``engines`` or ``learner`` if they work at least 80 % of the time, else the
-``longest trajectories``: neither has enough to do, since a step lasts as long as the longest of its trajectories. In
-asynchronous modes ``max_staleness`` bounds how many batches may be in flight, and so how many slots can be full. Each
-size takes minutes on a CPU; the last line is one JSON object.
+``stops at`` is the number of engines from which four times as many give less than 1.5 times the
+throughput, and ``limited by`` what a step waits for there: ``engines`` or ``learner`` if they work
+at least 80 % of the time, else the ``longest trajectories``: neither has enough to do, since a step
+lasts as long as the longest of its trajectories. In asynchronous modes ``max_staleness`` bounds how
+many batches may be in flight, and so how many slots can be full. Each size takes minutes on a CPU;
+the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ def limit(result: SimulationResult) -> str:
 
 
 def where_it_stops(rates: dict[int, float]) -> int | None:
-    """Return the first number of engines after which the next gives too little for what it adds; None if none does."""
+    """Return the first number of engines after which the next gives too little for what it adds;
+    None if none does.
+    """
     counts = sorted(rates)
     for fewer, more in zip(counts, counts[1:], strict=False):
         wanted = 1 + (HELPS - 1) * (more / fewer - 1) / 3  # 1.5 for four times as many

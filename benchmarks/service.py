@@ -3,10 +3,11 @@
     python benchmarks/service.py                                  # 1, 4 and 16 adapters
     python benchmarks/service.py --adapters 4 --rounds 5 --set compute_dtype=bfloat16
 
-Every client has SmolLM2-135M's adapter of rank 32 and repeats: forward_backward on random sequences with an update, new
-weights for a sampler, samples from them. The server is a process of its own. After a round that compiles, each line is
-one JSON object: tokens trained and sampled per second by all clients together over whole rounds, the rate of each part
-while only that part ran, and seconds of a client's round in the median and at most.
+Every client has SmolLM2-135M's adapter of rank 32 and repeats: forward_backward on random sequences
+with an update, new weights for a sampler, samples from them. The server is a process of its own.
+After a round that compiles, each line is one JSON object: tokens trained and sampled per second by
+all clients together over whole rounds, the rate of each part while only that part ran, and seconds
+of a client's round in the median and at most.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class Client:
         self._number, self._arguments, self._together = number, arguments, together
 
     def round(self, seed: int) -> tuple[float, float, float]:
-        """Train, publish and sample once; return seconds of training, of sampling, and of the whole round."""
+        """Train, publish and sample once; return seconds of training, of sampling, and of the whole
+        round.
+        """
         own, seed = self._arguments, 1000 * self._number + seed
         rows = random_ids(own.sequences, own.length + 1, seed=seed)
         batch = [

@@ -2,10 +2,11 @@
 
     python benchmarks/shared_prefix.py [--groups 1]
 
-SmolLM2-135M in float32; groups of 8 samples with 256 shared prompt tokens and 40 sampled tokens each. Both sides are
-the project's learner: ``share_prefixes`` off, with a row per sample, and on, with a group in one row. The last line is
-one JSON object: ``ratio`` of samples per second, and ``max_grad_diff``, the largest difference between the two
-gradients of the first update (read from AdamW's first moment), relative to the largest gradient."""
+SmolLM2-135M in float32; groups of 8 samples with 256 shared prompt tokens and 40 sampled tokens
+each. Both sides are the project's learner: ``share_prefixes`` off, with a row per sample, and on,
+with a group in one row. The last line is one JSON object: ``ratio`` of samples per second, and
+``max_grad_diff``, the largest difference between the two gradients of the first update (read from
+AdamW's first moment), relative to the largest gradient."""
 
 from __future__ import annotations
 

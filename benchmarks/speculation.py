@@ -2,12 +2,12 @@
 
     python benchmarks/speculation.py [--batches 1 4 8 32] [--rounds 2] [--temperature 0.8]
 
-SmolLM2-135M in float32 answers questions of ``prepare shop``, sampled as in the quickstart: groups of 12, up to 48 ids
-each, with a batch of requests in flight at any time. Both engines get the same requests with the same seeds, in turns,
-after a round of other questions that compiles the programs. Prompts are part of the time. The last line is one JSON
-object: per batch size the ids per second of both, ``ratio`` of speculative to plain, ``accepted_per_draft``,
-``drafts_per_request`` and ``same``, the share of requests for which both sampled the same ids (rounding may tip a
-draw).
+SmolLM2-135M in float32 answers questions of ``prepare shop``, sampled as in the quickstart: groups
+of 12, up to 48 ids each, with a batch of requests in flight at any time. Both engines get the same
+requests with the same seeds, in turns, after a round of other questions that compiles the programs.
+Prompts are part of the time. The last line is one JSON object: per batch size the ids per second of
+both, ``ratio`` of speculative to plain, ``accepted_per_draft``, ``drafts_per_request`` and
+``same``, the share of requests for which both sampled the same ids (rounding may tip a draw).
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@
     /tmp/trl/bin/pip install trl==1.16.0 transformers==5.23.0
     python benchmarks/supervised_peers.py --trl-python /tmp/trl/bin/python
 
-SmolLM2-135M in float32 on the CPU, AdamW, the gradient clipped to 1. sft: demonstrations of the shop's task, whose
-prompts begin alike; dpo: the same with a wrong answer each. All rows are in every update, TRL's in one padded
-micro-batch; ours first as those (``own_rows``), then packed with prefixes shared, as by default. The last line is one
-JSON object: seconds of the fastest update after the first, ``ratio`` of TRL's to ours, and the largest difference of
-the losses of all updates.
+SmolLM2-135M in float32 on the CPU, AdamW, the gradient clipped to 1. sft: demonstrations of the
+shop's task, whose prompts begin alike; dpo: the same with a wrong answer each. All rows are in
+every update, TRL's in one padded micro-batch; ours first as those (``own_rows``), then packed with
+prefixes shared, as by default. The last line is one JSON object: seconds of the fastest update
+after the first, ``ratio`` of TRL's to ours, and the largest difference of the losses of all
+updates.
 """
 
 from __future__ import annotations

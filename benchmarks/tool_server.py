@@ -1,12 +1,14 @@
-"""Soak test of the tool server: many trajectories at once, some of them hostile, and nothing left behind.
+"""Soak test of the tool server: many trajectories at once, some of them hostile, and nothing left
+behind.
 
     python benchmarks/tool_server.py [--seconds 600] [--trajectories 256] [--workers 2] [--kill-every 0]
 
-Every trajectory takes a few actions in a Python session or a shell; some exit, hang, flood, fork, disconnect during an
-action or are never finished. At the end every environment must have been closed exactly once (finished, aborted,
-idle, or lost with a worker that ``--kill-every`` killed), no process may be left, and descriptors and memory of
-the server must be what they were after warming up. Otherwise the problem is printed and the exit status is 1. The last
-line is one JSON object.
+Every trajectory takes a few actions in a Python session or a shell; some exit, hang, flood, fork,
+disconnect during an action or are never finished. At the end every environment must have been
+closed exactly once (finished, aborted, idle, or lost with a worker that ``--kill-every`` killed),
+no process may be left, and descriptors and memory of the server must be what they were after
+warming up. Otherwise the problem is printed and the exit status is 1. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -214,7 +216,9 @@ async def _environments(session: aiohttp.ClientSession) -> dict[str, float]:
 
 
 def _descriptors(server: ToolServer) -> int:
-    """Count the workers' open descriptors except sockets, as connections are kept alive and vary in number."""
+    """Count the workers' open descriptors except sockets, as connections are kept alive and vary in
+    number.
+    """
     files = (fd for pid in server.worker_pids for fd in Path(f"/proc/{pid}/fd").iterdir())
     return sum(not os.readlink(fd).startswith("socket:") for fd in files)
 

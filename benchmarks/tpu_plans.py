@@ -1,12 +1,14 @@
-"""Fit, time of a step and cost of a million trained tokens, for well-known models on TPU slices; no TPU is needed.
+"""Fit, time of a step and cost of a million trained tokens, for well-known models on TPU slices; no
+TPU is needed.
 
     python benchmarks/tpu_plans.py [--only 8b/v5p] [--price v5p=4.2 ...] [--set KEY=VALUE ...]
 
-Plans ``configs/tpu_8b.yaml`` for other models and slices, as ``jax-agent-rl plan`` does: all programs are compiled and
-their times predicted. A step has 64 trajectories per chip, as that recipe on its slice. What does not fit with the
-changes of ``CASES`` and of ``--set`` is planned again with those that the plan advises, up to five times. Trained
-tokens are the sampled ones; their cost includes the rollout. Prices are dollars per chip-hour, on demand, as Google
-listed them for US regions; ``--price`` sets others. Extra: plan. A row takes minutes and is printed when it is ready,
+Plans ``configs/tpu_8b.yaml`` for other models and slices, as ``jax-agent-rl plan`` does: all
+programs are compiled and their times predicted. A step has 64 trajectories per chip, as that recipe
+on its slice. What does not fit with the changes of ``CASES`` and of ``--set`` is planned again with
+those that the plan advises, up to five times. Trained tokens are the sampled ones; their cost
+includes the rollout. Prices are dollars per chip-hour, on demand, as Google listed them for US
+regions; ``--price`` sets others. Extra: plan. A row takes minutes and is printed when it is ready,
 in Markdown.
 """
 
@@ -113,7 +115,9 @@ def planned(case: Case, price: float, changes: dict[str, str]) -> dict[str, Any]
 
 
 def advised(made: dict[str, Any]) -> dict[str, str]:
-    """Return the first changes that a plan advises; none if it fits or advises something else, as a larger slice."""
+    """Return the first changes that a plan advises; none if it fits or advises something else, as a
+    larger slice.
+    """
     hints = (
         hint.split()
         for program in made["programs"]

@@ -1,12 +1,14 @@
-"""Predicted times of TPU programs and their share of the ideal, for well-known models; no TPU is needed.
+"""Predicted times of TPU programs and their share of the ideal, for well-known models; no TPU is
+needed.
 
     python benchmarks/tpu_programs.py [--only qwen3-8b/v5e] [--programs decode learner] [--layers 2 4] [--set KEY=VALUE]
 
-Each program is compiled with few layers, twice, and its time scaled to the model's number: what a layer adds is the
-difference. A step of decoding has all slots at the end of their contexts; a gradient has one micro-batch. The ideal is
-that of ``jax-agent-rl plan``: weights and visible keys and values read once, the model's operations at the chips' peak,
-or the exchanges at the links' speed, whichever takes longest. Extra: plan. Compiling takes minutes per row; rows are
-printed as they are ready, as a table in Markdown.
+Each program is compiled with few layers, twice, and its time scaled to the model's number: what a
+layer adds is the difference. A step of decoding has all slots at the end of their contexts; a
+gradient has one micro-batch. The ideal is that of ``jax-agent-rl plan``: weights and visible keys
+and values read once, the model's operations at the chips' peak, or the exchanges at the links'
+speed, whichever takes longest. Extra: plan. Compiling takes minutes per row; rows are printed as
+they are ready, as a table in Markdown.
 """
 
 from __future__ import annotations

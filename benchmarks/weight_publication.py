@@ -3,23 +3,23 @@
     python benchmarks/weight_publication.py [--rounds 3] [--dtype bfloat16]
     python benchmarks/weight_publication.py --steps 4 [--learning-rate 1e-6]
 
-SmolLM2-135M in float32; with ``--dtype bfloat16`` engines take it in bfloat16, in which files and folders then are.
-The routes take turns, round by round, in one process; the shortest time counts, from the learner's arrays to arrays in
-the engine's layout. On CPUs six devices are simulated:
+SmolLM2-135M in float32; with ``--dtype bfloat16`` engines take it in bfloat16, in which files and
+folders then are. The routes take turns, round by round, in one process; the shortest time counts,
+from the learner's arrays to arrays in the engine's layout. On CPUs six devices are simulated:
 
-    arrays            learner and engine on one device, one program
-    arrays_resharded  learner fsdp 3 on devices 0-2 ─► engine tensor 3 on devices 3-5, shard by shard
-    files             safetensors in shared memory with digests, read by an engine of one device
-    upload            the same files over HTTP on loopback
-    tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine tensor 3
+    arrays            learner and engine on one device, one program arrays_resharded  learner fsdp 3
+    on devices 0-2 ─► engine tensor 3 on devices 3-5, shard by shard files             safetensors
+    in shared memory with digests, read by an engine of one device upload            the same files
+    over HTTP on loopback tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine
+    tensor 3
 
-With ``--steps``, the learner takes that many steps of AdamW (8 sequences of 256 random ids, a policy gradient of
-advantage +-1), and each version goes over HTTP to two servers, in bfloat16: in whole files, and as what changed. Adam's
-first steps are its largest, so later ones change less.
+With ``--steps``, the learner takes that many steps of AdamW (8 sequences of 256 random ids, a
+policy gradient of advantage +-1), and each version goes over HTTP to two servers, in bfloat16: in
+whole files, and as what changed. Adam's first steps are its largest, so later ones change less.
 
-The yardstick of the routes is numpy copying the float32 weights. The last line is one JSON object: per route
-``seconds_per_billion`` parameters, ``bytes_per_parameter`` that cross, ``gb_per_s`` of the learner's weights, and
-``share_of_memcpy``; or, with ``--steps``, lists with a number per step.
+The yardstick of the routes is numpy copying the float32 weights. The last line is one JSON object:
+per route ``seconds_per_billion`` parameters, ``bytes_per_parameter`` that cross, ``gb_per_s`` of
+the learner's weights, and ``share_of_memcpy``; or, with ``--steps``, lists with a number per step.
 """
 
 from __future__ import annotations

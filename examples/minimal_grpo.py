@@ -3,9 +3,9 @@
     jax-agent-rl fetch-model && jax-agent-rl prepare calculator --out data/calculator
     python examples/minimal_grpo.py trainer.steps=8
 
-``build`` assembles the parts that a configuration describes: an engine, agents with their tools and rewards, a learner.
-The loop below is the algorithm. What a trainer adds to it is checkpoints, evaluation, metrics, interruption and overlap
-(``jax_agent_rl/trainer``).
+``build`` assembles the parts that a configuration describes: an engine, agents with their tools and
+rewards, a learner. The loop below is the algorithm. What a trainer adds to it is checkpoints,
+evaluation, metrics, interruption and overlap (``jax_agent_rl/trainer``).
 """
 
 import asyncio
@@ -26,7 +26,8 @@ async def train(config: Config) -> list[float]:
     )
     async with build(config, print_line=print) as run:
         for step in range(1, config.trainer.steps + 1):
-            # 1. Rollout: every row is played group_size times. Trajectories hold the sampled ids, their log-probs and
+            # 1. Rollout: every row is played group_size times. Trajectories hold the sampled ids,
+            # their log-probs and
             #    the inserted tool results; a reward function has scored each of them.
             rows = run.cursor.next_rows(config.rollout.prompts_per_step)
             group_size = config.rollout.group_size
@@ -51,7 +52,8 @@ async def train(config: Config) -> list[float]:
                 result = await asyncio.to_thread(run.learner.update, learnable)
                 loss = result.metrics["loss"]
 
-                # 4. Publish: the engine serves the new weights, and every token it samples now carries this version.
+                # 4. Publish: the engine serves the new weights, and every token it samples now
+                # carries this version.
                 update = await asyncio.to_thread(run.publisher.make, run.learner, step)
                 await run.client.update_weights(update)
 

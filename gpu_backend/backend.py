@@ -128,7 +128,7 @@ class VllmBackend:
     def policy_version(self) -> int:
         return self._version
 
-    # --- life -------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start vLLM.
@@ -186,11 +186,12 @@ class VllmBackend:
                 live.collector.put(BackendClosedError("the backend was closed"))
         await asyncio.to_thread(self._engine.shutdown)
         self._ended.set()
-        # vLLM's destructor must not run as late as interpreter exit, and the engine is part of reference cycles.
+        # vLLM's destructor must not run as late as interpreter exit, and the engine is part of
+        # reference cycles.
         self._engine = self._updater.engine = self._started.engine = None
         gc.collect()
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         async with contextlib.aclosing(self.stream(request)) as chunks:
@@ -324,7 +325,7 @@ class VllmBackend:
         if self._failure is not None:
             raise EngineDiedError(self._failure)
 
-    # --- pausing and weights ----------------------------------------------------------------------------------
+    # --- pausing and weights ----------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
         async with self._change:
@@ -335,7 +336,8 @@ class VllmBackend:
     async def resume(self) -> None:
         async with self._change:
             self._check_running()
-            # Wait for requests being submitted: else the first to arrive would run first, whatever its priority.
+            # Wait for requests being submitted: else the first to arrive would run first, whatever
+            # its priority.
             await asyncio.gather(*(live.submitted.wait() for live in self._live.values()))
             self._paused = False
             await self._resume_unless_paused()
@@ -361,8 +363,9 @@ class VllmBackend:
         """Take new weights, as the protocol says, with one addition.
 
         Raises:
-            WeightUpdateError: refused. Before loading, the old weights are still served; after it, nothing is served
-                (:meth:`health` says so, requests fail with ``EngineDiedError``) until a whole update succeeds.
+            WeightUpdateError: refused. Before loading, the old weights are still served; after it,
+                nothing is served (:meth:`health` says so, requests fail with ``EngineDiedError``)
+                until a whole update succeeds.
         """
         async with self._change:
             self._check_running()
@@ -428,7 +431,7 @@ class VllmBackend:
         if not self.capabilities.sleep:
             raise NotImplementedError("sleep needs CUDA and rollout.sleep_during_update=true")
 
-    # --- state ------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
         try:

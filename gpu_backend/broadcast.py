@@ -5,9 +5,10 @@
     learner   sending(update) ──► address and names of the tensors, to the engine ──► receive(…) in each worker
                   └────────────── each tensor, in order, broadcast ───────────────────────┘ ──► load_weights
 
-A group of processes lasts for one update of one engine: an engine that died, or that is not there yet, holds nobody up.
-Engines are served one after the other, because NCCL's groups on one device must not overlap. Like NCCL itself, the
-transfer is neither encrypted nor authenticated; it listens at the address at which Ray knows the learner's node.
+A group of processes lasts for one update of one engine: an engine that died, or that is not there
+yet, holds nobody up. Engines are served one after the other, because NCCL's groups on one device
+must not overlap. Like NCCL itself, the transfer is neither encrypted nor authenticated; it listens
+at the address at which Ray knows the learner's node.
 """
 
 from __future__ import annotations

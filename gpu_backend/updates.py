@@ -7,10 +7,11 @@
       ─► probe: the learner's log-probs of a few sequences, reproduced by the engine
                                      wrong after loading: the engine holds wrong weights and must not serve
 
-vLLM's plugin for TPUs (tpu-inference 0.32) runs a model in one of two ways. In JAX, the parameters are an ``nnx.State``
-that every step takes as its first argument, so that a new state is new weights; the model's own loader makes it from
-Hugging Face tensors. As vLLM's torch model, the parameters were fused and laid out when they were loaded, and cannot be
-replaced. vLLM's own interface for weight updates does nothing there (``TPUWorker.update_weights``): trainers are
+vLLM's plugin for TPUs (tpu-inference 0.32) runs a model in one of two ways. In JAX, the parameters
+are an ``nnx.State`` that every step takes as its first argument, so that a new state is new
+weights; the model's own loader makes it from Hugging Face tensors. As vLLM's torch model, the
+parameters were fused and laid out when they were loaded, and cannot be replaced. vLLM's own
+interface for weight updates does nothing there (``TPUWorker.update_weights``): trainers are
 expected to write into the state.
 
 Imports no vLLM: workers import it, and so do tests without vLLM.
@@ -66,8 +67,8 @@ class WeightUpdater:
             platform, {FILES, BROADCAST}
         )
         self.kinds = frozenset(kinds if fixed is None else ())
-        # Tensor-parallel ranks hold slices, so reading back whole tensors works on a single rank only; and in JAX the
-        # parameters have other forms.
+        # Tensor-parallel ranks hold slices, so reading back whole tensors works on a single rank
+        # only; and in JAX the parameters have other forms.
         readable = settings.tensor_parallel_size == 1 and not self._tpu
         self.placements = (
             {n: tuple(p) for n, p in checkpoint.placements().items()} if readable else {}
@@ -122,7 +123,8 @@ class WeightUpdater:
         """Load the weights; tokens sampled from now on carry the new version.
 
         Raises:
-            WeightUpdateError: they did not all arrive. The model is unusable until a whole update succeeds.
+            WeightUpdateError: they did not all arrive. The model is unusable until a whole update
+                succeeds.
         """
         engine = self.engine
         if update.kind == FILES:
@@ -150,7 +152,8 @@ class WeightUpdater:
             import torch
 
             torch.cuda.ipc_collect()  # frees memory that was exported, and that neither side uses any more
-        # Frozen requests lose their KV, too: it is recomputed under the new weights when they continue.
+        # Frozen requests lose their KV, too: it is recomputed under the new weights when they
+        # continue.
         await engine.reset_prefix_cache(reset_running_requests=True)
         await engine.reset_encoder_cache()
         await engine.update_weight_version(str(update.version))
@@ -236,13 +239,15 @@ async def _transferred(engine: Any, update_info: Mapping[str, Any]) -> None:
 def export_tensors(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """Make arrays of this process readable by processes of the same machine, without a copy on the host.
 
-    torch views the learner's jax arrays (DLPack) and copies them into memory of its own: only that can be exported.
+    torch views the learner's jax arrays (DLPack) and copies them into memory of its own: only that
+    can be exported.
 
     Args:
         arrays: on one GPU, by name; any that support DLPack.
 
     Returns:
-        What the receiver needs (``InPlaceUpdateInfo``), and the copies, to be kept until it has read them.
+        What the receiver needs (``InPlaceUpdateInfo``), and the copies, to be kept until it has
+        read them.
     """
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
@@ -259,13 +264,14 @@ def plain_handle(rebuild_args: Sequence[Any]) -> list[Any]:
     """Return the arguments of ``rebuild_cuda_tensor`` as plain values, which reach a worker without pickle.
 
     Args:
-        rebuild_args: class, size, stride, offset, storage class, dtype, device, and those of the storage.
+        rebuild_args: class, size, stride, offset, storage class, dtype, device, and those of the
+            storage.
     """
     _, size, stride, offset, _, dtype, _, *storage = rebuild_args
     return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *storage]
 
 
-# --- TPUs -------------------------------------------------------------------------------------------------------------
+# --- TPUs -----------------------------------------------------------------------------------------
 
 IN_JAX = (  # of our table, in tpu-inference 0.32
     "Qwen2ForCausalLM, Qwen3ForCausalLM and LlamaForCausalLM"
@@ -301,8 +307,8 @@ def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
         tensors: Hugging Face names and torch tensors, all of the model.
 
     Raises:
-        RuntimeError: some did not arrive, or have another shape or dtype, for which programs would be recompiled. The
-            model is unusable until a whole update succeeds.
+        RuntimeError: some did not arrive, or have another shape or dtype, for which programs would
+            be recompiled. The model is unusable until a whole update succeeds.
     """
     import jax
     from flax import nnx
@@ -339,7 +345,8 @@ def _load(runner: Any, model: Any, tensors: Iterator[tuple[str, Any]]) -> None:
     if any(kind.__name__ == "LoadableWithIterator" for kind in type(model).__mro__):
         model.load_weights(tensors)
         return
-    # The older kind reads the folder it was started with, unless a stream is put here, as Run:ai's streamer does.
+    # The older kind reads the folder it was started with, unless a stream is put here, as Run:ai's
+    # streamer does.
     config = runner.vllm_config.model_config
     config.runai_model_weights_iterator = tensors
     try:

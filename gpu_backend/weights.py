@@ -1,9 +1,9 @@
 """Where each Hugging Face tensor lies in vLLM's model, and which updates fit the model.
 
-vLLM stores some matrices fused (q, k and v as one, stacked along rows) and some transposed. Its own loader does the
-fusing; the table here says where every part must be found *afterwards*, so that a silently skipped part is noticed.
-Experts are one stack per layer, gate above up; kernels that would shuffle it after loading are not used (``worker.py``
-on CPUs, ``moe_backend`` elsewhere).
+vLLM stores some matrices fused (q, k and v as one, stacked along rows) and some transposed. Its own
+loader does the fusing; the table here says where every part must be found *afterwards*, so that a
+silently skipped part is noticed. Experts are one stack per layer, gate above up; kernels that would
+shuffle it after loading are not used (``worker.py`` on CPUs, ``moe_backend`` elsewhere).
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ class Family:
     Attributes:
         fused: vLLM's module name to the Hugging Face modules stacked in it, in order of rows.
         transposed: modules whose ``weight`` Hugging Face stores as [in, out] and vLLM as [out, in].
-        aliases: how names begin in some folders and in published ones, by which updates call every tensor.
+        aliases: how names begin in some folders and in published ones, by which updates call every
+            tensor.
         prefixes: how those begin in vLLM; the first that fits is replaced.
-        experts: vLLM's module with the stacks of all experts, in place of Hugging Face's ``experts``.
-        media: kinds of multi-modal input; ``config.json`` names each kind's placeholder in ``<kind>_token_id``.
+        experts: vLLM's module with the stacks of all experts, in place of Hugging Face's
+            ``experts``.
+        media: kinds of multi-modal input; ``config.json`` names each kind's placeholder in
+            ``<kind>_token_id``.
     """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -52,7 +55,8 @@ _GPT2 = Family(
 )
 _QWEN_VL = Family(
     fused=_FUSED,
-    # Two generations of names are in use: some versions of transformers since 4.52 wrote another than is published.
+    # Two generations of names are in use: some versions of transformers since 4.52 wrote another
+    # than is published.
     aliases={"model.language_model.": "model.", "model.visual.": "visual."},
     prefixes={
         "visual.": "visual.",
@@ -160,7 +164,8 @@ class Checkpoint:
         """Check that the model takes these kinds of input.
 
         Raises:
-            ConfigError: it does not; or it takes some and none is wanted, when vLLM would not load its vision tower.
+            ConfigError: it does not; or it takes some and none is wanted, when vLLM would not load
+                its vision tower.
         """
         if unknown := sorted(set(wanted) - self.placeholders.keys()):
             raise ConfigError(

@@ -1,7 +1,8 @@
 """The part of weight updates that runs inside vLLM's worker processes.
 
-vLLM imports this module in every worker before it builds the model. :class:`InPlaceTransferEngine` then takes the
-weights of vLLM's own calls (``start_weight_update``, ``update_weights``, ``finish_weight_update``).
+vLLM imports this module in every worker before it builds the model. :class:`InPlaceTransferEngine`
+then takes the weights of vLLM's own calls (``start_weight_update``, ``update_weights``,
+``finish_weight_update``).
 :class:`WeightExtension` is mixed into the worker class for what those do not offer, and called by name through
 ``collective_rpc``.
 """
@@ -42,7 +43,8 @@ class InPlaceUpdateInfo(WeightTransferUpdateInfo):
 
     Attributes:
         paths: safetensors files; or, instead:
-        handles: tensors in the memory of a GPU of this machine, by name; see ``gpu_backend.updates.plain_handle``.
+        handles: tensors in the memory of a GPU of this machine, by name; see
+            ``gpu_backend.updates.plain_handle``.
         device_uuid: that GPU; or, instead:
         broadcast: fields of a :class:`~gpu_backend.broadcast.Announcement`.
     """
@@ -56,9 +58,9 @@ class InPlaceUpdateInfo(WeightTransferUpdateInfo):
 class InPlaceTransferEngine(WeightTransferEngine[InPlaceInitInfo, InPlaceUpdateInfo]):
     """Copies tensors into the served model in place.
 
-    The model's own loader fuses and slices; it raises for unknown names. The engines that vLLM brings reload layer by
-    layer between start and finish, which leaves a tied output matrix stale on CPUs, and breaks the model when only some
-    tensors are named.
+    The model's own loader fuses and slices; it raises for unknown names. The engines that vLLM
+    brings reload layer by layer between start and finish, which leaves a tied output matrix stale
+    on CPUs, and breaks the model when only some tensors are named.
     """
 
     init_info_cls = InPlaceInitInfo
@@ -190,7 +192,8 @@ def _holds(
 def _keep_weights_plain() -> None:
     """Keep vLLM from packing matrices for its CPU kernels, which drops the originals.
 
-    Nothing could be copied into packed ones. It has to happen before the model is built, and only in worker
+    Nothing could be copied into packed ones. It has to happen before the model is built, and only
+    in worker
     processes: therefore at import of this module.
     """
     from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]

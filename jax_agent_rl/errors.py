@@ -42,10 +42,12 @@
     ├── DisagreementError           engine and learner disagree about the same weights -> do what the diagnosis says
     └── NonFiniteError              too many steps in a row in which no update of a model was finite
 
-Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward) and
+Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward)
+and
 *how far* it reaches. ``TrajectoryError`` reaches one rollout: it is counted under its ``drop_reason`` and the
-batch continues. ``ToolError`` reaches one tool call: the model reads it as an observation. Everything else
-reaches the run and stops it with a message that says what was wrong, the value, and the fix.
+batch continues. ``ToolError`` reaches one tool call: the model reads it as an observation.
+Everything else reaches the run and stops it with a message that says what was wrong, the value, and
+the fix.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class FinishReason(StrEnum):
     """Why a whole *trajectory* ended."""
 
     ANSWER = "answer"
-    """The last assistant turn made no tool call, or the agent's own ``max_tokens`` cut it: the agent wanted no more."""
+    """The last assistant turn made no tool call, or the agent's own ``max_tokens`` cut it: the
+    agent wanted no more."""
     MAX_ASSISTANT_TURNS = "max_assistant_turns"
     """The assistant turn limit was reached while the model still called tools."""
     MAX_USER_TURNS = "max_user_turns"
@@ -104,16 +107,19 @@ class DropReason(StrEnum):
     NAN_LOGPROBS = "nan_logprobs"
     """The engine reported a log-prob that is not a finite number <= 0."""
     REJECTED = "rejected"
-    """Every token was rejected as too far from the learner's policy (``rollout_correction.rollout_rs``)."""
+    """Every token was rejected as too far from the learner's policy
+    (``rollout_correction.rollout_rs``)."""
     CONSTRAINED = "constrained"
-    """A grammar (``response_format``, ``tool_choice``) decided every token, so none carries loss."""
+    """A grammar (``response_format``, ``tool_choice``) decided every token, so none carries loss.
+    """
     VOID_TURN = "void_turn"
     VOID_TRAJECTORY = "void_trajectory"
     ALL_TOOL_CALLS_FAILED = "all_tool_calls_failed"
     OVERLONG = "overlong"
     REPETITION = "repetition"
-    """The last five, like ZERO_VARIANCE, are filters (``algorithm.filters``). ``agent.mask_void_traj`` and
-    ``agent.mask_overlong_loss`` also use VOID_TRAJECTORY and OVERLONG."""
+    """The last five, like ZERO_VARIANCE, are filters (``algorithm.filters``).
+    ``agent.mask_void_traj`` and ``agent.mask_overlong_loss`` also use VOID_TRAJECTORY and OVERLONG.
+    """
     PROMPT_TOO_LONG = "prompt_too_long"
     TOKEN_DRIFT = "token_drift"
     TEMPLATE_ERROR = "template_error"
@@ -141,7 +147,8 @@ class DropReason(StrEnum):
     TRAJECTORY_TIMEOUT = "trajectory_timeout"
     """It ran past ``rollout.trajectory_timeout``."""
     STRAGGLER = "straggler"
-    """Its group was complete without it: see ``rollout.min_group_size`` and ``rollout.group_timeout``."""
+    """Its group was complete without it: see ``rollout.min_group_size`` and
+    ``rollout.group_timeout``."""
     STALE = "stale"
     """Its group became older than ``trainer.max_staleness`` allows before it was trained on."""
     CANCELLED = "cancelled"

@@ -1,14 +1,17 @@
 """Data types of one generation, frozen and keyword-only; import them from :mod:`jax_agent_rl.types`.
 
-Two of them are what an engine reports of its draws so that the learner can replay them, as compact bytes and text.
+Two of them are what an engine reports of its draws so that the learner can replay them, as compact
+bytes and text.
 
-Router replay (Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers",
-arXiv 2510.11370): engine and learner round differently, so that close router scores may choose other experts. The
-learner therefore takes the engine's choices, and computes their weights from its own scores.
+Router replay (Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and
+Inference Routers", arXiv 2510.11370): engine and learner round differently, so that close router
+scores may choose other experts. The learner therefore takes the engine's choices, and computes
+their weights from its own scores.
 
-Sampling replay: top-p, top-k, min-p and a grammar leave a part of the vocabulary, the *support* of a draw. The learner
-scores the same one, so that both normalize over the same ids. A support has one bit per id, and is text, as it travels
-in JSON: at most about V / 6 characters, in one of two forms::
+Sampling replay: top-p, top-k, min-p and a grammar leave a part of the vocabulary, the *support* of
+a draw. The learner scores the same one, so that both normalize over the same ids. A support has one
+bit per id, and is text, as it travels in JSON: at most about V / 6 characters, in one of two
+forms::
 
     "i" + base64(ids)          uint32, little-endian, ascending        a nucleus: few ids
     "m" + base64(zlib(mask))   uint32 [ceil(V / 32)], little-endian    a grammar's mask: nearly all ids
@@ -198,16 +201,17 @@ class SamplingParams:
         temperature: finite; 0 is greedy (log-probs are then those of temperature 1).
         top_p: nucleus mass in (0, 1]; 1 is off.
         top_k: keep the k most likely ids; 0 is off. Ties at the threshold are all kept.
-        min_p: keep the ids at least ``min_p`` times as likely as the most likely one; in [0, 1], 0 is off. It comes
-            before top-k, and that before top-p, as in vLLM.
-        seed: fixes this request's randomness, independent of what else is in the batch. None draws one.
-        stop: end when one of these strings appears in the decoded output. The ids up to and including the
-            one that completes it are kept.
+        min_p: keep the ids at least ``min_p`` times as likely as the most likely one; in [0, 1], 0
+            is off. It comes before top-k, and that before top-p, as in vLLM.
+        seed: fixes this request's randomness, independent of what else is in the batch. None draws
+            one.
+        stop: end when one of these strings appears in the decoded output. The ids up to and
+            including the one that completes it are kept.
         stop_token_ids: end when one of these ids is sampled (kept), besides the model's EOS ids.
         ignore_eos: whether to continue past EOS (benchmarks).
-        grammar: None, or what the output must be up to its EOS, in llguidance's dialect of Lark; only with
-            ``Capabilities.grammars``. Ids that would break it have no probability; min-p, top-k and top-p
-            come after that.
+        grammar: None, or what the output must be up to its EOS, in llguidance's dialect of Lark;
+            only with ``Capabilities.grammars``. Ids that would break it have no probability; min-p,
+            top-k and top-p come after that.
 
     Raises:
         ValueError: a value is of another type, or out of range.
@@ -284,9 +288,11 @@ class StopReason(StrEnum):
     """Why one *generation* ended."""
 
     EOS = "eos"
-    """The model's end-of-sequence id was sampled. It is the last id of the output, with its log-prob."""
+    """The model's end-of-sequence id was sampled. It is the last id of the output, with its
+    log-prob."""
     STOP = "stop"
-    """A stop string or an extra stop token id was produced; ``TokenOutput.stop_match`` says which."""
+    """A stop string or an extra stop token id was produced; ``TokenOutput.stop_match`` says which.
+    """
     LENGTH = "length"
     """``max_tokens`` ids were sampled, or the model's context is full."""
     ABORTED = "aborted"
@@ -306,11 +312,12 @@ class TokenOutput:
         context_digest: :func:`digest_ids` of the prompt plus ``token_ids`` as the engine saw them.
         cached_tokens: prompt ids whose KV was reused instead of computed.
         num_preempted: times the request lost its slot and was recomputed.
-        constrained: for each id whether a grammar kept it from being sampled freely, so that it carries no loss; empty
-            if none was, or if the supports say what it was sampled from.
-        routed_experts: of the context's positions that were asked for and fed, see ``Capabilities.routed_experts``.
-        supports: for each id the support of its draw, over which its log-prob is normalized; None: all ids. Empty if
-            none was restricted, see ``Capabilities.sampling_replay``.
+        constrained: for each id whether a grammar kept it from being sampled freely, so that it
+            carries no loss; empty if none was, or if the supports say what it was sampled from.
+        routed_experts: of the context's positions that were asked for and fed, see
+            ``Capabilities.routed_experts``.
+        supports: for each id the support of its draw, over which its log-prob is normalized; None:
+            all ids. Empty if none was restricted, see ``Capabilities.sampling_replay``.
     """
 
     token_ids: tuple[int, ...]
@@ -391,7 +398,8 @@ class TokenScores:
 
     Attributes:
         log_probs: of each scored id.
-        top_ids: for each, the likeliest ids at its position, the likeliest first; empty unless asked for.
+        top_ids: for each, the likeliest ids at its position, the likeliest first; empty unless
+            asked for.
         top_log_probs: theirs.
     """
 

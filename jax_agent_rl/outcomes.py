@@ -1,7 +1,8 @@
 """What a trajectory earned, before and after everything that changes it, and who reads which.
 
 :attr:`Trajectory.score` is what the reward function returned and never changes. :attr:`Trajectory.reward` is that less
-the penalties of ``algorithm.shaping``. ``reward_parts`` holds the other numbers of the function, and the penalties::
+the penalties of ``algorithm.shaping``. ``reward_parts`` holds the other numbers of the function,
+and the penalties::
 
     reward function ─► score ─► accuracy     right or wrong: the part `accuracy`, or `acc` as in verl, else the score
                          │
@@ -20,8 +21,8 @@ the penalties of ``algorithm.shaping``. ``reward_parts`` holds the other numbers
                          ▼
                        advantages ─► (7) clipped, corrected for off-policy tokens: the loss
 
-Tool rewards and turn scores are a part of the score only if the reward function reads them. Every reader reads at one
-place, the same in all trainers:
+Tool rewards and turn scores are a part of the score only if the reward function reads them. Every
+reader reads at one place, the same in all trainers:
 
 ==================================  ==================================  ==============================================
 reader                              reads                               so that
@@ -50,7 +51,8 @@ from collections.abc import Callable, Sequence
 from jax_agent_rl.types import ToolCallRecord, Trajectory, Turn
 
 ACCURACY_PARTS = ("accuracy", "acc")
-"""Parts of a reward that say whether the answer was right; the first one that is there. verl's is ``acc``."""
+"""Parts of a reward that say whether the answer was right; the first one that is there. verl's is
+``acc``."""
 
 
 def accuracy(trajectory: Trajectory) -> float:

@@ -8,9 +8,10 @@
             if traced:                                                    ├─ generate
                 traced.set(stop_reason="eos")                             └─ reward
 
-A context variable holds the open span, the parent of new ones, also across tasks and threads. Without a traced
-trajectory, :func:`span` returns :data:`NO_SPAN`, which is false and does nothing. A trace is emitted when its
-trajectory ends; spans that end later (in an abandoned thread) are left out.
+A context variable holds the open span, the parent of new ones, also across tasks and threads.
+Without a traced trajectory, :func:`span` returns :data:`NO_SPAN`, which is false and does nothing.
+A trace is emitted when its trajectory ends; spans that end later (in an abandoned thread) are left
+out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Span:
 
     Attributes:
         name: its kind.
-        about: its object: the tool's name, what was waited for, the reward's data source; may be empty.
+        about: its object: the tool's name, what was waited for, the reward's data source; may be
+            empty.
         parent: number of the parent span; -1 for the first one.
         start_ns: when it began, in nanoseconds since the epoch.
         end_ns: when it ended, likewise.
@@ -178,8 +180,9 @@ class Tracer:
 
     Args:
         emit: receives a trace when its trajectory ends; must be quick and must not raise.
-        max_per_step: most trajectories traced per step and per evaluation: whole groups in order of their start (rows
-            are shuffled, so this is unbiased); of a larger group, its first members.
+        max_per_step: most trajectories traced per step and per evaluation: whole groups in order of
+            their start (rows are shuffled, so this is unbiased); of a larger group, its first
+            members.
         clock: nanoseconds, monotonic.
         wall: nanoseconds since the epoch.
     """

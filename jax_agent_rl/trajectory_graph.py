@@ -1,7 +1,8 @@
 """The trajectories of a group as one graph with shared prefixes.
 
-A node is a sampled turn: two trajectories share it iff their ids are equal up to its end. Where a branch left its
-parent in the middle of a turn (``Fork.tokens``), that turn is two nodes. A worked example, ids as letters::
+A node is a sampled turn: two trajectories share it iff their ids are equal up to its end. Where a
+branch left its parent in the middle of a turn (``Fork.tokens``), that turn is two nodes. A worked
+example, ids as letters::
 
     t0 = a b c               t1: fork of t0, turns 1          t2: fork of t0, turns 1, tokens 1 (b = b' b")
     t1 = a d
@@ -11,11 +12,11 @@ parent in the middle of a turn (``Fork.tokens``), that turn is two nodes. A work
                                         └─ d ─ 4                      t3 = [6]
                                      f ─ 6
 
-Credit is assigned along it (``learner/advantages/estimators.py``), ``jax-agent-rl view --tree`` shows it, and the
-metrics of a step count it.
+Credit is assigned along it (``learner/advantages/estimators.py``), ``jax-agent-rl view --tree``
+shows it, and the metrics of a step count it.
 
-A trajectory of several contexts is a graph, too: :func:`timeline` has its turns in the order in which they were
-sampled, :func:`session_graph` says which context left which, and where.
+A trajectory of several contexts is a graph, too: :func:`timeline` has its turns in the order in
+which they were sampled, :func:`session_graph` says which context left which, and where.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ class TrajectoryGraph:
     Attributes:
         trajectories: what it was made of.
         nodes: in the order in which the trajectories, one after another, come to them.
-        paths: for each trajectory its nodes, through all its segments, in the order in which they were sampled.
-        ends: for each trajectory where those nodes end in its response (that of all sequences, one after another):
-            the position after the node's last id.
+        paths: for each trajectory its nodes, through all its segments, in the order in which they
+            were sampled.
+        ends: for each trajectory where those nodes end in its response (that of all sequences, one
+            after another): the position after the node's last id.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -98,7 +100,8 @@ class TrajectoryGraph:
     def parents_first(self) -> list[int]:
         """Return the nodes' numbers, each after its parent's.
 
-        They mostly stand so; a recorded session may number its turns in another order than that of its contexts.
+        They mostly stand so; a recorded session may number its turns in another order than that of
+        its contexts.
         """
         children: dict[int | None, list[int]] = {}
         for number, node in enumerate(self.nodes):
@@ -118,7 +121,8 @@ class Segment:
 
     Attributes:
         sequence: its ids.
-        parent: place of the earlier context that begins with most of its ids; None if none begins with any.
+        parent: place of the earlier context that begins with most of its ids; None if none begins
+            with any.
         shared: how many ids they have in common.
         turns: how many of the parent's turns end within those.
     """
@@ -149,7 +153,8 @@ def session_graph(trajectory: Trajectory) -> tuple[Segment, ...]:
 def timeline(trajectory: Trajectory) -> list[tuple[int, Turn]]:
     """Return all turns in the order in which they were sampled.
 
-    Each comes with the place where it begins in the response of all :attr:`~Trajectory.sequences`, one after another.
+    Each comes with the place where it begins in the response of all :attr:`~Trajectory.sequences`,
+    one after another.
     """
     placed, at = [], 0
     for sequence in trajectory.sequences:

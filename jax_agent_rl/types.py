@@ -44,7 +44,8 @@ class ToolCallRecord:
         arguments: decoded arguments, or None when they could not be decoded.
         observation: text the model read back (after truncation).
         error: None, or the kind: ``malformed``, ``unknown_tool``, ``bad_arguments``, ``timeout``,
-            ``raised``, ``over_parallel_limit``, ``invalid_action`` (no tool of the tool server took it).
+            ``raised``, ``over_parallel_limit``, ``invalid_action`` (no tool of the tool server took
+            it).
         reward: reward the tool itself gave.
         seconds: wall time of the call.
         call_id: the id the model gave the call, in formats that have one.
@@ -72,12 +73,15 @@ class Turn:
 
     Attributes:
         output: the generation.
-        appended_ids: ids inserted after it (boundary, tool results, next generation prompt); mask 0.
-        appended_media: images and videos ``appended_ids`` show, by kind, in order of their placeholders.
+        appended_ids: ids inserted after it (boundary, tool results, next generation prompt); mask
+            0.
+        appended_media: images and videos ``appended_ids`` show, by kind, in order of their
+            placeholders.
         tool_calls: the calls made in this turn, in order.
         score: what a simulated user or an environment gave this turn, or None.
         learn_appended: ``appended_ids`` carry loss, too (``agent.mask_observations=false``).
-        number: which call of its session sampled it, in order of completion; None outside of recorded sessions.
+        number: which call of its session sampled it, in order of completion; None outside of
+            recorded sessions.
         note: where its call left the recorded conversations, as text; empty if it continued one.
     """
 
@@ -131,11 +135,13 @@ class Trajectory:
         trajectory_id: unique within a run.
         group_id: trajectories of one prompt share it.
         agent_name: the agent loop that made it.
-        prompt_ids: token ids of the prompt. They and ``turns`` are the source of truth; the next four are derived.
+        prompt_ids: token ids of the prompt. They and ``turns`` are the source of truth; the next
+            four are derived.
         turns: the assistant turns, in order.
         response_ids: sampled and inserted token ids of all turns; the module has a worked example.
         response_mask: 1 for every id that the policy sampled.
-        rollout_logprobs: log-prob of every sampled id in the distribution it was sampled from; 0 elsewhere.
+        rollout_logprobs: log-prob of every sampled id in the distribution it was sampled from; 0
+            elsewhere.
         policy_versions: version of the weights that sampled the id; -1 elsewhere.
         finish_reason: why the trajectory ended.
         no_loss: None, or why its ids carry no loss although its reward counts in its group.
@@ -145,19 +151,26 @@ class Trajectory:
         reward_parts: other numbers that the reward function returned, and the penalties, by name.
         metrics: seconds and counts (``generate_seconds``, ``tool_seconds``, ...).
         row: the dataset row it came from.
-        messages: the conversation as text, derived from the ids, for people and reward functions. A message that
-            shows images or videos lists their kinds under ``media``; they themselves are in :attr:`multi_modal`.
+        messages: the conversation as text, derived from the ids, for people and reward functions. A
+            message that shows images or videos lists their kinds under ``media``; they themselves
+            are in :attr:`multi_modal`.
         tool_scores: what each tool's ``calc_reward`` made of the whole trajectory, by tool.
-        segments: further contexts the same rollout sampled in, for agents that edit their history or hold several
-            conversations. Each sampled id stands in exactly one sequence with mask 1. Segments share this
-            trajectory's fate and advantage; they have no reward and no segments of their own.
+        segments: further contexts the same rollout sampled in, for agents that edit their history
+            or hold several conversations. Each sampled id stands in exactly one sequence with mask
+            1. Segments share this trajectory's fate and advantage; they have no reward and no
+            segments of their own.
         fork: None, or where it branched off another trajectory of its group.
-        history_window: None, or how many earlier turns each turn was sampled after, besides the prompt. The response
-            arrays are still those of all turns in order; :attr:`sequences` are the contexts that were really there.
-        prompt_media: images and videos ``prompt_ids`` show; a sequence of a history window has its earlier turns'.
-        role: the role it played in its episode, None if there is but one. Baselines are those of its group and role.
-        adapter: the adapter in training that sampled it, see ``agent.role_adapters``; None: the policy itself.
-        teacher_scores: of every id in the loss, sequence after sequence, by a teacher that is served elsewhere.
+        history_window: None, or how many earlier turns each turn was sampled after, besides the
+            prompt. The response arrays are still those of all turns in order; :attr:`sequences` are
+            the contexts that were really there.
+        prompt_media: images and videos ``prompt_ids`` show; a sequence of a history window has its
+            earlier turns'.
+        role: the role it played in its episode, None if there is but one. Baselines are those of
+            its group and role.
+        adapter: the adapter in training that sampled it, see ``agent.role_adapters``; None: the
+            policy itself.
+        teacher_scores: of every id in the loss, sequence after sequence, by a teacher that is
+            served elsewhere.
     """
 
     trajectory_id: str
@@ -224,8 +237,9 @@ class Trajectory:
     def sequences(self) -> tuple[Trajectory, ...]:
         """All sequences to train on: the segments, then the last context.
 
-        With a history window, turn k is sampled after the prompt and the ``window`` turns before it. So one sequence
-        holds the turns that saw all earlier ones, and every later turn is a sequence of its own::
+        With a history window, turn k is sampled after the prompt and the ``window`` turns before
+        it. So one sequence holds the turns that saw all earlier ones, and every later turn is a
+        sequence of its own::
 
             window 1, turns a b c d      prompt | a b      prompt b | c      prompt c | d
         """
@@ -341,9 +355,10 @@ class Trajectory:
 class Group:
     """The surviving trajectories of one prompt, with the reward statistics advantages need.
 
-    ``dropped`` counts its lost members by reason. ``greedy_reward`` is that of the prompt's greedy rollout, if any
-    (ReMax). ``metrics`` describe how the group was collected, e.g. ``branches``. ``frozen`` are trajectories of roles
-    that are not trained: on record, but no samples. ``baselines`` are the rewards to expect, by role (RAE).
+    ``dropped`` counts its lost members by reason. ``greedy_reward`` is that of the prompt's greedy
+    rollout, if any (ReMax). ``metrics`` describe how the group was collected, e.g. ``branches``.
+    ``frozen`` are trajectories of roles that are not trained: on record, but no samples.
+    ``baselines`` are the rewards to expect, by role (RAE).
     """
 
     group_id: str

@@ -1,7 +1,8 @@
 r"""Checks of values from outside (JSON, user code) that no type checker has seen, and the digest of ids.
 
-Each check raises a ``ValueError`` that names the field, its value and the expected kind. Numbers may be numpy's.
-JSON can spell one half of a surrogate pair (``"\ud83d"``), and models do, but nothing can encode it.
+Each check raises a ``ValueError`` that names the field, its value and the expected kind. Numbers
+may be numpy's. JSON can spell one half of a surrogate pair (``"\ud83d"``), and models do, but
+nothing can encode it.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def as_float(value: object, what: str) -> float:
 def as_score(value: object, what: str) -> float:
     """Return a score, a reward or a part of one as a float that float32 holds, too: the learner computes in it.
 
-    Whatever earns a trajectory something comes through here, wherever it is from: reward functions and their servers,
-    tools and tool servers, environments, simulated users, tables of trajectories.
+    Whatever earns a trajectory something comes through here, wherever it is from: reward functions
+    and their servers, tools and tool servers, environments, simulated users, tables of
+    trajectories.
 
     Args:
         value: see :func:`as_float`.
@@ -142,8 +144,8 @@ def check_ids(name: str, ids: tuple[Any, ...]) -> None:
 def digest_ids(ids: Sequence[int]) -> str:
     """Return a short digest of a list of token ids (BLAKE2b, 64 bits).
 
-    The engine digests the context it conditioned on, the agent loop the ids it will pass to the learner: equality
-    proves, per generation, that no token drifted.
+    The engine digests the context it conditioned on, the agent loop the ids it will pass to the
+    learner: equality proves, per generation, that no token drifted.
     """
     return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).hexdigest()
 
@@ -164,9 +166,9 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 def nearest(name: str, known: Collection[str]) -> list[str]:
     """Return up to three known names that may have been meant, the nearest first; none for what is far from all.
 
-    A name is near if few letters have been inserted, left out, replaced or swapped with their neighbour (one in a name
-    of up to seven letters, two up to eleven, three in longer ones), or if it has all words of the other and few more.
-    Upper case and hyphens do not count.
+    A name is near if few letters have been inserted, left out, replaced or swapped with their
+    neighbour (one in a name of up to seven letters, two up to eleven, three in longer ones), or if
+    it has all words of the other and few more. Upper case and hyphens do not count.
 
     >>> nearest("prompt_length", ["max_prompt_length", "max_response_length"]), nearest("optimizer", ["steps"])
     (['max_prompt_length'], [])
@@ -180,9 +182,9 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 def nearest_keys(path: str, keys: Collection[str]) -> list[str]:
     """Return keys ``section.leaf`` that may have been meant by another path, the nearest first.
 
-    Section and leaf have to be near, each by itself: long paths of one section look alike although their leaves have
-    nothing in common. A leaf alone may be in any section; one in a wrong section is found if only one other has it: a
-    section inside the same one, or one that is no deeper.
+    Section and leaf have to be near, each by itself: long paths of one section look alike although
+    their leaves have nothing in common. A leaf alone may be in any section; one in a wrong section
+    is found if only one other has it: a section inside the same one, or one that is no deeper.
 
     >>> nearest_keys("trainer.step", ["trainer.steps", "learner.stop"])
     ['trainer.steps']

@@ -71,9 +71,11 @@ class AgentHarness:
 
 
 def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
-    """The context of every turn is the prompt, then sampled and inserted ids in order; nothing else.
+    """The context of every turn is the prompt, then sampled and inserted ids in order; nothing
+    else.
 
-    A turn that a stop in its thoughts did not end has several requests, each from where the one before left off.
+    A turn that a stop in its thoughts did not end has several requests, each from where the one
+    before left off.
     """
     context, left = trajectory.prompt_ids, deque(requests)
     for turn in trajectory.turns:
@@ -89,7 +91,9 @@ def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
 def assert_forks_are_exact(
     trajectories: Sequence[Trajectory], requests: Sequence[GenerateRequest]
 ) -> None:
-    """A branch begins as its parent, and what it asked of the engine are exactly its turns after the fork."""
+    """A branch begins as its parent, and what it asked of the engine are exactly its turns after
+    the fork.
+    """
     known = {t.trajectory_id: t for t in trajectories}
     for t in trajectories:
         asked = [r for r in requests if r.request_id.startswith(f"{t.trajectory_id}/")]

@@ -145,7 +145,8 @@ async def conversations(
     inserted: int = 5,
     lengths: Sequence[int] = (21, 24, 17, 26),
 ) -> list[Group]:
-    """One trajectory of several turns for each prompt; random ids are inserted after each turn but the last.
+    """One trajectory of several turns for each prompt; random ids are inserted after each turn but
+    the last.
 
     All of them make their first turn, then their second one, and so on.
     """
@@ -206,7 +207,9 @@ async def diagnosed_engine(
     adapters: bool = False,
     **options: Any,
 ) -> Diagnosis:
-    """What is said about an engine that runs ``served`` with ``served_params`` where the learner has others."""
+    """What is said about an engine that runs ``served`` with ``served_params`` where the learner
+    has others.
+    """
     params = tiny_params(1, model) if params is None else params
     backend = jax_engine(
         served or model, params if served_params is None else served_params, **options
@@ -240,7 +243,9 @@ def diagnosis(
     tolerance: Tolerance = JAX_ENGINE["float32"],
     adapters: bool = False,
 ) -> Diagnosis:
-    """What is said about rollouts that a learner with these parameters is to train on; it takes as long as it likes."""
+    """What is said about rollouts that a learner with these parameters is to train on; it takes as
+    long as it likes.
+    """
     subject = DiagnosisSubject(
         model=model,
         params=params,

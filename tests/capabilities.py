@@ -19,7 +19,9 @@ CONTAINER_IMAGE = os.environ.get("CONTAINER_TEST_IMAGE", "python:3.12-slim")
 
 @cache
 def find_container_runtime() -> str | None:
-    """Return the command of a container runtime that can run :data:`CONTAINER_IMAGE`; None if there is none."""
+    """Return the command of a container runtime that can run :data:`CONTAINER_IMAGE`; None if there
+    is none.
+    """
     for command in ("docker", "podman"):
         if shutil.which(command) is None:
             continue

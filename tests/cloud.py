@@ -1,7 +1,9 @@
-"""``tpu_pod.sh`` with a made-up Google Cloud: a fake ``gcloud`` on PATH, whose hosts are folders of this machine.
+"""``tpu_pod.sh`` with a made-up Google Cloud: a fake ``gcloud`` on PATH, whose hosts are folders of
+this machine.
 
-Its ssh really runs the command, with the host's folder as home. ``gs://`` is a folder, too; where a host names it, it
-sees that folder's path. What the cloud does wrong is ordered by files in ``orders/``.
+Its ssh really runs the command, with the host's folder as home. ``gs://`` is a folder, too; where a
+host names it, it sees that folder's path. What the cloud does wrong is ordered by files in
+``orders/``.
 """
 
 from __future__ import annotations
@@ -201,7 +203,9 @@ class Cloud:
         (self.folder / "orders" / name).unlink()
 
     def use_real_trainer(self) -> None:
-        """Hosts run jax, each as a process with one device; they find each other as they would under Slurm."""
+        """Hosts run jax, each as a process with one device; they find each other as they would
+        under Slurm.
+        """
         self.write("venv/bin/python", f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
         # jax takes the port from the job's number: 61440 + number modulo 4096.
         self.order("job", str(free_ports(1, first=61440, last=65535) - 61440))
@@ -306,7 +310,9 @@ class Cloud:
 
 
 def job_of(topology: str = "v5e:4x4", **changed: object) -> Job:
-    """The user's own configuration on an on-demand slice, kept in a bucket, but for what is changed."""
+    """The user's own configuration on an on-demand slice, kept in a bucket, but for what is
+    changed.
+    """
     chosen = parse_topology(topology)
     fields = {
         "config": Path("/home/me/my.yaml"),

@@ -1,4 +1,6 @@
-"""Variations of a model's ``config.json``: each leaves out one field, gives it another value, or adds one."""
+"""Variations of a model's ``config.json``: each leaves out one field, gives it another value, or
+adds one.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ ROPES: list[Raw] = [
 
 
 def variations(raw: Raw) -> Iterator[tuple[str, Raw]]:
-    """Yield a name for each variation, and the whole file: a copy, for transformers writes into what it reads."""
+    """Yield a name for each variation, and the whole file: a copy, for transformers writes into
+    what it reads.
+    """
     yield from _of_section(raw, ())
     for name, value in ADDED.items():
         yield f"{name}={value}, added", copy.deepcopy(raw | {name: value})
@@ -115,7 +119,8 @@ def check_every_field(
 
     Args:
         raw: the file.
-        theirs: transformers' logits of the same weights under a file; raises what it likes where it refuses.
+        theirs: transformers' logits of the same weights under a file; raises what it likes where it
+            refuses.
         resolved: the file as transformers understands it, with its defaults.
         ours: logits of the same weights here; None: only the configurations are compared.
     """

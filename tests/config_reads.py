@@ -1,9 +1,9 @@
 """Which configuration keys the program reads, found in its source by the types of expressions.
 
-An expression has a section's type if annotations say so: parameters, fields, what functions return, and what is
-assigned or looked up from those (``limits = context.limits``). Reading an attribute of it reads that key. What only the
-configuration's own modules read (to check it) does not count, unless by a property or method of a section that others
-use (``config.trainer.staleness_bound``).
+An expression has a section's type if annotations say so: parameters, fields, what functions return,
+and what is assigned or looked up from those (``limits = context.limits``). Reading an attribute of
+it reads that key. What only the configuration's own modules read (to check it) does not count,
+unless by a property or method of a section that others use (``config.trainer.staleness_bound``).
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class Reads:
                                         yield part.name, node.attr
 
     def _named(self, annotation: ast.expr | None) -> Types:
-        """The sections an annotation allows (``AgentConfig | None``, ``"Config"``); a list of them is none."""
+        """The sections an annotation allows (``AgentConfig | None``, ``"Config"``); a list of them
+        is none.
+        """
         if annotation is None:
             return NOTHING
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
@@ -201,8 +203,9 @@ class Reads:
         return frozenset(found)
 
     def _whole(self, owners: Types, call: ast.Call) -> None:
-        """``EnvironmentPools(**config.environments.model_dump(exclude={"path"}))`` reads all but that; what is dumped
-        as JSON is saved, not used."""
+        """``EnvironmentPools(**config.environments.model_dump(exclude={"path"}))`` reads all but
+        that; what is dumped as JSON is saved, not used.
+        """
         if any(keyword.arg == "mode" for keyword in call.keywords):
             return
         left_out = {

@@ -1,4 +1,6 @@
-"""Configurations for tests that go through every key: with another value than the default, with a condition met."""
+"""Configurations for tests that go through every key: with another value than the default, with a
+condition met.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Compiled programs are kept between tests and runs: many tests build the same small engine. Files run side by side,
-where the machine has room for that, but those that start Ray one after another."""
+"""Compiled programs are kept between tests and runs: many tests build the same small engine. Files
+run side by side, where the machine has room for that, but those that start Ray one after another.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +65,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_what_a_file_leaves() -> Iterator[None]:
-    """Keep the garbage collector off traces and programs that stay: it took up to 40 % of a worker's time.
+    """Keep the garbage collector off traces and programs that stay: it took up to 40 % of a
+    worker's time.
 
-    They do not stay where they would leave the machine without memory: three workers run side by side.
+    They do not stay where they would leave the machine without memory: three workers run side by
+    side.
     """
     global kept_bytes
     yield
@@ -100,7 +103,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file at a time to each worker. Two clusters that start at once on one machine look for the same ports."""
+    """A file at a time to each worker. Two clusters that start at once on one machine look for the
+    same ports.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

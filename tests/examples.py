@@ -1,4 +1,5 @@
-"""How many examples hypothesis tries: few in the quick tests, its usual number with ``--all``, many at night.
+"""How many examples hypothesis tries: few in the quick tests, its usual number with ``--all``, many
+at night.
 
 ``TEST_EXAMPLES`` names the profile; ``launch/test.sh`` sets it.
 """

@@ -1,4 +1,5 @@
-"""Fakes shared by the tests: a word-level codec and a scripted engine that follows the backend protocol.
+"""Fakes shared by the tests: a word-level codec and a scripted engine that follows the backend
+protocol.
 
 ::
 
@@ -45,9 +46,11 @@ class GrowingFake:
 
 
 class FakeCodec(ChatCodec):
-    """One id per word (with the white space before it). Calls look like ``<call>name {json}</call>``.
+    """One id per word (with the white space before it). Calls look like ``<call>name
+    {json}</call>``.
 
-    A rendered message is ``role: content`` (``role: <image> content``) and ``EOS``; a prompt ends with ``assistant:``.
+    A rendered message is ``role: content`` (``role: <image> content``) and ``EOS``; a prompt ends
+        with ``assistant:``.
     """
 
     eos_token_ids: tuple[int, ...] = (EOS,)
@@ -167,12 +170,14 @@ Script = Callable[[GenerateRequest], Sequence[int]]
 
 
 class ScriptedBackend(FakeBackend):
-    """Samples scripted replies, one id per turn of the event loop; everything else is as in a real engine.
+    """Samples scripted replies, one id per turn of the event loop; everything else is as in a real
+    engine.
 
     Args:
         codec: encodes scripted texts.
-        script: the replies, by turn of each session (the last one is repeated), or a function from the request to
-            ids. A resumed request is recognized by its id and continues where it was interrupted.
+        script: the replies, by turn of each session (the last one is repeated), or a function from
+            the request to ids. A resumed request is recognized by its id and continues where it was
+            interrupted.
         capabilities: declared capabilities; by default those of a text-only engine.
 
     Attributes:

@@ -1,12 +1,14 @@
-"""``jax-agent-rl`` in forks of a process that has imported everything, so that a start costs a tenth of its time.
+"""``jax-agent-rl`` in forks of a process that has imported everything, so that a start costs a
+tenth of its time.
 
 ::
 
     test ── {"arguments", "log", "die_at"} ──► python -m tests.forked ── fork ──► the command, its own process group
          ◄── {"pid"}, later {"status"} ──────
 
-No backend of jax exists before the fork. With ``die_at`` the command kills itself (as ``kill -9`` does) at its n-th
-operation on files that changes something: in the middle of a checkpoint, between two files, before a rename.
+No backend of jax exists before the fork. With ``die_at`` the command kills itself (as ``kill -9``
+does) at its n-th operation on files that changes something: in the middle of a checkpoint, between
+two files, before a rename.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Command:
 
     @property
     def cpu_seconds(self) -> float:
-        """User and system time so far. Moments of a life are drawn from it, for wall time depends on the machine."""
+        """User and system time so far. Moments of a life are drawn from it, for wall time depends
+        on the machine.
+        """
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             self._cpu_seconds = (int(fields[11]) + int(fields[12])) * TICK

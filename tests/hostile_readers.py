@@ -1,7 +1,8 @@
-"""Everything that reads a model's text, called on text made to keep it busy: ``python -m tests.hostile_readers``.
+"""Everything that reads a model's text, called on text made to keep it busy: ``python -m
+tests.hostile_readers``.
 
-Prints a line for each reader when it is done. All together take seconds; one that takes quadratic time takes longer
-than that for a single text, and gets dozens.
+Prints a line for each reader when it is done. All together take seconds; one that takes quadratic
+time takes longer than that for a single text, and gets dozens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _PLACEHOLDERS = re.compile(any_of(f"<unused{number}>" for number in range(6000))
 
 
 def action_reader(tool: type[ServerTool]) -> Callable[[str], object]:
-    """How a tool reads an action. The tool is not set up: reading takes neither a sandbox nor an index."""
+    """How a tool reads an action. The tool is not set up: reading takes neither a sandbox nor an
+    index.
+    """
     return tool.__new__(tool).parse_action
 
 

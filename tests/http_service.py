@@ -1,4 +1,5 @@
-"""A real HTTP server for tests, in the test's own event loop, and a tool server that answers as told.
+"""A real HTTP server for tests, in the test's own event loop, and a tool server that answers as
+told.
 
 ::
 
@@ -29,7 +30,9 @@ Payload = dict[str, Any]
 
 @asynccontextmanager
 async def serve(app: Any) -> AsyncIterator[str]:
-    """Serves an ASGI app on a free port; connections queue up from the start, so nobody has to wait for it."""
+    """Serves an ASGI app on a free port; connections queue up from the start, so nobody has to wait
+    for it.
+    """
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     listening.listen(512)
@@ -49,10 +52,12 @@ class ToolServer:
     """An async context manager.
 
     Args:
-        answer: what to say to one action: an observation, or (observation, done, valid); default repeats the action.
+        answer: what to say to one action: an observation, or (observation, done, valid); default
+            repeats the action.
 
     Attributes:
-        requests: every payload of actions, in order; those that close environments are not among them.
+        requests: every payload of actions, in order; those that close environments are not among
+            them.
         closed: how often each trajectory's environment was closed.
         respond: replaces the whole answer when set: from the payload to a response.
         health: status of ``GET /health``.

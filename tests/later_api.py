@@ -1,7 +1,9 @@
-"""Our own engine behind JetStream's later API, as MaxText's engine offers it: a real model with real numbers.
+"""Our own engine behind JetStream's later API, as MaxText's engine offers it: a real model with
+real numbers.
 
-It has that API's manners, too: state and prefix are used up by a call, every slot is stepped whether it is filled or
-not, one way of sampling holds for all of them, and nothing is known of stop ids or budgets.
+It has that API's manners, too: state and prefix are used up by a call, every slot is stepped
+whether it is filled or not, one way of sampling holds for all of them, and nothing is known of stop
+ids or budgets.
 """
 
 from __future__ import annotations

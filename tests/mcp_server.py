@@ -1,4 +1,6 @@
-"""A small MCP server for tests: ``python mcp_server.py`` on stdio, ``python mcp_server.py PORT`` over HTTP."""
+"""A small MCP server for tests: ``python mcp_server.py`` on stdio, ``python mcp_server.py PORT``
+over HTTP.
+"""
 
 import asyncio
 import os

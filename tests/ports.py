@@ -1,7 +1,8 @@
 """Ports for tests that run side by side.
 
-A port that is free now may be another test's in a moment, so it is claimed: no process of tests on this machine is
-given it again before the one that asked has ended. They lie below those that the system gives to outgoing connections.
+A port that is free now may be another test's in a moment, so it is claimed: no process of tests on
+this machine is given it again before the one that asked has ended. They lie below those that the
+system gives to outgoing connections.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def free_ports(count: int, *, first: int = 21000, last: int = 30000) -> int:
 
 
 def _claim(port: int, locks: contextlib.ExitStack) -> bool:
-    """Whether no other test has it; the lock is a file's, so that it ends with a process that is killed, too."""
+    """Whether no other test has it; the lock is a file's, so that it ends with a process that is
+    killed, too.
+    """
     lock = locks.enter_context((_CLAIMS / str(port)).open("ab"))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -38,7 +38,9 @@ HOSTILE = (
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Stands in for a tokenizer: ids over 1000 are the hostile texts, 900 and 901 two halves of a letter."""
+    """Stands in for a tokenizer: ids over 1000 are the hostile texts, 900 and 901 two halves of a
+    letter.
+    """
     parts: list[str] = []
     for at, i in enumerate(ids):
         if i in (900, 901):
@@ -110,7 +112,9 @@ def step_line(step: int, **more: Any) -> dict[str, Any]:
 
 
 def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
-    """A run folder with ``steps`` steps of four trajectories, an evaluation and two traces; no tokenizer."""
+    """A run folder with ``steps`` steps of four trajectories, an evaluation and two traces; no
+    tokenizer.
+    """
     run_dir = RunDir(path)
     run_dir.write_json(
         run_dir.config, {"model": {"path": "nowhere"}, "trainer": {"steps": 5, "mode": "sync"}}

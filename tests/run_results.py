@@ -11,7 +11,8 @@ import orbax.checkpoint as ocp
 
 from jax_agent_rl.observe.run_dir import read_records
 
-# Parts of names of metrics that are wall time, or count what depends on it: which requests arrived together.
+# Parts of names of metrics that are wall time, or count what depends on it: which requests arrived
+# together.
 TIMES = (
     "seconds",
     "per_second",
@@ -24,7 +25,9 @@ TIMES = (
 
 
 def final_state(run: Path) -> dict[str, np.ndarray]:
-    """Every array of the last checkpoint: parameters, optimizer moments, critic, KL coefficient, counters."""
+    """Every array of the last checkpoint: parameters, optimizer moments, critic, KL coefficient,
+    counters.
+    """
     step = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
     tree = ocp.PyTreeCheckpointer().restore(run / "checkpoints" / str(step) / "state")
     return {

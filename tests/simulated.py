@@ -1,4 +1,6 @@
-"""Processes with simulated devices: their number is fixed when jax starts, so such scripts run on their own."""
+"""Processes with simulated devices: their number is fixed when jax starts, so such scripts run on
+their own.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ COMPILE_QUICKLY = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     " --xla_cpu_use_fusion_emitters=false"
 )
-"""For XLA_FLAGS. Compiling is most of what tests of small models do; so it takes a quarter of the time."""
+"""For XLA_FLAGS. Compiling is most of what tests of small models do; so it takes a quarter of the
+time."""
 
 
 _WAIT_SECONDS = 90
-"""How long a device waits for the others; by default a busy machine ends the process after 40 seconds."""
+"""How long a device waits for the others; by default a busy machine ends the process after 40
+seconds."""
 _DEADLOCK = "Termination timeout for"
 """What XLA says as it ends a process whose devices wait for each other."""
 
@@ -45,8 +49,8 @@ def run_on_devices(
 ) -> list[str]:
     """Return the lines a script prints; its errors fail the test.
 
-    Simulated devices deadlock once in many hundred runs: XLA:CPU runs collectives that do not depend on each other in
-    any order. Such a process is run once more.
+    Simulated devices deadlock once in many hundred runs: XLA:CPU runs collectives that do not
+    depend on each other in any order. Such a process is run once more.
     """
     command = [*python(), "-c", script, *arguments]
     environment = environment_with(devices, flags=flags)

@@ -1,7 +1,8 @@
-"""``jax-agent-rl train`` that stops for ever in a named phase: a program of tests that interrupt it there.
+"""``jax-agent-rl train`` that stops for ever in a named phase: a program of tests that interrupt it
+there.
 
-It prints ``HERE`` and waits. What it waits in is what cannot be interrupted in real runs: a compiler's or a transfer's
-thread, or a coroutine.
+It prints ``HERE`` and waits. What it waits in is what cannot be interrupted in real runs: a
+compiler's or a transfer's thread, or a coroutine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Where the tests' time goes, by file: processor time, which another load does not change, and time spent waiting.
+"""Where the tests' time goes, by file: processor time, which another load does not change, and time
+spent waiting.
 
 ::
 

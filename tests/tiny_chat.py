@@ -1,7 +1,8 @@
-"""A real engine, tokenizer and chat template, all tiny: a random model whose every reply is read as the test wants.
+"""A real engine, tokenizer and chat template, all tiny: a random model whose every reply is read as
+the test wants.
 
-The tokenizer is a byte-level BPE with merges, so that text which a random model sampled is tokenized differently when
-it is tokenized again: an agent loop that re-tokenizes cannot pass.
+The tokenizer is a byte-level BPE with merges, so that text which a random model sampled is
+tokenized differently when it is tokenized again: an agent loop that re-tokenizes cannot pass.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class TinyCodec(ChatCodec):
-    """Reads a reply as a call of ``add`` unless its first id can be divided by three: a random model calls tools."""
+    """Reads a reply as a call of ``add`` unless its first id can be divided by three: a random
+    model calls tools.
+    """
 
     def __init__(self) -> None:
         super().__init__(tokenizer())
@@ -114,7 +117,9 @@ def params() -> Params:
 async def tiny_context(
     *, tools=(), codec: ChatCodec | None = None, longest: int = LONGEST, **limits
 ) -> AsyncIterator[AgentContext]:
-    """What agent loops are given, over a started JAX engine. ``context.client.servers[0].backend`` is watched."""
+    """What agent loops are given, over a started JAX engine. ``context.client.servers[0].backend``
+    is watched.
+    """
     codec = codec or TinyCodec()
     shapes = EngineShapes(
         max_model_len=longest,
@@ -169,7 +174,9 @@ def reference_logprobs(ids: Sequence[int], supports: Sequence[Support | None] = 
 
 
 def assert_exact(trajectory: Trajectory, backend: Watched) -> None:
-    """Everything trained on was sampled by the engine in exactly the context it stands in, and only once."""
+    """Everything trained on was sampled by the engine in exactly the context it stands in, and only
+    once.
+    """
     answers = {request.prompt_ids: [] for request, _ in backend.seen}
     for request, output in backend.seen:
         answers[request.prompt_ids].append(output.token_ids)

@@ -1,4 +1,6 @@
-"""A whole run in seconds: a random model of 400 ids that writes noise, scored by how long the noise is."""
+"""A whole run in seconds: a random model of 400 ids that writes noise, scored by how long the noise
+is.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def tiny_model(folder: Path) -> Path:
 
 
 def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
-    """Writes model, rows, reward function and configuration; ``run_dir`` is ``folder / "run"``. Returns the YAML."""
+    """Writes model, rows, reward function and configuration; ``run_dir`` is ``folder / "run"``.
+    Returns the YAML.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
         {

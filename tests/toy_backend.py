@@ -220,7 +220,9 @@ class ToyBackend(BatchingEngine):
         self.model = mixture(self.model) if update.partial else MODELS[which]
 
     def read(self, update: WeightUpdate) -> str:
-        """Return the weight set that an update names, for kind ``safetensors`` in the text of its first file."""
+        """Return the weight set that an update names, for kind ``safetensors`` in the text of its
+        first file.
+        """
         if update.kind != "safetensors":
             return update.payload if isinstance(update.payload, str) else ""
         try:

@@ -77,7 +77,9 @@ def numbered(made: Trajectory, *numbers: int, note: str = "") -> Trajectory:
 
 
 def session(*, reward: float = 1.0, group: str = "g", index: int = 0) -> Trajectory:
-    """A session of three segments and five calls: call 2 goes on after call 1, as 5 does; 3 and 4 are a sub-agent's."""
+    """A session of three segments and five calls: call 2 goes on after call 1, as 5 does; 3 and 4
+    are a sub-agent's.
+    """
     note = "message 1 of 1 (user) has 'help' where the recorded one (user) has 'question'"
     again = numbered(trajectory([1, 3, 4, 2, 6], [8, 2], group=group, index=index), 1)
     sub_agent = numbered(
@@ -138,7 +140,9 @@ def random_groups(
 def with_routed_experts(
     groups: Iterable[Group], *, layers: int, experts: int, per_token: int
 ) -> list[Group]:
-    """The groups with random experts for all positions that every second trajectory fed; the others know none."""
+    """The groups with random experts for all positions that every second trajectory fed; the others
+    know none.
+    """
     rng = np.random.default_rng(5)
 
     def routed(made: Trajectory) -> Trajectory:
@@ -165,7 +169,9 @@ def with_routed_experts(
 def with_supports(
     groups: Iterable[Group], *, vocabulary: int = 97, share: float = 0.2
 ) -> list[Group]:
-    """The groups with random supports, which hold the sampled ids; every third trajectory was sampled freely."""
+    """The groups with random supports, which hold the sampled ids; every third trajectory was
+    sampled freely.
+    """
     rng = np.random.default_rng(6)
 
     def drawn(output: TokenOutput) -> TokenOutput:

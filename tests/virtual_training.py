@@ -1,4 +1,6 @@
-"""Trainers in virtual time, on simulated engines, with an agent whose length is drawn anew wherever it samples."""
+"""Trainers in virtual time, on simulated engines, with an agent whose length is drawn anew wherever
+it samples.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ TURN = 4
 
 
 class Coin:
-    """Decides after every turn whether the trajectory goes on, as an engine with the trajectory's seed would.
+    """Decides after every turn whether the trajectory goes on, as an engine with the trajectory's
+    seed would.
 
     The same turn of the same weights ends alike; of other weights, it is drawn anew.
     """
@@ -75,7 +78,8 @@ class _Responder(Responder):
             f"{self.trajectory_id}/{len(episode.turns)}/{output.policy_versions[-1]}"
         ):
             return FinishReason.ANSWER
-        # Before the wait: ids decide whether a real trajectory goes on, so the coin must not be tossed again.
+        # Before the wait: ids decide whether a real trajectory goes on, so the coin must not be
+        # tossed again.
         went_on = episode.append_ids([ID], [{"role": "tool", "content": ""}])
         await asyncio.sleep(0.5)
         return None if went_on else FinishReason.RESPONSE_LENGTH
@@ -93,7 +97,8 @@ class Behaviour:
 
 
 _BEHAVIOUR: ContextVar[Behaviour] = ContextVar("behaviour")
-"""Of the training that the current task made, and so of all tasks of that training. Rows hold nothing but data."""
+"""Of the training that the current task made, and so of all tasks of that training. Rows hold
+nothing but data."""
 
 
 @register_agent("virtual_for_test")
@@ -163,7 +168,9 @@ def make_virtual(
     trainer: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> Trainer:
-    """Return a trainer, resumed from ``saved`` if that is not empty; call it inside a :class:`VirtualLoop`."""
+    """Return a trainer, resumed from ``saved`` if that is not empty; call it inside a
+    :class:`VirtualLoop`.
+    """
     settings = config.build(
         {
             "run_dir": "none",
@@ -219,7 +226,9 @@ def make_virtual(
 
 
 def in_virtual_time(main: Callable[[], Any]) -> Any:
-    """Run a coroutine function in a loop of its own; what it leaves running is dropped, as by kill -9."""
+    """Run a coroutine function in a loop of its own; what it leaves running is dropped, as by kill
+    -9.
+    """
     with closing(VirtualLoop()) as loop:
         try:
             return loop.run_until_complete(main())

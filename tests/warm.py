@@ -5,10 +5,11 @@
     test ── subprocess ──► client ── arguments, environment, folder, descriptors ──► server ── fork ──► the program
                                   ◄────────────────── exit status ─────────────────────────
 
-``*python()`` stands where ``sys.executable`` would: ``-m MODULE``, ``-c PROGRAM`` or a file follows. Signals that the
-client gets go on to the program; a client that is killed takes the program with it. No backend of JAX exists before the
-fork, so ``XLA_FLAGS`` counts. A program whose variables differ from the tests' in what libraries read when they are
-imported (:data:`_READ_AT_IMPORT`) gets an interpreter of its own.
+``*python()`` stands where ``sys.executable`` would: ``-m MODULE``, ``-c PROGRAM`` or a file
+follows. Signals that the client gets go on to the program; a client that is killed takes the
+program with it. No backend of JAX exists before the fork, so ``XLA_FLAGS`` counts. A program whose
+variables differ from the tests' in what libraries read when they are imported
+(:data:`_READ_AT_IMPORT`) gets an interpreter of its own.
 """
 
 import atexit
@@ -132,7 +133,9 @@ def _reap() -> None:
 
 
 def _supervise(client: socket.socket) -> None:
-    """Starts the program, watches it and its client. Returns in the process that is to be the program."""
+    """Starts the program, watches it and its client. Returns in the process that is to be the
+    program.
+    """
     message, descriptors, _, _ = socket.recv_fds(client, _LONGEST, 3)
     order = json.loads(message)
     program = os.fork()

@@ -21,7 +21,9 @@ _FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
 def build_wheel(folder: Path) -> Path:
-    """Return the wheel, built below ``folder`` from a copy of the repository: a build writes beside what it builds."""
+    """Return the wheel, built below ``folder`` from a copy of the repository: a build writes beside
+    what it builds.
+    """
     source = folder / "source"
     source.mkdir()
     for name in (*PACKAGES, *_OTHER_FOLDERS):

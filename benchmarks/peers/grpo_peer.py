@@ -1,4 +1,6 @@
-"""Shared by TRL's and Tunix' sides of the gallery's comparison: settings, rows and what a run folder holds."""
+"""Shared by TRL's and Tunix' sides of the gallery's comparison: settings, rows and what a run
+folder holds.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def settings() -> dict[str, str]:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """Return the rows of a file that ``sums.py`` wrote; the package's reader is not in the peers' environments."""
+    """Return the rows of a file that ``sums.py`` wrote; the package's reader is not in the peers'
+    environments.
+    """
     return [json.loads(line) for line in Path(f"data/sums/{name}.jsonl").read_text().splitlines()]
 
 

@@ -1,4 +1,5 @@
-"""The task of the gallery's comparison with TRL and Tunix: sums, answered in one turn. Standard library only.
+"""The task of the gallery's comparison with TRL and Tunix: sums, answered in one turn. Standard
+library only.
 
 python benchmarks/peers/sums.py OUT      # writes OUT/train.jsonl and OUT/heldout.jsonl, rows in verl's schema
 """

@@ -1,4 +1,5 @@
-"""TRL's side of the gallery's comparison: GRPOTrainer on the rows and settings of sums.yaml. Runs in TRL's environment.
+"""TRL's side of the gallery's comparison: GRPOTrainer on the rows and settings of sums.yaml. Runs
+in TRL's environment.
 
 TRL_PYTHON benchmarks/peers/trl_grpo.py model.path=DIR seed=0 run_dir=runs/trl
 """

@@ -1,10 +1,12 @@
-"""TRL's side of ``learner_peers.py``: GRPOTrainer's own loop on completions that are given. Runs in TRL's environment.
+"""TRL's side of ``learner_peers.py``: GRPOTrainer's own loop on completions that are given. Runs in
+TRL's environment.
 
     TRL_PYTHON trl_step.py --model DIR --batch FILE.npz --updates 4 --gradients OUT.safetensors
 
-Only the method that generates and scores is replaced; loss, backward, clip, AdamW and schedule are the trainer's.
-Its defaults stay but where they would cost time or precision: no gradient checkpointing, no bfloat16. The last line is
-one JSON object: ``seconds`` of every update, and what the first one found.
+Only the method that generates and scores is replaced; loss, backward, clip, AdamW and schedule are
+the trainer's. Its defaults stay but where they would cost time or precision: no gradient
+checkpointing, no bfloat16. The last line is one JSON object: ``seconds`` of every update, and what
+the first one found.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ SETTINGS: dict[str, Any] = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
-"""Of ``GRPOConfig``, in both comparisons: the objective is ours, and no time or precision is lost."""
+"""Of ``GRPOConfig``, in both comparisons: the objective is ours, and no time or precision is lost.
+"""
 
 
 class GivenCompletions(GRPOTrainer):
-    """Takes completions and advantages from ``given`` where the base class asks its engine and its rewards."""
+    """Takes completions and advantages from ``given`` where the base class asks its engine and its
+    rewards.
+    """
 
     given: dict[str, torch.Tensor]
 
@@ -71,7 +76,9 @@ class Watch(TrainerCallback):
 
 
 def given(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """What the trainer expects of a rollout: [N, P], [N, C] int64, masks of ones, [N] float32, and a token count."""
+    """What the trainer expects of a rollout: [N, P], [N, C] int64, masks of ones, [N] float32, and
+    a token count.
+    """
     prompts, completions = torch.tensor(batch["prompt_ids"]), torch.tensor(batch["completion_ids"])
     return {
         "prompt_ids": prompts,

@@ -1,10 +1,12 @@
-"""TRL's side of ``supervised_peers.py``: SFTTrainer and DPOTrainer on given ids. Runs in TRL's environment.
+"""TRL's side of ``supervised_peers.py``: SFTTrainer and DPOTrainer on given ids. Runs in TRL's
+environment.
 
     TRL_PYTHON trl_supervised.py --model DIR --batch FILE.json --updates 4
 
-The file has ``method`` (sft or dpo), ``rows`` (sft: ``input_ids`` and ``labels``; dpo: ``prompt_ids``, ``chosen_ids``
-and ``rejected_ids``) and the optimizer's numbers; every update is of all rows. Only the trainers' tokenization is left
-out. The last line is one JSON object: ``losses`` before each update and ``seconds``.
+The file has ``method`` (sft or dpo), ``rows`` (sft: ``input_ids`` and ``labels``; dpo:
+``prompt_ids``, ``chosen_ids`` and ``rejected_ids``) and the optimizer's numbers; every update is of
+all rows. Only the trainers' tokenization is left out. The last line is one JSON object: ``losses``
+before each update and ``seconds``.
 """
 
 from __future__ import annotations

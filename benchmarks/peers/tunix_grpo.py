@@ -1,8 +1,10 @@
-"""Tunix' side of the gallery's comparison: GRPOLearner on rows and settings of sums.yaml. Runs in its environment.
+"""Tunix' side of the gallery's comparison: GRPOLearner on rows and settings of sums.yaml. Runs in
+its environment.
 
     TUNIX_PYTHON benchmarks/peers/tunix_grpo.py model.path=DIR seed=0 run_dir=runs/tunix
 
-Tunix takes every pad id for padding, in prompts too, and SmolLM2's pad id ends its turns: another one is set.
+Tunix takes every pad id for padding, in prompts too, and SmolLM2's pad id ends its turns: another
+one is set.
 """
 
 from __future__ import annotations

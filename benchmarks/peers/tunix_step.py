@@ -1,11 +1,12 @@
-"""google-tunix' side of ``learner_peers.py``: GRPOLearner's jitted step on given completions. Runs in its environment.
+"""google-tunix' side of ``learner_peers.py``: GRPOLearner's jitted step on given completions. Runs
+in its environment.
 
     TUNIX_PYTHON tunix_step.py --model DIR --batch FILE.npz --updates 4 --gradients OUT.safetensors
 
-The learner is built as its users do; ``RLCluster.update_actor``, which its loop calls after a rollout, gets the
-example. Its Llama3 takes SmolLM2's shapes from the safetensors, with one repair: version 0.1.7 rotates by a base of a
-million whatever ``ModelConfig.rope_theta`` says. The last line is one JSON object: ``seconds`` of every update, and
-what the first one found.
+The learner is built as its users do; ``RLCluster.update_actor``, which its loop calls after a
+rollout, gets the example. Its Llama3 takes SmolLM2's shapes from the safetensors, with one repair:
+version 0.1.7 rotates by a base of a million whatever ``ModelConfig.rope_theta`` says. The last line
+is one JSON object: ``seconds`` of every update, and what the first one found.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def load_model(folder: str, mesh: jax.sharding.Mesh) -> llama3.Llama3:
 def make_cluster(
     arguments: argparse.Namespace, batch: Mapping[str, np.ndarray]
 ) -> clusters.RLCluster:
-    """An actor with its optimizer, and the GRPO learner's loss set on it; the rollout engine is never called."""
+    """An actor with its optimizer, and the GRPO learner's loss set on it; the rollout engine is
+    never called.
+    """
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1), ("fsdp", "tp"))
     rows, length = batch["completion_ids"].shape
     optimizer = optax.chain(

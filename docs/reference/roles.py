@@ -1,7 +1,7 @@
 """Turns Sphinx's roles in docstrings into links of the API reference.
 
-``:class:`~jax_agent_rl.types.Turn``` becomes a link called ``Turn`` where the reference describes that class, and plain
-code where it does not. mkdocstrings loads this file; ``mkdocs.yml`` names it.
+``:class:`~jax_agent_rl.types.Turn``` becomes a link called ``Turn`` where the reference describes
+that class, and plain code where it does not. mkdocstrings loads this file; ``mkdocs.yml`` names it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Writes GSM8K as training rows: ``python examples/gsm8k_tool/prepare.py --out data/gsm8k``.
 
-GSM8K is downloaded from the Hugging Face Hub (``openai/gsm8k``, kept in its cache): its training split becomes
-``train.jsonl``, the first problems of its test split ``heldout.jsonl``. If the Hub cannot be reached, the 24 hand-made
-problems of ``sample.jsonl`` take its place, and a line says so.
+GSM8K is downloaded from the Hugging Face Hub (``openai/gsm8k``, kept in its cache): its training
+split becomes ``train.jsonl``, the first problems of its test split ``heldout.jsonl``. If the Hub
+cannot be reached, the 24 hand-made problems of ``sample.jsonl`` take its place, and a line says so.
 
-``--source FILE`` takes another file of that schema, Parquet or JSON Lines with ``question`` and ``answer`` (ending in
-``#### 72``), and holds out its last problems. The rows are verl's schema, so files made for verl can be named in
-``data.train`` as they are.
+``--source FILE`` takes another file of that schema, Parquet or JSON Lines with ``question`` and
+``answer`` (ending in ``#### 72``), and holds out its last problems. The rows are verl's schema, so
+files made for verl can be named in ``data.train`` as they are.
 """
 
 from __future__ import annotations

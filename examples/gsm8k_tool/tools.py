@@ -1,4 +1,6 @@
-"""The tools of the GSM8K agent: a calculator, and verl's ``calc_gsm8k_reward``, which checks an answer."""
+"""The tools of the GSM8K agent: a calculator, and verl's ``calc_gsm8k_reward``, which checks an
+answer.
+"""
 
 from __future__ import annotations
 

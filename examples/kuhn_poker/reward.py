@@ -1,4 +1,6 @@
-"""The reward of a player: its winnings. Its accuracy: whether every move was legal and none was a blunder."""
+"""The reward of a player: its winnings. Its accuracy: whether every move was legal and none was a
+blunder.
+"""
 
 from jax_agent_rl.rewards import answer_of, register_reward
 

@@ -12,7 +12,9 @@ from jax_agent_rl.agents.langgraph import CallNode, calls_condition
 
 @register_agent("calculator_graph")
 class CalculatorGraph(ReactAgentLoop):
-    """ReAct over the run's tools. Any other graph goes here; the trainer only sees what the model sampled."""
+    """ReAct over the run's tools. Any other graph goes here; the trainer only sees what the model
+    sampled.
+    """
 
     def build_graph(self, model, tools):
         policy = model.bind_tools(tools)

@@ -1,7 +1,8 @@
-"""MaxText's MaxEngine for ``rollout.jetstream.engine_factory: examples/maxtext_engine/engine.py:make``.
+"""MaxText's MaxEngine for ``rollout.jetstream.engine_factory:
+examples/maxtext_engine/engine.py:make``.
 
-For dense models of the Llama and Qwen families: MaxText is configured from our description of the model, and the
-learner's parameters are handed over as MaxText's NNX parameters. See README.md.
+For dense models of the Llama and Qwen families: MaxText is configured from our description of the
+model, and the learner's parameters are handed over as MaxText's NNX parameters. See README.md.
 """
 
 from __future__ import annotations

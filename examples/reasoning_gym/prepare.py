@@ -1,7 +1,8 @@
-"""Writes rows that name reasoning-gym questions: ``python examples/reasoning_gym/prepare.py --dataset chain_sum``.
+"""Writes rows that name reasoning-gym questions: ``python examples/reasoning_gym/prepare.py
+--dataset chain_sum``.
 
-A row holds the name of the family, a seed and an index; the environment makes the question when it is asked, and the
-family's own verifier scores the answer.
+A row holds the name of the family, a seed and an index; the environment makes the question when it
+is asked, and the family's own verifier scores the answer.
 """
 
 from __future__ import annotations

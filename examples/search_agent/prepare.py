@@ -1,7 +1,8 @@
-"""Writes a corpus of invented places and questions about them: ``python examples/search_agent/prepare.py``.
+"""Writes a corpus of invented places and questions about them: ``python
+examples/search_agent/prepare.py``.
 
-The places do not exist, so no model can know them: whoever answers has looked them up. The corpus is JSON Lines of
-``{"id", "contents"}``, as Search-R1's; ``contents`` begins with the title.
+The places do not exist, so no model can know them: whoever answers has looked them up. The corpus
+is JSON Lines of ``{"id", "contents"}``, as Search-R1's; ``contents`` begins with the title.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A solver answers a question, a checker says whether an answer is right: the solver's, or another one."""
+"""A solver answers a question, a checker says whether an answer is right: the solver's, or another
+one.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from jax_agent_rl.types import FinishReason
 
 @register_agent("solver_checker")
 class SolverChecker(AgentLoop):
-    """One turn each; the checker reads the question and an answer, but not how the solver was asked.
+    """One turn each; the checker reads the question and an answer, but not how the solver was
+    asked.
 
-    Half of the answers the checker reads are right, however good the solver is: otherwise the verdict that is right
-    more often, whatever the answer, is all the checker would learn.
+    Half of the answers the checker reads are right, however good the solver is: otherwise the
+    verdict that is right more often, whatever the answer, is all the checker would learn.
     """
 
     roles = ("solver", "checker")

@@ -37,7 +37,9 @@ def main() -> None:
 
 
 def row_of(a: int, b: int) -> dict[str, Any]:
-    """A sum: the solver's prompt, and the beginning of the checker's, which the agent ends with the answer."""
+    """A sum: the solver's prompt, and the beginning of the checker's, which the agent ends with the
+    answer.
+    """
     question = f"{a} + {b} ="
     return {
         "data_source": "solver_checker",

@@ -1,6 +1,8 @@
-"""Writes a SQLite database of invented books, and questions about it: ``python examples/sql_agent/prepare.py``.
+"""Writes a SQLite database of invented books, and questions about it: ``python
+examples/sql_agent/prepare.py``.
 
-The prompt shows the table and three questions answered with a query; others need another column or aggregate.
+The prompt shows the table and three questions answered with a query; others need another column or
+aggregate.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ WORKED = 3  # of these kinds, in the prompt
 
 
 def main() -> None:
-    """Writes ``databases/books.sqlite``, ``train.jsonl`` and ``heldout.jsonl``, and prints their paths."""
+    """Writes ``databases/books.sqlite``, ``train.jsonl`` and ``heldout.jsonl``, and prints their
+    paths.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

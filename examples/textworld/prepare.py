@@ -1,7 +1,8 @@
-"""Makes TextWorld games and rows that name them: ``python examples/textworld/prepare.py --train 16 --heldout 4``.
+"""Makes TextWorld games and rows that name them: ``python examples/textworld/prepare.py --train 16
+--heldout 4``.
 
-Each game is a room with a quest of one command unless asked for more; training and held-out games have different seeds.
-Making a game takes a second or two. Games that lie there already are kept.
+Each game is a room with a quest of one command unless asked for more; training and held-out games
+have different seeds. Making a game takes a second or two. Games that lie there already are kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What agent loops share: a client that generates, a codec, tools, limits and a listener for events.
 
 :class:`Prefix` is the beginning of a trajectory that goes on. A branch inherits one from its parent: ids, never text
-that would be tokenized again. A trajectory that was interrupted with its run goes on from a prefix of its own.
+that would be tokenized again. A trajectory that was interrupted with its run goes on from a prefix
+of its own.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class AgentContext:
         tool_config: the section of that name, for ``text_tool_agent``.
         search: the section of that name, for ``search_agent``.
         interactions: the simulated users of the run.
-        keep_sessions: keep the KV of finished trajectories in the engine, as others may branch off them.
+        keep_sessions: keep the KV of finished trajectories in the engine, as others may branch off
+            them.
         failures: told of failures that repeat, of the user's code and of the model's calls.
         on_event: called after every generation and tool call; must be quick and must not raise.
         frozen: the models that play a role and are not trained, by role (``agent.role_models``).
@@ -261,8 +263,8 @@ class Prefix:
         """Return the beginning of ``parent`` up to ``fork``.
 
         Raises:
-            ValueError: the fork is of another trajectory, does not leave a turn to sample, or the parent edited its
-                history, so that its last context is not all of it.
+            ValueError: the fork is of another trajectory, does not leave a turn to sample, or the
+                parent edited its history, so that its last context is not all of it.
         """
         if fork.parent_id != parent.trajectory_id or parent.segments:
             raise ValueError(f"{fork} is no place in trajectory {parent.trajectory_id}")

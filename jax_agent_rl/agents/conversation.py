@@ -1,8 +1,9 @@
 """Conversations with agents' frameworks: whether two are the same, and what a framework reads of a sampled turn.
 
-A framework sends the whole conversation with every request, and no two write it alike. Messages are normalized first
-(:mod:`jax_agent_rl.chat.messages`); two of them are the *same* when role, text, images and tool calls (name and decoded
-arguments) are. Reasoning and call ids, which frameworks need not send back, only tell samples of the same text apart.
+A framework sends the whole conversation with every request, and no two write it alike. Messages are
+normalized first (:mod:`jax_agent_rl.chat.messages`); two of them are the *same* when role, text,
+images and tool calls (name and decoded arguments) are. Reasoning and call ids, which frameworks
+need not send back, only tell samples of the same text apart.
 """
 
 from __future__ import annotations
@@ -58,12 +59,13 @@ def plain_messages(
 ) -> list[dict[str, Any]]:
     """Return the messages of a request in normal form (:func:`normalize_messages`).
 
-    Where there are images, which only a model with that modality reads, content is a list of parts, see
+    Where there are images, which only a model with that modality reads, content is a list of parts,
+    see
     :mod:`jax_agent_rl.agents.prompt`.
 
     Raises:
-        TemplateError: an unknown role, content that the model does not read, or a tool call that is no call; says which
-            message.
+        TemplateError: an unknown role, content that the model does not read, or a tool call that is
+            no call; says which message.
     """
 
     def read_part(part: Any, role: str) -> Mapping[str, Any]:
@@ -192,7 +194,8 @@ class MalformedCall:
 
     Attributes:
         id: under which an agent may answer it.
-        text: as the model wrote it; empty if a call before it, written in the same block, has the text.
+        text: as the model wrote it; empty if a call before it, written in the same block, has the
+            text.
         problem: why it could not be decoded.
     """
 
@@ -206,11 +209,12 @@ class ChatReply:
     """An assistant turn for a framework.
 
     Attributes:
-        parts: text, reasoning and decoded calls in the order in which the model wrote them. Text is without calls and
-            stop string. A call that cannot be decoded is shown in it as the model wrote it, so that the agent can
-            report it to the model; so is every call if the request named no tools.
-        calls: decoded and malformed calls in order, each with the id under which its result will be sent back; none
-            unless the request named tools.
+        parts: text, reasoning and decoded calls in the order in which the model wrote them. Text is
+            without calls and stop string. A call that cannot be decoded is shown in it as the model
+            wrote it, so that the agent can report it to the model; so is every call if the request
+            named no tools.
+        calls: decoded and malformed calls in order, each with the id under which its result will be
+            sent back; none unless the request named tools.
         finish_reason: ``stop``, ``length`` or ``tool_calls``, as OpenAI names them.
     """
 
@@ -257,7 +261,8 @@ def read_reply(
         tools: schemas of the request's tools; without any, what looks like a call is text.
         stop: the request's stop strings; the text ends before the one that was met.
         context_ids: what it was sampled after, see :meth:`ChatCodec.parse_reply`.
-        continues: the request gave the beginning of the text, so white space before the rest counts.
+        continues: the request gave the beginning of the text, so white space before the rest
+            counts.
     """
     reply = codec.parse_reply(output.token_ids, tools, context_ids=context_ids)
     calls: tuple[ToolCall | MalformedCall, ...] = ()
@@ -312,8 +317,9 @@ def spoken_parts(
 ) -> tuple[ReplyPart, ...]:
     """Return the text, reasoning and, with tools, calls of a turn that a framework sees; arguments as above.
 
-    The turn may be the beginning of one. Text has no white space around it, and ends before its first stop string.
-    White space between two stretches of it belongs to the second one, so that nothing changes when the turn grows.
+    The turn may be the beginning of one. Text has no white space around it, and ends before its
+    first stop string. White space between two stretches of it belongs to the second one, so that
+    nothing changes when the turn grows.
     """
     parts: list[ReplyPart] = []
     held_space = ""  # white space at the end of the text, sent if more text follows
@@ -381,8 +387,9 @@ OnText = Callable[[str, str | None], None]
 class TurnStream:
     """Sends text and reasoning of a turn to a listener while it is sampled, in pieces that are never taken back.
 
-    Text that may still change is held back: an incomplete character or tag, white space at its end, the beginning of a
-    stop string; and reasoning until it ends. Only for requests without tools: whether text is a call shows at its end.
+    Text that may still change is held back: an incomplete character or tag, white space at its end,
+    the beginning of a stop string; and reasoning until it ends. Only for requests without tools:
+    whether text is a call shows at its end.
 
     Args:
         read: takes sampled ids; returns text and reasoning of all of them so far.
@@ -467,7 +474,8 @@ class TurnStream:
     def _send(self, parts: Sequence[ReplyPart], *, is_whole: bool = False) -> None:
         """Send what was not sent of these parts.
 
-        Text that differs from what was sent stays as it was sent; at the end follows what comes after the difference.
+        Text that differs from what was sent stays as it was sent; at the end follows what comes
+        after the difference.
         """
         # Characters at the beginning of each kind that are as they were sent.
         unchanged: dict[str, int] = {}

@@ -116,7 +116,8 @@ class EnvironmentResponder(Responder):
 class EnvironmentAgent(TurnLoopAgent):
     """Multi-turn in the environment that ``extra_info.environment_kwargs`` names.
 
-    Observations are shortened as tool results are (``agent.max_tool_response_length``), and count as user turns.
+    Observations are shortened as tool results are (``agent.max_tool_response_length``), and count
+    as user turns.
     """
 
     def branching_problem(self, row: Mapping[str, Any]) -> str | None:

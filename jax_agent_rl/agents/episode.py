@@ -59,7 +59,8 @@ class Episode:
         row: the dataset row.
         trajectory_id: unique within the run; the session id of its requests.
         group_id: shared by the trajectories of one prompt.
-        sampling: ``max_tokens`` caps each turn; turn k samples with a seed derived from ``seed`` and k.
+        sampling: ``max_tokens`` caps each turn; turn k samples with a seed derived from ``seed``
+            and k.
         tools: tools described in the prompt (unless ``agent.tool_prompt`` is ``none``).
         opening: messages that follow the row's prompt, e.g. an environment's first observation.
         tool_schemas: further tools described in the prompt, in OpenAI's format.
@@ -160,7 +161,8 @@ class Episode:
         """Sample the next assistant turn from the context so far.
 
         Args:
-            session_ends: whether this is the last turn, after which the engine need not keep the context's KV.
+            session_ends: whether this is the last turn, after which the engine need not keep the
+                context's KV.
             stop: strings that end the turn, besides ``sampling.stop``.
             stop_token_ids: ids that end the turn, besides ``sampling.stop_token_ids``.
             action_stops: strings that end the turn unless they are inside a think block.
@@ -292,7 +294,8 @@ class Episode:
     def outside_thinking(self, output: TokenOutput) -> str:
         """Return the text of the turn last sampled, special tokens included, with its think blocks blanked.
 
-        Blanks keep the positions of the text. If the context opened a block, the turn begins inside it.
+        Blanks keep the positions of the text. If the context opened a block, the turn begins inside
+        it.
         """
         text = self.codec.decode(output.token_ids, skip_special_tokens=False)
         return outside_thinking(text, thinking=self._begins_thinking)
@@ -312,8 +315,9 @@ class Episode:
     ) -> bool:
         """Insert messages and the next generation prompt after the last turn.
 
-        ``media`` holds the images and videos of the messages by kind, in order. A message that shows
-        some lists their kinds under its key ``media`` (:func:`media_kinds`), e.g. ``["image"]``.
+        ``media`` holds the images and videos of the messages by kind, in order. A message that
+        shows some lists their kinds under its key ``media`` (:func:`media_kinds`), e.g.
+        ``["image"]``.
 
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
@@ -374,7 +378,8 @@ class Episode:
 
         Args:
             messages: follow the row's own messages.
-            ids: the ids of ``messages``, placed after the generation prompt; None renders the prompt again.
+            ids: the ids of ``messages``, placed after the generation prompt; None renders the
+                prompt again.
 
         Raises:
             PromptTooLongError: the prompt is now longer than ``agent.max_prompt_length``.
@@ -408,7 +413,8 @@ class Episode:
     def progress(self) -> Prefix | None:
         """Return what another process can continue from.
 
-        None if nothing was sampled yet, or if a checkpoint cannot hold it: images, videos, routed experts.
+        None if nothing was sampled yet, or if a checkpoint cannot hold it: images, videos, routed
+        experts.
         """
         turns = self.turns
         messages = self.messages
@@ -419,7 +425,8 @@ class Episode:
             if streamed is not None:
                 partial_turn = streamed if partial_turn is None else partial_turn.then(streamed)
         elif partial_turn is None and turns and not turns[-1].appended_ids:
-            # The last turn is not answered yet: the other process answers it, without sampling it again.
+            # The last turn is not answered yet: the other process answers it, without sampling it
+            # again.
             partial_turn = turns[-1].output
             turns = turns[:-1]
             messages = messages[: turn_positions(tuple(messages), len(self.turns))[-1]]

@@ -8,9 +8,10 @@ Any agent that is written against an OpenAI client::
         …                                          any framework, any number of turns, tools, sub-agents
         return "what it found"                     optional: the reward function's extra_info["agent_output"]
 
-Each trajectory gets a session of its own on an endpoint that this process serves on loopback. What the policy sampled
-in the session is trained on, id by id; the function only ever sees text. Temperature and other sampling settings of its
-requests are set aside for the run's own, ``max_tokens`` and ``stop`` hold.
+Each trajectory gets a session of its own on an endpoint that this process serves on loopback. What
+the policy sampled in the session is trained on, id by id; the function only ever sees text.
+Temperature and other sampling settings of its requests are set aside for the run's own,
+``max_tokens`` and ``stop`` hold.
 
 Any LangGraph graph; the default one is ReAct: the model calls tools until it answers::
 
@@ -22,9 +23,10 @@ Any LangGraph graph; the default one is ReAct: the model calls tools until it an
         async def run_graph(self, row, model, tools):    … or anything else that talks to it
             …
 
-``run`` as a whole may be overridden as well. What the model sampled is never tokenized again: the graph's messages are
-matched with the turns on record. If a graph edits them, another segment begins, or the trajectory is dropped
-(``agent.edited_history``). If an agent fails, its trajectory is dropped with the reason.
+``run`` as a whole may be overridden as well. What the model sampled is never tokenized again: the
+graph's messages are matched with the turns on record. If a graph edits them, another segment
+begins, or the trajectory is dropped (``agent.edited_history``). If an agent fails, its trajectory
+is dropped with the reason.
 """
 
 from __future__ import annotations
@@ -194,7 +196,8 @@ async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeou
             return None  # a limit refused the next turn, so the trajectory ends there
         if isinstance(error, TrajectoryError):
             raise
-        # A failed request explains why the agent failed: the trajectory is dropped for the same reason.
+        # A failed request explains why the agent failed: the trajectory is dropped for the same
+        # reason.
         error_type = TrajectoryError if recorder.failure is None else type(recorder.failure)
         raise user_code_error(error_type, f"{recorder.session_id}: the agent", error) from error
 

@@ -1,7 +1,8 @@
 """The policy as LangChain sees it: :class:`ChatModel` a chat model, :class:`TrajectoryTool` the run's tools.
 
-Needs the extra ``langgraph``; nothing else of the package imports LangChain. Every call of the model is a turn on
-record; ``AIMessage.response_metadata`` holds, for the context that the message ends::
+Needs the extra ``langgraph``; nothing else of the package imports LangChain. Every call of the
+model is a turn on record; ``AIMessage.response_metadata`` holds, for the context that the message
+ends::
 
     prompt_ids         the rendered prompt it began with
     response_ids       everything after it, this message's ids last
@@ -68,7 +69,8 @@ class ChatModel(BaseChatModel):
 
     Attributes:
         recorder: the session. Models of one trajectory may share it.
-        sampling: how the policy samples. A call may lower ``max_tokens`` and give ``stop``; nothing else.
+        sampling: how the policy samples. A call may lower ``max_tokens`` and give ``stop``; nothing
+            else.
         max_tokens: cap of every call, besides ``sampling.max_tokens``.
         stop: stop strings of every call.
         loop: the engine's event loop; default the running one.
@@ -111,8 +113,8 @@ class ChatModel(BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return the model with these LangChain tools or schemas in its prompt.
 
-        A ``tool_choice`` other than ``auto`` and ``none`` (``any``, a tool's name) only warns: forcing a call would
-        not be the policy's own sampling.
+        A ``tool_choice`` other than ``auto`` and ``none`` (``any``, a tool's name) only warns:
+        forcing a call would not be the policy's own sampling.
         """
         if tool_choice not in (None, "auto", "none"):
             logger.warning(
@@ -124,7 +126,7 @@ class ChatModel(BaseChatModel):
             schemas = [convert_to_openai_tool(tool) for tool in tools]
         return self.bind(tools=schemas, **kwargs)
 
-    # --- one message ------------------------------------------------------------------------------------------
+    # --- one message ------------------------------------------------------------------------------
 
     async def _agenerate(
         self,
@@ -177,7 +179,7 @@ class ChatModel(BaseChatModel):
             cap = min(cap, max_tokens)
         return replace(self.sampling, max_tokens=cap, stop=tuple(stop or self.stop or ()))
 
-    # --- a stream ---------------------------------------------------------------------------------------------
+    # --- a stream ---------------------------------------------------------------------------------
 
     async def _astream(
         self,
@@ -271,7 +273,8 @@ class ChatModel(BaseChatModel):
 def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
     """Return OpenAI-style dicts.
 
-    The model's own messages become text, calls and reasoning, which distinguishes samples of the same text.
+    The model's own messages become text, calls and reasoning, which distinguishes samples of the
+    same text.
     """
     plain_messages: list[BaseMessage] = []
     reasonings: list[str | None] = []
@@ -346,7 +349,8 @@ def _chunk(event: Event) -> ChatGenerationChunk:
 def _undecoded(text: str) -> str:
     """Return what a model wrote of a malformed call in a form that LangChain does not take for arguments.
 
-    It completes the JSON of a chunk: a beginning such as ``{"name": "f", "arg`` would become a call of no tool.
+    It completes the JSON of a chunk: a beginning such as ``{"name": "f", "arg`` would become a call
+        of no tool.
     """
     try:
         looks_decoded = not text or isinstance(parse_partial_json(text), dict)
@@ -387,7 +391,8 @@ class TrajectoryTool(LangChainTool):
 
     Attributes:
         session: where it runs.
-        recorder: knows which turn made a call; the result is attached to it and reaches the reward function.
+        recorder: knows which turn made a call; the result is attached to it and reaches the reward
+            function.
         max_parallel_calls: calls of a turn that are run; further ones answer with an error.
     """
 
@@ -455,8 +460,8 @@ class TrajectoryTool(LangChainTool):
 class CallNode:
     """A node that answers every call of the last message, in the order of the calls.
 
-    Malformed calls are answered with an error; LangGraph's ``ToolNode`` runs the others. ``recorder``
-    knows the calls of a message.
+    Malformed calls are answered with an error; LangGraph's ``ToolNode`` runs the others.
+    ``recorder`` knows the calls of a message.
     """
 
     def __init__(self, recorder: ChatRecorder, tools: Sequence[TrajectoryTool]) -> None:

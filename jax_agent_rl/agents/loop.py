@@ -38,7 +38,8 @@ class AgentLoop(ABC):
     name: ClassVar[str]
     """The name it is registered under."""
     roles: ClassVar[tuple[str, ...]] = ()
-    """The roles it plays, if there are several: each has a conversation, a reward and a baseline of its own."""
+    """The roles it plays, if there are several: each has a conversation, a reward and a baseline of
+    its own."""
     describes_tools: ClassVar[bool] = False
     """Whether its prompts describe the run's tools, unless ``agent.tool_prompt`` is ``none``."""
 
@@ -52,12 +53,13 @@ class AgentLoop(ABC):
         """Run one trajectory to its end; an agent of several roles, one of each role that took a turn.
 
         Args:
-            row: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.ground_truth``,
-                ``extra_info`` (``tools_kwargs``, ``tool_selection``, …).
+            row: ``prompt`` (messages), ``data_source``, ``agent_name``,
+                ``reward_model.ground_truth``, ``extra_info`` (``tools_kwargs``, ``tool_selection``,
+                …).
             trajectory_id: unique within the run; also the session id of its requests.
             group_id: shared by the trajectories of one prompt.
-            sampling: ``max_tokens`` caps each turn, besides the budgets. Every turn derives its own seed from
-                ``seed``.
+            sampling: ``max_tokens`` caps each turn, besides the budgets. Every turn derives its own
+                seed from ``seed``.
 
         Raises:
             TrajectoryError: this trajectory is lost, for the reason in ``drop_reason``.
@@ -152,11 +154,13 @@ class AgentLoop(ABC):
     ) -> Episode:
         """Start a trajectory of this loop; for the other arguments see :class:`~jax_agent_rl.agents.episode.Episode`.
 
-        With ``role``, one of :attr:`roles`, the model or adapter that plays it samples the turns. Give the ids and the
-        sampling that :meth:`run` was called with; the row may differ, in its prompt for one.
+        With ``role``, one of :attr:`roles`, the model or adapter that plays it samples the turns.
+        Give the ids and the sampling that :meth:`run` was called with; the row may differ, in its
+        prompt for one.
 
         Raises:
-            DataError, PromptTooLongError, TemplateError: see :class:`~jax_agent_rl.agents.episode.Episode`.
+            DataError, PromptTooLongError, TemplateError: see
+                :class:`~jax_agent_rl.agents.episode.Episode`.
             ValueError: the loop has no such role.
         """
         context = self.context

@@ -44,8 +44,8 @@ def encode_prompt(
     Args:
         messages: as in a dataset's rows (:mod:`jax_agent_rl.data.rows`).
         tools: schemas described in the prompt.
-        continue_last: the last message, of the assistant, is the beginning of the turn to sample (a row's
-            ``continue_final_message``).
+        continue_last: the last message, of the assistant, is the beginning of the turn to sample (a
+            row's ``continue_final_message``).
 
     Raises:
         DataError: an image or a video cannot be read.
@@ -142,7 +142,8 @@ class EncodedImage:
         """Return the image of an ``image_url`` part.
 
         Raises:
-            ValueError: it is not in the request itself, or to be shown in less detail than the model reads.
+            ValueError: it is not in the request itself, or to be shown in less detail than the
+                model reads.
         """
         image = part.get("image_url")
         if not isinstance(image, Mapping):
@@ -176,7 +177,8 @@ class SessionImages:
         """Return the images of plain messages, by kind and in order.
 
         Raises:
-            TemplateError: one cannot be read, or they are too many or too large; none is decoded then.
+            TemplateError: one cannot be read, or they are too many or too large; none is decoded
+                then.
         """
         digests: list[str] = []
         new_urls: dict[str, str] = {}

@@ -1,6 +1,7 @@
 """Token-exact sessions for agents that speak in messages: every framework's request becomes ids that are on record.
 
-A framework sends its whole conversation each time. The recorder finds the turn it continues and appends to that turn's
+A framework sends its whole conversation each time. The recorder finds the turn it continues and
+appends to that turn's
 *ids*; text that the model wrote is never tokenized again. If several samples have the same text, the request continues
 the one whose reasoning and call ids come back, or else the last one::
 
@@ -15,13 +16,14 @@ the one whose reasoning and call ids come back, or else the last one::
                    └─► E                       [A E]    mask 1 on E; X is context, as the tool's result is
                 D                              [D]      mask 1 on D
 
-So a request continues the longest beginning of its conversation that is on record. ``metrics`` count the requests whose
-later assistant messages were not on record (``spliced_calls``), and requests without any recorded beginning
-(``unmatched_calls``). ``RecordedTurn.note`` says at which message a request left the record.
+So a request continues the longest beginning of its conversation that is on record. ``metrics``
+count the requests whose later assistant messages were not on record (``spliced_calls``), and
+requests without any recorded beginning (``unmatched_calls``). ``RecordedTurn.note`` says at which
+message a request left the record.
 
-The last turn's path is the trajectory. Other paths become its ``segments``, samples of the same context (best of n, a
-retry) included: what was sampled is trained on. ``lost_requests`` counts requests without a turn on record, because
-they failed or their client left.
+The last turn's path is the trajectory. Other paths become its ``segments``, samples of the same
+context (best of n, a retry) included: what was sampled is trained on. ``lost_requests`` counts
+requests without a turn on record, because they failed or their client left.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class ChatRecorder:
     """One session; its requests may run concurrently.
 
     Args:
-        context: the run's shared objects; its length limits hold for each context, its turn limits for the session.
+        context: the run's shared objects; its length limits hold for each context, its turn limits
+            for the session.
         session_id: id of the trajectory; keeps its requests on one server.
         adapter: LoRA adapter to sample with; None is ``agent.adapter``.
 
@@ -123,14 +126,17 @@ class ChatRecorder:
 
         Args:
             messages: the whole conversation, OpenAI-style.
-            tools: schemas in OpenAI's format; in the prompt unless ``agent.tool_prompt`` is ``none``.
-            sampling: ``max_tokens`` caps the turn, besides the budgets. ``seed`` is the session's: what a request
-                samples with is derived from it and from its context, so it does not matter what runs beside it.
-            on_text: receives the turn's text as it is sampled, all of it before the turn is returned. Only for requests
-                without tools: whether text is a call shows at its end.
+            tools: schemas in OpenAI's format; in the prompt unless ``agent.tool_prompt`` is
+                ``none``.
+            sampling: ``max_tokens`` caps the turn, besides the budgets. ``seed`` is the session's:
+                what a request samples with is derived from it and from its context, so it does not
+                matter what runs beside it.
+            on_text: receives the turn's text as it is sampled, all of it before the turn is
+                returned. Only for requests without tools: whether text is a call shows at its end.
             adapter: LoRA adapter to sample with; None is the session's.
             template_kwargs: further arguments of the chat template for this request.
-            continue_last: the last message, of the assistant, is the beginning of the turn to sample.
+            continue_last: the last message, of the assistant, is the beginning of the turn to
+                sample.
 
         Raises:
             TurnRefusedError: a budget allows no further turn.
@@ -224,7 +230,8 @@ class ChatRecorder:
             reply = read_reply(
                 codec, output, tools=(), stop=sampling.stop, context_ids=request.prompt_ids
             )
-            # A client that renders prompts itself reads turns itself as well: it gets all of the text.
+            # A client that renders prompts itself reads turns itself as well: it gets all of the
+            # text.
             parts = raw_parts(codec.decode(output.token_ids), sampling.stop)
             reply = replace(reply, parts=parts)
             if stream is not None:
@@ -248,7 +255,7 @@ class ChatRecorder:
             self.failure = error
             raise
 
-    # --- requests to ids --------------------------------------------------------------------------------------
+    # --- requests to ids --------------------------------------------------------------------------
 
     def _resolve_chat(
         self,
@@ -258,7 +265,8 @@ class ChatRecorder:
         traces: Sequence[Traces],
     ) -> TurnRequest:
         """Append to the longest recorded beginning of the conversation; render it anew if there is none."""
-        # Where each assistant message ends: a recorded conversation is a beginning up to one of them.
+        # Where each assistant message ends: a recorded conversation is a beginning up to one of
+        # them.
         ends = [i + 1 for i, message in enumerate(plain) if message["role"] == "assistant"]
         for count in range(len(ends), 0, -1):
             end = ends[count - 1]
@@ -267,7 +275,8 @@ class ChatRecorder:
             if not new_messages:
                 continue
 
-            # Samples of the same text differ in their reasoning and call ids; of equal ones the last counts.
+            # Samples of the same text differ in their reasoning and call ids; of equal ones the
+            # last counts.
             candidates = self._by_conversation.get(fingerprint(plain[:end], schemas), ())
             replies = [traces[i - 1] for i in ends[:count]]
             parent = max(
@@ -322,7 +331,8 @@ class ChatRecorder:
     ) -> str:
         """Say where a conversation leaves those on record; nothing if it is the first.
 
-        It is compared with all of them, or with those that go through ``parent``, the turn that it continues.
+        It is compared with all of them, or with those that go through ``parent``, the turn that it
+        continues.
         """
         parents = {turn.parent for turn in self.turns}
         conversations = []
@@ -392,7 +402,7 @@ class ChatRecorder:
         note = "" if parent else self._difference(inserted)
         return TurnRequest(parent=parent, inserted_ids=ids, inserted=inserted, note=note)
 
-    # --- sampling ---------------------------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------
 
     async def _sample(
         self,

@@ -12,8 +12,8 @@
 
     in the end, however it ends: the environment is closed, once
 
-Text in a think block is no action: a stop token in it does not end the turn, and it is not sent to the tool server,
-which looks for calls in what it gets.
+Text in a think block is no action: a stop token in it does not end the turn, and it is not sent to
+the tool server, which looks for calls in what it gets.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class ObservationCodec:
     def insert(self, episode: Episode, text: str, media: Media) -> bool:
         """Append an observation after the last turn; return False if ``truncate_response_side`` leaves it out.
 
-        ``media`` are images shown before the text, by kind, for observations that :attr:`are_messages`.
+        ``media`` are images shown before the text, by kind, for observations that
+        :attr:`are_messages`.
         """
         ids = self._encode(episode, text, media)
         if self._append(episode, ids, text, media):
@@ -112,7 +113,8 @@ class ObservationCodec:
         if self._limits.truncate_response_side == "right":
             return False
 
-        # Shorten the text until the observation takes half of what is left: the model has to answer it.
+        # Shorten the text until the observation takes half of what is left: the model has to answer
+        # it.
         markup_length = len(ids) - len(self._codec.encode_text(text))
         max_text_length = episode.tokens_left // 2 - markup_length
         if max_text_length < 1:

@@ -40,11 +40,13 @@ class TurnRequest:
     Attributes:
         parent: the turn it continues, or None for a rendered prompt.
         inserted_ids: ids after the parent's own: the whole prompt of a root.
-        replaces_end: ``inserted_ids`` take the place of the parent's stop token, see ``ChatCodec.replaces_end``.
+        replaces_end: ``inserted_ids`` take the place of the parent's stop token, see
+            ``ChatCodec.replaces_end``.
         inserted: plain messages added since the parent, without the data of their images.
         inserted_media: those images, by kind, in order of their placeholders in ``inserted_ids``.
         note: where the request left what was on record, as text; empty if it continued it.
-        prefill: the beginning of the turn, which the request gave; its ids are the last of ``inserted_ids``.
+        prefill: the beginning of the turn, which the request gave; its ids are the last of
+            ``inserted_ids``.
     """
 
     parent: RecordedTurn | None = None
@@ -87,7 +89,8 @@ class RecordedTurn(TurnRequest):
         context_ids: everything up to and including the sampled ids.
         reply: what the framework was given.
         text: the sampled ids as text.
-        results: results of its calls, by the number of the call, where the agent loop itself ran them.
+        results: results of its calls, by the number of the call, where the agent loop itself ran
+            them.
         cut_by_client: whether the request's own ``max_tokens`` ended it, and no budget of the run.
     """
 
@@ -133,12 +136,14 @@ def to_trajectory(
     """Return what a session recorded as a trajectory without scores.
 
     Args:
-        output: the agent's result, for the reward function: ``extra_info.agent_output`` unless it is None.
+        output: the agent's result, for the reward function: ``extra_info.agent_output`` unless it
+            is None.
         metrics: numbers to add to the recorder's.
         tool_scores: the result of :meth:`ToolSession.calc_rewards`.
 
     Raises:
-        TrajectoryError: nothing was sampled, or ``output`` is not JSON, so it cannot be saved with the trajectory.
+        TrajectoryError: nothing was sampled, or ``output`` is not JSON, so it cannot be saved with
+            the trajectory.
     """
     if not recorder.turns:
         raise TrajectoryError(

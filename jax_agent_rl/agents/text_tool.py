@@ -7,7 +7,8 @@
       │                                        ▼
       └── insert the result, if it fits ◄── call it ──► TOOL_DONE       no room ──► RESPONSE_LENGTH
 
-The result continues the assistant's text, inside markers of its own, with mask 0. Markers in a think block are text.
+The result continues the assistant's text, inside markers of its own, with mask 0. Markers in a
+think block are text.
 
 A retrieval server has the API of Search-R1's; a passage may also be plain text or ``{contents}``::
 
@@ -232,13 +233,14 @@ class SearchAgent(TurnLoopAgent):
         return ServerObservation(text="\n".join(numbered))
 
 
-# --- clients ----------------------------------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 
 
 class RateLimiter:
     """Rate limiter: at most ``max_workers`` requests at a time, and no two starts within ``interval`` seconds.
 
-    It warns that the interval is the bottleneck once requests have waited longer to start than they ran.
+    It warns that the interval is the bottleneck once requests have waited longer to start than they
+    ran.
 
     Args:
         max_workers: ``tool_config.max_workers``.

@@ -7,13 +7,13 @@
       │                   │ None: the response was appended
       └───────────────────┘
 
-What differs between agents is the :class:`Responder`: tools, a tool server, text markers, an environment or a simulated
-user. It decides which part of a turn is an action, answers it, and says when to stop; :meth:`TurnLoopAgent.play` opens
-what it works on and closes it.
+What differs between agents is the :class:`Responder`: tools, a tool server, text markers, an
+environment or a simulated user. It decides which part of a turn is an action, answers it, and says
+when to stop; :meth:`TurnLoopAgent.play` opens what it works on and closes it.
 
-Tools, tool servers, environments and simulated users keep state per trajectory. A branch is a trajectory of its own, so
-they answer the inherited turns once more, in order. Their answers must not change: the ids that follow were sampled
-after them.
+Tools, tool servers, environments and simulated users keep state per trajectory. A branch is a
+trajectory of its own, so they answer the inherited turns once more, in order. Their answers must
+not change: the ids that follow were sampled after them.
 """
 
 from __future__ import annotations

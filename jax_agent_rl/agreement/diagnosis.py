@@ -7,8 +7,8 @@
                              ─► families of hypotheses, ordered by what is known, within a time limit (``search``)
                              ─► verdict ─► one line to act on
 
-What was read off the engine counts more than what merely explains the numbers, and of explanations the best counts.
-What time did not suffice for is said.
+What was read off the engine counts more than what merely explains the numbers, and of explanations
+the best counts. What time did not suffice for is said.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ ROUNDING_COSTS = 2.0
 LAST = 0.3
 """Largest share of the time that is kept for the comparison with a coarser dtype."""
 FIRST_TOKENS = 2
-"""Of a turn, one of which disagrees if what came before the turn does; the very first may be certain under both."""
+"""Of a turn, one of which disagrees if what came before the turn does; the very first may be
+certain under both."""
 ALL_LAYERS = "tensors in every layer"
 ONE_LAYER = "one wrong tensor"
 
@@ -233,7 +234,8 @@ class _Diagnosing:
         )
         if layers.verdict != "ruled out":
             return families
-        # Where a context is prefilled nothing is wrong: what is left happens between turns, or in decode steps.
+        # Where a context is prefilled nothing is wrong: what is left happens between turns, or in
+        # decode steps.
         settings = [Cause.SETTING, Cause.ROTARY, Cause.WINDOW, Cause.EXPERTS]
         return [cause for cause in families if cause not in settings] + settings
 
@@ -338,7 +340,7 @@ def _check_learner(subject: DiagnosisSubject, examined: Examined) -> HypothesisR
     return HypothesisResult("learner", "ruled out", detail, gap)
 
 
-# --- what can be read off the engine --------------------------------------------------------------------------------
+# --- what can be read off the engine --------------------------------------------------------------
 
 
 def _find_tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[TensorFault]:
@@ -429,7 +431,7 @@ def _check_layers(
     return None, HypothesisResult("layers", "ruled out", detail)
 
 
-# --- coarser precision in other kernels -----------------------------------------------------------------------------
+# --- coarser precision in other kernels -----------------------------------------------------------
 
 
 def _may_be_rounding(examined: Examined) -> bool:
@@ -470,8 +472,8 @@ def _check_rounding(examined: Examined, precision: str) -> HypothesisResult | No
 def _describe_rounding(examined: Examined, precision: str) -> str | None:
     """Describe the gap if it has the size and kind that a dtype coarser than ``precision`` makes, else return None.
 
-    Other kernels round elsewhere, so no attempt gives the very same numbers: what agrees is how large the differences
-    are, and in part where they lie.
+    Other kernels round elsewhere, so no attempt gives the very same numbers: what agrees is how
+    large the differences are, and in part where they lie.
     """
     subject = examined.subject
     plain = examined.tokens.plain

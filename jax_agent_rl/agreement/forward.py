@@ -1,8 +1,9 @@
 """The learner's model without packing: one context per row, and every setting that might be wrong an argument.
 
-Positions, masks, the numbers of a config, keys and values of other weights and the tensors of single layers are arrays
-here, so that one compiled program serves almost every hypothesis. Its layers are the learner's own
-(``models.decoder``); its attention is a plain one over a whole row, because the learner's masks cannot forget one id.
+Positions, masks, the numbers of a config, keys and values of other weights and the tensors of
+single layers are arrays here, so that one compiled program serves almost every hypothesis. Its
+layers are the learner's own (``models.decoder``); its attention is a plain one over a whole row,
+because the learner's masks cannot forget one id.
 
 Shapes: B contexts, T ids, D hidden, H query heads, K key/value heads, h head size, L layers.
 """
@@ -32,7 +33,8 @@ class Inputs:
         token_ids: int32.
         positions: int32.
         fresh: bool, ids whose keys and values are of these weights.
-        begins: int32, index of the first id that attends to this one, if it comes later than this one.
+        begins: int32, index of the first id that attends to this one, if it comes later than this
+            one.
         ends: int32, one past the index of the last id that attends to this one.
     """
 
@@ -66,7 +68,8 @@ class ComputedPrefix:
         keys: [L, B, K, P, h].
         values: [L, B, K, P, h].
         positions: int32 [B, P].
-        ends: int32 [B, P], as in :class:`Inputs`, whose indices count from the first of the P ids; 0 hides an id.
+        ends: int32 [B, P], as in :class:`Inputs`, whose indices count from the first of the P ids;
+            0 hides an id.
     """
 
     keys: jax.Array

@@ -1,9 +1,9 @@
 """Settings under which the learner's model might reproduce the engine's log-probs, as trials to be scored.
 
-A family of trials is a generator. It is sent what each trial left of the gap, and may try values between two good ones.
-A hypothesis is right if one of its trials leaves nothing unexplained. What differs from context to context (how much
-padding, which turn) follows from the context, or may be chosen for each; what does not (a number of the config) is one
-for all.
+A family of trials is a generator. It is sent what each trial left of the gap, and may try values
+between two good ones. A hypothesis is right if one of its trials leaves nothing unexplained. What
+differs from context to context (how much padding, which turn) follows from the context, or may be
+chosen for each; what does not (a number of the config) is one for all.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Trial:
         prefix: makes the weights of stale ids.
         place: changes the row of a context.
         change: other tensors of one or two layers: the first of them, and a layer's tree [2, ...].
-        mix: the tokens of a context before the change are those of the learner: it returns the first index after it.
+        mix: the tokens of a context before the change are those of the learner: it returns the
+            first index after it.
     """
 
     cause: Cause
@@ -123,8 +124,8 @@ class Trial:
         Args:
             subject: of the diagnosis.
             plain: the learner's scores.
-            activations: the learner's, of the contexts as they are; with them, layers before a :attr:`change` are not
-                computed again.
+            activations: the learner's, of the contexts as they are; with them, layers before a
+                :attr:`change` are not computed again.
         """
         if self.change is not None and activations is not None:
             first, tensors = self.change()
@@ -180,7 +181,7 @@ def with_one_in_memory(
     return {name: functools.partial(make, name) for name in older}
 
 
-# --- weights of other versions --------------------------------------------------------------------------------------
+# --- weights of other versions --------------------------------------------------------------------
 
 
 def stale_version(subject: DiagnosisSubject) -> Trials:
@@ -247,16 +248,16 @@ def stale_prefix(subject: DiagnosisSubject) -> Trials:
             yield Trial(cause=Cause.STALE_PREFIX, label=label, prefix=make, place=place)
 
 
-# --- ids, positions, masks ------------------------------------------------------------------------------------------
+# --- ids, positions, masks ------------------------------------------------------------------------
 
 
 def _boundaries(context: Context) -> dict[str, int]:
     """Return where something may begin to go wrong, by kind, the likeliest first.
 
-    ``layers``: the first id whose activations differ. ``stretch``: where the sampled or inserted ids begin that the
-    first token that disagrees is among. ``before``: where those before them do. ``breach``: that token itself.
-    ``page``: the roundest index after the last token that agrees, where a page may begin. ``prompt``: the first sampled
-    id.
+    ``layers``: the first id whose activations differ. ``stretch``: where the sampled or inserted
+    ids begin that the first token that disagrees is among. ``before``: where those before them do.
+    ``breach``: that token itself. ``page``: the roundest index after the last token that agrees,
+    where a page may begin. ``prompt``: the first sampled id.
     """
     found: dict[str, int] = {}
     if context.differs_from is not None and context.differs_from < len(context.token_ids):
@@ -520,8 +521,8 @@ def position(subject: DiagnosisSubject) -> Trials:
 def _lasts(kind: str) -> tuple[int, ...]:
     """Return how many ids before a boundary what is wrong may begin.
 
-    Engines that prefill without a context's last id feed it like a sampled one. The first token that disagrees follows
-    the id where it began.
+    Engines that prefill without a context's last id feed it like a sampled one. The first token
+    that disagrees follows the id where it began.
     """
     if kind == "breach":
         return (1,)
@@ -629,7 +630,7 @@ def _hide_stretch(context: Context, row: Row, at: int) -> Row:
     return _hide(row, context.starts[number - 1], at, at) if number else row
 
 
-# --- numbers of the config ------------------------------------------------------------------------------------------
+# --- numbers of the config ------------------------------------------------------------------------
 
 
 def settings_of(cause: Cause) -> Family:
@@ -795,7 +796,7 @@ def _count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-# --- precision ------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def dtype(subject: DiagnosisSubject) -> Trials:
@@ -835,7 +836,7 @@ def _round_to_8_bits(x: jax.Array, kind: Any) -> jax.Array:
     return (kept.numbers.astype(jnp.float32) * kept.scale).astype(x.dtype)
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def tensors_of_all_layers(subject: DiagnosisSubject) -> Trials:

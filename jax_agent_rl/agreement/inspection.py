@@ -183,11 +183,13 @@ def _alike(found: TensorSample, wanted: TensorSample, precision: str) -> bool:
 MAX_IDS = 512
 """Ids of the context that both run."""
 LATE = 16
-"""Ids after whose number a difference is not one of all positions: a wrong rotary table shows in the first few."""
+"""Ids after whose number a difference is not one of all positions: a wrong rotary table shows in
+the first few."""
 ACTIVATION_SLACK = {"float32": 1e-3, "tf32": 0.02, "float16": 0.02}
 """Largest error of a position's activations, as a part of their size; 0.1 in coarser precisions."""
 ROUNDING_SLACK = 4.0
-"""How many times what rounding was measured to cost at a position is rounding, too: kernels round in other places."""
+"""How many times what rounding was measured to cost at a position is rounding, too: kernels round
+in other places."""
 
 
 def outputs_of_layers(activations: forward.Activations, count: int) -> list[LayerOutput]:
@@ -293,8 +295,9 @@ def first_difference(
         engine: outputs of the engine's layers, embeddings first.
         learner: those of the learner's.
         precision: the coarser of the two.
-        rounded: those of the learner's layers in that precision, if they are known. Single positions can lose much more
-            to rounding than others, so what each loses there is allowed a few times.
+        rounded: those of the learner's layers in that precision, if they are known. Single
+            positions can lose much more to rounding than others, so what each loses there is
+            allowed a few times.
     """
     slack = ACTIVATION_SLACK.get(precision, 0.1)
     for i, (theirs, own) in enumerate(zip(engine, learner, strict=True)):
@@ -336,9 +339,9 @@ def _unrepeated(x: np.ndarray | None, like: np.ndarray | None) -> np.ndarray | N
 def _activation_differences(theirs: np.ndarray, own: np.ndarray) -> np.ndarray:
     """Return the difference of each position's activations [T, ...], as a part of their size, float64 [T].
 
-    A number in 8 bits errs in proportion to itself, so whole positions are compared, not numbers. Some positions are
-    much larger than the rest, the first one above all, and some much smaller: each is measured by its own size, or by
-    that of the median position if that is larger.
+    A number in 8 bits errs in proportion to itself, so whole positions are compared, not numbers.
+    Some positions are much larger than the rest, the first one above all, and some much smaller:
+    each is measured by its own size, or by that of the median position if that is larger.
     """
     axes = tuple(range(1, own.ndim))
     sizes_T = np.sqrt(np.mean(np.square(own, dtype=np.float64), axis=axes))

@@ -1,6 +1,7 @@
 """From hidden states to the log-probs of compared tokens, under other temperatures, supports and changes of the logits.
 
-Shapes: S compared tokens, N of them at a time, D hidden, V vocabulary, C settings, T ids of a context.
+Shapes: S compared tokens, N of them at a time, D hidden, V vocabulary, C settings, T ids of a
+context.
 """
 
 from __future__ import annotations
@@ -167,9 +168,9 @@ def sorted_mass(
         mass: float [S].
 
     Returns:
-        float64 [C + 4, S]: that of the k likeliest ids for each k; then of the number of ids whose mass is nearest to
-        ``mass`` that number, their mass, the mass of one id less, and the probability of the last of them relative to
-        that of the likeliest.
+        float64 [C + 4, S]: that of the k likeliest ids for each k; then of the number of ids whose
+        mass is nearest to ``mass`` that number, their mass, the mass of one id less, and the
+        probability of the last of them relative to that of the likeliest.
     """
     columns = []
     for probabilities_SV, mass_S in _probabilities(params, hidden, temperature, mass):

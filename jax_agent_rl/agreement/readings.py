@@ -18,7 +18,8 @@ from jax_agent_rl.models.hf import tensor_names
 FEW = 48
 """Tokens that readings are tried on first: a vocabulary is long."""
 REFINEMENTS = 7
-"""Of a temperature, each seven times as fine: what its last digit leaves of a gap is less than rounding does."""
+"""Of a temperature, each seven times as fine: what its last digit leaves of a gap is less than
+rounding does."""
 FIRST_KS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
 MIN_PS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 TINIEST = 1e-30

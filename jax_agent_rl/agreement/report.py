@@ -1,8 +1,9 @@
 """Results of a diagnosis, for people and the run folder: causes with advice, findings, the evidence of a breach.
 
-Rounding is all that may separate log-probs of the same weights, so their tolerance follows from the coarsest precision
-on either side. What is called float32 is less on accelerators: by default a TPU multiplies float32 matrices in bfloat16
-and an NVIDIA GPU in TF32. docs/agreement.md has the table, with what was measured.
+Rounding is all that may separate log-probs of the same weights, so their tolerance follows from the
+coarsest precision on either side. What is called float32 is less on accelerators: by default a TPU
+multiplies float32 matrices in bfloat16 and an NVIDIA GPU in TF32. docs/agreement.md has the table,
+with what was measured.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ JAX_ENGINE: dict[str, Tolerance] = {
     "int8": Tolerance(token=2.0, mean=0.15),
     "fp8": Tolerance(token=3.0, mean=0.3),
 }
-"""By precision, from fine to coarse. The JAX engine shares the learner's functions, down to the norms."""
+"""By precision, from fine to coarse. The JAX engine shares the learner's functions, down to the
+norms."""
 
 OTHER_ENGINE: dict[str, Tolerance] = {**JAX_ENGINE, "float32": Tolerance(token=1e-3, mean=1e-4)}
 """vLLM, and engines behind a rollout server: their kernels add in another order."""

@@ -5,8 +5,8 @@
     contexts ─► the shortest beginning that shows the gap ─► every trial, family by family
                                                     └─ the best of a family ─► all contexts, whole ─► explains or not
 
-A pass over few ids is cheap, so trials are made on the probe: one context, cut a few tokens after the first one that
-disagrees. What explains the probe is confirmed on all contexts.
+A pass over few ids is cheap, so trials are made on the probe: one context, cut a few tokens after
+the first one that disagrees. What explains the probe is confirmed on all contexts.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Examined:
         scored: how many were scored.
         others: scores of all that were scored.
         seconds: that a pass over two of them took, at most.
-        gap_of_all: between engine and learner in all that were scored. The tolerance of a mean is one of many tokens:
-            the worst of many healthy contexts are beyond it.
+        gap_of_all: between engine and learner in all that were scored. The tolerance of a mean is
+            one of many tokens: the worst of many healthy contexts are beyond it.
     """
 
     subject: DiagnosisSubject
@@ -129,7 +129,8 @@ class _Scored:
 def examine(subject: DiagnosisSubject, tolerance: Tolerance, limit: TimeLimit) -> Examined:
     """Score contexts until enough disagree, all have been scored, or half of the time is gone.
 
-    Those with the largest known gaps come first. Two that disagree are enough where passes are slow.
+    Those with the largest known gaps come first. Two that disagree are enough where passes are
+    slow.
     """
 
     def known_gap(context: Context) -> float:
@@ -291,7 +292,7 @@ class Search:
         largest = left.largest <= max(2 * self.tolerance.token, 2 * EXPLAINED * gap.largest)
         return mean and largest and left.mean < gap.mean / 2
 
-    # --- readings -----------------------------------------------------------------------------------------------
+    # --- readings ---------------------------------------------------------------------------------
 
     def read(self) -> None:
         """Try everything that follows the last hidden states."""
@@ -352,7 +353,7 @@ class Search:
             self.explaining.append(Attempt(cause=cause, label=label, scores=scores, left=left))
         return left
 
-    # --- families -----------------------------------------------------------------------------------------------
+    # --- families ---------------------------------------------------------------------------------
 
     def try_family(self, name: str, family: Family, *, per_context: bool = False) -> None:
         """Try the trials of a family on the probe, and confirm the best of them."""
@@ -408,8 +409,8 @@ class Search:
         """Score all contexts, each by the trial that explains it if they may differ.
 
         Returns:
-            What is left of the gap, and the label of the trial that most contexts were scored by. The one that explains
-            the probe, which ends early, need not explain its whole context.
+            What is left of the gap, and the label of the trial that most contexts were scored by.
+            The one that explains the probe, which ends early, need not explain its whole context.
         """
         scores = trial.scores(self.subject, self.examined.plain)
         left = self.subject.compare(scores)
@@ -483,7 +484,8 @@ def order_families(
 
     Args:
         suggested: causes that the layers speak for.
-        is_late: earlier turns of the contexts agree, so that something began to go wrong between turns.
+        is_late: earlier turns of the contexts agree, so that something began to go wrong between
+            turns.
         tensors_agree: the engine's tensors were read, and are the learner's.
         after_inserted: contexts disagree as soon as something was inserted between turns.
     """
@@ -492,9 +494,11 @@ def order_families(
     if after_inserted:
         first += [Cause.TOKEN_DRIFT, Cause.PADDING]
     if is_late:
-        # Only the last ids are computed again for these, but whole contexts, twice, for a stale prefix.
+        # Only the last ids are computed again for these, but whole contexts, twice, for a stale
+        # prefix.
         first += [Cause.POSITION, Cause.MASK, Cause.TOKEN_DRIFT, Cause.PADDING, Cause.STALE_PREFIX]
-    # Layers are compared on the same ids, so what makes them differ is nothing that went wrong between turns.
+    # Layers are compared on the same ids, so what makes them differ is nothing that went wrong
+    # between turns.
     order = list(dict.fromkeys([*suggested, *first, *FAMILIES]))
     others = [cause for cause in order if cause not in versions]
     if tensors_agree:

@@ -49,8 +49,10 @@ class Context:
         drifted: turns of which the engine reported another context than is trained on.
         supports: of the compared tokens' draws, S of them; empty if none was restricted.
         starts: indices where sampled and inserted ids take turns, the first sampled ones first.
-        breach: index of the first token about which engine and learner disagree, once that is known.
-        differs_from: index of the first id whose activations differ where others do not, once that is known.
+        breach: index of the first token about which engine and learner disagree, once that is
+            known.
+        differs_from: index of the first id whose activations differ where others do not, once that
+            is known.
     """
 
     name: str
@@ -293,7 +295,8 @@ class DiagnosisSubject:
         adapters: the learner trains adapters.
         packed: makes the contexts with the learner's own log-probs, of its packed passes.
         gap: mean gap of the learner's own scores, where hypotheses are tried.
-        longest: ids of the longest context, of which there may be more than these; None: there are no others.
+        longest: ids of the longest context, of which there may be more than these; None: there are
+            no others.
     """
 
     model: DecoderConfig
@@ -394,7 +397,8 @@ class DiagnosisSubject:
         inputs = self.inputs([rest])
         length = activations.keys.shape[3]
         place = np.arange(length, dtype=np.int32)[None]
-        # Ids before come in the places of the whole context: those from `first` on are hidden, and later indices move.
+        # Ids before come in the places of the whole context: those from `first` on are hidden, and
+        # later indices move.
         moved = length - first
         ends = np.full((1, length), _FOREVER, np.int32)
         own_ends = np.minimum(row.ends[:first], _FOREVER)
@@ -476,7 +480,8 @@ def make_subject(
         contexts: to score.
         version: policy version that the contexts were sampled from.
         packed: see :class:`DiagnosisSubject`.
-        is_before: the learner's parameters are those of an update after ``version``, which is undone.
+        is_before: the learner's parameters are those of an update after ``version``, which is
+            undone.
     """
     params = learner.params
     before = learner.previous_params()

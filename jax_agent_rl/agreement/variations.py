@@ -1,6 +1,7 @@
 """Other values of a model config's fields, which an engine might have: generated from the dataclasses themselves.
 
-A field is tried with what other models have (``USUAL``), with its default, and with values that follow from its type:
+A field is tried with what other models have (``USUAL``), with its default, and with values that
+follow from its type:
 
 ==================  ==============================================
 float               twice, half, ten times and a tenth of it
@@ -12,8 +13,8 @@ X | None            None; and what other models have in its place
 a dataclass         its fields, in turn
 ==================  ==============================================
 
-So a new field is tried without being named here. ``UNVARIED`` has those that do not change what the model computes, or
-cannot, each with the reason.
+So a new field is tried without being named here. ``UNVARIED`` has those that do not change what the
+model computes, or cannot, each with the reason.
 """
 
 from __future__ import annotations
@@ -230,8 +231,8 @@ def _derived(hint: Any, value: Any) -> Iterator[Any]:
 def _completed(config: DecoderConfig) -> DecoderConfig:
     """Change what has to change together.
 
-    The size of a window alone has no effect in a model without windowed layers: all get it. Both rotary tables rotate
-    the same numbers.
+    The size of a window alone has no effect in a model without windowed layers: all get it. Both
+    rotary tables rotate the same numbers.
     """
     if config.sliding_window is not None and not config.windowed_layers:
         config = replace(config, windowed_layers=(True,) * config.num_layers)
@@ -277,8 +278,8 @@ def is_complete(config: DecoderConfig) -> bool:
 def fitted_params(model: DecoderConfig, params: Params, other: DecoderConfig) -> Params | None:
     """Return a model's weights as another config of it has them; None if it needs some that do not exist.
 
-    What the other has no use for is left out. Norms, biases and sinks that it has besides are as they are made, the
-    identity and zeros: an engine that loads nothing into them has the same.
+    What the other has no use for is left out. Norms, biases and sinks that it has besides are as
+    they are made, the identity and zeros: an engine that loads nothing into them has the same.
     """
     shapes = other.layer_shapes()
     model_shapes = model.layer_shapes()

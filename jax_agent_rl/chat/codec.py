@@ -5,10 +5,11 @@ The first prompt is rendered and tokenized as a whole. After that nothing is eve
     context = prompt_ids
     context = context + sampled_ids + encode_append(sampled_ids, new messages)
 
-After an assistant turn comes what the template writes there (``template``): the end of the turn unless the model wrote
-it, any text behind it (Qwen's newline), the new messages, the next generation prompt. Contents of messages are text,
-whatever they look like (``special_tokens``). Every message that is encoded is normalized first (``messages``), and
-every sampled turn is read by :meth:`ChatCodec.parse_reply`.
+After an assistant turn comes what the template writes there (``template``): the end of the turn
+unless the model wrote it, any text behind it (Qwen's newline), the new messages, the next
+generation prompt. Contents of messages are text, whatever they look like (``special_tokens``).
+Every message that is encoded is normalized first (``messages``), and every sampled turn is read by
+:meth:`ChatCodec.parse_reply`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from jax_agent_rl.types import digest_ids
 from jax_agent_rl.utils.hub import model_folder, read_pretrained, require_model_file
 
 MAX_VARIANTS = 32
-"""Variants of a codec with other arguments for the template that are kept: requests may name any."""
+"""Variants of a codec with other arguments for the template that are kept: requests may name any.
+"""
 _TAIL_IDS = 256  # last ids of a context in which the beginning of a turn mostly lies
 
 
@@ -56,8 +58,8 @@ class ChatCodec:
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer with a chat template.
-        tool_format: how tool calls are written, ``agent.tool_format``; ``auto`` finds it in the chat template. If that
-            is of an unknown format, only agents without tools can be run.
+        tool_format: how tool calls are written, ``agent.tool_format``; ``auto`` finds it in the
+            chat template. If that is of an unknown format, only agents without tools can be run.
         tool_prompt: ``agent.tool_prompt``.
         eos_token_ids: ids that end a generation; default the tokenizer's EOS.
         media: how many ids an image or a video takes; None: one.
@@ -151,7 +153,8 @@ class ChatCodec:
             path: the folder, or a model's name on the hub.
             tool_format: see the class.
             tool_prompt: see the class.
-            pixels: ``model.min_pixels`` and ``max_pixels``; images and frames are counted as scaled to so many.
+            pixels: ``model.min_pixels`` and ``max_pixels``; images and frames are counted as scaled
+                to so many.
             template_kwargs: see the class.
 
         Raises:
@@ -174,7 +177,7 @@ class ChatCodec:
             template_kwargs=template_kwargs,
         )
 
-    # --- messages to ids --------------------------------------------------------------------------------------
+    # --- messages to ids --------------------------------------------------------------------------
 
     def encode_prompt(
         self,
@@ -185,12 +188,14 @@ class ChatCodec:
     ) -> list[int]:
         """Return the ids of a conversation up to and including the generation prompt.
 
-        Text of control tokens in messages and tools (``<|im_end|>`` in a user's question) is tokenized as plain text.
+        Text of control tokens in messages and tools (``<|im_end|>`` in a user's question) is
+        tokenized as plain text.
 
         Args:
             messages: the conversation.
             tools: schemas that the template shows.
-            continue_last: the last message is the beginning of the turn to be sampled (:meth:`encode_prefill`).
+            continue_last: the last message is the beginning of the turn to be sampled
+                (:meth:`encode_prefill`).
 
         Raises:
             TemplateError: the template refuses the conversation.
@@ -209,10 +214,12 @@ class ChatCodec:
     ) -> list[int]:
         """Return the ids of an assistant message that the model is to continue, for after the generation prompt.
 
-        They are those of :meth:`encode_turn` up to the end of the message's text, without white space behind it.
+        They are those of :meth:`encode_turn` up to the end of the message's text, without white
+        space behind it.
 
         Raises:
-            TemplateError: as :meth:`encode_turn`; or the message calls tools, or the template rewrites its text.
+            TemplateError: as :meth:`encode_turn`; or the message calls tools, or the template
+                rewrites its text.
         """
         (message,) = normalize_messages([message])
         content = message["content"]
@@ -242,15 +249,17 @@ class ChatCodec:
     def encode_turn(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the ids of an assistant message as the model would have sampled them, with the id that ends its turn.
 
-        Where the generation prompt opens a think block, the turn begins with ``reasoning_content`` and closes it. A
-        template that ends a turn by opening the next message (GLM's) gives no id for that; :meth:`encode_append` does.
+        Where the generation prompt opens a think block, the turn begins with ``reasoning_content``
+        and closes it. A template that ends a turn by opening the next message (GLM's) gives no id
+        for that; :meth:`encode_append` does.
 
         Args:
             message: with ``content``, ``tool_calls``, or what else the template shows of it.
             tools: as in :meth:`encode_prompt`.
 
         Raises:
-            TemplateError: the template refuses the message, or writes a turn otherwise than it asks for one.
+            TemplateError: the template refuses the message, or writes a turn otherwise than it asks
+                for one.
         """
         text, mark = self._turn_text(message, tools)
         ids = self._control.encode_rendered(text, mark)
@@ -269,7 +278,8 @@ class ChatCodec:
             header, tag, block = begin.rpartition(tags[0])
             if not tag or not text.startswith(header):
                 continue
-            # The generation prompt begins a think block, or gives an empty one, which the template leaves out here.
+            # The generation prompt begins a think block, or gives an empty one, which the template
+            # leaves out here.
             said = text.removeprefix(header)
             if tags[1] in block:
                 return said, mark
@@ -290,14 +300,17 @@ class ChatCodec:
     ) -> list[int]:
         """Return the ids to insert after a sampled turn: its boundary, new messages, the next generation prompt.
 
-        Text of control tokens in the new messages is tokenized as plain text, as in :meth:`encode_prompt`. An end of
-        turn that the model wrote itself is not written again, be it another one than the template's.
+        Text of control tokens in the new messages is tokenized as plain text, as in
+        :meth:`encode_prompt`. An end of turn that the model wrote itself is not written again, be
+        it another one than the template's.
 
         Args:
-            sampled_ids: the assistant turn. If it does not end with an end-of-turn id (it was cut), one is inserted.
-            messages: ``tool`` or ``user`` messages. For templates that show which call a result answers, a ``tool``
-                message without a ``tool_call_id`` is given one of its own. One with ``media`` (kinds of images and
-                videos, in order) shows these before its text, each as one placeholder of the template's.
+            sampled_ids: the assistant turn. If it does not end with an end-of-turn id (it was cut),
+                one is inserted.
+            messages: ``tool`` or ``user`` messages. For templates that show which call a result
+                answers, a ``tool`` message without a ``tool_call_id`` is given one of its own. One
+                with ``media`` (kinds of images and videos, in order) shows these before its text,
+                each as one placeholder of the template's.
             tools: as in :meth:`encode_prompt`; templates may refer to them.
 
         Raises:
@@ -317,8 +330,9 @@ class ChatCodec:
     def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
         """Return whether ids made by :meth:`encode_append` take the place of the last sampled one.
 
-        They do when the model stopped at a token that opens another message than the one which follows, as GLM does
-        with ``<|observation|>`` before a user's turn: left there, it would make an observation of what the user says.
+        They do when the model stopped at a token that opens another message than the one which
+        follows, as GLM does with ``<|observation|>`` before a user's turn: left there, it would
+        make an observation of what the user says.
         """
         if len(sampled_ids) < 2 or sampled_ids[-1] not in self.eos_token_ids or not appended_ids:
             return False
@@ -366,7 +380,7 @@ class ChatCodec:
         if tools and self._no_format:
             raise self._no_format
 
-    # --- ids to text ------------------------------------------------------------------------------------------
+    # --- ids to text ------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids, with white space unchanged."""
@@ -412,8 +426,8 @@ class ChatCodec:
         Args:
             sampled_ids: the turn.
             tools: schemas of the tools it may call, by which arguments are converted.
-            context_ids: what it was sampled after, which may have opened a think block; None: a prompt that ends with
-                the template's own generation prompt.
+            context_ids: what it was sampled after, which may have opened a think block; None: a
+                prompt that ends with the template's own generation prompt.
         """
         self._require_format(tools)
         thinking = bool(self._boundary.think_tag) or None
@@ -464,9 +478,9 @@ class ChatCodec:
     def turn_text(self, sampled_ids: Sequence[int], context_ids: Sequence[int]) -> str:
         """Return a sampled turn as text for people, reward functions and reports.
 
-        It is what was decoded, and its reasoning always stands between think tags: a block that the prompt opened
-        begins with its tag, and so does reasoning that the model marks with special tokens (Harmony's channels,
-        ``[THINK]``), which decoding leaves out.
+        It is what was decoded, and its reasoning always stands between think tags: a block that the
+        prompt opened begins with its tag, and so does reasoning that the model marks with special
+        tokens (Harmony's channels, ``[THINK]``), which decoding leaves out.
         """
         sampled_ids = self._without_end(sampled_ids)
         opened = self.thinking_after(context_ids)
@@ -508,7 +522,7 @@ class ChatCodec:
             ids.pop()
         return ids
 
-    # --- grammars ---------------------------------------------------------------------------------------------
+    # --- grammars ---------------------------------------------------------------------------------
 
     def turn_grammar(
         self, *, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, answer: Any = None
@@ -521,7 +535,8 @@ class ChatCodec:
             answer: JSON schema of an answer.
 
         Raises:
-            GrammarError: there is none for the tool-call format, or a schema is wrong; says which part.
+            GrammarError: there is none for the tool-call format, or a schema is wrong; says which
+                part.
         """
         syntax = self._call_syntax
         if tools and syntax is None:
@@ -537,7 +552,8 @@ class ChatCodec:
         """Return the checked grammar of a turn of any text, with one call or ``several`` that fit these schemas.
 
         Raises:
-            GrammarError: there is none for the tool-call format, or a schema is wrong; says which part.
+            GrammarError: there is none for the tool-call format, or a schema is wrong; says which
+                part.
         """
         if self._call_syntax is None:
             raise GrammarError(f"there is no grammar of calls in the format {self.tool_format!r}")

@@ -7,10 +7,12 @@ calls that have to fit::
     calls     begin call (between call)* end            call   before NAME, arguments as JSON, after
     answer    JSON
 
-JSON is written on one line, as ``json.dumps`` and chat templates do: where white space is free, a model may write
-nothing else until its limit. Control tokens stand as ids, so text that looks like one does not count as one.
+JSON is written on one line, as ``json.dumps`` and chat templates do: where white space is free, a
+model may write nothing else until its limit. Control tokens stand as ids, so text that looks like
+one does not count as one.
 
-A grammar is text in llguidance's dialect of Lark, with JSON schemas (``%json``) and special tokens (``<[id]>``) in it.
+A grammar is text in llguidance's dialect of Lark, with JSON schemas (``%json``) and special tokens
+(``<[id]>``) in it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _NAME = re.compile(r"[\w.\-]+")
 _OPENING = re.compile(r"<[^<>\s]+>|\[TOOL_CALLS\]")
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_COMPILED = 64
-"""Compiled grammars that are kept: requests of a group, and turns of an agent, mostly have the same one."""
+"""Compiled grammars that are kept: requests of a group, and turns of an agent, mostly have the same
+one."""
 MAX_COMPILED_BYTES = 256 << 20
 """Memory of those together."""
 
@@ -58,7 +61,8 @@ class CallSyntax:
         end: text after the last one.
         between: text between calls; None: a turn has one call.
         answer: text before an answer without calls.
-        needs: a control token that the tokenizer must have, or else the format's next syntax counts; "": none.
+        needs: a control token that the tokenizer must have, or else the format's next syntax
+            counts; "": none.
         thinking: text before and after reasoning, where that is not what the chat template shows.
     """
 
@@ -150,7 +154,8 @@ class TurnGrammar:
             several: whether there may be more than one call.
 
         Raises:
-            GrammarError: nothing tells a call from text, or a tool's name has characters of the format's own.
+            GrammarError: nothing tells a call from text, or a tool's name has characters of the
+                format's own.
         """
         opening = _OPENING.match(syntax.begin + syntax.before.partition("NAME")[0])
         if opening is None or syntax.answer:
@@ -296,8 +301,9 @@ class GrammarState:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer; may be used from several threads.
 
-    What has been compiled is kept, and what could not be, with the reason. A grammar is compiled by the thread that
-    asks for it first, while others go on; see :mod:`jax_agent_rl.chat.grammar_limits` for what bounds its work.
+    What has been compiled is kept, and what could not be, with the reason. A grammar is compiled by
+    the thread that asks for it first, while others go on; see
+    :mod:`jax_agent_rl.chat.grammar_limits` for what bounds its work.
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer.

@@ -1,8 +1,8 @@
 """How much work a grammar is: told from its text first, then found out in a process that can be killed.
 
-llguidance writes repetitions out when it compiles: ``maxItems: 10**7`` takes four gigabytes, a ``multipleOf`` of a
-prime of seven digits half a minute. ``allOf`` multiplies the alternatives of its parts. The library cannot be
-interrupted, and its own limits count neither. So every grammar is
+llguidance writes repetitions out when it compiles: ``maxItems: 10**7`` takes four gigabytes, a
+``multipleOf`` of a prime of seven digits half a minute. ``allOf`` multiplies the alternatives of
+its parts. The library cannot be interrupted, and its own limits count neither. So every grammar is
 
 ::
 
@@ -15,8 +15,9 @@ interrupted, and its own limits count neither. So every grammar is
     compiled here, once (jax_agent_rl.chat.grammar)
 
 A unit of weight is about ten microseconds of compilation, measured on one keyword after the other
-(``maxItems: 10000`` takes 0.2 s, ``multipleOf: 9973`` 0.1 s, 1,000 optional properties 0.3 s, 10,000 values 0.1 s).
-There are two children, so that what is heavy, or turns out to be, does not hold up the rest.
+(``maxItems: 10000`` takes 0.2 s, ``multipleOf: 9973`` 0.1 s, 1,000 optional properties 0.3 s,
+10,000 values 0.1 s). There are two children, so that what is heavy, or turns out to be, does not
+hold up the rest.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ T = TypeVar("T")
 MAX_WEIGHT = 20_000
 """Limit of a grammar."""
 LIGHT_WEIGHT = 2000
-"""Weight up to which the child for light grammars has a first try; twenty tools of ten parameters weigh half."""
+"""Weight up to which the child for light grammars has a first try; twenty tools of ten parameters
+weigh half."""
 LIGHT_SECONDS = 1.0
 """Time limit of that try: what takes longer goes on to the other child."""
 MAX_LENGTH = 1_000_000
@@ -71,7 +73,8 @@ CHECK_SECONDS = 5.0
 CHECK_BYTES = 256 << 20
 """Memory that compiling a grammar may take."""
 MASK_SECONDS = 0.25
-"""CPU time of finding the first characters, which an engine does for every token; 0.02 with 1,000 properties."""
+"""CPU time of finding the first characters, which an engine does for every token; 0.02 with 1,000
+properties."""
 WAIT_SECONDS = 30.0
 """Time limit of waiting for a child."""
 MAX_WAITING = 256
@@ -199,7 +202,7 @@ def _check(text: str) -> int | str:
     return max(size, weight * UNIT_BYTES)
 
 
-# --- the parts of a grammar -------------------------------------------------------------------------------------------
+# --- the parts of a grammar -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,7 @@ def _number(digits: str) -> int:
     return int(digits) if len(digits) < 10 else MAX_WEIGHT + 1
 
 
-# --- schemas ----------------------------------------------------------------------------------------------------------
+# --- schemas --------------------------------------------------------------------------------------
 
 
 class _Kind(Enum):
@@ -350,7 +353,7 @@ def _multiple(value: Any) -> Any:
     return int("".join(map(str, digits[:20])))
 
 
-# --- patterns ---------------------------------------------------------------------------------------------------------
+# --- patterns -------------------------------------------------------------------------------------
 
 _PATTERN = re.compile(
     r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+\]|(?P<open>\()|(?P<close>\))"
@@ -393,7 +396,7 @@ def _weigh_pattern(pattern: str) -> int:
     return weight
 
 
-# --- the children -----------------------------------------------------------------------------------------------------
+# --- the children ---------------------------------------------------------------------------------
 
 _SMALLEST = {"grammar": 'start: "a"'}
 _PROGRAM = "from jax_agent_rl.chat.grammar_limits import serve_checks; serve_checks()"
@@ -454,7 +457,8 @@ _checked_lock = threading.Lock()
 def serve_checks() -> None:
     """Compile grammars until standard input ends: the program of a child.
 
-    It has no tokenizer but bytes, so that it starts at once; what a grammar costs hardly depends on that.
+    It has no tokenizer but bytes, so that it starts at once; what a grammar costs hardly depends on
+    that.
     """
     limit = _memory_bytes(resident=False) + CHECK_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

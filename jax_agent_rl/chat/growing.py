@@ -4,7 +4,8 @@
 
     ids ──► GrowingText: only the last ids are decoded ──► Scan: only the end of the text is read ──► the reply so far
 
-What comes out is what :meth:`ChatCodec.parse_reply` reads of the same ids, as both use the scanner of the format.
+What comes out is what :meth:`ChatCodec.parse_reply` reads of the same ids, as both use the scanner
+of the format.
 """
 
 from __future__ import annotations

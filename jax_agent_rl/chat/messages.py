@@ -1,9 +1,10 @@
 """Chat messages in one form, whoever wrote them.
 
-Dataset rows, the endpoint's dialects, agents' frameworks, fine-tuning data, simulated users and judges all write a
-conversation in their own way: ``content`` is null, a string or a list of parts, arguments are an object or JSON text,
-reasoning has three names, fields come and go. Whatever is encoded goes through :func:`normalize_messages`, so that a
-history reads the same to the policy in training and in serving::
+Dataset rows, the endpoint's dialects, agents' frameworks, fine-tuning data, simulated users and
+judges all write a conversation in their own way: ``content`` is null, a string or a list of parts,
+arguments are an object or JSON text, reasoning has three names, fields come and go. Whatever is
+encoded goes through :func:`normalize_messages`, so that a history reads the same to the policy in
+training and in serving::
 
     {"role": "assistant",
      "content": "text", or a list of parts with images and videos among them,
@@ -57,8 +58,10 @@ def normalize_messages(
 
     Args:
         messages: as somebody wrote them.
-        read_part: reads parts that show something; by default images and videos are taken as they are.
-        roles: the roles there may be, and what they become; None: any, as some templates have roles of their own.
+        read_part: reads parts that show something; by default images and videos are taken as they
+            are.
+        roles: the roles there may be, and what they become; None: any, as some templates have roles
+            of their own.
 
     Raises:
         TemplateError: a message, a part or a tool call is none; says which.
@@ -110,8 +113,8 @@ def openai_message(message: Mapping[str, Any]) -> Message:
 def alternating(messages: Sequence[Mapping[str, Any]], *, opening: str) -> list[Message]:
     """Return a conversation of texts whose roles alternate, as strict chat templates demand (Gemma, Mistral).
 
-    System messages become one at the beginning, neighbours of one role one message, and a conversation that the
-    assistant begins gets a first message of the user.
+    System messages become one at the beginning, neighbours of one role one message, and a
+    conversation that the assistant begins gets a first message of the user.
 
     Args:
         messages: of roles system, user and assistant, with text as content.

@@ -6,8 +6,9 @@
 
     reasoning "plan"  ·  text "Let me see."  ·  call f(x=1)  ·  malformed "not valid JSON: …"
 
-Agents, the endpoint, its streams, rewards, judges and simulated users all read a turn as such a :class:`Reply`; what
-they need of it (the answer, the calls in order, the reasoning) are views of the same parts.
+Agents, the endpoint, its streams, rewards, judges and simulated users all read a turn as such a
+:class:`Reply`; what they need of it (the answer, the calls in order, the reasoning) are views of
+the same parts.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ class ToolCall:
 
     Attributes:
         name: of the tool.
-        arguments: not validated yet. Where the tool's schema is known they are converted by it (formats that write
-            values as bare text give strings), see :func:`jax_agent_rl.tools.schema.convert_arguments`.
-        id: what the model itself calls the call, in formats that write one; its result is answered under it.
+        arguments: not validated yet. Where the tool's schema is known they are converted by it
+            (formats that write values as bare text give strings), see
+            :func:`jax_agent_rl.tools.schema.convert_arguments`.
+        id: what the model itself calls the call, in formats that write one; its result is answered
+            under it.
     """
 
     name: str
@@ -192,7 +195,8 @@ class ReplyBuilder:
     def add_calls(self, items: Sequence[ToolCall | str], text: str) -> None:
         """Add decoded calls, and problems of others, that the model wrote as ``text``.
 
-        Their text is given to the first problem, which is shown to whoever has to mend it, or else to the first call.
+        Their text is given to the first problem, which is shown to whoever has to mend it, or else
+        to the first call.
         """
         self._finish_part()
         problems = [number for number, item in enumerate(items) if isinstance(item, str)]

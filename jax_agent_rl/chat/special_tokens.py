@@ -1,30 +1,33 @@
 """Special tokens: that only a chat template's own text becomes one, and how many an image or a video takes.
 
-Control tokens are the tokenizer's added tokens: those that open and end turns, and those that a model reads as
-structure (``<tool_call>``, ``<think>``, ``<|image_pad|>``). Whatever a user, a tool, an environment or a dataset wrote
-may look like one, but is tokenized as ordinary text::
+Control tokens are the tokenizer's added tokens: those that open and end turns, and those that a
+model reads as structure (``<tool_call>``, ``<think>``, ``<|image_pad|>``). Whatever a user, a tool,
+an environment or a dataset wrote may look like one, but is tokenized as ordinary text::
 
     messages   ──► marks after every character that could begin a control token      "a<|end|>"  ──► "a<MARK|end|>"
     template   ──► text in which an unbroken control token is the template's own     "…a<MARK|end|><|end|>…"
     encode     ──► marks away; the template's own become their ids, the rest text
 
-Ids are those of the tokenizer itself if it finds no other control tokens than the template's own, as in all ordinary
-conversations. If not, the same tokenizer is used with its control tokens under secret names.
+Ids are those of the tokenizer itself if it finds no other control tokens than the template's own,
+as in all ordinary conversations. If not, the same tokenizer is used with its control tokens under
+secret names.
 
 Exceptions, all of them here:
 
 * Tags around thinking in an assistant message, which models write and templates look for.
-* Added tokens that are pieces of ordinary text to the model: white space, words, HTML tags (Gemma has all three).
-* :meth:`ChatCodec.encode_markup`, for prompts that somebody else rendered (``/v1/completions``) and configured
-  separators.
+* Added tokens that are pieces of ordinary text to the model: white space, words, HTML tags (Gemma
+  has all three).
+* :meth:`ChatCodec.encode_markup`, for prompts that somebody else rendered (``/v1/completions``) and
+  configured separators.
 
 A chat template writes one placeholder for each image or video::
 
     … <|vision_start|> <|image_pad|> <|vision_end|> …                                    what the template writes
     … <|vision_start|> <|image_pad|> <|image_pad|> … <|image_pad|> <|vision_end|> …      what the model reads
 
-The model reads one for each of its patches. They are written out here, once, before any engine sees the ids: budgets
-count them, and an engine that would read another number of them refuses the request.
+The model reads one for each of its patches. They are written out here, once, before any engine sees
+the ids: budgets count them, and an engine that would read another number of them refuses the
+request.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ class ControlTokens:
         """Yield the control tokens in a text."""
         return self._own.finditer(text)
 
-    # --- text from outside ------------------------------------------------------------------------------------
+    # --- text from outside ------------------------------------------------------------------------
 
     def mark_message(self, message: Message, mark: str) -> dict[str, Any]:
         """Return a message in which no control token is left whole, but for tags around an assistant's thinking.
@@ -99,7 +102,7 @@ class ControlTokens:
         """Return a value of texts, mappings and lists, e.g. a tool's schema, in which no control token is left."""
         return _marked(value, mark, self._begins)
 
-    # --- text to ids ------------------------------------------------------------------------------------------
+    # --- text to ids ------------------------------------------------------------------------------
 
     def encode_rendered(self, text: str, mark: str) -> list[int]:
         """Return the ids of a rendered text: control tokens are those that no mark breaks.
@@ -186,8 +189,8 @@ def _is_control(token: Any) -> bool:
 def _beginning(tokens: Iterable[str]) -> str:
     """Return the pattern of a character that may begin a control token.
 
-    Alone, so that nothing a template cuts out between it and the rest makes a token of them. Of tokens that begin like
-    a word, only whole ones count: their first letters are everywhere.
+    Alone, so that nothing a template cuts out between it and the rest makes a token of them. Of
+    tokens that begin like a word, only whole ones count: their first letters are everywhere.
     """
     tokens = list(tokens)
     signs = {token[0] for token in tokens if not (token[0].isalnum() or token[0].isspace())}
@@ -261,7 +264,8 @@ class MediaTokens:
         """Return ids with each item's placeholder repeated as often as the model reads it; items are in their order.
 
         Raises:
-            TemplateError: an item cannot be counted, or there are more or fewer placeholders than items.
+            TemplateError: an item cannot be counted, or there are more or fewer placeholders than
+                items.
         """
         if unread := sorted(media.keys() - self.placeholders.keys()):
             raise TemplateError(

@@ -1,14 +1,16 @@
 r"""One model's chat template: messages in the shape it accepts, and the text it writes between two turns.
 
-That text is found with an *anchor*: a short fixed conversation that ends with an assistant turn holding a unique word.
-The anchor is rendered together with the new messages, and everything after the word is the addition::
+That text is found with an *anchor*: a short fixed conversation that ends with an assistant turn
+holding a unique word. The anchor is rendered together with the new messages, and everything after
+the word is the addition::
 
     user: question   assistant: WORD   tool: 42   ──►   …WORD<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n…
                                                              └─ the addition, from the end of the turn on
 
-Whatever a template rewrites before the word (strips ``<think>``, injects dates) does not affect the addition. It begins
-with a control token that either *ends* the turn, as ``<|im_end|>`` always does, or *opens* the next message, as GLM's
-``<|user|>`` and ``<|observation|>`` do, which its models also stop at.
+Whatever a template rewrites before the word (strips ``<think>``, injects dates) does not affect the
+addition. It begins with a control token that either *ends* the turn, as ``<|im_end|>`` always does,
+or *opens* the next message, as GLM's ``<|user|>`` and ``<|observation|>`` do, which its models also
+stop at.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ RESERVED_KWARGS = frozenset(
         "truncation",
     }
 )
-"""Arguments of ``apply_chat_template`` that are not the template's own: a conversation decides them, not a setting."""
+"""Arguments of ``apply_chat_template`` that are not the template's own: a conversation decides
+them, not a setting."""
 MAX_KWARGS_CHARS = 4096
 
 
@@ -57,7 +60,8 @@ def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
     """Return arguments for the chat template, such as ``{"enable_thinking": False}``.
 
     Raises:
-        ValueError: they are no object of JSON values, too long, or would replace the conversation or the template.
+        ValueError: they are no object of JSON values, too long, or would replace the conversation
+            or the template.
     """
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise ValueError(
@@ -97,13 +101,16 @@ class ChatTemplate:
     """Renders conversations, bridging what a template lacks.
 
     * No ``tool`` role: tool results become user messages in the tool-call format's own notation.
-    * A message with ``media`` (kinds of images and videos it shows) gets its content in parts: these, then the text.
-      So does every message where the template reads parts alone (SmolVLM, Idefics3).
+    * A message with ``media`` (kinds of images and videos it shows) gets its content in parts:
+      these, then the text. So does every message where the template reads parts alone (SmolVLM,
+      Idefics3).
     * No tool calls in assistant turns: they are written into the turn's text, in that notation too.
-    * No section for tools: the format's description goes into the system message (or the first user message).
-    * Arguments of calls are objects; a template that concatenates them as text (DeepSeek V3) gets JSON.
-    * Reasoning has three names (``REASONING_FIELDS``); each template finds it under its own. One that refuses
-      reasoning beside text in a turn with calls (gpt-oss) gets both as reasoning.
+    * No section for tools: the format's description goes into the system message (or the first user
+      message).
+    * Arguments of calls are objects; a template that concatenates them as text (DeepSeek V3) gets
+      JSON.
+    * Reasoning has three names (``REASONING_FIELDS``); each template finds it under its own. One
+      that refuses reasoning beside text in a turn with calls (gpt-oss) gets both as reasoning.
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer with a chat template.
@@ -198,8 +205,8 @@ class ChatTemplate:
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages in the roles and fields the template supports.
 
-        Without tool calls in the template they become text; without a ``tool`` role, adjacent results become one user
-        message.
+        Without tool calls in the template they become text; without a ``tool`` role, adjacent
+        results become one user message.
         """
         messages = [_with_reasoning_under_all_names(message) for message in messages]
         if any(message.get("tool_calls") for message in messages):
@@ -235,8 +242,9 @@ class ChatTemplate:
     def _call_form(self) -> Literal["object", "text", "none"]:
         """How the template takes the arguments of earlier calls; ``none``: it leaves such calls out.
 
-        Found by rendering a call in both forms. Most templates write an object, as JSON or in a notation of their own;
-        one that concatenates text fails with an object, and one that prints it writes Python's notation.
+        Found by rendering a call in both forms. Most templates write an object, as JSON or in a
+        notation of their own; one that concatenates text fails with an object, and one that prints
+        it writes Python's notation.
         """
         if not self._mentions_tool_calls:
             return "none"
@@ -258,7 +266,8 @@ class ChatTemplate:
     def shows(self, kind: str) -> bool:
         """Return whether the template can show an ``image`` or a ``video`` in a tool result.
 
-        Tested by rendering: it must write a special token for it, keep the text and not print the message's parts.
+        Tested by rendering: it must write a special token for it, keep the text and not print the
+            message's parts.
         """
         question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         result = {"role": "tool", "content": _PROBE, "name": "f", "tool_call_id": "0" * 9}
@@ -460,8 +469,8 @@ class TurnBoundary:
         Args:
             last: a conversation that ends with the word.
             followed: the same conversation, continued.
-            before_another: count it only if another control token follows at once: after a call Gemma 4 opens the
-                result with the same token whether or not there is one yet.
+            before_another: count it only if another control token follows at once: after a call
+                Gemma 4 opens the result with the same token whether or not there is one yet.
         """
         found = []
         for messages in (last, followed):
@@ -536,7 +545,8 @@ def _check_keeps(
     """Check with marked contents that an anchor makes the template write every message.
 
     Raises:
-        TemplateError: a message is left out, as some templates do with a tool result without a call.
+        TemplateError: a message is left out, as some templates do with a tool result without a
+            call.
     """
     kept = unused_word("kept", messages, tools)
     marked = [{**message, "content": f"{kept}{index}"} for index, message in enumerate(messages)]

@@ -7,8 +7,9 @@
     <think>plan                                  the turn was cut while thinking: there is no answer
     <think>plan</think>Write </think> to stop.   the second closing tag closes nothing, so it is text
 
-Every reader of a turn decides by :class:`ThinkState`, which is told one tag after the other: the scanner of tool-call
-formats, agents that look for markers, and whatever reads the text of a turn (rewards, judges, simulated users).
+Every reader of a turn decides by :class:`ThinkState`, which is told one tag after the other: the
+scanner of tool-call formats, agents that look for markers, and whatever reads the text of a turn
+(rewards, judges, simulated users).
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ Step = Literal["opens", "closes", "began_inside", "text"]
 class ThinkState:
     """Whether a reader of a turn stands in a think block, from tag to tag.
 
-    A block ends at its own closing tag. A closing tag that nothing opened means that the turn began in a block, which
-    the prompt opened, if it is the first tag of the turn and it is not known where that began; any other is text.
+    A block ends at its own closing tag. A closing tag that nothing opened means that the turn began
+    in a block, which the prompt opened, if it is the first tag of the turn and it is not known
+    where that began; any other is text.
 
     Args:
-        thinking: whether the turn begins in a block. None: that is not known, and its first tag tells.
+        thinking: whether the turn begins in a block. None: that is not known, and its first tag
+            tells.
 
     Attributes:
         inside: whether the reader stands in a block.

@@ -258,9 +258,10 @@ def doctor(
 ) -> None:
     """Check, before a run, what would stop or spoil it: a line for each thing, with what to do where it is not ok.
 
-    Without CONFIG, the machine: Python, packages, cores, memory, disk, limits, ports, accelerators, sandbox. With it,
-    also what it names: code, tools, model, tokenizer, rows, prompts, rewards, agents and their servers, engine. Nothing
-    is trained and no weights are loaded. Exits with 1 if anything fails.
+    Without CONFIG, the machine: Python, packages, cores, memory, disk, limits, ports, accelerators,
+    sandbox. With it, also what it names: code, tools, model, tokenizer, rows, prompts, rewards,
+    agents and their servers, engine. Nothing is trained and no weights are loaded. Exits with 1 if
+    anything fails.
     """
     from dataclasses import asdict
 
@@ -296,10 +297,11 @@ def certify(
 ) -> None:
     """Measure this machine, and compare it with what the documentation claims, in about ten minutes.
 
-    Kernels against float64, every backend against the protocol, engine against learner in every precision, speed and
-    memory beside plan and the device's peaks, exchanges between devices, a checkpoint, a short training run; without
-    CONFIG, of the quickstart's model and task. The report (certify.json, certify.html) says for each deviation which
-    claim it concerns; it is meant to be sent to us. Exits with 1 if there are deviations.
+    Kernels against float64, every backend against the protocol, engine against learner in every
+    precision, speed and memory beside plan and the device's peaks, exchanges between devices, a
+    checkpoint, a short training run; without CONFIG, of the quickstart's model and task. The report
+    (certify.json, certify.html) says for each deviation which claim it concerns; it is meant to be
+    sent to us. Exits with 1 if there are deviations.
     """
     os.environ.setdefault(
         "XLA_PYTHON_CLIENT_PREALLOCATE", "false"

@@ -121,10 +121,10 @@ def evaluate(
 ) -> None:
     """Evaluate a policy on held-out rows: pass@k and mean reward by data source, with its agents, tools and rewards.
 
-    The policy is a configuration's model, any Hugging Face folder of a known family (--model), or a checkpoint (--run).
-    Lost trajectories count as failures. Intervals have 95 % confidence: a bootstrap over prompts; if all prompts agree,
-    Wilson's interval for pass@k and none for the reward. The same seed gives the same samples;
-    `jax-agent-rl view FOLDER` shows them.
+    The policy is a configuration's model, any Hugging Face folder of a known family (--model), or a
+    checkpoint (--run). Lost trajectories count as failures. Intervals have 95 % confidence: a
+    bootstrap over prompts; if all prompts agree, Wilson's interval for pass@k and none for the
+    reward. The same seed gives the same samples; `jax-agent-rl view FOLDER` shows them.
     """
     from jax_agent_rl.data.dataset import evaluation_sources
     from jax_agent_rl.deploy.preflight import check_policy
@@ -205,8 +205,9 @@ def rollout(
 ) -> None:
     """Collect trajectories without training: exact token ids, masks, log-probs, rewards, messages.
 
-    Agents, tools, rewards and sampling are those of training; filters are not applied. After an interruption, the same
-    command continues. Every started trajectory is in the file or, if lost, counted by reason in the summary next to it.
+    Agents, tools, rewards and sampling are those of training; filters are not applied. After an
+    interruption, the same command continues. Every started trajectory is in the file or, if lost,
+    counted by reason in the summary next to it.
     """
     from jax_agent_rl.data.dataset import collection_sources, find_files
     from jax_agent_rl.deploy.preflight import check_policy

@@ -1,7 +1,7 @@
 """Shared parts of commands: registration, help, completion, arguments, interruption.
 
-A command is a function with a typer signature that imports what it needs when it runs, so that ``--help`` and
-completion are fast.
+A command is a function with a typer signature that imports what it needs when it runs, so that
+``--help`` and completion are fast.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ _REFUSED = {
     errno.EPERM,
     errno.EROFS,
 }
-"""What the system says of a file that a user named wrongly, or may not use; a mistake of the code has other numbers."""
+"""What the system says of a file that a user named wrongly, or may not use; a mistake of the code
+has other numbers."""
 
 
 class PlainCommand(TyperCommand):
@@ -204,7 +205,8 @@ Completer = Callable[[typer.Context, str], list[tuple[str, str]]]
 def key_completer(trees: Mapping[str, str]) -> Completer:
     """Return a completer of keys as ``key=``, each with its description, and of values after the ``=``.
 
-    bash splits words at ``=``: the incomplete word is then the ``=`` or the value, and the key is a word before.
+    bash splits words at ``=``: the incomplete word is then the ``=`` or the value, and the key is a
+    word before.
 
     Args:
         trees: commands with settings, by the prefix of their keys, usually empty.

@@ -184,10 +184,10 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI clients: chat and plain completions, tool calls, log-probs, streaming.
 
-    The model is a configuration's, any Hugging Face folder of a known family (--model), or a run's checkpoint (--run).
-    The configuration's model, rollout and agent are used, but for the lengths that training sets: contexts may be as
-    long as the model reads and the KV cache holds, unless rollout.max_model_len=N is given here. With /sessions/ID/v1
-    as base_url, exact ids are recorded.
+    The model is a configuration's, any Hugging Face folder of a known family (--model), or a run's
+    checkpoint (--run). The configuration's model, rollout and agent are used, but for the lengths
+    that training sets: contexts may be as long as the model reads and the KV cache holds, unless
+    rollout.max_model_len=N is given here. With /sessions/ID/v1 as base_url, exact ids are recorded.
     """
     from jax_agent_rl.deploy.preflight import check_policy
     from jax_agent_rl.runtime.choice import PolicyChoice, choose

@@ -13,8 +13,9 @@ from jax_agent_rl.types import DropReason, Group
 class Accounting:
     """Counts trajectories from their start to the optimizer step that used them, or the reason they were dropped.
 
-    A trajectory is *in flight* from its start until it is trained or dropped, also while it waits in a buffer. Each
-    is resolved once, and only if it was started, so nothing is lost or counted twice unnoticed.
+    A trajectory is *in flight* from its start until it is trained or dropped, also while it waits
+    in a buffer. Each is resolved once, and only if it was started, so nothing is lost or counted
+    twice unnoticed.
 
     Attributes:
         started: trajectories started.
@@ -93,7 +94,8 @@ class Accounting:
     def state(self, *, continued: int = 0) -> dict[str, int | dict[str, int]]:
         """Return the checkpoint state.
 
-        Trajectories in flight count as cancelled, except those that the resumed run continues: it starts them again.
+        Trajectories in flight count as cancelled, except those that the resumed run continues: it
+        starts them again.
 
         Args:
             continued: number of those, which are in flight or were cancelled just now.
@@ -160,7 +162,8 @@ class LostBatchGuard:
         ``latest_losses`` are messages of the newest losses, by reason.
 
         Raises:
-            NothingToTrainError: the limit is reached; names the reasons, with an example of the most frequent one.
+            NothingToTrainError: the limit is reached; names the reasons, with an example of the
+                most frequent one.
         """
         if not groups:
             return

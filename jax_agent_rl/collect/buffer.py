@@ -6,19 +6,22 @@
                  │                    │               └─ discard: a filter rejected it; its slot is free at once
                  └──── too old: dropped, with its reason
 
-The *staleness* of a token is the number of versions between the weights that sampled it and those that are trained on
-it; the version counts finished steps. The bound S holds by three rules, here and nowhere else:
+The *staleness* of a token is the number of versions between the weights that sampled it and those
+that are trained on it; the version counts finished steps. The bound S holds by three rules, here
+and nowhere else:
 
-    admission   running + ready + taken <= (S + 1) * batch. A step consumes a batch, so what is admitted at version v
-                can be trained by the step that begins at v + S.
-    hand-out    with stragglers="wait", a batch leaves only if the groups left behind can still make their deadlines:
-                for every k, at most k * batch of them have to be trained within the k steps after this one. Otherwise
-                the learner waits for the oldest. With "drop" it takes what is there.
-    expiry      what is older than S when a version begins is dropped: with "wait" nothing, unless an engine served
-                older weights than it reported.
+    admission   running + ready + taken <= (S + 1) * batch. A step consumes a batch, so what is
+                admitted at version v can be trained by the step that begins at v + S.
+    hand-out    with stragglers="wait", a batch leaves only if the groups left behind can still make
+                their deadlines: for every k, at most k * batch of them have to be trained within
+                the k steps after this one. Otherwise the learner waits for the oldest. With "drop"
+                it takes what is there.
+    expiry      what is older than S when a version begins is dropped: with "wait" nothing, unless
+                an engine served older weights than it reported.
 
-One call advances the version and frees the slots of trained groups, when the new weights are served. So no group is
-admitted under older weights than it is counted for. Plain and single-threaded;
+One call advances the version and frees the slots of trained groups, when the new weights are
+served. So no group is admitted under older weights than it is counted for. Plain and
+single-threaded;
 :mod:`jax_agent_rl.collect.groups` gives it coroutines.
 
 References: Fu et al. 2025 (AReaL), arXiv 2505.24298, for the admission rule.
@@ -75,9 +78,10 @@ class RolloutBuffer:
     Args:
         batch: groups per step, >= 1.
         staleness: the bound S, in versions, >= 0.
-        stragglers: ``wait``: the learner waits for groups that would become too old, and none is lost. ``drop``: it
-            takes what is there, and what becomes too old is dropped.
-        oversample: groups admitted beyond the capacity, with ``drop`` only: as many of the slowest are dropped.
+        stragglers: ``wait``: the learner waits for groups that would become too old, and none is
+            lost. ``drop``: it takes what is there, and what becomes too old is dropped.
+        oversample: groups admitted beyond the capacity, with ``drop`` only: as many of the slowest
+            are dropped.
         version: version of the weights served.
 
     Attributes:
@@ -232,8 +236,8 @@ class RolloutBuffer:
             The groups that are too old now, and were dropped.
 
         Raises:
-            ValueError: it is not the successor, or less than a batch was taken, so that others could not be trained
-                in time.
+            ValueError: it is not the successor, or less than a batch was taken, so that others
+                could not be trained in time.
         """
         if len(self._taken) < self.batch:
             raise ValueError(f"a step of {len(self._taken)} groups: it has to consume {self.batch}")
@@ -283,8 +287,9 @@ class RolloutBuffer:
     def restore(self, state: Mapping[str, Any], *, continued: Collection[int] = ()) -> None:
         """Continue from :meth:`state`, before anything was admitted.
 
-        All slots are free. The open groups count as cancelled, and what is admitted now is as new as the weights.
-        Groups that are ``continued`` are the exception: with their ids they keep the version of their first admission.
+        All slots are free. The open groups count as cancelled, and what is admitted now is as new
+        as the weights. Groups that are ``continued`` are the exception: with their ids they keep
+        the version of their first admission.
         """
         if self.started:
             raise ValueError(f"{self.started} groups were admitted already")

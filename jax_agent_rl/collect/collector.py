@@ -55,9 +55,11 @@ class RolloutCollector:
         context: shared by the agent loops.
         score: scores one trajectory.
         max_in_flight: maximum concurrent trajectories.
-        seed: the run's seed. With it, the label, the step and the indices, sampling is reproducible.
+        seed: the run's seed. With it, the label, the step and the indices, sampling is
+            reproducible.
         accounting: where trajectories are counted; a new one if None. Evaluation needs its own.
-        strategy: which trajectories of a group are started, and from where; None: all from the prompt.
+        strategy: which trajectories of a group are started, and from where; None: all from the
+            prompt.
         limits: time limits of trajectories and groups.
         tracer: traces trajectories; None traces none.
         validate: mark traces as evaluations.
@@ -118,10 +120,11 @@ class RolloutCollector:
     ) -> AsyncGenerator[Group, None]:
         """Yield one group per row, in order of completion; members are in order of their start.
 
-        A group may have lost members (``Group.dropped``), even all of them. Its trajectories stay in flight in
+        A group may have lost members (``Group.dropped``), even all of them. Its trajectories stay
+        in flight in
         :attr:`accounting` until the caller resolves them. Leaving the loop early or cancelling it stops everything
-        and counts what was not yielded as ``CANCELLED``; wrap it in :func:`contextlib.aclosing` so that this happens
-        at once.
+        and counts what was not yielded as ``CANCELLED``; wrap it in :func:`contextlib.aclosing` so
+        that this happens at once.
 
         Args:
             rows: one prompt each.
@@ -131,9 +134,11 @@ class RolloutCollector:
             label: distinguishes uses in one step (``train``, ``eval``); part of the ids and seeds.
 
         Raises:
-            ValueError: ``group_size`` < 1, or trajectories of this label and step are still in flight.
+            ValueError: ``group_size`` < 1, or trajectories of this label and step are still in
+                flight.
         """
-        # In order, so that the members of a group run together and share their prompt in the engine.
+        # In order, so that the members of a group run together and share their prompt in the
+        # engine.
         tasks = []
         for index, row in enumerate(rows):
             work = self.collect_one(
@@ -171,9 +176,10 @@ class RolloutCollector:
 
         Args:
             index: takes the place of the row's index in :meth:`collect`.
-            record: keeps what the members sample, and holds what is continued of an interrupted run; not with a
-                strategy that branches.
-            why_stopped: called when this is cancelled; returns the reason for dropping what was started.
+            record: keeps what the members sample, and holds what is continued of an interrupted
+                run; not with a strategy that branches.
+            why_stopped: called when this is cancelled; returns the reason for dropping what was
+                started.
         """
         if group_size < 1:
             raise ValueError(f"group_size={group_size}: must be >= 1")

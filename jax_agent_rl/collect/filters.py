@@ -136,8 +136,9 @@ def _no_gradient(
 def has_equal_outcomes(group: Group, config: AlgorithmConfig) -> bool:
     """Return whether all members of a role did equally well, so that comparing them teaches nothing.
 
-    Penalties of ``algorithm.shaping`` do not count: members that are all right, or all wrong, did equally well however
-    long they are. Nor is there anything to learn where penalties make what the estimator compares equal.
+    Penalties of ``algorithm.shaping`` do not count: members that are all right, or all wrong, did
+    equally well however long they are. Nor is there anything to learn where penalties make what the
+    estimator compares equal.
     """
     outcomes = {outcome(trajectory, config) for trajectory in group.trajectories}
     if len(outcomes) == 1:
@@ -227,13 +228,14 @@ FILTERS: dict[str, Callable[[Trajectory, AlgorithmConfig], bool]] = {
 }
 
 
-# --- reward shaping (algorithm.shaping) ------------------------------------------------------------------------------
+# --- reward shaping (algorithm.shaping) -----------------------------------------------------------
 
 
 def shape(group: Group, config: ShapingConfig, *, max_response_length: int) -> Group:
     """Return the group with penalties added to its rewards, in place of earlier penalties.
 
-    ``reward_parts`` shows the penalties; ``score`` stays what it was. ``max_response_length`` is in ids.
+    ``reward_parts`` shows the penalties; ``score`` stays what it was. ``max_response_length`` is in
+    ids.
     """
     if not config.overlong_buffer and not config.repetition_factor:
         return group

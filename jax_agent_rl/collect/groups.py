@@ -1,10 +1,11 @@
 """Groups while their trajectories run: members, time limits, what a checkpoint holds, and the stream to the learner.
 
-A resumed run continues its trajectories instead of starting again: otherwise a kill would cost long trajectories more
-often than short ones, and what is trained on would be biased. A checkpoint holds the members that have ended, and
-running ones up to their newest id, as far as agent and engine allow
-(:meth:`~jax_agent_rl.agents.loop.AgentLoop.can_resume`, :meth:`~jax_agent_rl.agents.episode.Episode.progress`). Others
-start again under the same id, so with the same seed.
+A resumed run continues its trajectories instead of starting again: otherwise a kill would cost long
+trajectories more often than short ones, and what is trained on would be biased. A checkpoint holds
+the members that have ended, and running ones up to their newest id, as far as agent and engine
+allow (:meth:`~jax_agent_rl.agents.loop.AgentLoop.can_resume`,
+:meth:`~jax_agent_rl.agents.episode.Episode.progress`). Others start again under the same id, so
+with the same seed.
 
 Time limits, on the event loop's clock, decide when a group is complete::
 
@@ -14,8 +15,8 @@ Time limits, on the event loop's clock, decide when a group is complete::
                                member started, and min_group_size
                                members have survived
 
-So every group ends within ``trajectory_timeout`` of the start of its last member, whatever agents, tools and rewards
-wait for.
+So every group ends within ``trajectory_timeout`` of the start of its last member, whatever agents,
+tools and rewards wait for.
 """
 
 from __future__ import annotations
@@ -171,7 +172,8 @@ class TimeLimits:
 
     Attributes:
         trajectory_timeout: maximum of one trajectory, its reward included; None: unlimited.
-        min_group_size: surviving members with which a group is complete after ``group_timeout``; None: all have to end.
+        min_group_size: surviving members with which a group is complete after ``group_timeout``;
+            None: all have to end.
         group_timeout: since the last member started.
     """
 
@@ -291,13 +293,13 @@ class GroupStream:
         take                  consumes: complete groups.  produces: a batch.           waits for: enough of them
         idle                  consumes, produces: nothing.                             waits for: the last task
 
-    Whatever makes room starts groups at once; no coroutine polls. An error outside a trajectory ends the stream: every
-    ``take`` and ``idle`` raises it. Use it from one event loop.
+    Whatever makes room starts groups at once; no coroutine polls. An error outside a trajectory
+    ends the stream: every ``take`` and ``idle`` raises it. Use it from one event loop.
 
     Args:
         draw: returns the next group's number and row.
-        grow: runs the group of a ticket and a row. If cancelled, it drops what it had started with the reason that its
-            third argument returns.
+        grow: runs the group of a ticket and a row. If cancelled, it drops what it had started with
+            the reason that its third argument returns.
         drop: drops the members of a complete group.
     """
 
@@ -359,7 +361,8 @@ class GroupStream:
     async def close(self) -> None:
         """Stop everything for good, drop it as cancelled, and wait until it has stopped.
 
-        In the buffer these groups stay open, so that its state names what a resumed run has to start again.
+        In the buffer these groups stay open, so that its state names what a resumed run has to
+        start again.
         """
         if not self._closed:
             self._closed = True

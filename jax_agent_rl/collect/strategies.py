@@ -1,14 +1,15 @@
 """Rollout strategies (``rollout.strategy``): which trajectories of a group are started, and from where.
 
-A group grows in waves. The strategy returns a wave, whose trajectories run concurrently. When all of them have ended,
-the strategy is called again with everything so far, until it returns none::
+A group grows in waves. The strategy returns a wave, whose trajectories run concurrently. When all
+of them have ended, the strategy is called again with everything so far, until it returns none::
 
     next_wave(nothing yet)  ─► [prompt, prompt]           wave 0   t0, t1
     next_wave(t0, t1)       ─► [fork of t0, fork of t1]   wave 1   t2, t3
     next_wave(t0 … t3)      ─► []                         select: which leaves are kept
 
-Branches thus depend on what was sampled and on the seed, never on which trajectory ended first: runs are reproducible.
-The price is that a wave waits for its slowest trajectory; other groups use the engine meanwhile.
+Branches thus depend on what was sampled and on the seed, never on which trajectory ended first:
+runs are reproducible. The price is that a wave waits for its slowest trajectory; other groups use
+the engine meanwhile.
 
 :class:`Chains` start all at the prompt. Trees branch: :class:`TreeGrpo` at random turns, :class:`TreeRL` at the most
 uncertain ids, :class:`Arpo` at uncertain turns after an observation.
@@ -95,7 +96,8 @@ class Strategy(ABC):
     """Stateless: one instance serves all groups."""
 
     branches: ClassVar[bool] = True
-    """Whether trajectories may branch: agents must support it, and engines should keep the KV of sessions."""
+    """Whether trajectories may branch: agents must support it, and engines should keep the KV of
+    sessions."""
 
     @abstractmethod
     def next_wave(self, growth: Growth) -> Sequence[Start]:
@@ -133,15 +135,16 @@ def at_turn(parent: Trajectory, turn: int, tokens: int = 0) -> Fork:
 class TreeGrpo(Strategy):
     """Tree-GRPO: chains that are expanded at random turns.
 
-    ``M`` first chains, each a tree. In each of ``L`` rounds, ``N`` nodes of every tree are drawn (with replacement)
-    among its prompt and the turns that another turn followed, and one new chain continues from each. ``K`` leaves of
-    each tree are kept; with ``K = 1 + L N``, all of them. M=2 N=1 L=1::
+    ``M`` first chains, each a tree. In each of ``L`` rounds, ``N`` nodes of every tree are drawn
+    (with replacement) among its prompt and the turns that another turn followed, and one new chain
+    continues from each. ``K`` leaves of each tree are kept; with ``K = 1 + L N``, all of them. M=2
+    N=1 L=1::
 
         round 0   t0 = a b c     t1 = d e
         round 1   t2 = a b + f   t3 = + g          drawn: turn b of t0's tree, the prompt of t1's
 
-    References: Ji et al. 2025, Tree Search for LLM Agent Reinforcement Learning, arXiv 2509.21240; nodes are drawn as
-    in the authors' code.
+    References: Ji et al. 2025, Tree Search for LLM Agent Reinforcement Learning, arXiv 2509.21240;
+    nodes are drawn as in the authors' code.
     """
 
     def __init__(self, config: TreeGrpoConfig):
@@ -181,15 +184,16 @@ def _inner_nodes(tree_id: str, tree: Sequence[Trajectory]) -> list[Fork]:
 class TreeRL(Strategy):
     """TreeRL (EPTree): branches where the policy was least certain, also in the middle of a turn.
 
-    ``M`` first chains, each a tree. In each of ``L`` rounds, the ``N`` most uncertain ids of every tree are sampled
-    again, ``T`` times each, and continued. Uncertainty is the surprisal ``-log p`` of the sampled id, which engines
-    report; it is an unbiased sample of the entropy and what the authors' code uses. M=1 N=1 L=1 T=2::
+    ``M`` first chains, each a tree. In each of ``L`` rounds, the ``N`` most uncertain ids of every
+    tree are sampled again, ``T`` times each, and continued. Uncertainty is the surprisal ``-log p``
+    of the sampled id, which engines report; it is an unbiased sample of the entropy and what the
+    authors' code uses. M=1 N=1 L=1 T=2::
 
         round 0   t0 = a b c d e                       log p   -.1 -.2 -1.9 -.3 -.1
         round 1   t1 = a b + f g    t2 = a b + c h     c is drawn again: it may, by chance, be c
 
-    An id is used in one round only. Every sampled id may be forked; the authors leave out those after the word
-    "answer", a rule of their tasks' format.
+    An id is used in one round only. Every sampled id may be forked; the authors leave out those
+    after the word "answer", a rule of their tasks' format.
 
     References: Hou et al. 2025, TreeRL, arXiv 2506.11902, section 3.1.
     """
@@ -240,19 +244,21 @@ def _surprisals(trajectory: Trajectory) -> Iterator[tuple[float, Fork]]:
 class Arpo(Strategy):
     """ARPO: branches where an observation made the policy uncertain.
 
-    ``initial_rollouts`` first chains of a total of ``group_size``. For every turn that follows an observation (a tool
-    result, in the paper; here also what an environment or a simulated user answers), and each
-    of ``beam_size - 1`` possible branches, a coin is tossed::
+    ``initial_rollouts`` first chains of a total of ``group_size``. For every turn that follows an
+    observation (a tool result, in the paper; here also what an environment or a simulated user
+    answers), and each of ``beam_size - 1`` possible branches, a coin is tossed::
 
         dH  = H(first ids of the turn) - H(first ids of the trajectory's first turn)          nats per id
         branch before the turn  iff  clip(u - entropy_weight dH, 0, 1) <= branch_probability,   u uniform
 
-    H is the mean surprisal of the first ``entropy_tokens`` sampled ids, an unbiased estimate of their entropy. (The
-    authors sum over those ids and the ten most likely alternatives, and divide by the log of the vocabulary's size.)
-    Earlier turns take precedence if the total does not suffice. Branches branch too. When nothing branches any more,
-    new chains from the prompt make up the total; nothing is ever duplicated.
+    H is the mean surprisal of the first ``entropy_tokens`` sampled ids, an unbiased estimate of
+    their entropy. (The authors sum over those ids and the ten most likely alternatives, and divide
+    by the log of the vocabulary's size.) Earlier turns take precedence if the total does not
+    suffice. Branches branch too. When nothing branches any more, new chains from the prompt make up
+    the total; nothing is ever duplicated.
 
-    References: Dong et al. 2025, Agentic Reinforced Policy Optimization, arXiv 2507.19849, section 3.1.
+    References: Dong et al. 2025, Agentic Reinforced Policy Optimization, arXiv 2507.19849, section
+        3.1.
     """
 
     def __init__(self, config: ArpoConfig):

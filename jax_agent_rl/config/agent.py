@@ -1,6 +1,7 @@
 """The ``agent`` section: limits of agent loops, `server_tool_agent`, the OpenAI-compatible endpoint.
 
-The keys of `server_tool_agent` are named as in verl-tool's ``AgentActorConfig``, so that command lines can be reused.
+The keys of `server_tool_agent` are named as in verl-tool's ``AgentActorConfig``, so that command
+lines can be reused.
 """
 
 from __future__ import annotations
@@ -295,7 +296,8 @@ class EndpointConfig(Section):
 class CommandConfig(Section):
     """The agent `command`: a program that runs once per trajectory, with the endpoint as its model.
 
-    It finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and the task in TASK_INSTRUCTION.
+    It finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and the task in
+    TASK_INSTRUCTION.
     """
 
     argv: tuple[str, ...] = Field(

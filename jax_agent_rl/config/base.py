@@ -6,9 +6,9 @@ A condition annotates a field; on a section it applies to all of its keys::
     max_turns: Annotated[int, UsedByAgents("server_tool_agent")] = Field(default=5, ...)
     critic: Annotated[CriticConfig, WhenKey("algorithm.adv_estimator", "gae")] = Field(...)
 
-A key that differs from its default is refused if its condition does not hold, because it would have no effect. As long
-as that is unknown (which agents the rows select, which model is used), nothing is refused. ``config explain``,
-``docs/config.md`` and the editor's schema show conditions in words.
+A key that differs from its default is refused if its condition does not hold, because it would have
+no effect. As long as that is unknown (which agents the rows select, which model is used), nothing
+is refused. ``config explain``, ``docs/config.md`` and the editor's schema show conditions in words.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _mentions(annotation: Any, types: tuple[Any, ...]) -> bool:
     return annotation in types or any(_mentions(part, types) for part in get_args(annotation))
 
 
-# --- conditions ------------------------------------------------------------------------------------------------------
+# --- conditions -----------------------------------------------------------------------------------
 
 SCHEMA_KEY = "x-used-only"  # in a key's JSON Schema: its condition in words
 
@@ -141,8 +141,8 @@ class Facts:
     """Facts about a run besides its configuration.
 
     Attributes:
-        agents: names of the agent loops that rows can select, and of their base classes. None: not known yet, or the
-            user's own loops are among them, which may read any key.
+        agents: names of the agent loops that rows can select, and of their base classes. None: not
+            known yet, or the user's own loops are among them, which may read any key.
         has_vision: whether the model reads images; None: not known yet.
     """
 

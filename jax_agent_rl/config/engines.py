@@ -191,7 +191,8 @@ VLLM_ARGUMENTS_SET: Mapping[str, str] = {
         "",
     ),
 }
-"""Arguments of vLLM's engine that are decided elsewhere: by another key, or (empty) by the backend."""
+"""Arguments of vLLM's engine that are decided elsewhere: by another key, or (empty) by the backend.
+"""
 
 
 class VllmConfig(Section):

@@ -1,7 +1,7 @@
 """Overrides of verl, verl-tool and AgentFly as a configuration of ours: ``jax-agent-rl import-config verl run.sh``.
 
-The tables of ``verl_keys`` map keys whose values carry over and explain those without a counterpart; ``_derive``
-translates those that need more. docs/moving/verl.md shows the same tables.
+The tables of ``verl_keys`` map keys whose values carry over and explain those without a
+counterpart; ``_derive`` translates those that need more. docs/moving/verl.md shows the same tables.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Imported:
     Attributes:
         values: value by key of ours.
         sources: for each of them where it came from, as a comment.
-        leftovers: sorts ``unknown``, ``no meaning``, ``choice``, ``no effect`` -> lines ``where: key=value: reason``.
+        leftovers: sorts ``unknown``, ``no meaning``, ``choice``, ``no effect`` -> lines ``where:
+            key=value: reason``.
     """
 
     values: dict[str, Any] = field(default_factory=dict)

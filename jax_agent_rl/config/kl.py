@@ -121,8 +121,9 @@ _TEACHER = [{"type": "string"}, {"type": "object"}]
 class DistillConfig(Section):
     """On-policy distillation: the policy is trained towards teachers on what it samples itself.
 
-    `algorithm.kl` says how. Unless it is given, every token's advantage is the teacher's log-prob minus the policy's
-    (Thinking Machines), and unless `algorithm.adv_estimator` is given, rewards are not learned from.
+    `algorithm.kl` says how. Unless it is given, every token's advantage is the teacher's log-prob
+    minus the policy's (Thinking Machines), and unless `algorithm.adv_estimator` is given, rewards
+    are not learned from.
     """
 
     teachers: Annotated[

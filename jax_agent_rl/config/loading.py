@@ -28,8 +28,8 @@ def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read the nested mapping in a YAML file, over that of the file its key ``base`` names.
 
     Args:
-        path: a file or the name of a recipe, see :func:`~jax_agent_rl.config.recipes.find_config`. A ``base`` is
-            relative to the folder of the file that names it, or a recipe, too.
+        path: a file or the name of a recipe, see :func:`~jax_agent_rl.config.recipes.find_config`.
+            A ``base`` is relative to the folder of the file that names it, or a recipe, too.
 
     Raises:
         ConfigError: the file is missing or no mapping, or ``base`` leads in a circle.
@@ -108,8 +108,8 @@ def build_tree(
     Args:
         model: the root section.
         tree: the nested mapping; not changed.
-        overrides: ``key.path=value``, values in YAML. Here and in files, null stands for the default of a key that
-            can't be null.
+        overrides: ``key.path=value``, values in YAML. Here and in files, null stands for the
+            default of a key that can't be null.
         file: where the tree was read, for messages.
 
     Raises:

@@ -1,9 +1,10 @@
 """Hydra overrides (``a.b=c``) read from a shell script, a plain list of them, or a YAML file, without running anything.
 
-Of a script, only what Hydra would see matters: the words ``key.path=value``, with ``+``, ``++`` or ``~`` before them.
-Variables and arrays that the file itself assigns are substituted, ``${x:-default}`` and integer arithmetic too;
-``$HOME`` becomes ``~``, ``$(pwd)`` and ``$PWD`` become ``.``. What only a shell could know (``$(hostname)``) stays in
-the text and is named in :attr:`Override.unresolved`.
+Of a script, only what Hydra would see matters: the words ``key.path=value``, with ``+``, ``++`` or
+``~`` before them. Variables and arrays that the file itself assigns are substituted,
+``${x:-default}`` and integer arithmetic too; ``$HOME`` becomes ``~``, ``$(pwd)`` and ``$PWD``
+become ``.``. What only a shell could know (``$(hostname)``) stays in the text and is named in
+:attr:`Override.unresolved`.
 """
 
 from __future__ import annotations
@@ -74,10 +75,12 @@ def read_overrides(path: Path) -> dict[str, Override]:
     """Read the overrides of a file by key; a later one replaces an earlier one, ``~key`` removes it.
 
     Args:
-        path: YAML if it ends in ``.yaml`` or ``.yml``, otherwise a shell script or overrides one after another.
+        path: YAML if it ends in ``.yaml`` or ``.yml``, otherwise a shell script or overrides one
+            after another.
 
     Raises:
-        ConfigError: with the line: an open quote, a value that is not YAML, a second training command.
+        ConfigError: with the line: an open quote, a value that is not YAML, a second training
+            command.
     """
     if not os.path.isfile(path):
         raise ConfigError(f"{path}: there is no such file")

@@ -1,6 +1,7 @@
 """Recipes: the configurations that come with the package, which every command and the key ``base`` find by name.
 
-In a checkout they are the files of ``configs/``; a wheel carries them as ``jax_agent_rl/recipes/`` (see ``setup.py``).
+In a checkout they are the files of ``configs/``; a wheel carries them as ``jax_agent_rl/recipes/``
+(see ``setup.py``).
 """
 
 from __future__ import annotations

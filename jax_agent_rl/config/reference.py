@@ -1,7 +1,8 @@
 """Documentation of all keys, from the JSON Schema of the models: as Markdown (``docs/config.md``) and for editors.
 
-``{"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}], "default": null}`` is ``integer >= 1, or null``. The
-first line of a recipe names its schema: ``# yaml-language-server: $schema=schema.json`` (VS Code, Neovim, JetBrains).
+``{"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}], "default": null}`` is ``integer
+>= 1, or null``. The first line of a recipe names its schema: ``# yaml-language-server:
+$schema=schema.json`` (VS Code, Neovim, JetBrains).
 """
 
 from __future__ import annotations

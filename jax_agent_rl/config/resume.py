@@ -1,14 +1,15 @@
 """What a resumed run may change: every key is one that defines what is trained, or one that may change.
 
-A checkpoint holds the configuration it was trained with, and fingerprints of what its keys name (``runtime.identity``).
-When a run resumes, both are compared with the new ones::
+A checkpoint holds the configuration it was trained with, and fingerprints of what its keys name
+(``runtime.identity``). When a run resumes, both are compared with the new ones::
 
     DEFINES      another value is refused, with the key, the old and the new value
     BY_CONTENT   likewise, but what the key names is compared, not its name: a model or a file may have moved
     MAY_CHANGE   another value is taken, and recorded
 
-A refused change can be accepted by name (``--accept-change KEY``). A new key goes into one of the three sets:
-``tests/unit/config/test_resume_keys.py`` finds those that are in none. Until then it counts as one that defines.
+A refused change can be accepted by name (``--accept-change KEY``). A new key goes into one of the
+three sets: ``tests/unit/config/test_resume_keys.py`` finds those that are in none. Until then it
+counts as one that defines.
 """
 
 from __future__ import annotations

@@ -18,11 +18,13 @@ ROOTS: Mapping[str, str] = {
     "tool-server": "jax_agent_rl.config.commands:ToolServerSettings",
     "tinker-server": "jax_agent_rl.config.commands:TinkerServerSettings",
 }
-"""The root section of each kind of configuration. ``train`` is a run's, which most commands take."""
+"""The root section of each kind of configuration. ``train`` is a run's, which most commands take.
+"""
 
 
 RECORDED_COMMAND = "command"
-"""The key under which the run folders of ``sft`` and ``dpo`` keep their command beside its configuration."""
+"""The key under which the run folders of ``sft`` and ``dpo`` keep their command beside its
+configuration."""
 
 
 def root_model(command: str) -> type[BaseModel]:
@@ -38,7 +40,8 @@ def command_of(model: type[BaseModel]) -> str | None:
 def meant_command(tree: Mapping[str, Any], model: type[BaseModel]) -> str | None:
     """Return the kind of configuration that a tree is, if it is clearly another than the one of ``model``.
 
-    A tree is of the kind that knows most of its keys. What any kind could be is of none: a key may be misspelt.
+    A tree is of the kind that knows most of its keys. What any kind could be is of none: a key may
+    be misspelt.
     """
     given = command_of(model)
     if given is None:

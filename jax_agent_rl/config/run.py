@@ -101,8 +101,10 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply ``a.b=c`` overrides and validate.
 
     Args:
-        path: the YAML file. With a key ``base``, the path of another (from its folder), it says only what differs.
-        overrides: ``key.path=value``; the value is parsed as YAML (``true``, ``1e-5``, ``[1, 2]``, ``null``).
+        path: the YAML file. With a key ``base``, the path of another (from its folder), it says
+            only what differs.
+        overrides: ``key.path=value``; the value is parsed as YAML (``true``, ``1e-5``, ``[1, 2]``,
+            ``null``).
 
     Raises:
         ConfigError: with all problems at once.
@@ -338,10 +340,11 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     distill_problems,
     _deterministic_problems,
 )
-"""Each yields the inconsistencies of one kind, within a section or between several, each with its fix."""
+"""Each yields the inconsistencies of one kind, within a section or between several, each with its
+fix."""
 
 
-# --- rows that name no agent -----------------------------------------------------------------------------------------
+# --- rows that name no agent ----------------------------------------------------------------------
 
 PLAIN_AGENT = "single_turn_agent"  # generates once and calls no tools
 
@@ -369,7 +372,8 @@ _KEYS_OF_AGENTS = {
     "extra_info.environment_kwargs": "agent.default_agent=environment_agent",
     "extra_info.interaction_kwargs": "agent.default_agent=interaction_agent",
 }
-"""Keys of the configuration, and fields of rows, that plain generation does not read, with what selects an agent."""
+"""Keys of the configuration, and fields of rows, that plain generation does not read, with what
+selects an agent."""
 
 
 def report_idle_tools(

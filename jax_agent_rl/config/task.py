@@ -248,7 +248,7 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = Field(default=None, description="Judge model for reward functions.")
 
 
-# --- what agents use -------------------------------------------------------------------------------------------------
+# --- what agents use ------------------------------------------------------------------------------
 
 _TEXT_TOOL = UsedByAgents("text_tool_agent")
 _ENVIRONMENT = {
@@ -276,8 +276,8 @@ class ToolsConfig(Section):
 class ToolClientConfig(Section):
     """`tool_config`: the ToolClient of `text_tool_agent`, in which text between <tool> and </tool> is code.
 
-    The environment variables ENABLE_TOOLS, TOOL_SERVER_URL and MAX_TOOL_TURNS set ``enabled``, ``server_url`` and
-    ``max_tool_turns`` unless the configuration does.
+    The environment variables ENABLE_TOOLS, TOOL_SERVER_URL and MAX_TOOL_TURNS set ``enabled``,
+    ``server_url`` and ``max_tool_turns`` unless the configuration does.
     """
 
     enabled: Annotated[bool, Unless("agent.default_agent") & Unless("agent.enable_search")] = Field(

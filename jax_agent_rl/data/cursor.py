@@ -4,14 +4,15 @@ Every draw has a number, and all of the order is computed from the number and th
 
     draw n ──► source and its k-th draw (Mixture) ──► epoch and position ──► row (_EpochOrder)
 
-A source whose rows are read in groups (row groups of Parquet) is shuffled so that few groups are needed at a time:
-its groups are permuted, and so are the rows of each *window*, of so many consecutive groups as may be held::
+A source whose rows are read in groups (row groups of Parquet) is shuffled so that few groups are
+needed at a time: its groups are permuted, and so are the rows of each *window*, of so many
+consecutive groups as may be held::
 
     groups 0 1 2 3 4, two held      window [3 0]     window [4 1]     window [2]
     rows of the epoch               3 0 0 3 3 0 …    1 4 1 1 4 …      2 2 2 …
 
-A position means something only in the order that it was taken in, so it is kept with the fingerprints of the rows and
-with all that the order depends on.
+A position means something only in the order that it was taken in, so it is kept with the
+fingerprints of the rows and with all that the order depends on.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class FingerprintedRows(Protocol):
 class Mixture(Generic[T]):
     """Sources that are drawn from by weight, each shuffled by itself and begun again when it is exhausted.
 
-    Of 1024 consecutive draws (from a multiple of 1024 on), each source gets its share, rounded up or down at random so
-    that the share is exact on average. Their order is random.
+    Of 1024 consecutive draws (from a multiple of 1024 on), each source gets its share, rounded up
+    or down at random so that the share is exact on average. Their order is random.
 
     Attributes:
         parts: rows of each source.
@@ -78,7 +79,8 @@ class DataCursor(Generic[T]):
     >>> first = cursor.next_rows(4)                  # three of epoch 0, one of epoch 1
     >>> state = cursor.state()
     >>> sorted(first[:3]), {key: state[key] for key in ("drawn", "rows", "weights", "seed", "shuffle", "again")}
-    (['a', 'b', 'c'], {'drawn': 4, 'rows': [3], 'weights': [1.0], 'seed': 0, 'shuffle': True, 'again': []})
+    (['a', 'b', 'c'], {'drawn': 4, 'rows': [3], 'weights': [1.0], 'seed': 0, 'shuffle': True,
+    'again': []})
 
     Every draw has a number, by which it can be repeated after a restart.
 
@@ -151,7 +153,8 @@ class DataCursor(Generic[T]):
             accepted: keys of the configuration that may differ.
 
         Raises:
-            CheckpointError: the rows of a source, its weight, the seed or the kind of order is another now.
+            CheckpointError: the rows of a source, its weight, the seed or the kind of order is
+                another now.
         """
         now = self.state()
         for name, key, what in _ORDER:
@@ -199,7 +202,8 @@ class _EpochOrder:
         self._sizes, self._held = np.asarray(groups), held
         self._begins = np.cumsum([0, *groups[:-1]])
         self.windows = fingerprint([list(map(int, groups)), held]) if len(groups) > held else None
-        """Fingerprint of the groups that are shuffled together; None if the rows are shuffled as a whole."""
+        """Fingerprint of the groups that are shuffled together; None if the rows are shuffled as a
+        whole."""
         self._epoch = -1
         self._windows: list[np.ndarray] = []  # groups of each, in this epoch
         self._ends = np.empty(0, np.int64)  # positions, in this epoch

@@ -290,8 +290,8 @@ def open_dataset(
         row_groups: number of Parquet row groups in memory at a time.
 
     Raises:
-        DataError: a file is missing, unreadable or empty, or a row lacks a field or has an invalid one; names the
-            file, the row and the fix.
+        DataError: a file is missing, unreadable or empty, or a row lacks a field or has an invalid
+            one; names the file, the row and the fix.
     """
     groups, left, parts, content = RowGroups(row_groups), limit, [], RowFingerprint()
     sources = [

@@ -6,26 +6,25 @@
                                                   ├──► plain_row ──► (place, row) ──► data sets, sft and dpo, view
     FILE.parquet ─► a few rows ─► Arrow values ───┘
 
-Parquet has one type per column, so it writes a null wherever a row lacks what another row has. JSON has objects, lists,
-text, numbers, true and false, and Parquet has more. A row holds what JSON can hold, by these rules:
+Parquet has one type per column, so it writes a null wherever a row lacks what another row has. JSON
+has objects, lists, text, numbers, true and false, and Parquet has more. A row holds what JSON can
+hold, by these rules:
 
 ==========================================  ==========================================================================
 in the file                                 in the row
 ==========================================  ==========================================================================
-null as a column or as a value of an        absent: nobody can tell it from Parquet's padding. To pass a null on
-object, written or padded                   purpose, write the object as JSON text
-null in a list                              None: lists are not padded
-a number without a fraction                 int, up to 2**53: Parquet makes 1 of ``[1, 2.5]`` a 1.0
-decimal                                     int, or the nearest float
-map                                         object, its keys as text
-date, time, timestamp                       text, as ISO 8601 writes it
-duration                                    number of seconds
-UUID                                        text
-bytes                                       text if they are UTF-8; images and videos of the prompt stay bytes
+null as a column or as a value of an        absent: nobody can tell it from Parquet's padding. To
+pass a null on object, written or padded                   purpose, write the object as JSON text
+null in a list                              None: lists are not padded a number without a fraction
+int, up to 2**53: Parquet makes 1 of ``[1, 2.5]`` a 1.0 decimal
+int, or the nearest float map                                         object, its keys as text date,
+time, timestamp                       text, as ISO 8601 writes it duration
+number of seconds UUID                                        text bytes
+text if they are UTF-8; images and videos of the prompt stay bytes
 ==========================================  ==========================================================================
 
-What a row cannot hold is an error that names the file, the row, the place in the row and the value: NaN and infinity,
-halves of surrogate pairs, other bytes, a key twice in one object.
+What a row cannot hold is an error that names the file, the row, the place in the row and the value:
+NaN and infinity, halves of surrogate pairs, other bytes, a key twice in one object.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def located(place: str) -> Iterator[None]:
         raise DataError(f"{place}: {error}") from error.__cause__
 
 
-# --- JSON Lines -------------------------------------------------------------------------------------------------------
+# --- JSON Lines -----------------------------------------------------------------------------------
 
 
 def read_json_lines(file: Path, wanted: Collection[int] | None = None) -> Iterator[PlacedRow]:
@@ -153,7 +152,7 @@ def _parse(line: bytes, place: str, *, is_first: bool) -> Any:
         raise DataError(f"{place}: {error}: {line[:80]!r}") from None
 
 
-# --- Parquet ----------------------------------------------------------------------------------------------------------
+# --- Parquet --------------------------------------------------------------------------------------
 
 
 class ParquetFile:
@@ -213,7 +212,8 @@ class ParquetFile:
         """Yield a few rows at a time, each time with the index of the first; omit groups without a wanted row."""
         import pyarrow.parquet
 
-        # Buffered, a column is read page by page; otherwise all of it that is in a row group is in memory.
+        # Buffered, a column is read page by page; otherwise all of it that is in a row group is in
+        # memory.
         with (
             self._reading(),
             pyarrow.parquet.ParquetFile(
@@ -402,7 +402,7 @@ def _time_text(scalar: pyarrow.Scalar) -> str:
     return f"{text[:end]}{nanoseconds:03}{text[end:]}"
 
 
-# --- what a row holds -------------------------------------------------------------------------------------------------
+# --- what a row holds -----------------------------------------------------------------------------
 
 
 class _UnusableError(Exception):

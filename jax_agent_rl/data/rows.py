@@ -11,16 +11,17 @@ Images and videos of prompts, one form for what datasets hold:
 ==============================================  =====================================================================
 ``content``                                     the items
 ==============================================  =====================================================================
-text with ``<image>`` and ``<video>``           the columns ``images`` and ``videos``, in order (verl)
-parts ``{"type": "image"}``                     likewise
-parts ``{"type": "image", "image": …}``         in the part (Qwen)
-parts ``{"type": "image_url", "image_url": …}``  in the part (OpenAI)
+text with ``<image>`` and ``<video>``           the columns ``images`` and ``videos``, in order
+(verl) parts ``{"type": "image"}``                     likewise parts ``{"type": "image", "image":
+…}``         in the part (Qwen) parts ``{"type": "image_url", "image_url": …}``  in the part
+(OpenAI)
 ==============================================  =====================================================================
 
-An item is a path from the dataset file's folder, a ``data:`` URL, bytes, or ``{"bytes": …, "path": …}`` as Hugging Face
-datasets store it; a video is one of these, or a list of frames. In the rows that agents see, every item is a part
-``{"type": kind, kind: source}``, the source bytes (also of a ``data:`` URL) or an absolute path, or a list of these.
-They are read when a trajectory begins (``utils.media.read_media``).
+An item is a path from the dataset file's folder, a ``data:`` URL, bytes, or ``{"bytes": …, "path":
+…}`` as Hugging Face datasets store it; a video is one of these, or a list of frames. In the rows
+that agents see, every item is a part ``{"type": kind, kind: source}``, the source bytes (also of a
+``data:`` URL) or an absolute path, or a list of these. They are read when a trajectory begins
+(``utils.media.read_media``).
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-# --- images and videos of prompts -------------------------------------------------------------------------------------
+# --- images and videos of prompts -----------------------------------------------------------------
 
 
 def prompt_with_media(row: Mapping[str, Any], folder: Path) -> list[Mapping[str, Any]]:

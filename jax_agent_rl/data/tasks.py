@@ -12,16 +12,18 @@ price       What is the price of 36 × clock?       price("clock") → 57, calcu
 weight      What is the weight of 62 × ball?       weight("ball") → 82, calculator("62 * 82")
 ==========  =====================================  =======================================
 
-The prompt shows one addition and one question of each lookup. The policy has to choose among three tools, to go on
-after a lookup instead of answering with its result, and to write ``*`` where the question has ``×``, which the
-calculator refuses. Held-out questions ask about items that no training question names.
+The prompt shows one addition and one question of each lookup. The policy has to choose among three
+tools, to go on after a lookup instead of answering with its result, and to write ``*`` where the
+question has ``×``, which the calculator refuses. Held-out questions ask about items that no
+training question names.
 
-The calls are written as Python, ``[price(item="clock")]``, a third of the tokens of the same call as JSON in tags,
-``<tool_call>{"name": "price", …}</tool_call>``, which a grammar can constrain (``agent.constrain_tool_calls``).
+The calls are written as Python, ``[price(item="clock")]``, a third of the tokens of the same call
+as JSON in tags, ``<tool_call>{"name": "price", …}</tool_call>``, which a grammar can constrain
+(``agent.constrain_tool_calls``).
 
-The calculator task's prompt shows two worked additions, each with its tool call, result and answer. Its questions ask
-for sums, differences and products of larger numbers: the policy has to generalize the call to other operations, and to
-make it reliably when sampling.
+The calculator task's prompt shows two worked additions, each with its tool call, result and answer.
+Its questions ask for sums, differences and products of larger numbers: the policy has to generalize
+the call to other operations, and to make it reliably when sampling.
 """
 
 from __future__ import annotations
@@ -193,7 +195,7 @@ def _answered(question: Question, write: WriteCall) -> list[Message]:
     return [*messages, {"role": "assistant", "content": f"= {question.calls[-1].result}"}]
 
 
-# --- calculator -------------------------------------------------------------------------------------------------------
+# --- calculator -----------------------------------------------------------------------------------
 
 CALCULATOR_SYSTEM = (
     "You answer questions with a calculator. First write a <tool_call>, then read the"

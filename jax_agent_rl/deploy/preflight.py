@@ -1,12 +1,14 @@
 """What can be told before anything is loaded: a file, a folder or a port that a command needs and cannot have.
 
-Every command that loads a model, trains or listens asks here first, right after it has read its configuration::
+Every command that loads a model, trains or listens asks here first, right after it has read its
+configuration::
 
     configuration ──► preflight ──► imports of JAX, the model, compilation, the run folder
 
-Each check takes milliseconds, imports nothing that computes, and leaves nothing behind. All problems are told at once.
-What takes longer (every row, the tokenizer, rewards) is for ``jax-agent-rl doctor`` and for the run itself, whose own
-errors have the same words: the checks here are the first lines of what the run does.
+Each check takes milliseconds, imports nothing that computes, and leaves nothing behind. All
+problems are told at once. What takes longer (every row, the tokenizer, rewards) is for
+``jax-agent-rl doctor`` and for the run itself, whose own errors have the same words: the checks
+here are the first lines of what the run does.
 """
 
 from __future__ import annotations
@@ -125,8 +127,8 @@ def _lines(error: JaxAgentRLError) -> list[str]:
 def require_writable(folder: Path, *, key: str) -> None:
     """Check that a folder, which need not exist, can be made and written to.
 
-    Permissions do not tell (a file system may be read-only, the user may be root): what tells is a folder that is made
-    in the nearest one there is, and removed again.
+    Permissions do not tell (a file system may be read-only, the user may be root): what tells is a
+    folder that is made in the nearest one there is, and removed again.
 
     Raises:
         StorageError: it cannot.
@@ -146,7 +148,7 @@ def require_writable(folder: Path, *, key: str) -> None:
         ) from error
 
 
-# --- commands -------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def check_training(config: Config) -> None:

@@ -1,7 +1,8 @@
 """Environments: worlds a policy lives in, turn by turn.
 
-``base`` the interface, environments by name, and pools of them · ``environment_tool`` tools that lease one · ``users``
-simulated users · ``adapters`` reasoning-gym and TextWorld · ``verifiers`` its tasksets.
+``base`` the interface, environments by name, and pools of them · ``environment_tool`` tools that
+lease one · ``users`` simulated users · ``adapters`` reasoning-gym and TextWorld · ``verifiers`` its
+tasksets.
 """
 
 from jax_agent_rl.environments import adapters as _adapters  # these register environments

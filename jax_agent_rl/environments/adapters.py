@@ -1,13 +1,13 @@
 """Adapters of reasoning-gym's and TextWorld's tasks; each imports its package when it is first used.
 
-reasoning-gym's are procedural: one question, one answer, checked by the task's own verifier. A row names the question,
-it does not hold it::
+reasoning-gym's are procedural: one question, one answer, checked by the task's own verifier. A row
+names the question, it does not hold it::
 
     "extra_info": {"environment_kwargs": {"name": "reasoning_gym", "dataset": "chain_sum", "seed": 0, "index": 17,
                                           "config": {"min_terms": 2, "max_terms": 2}}}
 
-TextWorld's are games: rooms, objects, a quest, and commands in plain English. A row names a compiled game
-(``tw-make … --output game.z8``)::
+TextWorld's are games: rooms, objects, a quest, and commands in plain English. A row names a
+compiled game (``tw-make … --output game.z8``)::
 
     "extra_info": {"environment_kwargs": {"name": "textworld", "game": "data/textworld/train-0.z8"}}
 
@@ -52,11 +52,12 @@ class ReasoningGymEnvironment(Environment):
         Args:
             dataset: name of the task family.
             index: number of the question.
-            seed: of the dataset. reasoning-gym adds it to ``index`` for most families, so seeds of training and
-                held-out rows must lie further apart than their indices.
+            seed: of the dataset. reasoning-gym adds it to ``index`` for most families, so seeds of
+                training and held-out rows must lie further apart than their indices.
             config: the family's settings (JSON text where a Parquet file cannot hold a mapping).
-            partial_credit: keep scores between 0 and 1. Off by default: many verifiers give partial scores to wrong
-                answers that contain the right one, which a policy soon learns to exploit.
+            partial_credit: keep scores between 0 and 1. Off by default: many verifiers give partial
+                scores to wrong answers that contain the right one, which a policy soon learns to
+                exploit.
         """
         self._partial_credit = partial_credit
         settings = (
@@ -106,7 +107,8 @@ def _open_dataset(name: str, seed: int, settings: str) -> Any:
 
 
 _LOCK = threading.Lock()
-"""TextWorld's parser is one object of the whole process; calls take milliseconds, so they go one after the other."""
+"""TextWorld's parser is one object of the whole process; calls take milliseconds, so they go one
+after the other."""
 
 _MAX_COMMAND = 120
 _UNSAFE = re.compile(r"[^a-z0-9' -]")

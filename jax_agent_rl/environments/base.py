@@ -4,8 +4,9 @@ Life of an instance in one trajectory::
 
     reset(**environment_kwargs) ──► step(reply) … ──► conclude(messages, reason) ──► close(), or the next reset
 
-The keyword arguments come from the dataset row: ``extra_info.environment_kwargs = {"name": "textworld", "game": …}``.
-An instance serves one trajectory at a time. Methods are coroutines; wrap blocking code with :func:`in_thread`.
+The keyword arguments come from the dataset row: ``extra_info.environment_kwargs = {"name":
+"textworld", "game": …}``. An instance serves one trajectory at a time. Methods are coroutines; wrap
+blocking code with :func:`in_thread`.
 
 A pool bounds the number of instances and the time of every call::
 
@@ -54,7 +55,8 @@ class Observation:
 
     Attributes:
         messages: appended to the conversation; :meth:`say` makes the usual single user message.
-        score: reward of the reply it answers; becomes ``Turn.score``. Any number that float32 holds.
+        score: reward of the reply it answers; becomes ``Turn.score``. Any number that float32
+            holds.
         done: the episode is over; ``messages`` are not shown any more.
         tool_calls: calls it ran itself for that reply.
         metrics: numbers to add up over the trajectory, by name.
@@ -88,8 +90,9 @@ class Environment(ABC):
     name: ClassVar[str]
     """The name it is registered under."""
     replayable: ClassVar[bool] = True
-    """Whether the same arguments and replies give the same observations again. Trajectories that branch
-    (``rollout.strategy``) need it: a branch gets an instance of its own, which replays the turns it inherits."""
+    """Whether the same arguments and replies give the same observations again. Trajectories that
+    branch (``rollout.strategy``) need it: a branch gets an instance of its own, which replays the
+    turns it inherits."""
 
     @property
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -101,7 +104,8 @@ class Environment(ABC):
         """Begin an episode; its messages follow the row's prompt. Subclasses name the arguments rows may give.
 
         Raises:
-            EnvironmentFailedError: there is no such episode. Any other exception counts as this one.
+            EnvironmentFailedError: there is no such episode. Any other exception counts as this
+                one.
         """
 
     @abstractmethod
@@ -114,7 +118,8 @@ class Environment(ABC):
         """Finish the episode with the whole conversation; called once when the trajectory is over, for any reason.
 
         Returns:
-            ``score`` is added to the score of the last turn; other numbers become metrics. The default adds nothing.
+            ``score`` is added to the score of the last turn; other numbers become metrics. The
+            default adds nothing.
         """
         return {}
 
@@ -216,7 +221,7 @@ def require_environment(row: Mapping[str, Any]) -> None:
         ) from None
 
 
-# --- pools ------------------------------------------------------------------------------------------------------
+# --- pools ----------------------------------------------------------------------------------------
 
 
 class Closable(Protocol):
@@ -291,7 +296,8 @@ class EnvironmentPool(Generic[E]):
     Args:
         create: makes an instance.
         name: of the environment, for messages.
-        scope: ``rollout`` makes an instance for each trajectory; ``global`` keeps instances and resets them.
+        scope: ``rollout`` makes an instance for each trajectory; ``global`` keeps instances and
+            resets them.
         max_instances: at the same time; more leases wait.
         timeout: seconds each call may take.
         timeout_key: its name in messages.
@@ -391,7 +397,8 @@ class EnvironmentPools:
     """All environments of a run, each with a pool of its own.
 
     Args:
-        scope: ``rollout`` makes an instance for each trajectory; ``global`` keeps instances and resets them.
+        scope: ``rollout`` makes an instance for each trajectory; ``global`` keeps instances and
+            resets them.
         max_instances: at the same time, of each environment; more leases wait.
         timeout: seconds each call may take.
         failures: told of what goes wrong after a trajectory; None: a log of its own.

@@ -18,8 +18,9 @@ The parameter ``env`` is no part of the schema. Life of a lease::
                                        │ waits for one of pool_size                         │
                                                                    a call broke it: closed ◄┘
 
-A call breaks its environment if it is cut off by a timeout or cancelled, or raises anything but ToolError. Its place in
-the pool goes to a new one. The rest of the trajectory has none (scope trajectory): what it did in the old one is gone.
+A call breaks its environment if it is cut off by a timeout or cancelled, or raises anything but
+ToolError. Its place in the pool goes to a new one. The rest of the trajectory has none (scope
+trajectory): what it did in the old one is gone.
 '''  # noqa: D214
 
 from __future__ import annotations
@@ -270,9 +271,11 @@ def environment_tool(
 
     Args:
         env_cls: makes an environment, with coroutines ``reset`` and ``close``.
-        pool_size: maximum number of environments; further calls wait for one, within their time limit.
-        scope: ``trajectory``: a trajectory has one to itself from its first call to its end, reset with its
-            ``create_kwargs``. ``global``: a call has one to itself, in the state in which other calls left it.
+        pool_size: maximum number of environments; further calls wait for one, within their time
+            limit.
+        scope: ``trajectory``: a trajectory has one to itself from its first call to its end, reset
+            with its ``create_kwargs``. ``global``: a call has one to itself, in the state in which
+            other calls left it.
         env_kwargs: arguments of ``env_cls``.
         close_timeout: seconds that closing one may take.
 

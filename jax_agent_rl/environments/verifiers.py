@@ -4,9 +4,10 @@ A row names the task::
 
     "extra_info": {"environment_kwargs": {"name": "verifiers", "taskset": "my_taskset", "index": 3, "config": {…}}}
 
-Prompt, system prompt, toolsets (called in this process), trace stops, rewards and metrics are the task's. What needs a
-place to run commands in (containers, hooks and rewards that take a ``runtime``) or sees raw requests is refused, never
-skipped: such an environment runs under verifiers' own harness as a client of an OpenAI-compatible endpoint.
+Prompt, system prompt, toolsets (called in this process), trace stops, rewards and metrics are the
+task's. What needs a place to run commands in (containers, hooks and rewards that take a
+``runtime``) or sees raw requests is refused, never skipped: such an environment runs under
+verifiers' own harness as a client of an OpenAI-compatible endpoint.
 
 Needs the extra ``verifiers``.
 """
@@ -54,7 +55,8 @@ class VerifiersEnvironment(Environment):
         Args:
             taskset: an installed taskset package, by the id verifiers knows it under.
             index: position of the task in the taskset.
-            config: the taskset's configuration (JSON text where a Parquet file cannot hold a mapping).
+            config: the taskset's configuration (JSON text where a Parquet file cannot hold a
+                mapping).
         """
         settings = (
             config if isinstance(config, str) else json.dumps(dict(config or {}), sort_keys=True)

@@ -55,7 +55,8 @@ _DEFINING = (
 )
 """Keys and sections on which trajectories depend, besides the policy, its sampling and the rows.
 
-Of these, ``config.resume`` says what defines a trajectory, and what may change: timeouts, addresses, devices.
+Of these, ``config.resume`` says what defines a trajectory, and what may change: timeouts,
+addresses, devices.
 """
 _CODE = BY_CONTENT - {"model.path", "critic.path", "distill.teachers", "data.train"}
 """Keys of those sections that name files and models, which may change under their names."""
@@ -162,9 +163,9 @@ async def collect(
         console: shows progress.
 
     Raises:
-        ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something, such as ``out``.
-        EngineDiedError, NothingToTrainError: no server is left, or everything is lost; the journal remains.
-        asyncio.CancelledError: interrupted; the journal remains.
+        ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something, such
+        as ``out``. EngineDiedError, NothingToTrainError: no server is left, or everything is lost;
+        the journal remains. asyncio.CancelledError: interrupted; the journal remains.
     """
     target, config = Target.from_path(out), subject.config
     sampling, sources = request.sampling(config), request.sources(config)

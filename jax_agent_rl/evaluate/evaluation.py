@@ -70,8 +70,8 @@ class EvaluationRequest:
 def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
     """Return the sampling parameters of a run's held-out evaluations, unless the request overrides them.
 
-    With several samples and ``rollout.eval_temperature`` 0, the training temperature applies: greedy samples of a
-    prompt are all equal.
+    With several samples and ``rollout.eval_temperature`` 0, the training temperature applies:
+    greedy samples of a prompt are all equal.
 
     Raises:
         ConfigError: a value is out of range.
@@ -105,7 +105,8 @@ async def evaluate(
     Args:
         subject: the policy.
         request: the options.
-        out: folder to write, with the layout of a run folder, so that ``view`` shows its trajectories.
+        out: folder to write, with the layout of a run folder, so that ``view`` shows its
+            trajectories.
         console: shows progress.
 
     Raises:
@@ -191,7 +192,7 @@ async def _sample(
     return groups
 
 
-# --- scores -----------------------------------------------------------------------------------------------------------
+# --- scores ---------------------------------------------------------------------------------------
 
 ALL = "all"
 RESAMPLES = 2000
@@ -210,13 +211,14 @@ def scores(
 ) -> dict[str, dict[str, Any]]:
     """Return the scores of each data source, and of ``all`` if there are several.
 
-    With agents of several roles, each role's are ``<data source>/<role>``; a lost episode counts for all of them.
+    With agents of several roles, each role's are ``<data source>/<role>``; a lost episode counts
+    for all of them.
 
     Args:
         groups: one group per prompt.
         sources: data source of each group.
-        samples: trajectories started per prompt. Lost ones count as failures with reward 0: leaving them out would
-            flatter a policy that breaks what it uses.
+        samples: trajectories started per prompt. Lost ones count as failures with reward 0: leaving
+            them out would flatter a policy that breaks what it uses.
         ks: values of k for pass@k.
         pass_reward: minimum reward of a trajectory that passes.
         seed: seed of the resampling.
@@ -288,8 +290,8 @@ class Estimate:
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Return the unbiased estimate of the probability that at least one of ``k`` samples passes.
 
-    ``1 - C(samples - passed, k) / C(samples, k)``, as in Chen et al. 2021 (https://arxiv.org/abs/2107.03374), eq. 1.
-    ``1 - (1 - passed/samples) ** k`` would be too low.
+    ``1 - C(samples - passed, k) / C(samples, k)``, as in Chen et al. 2021
+    (https://arxiv.org/abs/2107.03374), eq. 1. ``1 - (1 - passed/samples) ** k`` would be too low.
 
     Args:
         samples: number of samples.
@@ -310,8 +312,9 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 def estimate(values: Sequence[float], *, seed: int, share: bool = False) -> Estimate:
     """Return the mean over prompts with its percentile bootstrap interval.
 
-    Prompts are resampled, not samples, because samples of one prompt are not independent. Equal values would resample
-    to a false certainty: for shares the interval is Wilson's then; other values have none, as nothing bounds the next.
+    Prompts are resampled, not samples, because samples of one prompt are not independent. Equal
+    values would resample to a false certainty: for shares the interval is Wilson's then; other
+    values have none, as nothing bounds the next.
 
     Args:
         values: one per prompt.

@@ -7,10 +7,10 @@ It is one of::
     FOLDER         data/train-00000-of-00002.parquet, …, README.md with the dataset's configuration, summary.json:
                    datasets.load_dataset("FOLDER") reads it
 
-It has one row per sequence to train on, exact to the token. Most trajectories are one sequence; those sampled in
-several contexts (an edited history, a history window) are several, numbered by ``sequence``, which repeat the reward
-and everything else about the trajectory. Values of varying shape are JSON text: ``ground_truth``, ``extra_info``,
-``reward_parts``, ``arguments``, ``media``.
+It has one row per sequence to train on, exact to the token. Most trajectories are one sequence;
+those sampled in several contexts (an edited history, a history window) are several, numbered by
+``sequence``, which repeat the reward and everything else about the trajectory. Values of varying
+shape are JSON text: ``ground_truth``, ``extra_info``, ``reward_parts``, ``arguments``, ``media``.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-# --- back to trajectories ---------------------------------------------------------------------------------------------
+# --- back to trajectories -------------------------------------------------------------------------
 
 
 def is_table(path: Path) -> bool:
@@ -432,7 +432,8 @@ def _record(trajectory: Trajectory) -> Record:
 def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
     """Yield the trajectories of rows, exact to the token; of several sequences, the first ones are segments.
 
-    A row does not say which turn made a call: all calls are the last turn's. Turns with nothing between them are one.
+    A row does not say which turn made a call: all calls are the last turn's. Turns with nothing
+        between them are one.
 
     Args:
         rows: as ``data.reader`` yields them, without columns that are null.

@@ -7,8 +7,9 @@ It is a JSON Lines file that only grows::
     {"row": 3, "records": [{…}, …], "dropped": {…}}      a finished prompt, in order of completion
     {"lost": {"cancelled": 5}}                           started by an interrupted process, but not written
 
-A last line cut off by a crash is removed. A prompt without any trajectory is tried again; its losses stay counted.
-Halves of surrogate pairs become question marks, because no output format can hold them.
+A last line cut off by a crash is removed. A prompt without any trajectory is tried again; its
+losses stay counted. Halves of surrogate pairs become question marks, because no output format can
+hold them.
 """
 
 from __future__ import annotations

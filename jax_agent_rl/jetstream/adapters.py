@@ -1,11 +1,12 @@
 """LoRA adapters served beside the base model: every slot names one of them, or none.
 
-All adapters are stacked on the device. In decoding every slot multiplies with all of them and a mask keeps its own: for
-a few adapters of low rank that is one product of two small matrices. On CPUs a kernel reads only the adapters in use.
-In prefill, where many tokens share an adapter, each context gathers its own.
+All adapters are stacked on the device. In decoding every slot multiplies with all of them and a
+mask keeps its own: for a few adapters of low rank that is one product of two small matrices. On
+CPUs a kernel reads only the adapters in use. In prefill, where many tokens share an adapter, each
+context gathers its own.
 
-Shapes: N adapters, r their largest rank, D inputs, B slots or tokens; K key/value heads, G query heads of each, h head
-size, F feed-forward units.
+Shapes: N adapters, r their largest rank, D inputs, B slots or tokens; K key/value heads, G query
+heads of each, h head size, F feed-forward units.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def replace_adapters(
         adapters: the new ones by name.
 
     Raises:
-        ValueError: an unknown name, a higher rank, or a matrix that no adapter in the stacks adapts. Nothing is donated
-            then.
+        ValueError: an unknown name, a higher rank, or a matrix that no adapter in the stacks
+            adapts. Nothing is donated then.
     """
     if stacks is None or not set(names).issuperset(adapters):
         raise ValueError(

@@ -1,15 +1,18 @@
 """Copies and prefills by which waiting requests become running ones, what they cost the others, and what is kept.
 
-Keeping a waiting session's KV is a bet: memory is spent until the session returns, and what is won is that nothing is
-computed again. With ``T`` the time of return of a session that has waited ``w`` seconds, the best bet on it pays
+Keeping a waiting session's KV is a bet: memory is spent until the session returns, and what is won
+is that nothing is computed again. With ``T`` the time of return of a session that has waited ``w``
+seconds, the best bet on it pays
 
     rate(w) = max over h of  P(T <= w + h | T > w) / E[min(T, w + h) - w | T > w]
 
-returns per second of keeping: its Gittins index (Gittins 1979, "Bandit Processes and Dynamic Allocation Indices"). It
-rises while a session waits if tools take about the same time in every call, and falls if a few calls take very long.
-The distribution is that of recent waits; since the next call of a session often takes about as long as its last one,
-waits are told apart by the length of the wait before them. One more wait that never ends stands for sessions that do
-not come back. A few samples say nothing of a short time, so ``h`` spans at least an eighth of ``w`` and of the returns.
+returns per second of keeping: its Gittins index (Gittins 1979, "Bandit Processes and Dynamic
+Allocation Indices"). It rises while a session waits if tools take about the same time in every
+call, and falls if a few calls take very long. The distribution is that of recent waits; since the
+next call of a session often takes about as long as its last one, waits are told apart by the length
+of the wait before them. One more wait that never ends stands for sessions that do not come back. A
+few samples say nothing of a short time, so ``h`` spans at least an eighth of ``w`` and of the
+returns.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ from jax_agent_rl.models.vision_context import MultimodalContext
 class Patience:
     """How long the first request in the queue waits for pages that sessions will need again.
 
-    Computing an id of a prompt stalls all running requests. So for the KV of a waiting session a slot may stay empty,
-    and for that of the first request in the queue the others may go on, for as many seconds of a slot as that.
+    Computing an id of a prompt stalls all running requests. So for the KV of a waiting session a
+    slot may stay empty, and for that of the first request in the queue the others may go on, for as
+    many seconds of a slot as that.
 
     Args:
         clock: seconds.
@@ -82,8 +86,9 @@ class AdmissionStage:
 class AdmissionPlan:
     """Copies and prefills of one round of admissions, in stages whose prefills run together.
 
-    Within a stage copies come first, in planned order, then pages from the host. A page is reused or copied in a stage
-    after the one that fills it, and not written before the stage that copies from it.
+    Within a stage copies come first, in planned order, then pages from the host. A page is reused
+    or copied in a stage after the one that fills it, and not written before the stage that copies
+    from it.
 
     Args:
         size: positions of a page.
@@ -224,8 +229,8 @@ class ReturnTimes:
     def rate(self, session: str) -> float:
         """Return the returns per second of keeping this session's KV.
 
-        It is infinite for a session whose next request is queued, and 0 for an unknown one or while there is nothing
-        to learn from.
+        It is infinite for a session whose next request is queued, and 0 for an unknown one or while
+        there is nothing to learn from.
         """
         known = self._sessions.get(session)
         if known is None:

@@ -1,9 +1,10 @@
 """Attention to the engine's KV cache: Pallas kernels on TPUs, plain JAX elsewhere.
 
-Shapes: B slots, R rows, T chunk tokens, K key/value heads, G queries of each, h head size, S cache positions. On a
-mesh each device computes its own heads.
+Shapes: B slots, R rows, T chunk tokens, K key/value heads, G queries of each, h head size, S cache
+positions. On a mesh each device computes its own heads.
 
-On a TPU a decode step reads only the pages each slot uses, and a chunk's ``R H T (S + T)`` scores stay in blocks.
+On a TPU a decode step reads only the pages each slot uses, and a chunk's ``R H T (S + T)`` scores
+stay in blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def decode_attention(
 
     Args:
         q: [B, K, G, h], already scaled.
-        cached: B rows, finite beyond ``positions``; or pages, which TPU kernels read and write in place.
+        cached: B rows, finite beyond ``positions``; or pages, which TPU kernels read and write in
+            place.
         new: keys and values [B, K, h] of the tokens.
         positions: int32 [B], position of each token, which attends to the cache up to there.
         pages: int32 [B, n], pages of each slot; None if ``cached`` has rows.
@@ -219,7 +221,8 @@ def _chunk_by_kernel(
 ) -> jax.Array:
     """Run the learner's kernel on rows of the cache followed by the chunk, with the chunk as queries.
 
-    Cached positions below the chunk's start are ancestors of all of it, the others have no descendants.
+    Cached positions below the chunk's start are ancestors of all of it, the others have no
+    descendants.
     """
     kv_heads, group, size, rows, count = q.shape
     length = cached.values.shape[2]

@@ -68,8 +68,10 @@ class JetStreamBackend:
         kv_dtype: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         quantize: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         mesh: the engine's devices, see ``jetstream.sharding``; None is this process's first one.
-        replica: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`; then ``mesh`` is the replica's.
-        deterministic: program table of a :class:`DeterministicEngine`, shared with the scorer; None is the fast engine.
+        replica: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`; then ``mesh`` is the
+            replica's.
+        deterministic: program table of a :class:`DeterministicEngine`, shared with the scorer; None
+            is the fast engine.
         external_engine: makes an engine of JetStream's later API that replaces the built-in one.
         adapters: LoRA adapters that requests may name; not with a deterministic or external engine.
         vision_processor: processes images; ignored by deterministic and external engines.
@@ -77,8 +79,8 @@ class JetStreamBackend:
         version: policy version of ``params``.
         seed: for requests without a seed of their own.
         decode_text: ids to text; without it requests with stop strings are refused.
-        grammars: compiles the grammars of requests; without it such requests are refused. Ignored by deterministic and
-            external engines.
+        grammars: compiles the grammars of requests; without it such requests are refused. Ignored
+            by deterministic and external engines.
         print_line: called with a line of progress while programs compile.
     """
 
@@ -165,7 +167,7 @@ class JetStreamBackend:
     def policy_version(self) -> int:
         return self._core.version
 
-    # --- start and close ------------------------------------------------------------------------------------
+    # --- start and close --------------------------------------------------------------------------
 
     async def start(self) -> None:
         await self._thread.start(self._core)
@@ -223,7 +225,7 @@ class JetStreamBackend:
             raise BackendClosedError("the backend was closed while its programs were compiled")
         self._print_line(line)
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         async with contextlib.aclosing(self.stream(request)) as chunks:
@@ -316,7 +318,7 @@ class JetStreamBackend:
         for sink in self._streams.values():
             sink.put_nowait(error)
 
-    # --- pausing and weights ----------------------------------------------------------------------------------
+    # --- pausing and weights ----------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is not PauseMode.WAIT:
@@ -337,8 +339,9 @@ class JetStreamBackend:
         """Serve new weights.
 
         Raises:
-            WeightUpdateError: the update was refused. If it failed after the old weights were freed, requests fail
-                with ``EngineDiedError`` and :meth:`health` is not ok until an update succeeds.
+            WeightUpdateError: the update was refused. If it failed after the old weights were
+                freed, requests fail with ``EngineDiedError`` and :meth:`health` is not ok until an
+                update succeeds.
         """
         update = await self._weights.receive(update)
         await self._thread.call(lambda: self._core.update_weights(update))
@@ -353,7 +356,7 @@ class JetStreamBackend:
     async def wake(self) -> None:
         await self._thread.call(self._core.wake)
 
-    # --- state ------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
         try:
@@ -364,7 +367,7 @@ class JetStreamBackend:
     async def metrics(self) -> BackendMetrics:
         return await self._thread.call(lambda: self._core.scheduler.metrics())
 
-    # --- diagnosis --------------------------------------------------------------------------------------
+    # --- diagnosis --------------------------------------------------------------------------------
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
         return await self._thread.call(

@@ -1,21 +1,21 @@
 """Assignment of contexts to pages of the KV cache, with prefix sharing. No device, no threads.
 
-A page holds the KV of ``size`` consecutive ids. Pages form a tree, because KV depends on all ids before it: contexts
-with a common prefix share its pages::
+A page holds the KV of ``size`` consecutive ids. Pages form a tree, because KV depends on all ids
+before it: contexts with a common prefix share its pages::
 
     (system prompt, 1st part) ── (2nd part) ─┬─ (question a …  )─┬─ (answer 1 … )
                                              │                   └─ (answer 2 … )
                                              └─ (question b …  )
 
-Full pages are shared; a page shared in part is copied for the second context. Contexts reference their pages while
-their requests run. Unreferenced pages keep their KV for the next turn of a trajectory, or another sample of the same
-prompt, until space is needed. Leaves of the tree are evicted first: those that no session waits for; then those with
-the least ids to compute again per second of keeping, as far as return times of sessions are known; then the least
-recently used.
+Full pages are shared; a page shared in part is copied for the second context. Contexts reference
+their pages while their requests run. Unreferenced pages keep their KV for the next turn of a
+trajectory, or another sample of the same prompt, until space is needed. Leaves of the tree are
+evicted first: those that no session waits for; then those with the least ids to compute again per
+second of keeping, as far as return times of sessions are known; then the least recently used.
 
-With host pages, pages of waiting sessions move to the host instead. On the device the tree then ends where they begin,
-so they come back from the first to the last. Host pages are dropped in the same order. Page 0 is the null page, which
-fills page tables.
+With host pages, pages of waiting sessions move to the host instead. On the device the tree then
+ends where they begin, so they come back from the first to the last. Host pages are dropped in the
+same order. Page 0 is the null page, which fills page tables.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class _Context:
 class BlockManager:
     """Allocates pages 1 to ``pages`` of ``size`` positions each, at most ``max_context_pages`` per context.
 
-    There are ``host_pages`` more on the host, from number 0 on. ``return_rate`` is :meth:`ReturnTimes.rate`; without it
-    the least recently used pages go first.
+    There are ``host_pages`` more on the host, from number 0 on. ``return_rate`` is
+    :meth:`ReturnTimes.rate`; without it the least recently used pages go first.
 
     >>> blocks = BlockManager(pages=8, size=4, max_context_pages=8)
     >>> first = blocks.allocate([1, 2, 3, 4, 5, 6, 7], session=None)
@@ -112,7 +112,7 @@ class BlockManager:
         self._on_host: dict[int, _Page] = {}
         self._clock = self._allocated = 0
 
-    # --- contexts ---------------------------------------------------------------------------------------------
+    # --- contexts ---------------------------------------------------------------------------------
 
     def allocate(
         self,
@@ -124,16 +124,16 @@ class BlockManager:
     ) -> Allocation | None:
         """Allocate pages for a prompt and one more id; None while others need them more.
 
-        Running contexts may need what is left. At most ``len(prompt) - 1`` ids are reused, as the first decode step
-        feeds the last one. Only contexts of the same adapter share KV.
+        Running contexts may need what is left. At most ``len(prompt) - 1`` ids are reused, as the
+        first decode step feeds the last one. Only contexts of the same adapter share KV.
 
         Args:
             prompt: ids, or keys of a prompt with images.
             session: the request's.
             adapter: the request's.
-            recompute_cost: what computing an id again costs all slots, in seconds of one. A waiting session's pages are
-                not taken if that is more than a slot until it returns, unless the request's own session is in the
-                cache. 0 takes any.
+            recompute_cost: what computing an id again costs all slots, in seconds of one. A waiting
+                session's pages are not taken if that is more than a slot until it returns, unless
+                the request's own session is in the cache. 0 takes any.
         """
         ids, root = (
             np.asarray(prompt).tolist()[:-1],
@@ -255,12 +255,13 @@ class BlockManager:
         """Share of positions that hold KV, in [0, 1]."""
         return sum(len(page.ids) for page in self._pages.values()) / (self._total * self.size)
 
-    # --- pages ------------------------------------------------------------------------------------------------
+    # --- pages ------------------------------------------------------------------------------------
 
     def _common_prefix(self, ids: list[int], root: _Page) -> tuple[list[_Page], _Page | None, int]:
         """Return the full pages ``ids`` begin with, the next page if it matches in part, and how many of its ids match.
 
-        Contexts computed concurrently may have several pages of the same ids; all of them are searched.
+        Contexts computed concurrently may have several pages of the same ids; all of them are
+        searched.
         """
         best, found = (0, False), root
         places = [(root, 0)]
@@ -342,7 +343,7 @@ class BlockManager:
             if page.on_host and not (page.sessions or page.ref_count or page.children):
                 self._drop(page)
 
-    # --- eviction ---------------------------------------------------------------------------------------------
+    # --- eviction ---------------------------------------------------------------------------------
 
     def _reclaim(self, count: int) -> None:
         """Evict pages until ``count`` are free."""

@@ -1,10 +1,11 @@
 """Kernels of a decode step on CPUs (``cpu_kernels.cc``), built with the system's C++ compiler at first use.
 
-XLA multiplies a large matrix with a few columns at a fraction of a CPU's memory bandwidth and operations, and its
-attention needs pages copied to rows before each dispatch. The kernels read every weight once, where it lies, and only
-the cached positions that are visible.
+XLA multiplies a large matrix with a few columns at a fraction of a CPU's memory bandwidth and
+operations, and its attention needs pages copied to rows before each dispatch. The kernels read
+every weight once, where it lies, and only the cached positions that are visible.
 
-Shapes: B slots, P pages of S positions, K key/value heads, G queries of each, h head size. All arrays are float32.
+Shapes: B slots, P pages of S positions, K key/value heads, G queries of each, h head size. All
+arrays are float32.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _building = threading.Lock()
 def kernels_digest() -> str | None:
     """Build and register the kernels, once per process; return what their names end with, or None without a compiler.
 
-    The names contain a digest of source, compiler and CPU, so that a program from JAX's compilation cache never calls
-    other kernels than it was compiled for.
+    The names contain a digest of source, compiler and CPU, so that a program from JAX's compilation
+    cache never calls other kernels than it was compiled for.
     """
     with _building:  # engines start in threads of their own
         return _registered()

@@ -7,9 +7,10 @@
                            └──► …
     weights ──one program on all devices──► each engine takes its shards, without a copy
 
-Engines sample independently. Only to load or release weights do they meet: a program with collectives has to be
-launched once, by one thread, while no engine computes. Every engine's thread brings its old weights to a barrier, the
-last one to arrive does the work for all, and each goes on with its result.
+Engines sample independently. Only to load or release weights do they meet: a program with
+collectives has to be launched once, by one thread, while no engine computes. Every engine's thread
+brings its old weights to a barrier, the last one to arrive does the work for all, and each goes on
+with its result.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class DataParallelBackend:
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         with self._assigned(request) as engine:
@@ -271,7 +272,7 @@ class DataParallelBackend:
             if request.session_ends and session is not None:
                 balancer.end_session(session)
 
-    # --- all engines ------------------------------------------------------------------------------------------
+    # --- all engines ------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Serve new weights on all engines, or on none; see :meth:`JetStreamBackend.update_weights`."""
@@ -299,7 +300,7 @@ class DataParallelBackend:
         """Call all engines at once, wait for all, then raise the first error."""
         _raise_first(await asyncio.gather(*map(call, self.engines), return_exceptions=True))
 
-    # --- state ------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
         each = await asyncio.gather(*(engine.health() for engine in self.engines))

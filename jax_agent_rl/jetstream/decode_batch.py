@@ -53,7 +53,8 @@ class Sampled:
     Attributes:
         ids: int32 [S, W]; -1 where the slot did not run.
         log_probs: float32 [S, W].
-        kept: uint32 [ceil(V / 32), S, W], a bit for each id that was left to draw from; None if no slot was restricted.
+        kept: uint32 [ceil(V / 32), S, W], a bit for each id that was left to draw from; None if no
+            slot was restricted.
     """
 
     ids: np.ndarray
@@ -87,10 +88,11 @@ class DecodeBatch:
         seed: uint32.
         stop_ids: int32 [W, n], ids that end the generation, padded with -1.
         offsets: int32, what images add to rotary positions; None for text models.
-        adapter: int32, index of the LoRA adapter counted from 1, 0 for the base model; None for engines without.
+        adapter: int32, index of the LoRA adapter counted from 1, 0 for the base model; None for
+            engines without.
         truncation: top-p, top-k and min-p; None where no slot has any.
-        allowed: uint32 [W, ceil(V / 32)], a bit for each id that the grammars allow next, so only for a dispatch of one
-            step; None where no slot has a grammar.
+        allowed: uint32 [W, ceil(V / 32)], a bit for each id that the grammars allow next, so only
+            for a dispatch of one step; None where no slot has a grammar.
     """
 
     pages: jax.Array

@@ -1,11 +1,13 @@
 """Pallas TPU kernels for decoding: write one token per slot to its page, and attend to the slot's pages.
 
-Shapes: B slots of n pages, P pages of S positions in the cache, K key/value heads, G queries of each, h head size.
+Shapes: B slots of n pages, P pages of S positions in the cache, K key/value heads, G queries of
+each, h head size.
 
-Each slot's keys and values are read page by page up to its own position (and from its window on), with the running
-softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135): slots differ in length, and decoding is bound by reads.
-A table names the next page, as in PagedAttention (Kwon et al. 2023, arXiv 2309.06180). JAX's own paged kernels want
-another layout, heads 128 wide, and mostly no window.
+Each slot's keys and values are read page by page up to its own position (and from its window on),
+with the running softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135): slots differ in
+length, and decoding is bound by reads. A table names the next page, as in PagedAttention (Kwon et
+al. 2023, arXiv 2309.06180). JAX's own paged kernels want another layout, heads 128 wide, and mostly
+no window.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ LANES, ROWS = 128, 32
 MAX_WRITE_BYTES = 2 << 20
 """Limit of the parts that a grid step writes; VMEM holds those of two steps."""
 MAX_STEP_PAGES, MAX_STEP_BYTES = 16, 2 << 20
-"""Limits of what one grid step reads: a step's overhead is the time of half a MiB, and VMEM holds two."""
+"""Limits of what one grid step reads: a step's overhead is the time of half a MiB, and VMEM holds
+two."""
 
 
 def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax.Array) -> LayerKV:
     """Write one position per slot, in the cache's own memory where XLA donates it.
 
-    A scatter would do, but XLA lays its operand out with positions first, and would transpose the whole cache for
+    A scatter would do, but XLA lays its operand out with positions first, and would transpose the
+    whole cache for
     :func:`decode_kernel` at every step.
 
     Args:
@@ -160,7 +164,8 @@ def _write_slots(
 ) -> None:
     """Change the parts of ``per_step`` slots in VMEM, while those of the next are read and of the last written.
 
-    Slots have pages of their own where they write, but for the null page, whose content does not matter.
+    Slots have pages of their own where they write, but for the null page, whose content does not
+    matter.
 
     Args:
         per_step: slots of a grid step.

@@ -1,18 +1,19 @@
 """An engine with one program for everything, so that an id's log-prob is bitwise the same however it is computed.
 
-Floating-point sums depend on the order of additions, and that on the shapes a program was compiled for. Elsewhere
-prompts are computed in chunks, slots in buckets and the learner's rows packed, each by its own program, so log-probs
-differ by rounding and by how requests arrive. Here one compiled program does all of it, stepping
-``max_concurrent_decodes`` slots over all pages of the longest context::
+Floating-point sums depend on the order of additions, and that on the shapes a program was compiled
+for. Elsewhere prompts are computed in chunks, slots in buckets and the learner's rows packed, each
+by its own program, so log-probs differ by rounding and by how requests arrive. Here one compiled
+program does all of it, stepping ``max_concurrent_decodes`` slots over all pages of the longest
+context::
 
     prompts      fed id by id, the next one forced
     decoding     fed id by id, the next one sampled
     scoring      fed id by id, the next one forced, its log-prob kept        (the learner's old log-probs)
 
-A slot's numbers depend on its own context alone: products [out, in] x [in, slots] sum over ``in`` in the same order
-for every slot, which tests confirm. The price is speed: prompts take a step per id, and scoring costs about as much as
-the rollout (``benchmarks/deterministic.py``). Batch invariance follows He et al. 2025, "Defeating Nondeterminism in LLM
-Inference".
+A slot's numbers depend on its own context alone: products [out, in] x [in, slots] sum over ``in``
+in the same order for every slot, which tests confirm. The price is speed: prompts take a step per
+id, and scoring costs about as much as the rollout (``benchmarks/deterministic.py``). Batch
+invariance follows He et al. 2025, "Defeating Nondeterminism in LLM Inference".
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class DeterministicEngine(JaxEngine):
             temperature: of the log-probs.
 
         Returns:
-            The cache, and for each extension of n ids float32 [n - 1]: the log-prob of every id but the first.
+            The cache, and for each extension of n ids float32 [n - 1]: the log-prob of every id but
+                the first.
         """
         scored: list[list[np.ndarray]] = [[] for _ in extensions]
         for done in range(

@@ -1,18 +1,21 @@
 """Drafts for speculative decoding without a draft model: predictions of draws whose random numbers are known.
 
-An id is drawn where the running sum of the probabilities, in order of ids, passes a random number u in [0, 1) that seed
-and position fix. So what was drawn in the same context before, at other numbers, tells what is drawn now::
+An id is drawn where the running sum of the probabilities, in order of ids, passes a random number u
+in [0, 1) that seed and position fix. So what was drawn in the same context before, at other
+numbers, tells what is drawn now::
 
     u       0        0.2       0.5  0.55        0.9        1
     drawn            cat            cat         dog
     u = 0.5 draws cat for certain; u = 0.7 draws cat or dog, whichever is probable enough to reach so far
 
-Siblings of a group and earlier training steps sample the same contexts over and over. :class:`SuffixIndex` finds them
-by their last ids (Oliaro et al. 2024, "SuffixDecoding") and predicts ids that are anything but certain, where the most
-frequent continuation would be right no more often than it is drawn. The same coupling with a draft model, in place of
-earlier draws, is in Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
-Where nothing is known, ids follow as in the request's own prompt (:func:`look_up`; Saxena 2023, "Prompt Lookup
-Decoding"). Another :class:`Drafter`, such as a model's heads for multi-token prediction, may take their place.
+Siblings of a group and earlier training steps sample the same contexts over and over.
+:class:`SuffixIndex` finds them by their last ids (Oliaro et al. 2024, "SuffixDecoding") and
+predicts ids that are anything but certain, where the most frequent continuation would be right no
+more often than it is drawn. The same coupling with a draft model, in place of earlier draws, is in
+Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
+Where nothing is known, ids follow as in the request's own prompt (:func:`look_up`; Saxena 2023,
+"Prompt Lookup Decoding"). Another :class:`Drafter`, such as a model's heads for multi-token
+prediction, may take their place.
 """
 
 from __future__ import annotations
@@ -48,8 +51,9 @@ class Draft:
 
     Attributes:
         ids: in order.
-        evidence: for each id what it was drafted from, one of a few kinds, such as the length of the match and the
-            chance of the prediction. How often ids of a kind are accepted is measured.
+        evidence: for each id what it was drafted from, one of a few kinds, such as the length of
+            the match and the chance of the prediction. How often ids of a kind are accepted is
+            measured.
     """
 
     ids: list[int]
@@ -163,7 +167,8 @@ def predict(draws: Sequence[Draw], number: float) -> tuple[int, float]:
 def _reach(draw: Draw, number: float, low: float, high: float) -> float:
     """Return the chance that a draw's id is drawn at ``number``, too.
 
-    Its interval is as long as the id is probable, contains the draw's own number, and may lie anywhere in [low, high].
+    Its interval is as long as the id is probable, contains the draw's own number, and may lie
+    anywhere in [low, high].
     """
     first, last = (
         max(low, draw.uniform - draw.probability),

@@ -1,12 +1,12 @@
 """The JAX engine behind JetStream's abstract ``Engine``, which its own Driver calls: one request, one greedy step.
 
-The slots of a decode state have as many pages as the longest context, side by side. Nothing else of the package needs
-google-jetstream.
+The slots of a decode state have as many pages as the longest context, side by side. Nothing else of
+the package needs google-jetstream.
 
-JetStream 0.2.2 is imported without its TensorFlow dependency. ``jetstream.engine.token_utils`` imports ``seqio`` (and
-through it TensorFlow, 3 GB) only for a tokenizer class that an id-in, id-out engine never builds. Where seqio is not
-installed, two empty modules stand in for it; where it is installed, the real one is used. See
-``third_party/jetstream.md``.
+JetStream 0.2.2 is imported without its TensorFlow dependency. ``jetstream.engine.token_utils``
+imports ``seqio`` (and through it TensorFlow, 3 GB) only for a tokenizer class that an id-in, id-out
+engine never builds. Where seqio is not installed, two empty modules stand in for it; where it is
+installed, the real one is used. See ``third_party/jetstream.md``.
 """
 
 from __future__ import annotations

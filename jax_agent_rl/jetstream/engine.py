@@ -1,8 +1,9 @@
 """The engine over the Flax model, on CPU, GPU and TPU from the same code.
 
-``jetstream.scheduler`` drives it by :meth:`JaxEngine.extend`, :meth:`copy_page` and :meth:`decode`: pages of one cache,
-many steps per dispatch, sampling per request. ``jetstream.driver_interface`` puts JetStream's ``Engine`` interface
-before it, for JetStream's own Driver, which runs the same programs.
+``jetstream.scheduler`` drives it by :meth:`JaxEngine.extend`, :meth:`copy_page` and :meth:`decode`:
+pages of one cache, many steps per dispatch, sampling per request. ``jetstream.driver_interface``
+puts JetStream's ``Engine`` interface before it, for JetStream's own Driver, which runs the same
+programs.
 """
 
 from __future__ import annotations
@@ -70,16 +71,17 @@ class JaxEngine(VerifyingEngine):
         dtype: of weights, activations and cache.
         kv_dtype: of keys and values instead: ``int8`` or ``fp8``.
         quantize: of the layers' matrices instead: ``int8`` or ``fp8``, whenever weights are loaded.
-        mesh: from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`, with one engine; None is this process's
-            first device.
+        mesh: from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`, with one engine; None
+            is this process's first device.
         table: compiled programs shared with other engines; None makes a new table.
         adapters: LoRA adapters by name, served beside the base model.
-        compile_ahead: compile every program in :meth:`warm_up` rather than at first use. None does so except on CPUs,
-            where short runs need few programs.
+        compile_ahead: compile every program in :meth:`warm_up` rather than at first use. None does
+            so except on CPUs, where short runs need few programs.
         replica: the engine's place among those that load and release their weights together.
 
     Attributes:
-        config: the model as the engine computes it, see :func:`~jax_agent_rl.jetstream.sharding.engine_config`.
+        config: the model as the engine computes it, see
+            :func:`~jax_agent_rl.jetstream.sharding.engine_config`.
         dtype: dtype of activations.
         kv_dtype: dtype of the cache.
         mesh: the devices it computes on.
@@ -133,7 +135,7 @@ class JaxEngine(VerifyingEngine):
             stacks = stack_adapters(self.config, list(adapters.values()), dtype=self.dtype)
             self._stacks = jax.device_put(stacks, self.replicated)
 
-    # --- weights and state ------------------------------------------------------------------------------------
+    # --- weights and state ------------------------------------------------------------------------
 
     def load_adapters(self, adapters: Mapping[str, PeftAdapter]) -> None:
         """Serve these adapters from the next dispatch on; others of :attr:`adapters` stay."""
@@ -173,7 +175,7 @@ class JaxEngine(VerifyingEngine):
             key, function, donate, *args, place=self.replicated, out=out, next_call=next_call
         )
 
-    # --- prefill ----------------------------------------------------------------------------------------------
+    # --- prefill ----------------------------------------------------------------------------------
 
     def extend(
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
@@ -282,7 +284,7 @@ class JaxEngine(VerifyingEngine):
         key, out = ("put", cache.count, len(pages)), self.cache_sharding
         return self._call(key, write_pages, (0,), cache, content, pages[:, None], out=out)
 
-    # --- decoding ---------------------------------------------------------------------------------------------
+    # --- decoding ---------------------------------------------------------------------------------
 
     def _suits_cpu_kernels(self) -> bool:
         """Whether ``jetstream.cpu_kernels`` compute what this engine does: in float32, on one CPU."""
@@ -309,8 +311,8 @@ class JaxEngine(VerifyingEngine):
         Args:
             params: weights.
             cache: donated.
-            slots: numpy arrays of up to ``max_concurrent_decodes`` slots, with pages for the longest context; padded
-                to a bucket here.
+            slots: numpy arrays of up to ``max_concurrent_decodes`` slots, with pages for the
+                longest context; padded to a bucket here.
             steps: at most ``shapes.decode_steps`` are run; 1 with grammars.
             exit_after: return early once this many slots have finished.
         """
@@ -365,7 +367,7 @@ class JaxEngine(VerifyingEngine):
         fewer = [w for w in self.shapes.slot_buckets if w < width]
         return (width, longer[0]) if longer else (fewer[-1], span) if fewer else None
 
-    # --- compilation ------------------------------------------------------------------------------------------
+    # --- compilation ------------------------------------------------------------------------------
 
     @property
     def _decode_spans(self) -> tuple[int, ...]:

@@ -7,8 +7,9 @@
         ▲                                                │
         └──── futures, one loop call a step ◄── settle, call_soon
 
-Commands run between steps, so pauses, aborts and weight updates never interrupt one. The thread sleeps on a condition
-while it has neither commands nor work. When it ends, every pending future gets the reason. The core::
+Commands run between steps, so pauses, aborts and weight updates never interrupt one. The thread
+sleeps on a condition while it has neither commands nor work. When it ends, every pending future
+gets the reason. The core::
 
     serving ──pause(keep)──► frozen ──pause(wait)──┐
        │  ▲                    │                   ▼
@@ -129,7 +130,7 @@ class EngineThread:
         self.post(command, future)
         return await future
 
-    # --- the thread -------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def settle(
         self, future: asyncio.Future, result: Any = None, *, error: Exception | None = None
@@ -178,7 +179,8 @@ class EngineThread:
     def _wait_for_commands(self) -> None:
         """Sleep until a command comes, then until the burst of requests ends.
 
-        Otherwise the first request of a burst would decode alone while the others wait for its dispatch.
+        Otherwise the first request of a burst would decode alone while the others wait for its
+        dispatch.
         """
         while not (self.closing or self._commands):
             self._wake.wait()
@@ -257,7 +259,7 @@ class EngineCore:
             self._publish(self.scheduler.step(admit=not self._drains))
         self._end_drains()
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -307,7 +309,7 @@ class EngineCore:
             ]
             self._thread.call_soon(_deliver, sinks, [event for _, event in progress])
 
-    # --- pausing ----------------------------------------------------------------------------------------------
+    # --- pausing ----------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
         """Pause with KEEP or ABORT; for WAIT see :meth:`drain`."""
@@ -346,7 +348,7 @@ class EngineCore:
             self._thread.settle(drained, error=BackendError(why))
         self._drains.clear()
 
-    # --- memory and weights -----------------------------------------------------------------------------------
+    # --- memory and weights -----------------------------------------------------------------------
 
     def sleep(self) -> None:
         if self._weights_lost:

@@ -1,7 +1,8 @@
 """User-supplied engines of JetStream's later API, such as MaxText's MaxEngine, under continuous batching.
 
-That API (JetStream 0.3.0) differs from 0.2.2's in what is used here: ``prefill`` also returns the first sampled id, and
-``ResultTokens`` has ``log_prob``. The user describes the arguments an engine takes beyond it in
+That API (JetStream 0.3.0) differs from 0.2.2's in what is used here: ``prefill`` also returns the
+first sampled id, and ``ResultTokens`` has ``log_prob``. The user describes the arguments an engine
+takes beyond it in
 :class:`ExternalEngine`; see ``third_party/jetstream.md``.
 
 ::
@@ -11,9 +12,10 @@ That API (JetStream 0.3.0) differs from 0.2.2's in what is used here: ``prefill`
                  └── until a slot is free and all running   └─ slot freed
                      requests sample the same way
 
-The engine samples all slots in the same mode, so greedy and random requests take turns: a request of the other mode
-waits until the running ones end, and none overtakes it. The engine knows neither stop ids nor budgets: a dispatch runs
-as many steps as the smallest remaining budget, and ids after a stop are dropped here.
+The engine samples all slots in the same mode, so greedy and random requests take turns: a request
+of the other mode waits until the running ones end, and none overtakes it. The engine knows neither
+stop ids nor budgets: a dispatch runs as many steps as the smallest remaining budget, and ids after
+a stop are dropped here.
 """
 
 from __future__ import annotations
@@ -47,11 +49,13 @@ class ExternalEngine:
     """What the function named by ``rollout.jetstream.engine_factory`` returns.
 
     Attributes:
-        engine: an ``Engine`` of JetStream's later API whose ``prefill`` and ``generate`` also take ``rng``, a jax key,
-            and whose log-probs are of the raw logits.
+        engine: an ``Engine`` of JetStream's later API whose ``prefill`` and ``generate`` also take
+            ``rng``, a jax key, and whose log-probs are of the raw logits.
         to_params: maps the learner's parameter tree to the engine's params.
-        max_new_tokens: ids a slot can hold after its prompt (the engine may then overwrite the oldest).
-        sampled: further arguments of ``prefill`` and ``generate`` to sample at temperature 1 from all ids.
+        max_new_tokens: ids a slot can hold after its prompt (the engine may then overwrite the
+            oldest).
+        sampled: further arguments of ``prefill`` and ``generate`` to sample at temperature 1 from
+            all ids.
         greedy: the same for greedy decoding; None if the engine cannot.
     """
 
@@ -348,7 +352,7 @@ class ExternalScheduler(Scheduler):
         """Return metrics without recompilations, which external engines do not count."""
         return BackendMetrics(**vars(self.counters))
 
-    # --- admission --------------------------------------------------------------------------------------------
+    # --- admission --------------------------------------------------------------------------------
 
     def _admit_slots(self) -> Progress:
         """Prefill the requests that fit; all are dispatched before the first result is read."""
@@ -379,7 +383,7 @@ class ExternalScheduler(Scheduler):
         self.counters.prefill_tokens += len(prompt)
         return result
 
-    # --- decoding ---------------------------------------------------------------------------------------------
+    # --- decoding ---------------------------------------------------------------------------------
 
     def _decode(self) -> Progress:
         runs = list(self.running.values())

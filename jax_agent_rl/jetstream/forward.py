@@ -1,15 +1,16 @@
 """The engine's forward pass: one prompt chunk of several contexts, or one token for each of many slots.
 
-Shapes: B slots, T chunk tokens, D hidden, H query heads, K key/value heads (as the engine keeps them), G = H / K, h
-head size, F feed-forward, V vocabulary, S cache positions. Each weight update converts the learner's
-parameters (``models.decoder``) into :class:`EngineParams`: arrays per layer with q/k/v and gate/up fused, so a step
-reads each weight once.
+Shapes: B slots, T chunk tokens, D hidden, H query heads, K key/value heads (as the engine keeps
+them), G = H / K, h head size, F feed-forward, V vocabulary, S cache positions. Each weight update
+converts the learner's parameters (``models.decoder``) into :class:`EngineParams`: arrays per layer
+with q/k/v and gate/up fused, so a step reads each weight once.
 
-Decoding keeps activations feature-major, [D, B], and multiplies as ``W[out, in] @ x[in, B]``: for few slots this is
-two to three times faster on CPUs than ``x @ W`` and costs nothing elsewhere.
+Decoding keeps activations feature-major, [D, B], and multiplies as ``W[out, in] @ x[in, B]``: for
+few slots this is two to three times faster on CPUs than ``x @ W`` and costs nothing elsewhere.
 
-On a mesh (``jetstream.sharding``) heads, feed-forward units, experts and the vocabulary are sharded, activations are
-replicated, and devices all-reduce twice per layer. No split or reshape below cuts across devices.
+On a mesh (``jetstream.sharding``) heads, feed-forward units, experts and the vocabulary are
+sharded, activations are replicated, and devices all-reduce twice per layer. No split or reshape
+below cuts across devices.
 """
 
 from __future__ import annotations
@@ -75,9 +76,10 @@ class EngineParams:
 
     Attributes:
         embed: [V, D].
-        layers: the learner's arrays of each layer, with ``qkv`` [K, (G+2)h, D] and ``qkv_bias`` [K, (G+2)h] in place of
-            q, k, v (queries, keys and values of each key/value head), ``gate_up`` [2, F, D] in place of gate, up,
-            ``sinks`` [K, G], and experts' matrices [E, in, out], as ``models.moe.grouped_product`` reads them.
+        layers: the learner's arrays of each layer, with ``qkv`` [K, (G+2)h, D] and ``qkv_bias`` [K,
+            (G+2)h] in place of q, k, v (queries, keys and values of each key/value head),
+            ``gate_up`` [2, F, D] in place of gate, up, ``sinks`` [K, G], and experts' matrices [E,
+            in, out], as ``models.moe.grouped_product`` reads them.
         final_norm: [D].
         head: [V, D]; None if embeddings are tied.
         vision: the learner's subtree; None for text models.
@@ -96,10 +98,12 @@ def engine_params(
     """Convert the learner's parameter tree to the engine's layout; pure, to be jitted.
 
     Args:
-        config: with the engine's ``num_kv_heads``, a multiple of the parameters', which are repeated.
+        config: with the engine's ``num_kv_heads``, a multiple of the parameters', which are
+            repeated.
         params: the learner's tree.
         dtype: of all weights that are not quantized.
-        quantize: int8 or float8 for the layers' matrices, with a scale per output; None keeps ``dtype``.
+        quantize: int8 or float8 for the layers' matrices, with a scale per output; None keeps
+            ``dtype``.
     """
     layers = params["layers"]
     rest = jax.tree.map(
@@ -167,7 +171,8 @@ def decode_step(
     Args:
         config: the model, with the engine's ``num_kv_heads``.
         mesh: the engine's mesh, if it has more than one device.
-        kernels: those that read and write pages in place; without them ``cache`` has a row for each slot.
+        kernels: those that read and write pages in place; without them ``cache`` has a row for each
+            slot.
         params: weights.
         cache: rows or pages; positions below those of the tokens hold the contexts.
         slots: the tokens, their positions and pages, offsets of rotary positions and adapters.
@@ -228,7 +233,8 @@ def prefill_chunks(
 ) -> list[tuple[jax.Array, LayerKV, jax.Array | None]]:
     """Compute keys and values of one chunk of each of R contexts, given the positions before it.
 
-    There are no logits: decoding begins with the last token, so contexts that share a prompt need no prefill.
+    There are no logits: decoding begins with the last token, so contexts that share a prompt need
+        no prefill.
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
@@ -243,8 +249,8 @@ def prefill_chunks(
         rope_offsets: int32 [R], as in :func:`decode_step`, for chunks after all images.
 
     Returns:
-        Per layer: the residual stream [D, R T] after it, keys [R, K, h, T] and values [R, K, T, h] as cached, and the
-        experts chosen, int32 [R T, k], or None.
+        Per layer: the residual stream [D, R T] after it, keys [R, K, h, T] and values [R, K, T, h]
+        as cached, and the experts chosen, int32 [R T, k], or None.
     """
     rows, count = tokens.shape
     x = embed(config, params.embed, tokens.reshape(-1))

@@ -1,13 +1,15 @@
 """What callers may ask of a running engine beside generation; its state and its table of programs stay as they are.
 
-- Log-probs of given ids, and the likeliest ids beside them, for callers that distill from its model.
+- Log-probs of given ids, and the likeliest ids beside them, for callers that distill from its
+  model.
 - Diagnosis: samples of its weights by published name, and its layers' outputs.
 
 Scoring::
 
     ids ─► chunks of one length ─► prefill beside a cache of its own ─► logits of the chunk ─► log-probs, top k
 
-Contexts are scored one at a time, between the engine's steps, by one program for each power of two of their length.
+Contexts are scored one at a time, between the engine's steps, by one program for each power of two
+of their length.
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ def _score_chunk(
 def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, TensorSample]:
     """Sample every tensor; empty for external engines.
 
-    The head is what logits are read from, whatever the model says: its own tensor, or the embeddings.
+    The head is what logits are read from, whatever the model says: its own tensor, or the
+    embeddings.
 
     Args:
         model: with the learner's number of key/value heads.

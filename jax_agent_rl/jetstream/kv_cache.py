@@ -5,17 +5,19 @@ Pages of waiting sessions that it has no room for go to host memory, and are res
     cache ──get_pages──► a few pages on the device ──copy in the background──► host pages
     cache ◄─write_pages─ a few pages on the device ◄──copy────────────────────── host pages
 
-A mesh's pages are copied from and to each device, in the cache's sharding. The number of pages that move together is
-one of few, to which they are padded with the null page.
+A mesh's pages are copied from and to each device, in the cache's sharding. The number of pages that
+move together is one of few, to which they are padded with the null page.
 
-For a mixture of experts, pages also hold which experts each position chose (router replay), so that a cached prefix
-keeps its choices: L k bytes a position.
+For a mixture of experts, pages also hold which experts each position chose (router replay), so that
+a cached prefix keeps its choices: L k bytes a position.
 
-Shapes: P pages of S positions (or rows of several pages, where they were gathered), K key/value heads, h head size, R
-rows of n pages. In 8 bits each position's key and value have one float32 scale per head, with positions last: a TPU
-would pad any other axis to 128. Comments on keys […, K, h, positions] apply to values [K, positions, h] and scales too.
+Shapes: P pages of S positions (or rows of several pages, where they were gathered), K key/value
+heads, h head size, R rows of n pages. In 8 bits each position's key and value have one float32
+scale per head, with positions last: a TPU would pad any other axis to 128. Comments on keys […, K,
+h, positions] apply to values [K, positions, h] and scales too.
 
-Page 0 is the null page: it is read where a row has no page, and writes to it are dropped. Work per layer is a jitted
+Page 0 is the null page: it is read where a row has no page, and writes to it are dropped. Work per
+layer is a jitted
 function: it is traced and lowered once for all layers, and XLA inlines it.
 """
 
@@ -71,8 +73,9 @@ class KVCache:
 
     Attributes:
         layers: one for each.
-        routed: uint8 or uint16 [P, 1, S, L k], the experts chosen in all layers; None without experts. What a position
-            chose is adjacent: to write single positions, TPUs would otherwise transpose the array and back.
+        routed: uint8 or uint16 [P, 1, S, L k], the experts chosen in all layers; None without
+            experts. What a position chose is adjacent: to write single positions, TPUs would
+            otherwise transpose the array and back.
     """
 
     layers: tuple[LayerKV, ...]
@@ -148,8 +151,8 @@ def gather_pages(cache: KVCache, pages: jax.Array, counts: jax.Array) -> KVCache
     Args:
         cache: P pages.
         pages: int32 [R, n].
-        counts: int32 [R], positions of each row's context. The rest is zeroed: stale values may be NaN, which an
-            attention weight of zero does not remove.
+        counts: int32 [R], positions of each row's context. The rest is zeroed: stale values may be
+            NaN, which an attention weight of zero does not remove.
     """
 
     def array(axis: int, x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The engine's device programs, and a table that compiles each shape once and counts recompilations.
 
-Every program has static shapes taken from a few buckets, donates the cache it changes, and crosses to the host once
-per dispatch.
+Every program has static shapes taken from a few buckets, donates the cache it changes, and crosses
+to the host once per dispatch.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def decode(
 ) -> tuple[KVCache, jax.Array]:
     """Run several decode steps for W slots, each in its ``slots.pages`` of the cache.
 
-    Kernels read and write pages in place. Without them the used pages are gathered into a compact working cache, the
-    steps run on it, and the pages they may have changed are written back.
+    Kernels read and write pages in place. Without them the used pages are gathered into a compact
+    working cache, the steps run on it, and the pages they may have changed are written back.
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
@@ -62,14 +62,17 @@ def decode(
         params: weights.
         cache: all pages.
         slots: the batch.
-        limits: int32 [2]: most steps to run, and the number of finished slots that ends the loop early.
-        forced: int32 [max_steps, W], ids that replace sampled ones and never stop a slot; -1 samples.
+        limits: int32 [2]: most steps to run, and the number of finished slots that ends the loop
+            early.
+        forced: int32 [max_steps, W], ids that replace sampled ones and never stop a slot; -1
+            samples.
         adapters: the stacks ``slots.adapter`` indexes.
 
     Returns:
-        The cache, and int32 [2, max_steps, W]: sampled ids (-1 where a slot did not run) and the bits of their float32
-        log-probs; if slots are restricted [2 + ceil(V / 32), max_steps, W], then the bits of the ids they drew from.
-        One array, because one copy to the host is cheaper than several.
+        The cache, and int32 [2, max_steps, W]: sampled ids (-1 where a slot did not run) and the
+        bits of their float32 log-probs; if slots are restricted [2 + ceil(V / 32), max_steps, W],
+        then the bits of the ids they drew from. One array, because one copy to the host is cheaper
+        than several.
     """
     span, in_place = slots.pages.shape[1] * cache.length, kernels is not Kernels.NONE
     worked = cache if in_place else gather_pages(cache, slots.pages, slots.positions)
@@ -138,7 +141,8 @@ def compute_chunks(
 ) -> KVCache:
     """Prefill one chunk of each of R contexts, for :func:`~jax_agent_rl.jetstream.kv_cache.write_pages` to write.
 
-    A program that both reads and writes a donated cache makes the compiler copy all of it, so these are two.
+    A program that both reads and writes a donated cache makes the compiler copy all of it, so these
+    are two.
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
@@ -270,8 +274,8 @@ class ProgramTable:
             *args: its arguments.
             place: sharding of arguments that are on no device yet.
             out: shardings of the result (a prefix of its tree).
-            next_call: returns the program likely to be needed next, which is compiled alongside a new one, as a
-                compiler uses one core.
+            next_call: returns the program likely to be needed next, which is compiled alongside a
+                new one, as a compiler uses one core.
         """
         if key not in self._programs:
             begin = time.perf_counter()
@@ -295,8 +299,9 @@ class ProgramTable:
 
 _shared: dict[tuple, Callable[..., Any]] = {}
 MAX_SHARED_PROGRAMS = 512
-"""Programs shared by engines of this process, such as a restarted one or an evaluation's; beyond that all are dropped.
-Engines run in threads of their own, so each access is one atomic operation."""
+"""Programs shared by engines of this process, such as a restarted one or an evaluation's; beyond
+that all are dropped. Engines run in threads of their own, so each access is one atomic operation.
+"""
 
 
 def _compiled(

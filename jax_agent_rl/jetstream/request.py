@@ -167,7 +167,8 @@ class RunningRequest:
             ids: int32 [n].
             log_probs: float32 [n].
             version: policy version of the weights.
-            kept: uint32 [n, ceil(V / 32)], a bit for each id that was left to draw from; None: not known.
+            kept: uint32 [n, ceil(V / 32)], a bit for each id that was left to draw from; None: not
+                known.
         """
         taken = 0
         for token, log_prob in zip(ids.tolist(), log_probs.tolist(), strict=True):

@@ -1,16 +1,20 @@
 """Sampling on the device: temperature, top-k, top-p and a seed per request, without sorting the vocabulary.
 
-Shapes: V vocabulary, B slots. Logits arrive as [V, B] (the layout the decode step computes them in).
+Shapes: V vocabulary, B slots. Logits arrive as [V, B] (the layout the decode step computes them
+in).
 
-On a mesh each device keeps its part of the vocabulary. Devices exchange maxima, sums and counts [B], the sums of blocks
-of ids [V / 128, B], and the block that an id is drawn from [128, B]; never logits.
+On a mesh each device keeps its part of the vocabulary. Devices exchange maxima, sums and counts
+[B], the sums of blocks of ids [V / 128, B], and the block that an id is drawn from [128, B]; never
+logits.
 
-Where any slot is restricted (top-k, top-p, min-p, a grammar), the ids left to each draw come back as bits, so that a
-learner can normalize over the same ones. Other batches run a program without any of it.
+Where any slot is restricted (top-k, top-p, min-p, a grammar), the ids left to each draw come back
+as bits, so that a learner can normalize over the same ones. Other batches run a program without any
+of it.
 
-Sorting V ids per slot and step is what makes top-p slow on CPUs and TPUs alike. Instead, the threshold that top-k or
-top-p would cut at is found by bisection over the ordered integer image of float32: 32 counting passes give it exactly.
-Drawing uses one uniform number per slot and a two-level inverse CDF, so randomness costs O(B), not O(V·B).
+Sorting V ids per slot and step is what makes top-p slow on CPUs and TPUs alike. Instead, the
+threshold that top-k or top-p would cut at is found by bisection over the ordered integer image of
+float32: 32 counting passes give it exactly. Drawing uses one uniform number per slot and a
+two-level inverse CDF, so randomness costs O(B), not O(V·B).
 """
 
 from __future__ import annotations
@@ -59,16 +63,18 @@ def sample(
         logits_VB: [V, B] raw logits, on a mesh split by id.
         temperature: float32 [B]; 0 takes the most likely id.
         seed: uint32 [B].
-        position: int32 [B], index in the context of the id being drawn. Seed and position fix the draw, so an
-            interrupted generation continues with the same ids.
-        truncation: min-p, top-k and top-p of each slot; None where no slot has any. A greedy slot has none.
+        position: int32 [B], index in the context of the id being drawn. Seed and position fix the
+            draw, so an interrupted generation continues with the same ids.
+        truncation: min-p, top-k and top-p of each slot; None where no slot has any. A greedy slot
+            has none.
         forced: int32 [B], ids that replace drawn ones; -1 draws.
         allowed: uint32 [B, ceil(V / 32)], a bit for each id that may be drawn; None allows all.
         mesh: the engine's mesh, if it has more than one device.
 
     Returns:
-        Ids int32 [B]; log-probs float32 [B] under the sampled distribution (greedy slots: temperature 1); and with
-        ``truncation`` or ``allowed`` the ids that were left to draw from, a bit each, uint32 [B, ceil(V / 32)].
+        Ids int32 [B]; log-probs float32 [B] under the sampled distribution (greedy slots:
+        temperature 1); and with ``truncation`` or ``allowed`` the ids that were left to draw from,
+        a bit each, uint32 [B, ceil(V / 32)].
     """
     settings = (temperature, seed, position, truncation, forced, allowed)
     if mesh is None:
@@ -216,7 +222,8 @@ def _inverse_cdf(
     )
     inside = shards.take(blocks, block)  # [_BLOCK, B]
     offset = jnp.sum(jnp.cumsum(inside, axis=0) <= target - before, axis=0)
-    # Rounding may push the target past the block's own sum; the last id with any weight is then the answer.
+    # Rounding may push the target past the block's own sum; the last id with any weight is then the
+    # answer.
     last = _BLOCK - 1 - jnp.argmax(inside[::-1] > 0, axis=0)
     shard, block = block // len(blocks), block % len(blocks)  # each shard's last block is padded
     return (shard * vocab + block * _BLOCK + jnp.minimum(offset, last)).astype(jnp.int32), total

@@ -8,10 +8,11 @@
                  └────── preempt ─────────┘
                     when no page is left
 
-One :meth:`Scheduler.step` admits what fits, runs one decode dispatch for all running requests, and reports progress.
-While requests wait, a dispatch ends as soon as one slot finishes, so that it is refilled at once. Contexts allocate
-pages as they grow; when none is left, the last running request is preempted, and later prefilled with what it had
-sampled. It continues with the same ids, since seed and position fix the draws.
+One :meth:`Scheduler.step` admits what fits, runs one decode dispatch for all running requests, and
+reports progress. While requests wait, a dispatch ends as soon as one slot finishes, so that it is
+refilled at once. Contexts allocate pages as they grow; when none is left, the last running request
+is preempted, and later prefilled with what it had sampled. It continues with the same ids, since
+seed and position fix the draws.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ class Scheduler:
             kv_used_share=self.block_manager.used_share,
         )
 
-    # --- admission --------------------------------------------------------------------------------------------
+    # --- admission --------------------------------------------------------------------------------
 
     def _admit(self, *, new: bool) -> None:
         begin, compiling = time.perf_counter(), self.engine.table.compile_seconds
@@ -227,8 +228,8 @@ class Scheduler:
     def _next_admission(self) -> tuple[RunningRequest, Allocation] | None:
         """Take the first request that can run from the queue.
 
-        The first in the queue may be refused because the pages it needs are worth more to sessions that return soon.
-        Those whose KV is in the cache then overtake it, see :class:`Patience`.
+        The first in the queue may be refused because the pages it needs are worth more to sessions
+        that return soon. Those whose KV is in the cache then overtake it, see :class:`Patience`.
         """
         first = self._waiting[0][1]
         cost = self._patience.cost(first.order, len(first.context_ids), len(self.running))
@@ -311,7 +312,7 @@ class Scheduler:
             self._image_keys = ImageKeys()
         return self._image_keys.keys(multimodal)
 
-    # --- decoding ---------------------------------------------------------------------------------------------
+    # --- decoding ---------------------------------------------------------------------------------
 
     def _decode(self) -> Progress:
         constrained = any(run.grammar for run in self.running.values())
@@ -357,8 +358,8 @@ class Scheduler:
     def _exit_after(self, running: int) -> int:
         """Return how many finished slots end a dispatch early.
 
-        One if requests wait; otherwise a quarter, whose agents soon send their next turn, or as many as let the rest
-        run in a program of fewer slots.
+        One if requests wait; otherwise a quarter, whose agents soon send their next turn, or as
+        many as let the rest run in a program of fewer slots.
         """
         if self._waiting:
             return 1
@@ -381,7 +382,8 @@ class Scheduler:
         if not taken:
             return None
         assert run.context is not None  # it ran
-        # The dispatch fed the last id and all but the newest of the new ones: their KV is cached now.
+        # The dispatch fed the last id and all but the newest of the new ones: their KV is cached
+        # now.
         self.block_manager.append(run.context, [last, *run.token_ids[-taken:-1]])
         self.counters.generated_tokens += taken
         if self.speculation is not None:

@@ -23,7 +23,8 @@ class EngineShapes:
         patch_buckets: numbers of image patches encoded together, ascending; for vision models.
         kv_offloading_bytes: host memory for KV of waiting sessions.
         num_speculative_tokens: most drafted ids of a context that are verified together.
-        shortest_span: compile for shorter contexts than a quarter of the longest, too, from this one on and doubling.
+        shortest_span: compile for shorter contexts than a quarter of the longest, too, from this
+            one on and doubling.
     """
 
     max_model_len: int
@@ -107,8 +108,8 @@ def page_size(max_model_len: int) -> int:
 def kv_cache_tokens(max_model_len: int, slots: int, in_flight: int) -> int:
     """Return the default size of the KV cache, in positions.
 
-    Every slot can reach the longest context without preemption, and every other trajectory in flight has half of it,
-    since they are at all stages and groups share their prompt.
+    Every slot can reach the longest context without preemption, and every other trajectory in
+    flight has half of it, since they are at all stages and groups share their prompt.
 
     >>> kv_cache_tokens(4096, slots=32, in_flight=256)
     589824

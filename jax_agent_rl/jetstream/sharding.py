@@ -6,8 +6,9 @@
     feed-forward   hidden units over ``tensor``, experts over ``expert``    ─► down  ─► add up
     vocabulary     embeddings and head over all devices                     ─► each samples its logits
 
-If there are fewer key/value heads than devices, they are repeated. A vision tower is replicated. Along ``data`` there
-are engines, each on a mesh of its own (``jetstream.data_parallel``); only their weights are arrays on all of it.
+If there are fewer key/value heads than devices, they are repeated. A vision tower is replicated.
+Along ``data`` there are engines, each on a mesh of its own (``jetstream.data_parallel``); only
+their weights are arrays on all of it.
 """
 
 from __future__ import annotations

@@ -1,24 +1,29 @@
 """Speculative decoding that leaves what is sampled as it is, and stops where it does not pay.
 
-A draft of d ids is verified by one forward pass over d + 1 positions. Every position draws an id from the model's own
-distribution, with the random number that plain decoding uses there (seed and position fix it). Drafted ids are accepted
-up to the first that differs from the draw, and that draw follows them::
+A draft of d ids is verified by one forward pass over d + 1 positions. Every position draws an id
+from the model's own distribution, with the random number that plain decoding uses there (seed and
+position fix it). Drafted ids are accepted up to the first that differs from the draw, and that draw
+follows them::
 
     context … the     draft   answer  is   4
     draws             answer  is      7    (any)      taken: answer, is, 7
 
-So ids are those of plain decoding with the same seed, but for rounding, and log-probs are the model's, whatever was
-drafted. A draft that knows nothing of the random numbers is rejection sampling of a proposal that is certain of its
-ids: one of probability p is accepted with probability p, and what replaces it is distributed as the rest. (Leviathan et
-al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language
-Model Decoding with Speculative Sampling".) Ours know them (:mod:`~jax_agent_rl.jetstream.drafting`) and do better.
+So ids are those of plain decoding with the same seed, but for rounding, and log-probs are the
+model's, whatever was drafted. A draft that knows nothing of the random numbers is rejection
+sampling of a proposal that is certain of its ids: one of probability p is accepted with probability
+p, and what replaces it is distributed as the rest. (Leviathan et al. 2023, "Fast Inference from
+Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model
+Decoding with Speculative Sampling".) Ours know them (:mod:`~jax_agent_rl.jetstream.drafting`) and
+do better.
 
-A pass of more columns takes longer, so each dispatch takes as many drafted ids as promise the most ids per second, or
-none: by measured seconds of plain steps and of verifications, and by how often ids of each kind of evidence were right.
-That is also measured while nothing is speculated. Where losses to time spent on it exceed ``LOSS_SHARE``, even drafting
-pauses. Seconds of compilation never count.
+A pass of more columns takes longer, so each dispatch takes as many drafted ids as promise the most
+ids per second, or
+none: by measured seconds of plain steps and of verifications, and by how often ids of each kind of
+evidence were right. That is also measured while nothing is speculated. Where losses to time spent
+on it exceed ``LOSS_SHARE``, even drafting pauses. Seconds of compilation never count.
 
-Requests with restricted sampling take no part, nor does anyone beside them: a dispatch with one decodes plainly.
+Requests with restricted sampling take no part, nor does anyone beside them: a dispatch with one
+decodes plainly.
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ CLOSE, LEAST_GAIN = 1.25, 1.05
 EXPIRY = 100
 """Dispatches after which a measured time is forgotten: other work may have slowed it down."""
 GROWTH = 0.25
-"""Seconds grow with this power of the columns, until they are measured: an optimistic guess, so that they soon are."""
+"""Seconds grow with this power of the columns, until they are measured: an optimistic guess, so
+that they soon are."""
 
 
 def accepted_ids(draft: Sequence[int], drawn: Sequence[int]) -> int:

@@ -1,9 +1,10 @@
 """Passes over several ids of each context: prefill with CPU kernels, and verification (``jetstream.speculation``).
 
-With CPU kernels both are a decode step with a column for each id. A tool's result of a few ids then costs a few
-columns, where a prompt chunk would be padded, its pages gathered and written back; long prompts take no longer than
-with XLA's products; and drafts take as few columns as a batch needs. Elsewhere a verification is a prompt chunk of each
-context, all of the same length, and a draw at each of its positions.
+With CPU kernels both are a decode step with a column for each id. A tool's result of a few ids then
+costs a few columns, where a prompt chunk would be padded, its pages gathered and written back; long
+prompts take no longer than with XLA's products; and drafts take as few columns as a batch needs.
+Elsewhere a verification is a prompt chunk of each context, all of the same length, and a draw at
+each of its positions.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class VerifyingEngine(abc.ABC):
     @abc.abstractmethod
     def width(self, count: int) -> int: ...
 
-    # --- a column for each id, with CPU kernels ----------------------------------------------------------------
+    # --- a column for each id, with CPU kernels ---------------------------------------------------
 
     @property
     def _by_column(self) -> bool:
@@ -128,7 +129,7 @@ class VerifyingEngine(abc.ABC):
             params, cache, self._completed(make_decode_batch(width, self.shapes.context_pages))
         )
 
-    # --- verification ------------------------------------------------------------------------------------------
+    # --- verification -----------------------------------------------------------------------------
 
     @property
     def _longest(self) -> int:
@@ -278,8 +279,8 @@ def verify_chunks(
         adapters: the stacks ``slots.adapter`` indexes.
 
     Returns:
-        The pages ``into``, as ``programs.compute_chunks`` does, and int32 [2, 1, W T]: drawn ids and the bits of their
-        log-probs.
+        The pages ``into``, as ``programs.compute_chunks`` does, and int32 [2, 1, W T]: drawn ids
+        and the bits of their log-probs.
     """
     count, starts = tokens.shape[1], slots.positions
     rows = gather_pages(cache, slots.pages, starts)

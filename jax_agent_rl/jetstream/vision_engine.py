@@ -7,8 +7,9 @@
                                         one program per              one program per chunk size
                                         number of patches            and number of features
 
-Contexts that continue, fork or repeat find an image's keys and values in the cache. Features are scattered to one slot
-per id of a chunk, so the prefill programs have the same shapes with images as without.
+Contexts that continue, fork or repeat find an image's keys and values in the cache. Features are
+scattered to one slot per id of a chunk, so the prefill programs have the same shapes with images as
+without.
 
 Shapes: R chunks of T ids, P patches, N features (P / merge_size²), D hidden.
 """
@@ -68,7 +69,8 @@ class ImageReader:
         """Process a request's images; None if it has none.
 
         Raises:
-            BackendError: an image cannot be processed, exceeds the patch buckets, or is of an unsupported kind.
+            BackendError: an image cannot be processed, exceeds the patch buckets, or is of an
+                unsupported kind.
             TokenDriftError: the placeholder ids do not match the images.
         """
         if not any(request.multi_modal.values()):

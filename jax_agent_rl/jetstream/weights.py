@@ -7,8 +7,9 @@
                                      ──shard by shard──► engine's devices
     other hosts     learner's layout ──all-gather per parameter──► all processes ──► each one's engine
 
-From device to device no byte passes through the host, and no device holds more than its part: with enough learner
-devices each shard of the engine is made on one of them and transferred by itself; with fewer, a shard is cut there.
+From device to device no byte passes through the host, and no device holds more than its part: with
+enough learner devices each shard of the engine is made on one of them and transferred by itself;
+with fewer, a shard is cut there.
 """
 
 from __future__ import annotations
@@ -192,8 +193,10 @@ class WeightLoader:
         """Copy parameters into the engine's layout; no reference to ``params`` is kept.
 
         Args:
-            params: the learner's tree, on any devices of this process or on the host. Shapes give shapes.
-            old: weights whose memory is reused: they are freed, perhaps even if this fails. None takes new memory.
+            params: the learner's tree, on any devices of this process or on the host. Shapes give
+                shapes.
+            old: weights whose memory is reused: they are freed, perhaps even if this fails. None
+                takes new memory.
         """
         if old is not None and isinstance(old.embed, np.ndarray):
             old = None  # asleep, on the host
@@ -247,8 +250,8 @@ def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
 def transfer(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Copy an array to other devices, cutting each shard from one that contains it; replicas are read in turn.
 
-    A device that holds what it needs copies nothing. ``jax.device_put`` would gather differently sharded arrays on the
-    host.
+    A device that holds what it needs copies nothing. ``jax.device_put`` would gather differently
+    sharded arrays on the host.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return place(x, sharding)
@@ -286,8 +289,8 @@ def _devices(x: jax.Array) -> Devices:
 class GatherParams:
     """Copies parameters from a mesh of all processes to each process's engine.
 
-    All processes must call it, in the same order as their other joint computations. No device holds more than its
-    engine's part of the model and one parameter.
+    All processes must call it, in the same order as their other joint computations. No device holds
+    more than its engine's part of the model and one parameter.
 
     Args:
         model: the model.

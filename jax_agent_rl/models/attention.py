@@ -1,16 +1,18 @@
 """Attention over packed token trees, block by block, with its own backward pass.
 
-Shapes: B rows, T tokens, H query heads, K key/value heads, G = H / K, h head size. Scores exist for one block of
-queries at a time and are recomputed in the backward pass (Dao et al. 2022, FlashAttention, arXiv 2205.14135), so memory
-grows with T, not T², and a block's scores stay in cache. Blocks see no key to their right, which halves the work.
+Shapes: B rows, T tokens, H query heads, K key/value heads, G = H / K, h head size. Scores exist for
+one block of queries at a time and are recomputed in the backward pass (Dao et al. 2022,
+FlashAttention, arXiv 2205.14135), so memory grows with T, not T², and a block's scores stay in
+cache. Blocks see no key to their right, which halves the work.
 
-TPU programs use ``models.tree_kernel`` instead of the unrolled blocks here: it compiles in seconds whatever the row's
-length, and skips fully masked blocks.
+TPU programs use ``models.tree_kernel`` instead of the unrolled blocks here: it compiles in seconds
+whatever the row's length, and skips fully masked blocks.
 
-Where the mesh axis ``context`` splits the tokens of a row, each shard gathers the keys and values of the whole row and
-attends with its own queries (as Llama 3 was trained: Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2). The
-tree mask only needs their offset. This takes ``2 B K T h`` numbers per layer and shard, little beside activations, as K
-is far below H. Ring attention would hold less, but wait at each hop.
+Where the mesh axis ``context`` splits the tokens of a row, each shard gathers the keys and values
+of the whole row and attends with its own queries (as Llama 3 was trained: Grattafiori et al. 2024,
+arXiv 2407.21783, section 3.3.2). The tree mask only needs their offset. This takes ``2 B K T h``
+numbers per layer and shard, little beside activations, as K is far below H. Ring attention would
+hold less, but wait at each hop.
 """
 
 from __future__ import annotations
@@ -147,7 +149,8 @@ def _backward(
     saved: tuple, d_output: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
     saved, sinks = saved
-    # With the sinks in output and normalizer, weights and gradients of the other scores are right as they are.
+    # With the sinks in output and normalizer, weights and gradients of the other scores are right
+    # as they are.
     gradients = by_platform(*saved, d_output, tpu=tree_kernel.backward, default=_backward_by_blocks)
     d_q, d_k, d_v = gradients
     if sinks is None:

@@ -36,7 +36,8 @@ class YarnScaling:
         original_max_position_embeddings: of the training before.
         beta_fast: turns within these positions from which on a frequency is kept.
         beta_slow: turns up to which it is divided by ``factor``.
-        attention_factor: multiplies rotated queries and keys; None for the paper's ``0.1 ln(factor) + 1``.
+        attention_factor: multiplies rotated queries and keys; None for the paper's ``0.1 ln(factor)
+            + 1``.
         truncate: round the ends of the ramp between them to whole frequencies.
     """
 
@@ -61,9 +62,9 @@ class YarnScaling:
 class DynamicScaling:
     """Dynamic NTK: the base grows with the length of the context (Peng et al. 2023, arXiv 2309.00071, section 3.3).
 
-    Here it is that of the longest context at every length, as in vLLM: a key in a cache could not be rotated again when
-    the context grows. transformers has the same frequencies for contexts of up to ``trained_positions``, if
-    ``positions`` is equal, and of exactly ``positions``.
+    Here it is that of the longest context at every length, as in vLLM: a key in a cache could not
+    be rotated again when the context grows. transformers has the same frequencies for contexts of
+    up to ``trained_positions``, if ``positions`` is equal, and of exactly ``positions``.
 
     Attributes:
         factor: of the growth.
@@ -86,12 +87,14 @@ class Rope:
     Attributes:
         theta: base.
         scaling: for long contexts.
-        sections: number of frequencies for time, row and column of a token (M-RoPE: Wang et al. 2024, Qwen2-VL, arXiv
+        sections: number of frequencies for time, row and column of a token (M-RoPE: Wang et al.
+            2024, Qwen2-VL, arXiv
             2409.12191, section 2.1); None if all use its position.
         partial_rotary: fraction of a head that rotates, its first numbers.
         interleaved: neighbouring numbers rotate as a pair, instead of one of each half.
-        interleaved_sections: frequencies of the sections take turns, as long as row and column have any left, instead
-            of following each other (Bai et al. 2025, Qwen3-VL, arXiv 2511.21631, section 2).
+        interleaved_sections: frequencies of the sections take turns, as long as row and column have
+            any left, instead of following each other (Bai et al. 2025, Qwen3-VL, arXiv 2511.21631,
+            section 2).
     """
 
     theta: float = 10000.0
@@ -131,15 +134,17 @@ class VisionConfig:
         patch_size: pixels of a patch's side.
         temporal_patch_size: frames of a video in one patch; an image is repeated for all.
         merge_size: patches of a square's side that become one feature.
-        window_size: pixels of the side of a window; most layers attend within windows. None: all attend within frames.
+        window_size: pixels of the side of a window; most layers attend within windows. None: all
+            attend within frames.
         full_attention_layers: those that attend within a whole image, or group of frames.
         tokens_per_second: rotary time steps per second of video; None if only images are read.
         layer_norm: norms subtract the mean and have a bias, instead of RMS norms.
         gated: layers have a gated network, instead of one of two matrices.
         patch_bias: the embedding of patches has a bias.
-        position_grid: side of the square of learned positions, interpolated to each image; None for none.
-        deepstack_layers: after which further features are taken, that are added after the decoder's first layers (Meng
-            et al. 2024, DeepStack, arXiv 2406.04334).
+        position_grid: side of the square of learned positions, interpolated to each image; None for
+            none.
+        deepstack_layers: after which further features are taken, that are added after the decoder's
+            first layers (Meng et al. 2024, DeepStack, arXiv 2406.04334).
         image_token_id: placeholder, one for each feature of an image.
         video_token_id: the same for videos.
         vision_start_token_id: before an item's placeholders in chat templates.
@@ -270,11 +275,12 @@ class DecoderConfig:
         rope: of full-attention layers.
         qkv_bias: q, k and v have a bias.
         o_bias: o has one.
-        attention_sinks: each head's softmax has one more score, a parameter, whose weight goes to no value (Xiao et
-            al. 2023, arXiv 2309.17453; a learned one as in gpt-oss).
+        attention_sinks: each head's softmax has one more score, a parameter, whose weight goes to
+            no value (Xiao et al. 2023, arXiv 2309.17453; a learned one as in gpt-oss).
         qk_norm: q and k have an RMS norm per head.
         norm_offset: the norms multiply by ``offset + weight`` (Gemma stores weights around 0).
-        sandwich_norms: outputs of attention and feed-forward are normed, too, before they are added.
+        sandwich_norms: outputs of attention and feed-forward are normed, too, before they are
+            added.
         activation: of the gate, see ``models.layers.ACTIVATIONS``.
         embed_scale: embeddings are multiplied by it.
         attention_scale: of scores; None means 1/sqrt(head_dim).
@@ -283,8 +289,9 @@ class DecoderConfig:
         local_rope: of windowed layers; None for ``rope``.
         experts: None means a dense feed-forward network.
         vision: the vision tower; None for text models.
-        carried: fields of the ``config.json`` it was read from that have no effect on what is computed
-            (``pad_token_id``), written again with it. Configurations that differ in them alone are equal.
+        carried: fields of the ``config.json`` it was read from that have no effect on what is
+            computed (``pad_token_id``), written again with it. Configurations that differ in them
+            alone are equal.
     """
 
     family: str = "llama"

@@ -1,8 +1,8 @@
 """Conversion of model files to Hugging Face folders: another precision, Llama models in GGUF, the quickstart's.
 
-GGUF weights are dequantized to float32 and the tokenizer is rebuilt. llama.cpp interleaves the two rotary halves of Q
-and K; Hugging Face separates them. The file only names the tokenizer's pre-tokenization (``tokenizer.ggml.pre``);
-reading it wrongly gives plausible but different ids.
+GGUF weights are dequantized to float32 and the tokenizer is rebuilt. llama.cpp interleaves the two
+rotary halves of Q and K; Hugging Face separates them. The file only names the tokenizer's
+pre-tokenization (``tokenizer.ggml.pre``); reading it wrongly gives plausible but different ids.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def convert(source: Path, target: Path, *, dtype: str = "float32") -> Path:
         dtype: of the written weights, one of :data:`DTYPES`.
 
     Raises:
-        ModelError: ``dtype`` is unknown, the source is unreadable or of an unknown family, or the target is not empty.
+        ModelError: ``dtype`` is unknown, the source is unreadable or of an unknown family, or the
+            target is not empty.
     """
     target_dtype = named_dtype(dtype)
     require_new(target, error=ModelError)
@@ -97,8 +98,8 @@ def convert_gguf(source: Path, target: Path) -> None:
         target: a folder that does not exist or is empty.
 
     Raises:
-        ModelError: the file is not of the Llama architecture, its tokenizer is of an unknown kind, or something in it
-            is not known: it might change what the model computes.
+        ModelError: the file is not of the Llama architecture, its tokenizer is of an unknown kind,
+            or something in it is not known: it might change what the model computes.
     """
     try:
         from gguf import GGUFReader

@@ -1,10 +1,12 @@
 """Decoder-only transformers in Flax NNX: one implementation, configured per family (``models.families``).
 
-Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, h head size, F feed-forward, V vocabulary,
-L layers. Linear weights are stored as Hugging Face stores them, [out, in], stacked over layers, so that reading and
-writing safetensors is a copy, and one compiled layer body serves all layers.
+Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, h head size, F feed-forward, V
+vocabulary, L layers. Linear weights are stored as Hugging Face stores them, [out, in], stacked over
+layers, so that reading and writing safetensors is a copy, and one compiled layer body serves all
+layers.
 
-A transfer of parameters is verified by log-probs of a few sequences (:func:`score_probe`, :func:`verify_probe`).
+A transfer of parameters is verified by log-probs of a few sequences (:func:`score_probe`,
+:func:`verify_probe`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from jax_agent_rl.models.vision_tower import VisionTower
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, LogprobProbe, rounded
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
-"""From queries [B, H, T, h], keys and values [B, K, T, h] and sinks [H] to their mixture [B, H, T, h]."""
+"""From queries [B, H, T, h], keys and values [B, K, T, h] and sinks [H] to their mixture [B, H, T,
+h]."""
 
 
 class DecoderLayer(Module):
@@ -85,7 +88,8 @@ class DecoderLayer(Module):
             sin: of the rotary angles.
             attend: mixes values; queries are scaled.
             adapters: of this layer, by name of the matrix.
-            copies: int32 [B, T], how often each token counts in the load of the experts; None computes none.
+            copies: int32 [B, T], how often each token counts in the load of the experts; None
+                computes none.
             routed: [B, T, k], experts to take (``moe.route``); None chooses all.
             mesh: splits rows, tokens and experts; None on one device.
 
@@ -180,7 +184,8 @@ class Decoder(Module):
     >>> logits = model.logits(model(token_ids)[0])                   # doctest: +SKIP
 
     Attributes:
-        adapters: LoRA adapters by name of the matrix of ``layers``, stacked as those; none at first.
+        adapters: LoRA adapters by name of the matrix of ``layers``, stacked as those; none at
+            first.
     """
 
     config: DecoderConfig
@@ -212,16 +217,22 @@ class Decoder(Module):
             token_ids: int32 [B, T], each row a forest of tokens in depth-first order.
             positions: int32 [B, T], depth of each token in its tree; None: 0 to T - 1.
             subtree_end: int32 [B, T], index one past the last descendant. Token i attends to j iff
-                ``j <= i < subtree_end[j]``: its ancestors and itself. None: T everywhere, plain causal rows.
-            copies: int32 [B, T], how often each token counts in the load of the experts; None computes none.
-            routed_experts: [B, T, L, k], experts to take; a token of -1 chooses its own, as all do with None.
-            images: features and rotary positions; None for text alone, whose rotary positions are ``positions``.
-            remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products and attention;
-                ``dots_and_attention``, all but them and what attention is given; ``full``, each layer.
+                ``j <= i < subtree_end[j]``: its ancestors and itself. None: T everywhere, plain
+                causal rows.
+            copies: int32 [B, T], how often each token counts in the load of the experts; None
+                computes none.
+            routed_experts: [B, T, L, k], experts to take; a token of -1 chooses its own, as all do
+                with None.
+            images: features and rotary positions; None for text alone, whose rotary positions are
+                ``positions``.
+            remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products
+                and attention; ``dots_and_attention``, all but them and what attention is given;
+                ``full``, each layer.
             mesh: splits rows, tokens and experts, see ``models.sharding``; None on one device.
 
         Returns:
-            Hidden states [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E], or None.
+            Hidden states [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E],
+            or None.
         """
         config, count = self.config, token_ids.shape[1]
         if positions is None:
@@ -306,7 +317,8 @@ def _views(
 
 
 _MAX_LARGEST, _MAX_MEAN = 1e-2, 1e-3
-"""Allowed difference of log-probs: both sides compute in float32, perhaps on other devices and in another order."""
+"""Allowed difference of log-probs: both sides compute in float32, perhaps on other devices and in
+another order."""
 
 
 def score_probe(
@@ -322,7 +334,8 @@ def score_probe(
         config: the model.
         params: its parameters.
         sequences: ids, at least two each.
-        dtype: what the parameters are rounded to first, as in the transfer. The model computes in float32.
+        dtype: what the parameters are rounded to first, as in the transfer. The model computes in
+            float32.
     """
     params = jax.tree.map(lambda x: rounded(x, dtype), params)
     rows = [

@@ -60,11 +60,13 @@ LAYER = {
 def load_config(path: str | Path, *, weights: bool = False) -> DecoderConfig:
     """Read ``config.json`` (and the EOS ids of ``generation_config.json``) of a model folder.
 
-    A model whose files hold an output matrix of its own is untied, whatever its ``config.json`` says.
+    A model whose files hold an output matrix of its own is untied, whatever its ``config.json``
+    says.
 
     Args:
         path: the folder, or a Hub name.
-        weights: download the weights of a Hub model, too: without them, nothing but ``config.json`` tells.
+        weights: download the weights of a Hub model, too: without them, nothing but ``config.json``
+            tells.
 
     Raises:
         ModelError: the folder is missing, a file is damaged, or the architecture is not supported.
@@ -110,14 +112,15 @@ def load_hf(
     Args:
         path: the folder, or a Hub name.
         dtype: of the parameters.
-        shardings: a sharding per parameter: each host reads only its devices' parts, one at a time. None puts
-            everything on the default device.
+        shardings: a sharding per parameter: each host reads only its devices' parts, one at a time.
+            None puts everything on the default device.
 
     Returns:
         The config, and the parameter tree.
 
     Raises:
-        ModelError: files are missing or damaged, or tensors are missing, left over or of a wrong shape.
+        ModelError: files are missing or damaged, or tensors are missing, left over or of a wrong
+            shape.
     """
     folder = model_folder(path, weights=True)
     config = load_config(folder, weights=True)
@@ -161,7 +164,8 @@ def load_params(
     """Read safetensors files of a known model, Hugging Face names; see :func:`load_hf`.
 
     Raises:
-        ModelError: a file is missing or damaged, or tensors are missing, left over or of a wrong shape.
+        ModelError: a file is missing or damaged, or tensors are missing, left over or of a wrong
+            shape.
     """
     where = str(Path(files[0]).parent) if files else "an empty list of files"
     tensors = _tensors(files, config)
@@ -195,14 +199,16 @@ def save_hf(
     """Write ``config.json``, ``generation_config.json`` and ``model.safetensors``: all of them, or nothing.
 
     Args:
-        path: a new folder, or one with files of these names and no others, which is replaced as a whole.
+        path: a new folder, or one with files of these names and no others, which is replaced as a
+            whole.
         config: the model.
         params: its parameters.
-        tokenizer_from: a model folder whose tokenizer, chat template and generation settings are copied.
+        tokenizer_from: a model folder whose tokenizer, chat template and generation settings are
+            copied.
 
     Raises:
-        ModelError: the folder holds other files, such as shards of another model, or a parameter is not finite: its
-            type may be too small for it.
+        ModelError: the folder holds other files, such as shards of another model, or a parameter is
+            not finite: its type may be too small for it.
         StorageError: the folder cannot be written.
     """
     with whole_folder(Path(path), replaces=WRITTEN_FILES, error=ModelError) as folder:

@@ -1,6 +1,7 @@
 """What a model folder is of: fingerprints of its weights, its configuration and its tokenizer.
 
-Weights are known tensor by tensor, so that a model in one file equals the same model in shards, wherever it lies.
+Weights are known tensor by tensor, so that a model in one file equals the same model in shards,
+wherever it lies.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def model_fingerprints(path: str | Path, *, weights: bool = True) -> dict[str, s
 
     Args:
         path: a model folder, or a Hub name.
-        weights: False leaves the weights and the configuration out, of a model that is served elsewhere.
+        weights: False leaves the weights and the configuration out, of a model that is served
+            elsewhere.
 
     Raises:
         ModelError: a file is missing or damaged.

@@ -1,7 +1,7 @@
 """How an image or a video becomes the patches a vision model reads.
 
-Counting an image's ids (``chat.special_tokens``) and computing on its pixels share one implementation:
-transformers' image processor of the model's folder.
+Counting an image's ids (``chat.special_tokens``) and computing on its pixels share one
+implementation: transformers' image processor of the model's folder.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ProcessedImage:
 
     Attributes:
         kind: ``image`` or ``video``.
-        patches: float32 [P, C · frames · p · p], P the product of ``grid``; patches that become one feature are
-            adjacent.
+        patches: float32 [P, C · frames · p · p], P the product of ``grid``; patches that become one
+            feature are adjacent.
         grid: groups, rows and columns of patches.
     """
 

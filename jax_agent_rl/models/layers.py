@@ -323,7 +323,8 @@ class Quantized:
 def quantized(x: jax.Array, dtype: jnp.dtype, *, axis: int) -> Quantized:
     """Quantize vectors along ``axis``; the largest value of each maps to the largest of ``dtype``.
 
-    qwix adds half a step for int8, so that the largest falls between -127 and -128; the last bit of a float decides.
+    qwix adds half a step for int8, so that the largest falls between -127 and -128; the last bit of
+    a float decides.
 
     >>> quantized(jnp.array([[0.5, -2.0]]), jnp.int8, axis=1).numbers
     Array([[  32, -127]], dtype=int8)

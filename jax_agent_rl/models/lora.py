@@ -1,7 +1,7 @@
 """Low-rank adapters, W + scale B A, not multiplied out (Hu et al. 2021, LoRA, arXiv 2106.09685), and PEFT's files.
 
-The base may be quantized (Dettmers et al. 2023, QLoRA, arXiv 2305.14314) and is then dequantized layer by layer. An
-adapter's files are ``adapter_config.json`` and ``adapter_model.safetensors``.
+The base may be quantized (Dettmers et al. 2023, QLoRA, arXiv 2305.14314) and is then dequantized
+layer by layer. An adapter's files are ``adapter_config.json`` and ``adapter_model.safetensors``.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class PeftAdapter:
 
     Attributes:
         rank: r.
-        weights: for each adapted matrix of the parameter tree (``q``, ``down``, …) ``a`` [L, r, in] and ``b``
-            [L, out, r]; the scale alpha / r is multiplied into ``b``. A layer without an adapter has zeros.
+        weights: for each adapted matrix of the parameter tree (``q``, ``down``, …) ``a`` [L, r, in]
+            and ``b`` [L, out, r]; the scale alpha / r is multiplied into ``b``. A layer without an
+            adapter has zeros.
     """
 
     rank: int
@@ -114,7 +115,8 @@ class PeftAdapter:
 
 _OF_PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    # Those that leave the base as it is; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change it before they train.
+    # Those that leave the base as it is; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change it before
+    # they train.
     "init_lora_weights": (True, False, "eva", "gaussian", "orthogonal"),
     "peft_type": ("LORA",),
 }
@@ -156,8 +158,9 @@ def read_settings(folder: str | Path, *, key: str) -> dict[str, Any]:
         key: the configuration key that names it, for messages.
 
     Raises:
-        ConfigError: there is no such file, or a field of it is not known to leave a plain LoRA adapter as it is (DoRA,
-            PiSSA, trained biases or whole modules, a rank or alpha per module).
+        ConfigError: there is no such file, or a field of it is not known to leave a plain LoRA
+            adapter as it is (DoRA, PiSSA, trained biases or whole modules, a rank or alpha per
+            module).
     """
     file, where = Path(folder).expanduser() / "adapter_config.json", f"{key}={str(folder)!r}"
     if not file.is_file():
@@ -199,8 +202,9 @@ def read_peft(folder: str | Path, model: DecoderConfig, *, key: str) -> PeftAdap
         key: the configuration key that names the folder, for messages.
 
     Raises:
-        ConfigError: see :func:`read_settings`; or a tensor is damaged, of another shape, or of a module that this model
-            does not have or does not adapt (experts, embeddings, a vision tower).
+        ConfigError: see :func:`read_settings`; or a tensor is damaged, of another shape, or of a
+            module that this model does not have or does not adapt (experts, embeddings, a vision
+            tower).
     """
     settings, where = read_settings(folder, key=key), f"{key}={str(folder)!r}"
     file = Path(folder).expanduser() / "adapter_model.safetensors"
@@ -244,7 +248,8 @@ def scaled_adapter(lora: LoraConfig, trained: Params) -> PeftAdapter:
 
     Args:
         lora: the training configuration.
-        trained: as :func:`jax_agent_rl.learner.parameterization.new_adapters` returns them, on the host.
+        trained: as :func:`jax_agent_rl.learner.parameterization.new_adapters` returns them, on the
+            host.
     """
     scale = np.float32(lora.alpha / lora.rank)
     weights = {
@@ -279,13 +284,14 @@ def save_peft(
     """Write what ``PeftModel.from_pretrained(base_model, folder)`` loads.
 
     Args:
-        folder: PEFT's folder: a new one, or one with an older adapter and nothing else, which is replaced.
+        folder: PEFT's folder: a new one, or one with an older adapter and nothing else, which is
+            replaced.
         lora: the training configuration.
         model: the base model.
         trained: adapters, see :func:`jax_agent_rl.learner.parameterization.new_adapters`.
         base: folder or hub name of the model they were trained over.
-        base_weights: the fingerprint of its weights (``models.identity``), by which :func:`check_base` knows it; None:
-            it is not recorded.
+        base_weights: the fingerprint of its weights (``models.identity``), by which
+            :func:`check_base` knows it; None: it is not recorded.
 
     Raises:
         ModelError: the folder holds something else, or an adapter is not finite.

@@ -4,17 +4,18 @@ On a mesh each shard of the axis ``expert`` holds its own experts::
 
     own tokens ─► all-gather over expert ─► own experts only (others sorted to the end) ─► sum-scatter back
 
-Choices may come from elsewhere (router replay, ``jax_agent_rl.generation``): weights and gradients are then those
-of the layer's own scores over the given experts.
+Choices may come from elsewhere (router replay, ``jax_agent_rl.generation``): weights and gradients
+are then those of the layer's own scores over the given experts.
 
-No token is dropped and there is no capacity factor; a shard holds the tokens of its ``expert`` neighbours for one
-layer, [N k X, D] for X shards, and computes only its own.
+No token is dropped and there is no capacity factor; a shard holds the tokens of its ``expert``
+neighbours for one layer, [N k X, D] for X shards, and computes only its own.
 
-The grouped product is ``jax.lax.ragged_dot``, for which libtpu has a kernel, but whose gradient with respect to the
-weights becomes a masked product of all rows for every group. On TPUs that gradient is Megablox' kernel (``tgmm``),
-which reads each row once.
+The grouped product is ``jax.lax.ragged_dot``, for which libtpu has a kernel, but whose gradient
+with respect to the weights becomes a masked product of all rows for every group. On TPUs that
+gradient is Megablox' kernel (``tgmm``), which reads each row once.
 
-Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per token, X shards of the axis ``expert``.
+Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per token, X shards of
+the axis ``expert``.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def router_load(
         given: [B, T, k], see :func:`route`.
 
     Returns:
-        float32 [2, E]: tokens that chose an expert (without gradient), and the sum of its probabilities.
+        float32 [2, E]: tokens that chose an expert (without gradient), and the sum of its
+            probabilities.
     """
     probabilities = jax.nn.softmax(_scores(layer, x), axis=-1)
     _, chosen = jax.lax.top_k(probabilities, experts.per_token)
@@ -103,7 +105,8 @@ def load_balancing_loss(probabilities: jax.Array, share: jax.Array, tokens: jax.
     """Return ``E sum_e f_e P_e`` (Fedus et al. 2021, Switch Transformers, arXiv 2101.03961, eq. 4).
 
     Args:
-        probabilities: float32 [E], each expert's probability summed over some of the tokens and all layers.
+        probabilities: float32 [E], each expert's probability summed over some of the tokens and all
+            layers.
         share: float32 [E], f: the fraction of *all* tokens (of all layers) that chose an expert.
         tokens: float32 [], all tokens times layers.
 
@@ -128,8 +131,8 @@ def mixture_of_experts(
         experts: the mixture.
         x: tokens.
         activation: of the gate.
-        layer: ``router`` [E, D], ``expert_gate`` and ``expert_up`` [E, F, D], ``expert_down`` [E, D, F]; and a
-            bias ``…_bias`` [E, out] of each, or none.
+        layer: ``router`` [E, D], ``expert_gate`` and ``expert_up`` [E, F, D], ``expert_down`` [E,
+            D, F]; and a bias ``…_bias`` [E, out] of each, or none.
         given: [N, k], see :func:`route`.
         transposed: the experts' matrices are [E, in, out].
     """
@@ -179,7 +182,8 @@ def replicated_mixture_of_experts(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply :func:`mixture_of_experts` with matrices [E, in, out] to [N, D] that is replicated.
 
-    Experts are split over ``expert`` and their hidden units over ``tensor``; devices all-reduce their parts.
+    Experts are split over ``expert`` and their hidden units over ``tensor``; devices all-reduce
+    their parts.
     """
     here = experts.count // mesh.shape["expert"]
 
@@ -243,8 +247,8 @@ def _weighted(
     count = layer["expert_gate"].shape[0]
     sizes = jnp.bincount(chosen.reshape(-1), length=count)
     expert = chosen.reshape(-1)[order]
-    # Rows past the last group of a grouped product are undefined, forward and backward: they have no token, weight and
-    # bias, and so no gradient.
+    # Rows past the last group of a grouped product are undefined, forward and backward: they have
+    # no token, weight and bias, and so no gradient.
     present = expert < count
     token = jnp.where(present, order // chosen.shape[1], len(x))
     weights = jnp.where(present, weights.reshape(-1)[order], 0)[:, None].astype(x.dtype)
@@ -279,8 +283,10 @@ def grouped_product(
         x: rows ordered by group.
         weight: matrices [E, out, in], quantized (``models.layers``) or not.
         sizes: int32 [E], rows of each group.
-        group: int32 [N], group of each row; rows past the last group are undefined, forward and backward.
-        transposed: matrices are [E, in, out], which libtpu's kernel reads as they are: an engine keeps them so.
+        group: int32 [N], group of each row; rows past the last group are undefined, forward and
+            backward.
+        transposed: matrices are [E, in, out], which libtpu's kernel reads as they are: an engine
+            keeps them so.
     """
     if isinstance(weight, jax.Array) and not transposed:
         return _product(x, weight, sizes)

@@ -6,9 +6,10 @@
                                       └── stacks ────────┘  └ out   └ in
     layers.expert_gate_bias   axes = ("layers", "experts", "mlp")               kind = bias
 
-An array's number of axes says nothing about what it is: layers and experts are stacked, so that a bias may have three
-axes and a matrix four. Whoever asks whether a parameter is a matrix (the optimizer, quantization, adapters, initial
-values), or what an axis is (sharding, see ``models.sharding.RULES``), asks here.
+An array's number of axes says nothing about what it is: layers and experts are stacked, so that a
+bias may have three axes and a matrix four. Whoever asks whether a parameter is a matrix (the
+optimizer, quantization, adapters, initial values), or what an axis is (sharding, see
+``models.sharding.RULES``), asks here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Kind(StrEnum):
     HEAD = "head"
     """Maps the last hidden states to logits or to a value."""
     ROUTER = "router"
-    """Scores the experts. A matrix by shape, but its rows are compared with each other, one per expert."""
+    """Scores the experts. A matrix by shape, but its rows are compared with each other, one per
+    expert."""
     BIAS = "bias"
     NORM = "norm"
     SINK = "sink"

@@ -1,7 +1,7 @@
 """The mesh of devices, its axes, and how arrays are sharded on it: logical axes, and one table from them to mesh axes.
 
-XLA partitions most of a model. Only attention over a row and the experts' exchange are written per shard, and kernels
-per platform (:func:`by_platform`).
+XLA partitions most of a model. Only attention over a row and the experts' exchange are written per
+shard, and kernels per platform (:func:`by_platform`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from jax_agent_rl.config import MeshConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.parameters import parameter_at
 
-# From the slowest to the fastest link: neighbouring devices, which exchange most, differ in the last axis.
+# From the slowest to the fastest link: neighbouring devices, which exchange most, differ in the
+# last axis.
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROWS = ("data", "fsdp", "expert")
 """Axes that split the rows of a batch."""
@@ -56,8 +57,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
         devices: of all processes, or described ones to compile for; None for ``jax.devices()``.
 
     Raises:
-        ConfigError: the mesh needs more devices than there are or, over several processes, fewer; a copy of the model
-            would span several TPU slices; or the mesh does not follow the links of a slice.
+        ConfigError: the mesh needs more devices than there are or, over several processes, fewer; a
+            copy of the model would span several TPU slices; or the mesh does not follow the links
+            of a slice.
     """
     devices = jax.devices() if devices is None else devices
     processes = len({device.process_index for device in devices})
@@ -246,8 +248,8 @@ def expect_described_tpus() -> None:
 def by_platform(*args: object, tpu: Callable[..., _T], default: Callable[..., _T]) -> _T:
     """Run ``tpu(*args)`` in programs for TPUs, ``default(*args)`` in others.
 
-    ``jax.lax.platform_dependent`` traces both. A process that cannot compile for TPUs skips the kernel, which halves
-    the time an engine takes to trace its programs.
+    ``jax.lax.platform_dependent`` traces both. A process that cannot compile for TPUs skips the
+    kernel, which halves the time an engine takes to trace its programs.
     """
     if _described_tpus or jax.default_backend() == "tpu":
         return jax.lax.platform_dependent(*args, tpu=tpu, default=default)

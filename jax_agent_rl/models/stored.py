@@ -6,11 +6,12 @@
     <folder>/v7/part-<n>.json      what process n wrote: a digest per chunk
     <folder>/v7/manifest.json      all parts, written last: it publishes the version
 
-Every process writes the shards of its own devices, one replica of each. A reader fetches the chunks that overlap its
-devices' shards, each once, and checks its digest. The weight update carries the manifest's digest, so a manifest of
-another version is noticed, too.
+Every process writes the shards of its own devices, one replica of each. A reader fetches the chunks
+that overlap its devices' shards, each once, and checks its digest. The weight update carries the
+manifest's digest, so a manifest of another version is noticed, too.
 
-Addresses are TensorStore key-value stores: ``gs://bucket/path/``, ``s3://…``; a plain path is a folder.
+Addresses are TensorStore key-value stores: ``gs://bucket/path/``, ``s3://…``; a plain path is a
+folder.
 """
 
 from __future__ import annotations

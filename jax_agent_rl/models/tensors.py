@@ -1,10 +1,10 @@
 """Tensors in safetensors files, and samples of tensors, by which two copies of a model are compared.
 
-A file has one tensor for each parameter, or several packed into one, or blocks of 4 bits. A parameter is read slice by
-slice, so that no host or device holds more than its part.
+A file has one tensor for each parameter, or several packed into one, or blocks of 4 bits. A
+parameter is read slice by slice, so that no host or device holds more than its part.
 
-Both sides of a comparison sample the same places, which follow from the tensor's shape alone, so that a copy that was
-transposed, misnamed, left at zero, rounded or not updated is noticed.
+Both sides of a comparison sample the same places, which follow from the tensor's shape alone, so
+that a copy that was transposed, misnamed, left at zero, rounded or not updated is noticed.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def save_tensors(
 ) -> None:
     """Write a safetensors file that whoever may read the folder's other files can read.
 
-    The library lets only the owner read its files: a server under another user could not load an exported model.
+    The library lets only the owner read its files: a server under another user could not load an
+        exported model.
 
     Args:
         tensors: by name.
@@ -153,7 +154,8 @@ def require_finite(name: str, tensor: np.ndarray) -> None:
     """Check the numbers of a tensor that is written for others.
 
     Raises:
-        ModelError: some are infinite or no numbers: the tensor's type cannot hold them, or training has diverged.
+        ModelError: some are infinite or no numbers: the tensor's type cannot hold them, or training
+            has diverged.
     """
     wrong = tensor.size - int(np.count_nonzero(np.isfinite(tensor)))
     if wrong:
@@ -241,7 +243,8 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
 class Mxfp4Slice:
     """A stack of matrices [E, in, out] in MXFP4: blocks of 32 numbers of 4 bits along ``in``, each with an exponent.
 
-    Rouhani et al. 2023, Microscaling data formats for deep learning, arXiv 2310.10537. Read as float32.
+    Rouhani et al. 2023, Microscaling data formats for deep learning, arXiv 2310.10537. Read as
+    float32.
 
     Args:
         blocks: opens uint8 [E, out, in / 32, 16], two numbers in each, the low bits first.
@@ -322,7 +325,8 @@ def read_slice(
 
 
 ELEMENTS = 128
-"""Elements per tensor; a tensor with 2 % of its elements wrong is found with a probability above 0.9."""
+"""Elements per tensor; a tensor with 2 % of its elements wrong is found with a probability above
+0.9."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,17 @@
 """Attention over packed token trees: the mask, and Pallas kernels for TPUs, forward and backward.
 
-Shapes: B rows, Q queries, T keys, H query heads, K key/value heads, G = H / K, h head size, n blocks.
+Shapes: B rows, Q queries, T keys, H query heads, K key/value heads, G = H / K, h head size, n
+blocks.
 
-The recurrence is FlashAttention's (Dao et al. 2022, arXiv 2205.14135): a program holds one block of scores, in float32,
-and the running maximum and sum of each query's softmax, so the program does not grow with the row. In addition:
+The recurrence is FlashAttention's (Dao et al. 2022, arXiv 2205.14135): a program holds one block of
+scores, in float32, and the running maximum and sum of each query's softmax, so the program does not
+grow with the row. In addition:
 
 - Fully masked pairs of blocks are found once, outside, and neither computed nor read.
-- Scores are [keys, queries], so that values per query (softmax statistics, index, depth) are a row of lanes, as in
-  memory, and only values per key (end of its subtree, depth) are a column.
-- A grid step serves one query head, so its block is a plain matrix; the G heads of a key/value head share a gradient.
+- Scores are [keys, queries], so that values per query (softmax statistics, index, depth) are a row
+  of lanes, as in memory, and only values per key (end of its subtree, depth) are a column.
+- A grid step serves one query head, so its block is a plain matrix; the G heads of a key/value head
+  share a gradient.
 """
 
 from __future__ import annotations
@@ -204,7 +207,8 @@ def _call(
         kernel: the kernel.
         plan: the blocks.
         inputs: padded arrays.
-        by_key: the grid is (B, K, key blocks, G, query blocks) instead of (B, H, query blocks, key blocks).
+        by_key: the grid is (B, K, key blocks, G, query blocks) instead of (B, H, query blocks, key
+            blocks).
         outputs: shapes and dtypes.
         output_kinds: how each output is cut.
         scratch: shapes of float32 buffers that live as long as the outer block.
@@ -438,7 +442,8 @@ def _live(
 def fetched_blocks(live: jax.Array) -> jax.Array:
     """Return int32 [B · n · m]: the block in memory at each step of the last axis.
 
-    A masked block keeps the one before it, so that nothing is read; the first live one is read early.
+    A masked block keeps the one before it, so that nothing is read; the first live one is read
+    early.
     """
     step = jnp.arange(live.shape[-1], dtype=jnp.int32)
     latest = jax.lax.cummax(jnp.where(live, step, -1), axis=2)

@@ -8,10 +8,11 @@ All is computed on the host::
     row                7           8       8       9       9       10         11
     column             7           8       9       8       9       10         11
 
-The last ``<image>`` was sampled: it is text. Text goes on after the largest number so far, as Qwen-VL models were
-trained (Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1; Bai et al. 2025, Qwen2.5-VL, arXiv 2502.13923,
-section 2.1.3, for the time of frames) and as vLLM and transformers before version 5 have it. (transformers 5 goes on
-after rows and columns alone, so that what follows a video of more groups than rows would stand before its end.)
+The last ``<image>`` was sampled: it is text. Text goes on after the largest number so far, as
+Qwen-VL models were trained (Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1; Bai et al.
+2025, Qwen2.5-VL, arXiv 2502.13923, section 2.1.3, for the time of frames) and as vLLM and
+transformers before version 5 have it. (transformers 5 goes on after rows and columns alone, so that
+what follows a video of more groups than rows would stand before its end.)
 
 Shapes: T tokens, P patches, N features, N = P / merge_size².
 """
@@ -97,7 +98,8 @@ class VisionProcessor:
         """Match images with their placeholders.
 
         Args:
-            ids: a context with one placeholder for each feature of an image; other placeholders are text.
+            ids: a context with one placeholder for each feature of an image; other placeholders are
+                text.
             images: by kind, in order of their placeholders.
 
         Raises:
@@ -209,8 +211,8 @@ def locate(
 ) -> list[ImageSpan]:
     """Return the placeholders of each item, in order of the ids.
 
-    An item takes the first run of its placeholder that is long enough and not taken yet. A placeholder in a shorter
-    run, or behind the last item, is text: a model may sample any id.
+    An item takes the first run of its placeholder that is long enough and not taken yet. A
+    placeholder in a shorter run, or behind the last item, is text: a model may sample any id.
 
     Args:
         vision: the tower.
@@ -264,8 +266,8 @@ def rope_positions(
         spans: its items, from :func:`locate`.
 
     Returns:
-        int32 [T, 3]: time, row, column of each token; and the offset of later text, whose token at index
-        ``i >= T`` has position ``i + offset`` in all three.
+        int32 [T, 3]: time, row, column of each token; and the offset of later text, whose token at
+        index ``i >= T`` has position ``i + offset`` in all three.
     """
     positions = np.empty((length, 3), np.int32)
     done, following = 0, 0  # tokens placed so far, position of the next text

@@ -1,17 +1,18 @@
 """The vision tower of Qwen2.5-VL and Qwen3-VL: image patches to features among a decoder's embeddings.
 
-Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): most layers attend within windows, whose patches lie side
-by side (``models.vision_context.layout``), some within a whole image or group of frames. Qwen3-VL (Bai et al. 2025,
-arXiv 2511.21631, section 2): all layers do the latter, patches have learned positions, and features of inner layers go
-to the decoder's first layers.
+Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): most layers attend within windows,
+whose patches lie side by side (``models.vision_context.layout``), some within a whole image or
+group of frames. Qwen3-VL (Bai et al. 2025, arXiv 2511.21631, section 2): all layers do the latter,
+patches have learned positions, and features of inner layers go to the decoder's first layers.
 
-Shapes: B sets of images, P patches, N features, U = P / N patches of a feature, D hidden, H heads, h head size,
-S patches of the largest window.
+Shapes: B sets of images, P patches, N features, U = P / N patches of a feature, D hidden, H heads,
+h head size, S patches of the largest window.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,8 @@ class VisionTower(Module):
         """Encode patches as features that replace the embeddings of placeholders.
 
         Args:
-            patches: float [.., P, patch_dim], as transformers' image processor gives them, padded at the end.
+            patches: float [.., P, patch_dim], as transformers' image processor gives them, padded
+                at the end.
             layout: of the same images; its arrays have the same leading axes.
             remat: what the backward pass recomputes, see ``models.decoder``.
             mesh: what the leading axis is split over, see ``models.sharding``; None on one device.
@@ -148,9 +150,8 @@ class VisionTower(Module):
         x = constrain(self._embed(patches, layout, mesh), mesh, ROWS, None, None)
         features, begin = [], 0
         for number, layer in enumerate(config.deepstack_layers):
-            x, _ = jax.lax.scan(
-                body, x, jax.tree.map(lambda x: x[begin : layer + 1], (state, full))
-            )  # noqa: B023
+            layers = slice(begin, layer + 1)
+            x, _ = jax.lax.scan(body, x, jax.tree.map(operator.itemgetter(layers), (state, full)))
             features.append(self._deepstack(x, number, mesh))
             begin = layer + 1
         x, _ = jax.lax.scan(

@@ -37,8 +37,8 @@ HEADER = (  # with its widths in step() within 80 columns
 class Progress:
     """Live display of a run in a terminal; on a pipe, plain lines and a heartbeat every 20 seconds.
 
-    Use it as a context manager. ``phase`` shows the current activity, with an optional live count; ``step`` adds a line
-    to the table.
+    Use it as a context manager. ``phase`` shows the current activity, with an optional live count;
+    ``step`` adds a line to the table.
     """
 
     def __init__(

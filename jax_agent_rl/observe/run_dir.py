@@ -1,14 +1,14 @@
 """The run folder, written and read.
 
-Its JSON Lines files only grow. A resumed run makes steps again that an earlier process has recorded. Nothing of them is
-removed before there is something in its place::
+Its JSON Lines files only grow. A resumed run makes steps again that an earlier process has
+recorded. Nothing of them is removed before there is something in its place::
 
     resume_after(5)                 the files stay as they are                      1 2 3 4 5 6 7
     the new step 6 is recorded      behind the old lines                            1 2 3 4 5 6 7 6'
     finish_step()                   one move: what is of abandoned steps is gone    1 2 3 4 5 6'
 
-Interrupted before, the folder holds what it held; the next process, which resumes from the same checkpoint, takes the
-lines after it for abandoned ones, too.
+Interrupted before, the folder holds what it held; the next process, which resumes from the same
+checkpoint, takes the lines after it for abandoned ones, too.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ Decode = Callable[[Sequence[int]], str]
 class RunDir:
     """Names and writes the files of one run.
 
-    ``config.json, metrics.jsonl, trajectories.jsonl, traces.jsonl, summary.json, reward.png, checkpoints/``, and
-    ``disagreement.json`` if engine and learner disagreed.
+    ``config.json, metrics.jsonl, trajectories.jsonl, traces.jsonl, summary.json, reward.png,
+    checkpoints/``, and ``disagreement.json`` if engine and learner disagreed.
 
     Args:
         path: created if it does not exist.
-        keep_trajectories: maximum number written per step and split, see :func:`jax_agent_rl.observe.selection.sample`.
+        keep_trajectories: maximum number written per step and split, see
+            :func:`jax_agent_rl.observe.selection.sample`.
     """
 
     def __init__(self, path: Path, *, keep_trajectories: int | None = None) -> None:
@@ -71,7 +72,8 @@ class RunDir:
         self._lock = threading.Lock()
         self._resumed: _Resumed | None = None
 
-    # Writing raises StorageError if the disk is full. The next resume removes a line written in part.
+    # Writing raises StorageError if the disk is full. The next resume removes a line written in
+    # part.
 
     def append(self, file: Path, records: Iterable[Mapping[str, Any]]) -> None:
         """Append lines to one of the folder's files, from any thread."""
@@ -240,8 +242,9 @@ def trajectory_record(
         trajectory: what is recorded.
         step: its training step.
         split: ``train`` or ``heldout``.
-        token_values: ``advantages`` and ``old_logprobs`` of its tokens with loss; they are laid out along
-            ``response_ids``, 0 at inserted ids without loss, null at constrained ids and where unknown.
+        token_values: ``advantages`` and ``old_logprobs`` of its tokens with loss; they are laid out
+            along ``response_ids``, 0 at inserted ids without loss, null at constrained ids and
+            where unknown.
     """
     record = {"step": step, "split": split}
     record |= {
@@ -381,7 +384,8 @@ class RecordSource(Protocol):
 class Records:
     """The records of a JSON Lines file, as far as they can be read: the file may be growing, truncated or damaged.
 
-    A :class:`RecordSource`. Lines that are no record of its kind are skipped and counted; :attr:`notes` reports them.
+    A :class:`RecordSource`. Lines that are no record of its kind are skipped and counted;
+    :attr:`notes` reports them.
 
     Attributes:
         file: need not exist.

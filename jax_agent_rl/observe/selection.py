@@ -28,13 +28,11 @@ class TrajectoryFilter:
 
     Attributes:
         split: ``train`` or ``heldout``.
-        step: training step.
-        min_step, max_step: bounds of the step, inclusive.
-        min_reward, max_reward: bounds of the reward, inclusive.
-        tool_error: kind of error of a tool call (``malformed``, ``timeout``, …); ``any``: any kind; ``none``: no error.
-        finish_reason: why the trajectory ended.
-        stop_reason: why one of its generations ended.
-        text: part of the trajectory's id or of its response, in any case.
+        step: training step. min_step, max_step: bounds of the step, inclusive. min_reward,
+        max_reward: bounds of the reward, inclusive. tool_error: kind of error of a tool call
+        (``malformed``, ``timeout``, …); ``any``: any kind; ``none``: no error. finish_reason: why
+        the trajectory ended. stop_reason: why one of its generations ended. text: part of the
+        trajectory's id or of its response, in any case.
 
     Raises:
         ConfigError: an unknown name.
@@ -162,8 +160,8 @@ def sample(
 ) -> list[T]:
     """Return up to ``limit`` trajectories of one step, in their order.
 
-    The best and the worst come first, then the rest of their groups (rewards mean something beside each other), then
-    random whole groups.
+    The best and the worst come first, then the rest of their groups (rewards mean something beside
+    each other), then random whole groups.
 
     Args:
         items: trajectories or their records.
@@ -189,7 +187,8 @@ class Fact(NamedTuple):
     """The properties of a trajectory on which the choice for the report depends.
 
     Attributes:
-        prompt, tokens: lengths; the page holds the prompt once per group, everything else for each member.
+        prompt, tokens: lengths; the page holds the prompt once per group, everything else for each
+            member.
     """
 
     split: str
@@ -266,11 +265,12 @@ class FactTable(FactSequence):
 def choose(facts: FactSequence, limit: int) -> tuple[set[int], bool]:
     """Choose at most ``limit`` trajectories (0: all) of at most :data:`MAX_TOKENS`, but at least one.
 
-    Every step and split has the same share: its best, its worst, and random others. Where that would be fewer than two,
-    only equally spaced steps have any.
+    Every step and split has the same share: its best, its worst, and random others. Where that
+    would be fewer than two, only equally spaced steps have any.
 
     Returns:
-        Positions, from 0, and whether requested trajectories were left out because of :data:`MAX_TOKENS`.
+        Positions, from 0, and whether requested trajectories were left out because of
+        :data:`MAX_TOKENS`.
     """
     if not limit:
         return set(range(len(facts))), False

@@ -113,7 +113,8 @@ def render(
 ) -> RenderableType:
     """Return one trajectory record (a line of ``trajectories.jsonl``) as a panel.
 
-    Sampled spans stand in «guillemets» as well as in colour, so that they can be distinguished without colours, too.
+    Sampled spans stand in «guillemets» as well as in colour, so that they can be distinguished
+    without colours, too.
 
     Args:
         record: see :func:`jax_agent_rl.observe.run_dir.trajectory_record`.
@@ -300,8 +301,9 @@ def view_run(
 ) -> None:
     """Print up to ``limit`` trajectories of a run, or of its groups as trees.
 
-    Unreadable parts of its folder are reported on stderr; without the run's tokenizer, ids are shown. All trajectories
-    are read once, to find those that are shown; these are read again, one (of trees, one group) at a time.
+    Unreadable parts of its folder are reported on stderr; without the run's tokenizer, ids are
+    shown. All trajectories are read once, to find those that are shown; these are read again, one
+    (of trees, one group) at a time.
 
     Args:
         data: the run, or a table of ``jax-agent-rl rollout``.
@@ -314,8 +316,8 @@ def view_run(
 
     Raises:
         DataError: it contains no trajectories, or none that matches.
-        ConfigError: an unknown ``sort`` or ``colour``, a tool error that the run does not have, or ``trees`` together
-            with options that do not affect them.
+        ConfigError: an unknown ``sort`` or ``colour``, a tool error that the run does not have, or
+            ``trees`` together with options that do not affect them.
     """
     if colour not in COLOURS:
         raise ConfigError(f"--color {colour!r}: choose one of {', '.join(COLOURS)}")

@@ -2,48 +2,52 @@
 
 The thresholds and their sources:
 
-no_reward: every reward of the first step is 0, and no later one differs
-    Our estimate: a small share of right answers is there from the start in what can be learned at all. A reward that
-    expects another form than the model writes, or compares with the wrong truth, looks like this.
-reward_collapse >= 0.9 of the best step's reward is gone for two steps (ends < 0.5), if that was at least 0.1
-    Our estimate: rewards vary between steps, but do not vanish. A broken policy also causes warnings of its symptoms,
-    which need a step more.
-reward_hacking >= 0.9 of the best step's accuracy is gone for two steps, but at most half of the reward (ends < 0.5)
-    Our estimate, from a run that earned 0.4 a trajectory by calls alone and answered nothing. For rewards with a part
-    ``accuracy`` or ``acc``.
-zero_variance >= 0.5 (ends < 0.3), for estimators that compare within groups
-    Half of the groups have equal outcomes, so half of the rollout gives no gradient. Yu et al. 2025 (DAPO, arXiv
+no_reward: every reward of the first step is 0, and no later one differs Our estimate: a small share
+    of right answers is there from the start in what can be learned at all. A reward that expects
+    another form than the model writes, or compares with the wrong truth, looks like this.
+reward_collapse >= 0.9 of the best step's reward is gone for two steps (ends < 0.5), if that was at
+    least 0.1 Our estimate: rewards vary between steps, but do not vanish. A broken policy also
+    causes warnings of its symptoms, which need a step more.
+reward_hacking >= 0.9 of the best step's accuracy is gone for two steps, but at most half of the
+    reward (ends < 0.5) Our estimate, from a run that earned 0.4 a trajectory by calls alone and
+    answered nothing. For rewards with a part ``accuracy`` or ``acc``.
+zero_variance >= 0.5 (ends < 0.3), for estimators that compare within groups Half of the groups have
+    equal outcomes, so half of the rollout gives no gradient. Yu et al. 2025 (DAPO, arXiv
     2503.14476) replace such groups from the start; at one half, that doubles the number of sampled tokens.
-truncated >= 0.2 (ends < 0.1)
-    The reward 0 of a truncated text says nothing about its content (DAPO, section 3.4: such samples disturb
-    training). In groups of 8, one in five is nearly two in every group.
-tool_errors >= 0.3 (ends < 0.15)
-    Our estimate: a model that learns to call tools makes mistakes and unlearns them; at almost one call in three, wrong
-    schemas, a missing package or an overloaded server are likelier, and every call has cost a turn.
-clipped >= 0.2; for sequence ratios >= 0.4 (ends at half)
-    Clipped terms have no gradient. Schulman et al. 2017 clip rare outliers; a fifth of all tokens means that the
-    policy moves further per batch than the trust region allows. Sequence ratios are clipped a hundred times as often
-    in healthy runs (Zheng et al. 2025, GSPO, arXiv 2507.18071, figure 2: 0.15).
-nonfinite_updates >= 1 in a step
-    A gradient that is not finite is a fault of the numbers, never noise. Its update changes nothing, and its
-    trajectories are dropped, so a run may go on like that without learning from a part of its data.
-logprob_gap >= 0.05 nats on average (ends < 0.03); not while tokens may be stale, whose gap is the policy's progress
-    NeMo RL's release tests allow mean exp |gap| < 1.05 between engine and learner, that is 0.05 nats.
-logprob_gap_growing >= 4 times what it was in the first steps, counted from 0.005 nats (ends < 2 times)
-    Runs with a growing gap collapse, and succeed with corrected log-probs (Yao et al. 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training"). 0.005: the gap of bfloat16.
-agreement_unchecked: no token of five steps could be compared
-    Our estimate: what is compared now and then is enough to notice an engine that serves another model.
-entropy_collapse >= 0.9 of the first steps' entropy is gone (ends < 0.8)
-    Cui et al. 2025 (arXiv 2505.22617): reward is traded for entropy; once over nine tenths of it are spent, so is
-    over nine tenths of the possible gain.
-tools_unused: not one call in a step, though tools are configured
-    Our estimate: a missing agent_name, a prompt without schemas or the wrong tool format look like this.
-learner_idle >= 0.2 of a step's time that another trainer.mode would save (sync), >= 0.4 that the learner waits (others)
-    See :func:`overlap_gain`: when both run at the same time, the shorter of rollout and learning is free.
-router_replay_missing >= 0.5 of a mixture's tokens (ends < 0.4)
-    Our estimate: an engine that reports experts leaves out the last token of each trajectory, and what its server lost.
-    Without replay, routers that round differently make ratios of MoE models spread (Ma et al. 2025, arXiv 2510.11370).
+truncated >= 0.2 (ends < 0.1) The reward 0 of a truncated text says nothing about its content (DAPO,
+    section 3.4: such samples disturb training). In groups of 8, one in five is nearly two in every
+    group.
+tool_errors >= 0.3 (ends < 0.15) Our estimate: a model that learns to call tools makes mistakes and
+    unlearns them; at almost one call in three, wrong schemas, a missing package or an overloaded
+    server are likelier, and every call has cost a turn.
+clipped >= 0.2; for sequence ratios >= 0.4 (ends at half) Clipped terms have no gradient. Schulman
+    et al. 2017 clip rare outliers; a fifth of all tokens means that the policy moves further per
+    batch than the trust region allows. Sequence ratios are clipped a hundred times as often in
+    healthy runs (Zheng et al. 2025, GSPO, arXiv 2507.18071, figure 2: 0.15).
+nonfinite_updates >= 1 in a step A gradient that is not finite is a fault of the numbers, never
+    noise. Its update changes nothing, and its trajectories are dropped, so a run may go on like
+    that without learning from a part of its data.
+logprob_gap >= 0.05 nats on average (ends < 0.03); not while tokens may be stale, whose gap is the
+    policy's progress NeMo RL's release tests allow mean exp |gap| < 1.05 between engine and
+    learner, that is 0.05 nats.
+logprob_gap_growing >= 4 times what it was in the first steps, counted from 0.005 nats (ends < 2
+    times) Runs with a growing gap collapse, and succeed with corrected log-probs (Yao et al. 2025,
+    "Your efficient RL framework secretly brings you off-policy RL training"). 0.005: the gap of
+    bfloat16.
+agreement_unchecked: no token of five steps could be compared Our estimate: what is compared now and
+    then is enough to notice an engine that serves another model.
+entropy_collapse >= 0.9 of the first steps' entropy is gone (ends < 0.8) Cui et al. 2025 (arXiv
+    2505.22617): reward is traded for entropy; once over nine tenths of it are spent, so is over
+    nine tenths of the possible gain.
+tools_unused: not one call in a step, though tools are configured Our estimate: a missing
+    agent_name, a prompt without schemas or the wrong tool format look like this.
+learner_idle >= 0.2 of a step's time that another trainer.mode would save (sync), >= 0.4 that the
+    learner waits (others) See :func:`overlap_gain`: when both run at the same time, the shorter of
+    rollout and learning is free.
+router_replay_missing >= 0.5 of a mixture's tokens (ends < 0.4) Our estimate: an engine that reports
+    experts leaves out the last token of each trajectory, and what its server lost. Without replay,
+    routers that round differently make ratios of MoE models spread (Ma et al. 2025, arXiv
+    2510.11370).
 recompilations >= 1 in a step
     Every shape is compiled before the first step; a new one costs seconds to minutes.
 """
@@ -303,8 +307,9 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
 def overlap_gain(record: Record, *, own_devices: bool) -> float:
     """Return the share of a synchronous step's time that one_step_off would save at best.
 
-    A step takes rollout + learning in sequence, but only the longer of the two when they overlap. An engine on the
-    learner's devices alternates with it: the learner can compute only while the engine waits, for tools.
+    A step takes rollout + learning in sequence, but only the longer of the two when they overlap.
+    An engine on the learner's devices alternates with it: the learner can compute only while the
+    engine waits, for tools.
 
     >>> overlap_gain({"learner_idle_share": 0.6, "engine_busy_share": 0.9}, own_devices=True)
     0.4

@@ -31,7 +31,8 @@ class Rule:
         value: the watched value.
         begins: the condition holds from this value on.
         ends: it is over below this value.
-        message: the observation, with ``{value}``, and ``{limit}`` for what cuts most trajectories off.
+        message: the observation, with ``{value}``, and ``{limit}`` for what cuts most trajectories
+            off.
         advice: what to do.
         steps: consecutive steps that it takes to begin, or to end.
     """
@@ -70,7 +71,8 @@ class Watch:
     """Evaluates rules on every step of a run.
 
     Args:
-        rules: with different names; not shared with another watch, because their values may remember earlier steps.
+        rules: with different names; not shared with another watch, because their values may
+            remember earlier steps.
         print_line: takes a warning that begins.
     """
 

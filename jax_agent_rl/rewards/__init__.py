@@ -1,13 +1,15 @@
 """Rewards: a trajectory is scored by the function of its row's data source, called in bounded time.
 
-``registry`` finds the function of a row's ``data_source`` and its arguments · ``rules`` and ``code`` built-in
-functions · ``judge`` a model as judge, and a reward server · ``workers`` processes that can be killed.
+``registry`` finds the function of a row's ``data_source`` and its arguments · ``rules`` and
+``code`` built-in functions · ``judge`` a model as judge, and a reward server · ``workers``
+processes that can be killed.
 
-``solution_str`` is the text of the last assistant turn unless the function was registered with another ``solution``:
-it excludes tool results, so an answer that only a tool wrote earns nothing. Three kinds of reward are separate: those
-of tools (``tool_rewards`` per call, ``tool_scores`` per tool for the whole trajectory), of the environment per turn
-(``turn_scores``), and the function's result, the final reward; a function may request the others by name to combine
-them. A function that exceeds ``reward.timeout`` loses its trajectory, not the run.
+``solution_str`` is the text of the last assistant turn unless the function was registered with
+another ``solution``: it excludes tool results, so an answer that only a tool wrote earns nothing.
+Three kinds of reward are separate: those of tools (``tool_rewards`` per call, ``tool_scores`` per
+tool for the whole trajectory), of the environment per turn (``turn_scores``), and the function's
+result, the final reward; a function may request the others by name to combine them. A function that
+exceeds ``reward.timeout`` loses its trajectory, not the run.
 
 ::
 
@@ -80,18 +82,21 @@ async def score(
 ) -> Trajectory:
     """Return the trajectory with its ``reward``, ``reward_parts`` and metrics.
 
-    ``metrics`` gains ``reward_seconds``, ``tool_reward`` and ``turn_score`` (sums over the trajectory).
+    ``metrics`` gains ``reward_seconds``, ``tool_reward`` and ``turn_score`` (sums over the
+    trajectory).
 
     Args:
         trajectory: not scored yet.
-        timeout: seconds the function may take, ``reward.timeout``; then its thread is abandoned, see
+        timeout: seconds the function may take, ``reward.timeout``; then its thread is abandoned,
+            see
             :mod:`jax_agent_rl.utils.threads`.
         services: what functions may request besides the trajectory and the row, e.g. ``judge``.
         workers: runs the synchronous functions of ``reward.path``; None: threads do.
 
     Raises:
-        RewardError: its data source has no function, the row lacks a requested field, the function raised, or its
-            score, a part of it, or what it adds up to with the tools' rewards is no number that float32 holds.
+        RewardError: its data source has no function, the row lacks a requested field, the function
+            raised, or its score, a part of it, or what it adds up to with the tools' rewards is no
+            number that float32 holds.
         RewardTimeoutError: the function took longer than ``timeout``.
     """
     began = time.perf_counter()
@@ -156,7 +161,8 @@ def _check_sums(trajectory: Trajectory, score: float) -> None:
 def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:
     """Return the text a reward function reads, turns joined by blank lines.
 
-    Reasoning stands in think blocks; :func:`jax_agent_rl.chat.thinking.answer_of` is the text without them.
+    Reasoning stands in think blocks; :func:`jax_agent_rl.chat.thinking.answer_of` is the text
+    without them.
     """
     turns = trajectory.num_turns
     wanted = ("assistant",) if which != "conversation" else ("assistant", "tool", "user")

@@ -1,15 +1,15 @@
 r"""Programs scored by tests in the sandbox.
 
-The program is the last fenced block of the solution that is tagged as Python, else the last without a tag. The truth
-is a mapping (or its JSON text) of one of three kinds::
+The program is the last fenced block of the solution that is tagged as Python, else the last without
+a tag. The truth is a mapping (or its JSON text) of one of three kinds::
 
     {"inputs": ["1 2\n", …], "outputs": ["3\n", …]}           stdin -> stdout, texts or lists of lines, one run each
     {"inputs": [[1, 2], …], "outputs": [3, …], "fn_name": "add"}          a function (or method of Solution), one run
     {"tests": "assert add(1, 2) == 3"}                                    asserts (a text or a list), one run
 
-Expected results never enter the process that runs the program: outputs are compared here, and asserts run in their own
-sandboxed process, which calls the program's functions and gets plain data back
-(:mod:`jax_agent_rl.tool_server.sandbox`).
+Expected results never enter the process that runs the program: outputs are compared here, and
+asserts run in their own sandboxed process, which calls the program's functions and gets plain data
+back (:mod:`jax_agent_rl.tool_server.sandbox`).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ async def _run(program: str, truth: Mapping[str, Any], sandbox: Sandbox) -> list
 def extract_program(text: str) -> str | None:
     r"""Return the last block of an answer that is tagged as Python, else the last one without a tag, or None.
 
-    Beside a tagged block, those without a tag show what it prints. A block that is not closed is no program: the model
-    was cut off.
+    Beside a tagged block, those without a tag show what it prints. A block that is not closed is no
+    program: the model was cut off.
 
     >>> extract_program("So:\n```python\nprint(1)\n```\nprints\n```\n1\n```")
     'print(1)\n'

@@ -146,7 +146,8 @@ class RemoteReward:
         url: address of the server.
         timeout: seconds per attempt.
         max_retries: retries after connection errors, timeouts and statuses such as 429 and 503.
-        retry_delay: seconds before the first retry, doubled each time; the server's ``Retry-After`` takes precedence.
+        retry_delay: seconds before the first retry, doubled each time; the server's ``Retry-After``
+            takes precedence.
         max_concurrency: limit of concurrent requests.
         requests_per_second: limit of requests started per second, evenly spaced; None: no limit.
         headers: headers of every request, e.g. an authorization.

@@ -9,7 +9,8 @@
 Arguments are passed by parameter name, looked up in this order:
 
 1. ``data_source, solution_str, ground_truth, extra_info`` (verl's four);
-2. the trajectory: ``trajectory, role, messages, finish_reason, num_turns, tool_rewards, tool_scores, turn_scores``;
+2. the trajectory: ``trajectory, role, messages, finish_reason, num_turns, tool_rewards,
+   tool_scores, turn_scores``;
 3. services of the run, e.g. ``judge``;
 4. fields of the row, of its ``extra_info``, of its ``reward_model``.
 
@@ -34,7 +35,8 @@ from jax_agent_rl.validation import as_score, did_you_mean, looks_like_number, s
 Score = float | Mapping[str, Any]
 ComputeScore = Callable[..., Score | Awaitable[Score]]
 Solution = Literal["last_turn", "assistant", "conversation"]
-"""Text that a reward function reads: the last assistant turn, all assistant turns, or tool results as well."""
+"""Text that a reward function reads: the last assistant turn, all assistant turns, or tool results
+as well."""
 
 _Function = TypeVar("_Function", bound=ComputeScore)
 CLASSIC = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -144,7 +146,8 @@ def row_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
 _MAX_NAMED = 20
 _REWARDS: dict[str, RewardFunction] = {}
 _ALL_ROWS = ""
-"""Data source of a function that scores every row: that of a file written for verl, see :func:`load_rewards`."""
+"""Data source of a function that scores every row: that of a file written for verl, see
+:func:`load_rewards`."""
 _FROM_FILES: dict[str, dict[str, RewardFunction]] = {}
 """What each imported file registered: a later run of the process imports it no second time."""
 
@@ -154,9 +157,9 @@ def register_reward(
 ) -> Callable[[_Function], _Function]:
     """Register a reward function for rows of these sources.
 
-    It may be async, and returns a number or a dict with ``"score"``; other numbers of the dict become
-    ``Trajectory.reward_parts`` and metrics of the run. A synchronous function may block: those of ``reward.path`` run
-    in worker processes (``reward.workers``), others in threads.
+    It may be async, and returns a number or a dict with ``"score"``; other numbers of the dict
+    become ``Trajectory.reward_parts`` and metrics of the run. A synchronous function may block:
+    those of ``reward.path`` run in worker processes (``reward.workers``), others in threads.
 
     Args:
         *data_sources: values of the row field ``data_source``, or patterns such as ``aime*`` for those without a
@@ -214,7 +217,8 @@ def split_score(
     Parts are the numbers beside ``score``; texts and collections are left out.
 
     Raises:
-        RewardError: there is no score, or it or a part is a number that is not finite or that float32 cannot hold.
+        RewardError: there is no score, or it or a part is a number that is not finite or that
+            float32 cannot hold.
     """
     named = result if isinstance(result, Mapping) else {"score": result}
     if "score" not in named:
@@ -246,9 +250,9 @@ def reward_failure(
 def load_rewards(path: str | None) -> None:
     """Import ``reward.path``, a Python file or module that registers more functions; None does nothing.
 
-    A later run of one process that names the file again gets the same functions, whatever other files registered since.
-    A file that registers none and has a ``compute_score`` was written for verl: that function scores every row, and
-    reads the whole conversation, as there.
+    A later run of one process that names the file again gets the same functions, whatever other
+    files registered since. A file that registers none and has a ``compute_score`` was written for
+    verl: that function scores every row, and reads the whole conversation, as there.
 
     Raises:
         ConfigError: it cannot be imported or registers a data source twice.
@@ -282,7 +286,8 @@ def require_rewards(
         services: names of what the run has, e.g. ``judge``.
 
     Raises:
-        ConfigError: names all unknown data sources, and all missing fields that reward functions request.
+        ConfigError: names all unknown data sources, and all missing fields that reward functions
+            request.
     """
     unknown: set[str] = set()
     lacking: set[tuple[str, str]] = set()

@@ -3,12 +3,13 @@ r"""Rule-based rewards: answers extracted from text, compared as numbers, mathem
 What the policy only thought is no answer: every extraction reads the text outside think blocks
 (:func:`jax_agent_rl.chat.thinking.answer_of`).
 
-Mathematical answers are compared by value with math-verify (extra ``math``): ``0.5``, ``1/2`` and ``\frac12`` are
-equal. That runs in worker processes (:mod:`jax_agent_rl.rewards.workers`), with a time limit.
+Mathematical answers are compared by value with math-verify (extra ``math``): ``0.5``, ``1/2`` and
+``\frac12`` are equal. That runs in worker processes (:mod:`jax_agent_rl.rewards.workers`), with a
+time limit.
 
-Answers of open-domain question answering are the content of the last ``<answer>…</answer>``, compared by exact match
-and F1 with SQuAD's normalization. Their truth is a string, a list of accepted strings, or ``{"target": …}`` with one of
-these, as in search-agent data sets.
+Answers of open-domain question answering are the content of the last ``<answer>…</answer>``,
+compared by exact match and F1 with SQuAD's normalization. Their truth is a string, a list of
+accepted strings, or ``{"target": …}`` with one of these, as in search-agent data sets.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ MAX_CHARS = 1 << 18
 """Number of characters, from the end of a solution, that a rule reads; bounds its time."""
 
 _BRACE = re.compile(r"[{}]")
-# "1,234.50": commas only where they separate thousands, so "3, 4" is two numbers. A minus right after a word or a
-# closing parenthesis is a subtraction or a hyphen ("10-3"), not a sign.
+# "1,234.50": commas only where they separate thousands, so "3, 4" is two numbers. A minus right
+# after a word or a closing parenthesis is a subtraction or a hyphen ("10-3"), not a sign.
 _NUMBER = re.compile(
     r"(?:(?<![\w)])[-−])?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -141,8 +142,8 @@ def shop(
 ) -> dict[str, float]:
     """Score 1 for the right answer, else a share of :data:`SHOP_CALLS` for the calls towards it.
 
-    ``results`` are the expected results of the question's calls, in order; a call counts if it returned the next one.
-    Each repeated call costs :data:`REPEATED_CALL`, down to a score of 0.
+    ``results`` are the expected results of the question's calls, in order; a call counts if it
+    returned the next one. Each repeated call costs :data:`REPEATED_CALL`, down to a score of 0.
 
     Returns:
         ``score``, and ``accuracy``: whether the answer is right.
@@ -167,7 +168,8 @@ def gsm8k(
 ) -> float:
     """Score 1 if the number after ``####`` equals the truth, else 0.
 
-    Without ``####``, ``extra_info["answer_format"] = "flexible"`` takes the last number; the default is ``"strict"``.
+    Without ``####``, ``extra_info["answer_format"] = "flexible"`` takes the last number; the
+    default is ``"strict"``.
     """
     answer = marked_number(solution_str)
     if answer is None and extra_info.get("answer_format", "strict") == "flexible":
@@ -209,7 +211,8 @@ def math_equal(solution_str: str, ground_truth: Any) -> dict[str, float]:
     )  # the last of several boxes counts; math-verify would take all
     solution = answer_of(solution_str) if answer_only is None else f"\\boxed{{{answer_only}}}"
     question = {"solution": solution, "truth": str(ground_truth), "seconds": SECONDS}
-    # Twice the three time limits: the wall time includes waiting for a free worker and for its start.
+    # Twice the three time limits: the wall time includes waiting for a free worker and for its
+    # start.
     answer = POOL.ask(question, timeout=6.0 * SECONDS)
     return {"score": answer["score"], "answered": float(bool(answer["extracted"]))}
 
@@ -234,7 +237,7 @@ def environment(turn_scores: Sequence[float]) -> float:
     return float(sum(turn_scores))
 
 
-# --- open-domain question answering -----------------------------------------------------------------------------------
+# --- open-domain question answering ---------------------------------------------------------------
 
 DATA_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

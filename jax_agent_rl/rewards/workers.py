@@ -55,7 +55,8 @@ class FunctionWorkers:
 
     Args:
         path: ``reward.path``, imported by every worker.
-        size: number of workers, and so of concurrent calls; waiting for one does not count towards their time.
+        size: number of workers, and so of concurrent calls; waiting for one does not count towards
+            their time.
     """
 
     def __init__(self, path: str, *, size: int):
@@ -100,7 +101,7 @@ class FunctionWorkers:
         self._pool.close()
 
 
-# --- in a worker process ----------------------------------------------------------------------------------------------
+# --- in a worker process --------------------------------------------------------------------------
 
 _ORPHAN_SECONDS = 5.0
 
@@ -114,8 +115,8 @@ def serve() -> None:
         {"call", "seconds"}                calls one of its functions       {"score", "parts"}
         {"solution", "truth", "seconds"}   compares mathematical answers    {"score": 0 or 1, "extracted"}
 
-    ``call`` is the pickled data source and arguments. math-verify limits its time with SIGALRM, which works only in the
-    main thread of a process.
+    ``call`` is the pickled data source and arguments. math-verify limits its time with SIGALRM,
+    which works only in the main thread of a process.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are the parent's
     worker_pool.serve(_answer_or_error)
@@ -144,7 +145,8 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
         except ImportError as error:
             return {"error": f"{error}; install the extra: pip install 'jax_agent_rl[math]'"}
     data_source, args, kwargs = pickle.loads(base64.b64decode(request["call"]))
-    # The parent kills a late worker. If the parent has died, this timer ends the process without the interpreter.
+    # The parent kills a late worker. If the parent has died, this timer ends the process without
+    # the interpreter.
     faulthandler.dump_traceback_later(request["seconds"] + _ORPHAN_SECONDS, file=2, exit=True)
     reward = find_reward(data_source)
     assert reward is not None, "the parent has the same file"

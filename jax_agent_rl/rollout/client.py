@@ -12,7 +12,8 @@
              return     resume with prompt + ids   server is lost; resume elsewhere
                         so far, exact budget       with what it had streamed
 
-A caller sees one whole output whatever happened to the engines below; only its own ``abort`` gives it a partial one.
+A caller sees one whole output whatever happened to the engines below; only its own ``abort`` gives
+it a partial one.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE
 logger = logging.getLogger(__name__)
 
 _MAX_INTERRUPTIONS = 100
-"""Interruptions in a row without a new id after which a request fails: an engine that always aborts is broken."""
+"""Interruptions in a row without a new id after which a request fails: an engine that always aborts
+is broken."""
 
 _MAX_LOSSES = 20
-"""Servers lost in a row under a request without a new id, after which the request is held responsible."""
+"""Servers lost in a row under a request without a new id, after which the request is held
+responsible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +58,8 @@ class ServingStats:
         servers_up: in rotation now.
         servers_lost: died, cut off, stalled or without current weights.
         servers_joined: entered the rotation after the first request.
-        stale_served: tokens older than the weights that were served when their part of a request began; 0, or an
-            engine served what it should have replaced.
+        stale_served: tokens older than the weights that were served when their part of a request
+            began; 0, or an engine served what it should have replaced.
     """
 
     servers_up: int
@@ -94,12 +97,13 @@ class LLMServerClient(ServerPool):
 
     Args:
         servers: see :class:`~jax_agent_rl.rollout.pool.ServerPool`; or call :meth:`start`.
-        decode_text: ids to text, special tokens included; finds stop strings that an interruption cut in two.
-            Without it, an interrupted request that has stop strings fails.
+        decode_text: ids to text, special tokens included; finds stop strings that an interruption
+            cut in two. Without it, an interrupted request that has stop strings fails.
         pool: further arguments of :class:`~jax_agent_rl.rollout.pool.ServerPool`.
 
     Attributes:
-        keeps_chunks: let servers that stream do so for every request, so that :meth:`partial` knows all ids.
+        keeps_chunks: let servers that stream do so for every request, so that :meth:`partial` knows
+            all ids.
     """
 
     def __init__(
@@ -170,27 +174,30 @@ class LLMServerClient(ServerPool):
         Args:
             request_id: unique among the running requests.
             prompt_ids: the whole context.
-            sampling_params: how to sample. A resumed request keeps its seed, so an engine that keys its draws by
-                seed and position continues as if nothing had happened.
-            session_id: shared by the requests of a trajectory; keeps them on one server, and before those of
-                sessions that began later.
+            sampling_params: how to sample. A resumed request keeps its seed, so an engine that keys
+                its draws by seed and position continues as if nothing had happened.
+            session_id: shared by the requests of a trajectory; keeps them on one server, and before
+                those of sessions that began later.
             session_ends: this is the session's last request.
-            image_data: images, for a multi-modal engine, in order of their placeholders in ``prompt_ids``, where each
-                placeholder stands as often as the model reads it (``ChatCodec.expand_media``).
+            image_data: images, for a multi-modal engine, in order of their placeholders in
+                ``prompt_ids``, where each placeholder stands as often as the model reads it
+                (``ChatCodec.expand_media``).
             video_data: videos, likewise.
-            lora: name of the adapter to sample with, of an engine that serves it; None is the plain model.
+            lora: name of the adapter to sample with, of an engine that serves it; None is the plain
+                model.
             resumed: see :class:`GenerateRequest`.
-            on_ids: called with new ids as they are sampled. They are provisional: a stop string across an
-                interruption takes ids back.
-            routed_experts_prompt_start: see :class:`~jax_agent_rl.rollout.protocol.GenerateRequest`.
+            on_ids: called with new ids as they are sampled. They are provisional: a stop string
+                across an interruption takes ids back.
+            routed_experts_prompt_start: see
+                :class:`~jax_agent_rl.rollout.protocol.GenerateRequest`.
 
         Returns:
             The output; ``StopReason.ABORTED`` only if :meth:`abort` was called for it.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for a sampled id.
-            TokenDriftError: a part of an interrupted request was conditioned on other ids than these (the caller
-                checks a whole output itself).
+            TokenDriftError: a part of an interrupted request was conditioned on other ids than
+                these (the caller checks a whole output itself).
             BackendError: the request failed, or every server is lost.
         """
         request = GenerateRequest(

@@ -130,9 +130,11 @@ def _straddling_stop(
     """Find a stop string across the seam of two parts, as an uninterrupted engine would have.
 
     Returns:
-        How many ids of ``after`` are kept (the last one completes the string), and the string; None if there is none.
+        How many ids of ``after`` are kept (the last one completes the string), and the string; None
+        if there is none.
     """
-    # A string of n bytes spans at most n ids that add text; a few more are allowed for ids without text.
+    # A string of n bytes spans at most n ids that add text; a few more are allowed for ids without
+    # text.
     window = max(len(s.encode()) for s in stop) + 8
     for kept in range(1, min(window, len(after)) + 1):
         tail = decode_text([*before[-window:], *after[:kept]][-window:])

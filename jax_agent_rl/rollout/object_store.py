@@ -5,8 +5,8 @@
     learner   store(tree) ──► put ──► StoredWeights (reference, checksum) ──► WeightUpdate of kind "object_store"
     engine    fetch(reference) ──► checksum ──► "arrays" or "safetensors", as the engine takes them
 
-Tensors are stored as plain bytes with their type and shape: Ray returns those as views of shared memory, while it would
-copy arrays of types that NumPy itself does not know (bfloat16).
+Tensors are stored as plain bytes with their type and shape: Ray returns those as views of shared
+memory, while it would copy arrays of types that NumPy itself does not know (bfloat16).
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def store(
 
     Args:
         update: of kind ``arrays`` (nested dicts) or ``safetensors`` (paths).
-        put: writes an object to the store; returns its reference. The object lives as long as the reference.
+        put: writes an object to the store; returns its reference. The object lives as long as the
+            reference.
         dtype: what arrays are rounded to; files are as their update says.
     """
     if update.kind == "safetensors":
@@ -124,7 +125,8 @@ async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpd
         fetch: returns an object by its reference.
 
     Raises:
-        WeightUpdateError: the payload is another, or the store returns other bytes than were written.
+        WeightUpdateError: the payload is another, or the store returns other bytes than were
+            written.
     """
     stored = update.payload
     if not isinstance(stored, StoredWeights):

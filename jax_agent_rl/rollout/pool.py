@@ -14,8 +14,9 @@
     recovery        consumes: a lost server. produces: another of its name.   waits for: back-off, its weights.
     watchdog        consumes: counters.      produces: lost servers.          waits for: its next check.
 
-Joins and updates exclude each other, so no server enters with outdated weights; the start of an engine (loading,
-compiling) does not block updates. No request reaches a server before it is in rotation.
+Joins and updates exclude each other, so no server enters with outdated weights; the start of an
+engine (loading, compiling) does not block updates. No request reaches a server before it is in
+rotation.
 """
 
 from __future__ import annotations
@@ -43,19 +44,22 @@ BackendFactory = Callable[[], RolloutBackend]
 """Makes a backend, not yet started; called again for every one that is lost."""
 
 _MIN_BACKOFF, _MAX_BACKOFF = 0.5, 30.0
-"""Seconds before a lost server is started again: doubled each time, with jitter of up to one half."""
+"""Seconds before a lost server is started again: doubled each time, with jitter of up to one half.
+"""
 
 
 class ServerPool:
     """Servers of one policy version; the base of :class:`~jax_agent_rl.rollout.client.LLMServerClient`.
 
     Args:
-        servers: started servers with different names, all at the same policy version; closed and not replaced when
-            they are lost.
+        servers: started servers with different names, all at the same policy version; closed and
+            not replaced when they are lost.
         max_in_flight_per_server: maximum concurrent requests per server; None: unlimited.
-        wait_for_server_seconds: how long requests wait while there is no server but one is expected.
+        wait_for_server_seconds: how long requests wait while there is no server but one is
+            expected.
         recovery_seconds: how long to retry a lost server that the pool started; 0: never.
-        stall_seconds: how long a server that the pool started may have requests and make no progress; None: unlimited.
+        stall_seconds: how long a server that the pool started may have requests and make no
+            progress; None: unlimited.
         seed: of the back-off's jitter.
     """
 
@@ -73,7 +77,8 @@ class ServerPool:
             max_in_flight=max_in_flight_per_server, wait_seconds=wait_for_server_seconds
         )
         self.check_server: Callable[[AsyncServer], None] = lambda server: None
-        """Called with every server that started, before it enters; raises where it cannot serve the run."""
+        """Called with every server that started, before it enters; raises where it cannot serve the
+        run."""
         self._recovery_seconds = recovery_seconds
         self._stall_seconds = stall_seconds
         self._seed = seed
@@ -123,7 +128,7 @@ class ServerPool:
         taken = [server.backend.capabilities.multi_modal for server in self.servers]
         return frozenset.intersection(*taken) if taken else self._modalities
 
-    # --- joining and leaving ----------------------------------------------------------------------------------
+    # --- joining and leaving ----------------------------------------------------------------------
 
     async def start(self, factories: Mapping[str, BackendFactory]) -> None:
         """Start the first servers side by side, by name, and the watchdog.
@@ -162,8 +167,8 @@ class ServerPool:
     async def join(self, name: str, make: BackendFactory, *, within: float = 600.0) -> None:
         """Start another server, bring it to the weights that are served, and take it into the rotation.
 
-        If the payload of the last update is gone, wait for the next one. A join that fails or is cancelled leaves
-        everything as it was.
+        If the payload of the last update is gone, wait for the next one. A join that fails or is
+        cancelled leaves everything as it was.
 
         Args:
             name: unique.
@@ -172,8 +177,8 @@ class ServerPool:
 
         Raises:
             ValueError: the name is in use.
-            WeightUpdateError: it refused the weights (their files may have been replaced meanwhile: join again), or has
-                newer ones.
+            WeightUpdateError: it refused the weights (their files may have been replaced meanwhile:
+                join again), or has newer ones.
             BackendError: it died.
             TimeoutError: it took too long.
         """
@@ -216,7 +221,8 @@ class ServerPool:
         """Take a started server into the rotation, also while requests are running.
 
         Raises:
-            ValueError: its name is in use, its weights are not those of the others, or weights are being updated.
+            ValueError: its name is in use, its weights are not those of the others, or weights are
+                being updated.
             BackendClosedError: the pool is being closed.
         """
         if self._closed:
@@ -253,8 +259,8 @@ class ServerPool:
 
         Args:
             name: of the server.
-            drain: let it finish its requests first; else they are resumed elsewhere. A backend that cannot abort always
-                does.
+            drain: let it finish its requests first; else they are resumed elsewhere. A backend that
+                cannot abort always does.
 
         Raises:
             KeyError: there is no such server.
@@ -329,13 +335,13 @@ class ServerPool:
         known = _weights_of(server)
         return not known or not self._weights or known == self._weights
 
-    # --- weights ----------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         """Update all servers at once, see :meth:`AsyncServer.update_weights`; fenced ones enter the rotation with it.
 
-        A server that dies of it, or refuses what another one took, is lost. While there is none but one is expected, an
-        update that lasts is kept for it.
+        A server that dies of it, or refuses what another one took, is lost. While there is none but
+        one is expected, an update that lasts is kept for it.
 
         Args:
             update: the new weights.
@@ -387,7 +393,7 @@ class ServerPool:
         entered = self._fenced.pop(server, None)
         return entered if entered is not None and not entered.done() else None
 
-    # --- losses -----------------------------------------------------------------------------------------------
+    # --- losses -----------------------------------------------------------------------------------
 
     def mark_lost(self, server: AsyncServer, why: str) -> None:
         """Take a lost server out of the rotation, end it, and replace it; its requests and sessions move on."""

@@ -1,8 +1,9 @@
 """The interface between agents and engines: every engine is a :class:`RolloutBackend`.
 
-An agent never sees an engine, only ``generate``: ids in; ids, log-probs, versions and a reason out. The engine
-never sees text, tools or messages. A backend declares in :class:`Capabilities` what it can do; the conformance suite
-tests exactly that, and a caller that needs more is refused at start, not in the middle of a run.
+An agent never sees an engine, only ``generate``: ids in; ids, log-probs, versions and a reason out.
+The engine never sees text, tools or messages. A backend declares in :class:`Capabilities` what it
+can do; the conformance suite tests exactly that, and a caller that needs more is refused at start,
+not in the middle of a run.
 
 Life of a backend::
 
@@ -41,38 +42,43 @@ class Capabilities:
     Attributes:
         max_model_len: maximum ids of prompt + output in one context.
         max_concurrent: requests decoded at the same time (more may be queued).
-        logprobs: log-probs are those of the distribution sampled from (after temperature, min-p, top-k, top-p).
-        any_sampling: any temperature, top_p, top_k and min_p. False: only temperature 1 of the whole vocabulary, and 0;
-            other requests are a BackendError.
-        sampling_replay: ``TokenOutput.supports`` has the ids that top-p, top-k, min-p and a grammar left at each draw,
-            and log-probs are normalized over them, so that a learner can score restricted draws exactly.
+        logprobs: log-probs are those of the distribution sampled from (after temperature, min-p,
+            top-k, top-p).
+        any_sampling: any temperature, top_p, top_k and min_p. False: only temperature 1 of the
+            whole vocabulary, and 0; other requests are a BackendError.
+        sampling_replay: ``TokenOutput.supports`` has the ids that top-p, top-k, min-p and a grammar
+            left at each draw, and log-probs are normalized over them, so that a learner can score
+            restricted draws exactly.
         seeds: a request's ``seed`` makes it reproducible whatever else is in the batch.
         stop_strings: ``SamplingParams.stop`` is honoured.
-        grammars: ``SamplingParams.grammar`` is honoured; a grammar that cannot be compiled is a BackendError.
-            Without ``sampling_replay`` all ids under a grammar are marked in ``TokenOutput.constrained``. Log-probs are
-            those of the distribution without what was excluded.
+        grammars: ``SamplingParams.grammar`` is honoured; a grammar that cannot be compiled is a
+            BackendError. Without ``sampling_replay`` all ids under a grammar are marked in
+            ``TokenOutput.constrained``. Log-probs are those of the distribution without what was
+            excluded.
         streaming: ``stream`` yields chunks as they are sampled.
         abort: ``abort`` returns partial outputs.
         pause_modes: modes ``pause`` accepts.
-        in_flight_update: weights may change while requests are frozen by ``PauseMode.KEEP``; each token
-            carries the version that produced it.
+        in_flight_update: weights may change while requests are frozen by ``PauseMode.KEEP``; each
+            token carries the version that produced it.
         prefix_reuse: KV of a common prefix is reused and counted in ``cached_tokens``.
         partial_update: a weight update may name some of the parameters only.
         priorities: ``GenerateRequest.priority`` orders the queue.
         multi_modal: kinds of non-text input, e.g. ``{"image"}``.
         lora: adapters can be named per request.
         routed_experts: outputs say which experts each position of the context chose, from
-            ``GenerateRequest.routed_experts_prompt_start`` to the last id but one: that id was never fed.
+            ``GenerateRequest.routed_experts_prompt_start`` to the last id but one: that id was
+            never fed.
         scoring: ``score`` gives log-probs of given ids.
         sleep: ``sleep``/``wake`` release and restore device memory.
-        precision: the coarsest rounding of weights, activations and KV: ``float32``, ``float16``, ``bfloat16``,
-            ``int8`` or ``fp8``. How closely engine and learner have to agree follows from it.
-        weight_dtype: dtype to which the engine rounds all weights as it takes them, one by one: sent in it, they are
-            the same. ``float32`` sends them as they are.
-        weight_payloads: payload kinds ``update_weights`` takes: ``"arrays"`` (a pytree of device arrays
-            of the same process), ``"safetensors"`` (paths of files), ``"tensorstore"`` (address of a folder),
-            ``"object_store"`` (a reference into Ray's store), ``"cuda_ipc"`` (tensors on a GPU of the machine),
-            ``"mesh"`` (nothing: the engine's process has them).
+        precision: the coarsest rounding of weights, activations and KV: ``float32``, ``float16``,
+            ``bfloat16``, ``int8`` or ``fp8``. How closely engine and learner have to agree follows
+            from it.
+        weight_dtype: dtype to which the engine rounds all weights as it takes them, one by one:
+            sent in it, they are the same. ``float32`` sends them as they are.
+        weight_payloads: payload kinds ``update_weights`` takes: ``"arrays"`` (a pytree of device
+            arrays of the same process), ``"safetensors"`` (paths of files), ``"tensorstore"``
+            (address of a folder), ``"object_store"`` (a reference into Ray's store), ``"cuda_ipc"``
+            (tensors on a GPU of the machine), ``"mesh"`` (nothing: the engine's process has them).
     """
 
     max_model_len: int
@@ -108,17 +114,20 @@ class GenerateRequest:
         request_id: unique while the request runs; names it in ``abort`` and in logs.
         prompt_ids: the whole context. The engine decides how much of it is already in its KV cache.
         sampling: how to sample.
-        session_id: shared by the requests of a trajectory: it keeps them on one server and hints that the next turn
-            will extend the KV of this context.
-        session_ends: no further turn of this session is expected; its KV may be reused for others first.
+        session_id: shared by the requests of a trajectory: it keeps them on one server and hints
+            that the next turn will extend the KV of this context.
+        session_ends: no further turn of this session is expected; its KV may be reused for others
+            first.
         priority: lower runs first; equal ones in order of arrival.
-        multi_modal: images and videos (see :mod:`jax_agent_rl.utils.media`) by kind, in order of their placeholders;
-            only kinds in ``Capabilities.multi_modal``. ``prompt_ids`` hold each placeholder as often as the model reads
-            it: an engine that would condition on other ids raises ``TokenDriftError``.
+        multi_modal: images and videos (see :mod:`jax_agent_rl.utils.media`) by kind, in order of
+            their placeholders; only kinds in ``Capabilities.multi_modal``. ``prompt_ids`` hold each
+            placeholder as often as the model reads it: an engine that would condition on other ids
+            raises ``TokenDriftError``.
         lora: adapter name, only with ``Capabilities.lora``.
-        resumed: how many of the last prompt ids an interrupted part of this generation sampled: its grammar, if any,
-            begins before them.
-        routed_experts_prompt_start: ids whose experts are not asked for, as earlier outputs reported them.
+        resumed: how many of the last prompt ids an interrupted part of this generation sampled: its
+            grammar, if any, begins before them.
+        routed_experts_prompt_start: ids whose experts are not asked for, as earlier outputs
+            reported them.
 
     Raises:
         ValueError: a value has the wrong type, or the prompt is empty.
@@ -187,29 +196,31 @@ class WeightUpdate:
 
     Attributes:
         version: policy version of these weights; must be greater than the one served.
-        kind: ``"arrays"``: ``payload`` is the learner's parameter pytree (device arrays of this process; the
-            engine copies on the device and keeps no reference). ``"safetensors"``: ``payload`` is a list of
-            file paths. ``"tensorstore"``: ``payload`` is the address of a version's folder, as
-            ``models.stored`` writes it. ``"object_store"``: a
+        kind: ``"arrays"``: ``payload`` is the learner's parameter pytree (device arrays of this
+            process; the engine copies on the device and keeps no reference). ``"safetensors"``:
+            ``payload`` is a list of file paths. ``"tensorstore"``: ``payload`` is the address of a
+            version's folder, as ``models.stored`` writes it. ``"object_store"``: a
             :class:`~jax_agent_rl.rollout.object_store.StoredWeights`. ``"cuda_ipc"``: Hugging Face names to arrays of
-            this process on one GPU of the machine. ``"broadcast"``: the same on one device, which are sent while the
-            engine takes the update. ``"mesh"``: None; every process of the
+            this process on one GPU of the machine. ``"broadcast"``: the same on one device, which
+            are sent while the engine takes the update. ``"mesh"``: None; every process of the
             learner keeps a copy of this version for its engine.
         payload: see ``kind``. Opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
-        lasting: the payload stays valid until the next update is made, so that a server that joins meanwhile can
-            take it, too. Arrays are not lasting: the learner's next step reuses their memory.
-        dtype: what the weights were rounded to, ``Capabilities.weight_dtype`` of the engines they are for; ``float32``:
-            they are as the learner has them.
-        digests: digests of the payload's files by name (``utils.weight_transfer``), checked before an engine takes
-            anything; files without one are not checked.
-        deltas: delta files (``utils.weight_transfer``) that make those of ``payload`` from the previous
-            version's, and the digest of the file each changes. Empty: this version is sent whole. None: so is the next,
-            and a server need not keep these files.
-        probe: log-probs of a few sequences, which the weights have to give where they arrive. Those of ``safetensors``
-            are in the files' metadata.
-        adapters: the LoRA adapters that change, by name (:class:`~jax_agent_rl.models.lora.PeftAdapter`), together with
-            the weights, or with ``partial`` and an empty payload alone; only with ``kind="arrays"``.
+        lasting: the payload stays valid until the next update is made, so that a server that joins
+            meanwhile can take it, too. Arrays are not lasting: the learner's next step reuses their
+            memory.
+        dtype: what the weights were rounded to, ``Capabilities.weight_dtype`` of the engines they
+            are for; ``float32``: they are as the learner has them.
+        digests: digests of the payload's files by name (``utils.weight_transfer``), checked before
+            an engine takes anything; files without one are not checked.
+        deltas: delta files (``utils.weight_transfer``) that make those of ``payload`` from the
+            previous version's, and the digest of the file each changes. Empty: this version is sent
+            whole. None: so is the next, and a server need not keep these files.
+        probe: log-probs of a few sequences, which the weights have to give where they arrive. Those
+            of ``safetensors`` are in the files' metadata.
+        adapters: the LoRA adapters that change, by name
+            (:class:`~jax_agent_rl.models.lora.PeftAdapter`), together with the weights, or with
+            ``partial`` and an empty payload alone; only with ``kind="arrays"``.
     """
 
     version: int
@@ -246,7 +257,8 @@ class Health:
         policy_version: version of the weights it serves.
         running: requests that sample.
         waiting: requests that wait for a slot.
-        kv_used_share: used share of the KV cache, kept prefixes included, in [0, 1]; None if not reported.
+        kv_used_share: used share of the KV cache, kept prefixes included, in [0, 1]; None if not
+            reported.
     """
 
     ok: bool
@@ -266,8 +278,9 @@ def _counter(help: str, default: Any = 0) -> Any:
 class BackendMetrics:
     """Counters since ``start``, each with its description; take differences for rates.
 
-    The occupancy of the decode slots is ``(generated_tokens - accepted_tokens) / slot_steps``. A draft is of one
-    request. ``recompilations`` are 0 in a healthy run, ``slot_steps`` where they are not counted.
+    The occupancy of the decode slots is ``(generated_tokens - accepted_tokens) / slot_steps``. A
+    draft is of one request. ``recompilations`` are 0 in a healthy run, ``slot_steps`` where they
+    are not counted.
     """
 
     generated_tokens: int = _counter("Ids sampled.")
@@ -319,7 +332,8 @@ class IdentifiesWeights(Protocol):
     """A backend whose engine outlives a run, and knows which weights it serves.
 
     Attributes:
-        weights_fingerprint: :attr:`WeightUpdate.fingerprint` of the last update; empty if it had none.
+        weights_fingerprint: :attr:`WeightUpdate.fingerprint` of the last update; empty if it had
+            none.
     """
 
     weights_fingerprint: str
@@ -392,9 +406,10 @@ class RolloutBackend(Protocol):
         """Take new weights. No token is ever sampled from a mix of versions; the prefix cache is reset.
 
         Raises:
-            WeightUpdateError: refused (wrong names, shapes, version or kind); the old weights are still served. An
-                engine that failed after they were overwritten says so, in ``health`` too, and serves nothing
-                (``EngineDiedError``) until a whole update succeeds.
+            WeightUpdateError: refused (wrong names, shapes, version or kind); the old weights are
+                still served. An engine that failed after they were overwritten says so, in
+                ``health`` too, and serves nothing (``EngineDiedError``) until a whole update
+                succeeds.
         """
         ...
 

@@ -7,10 +7,11 @@
         └─ update_weights ───────┤ a reference; Ray's object store holds the tensors once per node;
            (StoredWeights)       └ they are read there without copies, checked, and given to the engine
 
-An actor that died, or that Ray cannot reach, is lost: its requests fail with ``EngineDiedError``, and
+An actor that died, or that Ray cannot reach, is lost: its requests fail with ``EngineDiedError``,
+and
 :class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on. Ray would wrap an engine's exception in one of its
-own; so errors come back as values (:mod:`~jax_agent_rl.rollout.http.wire`), and an exception means that the actor
-itself is lost. :class:`EngineHost` is a plain class, tested without Ray.
+own; so errors come back as values (:mod:`~jax_agent_rl.rollout.http.wire`), and an exception means
+that the actor itself is lost. :class:`EngineHost` is a plain class, tested without Ray.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class RayBackend(ProxyBackend):
         make: builds the backend, inside the actor; it is sent there.
         name: shown in messages.
         options: Ray options of the actor: resources, placement and environment.
-        send_weights: yields a ``broadcast`` as it goes to the actor, and sends the weights; None: there are none.
+        send_weights: yields a ``broadcast`` as it goes to the actor, and sends the weights; None:
+            there are none.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class RayBackend(ProxyBackend):
         self._options = {"num_cpus": 0, **(options or {})}
         self._actor: Any = None
 
-    # --- life -------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the actor and the engine in it.
@@ -207,7 +209,7 @@ class RayBackend(ProxyBackend):
         more = frozenset() if self._send_weights is None else frozenset({BROADCAST})
         return replace(found, weight_payloads=found.weight_payloads | more)
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         return await self._call("generate", request=request)
@@ -227,7 +229,7 @@ class RayBackend(ProxyBackend):
             if not finished:
                 ray.cancel(answers)
 
-    # --- weights and state ------------------------------------------------------------------------------------
+    # --- weights and state ------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Send the update; the actor reads the weights from its node's object store, or takes part in a broadcast."""
@@ -249,7 +251,7 @@ class RayBackend(ProxyBackend):
     async def metrics(self) -> BackendMetrics:
         return await self._call("metrics")
 
-    # --- Ray --------------------------------------------------------------------------------------------------
+    # --- Ray --------------------------------------------------------------------------------------
 
     async def _call(self, method: str, **arguments: Any) -> Any:
         return self._value(await self._ask(self._open().call, method, **arguments))

@@ -11,9 +11,10 @@
                     │ is expected, for a limited time  ▼ common one; if both are empty, the first of another's, if
                   fail                            return the server                                 moving it pays
 
-Moving a session pays where its context is computed in less time than its server needs to get to it. Both are estimated
-from the requests that have ended; before the first of them, no room stays empty while a request waits. A session whose
-server takes several times as long as expected, because it hangs, say, waits for any server.
+Moving a session pays where its context is computed in less time than its server needs to get to it.
+Both are estimated from the requests that have ended; before the first of them, no room stays empty
+while a request waits. A session whose server takes several times as long as expected, because it
+hangs, say, waits for any server.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from jax_agent_rl.rollout.routing import Balancer, PrefixIndex, RequestCosts
 from jax_agent_rl.rollout.server import AsyncServer
 
 MoveRule = Callable[[float, float], bool]
-"""Takes the seconds of computing a context and of waiting for the server that has it; returns whether to move."""
+"""Takes the seconds of computing a context and of waiting for the server that has it; returns
+whether to move."""
 
 _PATIENCE, _MIN_PATIENCE_SECONDS = (
     4.0,
@@ -105,7 +107,7 @@ class RequestQueue:
         """Return the server of this name; raise ``KeyError`` if there is none."""
         return self._servers[name]
 
-    # --- servers ----------------------------------------------------------------------------------------------
+    # --- servers ----------------------------------------------------------------------------------
 
     def add(self, server: AsyncServer) -> None:
         """Take a server into the rotation.
@@ -144,7 +146,7 @@ class RequestQueue:
         self._expected.discard(name)
         self._check_outage()
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def acquire(self, request: GenerateRequest) -> AsyncServer | None:
         """Return a server, on which the request counts until :meth:`release`; None after :meth:`cancel`.
@@ -274,7 +276,7 @@ class RequestQueue:
             if not waiter.server.done()
         ]
 
-    # --- outages ----------------------------------------------------------------------------------------------
+    # --- outages ----------------------------------------------------------------------------------
 
     def _check_outage(self) -> None:
         """Without a server, start the clock of the waiting requests, or fail them if none is expected."""

@@ -18,14 +18,16 @@ MIN_SHARED_IDS = 1024
 """Shared ids below which recomputing a prompt costs less than an uneven load."""
 
 BUSY_RATIO, BUSY_MARGIN = 1.1, 2
-"""A server is clearly busier than another if it exceeds this ratio of the other's requests plus this margin. Chosen
-with ``benchmarks/prefix_routing.py``: with higher values, requests wait longer for slots than prompts would take."""
+"""A server is clearly busier than another if it exceeds this ratio of the other's requests plus
+this margin. Chosen with ``benchmarks/prefix_routing.py``: with higher values, requests wait longer
+for slots than prompts would take."""
 
 
 class PrefixIndex:
     """Remembers which server last computed the beginning of a prompt, by chained hashes of blocks of ids.
 
-    An engine may have evicted the prefix since: the index is a guess, and a wrong one costs a recomputed prompt.
+    An engine may have evicted the prefix since: the index is a guess, and a wrong one costs a
+        recomputed prompt.
 
     Args:
         max_blocks: blocks remembered (about 200 bytes each); the least recently used is evicted.
@@ -83,7 +85,8 @@ class PrefixIndex:
 class RequestCosts:
     """Estimates what requests cost from those that have ended, the last few hundred most of all.
 
-    Their seconds are fitted by least squares to the ids of their prompts that were computed and the ids sampled.
+    Their seconds are fitted by least squares to the ids of their prompts that were computed and the
+    ids sampled.
     """
 
     _DECAY = 1 - 1 / 256
@@ -122,13 +125,15 @@ class RequestCosts:
 class Balancer:
     """Sticky sessions over least-in-flight.
 
-    A session stays on its server, which has the KV of its context; :meth:`acquire` moves it when that server is gone or
-    full, which :class:`~jax_agent_rl.rollout.request_queue.RequestQueue` asks for when waiting costs more. Requests of
-    older sessions go first: in order of arrival, the next turn of a trajectory that the learner waits for would queue
-    behind first turns that nobody needs yet.
+    A session stays on its server, which has the KV of its context; :meth:`acquire` moves it when
+    that server is gone or full, which :class:`~jax_agent_rl.rollout.request_queue.RequestQueue`
+    asks for when waiting costs more. Requests of older sessions go first: in order of arrival, the
+    next turn of a trajectory that the learner waits for would queue behind first turns that nobody
+    needs yet.
 
-    A new session goes where the longest prefix of its prompt was computed lately, unless that server is clearly busier
-    than the least busy one. This pays off where prompts share long prefixes, as those of a group do.
+    A new session goes where the longest prefix of its prompt was computed lately, unless that
+    server is clearly busier than the least busy one. This pays off where prompts share long
+    prefixes, as those of a group do.
 
     Args:
         max_sessions: sessions remembered; the least recently used is forgotten.

@@ -176,8 +176,9 @@ class AsyncServer:
 
         Args:
             update: the new weights.
-            mode: what happens to running requests; None picks the gentlest the backend can do: keep them if
-                weights may change under them, else abort them (the client resumes them), else wait for them.
+            mode: what happens to running requests; None picks the gentlest the backend can do: keep
+                them if weights may change under them, else abort them (the client resumes them),
+                else wait for them.
 
         Raises:
             WeightUpdateError: refused; the old weights still serve.
@@ -258,7 +259,8 @@ _METRICS_TIMEOUT_SECONDS = 10.0
 class FleetMetrics:
     """The summed metrics of several engines; one that is gone or does not answer keeps its last values.
 
-    An engine that joins later counts from then on: a server that was only out of reach still has its old counters.
+    An engine that joins later counts from then on: a server that was only out of reach still has
+        its old counters.
 
     Args:
         backends: returns the current engines.

@@ -1,9 +1,9 @@
 """How a run is put together: from a configuration to engines, agents and learner, on one or several hosts.
 
-``train`` a whole run · ``build`` its components · ``sampling`` and ``scoring`` the half without a learner · ``engines``
-and ``placement`` which engines sample, and where · ``ray_cluster`` · ``publishers`` how weights reach them ·
-``multihost`` and ``multihost_engines`` several processes · ``policy`` which weights a command uses · ``serve`` ·
-``diagnosis``.
+``train`` a whole run · ``build`` its components · ``sampling`` and ``scoring`` the half without a
+learner · ``engines`` and ``placement`` which engines sample, and where · ``ray_cluster`` ·
+``publishers`` how weights reach them · ``multihost`` and ``multihost_engines`` several processes ·
+``policy`` which weights a command uses · ``serve`` · ``diagnosis``.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ async def build(
         print_line: takes a line of progress.
         channel: commands the learner's other processes, if any (``runtime.multihost``).
         folder: where traces go; None: the folder of ``run_dir``.
-        check_identity: called with what the run is of, before anything is loaded; raises where it must not go on.
+        check_identity: called with what the run is of, before anything is loaded; raises where it
+            must not go on.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
@@ -267,7 +268,8 @@ def check_server(config: Config, client: LLMServerClient, server: AsyncServer) -
     """Check that an engine can serve a training run, also one that joins or comes back.
 
     Raises:
-        ConfigError: it lacks an ability that the configuration uses, or input that the other engines take.
+        ConfigError: it lacks an ability that the configuration uses, or input that the other
+            engines take.
     """
     require_replay(config, server)
     require_grammars(config, server)

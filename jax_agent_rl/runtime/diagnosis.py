@@ -58,8 +58,8 @@ def diagnose_run(
 
     Args:
         run: the run folder.
-        version: version of the weights whose trajectories are compared; None: that of the breach, or the newest with a
-            checkpoint.
+        version: version of the weights whose trajectories are compared; None: that of the breach,
+            or the newest with a checkpoint.
         seconds: after which no other hypothesis is tried.
 
     Raises:

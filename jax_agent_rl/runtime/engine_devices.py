@@ -6,7 +6,8 @@
     expert   for a mixture, these instead: kernels prefer whole experts to parts of all
     data     as many engines as the process's other devices allow
 
-Only accelerators are filled up: simulated devices of a CPU share its cores, so they get one engine on one device.
+Only accelerators are filled up: simulated devices of a CPU share its cores, so they get one engine
+on one device.
 """
 
 from __future__ import annotations
@@ -213,8 +214,8 @@ def engine_shapes(config: Config) -> EngineShapes:
 def check_turns(config: Config, learner: Mesh, engines: Mesh) -> None:
     """Refuse a concurrent engine and learner on several common devices, which would deadlock.
 
-    Collectives run in launch order on each device. Programs of engine and learner launched concurrently have no common
-    order, so each could wait for a device that is in the other.
+    Collectives run in launch order on each device. Programs of engine and learner launched
+    concurrently have no common order, so each could wait for a device that is in the other.
 
     Args:
         config: the resolved configuration.
@@ -222,8 +223,8 @@ def check_turns(config: Config, learner: Mesh, engines: Mesh) -> None:
         engines: mesh of the colocated engines.
 
     Raises:
-        ConfigError: an engine and the learner span several of the same devices, and the trainer does not alternate
-            them.
+        ConfigError: an engine and the learner span several of the same devices, and the trainer
+            does not alternate them.
     """
     from jax_agent_rl.jetstream.sharding import split_mesh
 
@@ -243,7 +244,7 @@ def check_turns(config: Config, learner: Mesh, engines: Mesh) -> None:
     )
 
 
-# --- idle devices -------------------------------------------------------------------------------------------------
+# --- idle devices ---------------------------------------------------------------------------------
 
 
 def report_idle(

@@ -51,7 +51,8 @@ UNTRAINED = -1
 """Policy version of the model's files: any run's first weights (version 0) are newer."""
 
 SHORTEST_SERVED_SPAN = 256
-"""Positions that the programs for the shortest contexts attend to, where requests are of all lengths."""
+"""Positions that the programs for the shortest contexts attend to, where requests are of all
+lengths."""
 
 Weights = Callable[[], tuple[DecoderConfig, Params]]
 
@@ -60,9 +61,10 @@ def check_engine(config: Config) -> None:
     """Check, before minutes of loading, that nothing is missing.
 
     Raises:
-        ConfigError: vLLM is not installed or does not support the model or one of ``rollout.vllm.engine_args``, a
-            server's token is not set, ``rollout.jetstream.engine_factory`` does not exist, or a folder of
-            ``rollout.adapters`` is no adapter, or one of another model.
+        ConfigError: vLLM is not installed or does not support the model or one of
+            ``rollout.vllm.engine_args``, a server's token is not set,
+            ``rollout.jetstream.engine_factory`` does not exist, or a folder of ``rollout.adapters``
+            is no adapter, or one of another model.
     """
     for name, folder in config.rollout.adapters.items():
         read_settings(folder, key=f"rollout.adapters.{name}")
@@ -92,11 +94,13 @@ def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ())
     Args:
         config: the resolved configuration.
         codec: the model's tokenizer.
-        prompt_ids: a prompt of the run, checked against the model's vocabulary. Unused ids may exceed it: some
-            tokenizers have more ids (of images, print_line) than the model has embeddings.
+        prompt_ids: a prompt of the run, checked against the model's vocabulary. Unused ids may
+            exceed it: some tokenizers have more ids (of images, print_line) than the model has
+            embeddings.
 
     Raises:
-        ModelError: the files are missing, damaged or of an unknown family, or the tokenizer is another model's.
+        ModelError: the files are missing, damaged or of an unknown family, or the tokenizer is
+            another model's.
     """
     model = load_config(config.model.path, weights=True)
     largest = max((*codec.eos_token_ids, *prompt_ids))
@@ -145,12 +149,14 @@ def backend_factories(
     Args:
         config: the resolved configuration.
         codec: the model's codec.
-        weights: returns the model and its initial parameters; called only for engines that do not read them.
+        weights: returns the model and its initial parameters; called only for engines that do not
+            read them.
         print_line: takes a line of progress.
         version: policy version of the initial parameters.
         table: see :func:`one_program`.
-        serving: an embedded engine compiles a program when a request first needs it, and more of them for short
-            contexts: it answers sooner, and requests of many lengths are as fast as their own length allows.
+        serving: an embedded engine compiles a program when a request first needs it, and more of
+            them for short contexts: it answers sooner, and requests of many lengths are as fast as
+            their own length allows.
     """
     match config.rollout.backend:
         case "remote":
@@ -203,7 +209,8 @@ def make_engine(
         config: the resolved configuration.
         version: policy version of those files.
         print_line: takes a line of progress.
-        dtype: dtype of the parameters given to an embedded engine, now and later; None: :func:`parameter_dtype`.
+        dtype: dtype of the parameters given to an embedded engine, now and later; None:
+            :func:`parameter_dtype`.
     """
     use_compilation_cache()
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)

@@ -53,8 +53,8 @@ class RunIdentity:
 
     Attributes:
         config: its configuration, as JSON.
-        content: fingerprints of what the keys of ``config.resume.BY_CONTENT`` name, by key; without those that name
-            nothing.
+        content: fingerprints of what the keys of ``config.resume.BY_CONTENT`` name, by key; without
+            those that name nothing.
     """
 
     config: Mapping[str, Any]

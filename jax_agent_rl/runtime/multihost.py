@@ -5,16 +5,19 @@
     process 0   rollouts, rewards, filters ─► groups ─┬─► Learner.update ─► metrics, weights to the engines
     process 1…                                        └─► Learner.update          (follow)
 
-Data flow one way. Agents and tools run on process 0 only, engines on the learner's devices on every process
-(``runtime.multihost_engines``). Process 0 sends a command and JSON as an array of bytes: what the learner reads of the
-groups (ids, log-probs, rewards, images; no pickle). So every process packs the same rows and places its own shards.
-Metrics are computed on all devices and are equal everywhere. Each process reads the model's shards of its own devices
-and writes those of checkpoints, into a shared folder; a failure on one ends the run on all (``learner.checkpoint``).
+Data flow one way. Agents and tools run on process 0 only, engines on the learner's devices on every
+process (``runtime.multihost_engines``). Process 0 sends a command and JSON as an array of bytes:
+what the learner reads of the groups (ids, log-probs, rewards, images; no pickle). So every process
+packs the same rows and places its own shards. Metrics are computed on all devices and are equal
+everywhere. Each process reads the model's shards of its own devices and writes those of
+checkpoints, into a shared folder; a failure on one ends the run on all (``learner.checkpoint``).
 
-While agents run, the other processes wait at a barrier of jax's coordination service. Unlike a collective on devices it
-has no short timeout and notices when a process dies; then all others end, too.
+While agents run, the other processes wait at a barrier of jax's coordination service. Unlike a
+collective on devices it has no short timeout and notices when a process dies; then all others end,
+too.
 
-All processes execute one command at a time. After a signal, process 0 cancels the step on all of them, see
+All processes execute one command at a time. After a signal, process 0 cancels the step on all of
+them, see
 :meth:`ControlChannel.share`; then they save the state before it.
 """
 
@@ -106,8 +109,8 @@ def initialize(config: MultihostConfig) -> int:
             " own process_id"
         ) from error
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        # Only process 0 finds programs in the cache, and on CPUs a loaded program may exchange arrays in another order
-        # than a compiled one: the processes would deadlock.
+        # Only process 0 finds programs in the cache, and on CPUs a loaded program may exchange
+        # arrays in another order than a compiled one: the processes would deadlock.
         jax.config.update("jax_enable_compilation_cache", False)
     return jax.process_index()
 
@@ -179,7 +182,7 @@ def _from_process_0(numbers: Sequence[int]) -> np.ndarray:
     return np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(numbers, np.int32)))
 
 
-# --- process 0 ----------------------------------------------------------------------------------------------------
+# --- process 0 ------------------------------------------------------------------------------------
 
 
 class LeadingLearner:
@@ -188,7 +191,8 @@ class LeadingLearner:
     Args:
         learner: of this process.
         channel: commands the others.
-        averaged: whether ``learner`` holds the moving average of the parameters; the others then use theirs.
+        averaged: whether ``learner`` holds the moving average of the parameters; the others then
+            use theirs.
     """
 
     def __init__(
@@ -320,7 +324,7 @@ def stopping_others_on_failure() -> Iterator[None]:
         raise
 
 
-# --- the others ---------------------------------------------------------------------------------------------------
+# --- the others -----------------------------------------------------------------------------------
 
 
 def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
@@ -383,7 +387,7 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
             logger.warning("%s failed on process %d: %s", command, jax.process_index(), error)
 
 
-# --- groups as JSON -----------------------------------------------------------------------------------------------
+# --- groups as JSON -------------------------------------------------------------------------------
 
 
 _GROUPS = TypeAdapter(list[Group])

@@ -7,13 +7,13 @@
                                                                                                    │
     all          learner's parameters ── gathered one by one, by all processes together ───────────┘
 
-Requests and answers are those of any rollout server. Weights are not: all processes together copy a published version
-into the buffer of each (:class:`~jax_agent_rl.jetstream.weights.GatherParams`), before process 0 tells the
-engines to take it. Only its number is sent.
+Requests and answers are those of any rollout server. Weights are not: all processes together copy a
+published version into the buffer of each (:class:`~jax_agent_rl.jetstream.weights.GatherParams`),
+before process 0 tells the engines to take it. Only its number is sent.
 
-The other engines start while process 0 starts its own. They find each other by the key-value store of jax's
-coordination service, which holds the token and the addresses, and the fingerprints of the models that each process has
-on its disk: they have to be the same ones.
+The other engines start while process 0 starts its own. They find each other by the key-value store
+of jax's coordination service, which holds the token and the addresses, and the fingerprints of the
+models that each process has on its disk: they have to be the same ones.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def on_every_host(config: Config) -> bool:
     )
 
 
-# --- weights ------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 class WeightBuffer:
@@ -124,7 +124,7 @@ def make_host_engine(
     return weight_buffer.serve(engine)
 
 
-# --- discovery -----------------------------------------------------------------------------------------------------
+# --- discovery ------------------------------------------------------------------------------------
 
 
 class HostRegistry:
@@ -264,7 +264,7 @@ def own_address(coordinator: str | None) -> str:
     return socket.gethostbyname(socket.gethostname())
 
 
-# --- process 0 ----------------------------------------------------------------------------------------------------
+# --- process 0 ------------------------------------------------------------------------------------
 
 
 async def join_hosts(
@@ -292,7 +292,7 @@ async def join_hosts(
     return list(connect)
 
 
-# --- the others ---------------------------------------------------------------------------------------------------
+# --- the others -----------------------------------------------------------------------------------
 
 
 class HostEngine:

@@ -44,8 +44,8 @@ async def open_places(
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Reserve a place in Ray for each of ``rollout.num_engines``; none if all is colocated.
 
-    Open it before anything computes: processes that Ray starts should not be forked from one with threads, and only the
-    reservation decides which GPUs the learner sees.
+    Open it before anything computes: processes that Ray starts should not be forked from one with
+    threads, and only the reservation decides which GPUs the learner sees.
 
     Args:
         config: the resolved configuration.
@@ -61,7 +61,8 @@ async def open_places(
     if rollout.placement == "colocated":
         yield []
         return
-    # A learner of several processes, or one that gpu.sh started, gets its devices from the launcher.
+    # A learner of several processes, or one that gpu.sh started, gets its devices from the
+    # launcher.
     on_gpus = rollout.gpus_per_engine and os.environ.get("JAX_PLATFORMS") != "cpu"
     multihost = config.learner.multihost
     alone = multihost.coordinator is None and multihost.num_processes in (None, 1)
@@ -143,8 +144,8 @@ _LATER = itertools.count()
 def first_version(config: Config) -> int:
     """Return the policy version that engines start with.
 
-    Only an engine in the learner's sole process starts with the learner's weights (version 0). Others read the model's
-    files, which are older than a run's first weights.
+    Only an engine in the learner's sole process starts with the learner's weights (version 0).
+    Others read the model's files, which are older than a run's first weights.
     """
     alone = config.rollout.placement == "colocated" and not on_every_host(config)
     return 0 if alone and config.rollout.backend != "remote" else UNTRAINED
@@ -210,8 +211,9 @@ async def _room(
 ) -> AsyncIterator[None]:
     """Take servers out of the rotation, moving their requests, and let them sleep; undo both in the end.
 
-    They return with their old weights and take the next update like all others. Without other servers they stay. An
-    engine that fails to sleep or wake returns, too: its next request or update reports and handles the failure.
+    They return with their old weights and take the next update like all others. Without other
+    servers they stay. An engine that fails to sleep or wake returns, too: its next request or
+    update reports and handles the failure.
     """
     servers = _find(client, names)
     if leaves and len(client.servers) == len(servers):

@@ -115,18 +115,21 @@ def export_run(
 
     Args:
         run: the run folder.
-        out: the folder to write: a new one, or that of an older export, which is replaced as a whole.
+        out: the folder to write: a new one, or that of an older export, which is replaced as a
+            whole.
         step: step of the checkpoint; None: the newest.
         dtype: dtype of the weights, see :data:`~jax_agent_rl.models.convert.DTYPES`.
-        adapter: write only the adapters, for PEFT; those of ``agent.role_adapters`` to a folder each.
+        adapter: write only the adapters, for PEFT; those of ``agent.role_adapters`` to a folder
+            each.
         ema: write the moving average of what was trained.
 
     Raises:
-        CheckpointError: not a run folder, its checkpoint is missing or damaged, or the model that it was trained over
-            is another one now.
-        ModelError: an unknown ``dtype``, or one that cannot hold the weights; or ``out`` holds something else.
-        ConfigError: ``adapter`` for a run that trained the whole model, or a whole model of one that trained several
-            adapters; ``ema`` for one without an average.
+        CheckpointError: not a run folder, its checkpoint is missing or damaged, or the model that
+            it was trained over is another one now.
+        ModelError: an unknown ``dtype``, or one that cannot hold the weights; or ``out`` holds
+            something else.
+        ConfigError: ``adapter`` for a run that trained the whole model, or a whole model of one
+            that trained several adapters; ``ema`` for one without an average.
     """
     target = named_dtype(dtype)
     saved = saved_run(run, step)
@@ -235,9 +238,11 @@ class SavedRun:
     """One checkpoint of a run.
 
     Attributes:
-        trained: what the run trained when it was written, which a resumed run may have changed since.
+        trained: what the run trained when it was written, which a resumed run may have changed
+            since.
         notes: what the checkpoint says about itself.
-        tree: the configuration then, with the run's newest places of models and checkpoints, as JSON.
+        tree: the configuration then, with the run's newest places of models and checkpoints, as
+            JSON.
     """
 
     trained: TrainedRun
@@ -309,8 +314,8 @@ def saved_run(run: Path, step: int | None = None) -> SavedRun:
 def resolve_model(path: str) -> str:
     """Return the Hugging Face folder of ``model.path``: of a run folder its newest checkpoint's, exported once.
 
-    The folder is found by the content of the checkpoint, so that a run that was rewound, and has written the same step
-    again, is exported again.
+    The folder is found by the content of the checkpoint, so that a run that was rewound, and has
+    written the same step again, is exported again.
 
     Raises:
         CheckpointError: the run has no complete checkpoint.

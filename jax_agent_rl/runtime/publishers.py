@@ -39,9 +39,10 @@ class WeightFiles:
 
     Args:
         config: the model.
-        probe_ids: sequences whose log-probs prove that an engine loaded the weights correctly; any text will do.
-        folder: where to make the folder; None: shared memory (``/dev/shm``) where there is some, so that no byte goes
-            to a disk, else the temporary folder.
+        probe_ids: sequences whose log-probs prove that an engine loaded the weights correctly; any
+            text will do.
+        folder: where to make the folder; None: shared memory (``/dev/shm``) where there is some, so
+            that no byte goes to a disk, else the temporary folder.
         shard_bytes: most bytes per file: that much host memory is needed besides.
 
     Raises:
@@ -69,7 +70,8 @@ class WeightFiles:
         self.digests: dict[str, str] = {}
         """Of the newest version's files, by name."""
         self.deltas: dict[str, str] = {}
-        """Paths of what changed in each file since the version before, with the digest of the file that changed."""
+        """Paths of what changed in each file since the version before, with the digest of the file
+        that changed."""
 
     def write(
         self, params: Params, version: int, *, dtype: str = AS_THEY_ARE, delta: bool = False
@@ -82,7 +84,8 @@ class WeightFiles:
             params: the parameters.
             version: their policy version.
             dtype: what they are rounded to.
-            delta: also write what changed since the version before, if there is one and not too much did.
+            delta: also write what changed since the version before, if there is one and not too
+                much did.
 
         Raises:
             WeightUpdateError: they could not be written.
@@ -151,7 +154,8 @@ class WeightFiles:
 
 
 PROBE_LENGTH = 96
-"""Length of the context that verifies an update: touches every parameter and is cheap to recompute."""
+"""Length of the context that verifies an update: touches every parameter and is cheap to recompute.
+"""
 
 
 FindDtype = Callable[[], str]
@@ -181,7 +185,8 @@ class FilePublisher(Publisher):
     Args:
         files: writes them.
         find_dtype: see :data:`FindDtype`.
-        full_every: every so many versions all numbers are sent, else those that changed; 1: always all.
+        full_every: every so many versions all numbers are sent, else those that changed; 1: always
+            all.
     """
 
     files: WeightFiles
@@ -213,7 +218,8 @@ class FilePublisher(Publisher):
 class DevicePublisher(Publisher):
     """Publishes tensors on one device, to vLLM engines; files while an engine takes no others.
 
-    The device holds a copy of the weights, in the engines' precision, so that an engine that is restarted can take it.
+    The device holds a copy of the weights, in the engines' precision, so that an engine that is
+    restarted can take it.
 
     Args:
         model: the policy's hyperparameters.
@@ -273,8 +279,8 @@ class ObjectStorePublisher(Publisher):
     Args:
         inner: makes the update in the engines' form.
         find_dtype: see :data:`FindDtype`.
-        score_probe: see :class:`ScoreProbe`; None if the inner one brings a probe, and for a learner of several
-            processes.
+        score_probe: see :class:`ScoreProbe`; None if the inner one brings a probe, and for a
+            learner of several processes.
     """
 
     inner: Publisher
@@ -357,12 +363,14 @@ def make_publisher(
         config: the resolved configuration.
         model: the policy's hyperparameters.
         probe_ids: a typical context, with which weights are verified after a transfer.
-        find_dtype: see :data:`FindDtype`; for engines of this process, nothing is rounded on the way.
+        find_dtype: see :data:`FindDtype`; for engines of this process, nothing is rounded on the
+            way.
         find_payloads: returns the kinds of payload that all engines take.
         weight_buffer: this process's buffer, where every process of the learner has an engine.
 
     Raises:
-        ConfigError: ``rollout.weight_dir`` does not exist, or a learner of several processes should broadcast.
+        ConfigError: ``rollout.weight_dir`` does not exist, or a learner of several processes should
+            broadcast.
     """
     if weight_buffer is not None:
         return MeshPublisher(weight_buffer)

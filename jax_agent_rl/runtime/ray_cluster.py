@@ -25,23 +25,25 @@ RAY_FIX = (
 """What to do about a cluster that does not answer."""
 _READY_SECONDS = 60.0
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Set to 0, it makes Ray listen on loopback only, which is the default only on Windows and macOS."""
+"""Set to 0, it makes Ray listen on loopback only, which is the default only on Windows and macOS.
+"""
 
 
 @asynccontextmanager
 async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[None]:
     """Connect to Ray while the context lasts; a cluster not started here keeps running after it.
 
-    Without an address, a cluster is started on this machine: on loopback only, with a new token. Its processes inherit
-    the environment variables of this one.
+    Without an address, a cluster is started on this machine: on loopback only, with a new token.
+    Its processes inherit the environment variables of this one.
 
     Args:
-        address: a running cluster, whose token is where Ray looks for it (``RAY_AUTH_TOKEN``); None: ``RAY_ADDRESS``,
-            if set.
+        address: a running cluster, whose token is where Ray looks for it (``RAY_AUTH_TOKEN``);
+            None: ``RAY_ADDRESS``, if set.
         bundles: places in a cluster started here, regardless of the number of cores.
 
     Raises:
-        ConfigError: Ray is not installed, there is no cluster at the address, or it does not answer.
+        ConfigError: Ray is not installed, there is no cluster at the address, or it does not
+            answer.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     if not address:
@@ -60,7 +62,8 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
     if not address:
         cores = max(os.cpu_count() or 1, bundles)
         options |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False, "num_cpus": cores}
-    # Ray's processes are other programs from the start, so JAX's warning of deadlocks after a fork is not for them.
+    # Ray's processes are other programs from the start, so JAX's warning of deadlocks after a fork
+    # is not for them.
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     where = (
         f"the Ray cluster at rollout.ray_address={address}"
@@ -130,14 +133,15 @@ async def reserve(
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Reserve a bundle of a placement group for the learner, on this node, and one for every engine.
 
-    Engines with GPUs are packed onto as few nodes as possible, nearest to the learner; engines on CPUs are spread,
-    because on one node they would share its cores. This process sees only the GPUs of its bundle
-    (``CUDA_VISIBLE_DEVICES``), and must not have initialized any before.
+    Engines with GPUs are packed onto as few nodes as possible, nearest to the learner; engines on
+    CPUs are spread, because on one node they would share its cores. This process sees only the GPUs
+    of its bundle (``CUDA_VISIBLE_DEVICES``), and must not have initialized any before.
 
     Args:
         engines: how many.
         gpus_per_engine: 0: engines on CPUs.
-        learner_gpus: GPUs of the learner's bundle; None: the learner has its place, for engines that join it.
+        learner_gpus: GPUs of the learner's bundle; None: the learner has its place, for engines
+            that join it.
 
     Yields:
         Ray's actor options of each engine.

@@ -357,7 +357,8 @@ def read_rows(config: Config, tools: ToolRegistry | None, source: Source) -> Dat
         source: files and count.
 
     Raises:
-        ConfigError, DataError: the file is missing, or a row is malformed or names something unknown.
+        ConfigError, DataError: the file is missing, or a row is malformed or names something
+            unknown.
     """
     files, limit = source
     adapters = (

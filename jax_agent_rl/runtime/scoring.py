@@ -1,6 +1,7 @@
 """Scoring of a run's trajectories: the ``reward`` section, and the services that reward functions need.
 
-Frozen models in engines of their own are among them: judges, and players of roles that are not trained.
+Frozen models in engines of their own are among them: judges, and players of roles that are not
+trained.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ async def reward_server(config: Config) -> AsyncIterator[None]:
 def needed_services(config: Config, rows: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the services that the rows' reward functions need, and check that they exist.
 
-    With ``algorithm.adv_estimator=none`` nothing is learned from rewards: rows may have no function, and get 0.
+    With ``algorithm.adv_estimator=none`` nothing is learned from rewards: rows may have no
+    function, and get 0.
 
     Raises:
         ConfigError: a row has no reward function, or its function needs a missing service.

@@ -131,7 +131,8 @@ async def serve_rollouts(
         print_line: takes a line of progress.
 
     Raises:
-        ConfigError: ``rollout.backend`` is remote, the token is missing, or the address cannot be used.
+        ConfigError: ``rollout.backend`` is remote, the token is missing, or the address cannot be
+            used.
     """
     if config.rollout.backend == "remote":
         raise ConfigError(
@@ -174,8 +175,8 @@ async def read_engines(servers: Sequence[AsyncServer]) -> list[Metric]:
 def serving_config(config: Config, *, fixed_length: bool) -> Config:
     """Return a configuration for clients instead of training: its lengths and turns are no budgets.
 
-    A context of an embedded engine may be as long as the model reads and the KV cache holds. The cache and the chunks
-    of prompts keep the sizes they have in training.
+    A context of an embedded engine may be as long as the model reads and the KV cache holds. The
+    cache and the chunks of prompts keep the sizes they have in training.
 
     Args:
         config: the resolved configuration.

@@ -140,7 +140,7 @@ def _vocabulary(path: str) -> dict[str, int]:
         raise ModelError(f"the tokenizer {file} cannot be read: {error}") from error
 
 
-# --- served elsewhere ---------------------------------------------------------------------------------------------
+# --- served elsewhere -----------------------------------------------------------------------------
 
 
 class ScoresTokens(Protocol):

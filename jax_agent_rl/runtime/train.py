@@ -58,13 +58,16 @@ async def train(
     """Run training to its end and return the summary, which is also written to ``summary.json``.
 
     Args:
-        config: the configuration; a number is added to its ``run_dir`` if that folder exists, unless resuming.
+        config: the configuration; a number is added to its ``run_dir`` if that folder exists,
+            unless resuming.
         resume: continue from a checkpoint; ``if_any``: start a new run if there is none.
         console: where progress and results are printed.
-        from_step: step of the checkpoint; None: the newest. Newer ones are deleted once the run has made its next step.
-        accept_changes: keys that may differ from what the checkpoint was trained with, although they define it.
-        exit_within: called once an interrupted run is saved, before everything is closed, with the seconds that closing
-            may take; with 0 at the second interruption.
+        from_step: step of the checkpoint; None: the newest. Newer ones are deleted once the run has
+            made its next step.
+        accept_changes: keys that may differ from what the checkpoint was trained with, although
+            they define it.
+        exit_within: called once an interrupted run is saved, before everything is closed, with the
+            seconds that closing may take; with 0 at the second interruption.
 
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step exists.
@@ -152,7 +155,8 @@ async def _train(
                 else _restore(runtime, checkpointer, folder, resumption)
             )
             record.identity = dict(runtime.identity)
-            # Not before: a configuration that does not fit the checkpoint must not take the place of the one that does.
+            # Not before: a configuration that does not fit the checkpoint must not take the place
+            # of the one that does.
             folder.write_json(folder.config, config.model_dump(mode="json"))
             record.cursor = record.cursor or runtime.cursor.state()
             trainer = TRAINERS[config.trainer.mode](
@@ -276,8 +280,9 @@ def _read_summary(run: Path) -> dict[str, Any]:
 def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, bool]:
     """Return the run folder, and whether the run continues from a checkpoint.
 
-    With ``if_any``, a run that was killed before its first checkpoint begins again in its own folder: the command that
-    started it is given again and again, and would leave a folder behind each time.
+    With ``if_any``, a run that was killed before its first checkpoint begins again in its own
+    folder: the command that started it is given again and again, and would leave a folder behind
+    each time.
 
     Raises:
         CheckpointError: there is no checkpoint to resume, or there are some of another run.

@@ -8,9 +8,9 @@
     {"prompt_ids": […], "response_ids": […], …}         a sequence that ``jax-agent-rl rollout`` wrote
     {"prompt_ids": […], "turns": […], …}                a line of a run's ``trajectories.jsonl``
 
-A conversation is encoded as a rollout would have built it, turn by turn, so that it is tokenized as the policy will
-see it: the assistant's ids, with the one that ends the turn, carry loss, and what the template writes between turns
-does not. Trajectories keep the ids that were sampled.
+A conversation is encoded as a rollout would have built it, turn by turn, so that it is tokenized as
+the policy will see it: the assistant's ids, with the one that ends the turn, carry loss, and what
+the template writes between turns does not. Trajectories keep the ids that were sampled.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def encode_conversation(
 ) -> tuple[list[int], list[int]]:
     """Return the ids of a conversation, built turn by turn as in a rollout, and 1 for each that carries loss.
 
-    The messages between two assistant turns are encoded together, with the generation prompt after them, and carry loss
-    if one of them does. The first id of all never does.
+    The messages between two assistant turns are encoded together, with the generation prompt after
+    them, and carry loss if one of them does. The first id of all never does.
 
     Args:
         codec: of the model.

@@ -68,8 +68,8 @@ class Sft:
 class Dpo:
     """Direct preference optimization: the mean loss of a batch's pairs.
 
-    A pair's loss depends on its sequences' log-probs only, so its gradient is that of log-probs weighted by the loss's
-    derivatives, which take a forward pass to know.
+    A pair's loss depends on its sequences' log-probs only, so its gradient is that of log-probs
+    weighted by the loss's derivatives, which take a forward pass to know.
 
     References: Rafailov et al. 2023, arXiv 2305.18290; label smoothing: Mitchell 2023, cDPO.
     """
@@ -141,11 +141,13 @@ async def train(
     """Train to the end, or until interrupted, and return the summary, which is also written to ``summary.json``.
 
     Args:
-        config: of ``sft`` or ``dpo``; a number is added to its ``run_dir`` if that folder exists, unless resuming.
+        config: of ``sft`` or ``dpo``; a number is added to its ``run_dir`` if that folder exists,
+            unless resuming.
         resume: continue from the newest checkpoint.
         console: shows progress and results.
         exit_within: as :func:`jax_agent_rl.runtime.train.train` calls it.
-        accept_changes: keys that may differ from what the checkpoint was trained with, although they define it.
+        accept_changes: keys that may differ from what the checkpoint was trained with, although
+            they define it.
 
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step exists.

@@ -186,7 +186,7 @@ class BatchingEngine(FakeBackend):
             else None
         )
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._serve(), name=self.name)
@@ -332,7 +332,7 @@ class BatchingEngine(FakeBackend):
             self._metrics, **{k: getattr(self._metrics, k) + v for k, v in more.items()}
         )
 
-    # --- control ----------------------------------------------------------------------------------------------
+    # --- control ----------------------------------------------------------------------------------
 
     def hang(self, hung: bool) -> None:
         """Stop answering requests and commands, as an engine does whose device is stuck, or continue."""

@@ -17,13 +17,16 @@ from typing import Any
 MARK = "JAX_AGENT_RL_CHAOS"
 """Environment variable that identifies a run's processes even after their parents have exited."""
 _SHARED = ("asyncio_", "ThreadPoolExecutor", "MainThread", "tqdm_monitor")
-"""Threads that outlive every backend: the event loop's default executor and the progress bars' monitor."""
+"""Threads that outlive every backend: the event loop's default executor and the progress bars'
+monitor."""
 _HELPERS = ("resource_tracker", "chat.grammar_limits")
-"""Processes that serve the whole program, and end with it: multiprocessing's own, and those that compile grammars."""
+"""Processes that serve the whole program, and end with it: multiprocessing's own, and those that
+compile grammars."""
 _MAX_COMMAND_CHARS = 80
 """Commands are cut for display only: the name to recognize may stand at the end of a long path."""
 _WARM_UP = 0.25
-"""Share of a run after which it should not grow any more: imports, caches and allocator arenas are in place."""
+"""Share of a run after which it should not grow any more: imports, caches and allocator arenas are
+in place."""
 _POLLS, _POLL_SECONDS = 40, 0.05
 
 

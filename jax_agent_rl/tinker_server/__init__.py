@@ -6,6 +6,6 @@
              ▲                                                           └─► sampling: the JAX engine, adapters by path
              └── retrieve_future ◄── results
 
-``wire`` converts the SDK's messages. A request is known by its client and number, so that one sent again is answered,
-not repeated.
+``wire`` converts the SDK's messages. A request is known by its client and number, so that one sent
+again is answered, not repeated.
 """

@@ -151,7 +151,7 @@ class TinkerServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- futures ------------------------------------------------------------------------------------------------
+    # --- futures ----------------------------------------------------------------------------------
 
     def _submit(
         self, request_id: str, owner: str, kind: str, body: bytes, **more: Any
@@ -249,7 +249,7 @@ class TinkerServer:
             self._waiting.pop(request_id).set()
         return web.json_response({})
 
-    # --- training -----------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
     def _accept(self, kind: str) -> Callable[[web.Request], Awaitable[web.Response]]:
         schema = _TRAINING[kind]
@@ -325,7 +325,7 @@ class TinkerServer:
         if name not in (None, self._name):
             raise Refused(404, f"this server has the model {self._name!r}, not {name!r}")
 
-    # --- sampling -----------------------------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------
 
     async def _create_sampler(self, http: web.Request) -> web.Response:
         body = await read_body(http, CreateSamplerRequest, max_bytes=MAX_BODY_BYTES)

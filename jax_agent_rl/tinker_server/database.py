@@ -19,8 +19,8 @@ RESULT_SECONDS = 3600.0
 RESULTS_KEPT = 1000
 """Results of the newest requests are kept longer."""
 RECORD_SECONDS = 24 * 3600.0
-"""How long it is known that a sample was computed, so that it is not computed again; a training request is known as
-long as its session."""
+"""How long it is known that a sample was computed, so that it is not computed again; a training
+request is known as long as its session."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, created REAL NOT NULL, heard REAL);
@@ -94,7 +94,7 @@ class Database:
         with self._lock:
             return self._connection.execute(statement, values).fetchall()
 
-    # --- what the states are of -------------------------------------------------------------------------------
+    # --- what the states are of -------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any] | None:
         """Return what the models and checkpoints are of; None if there are none yet."""
@@ -107,7 +107,7 @@ class Database:
         self._run("DELETE FROM identity")
         self._run("INSERT INTO identity VALUES (?)", json.dumps(identity))
 
-    # --- sessions, models, samplers -----------------------------------------------------------------------------
+    # --- sessions, models, samplers ---------------------------------------------------------------
 
     def add_session(self, session: str) -> None:
         """Add a client's session."""
@@ -179,7 +179,8 @@ class Database:
     def set_snapshot(self, request: Request, result: bytes) -> None:
         """Note that a snapshot holds the effect of a model's requests up to this one, which has this result.
 
-        They will not be repeated. All of it is noted at once: a request whose effect is in the snapshot is done.
+        They will not be repeated. All of it is noted at once: a request whose effect is in the
+            snapshot is done.
         """
         up_to = (request.owner, request.number)
         with self._lock, self._transaction():
@@ -212,7 +213,7 @@ class Database:
         """Return a sampling session, whose ``path`` is its checkpoint's or None; None if there is no such session."""
         return next(iter(self._run("SELECT * FROM samplers WHERE id = ?", sampler)), None)
 
-    # --- checkpoints --------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def add_checkpoint(
         self, path: str, model: str, kind: str, size: int, settings: Mapping[str, Any]
@@ -291,7 +292,7 @@ class Database:
         """Return one checkpoint."""
         return next((one for one in self.checkpoints() if one["path"] == path), None)
 
-    # --- requests -----------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def add_request(self, request_id: str, owner: str, kind: str, body: bytes) -> Request | None:
         """Add a request; return None if it was there already."""

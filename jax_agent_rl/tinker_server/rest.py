@@ -81,7 +81,7 @@ class RestRoutes:
             raise Refused(404, f"there is no checkpoint {path!r}")
         return found
 
-    # --- sessions -----------------------------------------------------------------------------------------------
+    # --- sessions ---------------------------------------------------------------------------------
 
     async def _create_session(self, http: web.Request) -> web.Response:
         session = uuid.uuid4().hex[:12]
@@ -104,7 +104,7 @@ class RestRoutes:
         )
         return web.json_response({})
 
-    # --- models and samplers ------------------------------------------------------------------------------------
+    # --- models and samplers ----------------------------------------------------------------------
 
     async def _info(self, http: web.Request) -> web.Response:
         model = self.known((await read_body(http, ModelRequest, max_bytes=MAX_BODY_BYTES)).model_id)
@@ -153,7 +153,7 @@ class RestRoutes:
             **self._lora_fields(),
         }
 
-    # --- checkpoints --------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     async def _checkpoints(self, http: web.Request) -> web.Response:
         model = http.match_info.get("model")

@@ -1,13 +1,13 @@
 """What the server keeps, and for how long: the one place that removes something because of its age.
 
 ====================================================  ================================================================
-weights for sampling that have no name                ``sampler_ttl_seconds`` after they were last sampled from
-checkpoints that a client saved with ``ttl_seconds``  until then
-other checkpoints that a client named                 until the client deletes them
-a session, its models' training states, its samplers  ``session_ttl_seconds`` after it was last heard of
-a model in memory                                     ``MEMORY_SECONDS`` after its session was last heard of
-results, records of finished samples                  see ``tinker_server.database``
-files of checkpoints without a record                 until the next start
+weights for sampling that have no name                ``sampler_ttl_seconds`` after they were last
+sampled from checkpoints that a client saved with ``ttl_seconds``  until then other checkpoints that
+a client named                 until the client deletes them a session, its models' training states,
+its samplers  ``session_ttl_seconds`` after it was last heard of a model in memory
+``MEMORY_SECONDS`` after its session was last heard of results, records of finished samples
+see ``tinker_server.database`` files of checkpoints without a record                 until the next
+start
 ====================================================  ================================================================
 
 Nothing goes that a request which has not been answered needs.
@@ -25,7 +25,8 @@ from jax_agent_rl.tinker_server.database import Database
 from jax_agent_rl.tinker_server.training import Models
 
 MEMORY_SECONDS = 3600.0
-"""How long a model stays in memory after its session was last heard of; a later request restores it."""
+"""How long a model stays in memory after its session was last heard of; a later request restores
+it."""
 SWEEP_SECONDS = 600.0
 """Time between two sweeps."""
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
 """Sampling from checkpoints with one JAX engine.
 
-With LoRA the engine has a few places for adapters, and requests of all of them are decoded together; a checkpoint takes
-the place that has been idle for longest. Without, the engine serves one checkpoint at a time.
+With LoRA the engine has a few places for adapters, and requests of all of them are decoded
+together; a checkpoint takes the place that has been idle for longest. Without, the engine serves
+one checkpoint at a time.
 """
 
 from __future__ import annotations
@@ -265,7 +266,8 @@ class Sampler:
     def _read(self, checkpoint: Checkpoint | None) -> tuple[Any, Checkpoint | None]:
         """Return a checkpoint's weights as the engine takes them, and which checkpoint they are of.
 
-        It runs in the thread that also writes checkpoints: one may have been replaced since it was asked for.
+        It runs in the thread that also writes checkpoints: one may have been replaced since it was
+            asked for.
         """
         path = None if checkpoint is None else checkpoint[0]
         read: Any = self._models.adapter if self._adapters else self._models.merged

@@ -1,7 +1,9 @@
 """The models in training: a learner each, which share programs and frozen parameters, in one thread.
 
-A model's state is in memory. Its requests are in the database before they run, and its state is on disk every few
-updates: a server that was killed loads the newest snapshot and repeats the requests since, which gives the same state.
+A model's state is in memory. Its requests are in the database before they run, and its state is on
+disk every few
+updates: a server that was killed loads the newest snapshot and repeats the requests since, which
+gives the same state.
 """
 
 from __future__ import annotations
@@ -199,7 +201,7 @@ class Models:
             file for file in sorted(self._folder.glob("checkpoints/*/*/*")) if file not in known
         ]
 
-    # --- requests -----------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def _forward_backward(self, model: str, request: Request) -> bytes:
         message = parse_batch(request.body or b"")
@@ -261,7 +263,7 @@ class Models:
         self._learners.pop(model, None)
         return _reply("unload_model", model_id=model)
 
-    # --- states -------------------------------------------------------------------------------------------------
+    # --- states -----------------------------------------------------------------------------------
 
     def _restore(self, request: Request) -> None:
         """Have the model of a request in memory: new, or as it was before the server ended."""

@@ -39,7 +39,8 @@ class ScoringRequest:
     Attributes:
         ids: n of them.
         top: how many of the likeliest ids are wanted at each.
-        targets: int64 [n - 1, K], ids to score in place of each id but the first; -1: none. None: no others.
+        targets: int64 [n - 1, K], ids to score in place of each id but the first; -1: none. None:
+            no others.
     """
 
     ids: list[int]
@@ -78,9 +79,9 @@ def read_batch(
     """Convert a request; raise BadRequest if the server, whose packed rows have this length, does not compute it.
 
     Returns:
-        A sequence for each datum; if the loss is not ``cross_entropy``, or the data differ in their targets per token,
-        for each of these, those of a datum in one context. Of each datum its targets per token, None if its tensors
-        have no such axis. And the constants of the loss.
+        A sequence for each datum; if the loss is not ``cross_entropy``, or the data differ in their
+        targets per token, for each of these, those of a datum in one context. Of each datum its
+        targets per token, None if its tensors have no such axis. And the constants of the loss.
     """
     if message.loss_fn == "stable_reinforce":
         raise BadRequest(f"{STABLE_REINFORCE}; there are {', '.join(LOSSES)}")

@@ -44,7 +44,8 @@ def require_outputs(outputs: Sequence[str]) -> None:
     """Check that a program has to print something.
 
     Raises:
-        UnusableTestsError: no expected output holds anything, so a program that does nothing would pass.
+        UnusableTestsError: no expected output holds anything, so a program that does nothing would
+            pass.
     """
     if not any(output.strip() for output in outputs):
         raise UnusableTestsError("the tests expect that programs print nothing")

@@ -5,8 +5,8 @@ r"""The server process: checks requests, distributes them over the workers, serv
     HttpServer's guard ──► size, JSON, schema ──► worker of the trajectory ──► answer in the request's order
                             413    400    422
 
-``POST /get_observation`` (below) · ``POST /retrieve {queries, topk?, return_scores?}`` (Search-R1's, with the
-search tool) · ``GET /health`` · ``GET /metrics`` (Prometheus text).
+``POST /get_observation`` (below) · ``POST /retrieve {queries, topk?, return_scores?}``
+(Search-R1's, with the search tool) · ``GET /health`` · ``GET /metrics`` (Prometheus text).
 
 ::
 
@@ -16,7 +16,8 @@ search tool) · ``GET /health`` · ``GET /metrics`` (Prometheus text).
     {"observations": ["1\n", ""], "dones": [false, true], "valids": [true, true],
      "tools": ["python", "finish"], "errors": [null, null], "processing_time_ms": 41.7}
 
-An observation is a string, or ``{"obs", "reward"?, "image"?, "audio"?, "metrics"?, …}`` if it holds more than text.
+An observation is a string, or ``{"obs", "reward"?, "image"?, "audio"?, "metrics"?, …}`` if it holds
+more than text.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class ToolServer:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    # --- routes -------------------------------------------------------------------------------------------------
+    # --- routes -----------------------------------------------------------------------------------
 
     async def _get_observation(self, request: web.Request) -> web.Response:
         began = time.perf_counter()
@@ -267,7 +268,7 @@ class ToolServer:
         }
         return web.json_response(body, status=200 if healthy else 503)
 
-    # --- metrics ------------------------------------------------------------------------------------------------
+    # --- metrics ----------------------------------------------------------------------------------
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
         workers = CollectorRegistry()

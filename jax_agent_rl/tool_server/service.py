@@ -6,7 +6,8 @@
                                  none: invalid              closed: gone        error, crash, timeout    │
                                                                        done or last step? close ◄────────┘
 
-An environment is opened by the first action that needs it and closed exactly once: it is removed from its trajectory
+An environment is opened by the first action that needs it and closed exactly once: it is removed
+from its trajectory
 *before* it is closed, in one place only. One lock per trajectory keeps its actions in order.
 """
 
@@ -67,8 +68,8 @@ _STEP_BUCKETS = (
 class Telemetry:
     """Prometheus metrics of a worker process, which labels those of its environments.
 
-    In a worker the library keeps them in files that outlive the process (its multiprocess mode), so that the server
-    process serves exact sums over all workers, killed ones included.
+    In a worker the library keeps them in files that outlive the process (its multiprocess mode), so
+    that the server process serves exact sums over all workers, killed ones included.
     """
 
     def __init__(self, registry: CollectorRegistry, *, worker: str):
@@ -302,7 +303,7 @@ def shorten(text: str, limit: int) -> str:
     return replace_lone_surrogates(text)
 
 
-# --- environments -----------------------------------------------------------------------------------------------------
+# --- environments ---------------------------------------------------------------------------------
 
 
 class CloseReason(StrEnum):

@@ -6,10 +6,11 @@
           ◄──stdout: {"ready"} or {"error"}──
           ──POST /steps, POST /retrieve, GET /health──► Unix socket in a private folder ──► ToolService
 
-A hash of its id assigns a trajectory to one worker, so its environments are always where its actions go. When a worker
-dies, its environments are lost (the kernel ends their programs with it): they are counted, and the next action of each
-trajectory fails instead of starting silently in a fresh environment. A worker whose event loop is stuck (in a tool's
-parser, say) cannot be interrupted; it is killed after ``stuck_seconds``. When stdin ends, also because the server was
+A hash of its id assigns a trajectory to one worker, so its environments are always where its
+actions go. When a worker dies, its environments are lost (the kernel ends their programs with it):
+they are counted, and the next action of each trajectory fails instead of starting silently in a
+fresh environment. A worker whose event loop is stuck (in a tool's parser, say) cannot be
+interrupted; it is killed after ``stuck_seconds``. When stdin ends, also because the server was
 killed, a worker closes its environments and exits.
 """
 
@@ -241,7 +242,8 @@ class WorkerProcess:
                 ) from None
             raise
         connector = aiohttp.UnixConnector(path=str(self._socket), limit=0)
-        # Without a timeout of its own: a worker limits every action, and a dead one breaks the connection.
+        # Without a timeout of its own: a worker limits every action, and a dead one breaks the
+        # connection.
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None),
@@ -285,7 +287,7 @@ def assign_worker(trajectory_id: str, workers: int) -> int:
     return zlib.crc32(trajectory_id.encode("utf-8", "surrogatepass")) % workers
 
 
-# --- in the worker process --------------------------------------------------------------------------------------------
+# --- in the worker process ------------------------------------------------------------------------
 
 
 async def make_tools(settings: ToolServerSettings) -> list[ServerTool]:
@@ -363,7 +365,8 @@ def main() -> None:
     """Run a worker until stdin ends."""
     quiet_logging()
     raise_descriptor_limit()
-    # What tools print goes to standard error: nobody reads standard output once the worker is ready.
+    # What tools print goes to standard error: nobody reads standard output once the worker is
+    # ready.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,8 +1,9 @@
 """Tools that a policy can call.
 
-``base`` the interface, and truncated results · ``function_tool`` tools from functions · ``schema`` JSON Schemas and
-arguments · ``registry`` the tools of a run · ``mcp`` tools of MCP servers · ``session`` the tools of one trajectory ·
-``client`` the client of tool servers · ``calculator``, ``shop`` tools of the built-in tasks.
+``base`` the interface, and truncated results · ``function_tool`` tools from functions · ``schema``
+JSON Schemas and arguments · ``registry`` the tools of a run · ``mcp`` tools of MCP servers ·
+``session`` the tools of one trajectory · ``client`` the client of tool servers · ``calculator``,
+``shop`` tools of the built-in tasks.
 """
 
 from jax_agent_rl.tools.base import BaseTool, ToolResponse

@@ -5,10 +5,10 @@ Life of a tool in one trajectory (``instance_id`` is the trajectory's id)::
     create(id, **create_kwargs) ──► execute(id, arguments, **execute_kwargs) …
         ──► calc_reward(id, **calc_reward_kwargs) ──► release(id, **release_kwargs)
 
-``create`` and ``release`` are called exactly once, ``release`` also when the trajectory fails or is cancelled, so
-a tool may keep per-trajectory state under ``instance_id``. The keyword arguments come from the dataset row:
-``extra_info.tools_kwargs[tool name] = {"create_kwargs": …, "execute_kwargs": …, "calc_reward_kwargs": …,
-"release_kwargs": …}``.
+``create`` and ``release`` are called exactly once, ``release`` also when the trajectory fails or is
+cancelled, so a tool may keep per-trajectory state under ``instance_id``. The keyword arguments come
+from the dataset row: ``extra_info.tools_kwargs[tool name] = {"create_kwargs": …, "execute_kwargs":
+…, "calc_reward_kwargs": …, "release_kwargs": …}``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ToolResponse:
 
     Attributes:
         text: what the model reads.
-        image: images (PIL) for a multi-modal model, in the order shown, before the text. If the model or engine accepts
-            none, the call fails with a message.
+        image: images (PIL) for a multi-modal model, in the order shown, before the text. If the
+            model or engine accepts none, the call fails with a message.
         video: videos, likewise (each a sequence of frames, or whatever the engine accepts).
-        reward: reward of the call, for the reward function, never shown to the model. Any number that float32 holds,
-            NumPy's included; a bool is 1 or 0. Stored as a float.
+        reward: reward of the call, for the reward function, never shown to the model. Any number
+            that float32 holds, NumPy's included; a bool is 1 or 0. Stored as a float.
         metrics: numbers to sum over the trajectory, by name; stored as floats.
     """
 
@@ -129,17 +129,19 @@ class BaseTool(ABC):
     Args:
         name: its name for the model.
         description: its description for the model.
-        parameters: JSON Schema of the arguments, an ``object``. Arguments it does not name are refused unless it
-            sets ``additionalProperties``.
+        parameters: JSON Schema of the arguments, an ``object``. Arguments it does not name are
+            refused unless it sets ``additionalProperties``.
 
     Raises:
         ToolDefinitionError: no name, or ``parameters`` is not an object schema.
     """
 
     stateful: bool = True
-    """Whether the result of a call may depend on the trajectory's earlier calls. When a trajectory branches (tree
-    rollouts), the earlier calls are then repeated for the branch. Set it to False where repeating them would be
-    wasteful or wrong: for a search, or a server whose state all trajectories share."""
+    """Whether the result of a call may depend on the trajectory's earlier calls. When a trajectory
+    branches (tree rollouts), the earlier calls are then repeated for the branch. Set it to False
+    where repeating them would be wasteful or wrong: for a search, or a server whose state all
+    trajectories share.
+    """
 
     def __init__(self, *, name: str, description: str, parameters: Mapping[str, Any]):
         if not name:
@@ -181,15 +183,16 @@ class BaseTool(ABC):
             execute_kwargs: arguments from the dataset row, unseen by the model.
 
         Raises:
-            ToolError: the call failed; the model reads the message. Any other exception is shown with its type.
+            ToolError: the call failed; the model reads the message. Any other exception is shown
+                with its type.
         """
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:
         """Score the whole trajectory at its end, from the tool's state of it.
 
         Returns:
-            A finite number, passed to the reward function as ``extra_info["tool_scores"][name]``; None (the default):
-            no score.
+            A finite number, passed to the reward function as ``extra_info["tool_scores"][name]``;
+            None (the default): no score.
         """
         if calc_reward_kwargs:
             raise TypeError(
@@ -203,8 +206,8 @@ class BaseTool(ABC):
 
         Args:
             config: the entry's ``config``: keyword arguments of the constructor.
-            schema: the entry's ``tool_schema["function"]``, whose parts are keyword arguments too; None: the class
-                defines its own schema.
+            schema: the entry's ``tool_schema["function"]``, whose parts are keyword arguments too;
+                None: the class defines its own schema.
         """
         return cls(**config, **(schema or {}))
 
@@ -230,7 +233,8 @@ Decode = Callable[[Sequence[int]], str]
 
 MARKER = "...(truncated)..."
 CHARS_PER_TOKEN = 64
-"""No realistic text has longer tokens on average, so cutting at this many characters first loses nothing."""
+"""No realistic text has longer tokens on average, so cutting at this many characters first loses
+nothing."""
 
 
 def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: Decode) -> str:
@@ -240,8 +244,10 @@ def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: 
 
     Args:
         text: the tool result.
-        limit: maximum number of returned tokens, including the marker (omitted if the limit is too small for it).
-        side: the side that is cut: ``left`` keeps the end, ``right`` the beginning, ``middle`` both.
+        limit: maximum number of returned tokens, including the marker (omitted if the limit is too
+            small for it).
+        side: the side that is cut: ``left`` keeps the end, ``right`` the beginning, ``middle``
+            both.
         encode: text to ids, without special tokens added.
         decode: ids to text.
     """

@@ -8,8 +8,8 @@ Grammar, with Python's precedence (``-2 ** 2`` is -4, ``**`` groups to the right
     power   = atom [ "**" unary ]
     atom    = number | "(" sum ")"
 
-Values are fractions, so ``0.1 + 0.2`` is 0.3 and ``1 / 3 * 3`` is 1; only powers with a broken base or exponent go
-through floats.
+Values are fractions, so ``0.1 + 0.2`` is 0.3 and ``1 / 3 * 3`` is 1; only powers with a broken base
+or exponent go through floats.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Client of a tool server, a trajectory's environment on it, and the batching of requests in lockstep.
 
-``POST /get_observation``, with one entry per trajectory in each list; an observation is text, or ``{obs, reward?,
-metrics?, image?, audio?}``::
+``POST /get_observation``, with one entry per trajectory in each list; an observation is text, or
+``{obs, reward?, metrics?, image?, audio?}``::
 
     {trajectory_ids, actions, extra_fields, finish, is_last_step}  ──►  {observations, dones, valids}
 
@@ -91,8 +91,8 @@ class ToolServerClient:
     ) -> list[ServerObservation | ToolServerError]:
         """Run one action of each of several trajectories; an unusable entry becomes an error of its own.
 
-        A server that takes too long gives observations with the error ``timeout``, for the model to read. For
-        ``repeatable`` see :meth:`~jax_agent_rl.utils.network.JsonService.post`.
+        A server that takes too long gives observations with the error ``timeout``, for the model to
+        read. For ``repeatable`` see :meth:`~jax_agent_rl.utils.network.JsonService.post`.
 
         Raises:
             ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
@@ -212,7 +212,8 @@ def _observation(
         )
     except ValidationError as error:
         return ToolServerError(f"{url} gave a wrong observation: {describe_first(error)}")
-    # verl-tool's tools report the answer that ends a trajectory as an invalid action; it is not a mistake.
+    # verl-tool's tools report the answer that ends a trajectory as an invalid action; it is not a
+    # mistake.
     answered = done and content == ""
     text, kind = (
         replace_lone_surrogates(detailed.obs),
@@ -247,8 +248,9 @@ Result = ServerObservation | ToolServerError
 class Lockstep:
     """Sends the actions of all members together, once none of them is still generating.
 
-    member    consumes: an observation.   produces: an action.   waits for: the slowest member's turn, then the tools.
-    batch     consumes: actions.          produces: results.     waits for: the tool server.
+    member    consumes: an observation.   produces: an action.   waits for: the slowest member's
+    turn, then the tools. batch     consumes: actions.          produces: results.     waits for:
+    the tool server.
 
     Args:
         send_batch: delivers actions; one result each.
@@ -284,7 +286,8 @@ class Lockstep:
     def _send_if_complete(self) -> None:
         if self._waiting and len(self._waiting) == self._members:
             batch, self._waiting = self._waiting, {}
-            # A task of its own: a member that is cancelled must not take the others' results with it.
+            # A task of its own: a member that is cancelled must not take the others' results with
+            # it.
             task = asyncio.create_task(self._deliver(batch))
             self._batches.add(task)
             task.add_done_callback(self._batches.discard)
@@ -313,7 +316,8 @@ class ToolEnvironment:
         server: closes environments.
         send: delivers actions.
         trajectory_id: whose environment it is.
-        modalities: kinds of media its agent can show the model; an observation with others becomes an error.
+        modalities: kinds of media its agent can show the model; an observation with others becomes
+            an error.
 
     Attributes:
         close_failures: 1 if closing it on the server failed, else 0.

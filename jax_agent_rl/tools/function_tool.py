@@ -11,10 +11,11 @@
             language: Language of the answer.
         """
 
-The schema is derived from the annotations (see :mod:`jax_agent_rl.tools.schema`) and the Google-style docstring. A
-parameter without a default is required. ``@function_tool("name")`` renames the tool; ``@function_tool(schema={…})``
-sets a schema in OpenAI's format for a function whose signature cannot express it. An async function runs on the event
-loop (it must not block); a plain one runs in a thread of its own, so it may block.
+The schema is derived from the annotations (see :mod:`jax_agent_rl.tools.schema`) and the
+Google-style docstring. A parameter without a default is required. ``@function_tool("name")``
+renames the tool; ``@function_tool(schema={…})`` sets a schema in OpenAI's format for a function
+whose signature cannot express it. An async function runs on the event loop (it must not block); a
+plain one runs in a thread of its own, so it may block.
 '''  # noqa: D214
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ class FunctionTool(BaseTool):
         function: with annotated parameters, all passable by keyword.
         name: overrides the function's name.
         description: overrides the first part of its docstring.
-        schema: ``{type: function, function: {name, description, parameters}}`` or a pydantic model of it, instead of
-            the derived one. Parameters of the function that it does not name are left to ``execute_kwargs``.
+        schema: ``{type: function, function: {name, description, parameters}}`` or a pydantic model
+            of it, instead of the derived one. Parameters of the function that it does not name are
+            left to ``execute_kwargs``.
         threads: where a synchronous function runs.
         given: parameters that a subclass passes, no part of the schema.
 
     Raises:
-        ToolDefinitionError: not a function; no or unsupported annotation, ``*args``, ``**kwargs``, positional-only
-            parameters, or a docstring that describes a parameter which does not exist; or a schema that is invalid or
-            names parameters that the function does not take.
+        ToolDefinitionError: not a function; no or unsupported annotation, ``*args``, ``**kwargs``,
+            positional-only parameters, or a docstring that describes a parameter which does not
+            exist; or a schema that is invalid or names parameters that the function does not take.
     """
 
     stateful = False  # a function does not know which trajectory calls it
@@ -131,7 +133,8 @@ def function_tool(
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
     """Create a :class:`FunctionTool` from a function.
 
-    Use it plain, as ``@function_tool("name")``, or as ``@function_tool(name=…, description=…, schema=…)``.
+    Use it plain, as ``@function_tool("name")``, or as ``@function_tool(name=…, description=…,
+    schema=…)``.
     """
     if isinstance(function, str):
         if name not in (None, function):
@@ -240,7 +243,8 @@ def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     section, indent, current = "", 0, ""
     for line in text.splitlines():
         header = _SECTION.match(line)
-        # A section may stand on one line, as in "Returns: its price."; in the description that is a sentence.
+        # A section may stand on one line, as in "Returns: its price."; in the description that is a
+        # sentence.
         if header and (section or not header[2]):
             section = header[1]
             indent = 0

@@ -86,7 +86,8 @@ class MCPConnection:
         rate: how often calls start; None: as they come.
 
     Raises:
-        ConfigError: entering: the package ``mcp`` is not installed, or the server cannot be reached.
+        ConfigError: entering: the package ``mcp`` is not installed, or the server cannot be
+            reached.
     """
 
     def __init__(

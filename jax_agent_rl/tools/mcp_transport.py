@@ -211,7 +211,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     finally:  # also if the event loop ends meanwhile
         if process.returncode is None:
             _signal_group(process, signal.SIGKILL)
-        # Whoever inherited the pipes may hold them open for ever; asyncio has no public way to let go of them.
+        # Whoever inherited the pipes may hold them open for ever; asyncio has no public way to let
+        # go of them.
         transport = getattr(process, "_transport", None)
         if transport is not None:
             transport.close()

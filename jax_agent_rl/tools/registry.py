@@ -1,6 +1,7 @@
 """The tools of a run: unique by name, chosen per sample, from a Python file or module and a YAML file.
 
-``tools.function_tool_path`` names the first; ``tools.tool_config_path`` the second, in verl's schema::
+``tools.function_tool_path`` names the first; ``tools.tool_config_path`` the second, in verl's
+schema::
 
     tools:
       - class_name: my_project.tools.Gsm8kTool          # or my_tools.py:Gsm8kTool
@@ -40,7 +41,8 @@ _ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
 _MCP_KEYS = {"mcp_servers_config_path", "servers", "tool_selected_list"}
 _MCP_CONFIG_KEYS = {"type", "timeout", "rate_limit"}
 _MCP_CLASSES = "verl.tools.mcp_"
-"""Beginning of the classes that verl's own MCP entries name; they only call a server, as is done here without them."""
+"""Beginning of the classes that verl's own MCP entries name; they only call a server, as is done
+here without them."""
 _MCP_TIMEOUT = 30.0
 
 
@@ -80,7 +82,8 @@ class ToolRegistry:
 
         Raises:
             ConfigError: it cannot be imported.
-            ToolDefinitionError: it holds no tool, or a tool is wrongly declared or has a name in use.
+            ToolDefinitionError: it holds no tool, or a tool is wrongly declared or has a name in
+                use.
         """
         with verl_modules():
             module = load_user_module(path, key="tools.function_tool_path")
@@ -125,7 +128,8 @@ async def open_tools(config: ToolsConfig) -> AsyncIterator[ToolRegistry]:
     """Open all tools of a run; tools and connections to MCP servers are closed at the end.
 
     Raises:
-        ConfigError: a file is missing or malformed, a class cannot be imported, or an MCP server cannot be reached.
+        ConfigError: a file is missing or malformed, a class cannot be imported, or an MCP server
+            cannot be reached.
         ToolDefinitionError: a tool is wrongly declared, or two have one name.
     """
     registry = ToolRegistry.from_path(config.function_tool_path)

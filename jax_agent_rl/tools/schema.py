@@ -1,6 +1,7 @@
 """Schemas of tools: from Python annotations to JSON Schema, and from a model's arguments to Python values.
 
-The mapping is that of ``transformers.utils.get_json_schema`` (chat templates are written for it), plus enums::
+The mapping is that of ``transformers.utils.get_json_schema`` (chat templates are written for it),
+plus enums::
 
     str, int, float, bool    string, integer, number, boolean
     list[T], list            array (items: T)
@@ -12,12 +13,13 @@ The mapping is that of ``transformers.utils.get_json_schema`` (chat templates ar
     Any                      {}
     Annotated[T, "text"]     T, described by the text
 
-Arguments are validated strictly, except for quotes: text that the schema refuses becomes the value of the literal in it
-(``"3"``, ``"true"``, ``"[1, 2]"``) if the schema takes that, and ``3.0`` for an integer is 3. ``"null"`` and ``"None"``
-are null where null is allowed and text is not (formats without quotes write it so). Nothing else is guessed: the model
-reads what was wrong. :func:`convert_arguments` is that one conversion: of the replies that agents and clients of the
-endpoint get, and of the arguments that tools are called with. It asks a validator of JSON Schema at every step, so
-unions, references and enums are converted as they are validated.
+Arguments are validated strictly, except for quotes: text that the schema refuses becomes the value
+of the literal in it (``"3"``, ``"true"``, ``"[1, 2]"``) if the schema takes that, and ``3.0`` for
+an integer is 3. ``"null"`` and ``"None"`` are null where null is allowed and text is not (formats
+without quotes write it so). Nothing else is guessed: the model reads what was wrong.
+:func:`convert_arguments` is that one conversion: of the replies that agents and clients of the
+endpoint get, and of the arguments that tools are called with. It asks a validator of JSON Schema at
+every step, so unions, references and enums are converted as they are validated.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ def _union(arguments: tuple[Any, ...]) -> Schema:
 def make_converter(annotation: Any) -> Callable[[Any], Any] | None:
     """Return the conversion of a valid JSON value to an annotation's type (enum members, floats); None: no conversion.
 
-    An annotation without a JSON Schema has none: its tool has an explicit schema, of plain JSON values.
+    An annotation without a JSON Schema has none: its tool has an explicit schema, of plain JSON
+        values.
     """
     try:
         json_schema(annotation)
@@ -110,7 +113,7 @@ def make_converter(annotation: Any) -> Callable[[Any], Any] | None:
     return TypeAdapter(annotation).validate_python
 
 
-# --- explicit schemas -------------------------------------------------------------------------------------------------
+# --- explicit schemas -----------------------------------------------------------------------------
 
 
 def unwrap_function(schema: object, where: str) -> Mapping[str, Any]:
@@ -173,7 +176,7 @@ def _resolves(schema: Mapping[str, Any], reference: str) -> bool:
     return True
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 _SHOWN_PROBLEMS = 3
 _SHOWN_CHARS = 200
@@ -223,14 +226,15 @@ def convert_arguments(
     """Return the arguments of a call as the types that a tool's schema names; what does not fit is left as it is.
 
     Args:
-        parameters: the tool's object schema, maybe of a client of the endpoint. One that cannot be followed changes
-            nothing.
+        parameters: the tool's object schema, maybe of a client of the endpoint. One that cannot be
+            followed changes nothing.
         arguments: as the model wrote them.
     """
     from jsonschema.exceptions import UnknownType
     from referencing.exceptions import Unresolvable
 
-    # Nobody has checked the schema: whoever wrote it then reads the arguments as the model wrote them.
+    # Nobody has checked the schema: whoever wrote it then reads the arguments as the model wrote
+    # them.
     wrong_schema = (Unresolvable, UnknownType, TypeError, ValueError, AttributeError, LookupError)
     unfit = (*wrong_schema, _TooComplexError, RecursionError, OverflowError)
     try:
@@ -340,8 +344,8 @@ def _nullable_to_null(schema: Any) -> Any:
 
 
 CONVERSIONS_PER_VALUE = 100
-"""How often, on average, each value in the arguments of one call is compared with a schema: schemas can branch at every
-level, so that it would take for ever to try all ways."""
+"""How often, on average, each value in the arguments of one call is compared with a schema: schemas
+can branch at every level, so that it would take for ever to try all ways."""
 _NULL_WORDS = ("null", "None")
 _BOOLEAN_WORDS = ("true", "false")
 _OF_THE_VALUE_ITSELF = ("type", "enum", "const", "required")
@@ -356,8 +360,8 @@ _BOUNDS = (
     "minItems",
     "maxItems",
 )
-"""Further ones, by which the options of a union differ. Patterns are left out: whoever asks chooses them, and they can
-take for ever."""
+"""Further ones, by which the options of a union differ. Patterns are left out: whoever asks chooses
+them, and they can take for ever."""
 
 
 class _TooComplexError(Exception):
@@ -367,7 +371,8 @@ class _TooComplexError(Exception):
 class _Converter:
     """Converts values by one schema, which may refer to its parts.
 
-    Of a union, the first option counts that takes the value as it is, else the first that takes one of its readings.
+    Of a union, the first option counts that takes the value as it is, else the first that takes one
+    of its readings.
 
     Args:
         root: the schema.
@@ -400,7 +405,8 @@ class _Converter:
         Args:
             schema: the schema.
             value: any JSON.
-            with_literals: text may be read as the literal in it; else whole numbers alone are converted.
+            with_literals: text may be read as the literal in it; else whole numbers alone are
+                converted.
         """
         self._left -= 1
         if self._left < 0:
@@ -417,7 +423,8 @@ class _Converter:
                 return converted, True
             if of_the_type is None and self._has_type(schema, literal):
                 of_the_type = converted
-        # An object that lacks something is better than the text of it: a message can then name what it lacks.
+        # An object that lacks something is better than the text of it: a message can then name what
+        # it lacks.
         return (as_it_is if of_the_type is None else of_the_type), False
 
     def _has_type(self, schema: Any, value: Any) -> bool:

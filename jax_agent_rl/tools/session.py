@@ -148,7 +148,8 @@ class ToolSession:
     async def calc_rewards(self) -> dict[str, float]:
         """Return each tool's score of the whole trajectory, by name; call it once, at the end of the conversation.
 
-        A failing tool has no score; the failure is logged and counted as ``tool/<name>/calc_reward_errors``.
+        A failing tool has no score; the failure is logged and counted as
+        ``tool/<name>/calc_reward_errors``.
         """
         scores: dict[str, float] = {}
         for name in self._created:

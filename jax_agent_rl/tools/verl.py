@@ -1,15 +1,17 @@
 """Tool classes written for verl, unchanged: ``__init__(config, tool_schema)``, ``create() -> (id, ToolResponse)``.
 
 :func:`verl_modules` lets such classes import what they need of verl while they are loaded. A verl that can be imported
-is used itself. Where there is none, or packages that all of verl needs are missing, these modules stand in::
+is used itself. Where there is none, or packages that all of verl needs are missing, these modules
+stand in::
 
     verl.tools.base_tool       BaseTool, and the schemas and ToolResponse it imports itself
     verl.tools.schemas         OpenAIFunctionToolSchema and its parts, ToolResponse
     verl.tools.function_tool   function_tool
     verl.utils.rollout_trace   rollout_trace_op, which traces nothing here: sessions trace every call
 
-and every other module comes from verl's own files, if they are there: its GSM8K tool needs neither Ray nor PyTorch. A
-folder that only has the name, such as a clone beside the configuration, is no verl: the package is the folder in it.
+and every other module comes from verl's own files, if they are there: its GSM8K tool needs neither
+Ray nor PyTorch. A folder that only has the name, such as a clone beside the configuration, is no
+verl: the package is the folder in it.
 
 :class:`VerlTool` runs an instance of such a class, for all trajectories.
 """
@@ -165,7 +167,8 @@ def verl_modules() -> Iterator[type[BaseModel]]:
     """Make ``verl`` importable within the context, at least its tool interface; yield its ``OpenAIFunctionToolSchema``.
 
     Raises:
-        ConfigError: leaving the context with one about a module of verl that is missing; says what to install.
+        ConfigError: leaving the context with one about a module of verl that is missing; says what
+            to install.
     """
     before = set(sys.modules)
     package = _find_package()
@@ -253,15 +256,17 @@ def is_verl_tool(cls: object) -> bool:
 class VerlTool(BaseTool):
     """An instance of a verl class as a tool of this package.
 
-    verl calls ``create`` in two ways, with the row's ``create_kwargs`` as keyword arguments or as one argument of
-    that name; the class gets those that its signature takes. It may return ``(id, ToolResponse)`` or the id alone, and
-    the id may be its own. Metrics and rewards that are no numbers are left out.
+    verl calls ``create`` in two ways, with the row's ``create_kwargs`` as keyword arguments or as
+    one argument of that name; the class gets those that its signature takes. It may return ``(id,
+    ToolResponse)`` or the id alone, and the id may be its own. Metrics and rewards that are no
+    numbers are left out.
 
     Args:
         tool: the instance, kept as ``wrapped``.
 
     Raises:
-        ToolDefinitionError: ``execute`` requires ``agent_data``, the state of verl's own agent loop.
+        ToolDefinitionError: ``execute`` requires ``agent_data``, the state of verl's own agent
+            loop.
     """
 
     def __init__(self, tool: Any):

@@ -1,8 +1,9 @@
 r"""The one reader of JSON from outside: a server's answer, a client's request, a model's reply, a line of a file.
 
-Python's decoder reads more than JSON can say, and more than can be held. A few bytes become a lot: ``[],`` is 64 bytes
-of Python, and ``[[[[…`` overflows what recurses. What is read here is bounded, can be written as JSON again, and
-encoded: no ``NaN``, no ``1e999``, no half of a surrogate pair (``"\ud83d"``), which models and programs do write.
+Python's decoder reads more than JSON can say, and more than can be held. A few bytes become a lot:
+``[],`` is 64 bytes of Python, and ``[[[[…`` overflows what recurses. What is read here is bounded,
+can be written as JSON again, and encoded: no ``NaN``, no ``1e999``, no half of a surrogate pair
+(``"\ud83d"``), which models and programs do write.
 
 Every message begins with "not valid JSON".
 """
@@ -45,9 +46,11 @@ def decode_json(
         max_values: maximum number of values; commas and brackets within strings count, too.
         max_nesting: maximum levels of arrays and objects.
         errors: what to do about invalid UTF-8.
-        non_finite: read ``NaN``, ``Infinity`` and ``1e999`` as floats, where whoever uses the value checks it.
+        non_finite: read ``NaN``, ``Infinity`` and ``1e999`` as floats, where whoever uses the value
+            checks it.
         lone_surrogates: read them, likewise.
-        unique_keys: refuse an object with one key twice, of which Python would silently take the last.
+        unique_keys: refuse an object with one key twice, of which Python would silently take the
+            last.
 
     Raises:
         TooDeepError: it is nested too deep.

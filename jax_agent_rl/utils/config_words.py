@@ -28,7 +28,8 @@ def split_config(words: Iterable[str], option: str | Path | None) -> tuple[Path 
     files: dict[str, None] = {} if option is None else {str(option): None}
     keys = []
     for word in words:
-        # Unlike Path.is_file, os.path.isfile is False for a value too long to be the name of a file.
+        # Unlike Path.is_file, os.path.isfile is False for a value too long to be the name of a
+        # file.
         if "=" in word and not os.path.isfile(word):
             keys.append(word)
         else:

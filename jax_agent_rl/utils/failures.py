@@ -1,8 +1,8 @@
 """Failures of code that a run calls and does not contain: where it failed, and a log that tells of repeated ones once.
 
-Tools, rewards, environments, simulated users and agents are the user's. When one of them fails, it usually fails for
-every trajectory, and a model repeats its mistakes likewise. So a :class:`FailureLog` tells of the first failure of a
-kind in full, and counts the others::
+Tools, rewards, environments, simulated users and agents are the user's. When one of them fails, it
+usually fails for every trajectory, and a model repeats its mistakes likewise. So a
+:class:`FailureLog` tells of the first failure of a kind in full, and counts the others::
 
     report(kind, message) ──► first of its kind ──► a warning, with the lines of the user's code
                           └─► a repetition ──► counted ──► one line for all kinds, once per interval and at the end
@@ -35,7 +35,7 @@ _MAX_ERROR = 300
 _MAX_KINDS = 64
 
 
-# --- where it failed --------------------------------------------------------------------------------------------------
+# --- where it failed ------------------------------------------------------------------------------
 
 
 def is_user_file(name: str) -> bool:
@@ -110,7 +110,7 @@ def user_code_error(
     return made
 
 
-# --- the log ----------------------------------------------------------------------------------------------------------
+# --- the log --------------------------------------------------------------------------------------
 
 
 class FailureLog:
@@ -150,7 +150,8 @@ class FailureLog:
         """Tell of a failure, or count it if one of its kind was told of.
 
         Args:
-            kind: names what repetitions have in common, in few words; must not hold what differs between them.
+            kind: names what repetitions have in common, in few words; must not hold what differs
+                between them.
             message: what happened; anybody may have written parts of it.
             hint: what to do about it; told the first time.
             error: the exception behind it, whose lines are shown the first time.

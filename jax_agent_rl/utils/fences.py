@@ -1,7 +1,8 @@
 r"""Fenced code blocks of Markdown, as CommonMark defines them (https://spec.commonmark.org/0.31.2/#fenced-code-blocks).
 
-A block begins with a line of at least three backticks or tildes, and ends with a line of at least as many of the same
-kind and nothing else. So a closing fence never opens a block, and a longer fence holds shorter ones::
+A block begins with a line of at least three backticks or tildes, and ends with a line of at least
+as many of the same kind and nothing else. So a closing fence never opens a block, and a longer
+fence holds shorter ones::
 
     ````markdown
     ```python
@@ -11,8 +12,10 @@ kind and nothing else. So a closing fence never opens a block, and a longer fenc
 
 Models do not keep all of the rules. Two more forms are blocks here:
 
-- ``- ```python`` and what follows it: fences in list items, also where the code below is not indented like the item.
-- A line that holds everything: ```` ```python print(1)``` ````. To CommonMark it is text, so no other block changes.
+- ``- ```python`` and what follows it: fences in list items, also where the code below is not
+  indented like the item.
+- A line that holds everything: ```` ```python print(1)``` ````. To CommonMark it is text, so no
+  other block changes.
 
 Block quotes and HTML are not looked for. One pass over the text, in linear time.
 """
@@ -24,7 +27,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MAX_INDENT = 3
-"""Columns by which a fence may be indented; what is indented further is text of a block, or an indented block."""
+"""Columns by which a fence may be indented; what is indented further is text of a block, or an
+indented block."""
 _TAB = 4
 _LINE = re.compile(r"[^\r\n]*+(?:\r\n|\n|\r|\Z)")
 _FENCE = re.compile(r"(?P<indent>[ \t]*+)(?P<fence>`{3,}+|~{3,}+)(?P<info>[^\r\n]*)")
@@ -41,7 +45,8 @@ class FencedBlock:
         language: first word of the opening fence's info string, in lower case; "" if there is none.
         content: lines between the fences.
         fence: characters of the opening fence, such as three backticks.
-        is_closed: whether there is a closing fence; a block without one reaches to the end of the text.
+        is_closed: whether there is a closing fence; a block without one reaches to the end of the
+            text.
         end: offset in the text behind the block.
     """
 

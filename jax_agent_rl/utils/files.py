@@ -98,7 +98,8 @@ def replacing(
 ) -> Iterator[IO[bytes]]:
     """Yield a stream whose content takes the place of a file in one move, once it is whole and on disk.
 
-    Whatever happens before, the old file stays as it is: a crash, a full disk, an error in the context.
+    Whatever happens before, the old file stays as it is: a crash, a full disk, an error in the
+        context.
 
     Args:
         file: need not exist.
@@ -143,7 +144,8 @@ def make_folder(folder: Path, *, message: str = _NO_FOLDER) -> None:
         message: as in :func:`writing`.
 
     Raises:
-        StorageError: it cannot be made: a file is in its place, its name is too long, the disk is full.
+        StorageError: it cannot be made: a file is in its place, its name is too long, the disk is
+            full.
     """
     with writing(folder, message=message):
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +157,8 @@ Stamp = tuple[int, int, int, int, int]
 def file_stamp(file: Path) -> Stamp:
     """Return what changes with a file's content: device, inode, size, times of its last change.
 
-    Unlike the time of modification, that of the inode's change cannot be set back by copying or unpacking.
+    Unlike the time of modification, that of the inode's change cannot be set back by copying or
+    unpacking.
     """
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

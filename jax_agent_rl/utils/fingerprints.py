@@ -10,11 +10,12 @@
     RowFingerprint               the rows of a data set, as they are read from whatever files
     models.identity              a model: its weights by tensor, its configuration, its tokenizer
 
-Names of files, numbers of steps and versions, and times say nothing about content: a run that is rewound writes step 7
-again, and a folder may be replaced by another one. Whatever is looked up later is looked up by one of these.
+Names of files, numbers of steps and versions, and times say nothing about content: a run that is
+rewound writes step 7 again, and a folder may be replaced by another one. Whatever is looked up
+later is looked up by one of these.
 
-They are XXH3-128 digests, which cost about as much as reading memory, and find damage, mistakes and other content. They
-are no protection against somebody who forges both.
+They are XXH3-128 digests, which cost about as much as reading memory, and find damage, mistakes and
+other content. They are no protection against somebody who forges both.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def fingerprint(value: Any) -> str:
     """Return the fingerprint of a value: equal values have equal ones, in every process and on every machine.
 
     Args:
-        value: None, booleans, numbers, text, bytes, paths, enumerations, arrays, dataclasses, pydantic's models, and
-            lists, tuples, sets and mappings of these. A tuple equals a list; the order of a mapping's keys does not
-            matter.
+        value: None, booleans, numbers, text, bytes, paths, enumerations, arrays, dataclasses,
+            pydantic's models, and lists, tuples, sets and mappings of these. A tuple equals a list;
+            the order of a mapping's keys does not matter.
 
     Raises:
         TypeError: the value is of another type.
@@ -140,8 +141,8 @@ _MEDIA_END = 64 * 1024
 def media_fingerprint(file: Path) -> str:
     """Return the fingerprint of an image or a video: its size, its first and its last 64 KiB.
 
-    Two encoded pictures that are equal in all three are the same, and a set of videos is not read as a whole each time
-    that a run starts.
+    Two encoded pictures that are equal in all three are the same, and a set of videos is not read
+    as a whole each time that a run starts.
 
     Raises:
         OSError: it cannot be read.
@@ -182,8 +183,8 @@ def _code_folder_fingerprint(root: Path) -> str:
 def code_fingerprint(name: str) -> str:
     """Return the fingerprint of a Python file or folder, or of a module or package that is named by its import path.
 
-    What it imports is not part of it. Modules are looked for where ``utils.plugins`` will find them, also in the
-    working directory; one that is nowhere is known by its name.
+    What it imports is not part of it. Modules are looked for where ``utils.plugins`` will find
+    them, also in the working directory; one that is nowhere is known by its name.
 
     Raises:
         OSError: a file cannot be read.
@@ -232,7 +233,8 @@ class RowFingerprint:
     ) -> None:
         """Add the next row, which holds what JSON can hold, and bytes of images.
 
-        The order of its columns does not matter, that of the keys inside them does: a template may write them out.
+        The order of its columns does not matter, that of the keys inside them does: a template may
+        write them out.
 
         Args:
             row: the row.

@@ -6,9 +6,9 @@
                     closed            closed            403 another Host or Origin                 400, 413, 408
                                                         401 no token, 415 content type or encoding
 
-Pages in a local browser are untrusted: they may reach a server under a name that resolves here (DNS rebinding, seen by
-``Host``) or send it requests (CSRF, seen by ``Origin``, ``Sec-Fetch-Site`` and the content type). The guard runs before
-every route, even one that does not exist.
+Pages in a local browser are untrusted: they may reach a server under a name that resolves here (DNS
+rebinding, seen by ``Host``) or send it requests (CSRF, seen by ``Origin``, ``Sec-Fetch-Site`` and
+the content type). The guard runs before every route, even one that does not exist.
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ class HttpServer:
         open_paths: paths that need no token.
         max_body_bytes: limit of a JSON body.
         body_key: setting of that limit, for messages.
-        body_types: content types that bodies of POST may have besides JSON; such as a page of another origin cannot
-            send without a preflight.
+        body_types: content types that bodies of POST may have besides JSON; such as a page of
+            another origin cannot send without a preflight.
         keep_alive: seconds an idle connection stays open.
         around: middlewares that see every request, refused ones too.
-        max_connections: maximum open connections; further ones are closed. The process's limit may lower it.
+        max_connections: maximum open connections; further ones are closed. The process's limit may
+            lower it.
         head_seconds: see :data:`HEAD_TIMEOUT_SECONDS`.
 
     Raises:
@@ -232,12 +233,13 @@ async def read_json(
 
     Args:
         request: its body is JSON in UTF-8.
-        is_batch: accept what JSON cannot hold, NaN and halves of surrogate pairs, where it must not lose the others'
-            requests; whoever uses the values checks them.
+        is_batch: accept what JSON cannot hold, NaN and halves of surrogate pairs, where it must not
+            lose the others' requests; whoever uses the values checks them.
         seconds: time limit of the body.
 
     Raises:
-        Refused: 400: not JSON in UTF-8, nested too deep, or a lone surrogate; 408: too slow; web.HTTPException: 413.
+        Refused: 400: not JSON in UTF-8, nested too deep, or a lone surrogate; 408: too slow;
+            web.HTTPException: 413.
     """
     body = await read_bytes(request, seconds=seconds)
     try:

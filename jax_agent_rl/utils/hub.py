@@ -1,8 +1,8 @@
 """Files of models and data sets: in a local folder, or of a repository of the Hugging Face Hub, downloaded once.
 
-``model.path: Qwen/Qwen3-8B`` names a repository, ``Qwen/Qwen3-8B@REVISION`` its branch, tag or commit, unless a local
-folder has that name. Downloads are kept in the Hub's cache (``HF_HOME``); ``HF_TOKEN`` opens gated repositories, and
-``HF_HUB_OFFLINE=1`` uses the cache alone.
+``model.path: Qwen/Qwen3-8B`` names a repository, ``Qwen/Qwen3-8B@REVISION`` its branch, tag or
+commit, unless a local folder has that name. Downloads are kept in the Hub's cache (``HF_HOME``);
+``HF_TOKEN`` opens gated repositories, and ``HF_HUB_OFFLINE=1`` uses the cache alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
         weights: whether the safetensors files are needed, too.
 
     Raises:
-        ModelError: there is no such repository or revision, it is closed to this user, or it cannot be reached.
+        ModelError: there is no such repository or revision, it is closed to this user, or it cannot
+            be reached.
     """
     folder = expand_path(path)
     named = hub_name(path)
@@ -48,7 +49,8 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
     repository, revision = named
     with _explained("model", repository, revision):
         described = _download("model", repository, revision, _DESCRIBING)
-        # A snapshot's folder is named by its commit: take the same one even if the branch has moved on.
+        # A snapshot's folder is named by its commit: take the same one even if the branch has moved
+        # on.
         return _download("model", repository, described.name, _WEIGHTS) if weights else described
 
 
@@ -84,14 +86,16 @@ def dataset_files(
     Args:
         repository: ``owner/name``.
         revision: branch, tag or commit.
-        pattern: a glob of the files; None: they are found by name and split, like ``datasets.load_dataset`` does, from
-            the dataset card's ``configs``, else by their names (``data/train-00000-of-00001.parquet``).
+        pattern: a glob of the files; None: they are found by name and split, like
+            ``datasets.load_dataset`` does, from the dataset card's ``configs``, else by their names
+            (``data/train-00000-of-00001.parquet``).
         name: the configuration (subset); None: the only or default one.
         split: the split.
         suffixes: of files that can be used.
 
     Raises:
-        DataError: there is no such repository, revision, configuration or file, or the Hub cannot be reached.
+        DataError: there is no such repository, revision, configuration or file, or the Hub cannot
+            be reached.
     """
     with _explained("dataset", repository, revision):
         folder = _download("dataset", repository, revision, ("README.md",))

@@ -14,8 +14,9 @@ _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+-]*")
 def check_safe_id(value: str) -> str:
     """Return an id that is safe in a path, a URL and a log line.
 
-    It has up to :data:`MAX_ID_LENGTH` letters and digits of ASCII and ``. _ : @ + -``, and begins with a letter, a
-    digit or ``_``: it is neither a path to elsewhere nor a hidden file nor an option of a command.
+    It has up to :data:`MAX_ID_LENGTH` letters and digits of ASCII and ``. _ : @ + -``, and begins
+    with a letter, a digit or ``_``: it is neither a path to elsewhere nor a hidden file nor an
+    option of a command.
 
     Raises:
         ValueError: it is none; shows its beginning.

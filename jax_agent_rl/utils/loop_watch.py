@@ -1,19 +1,20 @@
 """Notices when somebody's code holds the event loop, so that nothing else runs, and names it.
 
-A blocking call in an ``async def`` (``time.sleep``, ``requests.get``, a long computation) freezes every trajectory, and
-no time limit can end it: limits are kept by the same loop. A thread sees what the loop cannot::
+A blocking call in an ``async def`` (``time.sleep``, ``requests.get``, a long computation) freezes
+every trajectory, and no time limit can end it: limits are kept by the same loop. A thread sees what
+the loop cannot::
 
     watch thread ──► every so often: has the loop run since?  ──yes──► ask it again
                                           │ no, several times in a row
                                           ▼
                        the task at work and the line it is at ──► a warning that names both, once for each hold
 
-Whose code it is, the stack says: the frames inside the loop, from the innermost out, up to the first coroutine of this
-package. This package's own work (a compilation, say) is nobody's fault, and neither is what called the loop: the
-command, or a script of the user's.
+Whose code it is, the stack says: the frames inside the loop, from the innermost out, up to the
+first coroutine of this package. This package's own work (a compilation, say) is nobody's fault, and
+neither is what called the loop: the command, or a script of the user's.
 
-The thread counts its own rounds, not seconds, so a machine that was suspended is no false alarm. A call that never
-releases the interpreter (a backtracking regular expression) stops this thread, too.
+The thread counts its own rounds, not seconds, so a machine that was suspended is no false alarm. A
+call that never releases the interpreter (a backtracking regular expression) stops this thread, too.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def watch_loop(
     """Watch the running loop within the context.
 
     Args:
-        report: takes a kind and a message, as :meth:`~jax_agent_rl.utils.failures.FailureLog.report`; called in a
-            thread of its own.
+        report: takes a kind and a message, as
+            :meth:`~jax_agent_rl.utils.failures.FailureLog.report`; called in a thread of its own.
         patience: seconds without the loop running before somebody is named.
     """
     watch = _Watch(asyncio.get_running_loop(), report, patience)
@@ -137,8 +138,8 @@ def line_of_others(innermost: FrameType | None, *, is_named: bool) -> str | None
 
     Args:
         innermost: frame of the loop's thread.
-        is_named: others' code is at work in this task, so an installed package's coroutine that this package awaits is
-            theirs, and no dependency's.
+        is_named: others' code is at work in this task, so an installed package's coroutine that
+            this package awaits is theirs, and no dependency's.
     """
     users_line = None
     inner = None

@@ -1,9 +1,10 @@
 """Images and videos in one normal form, whatever a tool returned, a client sent or a dataset holds.
 
-An image is upright and RGB; a video is RGB frames of one size. Engines, the wire format and the count of ids all start
-from these, so that they agree.
+An image is upright and RGB; a video is RGB frames of one size. Engines, the wire format and the
+count of ids all start from these, so that they agree.
 
-A message shows them as parts of its ``content``, in the notation of OpenAI or of Qwen (:func:`media_source`).
+A message shows them as parts of its ``content``, in the notation of OpenAI or of Qwen
+(:func:`media_source`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 KINDS = ("image", "video")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Formats of image files accepted over HTTP, as in OpenAI's API. Others (EPS, PDF) would start programs."""
+"""Formats of image files accepted over HTTP, as in OpenAI's API. Others (EPS, PDF) would start
+programs."""
 MAX_PIXELS = 16_000_000
 """Limit of one image that came over HTTP."""
 MAX_IMAGES = 64
@@ -34,7 +36,8 @@ MAX_VIDEO_PIXELS = 200_000_000
 VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,gif"
 """FFmpeg's names of the containers that are read."""
 FRAMES_PER_SECOND = 2.0
-"""Frame rate of videos: tools return frames without times, and Qwen's models were trained at this rate."""
+"""Frame rate of videos: tools return frames without times, and Qwen's models were trained at this
+rate."""
 
 
 def as_image(item: Any) -> Image:
@@ -116,8 +119,8 @@ def without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_media(messages: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
     """Read what the parts of messages show, by kind, in order.
 
-    Parts are ``{"type": kind, kind: source}``; a source is bytes, a ``data:`` URL or a path, or for videos a list of
-    such frames.
+    Parts are ``{"type": kind, kind: source}``; a source is bytes, a ``data:`` URL or a path, or for
+    videos a list of such frames.
 
     Raises:
         ValueError: an item cannot be read or is too large; names it.
@@ -179,8 +182,8 @@ def read_images(
     """Read images from untrusted files: their bytes, ``data:`` URLs or base64.
 
     Raises:
-        ValueError: one cannot be read, or they exceed ``MAX_PIXELS`` each or ``max_total_pixels``; none is
-            unpacked then.
+        ValueError: one cannot be read, or they exceed ``MAX_PIXELS`` each or ``max_total_pixels``;
+            none is unpacked then.
     """
     if len(files) > MAX_IMAGES:
         raise ValueError(f"{len(files)} images are more than {MAX_IMAGES}")
@@ -235,7 +238,8 @@ def _decoded(source: str | bytes) -> Iterator[Image]:
         source = data_url_bytes(source) if source.startswith("data:") else Path(source).read_bytes()
     due = 0.0
     try:
-        # By its bytes, and no playlists: FFmpeg would fetch what a path or a playlist names, from anywhere.
+        # By its bytes, and no playlists: FFmpeg would fetch what a path or a playlist names, from
+        # anywhere.
         with av.open(io.BytesIO(source), "r", options={"format_whitelist": VIDEO_FORMATS}) as file:
             for frame in file.decode(video=0):
                 if frame.time is None or frame.time >= due:

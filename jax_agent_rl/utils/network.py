@@ -1,12 +1,13 @@
 """Secrets from the environment, addresses of this machine, and JSON over HTTP to a configured service.
 
-Requests are bounded in time, size and retries. Every failure is one exception with the service's URL and the key to
-change. A request is retried only where that is safe: it did not reach the service, the service was too busy to accept
-it, or the caller declares it idempotent.
+Requests are bounded in time, size and retries. Every failure is one exception with the service's
+URL and the key to change. A request is retried only where that is safe: it did not reach the
+service, the service was too busy to accept it, or the caller declares it idempotent.
 
-Every HTTP client of the package reads answers by :func:`read_answer`, whichever library it uses: not compressed, as
-seven kilobytes of a twice compressed answer become eight gigabytes, and counted before they are kept. Redirects are not
-followed: a server must not choose who gets a token, or which address inside a network is asked.
+Every HTTP client of the package reads answers by :func:`read_answer`, whichever library it uses:
+not compressed, as seven kilobytes of a twice compressed answer become eight gigabytes, and counted
+before they are kept. Redirects are not followed: a server must not choose who gets a token, or
+which address inside a network is asked.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def listen_on(host: str, port: int) -> socket.socket:
 def names_this_machine(host_header: str, *, listening_on: str) -> bool:
     """Return whether a request's ``Host`` is this machine, or the address listened on.
 
-    Servers without a token refuse other names: DNS rebinding lets a page in a local browser reach them.
+    Servers without a token refuse other names: DNS rebinding lets a page in a local browser reach
+        them.
     """
     try:
         host = urlsplit(f"//{host_header}").hostname or ""
@@ -129,20 +131,15 @@ class JsonService:
     """Client of one service, with its address, time limits and retries. Use it from one event loop, and close it.
 
     Attributes:
-        url: http or https.
-        url_key, timeout_key: config keys of ``url`` and ``timeout``, for messages.
-        timeout: seconds per attempt, from connecting to the last byte.
-        error: makes the error to raise.
-        max_retries: retries of a request that was not accepted, or is repeatable and failed.
-        retry_delay: seconds before the first retry; the service's ``Retry-After`` takes precedence.
-        backoff: factor of the delay from one retry to the next.
-        headers: sent with every request.
-        token_hint: what to do about a missing token, for messages.
-        trust_env: whether to use the environment's proxies.
-        pace: awaited before each attempt, to limit their rate.
-        sleep: waits between attempts.
-        max_answer_bytes, max_values: limits of an answer, see :func:`~jax_agent_rl.utils.bounded_json.decode_json`.
-        transport: httpx transport, for tests.
+        url: http or https. url_key, timeout_key: config keys of ``url`` and ``timeout``, for
+        messages. timeout: seconds per attempt, from connecting to the last byte. error: makes the
+        error to raise. max_retries: retries of a request that was not accepted, or is repeatable
+        and failed. retry_delay: seconds before the first retry; the service's ``Retry-After`` takes
+        precedence. backoff: factor of the delay from one retry to the next. headers: sent with
+        every request. token_hint: what to do about a missing token, for messages. trust_env:
+        whether to use the environment's proxies. pace: awaited before each attempt, to limit their
+        rate. sleep: waits between attempts. max_answer_bytes, max_values: limits of an answer, see
+        :func:`~jax_agent_rl.utils.bounded_json.decode_json`. transport: httpx transport, for tests.
         retries: number of retries so far.
 
     Raises:
@@ -183,8 +180,8 @@ class JsonService:
 
         Args:
             payload: anything JSON can hold.
-            repeatable: whether the service may run the request twice, so that it is also retried when its answer was
-                lost, late or a server error.
+            repeatable: whether the service may run the request twice, so that it is also retried
+                when its answer was lost, late or a server error.
 
         Raises:
             TimeoutError: every attempt took longer than ``timeout``.
@@ -202,7 +199,8 @@ class JsonService:
                 content,
                 max_values=self.max_values,
                 errors="replace",
-                # Whoever reads a number checks it: one infinite reward must not lose the others' answers.
+                # Whoever reads a number checks it: one infinite reward must not lose the others'
+                # answers.
                 non_finite=True,
                 lone_surrogates=True,
             )
@@ -294,7 +292,8 @@ class JsonService:
         import httpx
 
         if self._client is None:
-            # Drop idle connections before servers do (uvicorn: after 5 s), or a request could be lost.
+            # Drop idle connections before servers do (uvicorn: after 5 s), or a request could be
+            # lost.
             limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
             headers = {"content-type": "application/json", **(self.headers or {}), **IDENTITY}
             self._client = httpx.AsyncClient(
@@ -324,7 +323,7 @@ class _Failed(Exception):
         self.retry_after = retry_after
 
 
-# --- answers of any client --------------------------------------------------------------------------------------------
+# --- answers of any client ------------------------------------------------------------------------
 
 
 class UnreadableAnswerError(Exception):
@@ -342,7 +341,8 @@ async def read_answer(
         max_bytes: limit of the content.
 
     Raises:
-        UnreadableAnswerError: it is compressed or too large; no more than a chunk beyond the limit was read.
+        UnreadableAnswerError: it is compressed or too large; no more than a chunk beyond the limit
+            was read.
     """
     require_identity(headers)
     content = bytearray()

@@ -1,7 +1,7 @@
 """Optional packages: whether one is installed, and its import.
 
-Python takes any folder of that name on its path for a package without content, and W&B, for one, makes a folder
-``wandb`` in the working directory. Such a folder is no installed package.
+Python takes any folder of that name on its path for a package without content, and W&B, for one,
+makes a folder ``wandb`` in the working directory. Such a folder is no installed package.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ A package registers names in entry-point groups, ``jax_agent_rl.<kind>`` for eac
     [project.entry-points."jax_agent_rl.agents"]
     second_look = "my_package.agents:SecondLook"
 
-Nothing of it is imported before a configuration or a row uses the name. Names of this package, and those that a run's
-own files register, come first. A package that fails to import fails only the runs that use it.
+Nothing of it is imported before a configuration or a row uses the name. Names of this package, and
+those that a run's own files register, come first. A package that fails to import fails only the
+runs that use it.
 """
 
 from __future__ import annotations
@@ -160,15 +161,16 @@ def read_entries(path: Path, *, key: str, name: str) -> list[Any]:
 def load_user_module(where: str, *, key: str) -> ModuleType:
     """Import ``my_tools.py``, ``path/to/my_tools.py`` or ``package.my_tools``, once per process.
 
-    Modules beside the file, and those in the working directory, are found from then on, after all others.
+    Modules beside the file, and those in the working directory, are found from then on, after all
+    others.
 
     Args:
         where: a path (ends with ``.py`` or has a path separator) or a dotted module name.
         key: the config key that names it, for error messages.
 
     Raises:
-        ConfigError: there is no such file or module, or importing it raised. This package's own errors (a wrongly
-            declared tool, say) pass through.
+        ConfigError: there is no such file or module, or importing it raised. This package's own
+            errors (a wrongly declared tool, say) pass through.
     """
     is_path = where.endswith(".py") or os.sep in where
     named = f"{key}={where!r}"

@@ -7,8 +7,8 @@ The first signal lets the run save and end, the second ends the process at once.
     signal ─► wakeup descriptor ─► watching thread ─┬─► cancel the run's task: it saves, then closes everything
                                                     └─► second signal, or closing takes too long: clean up, exit
 
-A thread watches, since the main thread may be inside a compiler or loader for minutes, which would delay Python's own
-signal handlers.
+A thread watches, since the main thread may be inside a compiler or loader for minutes, which would
+delay Python's own signal handlers.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ ExitWithin = Callable[[float], None]
 def own_python(*arguments: str) -> list[str]:
     """Return a command of this interpreter that does not look into the working directory for Python's own modules.
 
-    Otherwise a file of the user's called ``random.py`` or ``types.py`` would take the place of Python's. Where this
-    package is not installed, the process needs :func:`own_environment`.
+    Otherwise a file of the user's called ``random.py`` or ``types.py`` would take the place of
+    Python's. Where this package is not installed, the process needs :func:`own_environment`.
     """
     return [sys.executable, "-P", *arguments]
 
@@ -85,7 +85,8 @@ class Interruption:
 
     Args:
         print_line: prints a line for the user; called from another thread.
-        exit_within: ends the process within the given seconds; called when everything worth keeping is on disk.
+        exit_within: ends the process within the given seconds; called when everything worth keeping
+            is on disk.
         leads: whether other processes of the run depend on this one.
         stage: the current one.
     """
@@ -234,7 +235,8 @@ def run_server(
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """Handler that writes to the current ``sys.stderr``.
 
-    A live display replaces it to print above itself. If the real standard error is no terminal, that one is used.
+    A live display replaces it to print above itself. If the real standard error is no terminal,
+    that one is used.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -273,8 +275,9 @@ def quiet_logging() -> None:
 def ignore_late_writes() -> None:
     """Silence writes of tensorstore that fail after Orbax has given up a checkpoint: on a full disk, one per array.
 
-    The first one's error is the checkpoint's own. The others print tracebacks: threads that are not Python's find their
-    event loop closed, or asyncio finds, whenever garbage is collected, that nothing awaited them.
+    The first one's error is the checkpoint's own. The others print tracebacks: threads that are not
+    Python's find their event loop closed, or asyncio finds, whenever garbage is collected, that
+    nothing awaited them.
     """
     hook = sys.unraisablehook
 
@@ -297,8 +300,8 @@ def _is_no_late_write(record: logging.LogRecord) -> bool:
 def ignore_absent_tpus(devices: Path = Path("/dev")) -> None:
     """Set ``JAX_PLATFORMS=cpu`` if it is unset, libtpu is installed, and the machine has neither TPU nor GPU.
 
-    libtpu may be installed only to compile for absent TPUs (``jax-agent-rl plan``); JAX would look for them and
-    complain in every command. Call this before JAX is imported.
+    libtpu may be installed only to compile for absent TPUs (``jax-agent-rl plan``); JAX would look
+    for them and complain in every command. Call this before JAX is imported.
     """
     if "JAX_PLATFORMS" in os.environ or not is_installed("libtpu"):
         return

@@ -1,8 +1,9 @@
 """Starts of what runs outside of this process: a cluster, an engine, a tracker, the runtime of an accelerator.
 
-Any of them may never answer: ``ray.init`` waits for ever when memory ran out. Their libraries block, and most have no
-time limit, so each start has a daemon thread of its own, which is left behind when it is late: a thread of a pool would
-keep the process from ending. Starts that are processes of ours or coroutines have their limits where they are awaited.
+Any of them may never answer: ``ray.init`` waits for ever when memory ran out. Their libraries
+block, and most have no time limit, so each start has a daemon thread of its own, which is left
+behind when it is late: a thread of a pool would keep the process from ending. Starts that are
+processes of ours or coroutines have their limits where they are awaited.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ async def start_service(
     """Call ``start()`` and return what it returns, unless it takes too long.
 
     Args:
-        start: blocks until the service is there. It runs in another thread, in a copy of the caller's context.
+        start: blocks until the service is there. It runs in another thread, in a copy of the
+            caller's context.
         name: what does not answer, for the message.
         fix: what to do about it, for the message.
         seconds: time limit.
         undo: ends a service that came too late, or after the caller was cancelled.
-        ended: set by the caller when the service has been shut down. Give it for a service whose processes Linux ends
-            with the thread that started them (``PR_SET_PDEATHSIG``, as Ray asks for): the thread stays until then.
+        ended: set by the caller when the service has been shut down. Give it for a service whose
+            processes Linux ends with the thread that started them (``PR_SET_PDEATHSIG``, as Ray
+            asks for): the thread stays until then.
         error: makes the error of a late service.
 
     Raises:

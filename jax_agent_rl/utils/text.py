@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-# --- what a person sees -----------------------------------------------------------------------------------------------
+# --- what a person sees ---------------------------------------------------------------------------
 
 _UNSEEN_CATEGORIES = frozenset({"Cc", "Cf", "Zl", "Zp", "Co", "Cs"})
 _UNSEEN_LETTERS = (
@@ -27,7 +27,8 @@ _UNSEEN_LETTERS = (
         *range(0xE0000, 0xE1000),
     ),  # more selectors, and what is reserved for such
 )
-"""The rest of Unicode's ``Default_Ignorable_Code_Point``: letters and marks that nothing is drawn for."""
+"""The rest of Unicode's ``Default_Ignorable_Code_Point``: letters and marks that nothing is drawn
+for."""
 
 _PICTURES = (
     "\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u21aa\u231a-\u23ff\u24c2\u25aa-\u25fe\u2600-\u27bf\u2934\u2935"
@@ -80,9 +81,10 @@ def counted(number: int, noun: str) -> str:
 def printable(text: str, *, one_line: bool = False) -> str:
     r"""Return text with every character spelt out that controls a terminal, hides, or moves what stands beside it.
 
-    Everything that a model, a tool, a client, a server or a file wrote goes through this before a person sees it. These
-    are Unicode's control, format, private and surrogate characters, line separators, and what nothing is drawn for
-    (variation selectors, tags, filling letters). What belongs to an emoji stays. The report's page does the same.
+    Everything that a model, a tool, a client, a server or a file wrote goes through this before a
+    person sees it. These are Unicode's control, format, private and surrogate characters, line
+    separators, and what nothing is drawn for (variation selectors, tags, filling letters). What
+    belongs to an emoji stays. The report's page does the same.
 
     Args:
         text: any text.
@@ -101,7 +103,7 @@ def printable(text: str, *, one_line: bool = False) -> str:
     return "".join(parts)
 
 
-# --- patterns ---------------------------------------------------------------------------------------------------------
+# --- patterns -------------------------------------------------------------------------------------
 
 NEVER = "(?!)"
 """A pattern that matches nothing."""
@@ -110,8 +112,9 @@ NEVER = "(?!)"
 def any_of(words: Iterable[str]) -> str:
     """Return the pattern of the longest of some words at a place; :data:`NEVER` if there are none.
 
-    Words that begin alike share that part, so that a search reads each place once, however many words there are: an
-    alternation of six thousand placeholders takes seconds for a text of their beginnings.
+    Words that begin alike share that part, so that a search reads each place once, however many
+    words there are: an alternation of six thousand placeholders takes seconds for a text of their
+    beginnings.
 
     >>> any_of(["<end>", "<endless>", "x"])
     '(?:<end(?:>|less>)|x)'
@@ -129,7 +132,8 @@ _Node = dict[str, "_Node"]
 """What may follow, by its first character; "" ends a word."""
 
 _MAX_BRANCHINGS = 24
-"""Places of one word at which others branch off: the library that compiles patterns recurses into each."""
+"""Places of one word at which others branch off: the library that compiles patterns recurses into
+each."""
 
 
 def _pattern(node: _Node, branchings: int = 0) -> str:

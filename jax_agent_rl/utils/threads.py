@@ -1,8 +1,9 @@
 """Bounded calls of user code: blocking functions in daemon threads, awaitables with a timeout.
 
-A hanging thread of a pool is lost for good and keeps the process from exiting. So every call gets its own daemon
-thread (starting one takes tens of microseconds). When the caller stops waiting, the thread is *abandoned*: counted,
-left alone, and forgotten when it ends. With too many abandoned threads, further calls are refused.
+A hanging thread of a pool is lost for good and keeps the process from exiting. So every call gets
+its own daemon thread (starting one takes tens of microseconds). When the caller stops waiting, the
+thread is *abandoned*: counted, left alone, and forgotten when it ends. With too many abandoned
+threads, further calls are refused.
 
 :class:`PrioritySemaphore` bounds what runs at once, :class:`RateLimit` how often something starts.
 """
@@ -58,7 +59,8 @@ class DaemonThreads:
         Cancelling the caller abandons the thread.
 
         Raises:
-            JaxAgentRLError: made by ``error``: too many abandoned calls, or the function raised ``SystemExit``, say.
+            JaxAgentRLError: made by ``error``: too many abandoned calls, or the function raised
+                ``SystemExit``, say.
         """
         if self._abandoned >= self._max_abandoned:
             raise self._error(
@@ -134,16 +136,16 @@ async def in_time(
 ) -> T:
     """Call user code in its own task, which is abandoned if it ignores its cancellation.
 
-    Code that blocks the event loop cannot be interrupted. When it returns, it has been late if its own steps took
-    longer than ``timeout``.
+    Code that blocks the event loop cannot be interrupted. When it returns, it has been late if its
+    own steps took longer than ``timeout``.
 
     Args:
         call: calls a tool, a reward function, an environment.
         timeout: seconds.
         what: names it, in case it holds the event loop (:mod:`jax_agent_rl.utils.loop_watch`).
         late: makes the error to raise on timeout.
-        error: makes the error to raise if the code cancelled itself or tried to exit, which must neither look like a
-            cancellation of the caller nor end the run.
+        error: makes the error to raise if the code cancelled itself or tried to exit, which must
+            neither look like a cancellation of the caller nor end the run.
     """
     own_time = OwnTime()
     task = asyncio.ensure_future(own_time.measure(_no_exit(call, what, error), time.monotonic))
@@ -206,7 +208,8 @@ class RateLimit:
 class PrioritySemaphore:
     """A semaphore with priorities: continuing a started group goes before starting another.
 
-    A branch thus runs while the engine still holds the KV of its parent, and groups complete sooner.
+    A branch thus runs while the engine still holds the KV of its parent, and groups complete
+    sooner.
 
     Args:
         count: maximum concurrent holders.

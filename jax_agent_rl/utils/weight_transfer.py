@@ -1,14 +1,15 @@
 """What both ends of a weight transfer share: digests, a probe of what was loaded, and deltas between versions.
 
-XXH3-128 digests cost about as much as reading memory, and find damage and mistaken files; against forgery of both bytes
-and digest there are tokens and TLS (``rollout.token_env``).
+XXH3-128 digests cost about as much as reading memory, and find damage and mistaken files; against
+forgery of both bytes and digest there are tokens and TLS (``rollout.token_env``).
 
-An engine in another process can load weights wrongly without an error: a tied matrix stays old, a fused matrix is
-partly filled, a cached copy is not rebuilt. Each changes log-probs, so the learner sends those of a few sequences.
+An engine in another process can load weights wrongly without an error: a tied matrix stays old, a
+fused matrix is partly filled, a cached copy is not rebuilt. Each changes log-probs, so the learner
+sends those of a few sequences.
 
-A training step with a small learning rate leaves most bfloat16 numbers as they were and moves the others by a unit in
-the last place. A delta says which 16-bit words of a file's data differ from those of the version before, and by how
-much. It is a safetensors file itself::
+A training step with a small learning rate leaves most bfloat16 numbers as they were and moves the
+others by a unit in the last place. A delta says which 16-bit words of a file's data differ from
+those of the version before, and by how much. It is a safetensors file itself::
 
     header    uint8    header of the new file, as it is
     gaps      uint8    unchanged words before each changed one, as uint32; byte planes, compressed by zlib
@@ -52,7 +53,8 @@ def rounded(x: Any, dtype: str) -> Any:
     """Return a NumPy or device array in the dtype of a transfer, see ``WeightUpdate.dtype``.
 
     Raises:
-        WeightUpdateError: a number is beyond float16, which would make it infinite. (bfloat16 has float32's range.)
+        WeightUpdateError: a number is beyond float16, which would make it infinite. (bfloat16 has
+            float32's range.)
     """
     if dtype == AS_THEY_ARE:
         return x
@@ -72,8 +74,8 @@ class LogprobProbe:
 
     Attributes:
         ids: sequences of token ids, each at least two long.
-        log_probs: for each sequence, the natural-log probability of ids ``1..`` given those before (temperature 1):
-            one fewer than ids.
+        log_probs: for each sequence, the natural-log probability of ids ``1..`` given those before
+            (temperature 1): one fewer than ids.
     """
 
     ids: tuple[tuple[int, ...], ...]

@@ -1,14 +1,14 @@
 """Worker processes that handle one request at a time, and are killed if it takes too long.
 
-Some work cannot be done in this process: it sets signal handlers, may never release the interpreter, or may take all
-memory. A worker is a Python program that reads one JSON object per line from standard input and writes one per line to
-standard output::
+Some work cannot be done in this process: it sets signal handlers, may never release the
+interpreter, or may take all memory. A worker is a Python program that reads one JSON object per
+line from standard input and writes one per line to standard output::
 
     ask({"solution": …})  ──► an idle worker (started on demand)  ──► {"score": 1.0}
                               no answer within the timeout: killed, the next request starts another
 
-Workers end with their standard input, so none outlives this process. Unlike :mod:`multiprocessing`, this reads only
-JSON from them, forks nothing, and does not import the caller's ``__main__`` again.
+Workers end with their standard input, so none outlives this process. Unlike :mod:`multiprocessing`,
+this reads only JSON from them, forks nothing, and does not import the caller's ``__main__`` again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class JsonWorkers:
         program: Python source that each worker runs.
         size: number of workers, and so of concurrent requests, >= 1.
         purpose: description for messages.
-        hello: first request to each worker, answered when it is ready; the time limit of others begins then.
+        hello: first request to each worker, answered when it is ready; the time limit of others
+            begins then.
     """
 
     def __init__(
@@ -214,7 +215,8 @@ class _Worker:
 def serve(answer: Any) -> None:
     """Answer requests until standard input ends, in a worker.
 
-    What the called code and its subprocesses print goes to standard error, so that it cannot be taken for an answer.
+    What the called code and its subprocesses print goes to standard error, so that it cannot be
+    taken for an answer.
 
     Args:
         answer: called with a request, a dict; returns the answer, a mapping. It must raise nothing.

@@ -1,7 +1,7 @@
 """What is wrong with a value that a schema refused, in this project's words: what it must be, and so what to write.
 
-Whoever catches a ``ValidationError`` describes it by this module: configurations, requests to every server, answers of
-tool servers.
+Whoever catches a ``ValidationError`` describes it by this module: configurations, requests to every
+server, answers of tool servers.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from yaml.nodes import CollectionNode, MappingNode, Node
 
 MAX_CHARACTERS = 1_000_000
 MAX_NODES = 50_000
-"""Scalars, lists and mappings of a document, those of an alias counted at each place where it stands."""
+"""Scalars, lists and mappings of a document, those of an alias counted at each place where it
+stands."""
 MAX_DEPTH = 64
 MAX_NUMBER_LENGTH = 400
 """Characters of a number: Python takes quadratic time for one, and no float has more."""

@@ -271,7 +271,9 @@ def test_engines_report_experts(backend: str, tmp_path: Path):
 
 @pytest.mark.parametrize("backend", ["jetstream", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_engines_see_images(backend: str, tmp_path: Path):
-    """The checks of images and a few that a model with a tower could fail, on a tiny random Qwen2.5-VL."""
+    """The checks of images and a few that a model with a tower could fail, on a tiny random
+    Qwen2.5-VL.
+    """
     pytest.importorskip("torch")
     if backend == "vllm":
         pytest.importorskip("vllm")

@@ -1,4 +1,6 @@
-"""A whole run in seconds: the calculator's task and the start of SmolLM2's vocabulary on a model of random weights."""
+"""A whole run in seconds: the calculator's task and the start of SmolLM2's vocabulary on a model of
+random weights.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from jax_agent_rl.utils.files import cache_root
 CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
 REAL_MODEL = cache_root() / "models" / "smollm2-135m-instruct"
 VOCABULARY = 4096
-"""Ids of the small model. With SmolLM2's 49,152, loading the tokenizer and computing logits would be most of a run."""
+"""Ids of the small model. With SmolLM2's 49,152, loading the tokenizer and computing logits would
+be most of a run."""
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""The examples as their READMEs start them, on a model of random weights: the run is whole and exact."""
+"""The examples as their READMEs start them, on a model of random weights: the run is whole and
+exact.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whole runs whose engine has a fault: they stop before they learn from it, and their folder says why."""
+"""Whole runs whose engine has a fault: they stop before they learn from it, and their folder says
+why.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The asynchronous trainers on a real engine and a real learner: whole runs, and a run that was killed."""
+"""The asynchronous trainers on a real engine and a real learner: whole runs, and a run that was
+killed.
+"""
 
 import re
 import signal
@@ -91,6 +93,7 @@ def test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing(
     resumed = re.search(
         r"resumed after step (\d+)", train(recipe, "--resume", f"trainer.steps={steps}")
     )
-    # A kill may hit step 10's checkpoint while it is being written; that of step 5 was complete before it began.
+    # A kill may hit step 10's checkpoint while it is being written; that of step 5 was complete
+    # before it began.
     assert resumed and int(resumed[1]) >= (5 if number == signal.SIGKILL else 12)
     check_run(tmp_path / "run", steps=steps, bound=MODES[name].get("max_staleness", 1))

@@ -1,4 +1,6 @@
-"""On-policy distillation as users run it: from a teacher in a folder, and from the same one on a rollout server."""
+"""On-policy distillation as users run it: from a teacher in a folder, and from the same one on a
+rollout server.
+"""
 
 import json
 import re

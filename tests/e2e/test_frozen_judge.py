@@ -1,6 +1,7 @@
 """``reward.judge.model`` names a folder: a model of its own is loaded, asked, and shut down again.
 
-The small random model never ends a reply, so what it said is read from the error that says it was cut off.
+The small random model never ends a reply, so what it said is read from the error that says it was
+cut off.
 """
 
 from dataclasses import replace

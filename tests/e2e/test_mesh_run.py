@@ -1,4 +1,6 @@
-"""Whole runs whose learner lies on several devices, with the engine on the first of them or on others."""
+"""Whole runs whose learner lies on several devices, with the engine on the first of them or on
+others.
+"""
 
 import json
 import subprocess
@@ -64,7 +66,9 @@ def test_learner_and_engine_on_meshes_side_by_side(tmp_path: Path, mode: str):
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 def test_an_engine_on_each_of_the_learners_devices(tmp_path: Path, mode: str):
-    """Asynchronous modes, too: an engine of one device exchanges nothing that could wait for the learner."""
+    """Asynchronous modes, too: an engine of one device exchanges nothing that could wait for the
+    learner.
+    """
     recipe = tiny_recipe(
         tmp_path,
         trainer={"steps": 2, "mode": mode},

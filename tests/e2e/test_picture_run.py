@@ -1,5 +1,6 @@
-"""A run whose tool shows pictures, built as from a configuration: engine, learner and transformers agree on every
-sampled id over two turns, before an update of tower and decoder and after it."""
+"""A run whose tool shows pictures, built as from a configuration: engine, learner and transformers
+agree on every sampled id over two turns, before an update of tower and decoder and after it.
+"""
 
 from __future__ import annotations
 

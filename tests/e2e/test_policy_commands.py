@@ -1,4 +1,6 @@
-"""``eval``, ``rollout`` and ``doctor`` as users call them, on a run of a tiny model, its checkpoint and its files."""
+"""``eval``, ``rollout`` and ``doctor`` as users call them, on a run of a tiny model, its checkpoint
+and its files.
+"""
 
 import json
 import os

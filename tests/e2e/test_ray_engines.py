@@ -1,4 +1,6 @@
-"""Engines beside the learner, in Ray actors, and both: whole runs of a tiny model, and an actor that is killed."""
+"""Engines beside the learner, in Ray actors, and both: whole runs of a tiny model, and an actor
+that is killed.
+"""
 
 import asyncio
 import contextlib
@@ -44,7 +46,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray():
-    """With three GPUs, as far as Ray knows. Runs find it and leave it running: starting it takes longer than a run."""
+    """With three GPUs, as far as Ray knows. Runs find it and leave it running: starting it takes
+    longer than a run.
+    """
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 3}')
         context = open_ray(None, bundles=4)
@@ -168,7 +172,9 @@ KILLED = {
 
 @pytest.mark.parametrize("case", KILLED)
 def test_an_actor_that_is_killed_costs_time_and_no_trajectory(recipe, case: str, tmp_path: Path):
-    """Where it was the only engine, the run goes on once it is rebuilt and has the weights of the moment."""
+    """Where it was the only engine, the run goes on once it is rebuilt and has the weights of the
+    moment.
+    """
     metrics = tmp_path / "run" / "metrics.jsonl"
     count, overrides = KILLED[case]
 
@@ -189,7 +195,9 @@ def test_an_actor_that_is_killed_costs_time_and_no_trajectory(recipe, case: str,
 def test_a_run_goes_on_with_an_engine_that_was_added_when_the_first_one_is_removed(
     recipe, colocated, tmp_path: Path
 ):
-    """The one that was added samples everything, with the weights of each step, what the first one would have."""
+    """The one that was added samples everything, with the weights of each step, what the first one
+    would have.
+    """
     gate, folder = tmp_path / "gate", tmp_path / "run"
     (reward := tmp_path / "reward.py").write_text(GATED_REWARD.format(gate=str(gate)))
     shown: list[str] = []

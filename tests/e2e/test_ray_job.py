@@ -1,4 +1,6 @@
-"""``gpu.sh`` on Ray: on a cluster of its own, and on one of several raylets, some of which die, come late or stall."""
+"""``gpu.sh`` on Ray: on a cluster of its own, and on one of several raylets, some of which die,
+come late or stall.
+"""
 
 import importlib.util
 import json
@@ -29,7 +31,9 @@ STEPS = 30  # about a second each: a node that is removed at the fifth is gone l
 
 
 def start(recipe: Path, *arguments: str, address: str | None = None) -> subprocess.Popen[str]:
-    """Start gpu.sh with the embedded engine, on a cluster or on one of its own; both outputs are one pipe."""
+    """Start gpu.sh with the embedded engine, on a cluster or on one of its own; both outputs are
+    one pipe.
+    """
     variables = {"JAX_AGENT_RL_VENV": sys.prefix} | ({"RAY_ADDRESS": address} if address else {})
     command = [ROOT / "launch" / "gpu.sh", "--device", "cpu", "--no-install", "--config", recipe]
     return subprocess.Popen(

@@ -1,4 +1,6 @@
-"""The real small model: it is what it says it is, and three steps on the calculator teach it something."""
+"""The real small model: it is what it says it is, and three steps on the calculator teach it
+something.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
-"""Every recipe in ``configs/`` trains: on the calculator's task, with a small random model. Engine and learner agree in
-all of them: a run in which they did not would stop."""
+"""Every recipe in ``configs/`` trains: on the calculator's task, with a small random model. Engine
+and learner agree in all of them: a run in which they did not would stop.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""The report in a real browser: it opens, loads nothing, shows, filters, colours, and lets nothing out of its texts."""
+"""The report in a real browser: it opens, loads nothing, shows, filters, colours, and lets nothing
+out of its texts.
+"""
 
 import json
 from dataclasses import replace

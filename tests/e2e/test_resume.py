@@ -36,7 +36,9 @@ def train(recipe: Path, *arguments: str) -> None:
 
 
 def train_until_killed(recipe: Path, seed: int) -> None:
-    """Starts a run and kills it at a random moment of one of the steps 11 to 14 (of the evaluation before, perhaps)."""
+    """Starts a run and kills it at a random moment of one of the steps 11 to 14 (of the evaluation
+    before, perhaps).
+    """
     chance = random.Random(seed)
     last = chance.randint(BEFORE, BEFORE + 3)
     process = subprocess.Popen(

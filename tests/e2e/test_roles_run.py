@@ -1,4 +1,6 @@
-"""Runs of an agent with two roles: adapters of their own, a frozen model, resumed, evaluated, in every trainer."""
+"""Runs of an agent with two roles: adapters of their own, a frozen model, resumed, evaluated, in
+every trainer.
+"""
 
 import json
 import subprocess

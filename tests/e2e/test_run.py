@@ -1,4 +1,6 @@
-"""Runs as a user starts them: what is left in the folder, resuming, interrupting, reproducing, bad input."""
+"""Runs as a user starts them: what is left in the folder, resuming, interrupting, reproducing, bad
+input.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ def run(*arguments: object, timeout: float = 400) -> subprocess.CompletedProcess
 
 
 def same_trajectories(a: Path, b: Path, *, splits: Sequence[str] = ("train", "heldout")) -> bool:
-    """Equal but for wall times, and for the rounding of log-probs: what is decoded side by side depends on the time."""
+    """Equal but for wall times, and for the rounding of log-probs: what is decoded side by side
+    depends on the time.
+    """
 
     def comparable(folder: Path) -> tuple[list[dict], list[list[float]]]:
         records = [r for r in read_records(folder / "trajectories.jsonl") if r["split"] in splits]
@@ -182,7 +186,8 @@ def test_a_row_of_an_unknown_agent_is_found_before_anything_runs(recipe: Path, t
 def test_prompts_over_the_budget_are_dropped_with_their_reason_and_the_run_ends_well(
     recipe: Path, tmp_path: Path
 ):
-    # Three batches are lost: the held-out one before the step, the step's, the held-out one after it.
+    # Three batches are lost: the held-out one before the step, the step's, the held-out one after
+    # it.
     settings = ("agent.max_prompt_length=20", "trainer.max_failed_batches=4")
     result = run("train", recipe, *settings, "trainer.steps=1", "trainer.checkpoint_every=0")
     assert result.returncode == 0, result.stderr

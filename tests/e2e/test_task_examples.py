@@ -1,4 +1,6 @@
-"""Each example prepares its data and trains: on random weights, or on the real model where it is to call tools."""
+"""Each example prepares its data and trains: on random weights, or on the real model where it is to
+call tools.
+"""
 
 import json
 import os

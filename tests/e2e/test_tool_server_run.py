@@ -1,4 +1,6 @@
-"""A run over a tool server, started as users start it: settings by command line, counts, a server that is gone."""
+"""A run over a tool server, started as users start it: settings by command line, counts, a server
+that is gone.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""The whole life of a run on TPUs: made-up cloud and schedulers, real processes with jax over loopback."""
+"""The whole life of a run on TPUs: made-up cloud and schedulers, real processes with jax over
+loopback.
+"""
 
 import json
 import os
@@ -18,7 +20,8 @@ from tests.launching import ROOT, read_until
 from tests.ports import free_port
 from tests.tiny_run import SMALL, tiny_recipe
 
-# The third step's rollouts wait until the test lets them go. Several processes score: a file counts their calls.
+# The third step's rollouts wait until the test lets them go. Several processes score: a file counts
+# their calls.
 _PATIENT_REWARD = """
 import pathlib, time
 from jax_agent_rl.rewards import register_reward

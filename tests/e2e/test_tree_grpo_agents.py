@@ -1,5 +1,7 @@
-"""Tree-GRPO on agents with a tool server, tools by text, a retrieval server and an environment: one step of a whole run
-each, on a random model whose vocabulary has whole calls as single tokens, so that it makes some."""
+"""Tree-GRPO on agents with a tool server, tools by text, a retrieval server and an environment: one
+step of a whole run each, on a random model whose vocabulary has whole calls as single tokens, so
+that it makes some.
+"""
 
 import copy
 import io

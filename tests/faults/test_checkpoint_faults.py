@@ -38,7 +38,9 @@ def folder(tmp_path: Path) -> Path:
 def restored_equals(
     folder: Path, step: int, *, named: int | None = None, saved: dict | None = None
 ) -> bool:
-    """Whether what comes back (of the newest checkpoint, or the one named) is ``saved``, or else ``state(step)``."""
+    """Whether what comes back (of the newest checkpoint, or the one named) is ``saved``, or else
+    ``state(step)``.
+    """
     checkpointer = Checkpointer(folder, keep=3)
     try:
         found, got, progress = checkpointer.restore(state(0), step=named)
@@ -51,7 +53,9 @@ def restored_equals(
 
 
 def damages(folder: Path) -> dict[str, tuple[Path, bytes | None]]:
-    """Ways to damage the newest checkpoint: each of its files gone, cut short, or with a bit flipped."""
+    """Ways to damage the newest checkpoint: each of its files gone, cut short, or with a bit
+    flipped.
+    """
     made: dict[str, tuple[Path, bytes | None]] = {}
     for file in sorted(p for p in (folder / "2").rglob("*") if p.is_file()):
         name, content = str(file.relative_to(folder)), file.read_bytes()

@@ -1,6 +1,8 @@
-"""A disk that fills up while metrics, trajectories or weights are written: said with the path, and nothing is lost.
+"""A disk that fills up while metrics, trajectories or weights are written: said with the path, and
+nothing is lost.
 
-A limit on the size of files stands for it: no file of the process can grow beyond. Checkpoints: test_checkpoint_faults.
+A limit on the size of files stands for it: no file of the process can grow beyond. Checkpoints:
+test_checkpoint_faults.
 """
 
 import os

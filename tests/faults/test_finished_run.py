@@ -1,6 +1,8 @@
-"""``--resume`` of a run that has ended: nothing to do, nothing touched; with more steps, killing it loses nothing.
+"""``--resume`` of a run that has ended: nothing to do, nothing touched; with more steps, killing it
+loses nothing.
 
-``KILLS=20`` kills it as often as that (default 3), at changes of the file system drawn from ``KILL_SEED``.
+``KILLS=20`` kills it as often as that (default 3), at changes of the file system drawn from
+``KILL_SEED``.
 """
 
 import json
@@ -43,7 +45,9 @@ def run(
 
 @pytest.fixture(scope="module")
 def finished(forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe whose run of two steps has ended, with a checkpoint of each and an evaluation before and after."""
+    """A recipe whose run of two steps has ended, with a checkpoint of each and an evaluation before
+    and after.
+    """
     folder = tmp_path_factory.mktemp("finished")
     recipe = tiny_recipe(
         folder,

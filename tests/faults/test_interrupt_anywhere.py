@@ -1,12 +1,12 @@
 """Ctrl-C and SIGTERM at any moment of a run: it ends, with the last finished step saved.
 
-Moments are drawn from a seed: half of them of the processor time of a whole life, most of which is loading and
-compiling, half of the time after one of its steps: evaluating, sampling, learning, saving, closing. Ctrl-C goes to the
-whole process group, as a terminal sends it; some come twice.
+Moments are drawn from a seed: half of them of the processor time of a whole life, most of which is
+loading and compiling, half of the time after one of its steps: evaluating, sampling, learning,
+saving, closing. Ctrl-C goes to the whole process group, as a terminal sends it; some come twice.
 
-``INTERRUPTS=50 python -m pytest -s tests/faults/test_interrupt_anywhere.py`` interrupts each trainer as often as that
-(default 2) and prints how long each took (five seconds are promised on an idle machine); ``INTERRUPT_SEED=7`` draws
-other moments.
+``INTERRUPTS=50 python -m pytest -s tests/faults/test_interrupt_anywhere.py`` interrupts each
+trainer as often as that (default 2) and prints how long each took (five seconds are promised on an
+idle machine); ``INTERRUPT_SEED=7`` draws other moments.
 """
 
 import json

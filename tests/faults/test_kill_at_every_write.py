@@ -1,7 +1,9 @@
-"""Killed at any change of the file system, what was recorded is still there, or something whole is in its place.
+"""Killed at any change of the file system, what was recorded is still there, or something whole is
+in its place.
 
-Each scenario runs in a process that kills itself at its n-th change, for every n until it gets through; then again from
-the same beginning. A run folder is resumed, a collection of trajectories is written.
+Each scenario runs in a process that kills itself at its n-th change, for every n until it gets
+through; then again from the same beginning. A run folder is resumed, a collection of trajectories
+is written.
 """
 
 import json
@@ -81,7 +83,9 @@ class Lives:
         return status == 0
 
     def each(self, folder: Path, begin: Callable[[Path], object], name: str):
-        """Yields after each life that was killed, a change later each time, and last after the one that got through."""
+        """Yields after each life that was killed, a change later each time, and last after the one
+        that got through.
+        """
         for die_at in range(1, 1000):
             shutil.rmtree(folder, ignore_errors=True)
             begin(folder)
@@ -98,11 +102,13 @@ def lives():
         yield made
 
 
-# --- a run that is resumed --------------------------------------------------------------------------------------------
+# --- a run that is resumed ------------------------------------------------------------------------
 
 
 def recorded_run(folder: Path) -> None:
-    """Three steps, evaluated before, after the second and at the end, with everything that a finished run has."""
+    """Three steps, evaluated before, after the second and at the end, with everything that a
+    finished run has.
+    """
     run = RunDir(folder)
     _evaluate(run, 0, "old")
     for step in (1, 2, 3):
@@ -216,7 +222,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
     assert not list(folder.glob("*.tmp"))
 
 
-# --- a collection that is written -------------------------------------------------------------------------------------
+# --- a collection that is written -----------------------------------------------------------------
 
 
 def collected(folder: Path, name: str) -> Target:

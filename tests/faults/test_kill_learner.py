@@ -1,11 +1,13 @@
-"""``kill -9`` anywhere in a run's life: it resumes, and ends as the run that was never disturbed, to the bit.
+"""``kill -9`` anywhere in a run's life: it resumes, and ends as the run that was never disturbed,
+to the bit.
 
-Half of the points are moments of processor time, from the loading to the last checkpoint; the other half are the n-th
-change of the file system, which is where checkpoints, metrics and trajectories are half written. All are drawn from a
-seed. A killed run is resumed and killed again, until one gets through; then the next one starts.
+Half of the points are moments of processor time, from the loading to the last checkpoint; the other
+half are the n-th change of the file system, which is where checkpoints, metrics and trajectories
+are half written. All are drawn from a seed. A killed run is resumed and killed again, until one
+gets through; then the next one starts.
 
-``KILLS=50 python -m pytest tests/faults/test_kill_learner.py`` kills as often as that (default 6), ``KILL_SEED=7``
-draws other points.
+``KILLS=50 python -m pytest tests/faults/test_kill_learner.py`` kills as often as that (default 6),
+``KILL_SEED=7`` draws other points.
 """
 
 import json
@@ -69,7 +71,9 @@ class Life:
         return ["train", str(self.recipe), "--resume"]
 
     def killed(self, chance: random.Random, cpu_seconds: float, changes: int) -> tuple[bool, str]:
-        """Starts or resumes it, and kills it at a random point; whether it was still there, and which point."""
+        """Starts or resumes it, and kills it at a random point; whether it was still there, and
+        which point.
+        """
         arguments = self.command()
         if chance.random() < 0.5:
             die_at, moment = chance.randint(1, changes), None

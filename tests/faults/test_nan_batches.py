@@ -1,6 +1,8 @@
-"""NaN wherever it can enter a run: what it touches is counted and left out, and no parameter ever becomes one.
+"""NaN wherever it can enter a run: what it touches is counted and left out, and no parameter ever
+becomes one.
 
-One run gets them all: rewards in step 1, a log-prob of the engine in step 2, the gradient of step 3.
+One run gets them all: rewards in step 1, a log-prob of the engine in step 2, the gradient of step
+3.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Tools and calls that go wrong: the model reads what happened, it is counted, nothing is lost, nothing hangs.
+"""Tools and calls that go wrong: the model reads what happened, it is counted, nothing is lost,
+nothing hangs.
 
 Every test runs whole trajectories: collector, agent, client, tools; only the engine is scripted.
 """
@@ -210,7 +211,9 @@ async def test_hung_threads_are_bounded_and_further_calls_say_so(faults):
 
 
 async def test_while_one_tool_hangs_other_trajectories_finish(faults):
-    """The hanging call is released only by the other trajectory's answer; a blocked loop would never get there."""
+    """The hanging call is released only by the other trajectory's answer; a blocked loop would
+    never get there.
+    """
     codec = FakeCodec()
 
     def script(request):

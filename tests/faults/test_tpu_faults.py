@@ -1,4 +1,6 @@
-"""What Google Cloud does to a launch on TPUs: it refuses, is slow, takes back. It is made up; processes are real."""
+"""What Google Cloud does to a launch on TPUs: it refuses, is slow, takes back. It is made up;
+processes are real.
+"""
 
 import shutil
 import signal

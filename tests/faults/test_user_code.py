@@ -1,7 +1,9 @@
-"""Code of the user's wherever a run calls it: where it failed is said, and what holds the event loop is named.
+"""Code of the user's wherever a run calls it: where it failed is said, and what holds the event
+loop is named.
 
-Tools, rewards, environments, simulated users, agents and tools of the tool server, each through the path by which a run
-calls it. Nothing waits for a time: code that blocks is released by the warning about it.
+Tools, rewards, environments, simulated users, agents and tools of the tool server, each through the
+path by which a run calls it. Nothing waits for a time: code that blocks is released by the warning
+about it.
 """
 
 import asyncio
@@ -52,7 +54,9 @@ HERE = Path(__file__).name
 
 
 class UserCode:
-    """What the user's code does when it is called: raise, or block the loop until somebody releases it."""
+    """What the user's code does when it is called: raise, or block the loop until somebody releases
+    it.
+    """
 
     def __init__(self, *, raises: bool, make: type[Exception] = LookupError):
         self.raises = raises
@@ -309,7 +313,9 @@ async def test_a_tool_of_the_tool_server_that_holds_its_loop_is_named_and_was_to
 
 
 async def test_waiting_and_work_of_others_do_not_make_a_call_late():
-    """The loop is held by something else for longer than the tool's limit; the tool itself was quick."""
+    """The loop is held by something else for longer than the tool's limit; the tool itself was
+    quick.
+    """
     code, told, begun = UserCode(raises=False), [], asyncio.Event()
 
     class Quick(Tool):

@@ -1,4 +1,6 @@
-"""A real vLLM engine on tiny models. One engine serves most tests, so each test brings the weights it needs."""
+"""A real vLLM engine on tiny models. One engine serves most tests, so each test brings the weights
+it needs.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +200,9 @@ async def engine(shared: Engine) -> Engine:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """The calculator example's configuration on a random model, made small; ``run_dir`` is ``tmp_path / "run"``."""
+    """The calculator example's configuration on a random model, made small; ``run_dir`` is
+    ``tmp_path / "run"``.
+    """
     if not TOKENIZER.is_dir():
         pytest.skip("needs the quickstart's tokenizer: jax-agent-rl fetch-model")
     config = replace(SMALL, vocab_size=49152, eos_token_ids=())

@@ -1,4 +1,6 @@
-"""LoRA adapters on a real vLLM; the reference is transformers with the adapter merged into its matrices."""
+"""LoRA adapters on a real vLLM; the reference is transformers with the adapter merged into its
+matrices.
+"""
 
 import asyncio
 import json

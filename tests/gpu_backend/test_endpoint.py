@@ -1,4 +1,6 @@
-"""An agent of the ``openai`` client in front of a real vLLM engine: exact ids, and log-probs that are transformers'."""
+"""An agent of the ``openai`` client in front of a real vLLM engine: exact ids, and log-probs that
+are transformers'.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Updates of every family that vLLM stores in another way than Hugging Face does, against transformers."""
+"""Updates of every family that vLLM stores in another way than Hugging Face does, against
+transformers.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -150,7 +152,9 @@ async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(
 
 
 def exchangeable(tensors: dict[str, np.ndarray]) -> tuple[str, str]:
-    """Gate and up of one layer (or of its first expert): of one shape, easily mistaken for each other."""
+    """Gate and up of one layer (or of its first expert): of one shape, easily mistaken for each
+    other.
+    """
     first = next((name for name in tensors if "gate_proj" in name), None)
     if first is None:  # they are one: take those of two layers
         first = next(name for name in tensors if "layers.0.mlp.gate_up_proj" in name)

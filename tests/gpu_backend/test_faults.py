@@ -1,4 +1,6 @@
-"""A real vLLM engine with one fault each: the diagnosis names it. Without a fault there is nothing to diagnose."""
+"""A real vLLM engine with one fault each: the diagnosis names it. Without a fault there is nothing
+to diagnose.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ K, Q, UP = (RIGHT["layers"][name] for name in ("k", "q", "up"))
 
 
 async def put(engine: Engine, params: Params) -> None:
-    """Straight into vLLM's model, past the probe that would notice, and past everything that is emptied with it."""
+    """Straight into vLLM's model, past the probe that would notice, and past everything that is
+    emptied with it.
+    """
     paths = [str(path) for path in engine.files.write(params, engine.backend.policy_version)]
     await engine.backend._updater._transfer({"paths": paths})
 

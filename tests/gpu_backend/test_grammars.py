@@ -1,4 +1,6 @@
-"""Grammars in a real vLLM engine: answers of a schema, and an output that an abort makes begin anew."""
+"""Grammars in a real vLLM engine: answers of a schema, and an output that an abort makes begin
+anew.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""``gpu.sh --device cpu``: a real vLLM engine in a Ray actor and a real learner, started and ended by the script."""
+"""``gpu.sh --device cpu``: a real vLLM engine in a Ray actor and a real learner, started and ended
+by the script.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""On-policy distillation from a teacher behind ``vllm serve``: its scores are those of the same one in transformers."""
+"""On-policy distillation from a teacher behind ``vllm serve``: its scores are those of the same one
+in transformers.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,6 @@
-"""Weights from a learner's device to vLLM's workers. CUDA's export and import are stood in for; broadcasts are real."""
+"""Weights from a learner's device to vLLM's workers. CUDA's export and import are stood in for;
+broadcasts are real.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,7 @@ def test_an_update_of_unknown_fields_is_refused():
         receiver(Model()).parse_update_info({"names": ["a"]})
 
 
-# --- broadcast --------------------------------------------------------------------------------------------------------
+# --- broadcast ------------------------------------------------------------------------------------
 
 
 def sent(arrays: dict[str, Any]) -> WeightUpdate:

@@ -55,7 +55,9 @@ def rewrite(update: WeightUpdate, change) -> WeightUpdate:
 
 
 async def test_every_tensor_of_an_update_is_served(engine: Engine):
-    """The CPU build packs matrices while loading; tied output matrices and fused ones are easily left stale."""
+    """The CPU build packs matrices while loading; tied output matrices and fused ones are easily
+    left stale.
+    """
     await engine.serve(1)
     await assert_serves(engine, 1)
     largest, mean = engine.backend._updater.last_difference
@@ -91,7 +93,8 @@ async def test_weights_change_in_flight_and_each_token_says_whose_it_is(engine: 
     for version, seed in [(old, 0), (new, 3)]:
         mine = versions == version
         expected = engine.reference(seed).logprobs(prompt, output.token_ids)
-        # Long contexts in a changing batch: sums in another order. Other weights differ by more than 0.1 somewhere.
+        # Long contexts in a changing batch: sums in another order. Other weights differ by more
+        # than 0.1 somewhere.
         np.testing.assert_allclose(np.array(output.log_probs)[mine], expected[mine], atol=5e-4)
 
 

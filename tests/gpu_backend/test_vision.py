@@ -1,4 +1,6 @@
-"""Images and videos through a real vLLM, on a tiny random Qwen2.5-VL; the reference is transformers."""
+"""Images and videos through a real vLLM, on a tiny random Qwen2.5-VL; the reference is
+transformers.
+"""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +110,9 @@ async def test_positions_of_a_picture_are_those_of_transformers(references):
 
 
 async def test_another_picture_is_another_distribution(seeing: Seeing, references):
-    """Also where its ids are the same: neither KV nor what the vision tower made of the first is taken for it."""
+    """Also where its ids are the same: neither KV nor what the vision tower made of the first is
+    taken for it.
+    """
     first, second = ({"image": (picture(seed),)} for seed in (1, 2))
     prompt = seeing.prompt(first)
     assert prompt == seeing.prompt(second)
@@ -277,7 +281,8 @@ async def test_updates_reach_language_and_vision_and_old_pictures_are_forgotten(
 
     values = [await says()]
     old, new = (reference.probe(TEXT) for reference in references)
-    # The text is all that a text probe can prove: that the vision tower arrived is proved by reading it back.
+    # The text is all that a text probe can prove: that the vision tower arrived is proved by
+    # reading it back.
     await backend.update_weights(update_of(folders[1], tmp_path, old, 2, only="visual."))
     values.append(await says())
     await backend.update_weights(update_of(folders[1], tmp_path, new, 3))

@@ -1,4 +1,6 @@
-"""A tiny random Qwen2.5-VL with a tokenizer and processors of its own, and transformers' word on what it says."""
+"""A tiny random Qwen2.5-VL with a tokenizer and processors of its own, and transformers' word on
+what it says.
+"""
 
 from __future__ import annotations
 
@@ -107,8 +109,9 @@ def picture(seed: int, width: int = 70, height: int = 50) -> Image.Image:
 def positions(ids: Sequence[int], grids: Mapping[int, Sequence[Sequence[int]]]) -> list[list[int]]:
     """Time, row and column of every id, [3][T], as published with Qwen2.5-VL.
 
-    Text goes on after the largest position so far. (transformers 5 goes on after the picture's height and width alone,
-    so that what follows a video of more groups than rows would stand before its end.)
+    Text goes on after the largest position so far. (transformers 5 goes on after the picture's
+    height and width alone, so that what follows a video of more groups than rows would stand before
+    its end.)
 
     Args:
         grids: (groups, rows, columns) of merged patches of each item, in order, by placeholder.

@@ -1,5 +1,6 @@
-"""Every model family against transformers on random small configs: its files read, ours read by it, logits, gradients,
-and the engine's decoding. Weights and reference values are transformers' own."""
+"""Every model family against transformers on random small configs: its files read, ours read by it,
+logits, gradients, and the engine's decoding. Weights and reference values are transformers' own.
+"""
 
 from __future__ import annotations
 
@@ -247,7 +248,9 @@ def test_the_engine_decodes_what_transformers_generates_greedily(peer):
 
 
 def test_dynamic_scaling_is_that_of_the_longest_context(tmp_path: Path):
-    """transformers' base grows with the context; ours is always that of ``max_position_embeddings``."""
+    """transformers' base grows with the context; ours is always that of
+    ``max_position_embeddings``.
+    """
     import transformers
 
     torch.manual_seed(0)

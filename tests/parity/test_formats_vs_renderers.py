@@ -1,7 +1,9 @@
-"""Tool calls as the package renderers writes and reads them: Kimi K2, MiniMax M2, GLM 4.5, Qwen 3.5.
+"""Tool calls as the package renderers writes and reads them: Kimi K2, MiniMax M2, GLM 4.5, Qwen
+3.5.
 
-Its writers follow the models' own templates token by token. Ours must read what they write, and find what its readers
-find. Its readers are no substitute: two tests show where they run what must not run, or raise.
+Its writers follow the models' own templates token by token. Ours must read what they write, and
+find what its readers find. Its readers are no substitute: two tests show where they run what must
+not run, or raise.
 """
 
 import functools

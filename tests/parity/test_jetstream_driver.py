@@ -1,7 +1,7 @@
 """Our engine under JetStream's own Driver gives the ids our scheduler gives.
 
-The Driver kills its process when one of its threads fails and changes the root logger on import, so it runs in a
-process of its own.
+The Driver kills its process when one of its threads fails and changes the root logger on import, so
+it runs in a process of its own.
 """
 
 import subprocess

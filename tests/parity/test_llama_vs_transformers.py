@@ -1,4 +1,6 @@
-"""The Llama model against transformers: logits, gradients, files; on random small configs and on the real model."""
+"""The Llama model against transformers: logits, gradients, files; on random small configs and on
+the real model.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -126,8 +128,8 @@ CHAT = (
 def rounding() -> float:
     """How much more the float32 products of XLA are off than those of torch, at least 1.
 
-    Measured on sums of 1536 terms, the model's longest. On CPUs with AVX2, XLA adds them one after the other and torch
-    in several partial sums, which lose less.
+    Measured on sums of 1536 terms, the model's longest. On CPUs with AVX2, XLA adds them one after
+    the other and torch in several partial sums, which lose less.
     """
     x, weight = (
         np.random.default_rng(0).normal(size=(n, 1536)).astype(np.float32) for n in (40, 576)
@@ -139,9 +141,11 @@ def rounding() -> float:
 
 
 def assert_as_close_to_float64_as_transformers(ids: np.ndarray, rounding: float) -> None:
-    """The largest error of a logit is at most twice what transformers' would be with products as inexact as ours.
+    """The largest error of a logit is at most twice what transformers' would be with products as
+    inexact as ours.
 
-    A tenth more of ``rms_norm_eps``, or a thousandth more of the rotary base, is beyond that by a factor of three.
+    A tenth more of ``rms_norm_eps``, or a thousandth more of the rotary base, is beyond that by a
+    factor of three.
     """
     path = cache_root() / "models" / "smollm2-135m-instruct"
     config, params = load_hf(path)

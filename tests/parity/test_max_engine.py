@@ -1,6 +1,8 @@
-"""MaxText's own MaxEngine, driven by our backend, against our full forward passes. Needs maxtext and JetStream 0.3.0
-from source (examples/maxtext_engine/README.md); no environment of ``./launch/test.sh`` has them, so it skips this file.
-In one that has: ``python -m pytest tests/parity/test_max_engine.py``."""
+"""MaxText's own MaxEngine, driven by our backend, against our full forward passes. Needs maxtext
+and JetStream 0.3.0 from source (examples/maxtext_engine/README.md); no environment of
+``./launch/test.sh`` has them, so it skips this file. In one that has: ``python -m pytest
+tests/parity/test_max_engine.py``.
+"""
 
 import asyncio
 import contextlib

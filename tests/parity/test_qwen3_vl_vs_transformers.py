@@ -1,5 +1,7 @@
-"""Qwen3-VL against transformers on a random small model: two images of different sizes in one sequence, inner features
-of the tower in the decoder's first layers. Weights and reference values are transformers' own."""
+"""Qwen3-VL against transformers on a random small model: two images of different sizes in one
+sequence, inner features of the tower in the decoder's first layers. Weights and reference values
+are transformers' own.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Qwen2.5-VL against transformers on a random small model: two images of different sizes and a video in one sequence,
-in windows and without. Weights and reference values are transformers' own."""
+"""Qwen2.5-VL against transformers on a random small model: two images of different sizes and a
+video in one sequence, in windows and without. Weights and reference values are transformers' own.
+"""
 
 from __future__ import annotations
 

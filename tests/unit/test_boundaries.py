@@ -1,4 +1,6 @@
-"""Every place of the sources that reaches outside of the process, found by their syntax, keeps its rule."""
+"""Every place of the sources that reaches outside of the process, found by their syntax, keeps its
+rule.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def calls(files: list[Path]) -> Iterator[tuple[Path, ast.Call, str]]:
                 yield file, node, ast.unparse(node.func)
 
 
-# --- code that a model's folder brings -----------------------------------------------------------------------
+# --- code that a model's folder brings ------------------------------------------------------------
 
 RUNS_REMOTE_CODE = (
     "from_pretrained",
@@ -72,7 +74,7 @@ def test_nothing_asks_the_terminal_of_a_run():
     assert asking == []
 
 
-# --- YAML ---------------------------------------------------------------------------------------------------------
+# --- YAML -----------------------------------------------------------------------------------------
 
 YAML_READERS = (
     "load",
@@ -97,7 +99,7 @@ def test_yaml_is_read_with_bounds_alone():
     assert found == [], "read it by utils/yaml_text.py"
 
 
-# --- clients ------------------------------------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 
 CLIENT = re.compile(
     r"httpx2?\.(Async)?Client|httpx2?\.(get|post|put|head|stream|request)|aiohttp\.(ClientSession|request)"
@@ -176,7 +178,7 @@ def test_every_request_by_aiohttp_follows_no_redirect():
             ), place(file, call)
 
 
-# --- starts of other programs -------------------------------------------------------------------------------------
+# --- starts of other programs ---------------------------------------------------------------------
 
 START = re.compile(
     r"ray\.init|JobSubmissionClient|jax\.distributed\.initialize|AsyncLLM\.from_engine_args|LLM"
@@ -211,7 +213,8 @@ STARTS = {
     "jax_agent_rl/deploy/quickstart/commands.py": "timeout=",
     "jax_agent_rl/testing/chaos/faults.py": "_START_SECONDS",
 }
-"""Each file that starts what runs outside of its process, and what bounds the time until it answers."""
+"""Each file that starts what runs outside of its process, and what bounds the time until it
+answers."""
 
 
 def test_every_start_of_another_program_is_known_with_its_bound():
@@ -237,7 +240,7 @@ def test_every_program_that_is_run_to_its_end_has_a_time_limit():
             assert "timeout" in {keyword.arg for keyword in call.keywords}, place(file, call)
 
 
-# --- servers ------------------------------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------
 
 SERVER = re.compile(
     r"HttpServer|web\.(Application|AppRunner|run_app|TCPSite|UnixSite|SockSite)|asyncio\.start_(unix_)?server"

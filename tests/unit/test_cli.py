@@ -123,7 +123,9 @@ def test_examples_name_recipes_and_settings_that_there_are(
 
 @pytest.mark.parametrize("example", examples())
 def test_examples_work_on_what_the_quickstart_leaves(example: str):
-    """Its checkpoints are those of the recipe's steps; rows are held out before the first and after the last."""
+    """Its checkpoints are those of the recipe's steps; rows are held out before the first and after
+    the last.
+    """
     trainer = load("quickstart").trainer
     checkpoints = {
         *range(trainer.checkpoint_every, trainer.steps + 1, trainer.checkpoint_every),

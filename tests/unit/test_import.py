@@ -1,4 +1,6 @@
-"""``import jax_agent_rl`` and the command line start at once: heavy libraries load where they are used."""
+"""``import jax_agent_rl`` and the command line start at once: heavy libraries load where they are
+used.
+"""
 
 import subprocess
 import sys

@@ -21,7 +21,9 @@ NAMES = st.text("abcdeilmnorst_", min_size=1, max_size=14)
 
 @cache
 def edits(one: str, two: str) -> int:
-    """Insertions, deletions, replacements and swaps of neighbours, by the definition (optimal string alignment)."""
+    """Insertions, deletions, replacements and swaps of neighbours, by the definition (optimal
+    string alignment).
+    """
     if not one or not two:
         return len(one) + len(two)
     found = [

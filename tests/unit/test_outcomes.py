@@ -1,4 +1,6 @@
-"""One record of what a trajectory earned: filters, estimators, baselines and metrics read it where they should."""
+"""One record of what a trajectory earned: filters, estimators, baselines and metrics read it where
+they should.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +55,7 @@ def shaped(group: Group) -> Group:
     return shape(group, SHAPING, max_response_length=LIMIT)
 
 
-# --- the record -----------------------------------------------------------------------------------------------------
+# --- the record -----------------------------------------------------------------------------------
 
 
 def test_shaping_changes_the_reward_and_keeps_the_score():
@@ -96,7 +98,7 @@ def test_the_record_survives_files_and_other_processes():
         ]
 
 
-# --- filters --------------------------------------------------------------------------------------------------------
+# --- filters --------------------------------------------------------------------------------------
 
 scores = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=4)
 
@@ -105,7 +107,9 @@ scores = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=4)
 @pytest.mark.parametrize("filters", [None, True])
 @pytest.mark.parametrize("turn_reward", ["none", "tool_reward"])
 def test_shaping_never_changes_whether_a_group_did_equally_well(filters, turn_reward, scores, data):
-    """What is left out unshaped is left out shaped, and nothing else, unless penalties make totals equal."""
+    """What is left out unshaped is left out shaped, and nothing else, unless penalties make totals
+    equal.
+    """
     lengths = data.draw(st.lists(st.integers(1, LIMIT), min_size=len(scores), max_size=len(scores)))
     config = AlgorithmConfig(filter_zero_variance=filters, turn_reward=turn_reward)
     group = members(*scores, lengths=lengths)
@@ -142,7 +146,9 @@ def turns(estimator: str) -> str:
 
 
 def test_rewards_of_turns_keep_a_group_that_its_estimator_compares_by_them():
-    """GRPO's S is the reward and the turns' rewards: equal scores have advantages if tools paid differently."""
+    """GRPO's S is the reward and the turns' rewards: equal scores have advantages if tools paid
+    differently.
+    """
     group = members(1.0, 1.0)
     paid = tuple(
         replace(t, turns=(replace(t.turns[0], tool_calls=(replace(call(), reward=float(i)),)),))
@@ -189,7 +195,7 @@ def test_penalties_that_make_totals_equal_leave_nothing_to_compare():
     assert has_equal_outcomes(group, AlgorithmConfig())
 
 
-# --- baselines ------------------------------------------------------------------------------------------------------
+# --- baselines ------------------------------------------------------------------------------------
 
 
 def test_running_baselines_have_what_they_are_subtracted_from():
@@ -218,7 +224,7 @@ def test_totals_are_those_of_the_estimators(turn_reward: str):
     assert [a - b for a, b in zip(found, unshaped, strict=True)] == pytest.approx(penalties)
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 def line_of(*groups: Group, **more: Any) -> dict[str, Any]:
@@ -263,7 +269,7 @@ def test_a_run_that_earns_nothing_but_penalties_is_told_so(tmp_path: Path):
     assert "no_reward" in watch.active
 
 
-# --- the trainers ---------------------------------------------------------------------------------------------------
+# --- the trainers ---------------------------------------------------------------------------------
 
 MODES = ["sync", "one_step_off", "fully_async"]
 

@@ -1,8 +1,8 @@
 """What a run has recorded is replaced in one move and never deleted first.
 
-``utils/files.py`` has the one way to replace a file (``replacing``, ``write_atomically``). Whatever else deletes, moves
-or truncates a file in the packages that write results is listed here, with the reason why nothing recorded can get
-lost.
+``utils/files.py`` has the one way to replace a file (``replacing``, ``write_atomically``). Whatever
+else deletes, moves or truncates a file in the packages that write results is listed here, with the
+reason why nothing recorded can get lost.
 """
 
 import ast

@@ -1,4 +1,6 @@
-"""The experts of a context stay with their positions through cuts, joins, the wire and the way to other processes."""
+"""The experts of a context stay with their positions through cuts, joins, the wire and the way to
+other processes.
+"""
 
 import json
 from dataclasses import replace

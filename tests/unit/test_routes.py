@@ -1,4 +1,5 @@
-"""Every route of every server: what a client may send is checked before anything is done, and is never our failure.
+"""Every route of every server: what a client may send is checked before anything is done, and is
+never our failure.
 
 A route that is new fails here until it has a valid body in :data:`BODIES`.
 """
@@ -58,7 +59,7 @@ class Served:
         return answer
 
 
-# --- the servers ------------------------------------------------------------------------------------------------------
+# --- the servers ----------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -214,7 +215,7 @@ def running(tmp_path_factory) -> Iterator[dict[str, Served]]:
     assert problems == []
 
 
-# --- the routes, each with a body that is valid -----------------------------------------------------------------------
+# --- the routes, each with a body that is valid ---------------------------------------------------
 
 MESSAGES = [
     {"role": "system", "content": "be brief"},
@@ -383,7 +384,8 @@ BODIES: dict[tuple[str, str], Any] = {
     ("membership", "/v1/engines/add"): {"url": "http://127.0.0.1:1"},
     ("membership", "/v1/engines/remove"): {"name": "first", "drain": False},
 }
-"""A valid body of each route that takes one. Those of sessions have the bodies of the same routes without."""
+"""A valid body of each route that takes one. Those of sessions have the bodies of the same routes
+without."""
 UNREAD = {
     *(
         "/api/v1/client/config",
@@ -484,7 +486,7 @@ def test_no_route_takes_a_compressed_body(running, server, encoding):
             assert answer.status_code == 415, (path, answer.text)
 
 
-# --- anything in place of anything ------------------------------------------------------------------------------------
+# --- anything in place of anything ----------------------------------------------------------------
 
 NAMES = st.sampled_from(
     [
@@ -574,7 +576,7 @@ def test_whatever_stands_in_a_path_or_a_query_is_no_failure_of_ours(running, ser
     running[server].send(method, filled(path, **given_names), params=query)
 
 
-# --- numbers and sizes beyond their bound -----------------------------------------------------------------------------
+# --- numbers and sizes beyond their bound ---------------------------------------------------------
 
 BEYOND: list[tuple[str, str, tuple, Any]] = [
     ("rollout", "/v1/generate", ("sampling", "stop"), ["x"] * 2000),

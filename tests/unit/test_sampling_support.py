@@ -1,4 +1,6 @@
-"""Encoded supports give back the mask they were made of, stay small, and are refused where they are damaged."""
+"""Encoded supports give back the mask they were made of, stay small, and are refused where they are
+damaged.
+"""
 
 import base64
 import json

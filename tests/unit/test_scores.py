@@ -1,4 +1,6 @@
-"""Whatever earns a trajectory something is a number that float32 holds, wherever it enters; else that one is lost."""
+"""Whatever earns a trajectory something is a number that float32 holds, wherever it enters; else
+that one is lost.
+"""
 
 import json
 import math
@@ -98,7 +100,7 @@ def own_registry(monkeypatch):
     monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
 
 
-# --- the one check --------------------------------------------------------------------------------------------------
+# --- the one check --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("value", "number"), GOOD, ids=lambda value: name(value))
@@ -127,7 +129,7 @@ def test_a_score_is_what_numpys_float32_finds_finite(value: Any):
         assert not held or abs(float(value)) > FLOAT32_MAX
 
 
-# --- everything that enters -----------------------------------------------------------------------------------------
+# --- everything that enters -----------------------------------------------------------------------
 
 
 def scored_row(data_source: str = "mine", **fields: Any) -> Trajectory:
@@ -275,7 +277,7 @@ async def test_a_reward_server_cannot_send_a_bad_score(value: Any):
     await remote.close()
 
 
-# --- tools: a failure is the tool's, the model reads it -------------------------------------------------------------
+# --- tools: a failure is the tool's, the model reads it -------------------------------------------
 
 
 class Payer(BaseTool):
@@ -354,7 +356,7 @@ def test_records_hold_no_bad_score(value: Any):
             make()
 
 
-# --- sums -----------------------------------------------------------------------------------------------------------
+# --- sums -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ async def test_what_adds_up_to_more_than_float32_holds_is_an_error(
         await rewards.score(whole)
 
 
-# --- a table of trajectories ----------------------------------------------------------------------------------------
+# --- a table of trajectories ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("column", ["reward", "reward_parts"])

@@ -1,4 +1,6 @@
-"""The Tinker SDK, unmodified, against a server on a tiny model. Expected losses are PyTorch's, in float64."""
+"""The Tinker SDK, unmodified, against a server on a tiny model. Expected losses are PyTorch's, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def connect(url: str) -> tinker.ServiceClient:
 
 @pytest.fixture(scope="module", autouse=True)
 def close_clients() -> Iterator[None]:
-    """End the clients' threads, which would go on to warn, in other tests, of servers that are gone."""
+    """End the clients' threads, which would go on to warn, in other tests, of servers that are
+    gone.
+    """
     yield
     for client in CONNECTED:
         client.holder.close()
@@ -402,7 +406,9 @@ def test_the_likeliest_ids_of_prompt_and_sample_are_those_of_the_model(service, 
 
 
 def test_chosen_ids_are_scored_at_each_token_of_a_prompt(service, model_folder):
-    """The first row names ids everywhere, the others in some cells; the tensor is dense, then sparse."""
+    """The first row names ids everywhere, the others in some cells; the tensor is dense, then
+    sparse.
+    """
     client = trainer(service)
     client.forward_backward(data(), "cross_entropy").result()
     client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
@@ -467,7 +473,9 @@ def test_a_loss_that_the_sdk_does_not_define_is_refused_before_anything_is_sampl
 
 
 def test_log_probs_of_many_prompts_are_computed_together(model_folder, tmp_path, monkeypatch):
-    """Prompts wait for the training thread, which then takes all: the second pass has whatever the first did not."""
+    """Prompts wait for the training thread, which then takes all: the second pass has whatever the
+    first did not.
+    """
     passes = []
     forward = SequenceLearner.forward
     monkeypatch.setattr(
@@ -999,7 +1007,8 @@ def test_a_model_that_is_not_served_is_named(service):
         service.create_lora_training_client(base_model="tiny", rank=8).result()
 
 
-# --- requests of hostile clients: routes are in tests/unit/test_routes.py, here what is read after them ---
+# --- requests of hostile clients: routes are in tests/unit/test_routes.py, here what is read after
+# them ---
 
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, -1, 10**12, 2**62]), max_size=3)
 NUMBERS = st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**62]), max_size=4).map(

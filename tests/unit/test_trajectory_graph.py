@@ -1,4 +1,6 @@
-"""The graph of a group: the module's worked example, and that nothing is lost or counted twice in it."""
+"""The graph of a group: the module's worked example, and that nothing is lost or counted twice in
+it.
+"""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 """A rollout backend: the JAX engine on one device, with shapes of this package's choice.
 
-An engine of your own implements ``jax_agent_rl.rollout.protocol.RolloutBackend``; a run gives it its first weights as a
-folder, and later ones as safetensors files.
+An engine of your own implements ``jax_agent_rl.rollout.protocol.RolloutBackend``; a run gives it
+its first weights as a folder, and later ones as safetensors files.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ from jax_agent_rl.learner.losses import LossConfig, TermLoss, Terms
 
 
 def plain_gradient(terms: Terms, config: LossConfig) -> TermLoss:
-    """Return ``-A log pi``: the policy gradient of Williams (1992), without a ratio. Float32 [R, K] each."""
+    """Return ``-A log pi``: the policy gradient of Williams (1992), without a ratio. Float32 [R, K]
+    each.
+    """
     ones = jnp.ones_like(terms.logprob)
     return TermLoss(loss=-terms.advantage * terms.logprob, ratio=ones, clipped=jnp.zeros_like(ones))
 

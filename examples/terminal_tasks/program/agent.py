@@ -1,4 +1,6 @@
-"""A small terminal agent: asks a model for one shell command after the other and runs them. It knows of no training."""
+"""A small terminal agent: asks a model for one shell command after the other and runs them. It
+knows of no training.
+"""
 
 import os
 import subprocess

@@ -5,8 +5,9 @@
     row ──► task ──► machine: command ──HTTP──► relay ──► endpoint ──► recorder ──► trajectory
                         └─ files it left ──► machine: tests ──► reward in agent_output
 
-A machine is a sandbox, or a container where ``agent.command.container`` names a runtime. The program finds the endpoint
-in ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL``, and a key of its own session. The tests run when it has ended.
+A machine is a sandbox, or a container where ``agent.command.container`` names a runtime. The
+program finds the endpoint in ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL``, and a key of its own
+session. The tests run when it has ended.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class CommandAgent(OpenAIAgentLoop):
         """Check the command, and the sandbox or the container runtime.
 
         Raises:
-            ConfigError: ``agent.command.argv`` is empty, or neither sandboxes nor containers work here.
+            ConfigError: ``agent.command.argv`` is empty, or neither sandboxes nor containers work
+                here.
         """
         if not self._settings.argv:
             raise ConfigError(
@@ -68,7 +70,8 @@ class CommandAgent(OpenAIAgentLoop):
         """See :class:`AgentLoop`.
 
         Raises:
-            TrajectoryError: the row's task cannot be run, the program asked the model nothing, or a request failed.
+            TrajectoryError: the row's task cannot be run, the program asked the model nothing, or a
+                request failed.
         """
         try:
             task = await asyncio.to_thread(
@@ -217,9 +220,9 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 def read_verdict(result: JobResult) -> tuple[float, str]:
     """Return the reward that tests gave, and a note on why it is 0 where their output does not say it.
 
-    The reward is the number in the reward file, as Harbor's verifiers write it; without a file, 1 for success and 0
-    for failure. Tests that did not end, and a file with something else in it, give 0: a program that the tests run
-    could be the cause.
+    The reward is the number in the reward file, as Harbor's verifiers write it; without a file, 1
+    for success and 0 for failure. Tests that did not end, and a file with something else in it,
+    give 0: a program that the tests run could be the cause.
     """
     if result.stopped is not None:
         return 0.0, result.stopped

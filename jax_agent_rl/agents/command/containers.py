@@ -4,12 +4,13 @@
 
     environment/Dockerfile ──build──► image ──► container: program ──commit──► container: tests ──► reward
 
-They have no network: the program reaches the endpoint by a Unix socket, as in the sandbox. The tests start on the file
-system that the program left, once all of its processes have ended. Images need ``python3``.
+They have no network: the program reaches the endpoint by a Unix socket, as in the sandbox. The
+tests start on the file system that the program left, once all of its processes have ended. Images
+need ``python3``.
 
-In its container the program is root, so it could replace what its tests run on: the interpreter, a library, pytest.
-Tests therefore run only if the program did not touch those of the image (:class:`ProtectedPaths`). What it adds
-elsewhere is what the tests are about.
+In its container the program is root, so it could replace what its tests run on: the interpreter, a
+library, pytest. Tests therefore run only if the program did not touch those of the image
+(:class:`ProtectedPaths`). What it adds elsewhere is what the tests are about.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _SAFE_PATH = (3, 11)  # knows PYTHONSAFEPATH
 _NO_WORKSPACE = WorkspaceLimits(max_bytes=0, max_entries=0)
 
 
-# --- what tests run on ------------------------------------------------------------------------------------------
+# --- what tests run on ----------------------------------------------------------------------------
 
 _LIBRARIES = (
     "/lib",
@@ -174,8 +175,9 @@ class ProtectedPaths(BaseModel):
     def forbidden(self, changes: str, workdir: str) -> list[str]:
         """Return the changes after which tests would prove nothing.
 
-        In the folders of libraries nothing may change, except for compiled Python modules, which tests do not load. In
-        the folders of commands, the program may add a command, unless it hides another one.
+        In the folders of libraries nothing may change, except for compiled Python modules, which
+        tests do not load. In the folders of commands, the program may add a command, unless it
+        hides another one.
 
         Args:
             changes: lines of ``docker diff``: A (added), C (changed) or D (deleted), and a path.
@@ -212,7 +214,7 @@ class ProtectedPaths(BaseModel):
         return forbidden
 
 
-# --- the runtime ------------------------------------------------------------------------------------------------
+# --- the runtime ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -468,7 +470,7 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:24]
 
 
-# --- the machine ------------------------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 class ContainerTask(TaskMachine):

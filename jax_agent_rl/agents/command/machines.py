@@ -1,13 +1,14 @@
 """Machines that a task runs on: a sandbox, or containers of Docker or Podman (``containers``).
 
-The program and the tests have a sandbox each. The tests start on the working folder that the program left, rebuilt
-entry by entry (``workspace``), and with their own files, which the program never sees::
+The program and the tests have a sandbox each. The tests start on the working folder that the
+program left, rebuilt entry by entry (``workspace``), and with their own files, which the program
+never sees::
 
     files, agent ──► sandbox: program ──► working folder ──checked──► sandbox: tests ──► reward
                                                              tests ──────┘
 
-Nothing else of the first sandbox reaches the second. What interpreters would load from the working folder on their own
-is switched off for the tests (``runner.environment``).
+Nothing else of the first sandbox reaches the second. What interpreters would load from the working
+folder on their own is switched off for the tests (``runner.environment``).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from jax_agent_rl.tool_server.sandbox import Link, Sandbox
 
 RUNNER = Path(__file__).with_name("runner.py")
 ISOLATED = ("-I", "-S", "-B")
-"""Options of the runner's Python: nothing but the standard library is found, whatever lies beside it."""
+"""Options of the runner's Python: nothing but the standard library is found, whatever lies beside
+it."""
 GRACE_SECONDS = 10.0  # for the runner to write its files, to pack the working folder and to end
 PORT = 8080  # of the endpoint, on the loopback of the program
 TESTS = "/tests"
@@ -58,7 +60,8 @@ _SETTINGS_SECTIONS = {
     "tox.ini": b"[pytest]",
     "setup.cfg": b"[tool:pytest]",
 }
-"""Such a file ends pytest's search for settings only if it has this section; a file of another name always does."""
+"""Such a file ends pytest's search for settings only if it has this section; a file of another name
+always does."""
 
 
 class TaskMachine(ABC):
@@ -103,7 +106,8 @@ class TaskMachine(ABC):
 def tests_of(task: CommandTask) -> dict[str, bytes]:
     """Return a task's tests by their paths, with a settings file for pytest among them.
 
-    Without one beside the tests, pytest takes one from the folders above, where the program may have written.
+    Without one beside the tests, pytest takes one from the folders above, where the program may
+    have written.
     """
     tests = dict(task.tests)
     for name in TEST_SETTINGS[1:]:

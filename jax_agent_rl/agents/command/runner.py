@@ -19,14 +19,15 @@ The job is a line of JSON on standard input:
                 or None
 ``cpu_seconds`` of each process, where nothing else limits it
 
-A tree is a line of JSON, a list of entries, and the contents of its files one after another. An entry is ``["folder",
-name, mode]``, ``["file", name, mode, size]`` or ``["link", name, target]``; folders come before what is in them.
+A tree is a line of JSON, a list of entries, and the contents of its files one after another. An
+entry is ``["folder", name, mode]``, ``["file", name, mode, size]`` or ``["link", name, target]``;
+folders come before what is in them.
 
-The result is a line: the token and JSON: ``exit_code`` (None after a timeout), ``stdout``, ``stderr`` (their last
-characters), ``file`` (text of ``read_back``), ``file_problem``, ``entries`` of the working folder as in a tree,
-``left_out`` of them, ``pack_problem``. The second line is the contents in base64. The command cannot print such a
-result: the token is only in the memory of this process, which no other may read. What the command left is read when
-all of its processes are gone.
+The result is a line: the token and JSON: ``exit_code`` (None after a timeout), ``stdout``,
+``stderr`` (their last characters), ``file`` (text of ``read_back``), ``file_problem``, ``entries``
+of the working folder as in a tree, ``left_out`` of them, ``pack_problem``. The second line is the
+contents in base64. The command cannot print such a result: the token is only in the memory of this
+process, which no other may read. What the command left is read when all of its processes are gone.
 """
 
 import asyncio
@@ -55,7 +56,8 @@ SHOWN_NAMES = 5
 
 _NOT_DUMPABLE = 4  # PR_SET_DUMPABLE
 _KILL_SECONDS = 5.0
-# Variables that make an interpreter, the loader or a test runner load files or options, and search paths.
+# Variables that make an interpreter, the loader or a test runner load files or options, and search
+# paths.
 _START_VARIABLES = (
     "BASH_ENV", "ENV", "GCONV_PATH", "LD_AUDIT", "LD_PRELOAD", "NODE_OPTIONS", "OPENSSL_CONF", "PERL5OPT",
     "PROMPT_COMMAND", "PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONBREAKPOINT", "PYTHONHOME", "PYTHONINSPECT",
@@ -64,7 +66,7 @@ _START_VARIABLES = (
 _SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "PYTHONPATH", "RUBYLIB")
 
 
-# --- the endpoint -----------------------------------------------------------------------------------------------
+# --- the endpoint ---------------------------------------------------------------------------------
 
 
 class Relay:
@@ -104,7 +106,7 @@ class Relay:
             writer.close()
 
 
-# --- the command ------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 async def run(job, out, err):
@@ -143,7 +145,8 @@ def environment(job):
             paths = _outside(variables[name].split(os.pathsep), job["workdir"])
             variables[name] = os.pathsep.join(paths)
 
-    # Tests find modules in their own folder. Safe paths leave out a script's folder and the working folder.
+    # Tests find modules in their own folder. Safe paths leave out a script's folder and the working
+    # folder.
     python_path = [job["tests"]]
     if variables.get("PYTHONPATH"):
         python_path.append(variables["PYTHONPATH"])
@@ -187,7 +190,7 @@ def end_all_processes():
     return False
 
 
-# --- what it left -----------------------------------------------------------------------------------------------
+# --- what it left ---------------------------------------------------------------------------------
 
 
 def tail(file):
@@ -374,7 +377,7 @@ def is_inner_link(name, target, place):
     return not parts or is_plain_name("/".join(parts))
 
 
-# --- what it starts with ----------------------------------------------------------------------------------------
+# --- what it starts with --------------------------------------------------------------------------
 
 
 def remove(path):
@@ -418,7 +421,7 @@ def write_tree(path, folder):
         os.chmod(path_in_folder, mode)
 
 
-# --- the job ----------------------------------------------------------------------------------------------------
+# --- the job --------------------------------------------------------------------------------------
 
 
 def main():

@@ -7,7 +7,8 @@ A row's ``extra_info`` names a task folder (``task``) in Harbor's format::
     environment/       files of the working folder; in the sandbox, a Dockerfile that only copies them
     tests/test.sh      decides: writes /logs/verifier/reward.txt; otherwise its exit status counts
 
-or holds the parts itself: ``files`` and ``tests`` (name -> text), ``verifier`` (command line of the tests).
+or holds the parts itself: ``files`` and ``tests`` (name -> text), ``verifier`` (command line of the
+tests).
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
     """Read a task folder in Harbor's format; for the arguments see :func:`read_task`.
 
     Raises:
-        DataError: a file is missing or malformed, or, without a container, the Dockerfile does more than copy files.
+        DataError: a file is missing or malformed, or, without a container, the Dockerfile does more
+            than copy files.
     """
     try:
         settings = tomllib.loads(read_regular_file(folder / "task.toml", MAX_FILE_BYTES).decode())

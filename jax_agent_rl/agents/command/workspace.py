@@ -1,15 +1,16 @@
 """What a program starts with and what it leaves, as folders, files and links that were checked one by one.
 
-A program decides what its working folder holds, and a process in its sandbox could try to print in the runner's name.
-So nothing of what comes back is handed on as it came: each entry is made anew from a checked name, type, mode and size,
-and all of them together are bounded. There are no headers that could say something else.
+A program decides what its working folder holds, and a process in its sandbox could try to print in
+the runner's name. So nothing of what comes back is handed on as it came: each entry is made anew
+from a checked name, type, mode and size, and all of them together are bounded. There are no headers
+that could say something else.
 
 ::
 
     working folder ──► runner: entries, contents ──► read_result ──► Entry … ──► pack_tree ──► runner of the tests
 
-The format is described in :mod:`jax_agent_rl.agents.command.runner`. Reading and packing take time and memory in
-proportion to the limits; call them in a thread.
+The format is described in :mod:`jax_agent_rl.agents.command.runner`. Reading and packing take time
+and memory in proportion to the limits; call them in a thread.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def pack_tree(entries: Sequence[Entry]) -> bytes:
     return b"".join([json.dumps(listed).encode(), b"\n", *contents])
 
 
-# --- what comes back --------------------------------------------------------------------------------------------
+# --- what comes back ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,13 +148,11 @@ class JobResult:
 
     Attributes:
         exit_code: exit status of the command; None: it did not end in time, or the runner did not.
-        stopped: what ended the runner before it printed a result.
-        stdout, stderr: the last characters of each.
-        file: text of the file that was asked for; None: there is none.
-        file_problem: why that file cannot be read.
-        workspace: the working folder; None: it was not asked for, or there is a problem.
-        pack_problem: why there is no working folder.
-        left_out: number of entries that ``workspace`` does not hold: devices, links that lead elsewhere.
+        stopped: what ended the runner before it printed a result. stdout, stderr: the last
+        characters of each. file: text of the file that was asked for; None: there is none.
+        file_problem: why that file cannot be read. workspace: the working folder; None: it was not
+        asked for, or there is a problem. pack_problem: why there is no working folder. left_out:
+        number of entries that ``workspace`` does not hold: devices, links that lead elsewhere.
         left_out_names: names of some of these entries.
     """
 
@@ -238,7 +237,8 @@ def _entries(
     """Make the entries of a working folder anew.
 
     Raises:
-        ValueError: they are more than the limits, or one of them is not what a working folder may hold.
+        ValueError: they are more than the limits, or one of them is not what a working folder may
+            hold.
     """
     if len(listed) > limits.max_entries:
         raise ValueError(f"it has {len(listed)} entries, more than {limits.max_entries}")

@@ -13,8 +13,9 @@
     GET    /health
     GET    /metrics              as Prometheus reads it
 
-A session is named by the path, by the header ``X-Session-Id``, or, where it was handed out with a key of its own, by
-that key. It belongs to the key of the request that opened it, which is the first of its generations.
+A session is named by the path, by the header ``X-Session-Id``, or, where it was handed out with a
+key of its own, by that key. It belongs to the key of the request that opened it, which is the first
+of its generations.
 """
 
 from __future__ import annotations
@@ -65,21 +66,23 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 PING_SECONDS = 15.0
-"""Silence in a stream after which a comment is sent, so that no proxy takes the connection for dead."""
+"""Silence in a stream after which a comment is sent, so that no proxy takes the connection for
+dead."""
 
 
 class Endpoint:
     """The endpoint; it runs on the event loop of the engine's client.
 
     Args:
-        model: the name under ``/v1/models``. Sessions take any name in ``model``, as agents have theirs written down.
-        adapters: LoRA adapters of the engines, served as models of their names.
-        host, port: where it listens, see :class:`HttpServer`.
-        api_key: what every request must send, except for ``/health``; None asks for nothing.
-        stateless: makes the session of one request outside sessions; None refuses such requests.
-        able: reads what the engines can do; a request for more is refused.
-        require_engine: raises ``EngineDiedError`` when no engine is left, for ``/health``.
-        engines: reads what the engines did, for ``/metrics``; None: requests alone are counted there.
+        model: the name under ``/v1/models``. Sessions take any name in ``model``, as agents have
+            theirs written down.
+        adapters: LoRA adapters of the engines, served as models of their names. host, port: where
+        it listens, see :class:`HttpServer`. api_key: what every request must send, except for
+        ``/health``; None asks for nothing. stateless: makes the session of one request outside
+        sessions; None refuses such requests. able: reads what the engines can do; a request for
+        more is refused. require_engine: raises ``EngineDiedError`` when no engine is left, for
+        ``/health``. engines: reads what the engines did, for ``/metrics``; None: requests alone are
+        counted there.
 
     Raises:
         ConfigError: an address that others can reach, without a key.
@@ -213,7 +216,7 @@ class Endpoint:
         session = self._require_known(request)
         return web.json_response({"ended": self._store.end(session.session_id)})
 
-    # --- what routes share ------------------------------------------------------------------------------------
+    # --- what routes share ------------------------------------------------------------------------
 
     def _known(self, request: web.Request) -> Session | None:
         """Return the session a request names, after checking its key; None if it names none or one it may open."""

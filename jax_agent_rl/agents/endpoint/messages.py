@@ -5,8 +5,9 @@
     system, messages[content blocks], tools[input_schema]   ─► ChatRequest ─► generation
     text, tool_use, thinking blocks; stop_reason; usage     ◄─ MessagesAnswer
 
-A turn's ``tool_result`` blocks become tool messages before the turn's other content, its ``thinking`` blocks reasoning.
-A last message of the assistant is continued. Reference: the API reference of ``POST /v1/messages``, version 2023-06-01.
+A turn's ``tool_result`` blocks become tool messages before the turn's other content, its
+``thinking`` blocks reasoning. A last message of the assistant is continued. Reference: the API
+reference of ``POST /v1/messages``, version 2023-06-01.
 """
 
 from __future__ import annotations

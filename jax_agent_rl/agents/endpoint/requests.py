@@ -1,10 +1,11 @@
 """Requests of OpenAI's chat and text completion APIs, as far as the engines can honour them.
 
-One rule for all APIs (:class:`ApiRequest`): a parameter that is null was not given; one that is known to change the
-answer and cannot be honoured is refused by name; any other that is not known is ignored, with one warning, as clients
-send new ones with every release. Reference: the API reference of ``/v1/chat/completions`` and ``/v1/completions``;
-``top_k``, ``min_p``, ``return_token_ids``, ``chat_template_kwargs``, ``continue_final_message`` and
-``add_generation_prompt`` are vLLM's extensions. Structured output is the grammar of a turn::
+One rule for all APIs (:class:`ApiRequest`): a parameter that is null was not given; one that is
+known to change the answer and cannot be honoured is refused by name; any other that is not known is
+ignored, with one warning, as clients send new ones with every release. Reference: the API reference
+of ``/v1/chat/completions`` and ``/v1/completions``; ``top_k``, ``min_p``, ``return_token_ids``,
+``chat_template_kwargs``, ``continue_final_message`` and ``add_generation_prompt`` are vLLM's
+extensions. Structured output is the grammar of a turn::
 
     tool_choice       required, or a function's name   ─► a call of any tool, or of that one
     response_format   json_object, json_schema         ─► an answer in JSON; with tools, or a call
@@ -43,8 +44,8 @@ _ERRORS = {
 class ApiError(Exception):
     """An answer that is an error, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
 
-    Clients repeat what failed with 408, 409, 429 or 5xx unless ``x-should-retry`` says no: a repeated request is only
-    wanted where it could go better.
+    Clients repeat what failed with 408, 409, 429 or 5xx unless ``x-should-retry`` says no: a
+    repeated request is only wanted where it could go better.
 
     Attributes:
         status: HTTP status.
@@ -90,9 +91,11 @@ class ApiRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()
-    """Parameters that leave the answer as it is here: bookkeeping, speed, caches, and wishes that nothing can force."""
+    """Parameters that leave the answer as it is here: bookkeeping, speed, caches, and wishes that
+    nothing can force."""
     REFUSED: ClassVar[dict[str, str]] = {}
-    """Parameters that would change the answer and cannot be honoured, each with what to do instead."""
+    """Parameters that would change the answer and cannot be honoured, each with what to do instead.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -466,8 +469,8 @@ def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str 
     """Return the grammar that a request demands of its turn, if any.
 
     Raises:
-        ApiError: there is none for the format, a schema cannot be followed, parameters contradict each other, or too
-            many grammars are being compiled.
+        ApiError: there is none for the format, a schema cannot be followed, parameters contradict
+            each other, or too many grammars are being compiled.
     """
     if not isinstance(asked, ChatRequest):
         return None

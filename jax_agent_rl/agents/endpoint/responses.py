@@ -5,9 +5,9 @@
     instructions, input items, previous_response_id ─► ChatRequest ─► generation
     reasoning, message, function_call items; usage  ◄─ ResponsesAnswer
 
-Input items that belong to one assistant turn (reasoning, message, function calls) become one message, as the model
-wrote them. A session stores its responses, so that ``previous_response_id`` continues one by its exact ids. Reference:
-the API reference of ``POST /v1/responses``.
+Input items that belong to one assistant turn (reasoning, message, function calls) become one
+message, as the model wrote them. A session stores its responses, so that ``previous_response_id``
+continues one by its exact ids. Reference: the API reference of ``POST /v1/responses``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _TextConfig(ApiRequest):
 class ResponsesRequest(ApiRequest):
     """``POST /v1/responses``.
 
-    Wishes for reasoning are without effect: it is in the answer, and ``max_output_tokens`` bounds it.
+    Wishes for reasoning are without effect: it is in the answer, and ``max_output_tokens`` bounds
+        it.
     """
 
     WITHOUT_EFFECT = frozenset(
@@ -138,8 +139,8 @@ class ResponsesAnswer(ApiAnswer):
     """The answer to one request.
 
     Args:
-        stored: the session's earlier responses; this one is added, unless ``store`` is false. None outside sessions,
-            where nothing is stored.
+        stored: the session's earlier responses; this one is added, unless ``store`` is false. None
+            outside sessions, where nothing is stored.
 
     Attributes:
         asked: the equivalent chat request.
@@ -401,7 +402,7 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
     }
 
 
-# --- input items as chat messages ---------------------------------------------------------------------------------
+# --- input items as chat messages -----------------------------------------------------------------
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -415,8 +416,8 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _chat_messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return input items as messages; neighbours that one assistant turn produced are joined.
 
-    A turn may be several messages with reasoning and calls between them. Two messages of the assistant with nothing
-    between them are two turns, as the text of one is in one item.
+    A turn may be several messages with reasoning and calls between them. Two messages of the
+    assistant with nothing between them are two turns, as the text of one is in one item.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]

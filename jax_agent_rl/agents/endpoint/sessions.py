@@ -40,9 +40,9 @@ class Session:
     Attributes:
         session_id: part of the path of its requests.
         api_key: what its client must send; None asks for nothing.
-        free_sampling: whether requests choose temperature, top_p, top_k, min_p and seed. In training
-            they do not: the learner computes log-probs with the run's own settings, so an agent's
-            wishes are set aside.
+        free_sampling: whether requests choose temperature, top_p, top_k, min_p and seed. In
+            training they do not: the learner computes log-probs with the run's own settings, so an
+            agent's wishes are set aside.
         tasks: running generations; they end with the session.
         requests: number of running requests.
         last_used: when the last request came or went.
@@ -108,8 +108,8 @@ class SessionStore:
 
     Args:
         ttl: seconds after which an idle session that a client opened is forgotten.
-        create: makes the session of a new id for the key of the client that names it; with None there
-            are only the sessions that :meth:`add` was given.
+        create: makes the session of a new id for the key of the client that names it; with None
+            there are only the sessions that :meth:`add` was given.
         clock: seconds.
     """
 

@@ -1,7 +1,7 @@
 """Tool-call formats by name (``agent.tool_format``), and which one a chat template uses.
 
-``base`` the types and the scanner all share · one module for each kind of notation: ``json_calls``, ``tagged``,
-``sections``, ``literal_calls``.
+``base`` the types and the scanner all share · one module for each kind of notation: ``json_calls``,
+``tagged``, ``sections``, ``literal_calls``.
 """
 
 from __future__ import annotations

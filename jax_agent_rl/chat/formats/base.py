@@ -7,8 +7,9 @@ The scanner reads text, reasoning and calls of an assistant turn in one pass::
     a first </think> with no <think> before it: the prompt opened it, so everything so far was reasoning, unless it is
     known that it opened none
 
-A reader says itself where its call ends, so a tag inside a value (a closing tag in a JSON string, say) is no tag. Each
-call costs at most a few looks at the rest of the text, and :data:`MAX_CALLS` bounds the calls: the time is linear.
+A reader says itself where its call ends, so a tag inside a value (a closing tag in a JSON string,
+say) is no tag. Each call costs at most a few looks at the rest of the text, and :data:`MAX_CALLS`
+bounds the calls: the time is linear.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Parse(Protocol):
     Args:
         text: the turn, with special tokens.
         tools: schemas of the sample's tools.
-        thinking: whether the turn begins in a think block that the prompt opened; None: that is not known.
+        thinking: whether the turn begins in a think block that the prompt opened; None: that is not
+            known.
     """
 
     def __call__(
@@ -58,12 +60,17 @@ class ToolFormat:
         name: value of ``agent.tool_format``.
         parse: parses an assistant turn.
         example: a call as the model should write it, for templates that have no section for tools.
-        markers: a chat template is of this format if its source has every text of one of these groups.
+        markers: a chat template is of this format if its source has every text of one of these
+            groups.
         call_end: the text that closes the last call of a turn (not the turn), "" if there is none.
-        write: a call as the model would write it, for templates that show none; None: such a template cannot be used.
-        result: a tool result inside a user message, for templates that have no ``tool`` role; ``{}`` is the result.
-        syntaxes: of calls that a request demands, see ``CallSyntax.needs``; none: such requests are refused.
-        scanner: reads turns that are still being written; None: they are parsed anew whenever they grow.
+        write: a call as the model would write it, for templates that show none; None: such a
+            template cannot be used.
+        result: a tool result inside a user message, for templates that have no ``tool`` role;
+            ``{}`` is the result.
+        syntaxes: of calls that a request demands, see ``CallSyntax.needs``; none: such requests are
+            refused.
+        scanner: reads turns that are still being written; None: they are parsed anew whenever they
+            grow.
     """
 
     name: str
@@ -94,9 +101,11 @@ class ToolFormat:
 
 
 LONGEST_MARK = 64
-"""Characters at the end of a growing turn that may still become a tag or another mark, or follow one."""
+"""Characters at the end of a growing turn that may still become a tag or another mark, or follow
+one."""
 MAX_CALLS = 64
-"""Calls (decodable or not) read in one turn; a turn of more is a degenerate one, and the rest of it is not read."""
+"""Calls (decodable or not) read in one turn; a turn of more is a degenerate one, and the rest of it
+is not read."""
 
 
 class Read(NamedTuple):
@@ -114,10 +123,12 @@ class Scanner:
     """Parses turns of one format.
 
     Args:
-        opening: pattern of what begins a call (or a section of calls). Must not match the empty string.
+        opening: pattern of what begins a call (or a section of calls). Must not match the empty
+            string.
         read: reads what begins there. ``Read.end`` must lie after the beginning of the opening.
         noise: pattern of format tokens between calls that are not part of the content.
-        announces: the text of the noise after which there has to be a call; None: there is no such noise.
+        announces: the text of the noise after which there has to be a call; None: there is no such
+            noise.
     """
 
     def __init__(
@@ -144,8 +155,9 @@ class Scanner:
 class Scan:
     """The reading of one turn, which may still grow.
 
-    What cannot change any more when the turn grows is read once: text and reasoning, but for their last characters.
-    A call, and what follows it, is read again every time, as where it ends may depend on all that follows.
+    What cannot change any more when the turn grows is read once: text and reasoning, but for their
+    last characters. A call, and what follows it, is read again every time, as where it ends may
+    depend on all that follows.
 
     Args:
         scanner: of the format.
@@ -309,7 +321,8 @@ def arguments_at(text: str, at: int, close: re.Pattern[str]) -> tuple[dict[str, 
 def to_arguments(value: Any) -> dict[str, Any] | str:
     """Return arguments as an object, or their problem.
 
-    Some models write them as a string of JSON; of a tool without parameters they may be null or an empty string.
+    Some models write them as a string of JSON; of a tool without parameters they may be null or an
+    empty string.
     """
     if isinstance(value, str):
         try:
@@ -326,7 +339,8 @@ def to_arguments(value: Any) -> dict[str, Any] | str:
 def to_call(value: Any, *, keys: tuple[str, ...] = ("arguments",)) -> ToolCall | str:
     """Return a decoded ``{"name": …, "arguments": {…}}`` as a call, or its problem.
 
-    Of the possible ``keys`` of the arguments the first one present counts, and none means no arguments.
+    Of the possible ``keys`` of the arguments the first one present counts, and none means no
+    arguments.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return f'expected an object with "name" and "{keys[0]}"'

@@ -6,11 +6,13 @@
     llama3_json  {"name": …, "parameters": {…}}; …                             the whole turn, maybe after a tag
     text_tag     <tool>{"name": …, "arguments": {…}}</tool> or <tool>text</tool>
 
-Llama 3.2's templates name no tag, only the JSON. Several calls are separated by ``;`` or white space (Llama 4 writes
-them so after ``<|python_start|>``). A turn that begins with other JSON is an answer.
+Llama 3.2's templates name no tag, only the JSON. Several calls are separated by ``;`` or white
+space (Llama 4 writes them so after ``<|python_start|>``). A turn that begins with other JSON is an
+answer.
 
-Text between ``<tool>`` tags is the one argument of the sample's one tool, unchanged; with several tools, or for a tool
-of several arguments, it is JSON. Text ends at the first closing tag (generation may stop there); JSON at its own end.
+Text between ``<tool>`` tags is the one argument of the sample's one tool, unchanged; with several
+tools, or for a tool of several arguments, it is JSON. Text ends at the first closing tag
+(generation may stop there); JSON at its own end.
 """
 
 from __future__ import annotations

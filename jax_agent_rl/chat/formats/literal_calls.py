@@ -6,8 +6,9 @@
     gemma     <start_function_call>call:f{city:<escape>Paris<escape>,days:3}<end_function_call>    (FunctionGemma)
     gemma4    <|tool_call>call:f{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 
-Read as literals, never evaluated: a name, a comprehension or an expression as an argument makes the call malformed. One
-parser (:class:`Literals`) reads both notations, with bounded depth in linear time.
+Read as literals, never evaluated: a name, a comprehension or an expression as an argument makes the
+call malformed. One parser (:class:`Literals`) reads both notations, with bounded depth in linear
+time.
 """
 
 from __future__ import annotations

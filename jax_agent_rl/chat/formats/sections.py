@@ -14,10 +14,10 @@ r"""Formats of special tokens around JSON arguments: Kimi K2, DeepSeek V3 and V3
     harmony       <|channel|>analysis<|message|>thinking<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
                   <|constrain|>json<|message|>{…}<|call|>
 
-In Harmony a turn is a row of messages, each with a channel. ``analysis`` is reasoning, ``final`` and unaddressed
-``commentary`` are content. What a header addresses is a call whatever the channel; text that merely looks like one
-inside a message is not. The recipient may stand before the channel (as the template writes it) or after it (as models
-write it).
+In Harmony a turn is a row of messages, each with a channel. ``analysis`` is reasoning, ``final``
+and unaddressed ``commentary`` are content. What a header addresses is a call whatever the channel;
+text that merely looks like one inside a message is not. The recipient may stand before the channel
+(as the template writes it) or after it (as models write it).
 """
 
 from __future__ import annotations
@@ -264,7 +264,8 @@ def _parse_harmony(
         body_at = text.find(_MESSAGE, header_at)
         ends = _ENDS.search(text, header_at)
         if body_at < 0 or ends is not None and ends.start() < body_at:
-            # Text without a header: the rest of a message that the prompt began, or of one without a form.
+            # Text without a header: the rest of a message that the prompt began, or of one without
+            # a form.
             stop = ends.start() if ends else len(text)
             parts.append(_headless(text[message_at:stop], is_header=start is not None))
             at = stop

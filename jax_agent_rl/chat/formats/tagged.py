@@ -7,8 +7,8 @@ r"""Formats that write each argument between tags: Qwen3-Coder, Seed-OSS, MiniMa
     minimax      <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke> …
     glm          <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
 
-Values are bare text. One ends at a closing tag after which the call goes on or ends; so a value may itself hold a
-closing tag, unless exactly what may follow one follows it.
+Values are bare text. One ends at a closing tag after which the call goes on or ends; so a value may
+itself hold a closing tag, unless exactly what may follow one follows it.
 """
 
 from __future__ import annotations

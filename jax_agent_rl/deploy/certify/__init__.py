@@ -1,10 +1,10 @@
 """``jax-agent-rl certify``: measures a machine and compares it with what the documentation claims.
 
-``machine`` the configuration, the devices and a run's parts on them · ``kernels``, ``speed``, ``system`` the checks ·
-``report`` what they return, as JSON and HTML.
+``machine`` the configuration, the devices and a run's parts on them · ``kernels``, ``speed``,
+``system`` the checks · ``report`` what they return, as JSON and HTML.
 
-A check that raises is a result, and ends no other. With several hosts, each runs the checks of its own devices;
-exchanges and the training run are of all hosts together, in the same order everywhere.
+A check that raises is a result, and ends no other. With several hosts, each runs the checks of its
+own devices; exchanges and the training run are of all hosts together, in the same order everywhere.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ CHECKS = (
     ),
     Check("training", "A short training run", system.check_training, system.ACCOUNTING, 120),
 )
-"""Checks in order: those that need the devices to themselves, those with a learner, and the training run."""
+"""Checks in order: those that need the devices to themselves, those with a learner, and the
+training run."""
 
 _STYLES = {
     CheckOutcome.AS_CLAIMED: "green",
@@ -122,7 +123,8 @@ def run_command(
         report, made = {}, ()
         name = "certify" if host == 0 else f"certify-host-{host}"
         command = shlex.join(arguments)
-        # Written after every check, as a machine may end the process: the report then says before which one.
+        # Written after every check, as a machine may end the process: the report then says before
+        # which one.
         for report in _certify(with_resolved_model(config), checks, scratch, console, command):
             made = write(report, out, name=name)
     print_line(console, f"{report['verdict']}; report: {', '.join(map(str, made))}")

@@ -1,9 +1,11 @@
 """Kernels as this machine's compiler makes them, against float64 numpy.
 
-Every kernel is computed as a run computes it here: by Pallas on TPUs, by the C++ kernels on CPUs where they apply, by
-XLA otherwise. An error is the largest difference over the largest number of the reference.
+Every kernel is computed as a run computes it here: by Pallas on TPUs, by the C++ kernels on CPUs
+where they apply, by XLA otherwise. An error is the largest difference over the largest number of
+the reference.
 
-Shapes: B slots, R rows, T tokens, K key/value heads, G queries of each, h head size, S positions of a page.
+Shapes: B slots, R rows, T tokens, K key/value heads, G queries of each, h head size, S positions of
+a page.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ CLAIM = Claim(
     text="Every kernel computes what float64 numpy does, to rounding, forward and backward.",
 )
 LIMITS = {"float32": 2e-5, "tf32": 5e-3, "bfloat16": 2e-2}
-"""Largest relative error by the precision of products; gradients, which multiply twice, may have four times as much."""
+"""Largest relative error by the precision of products; gradients, which multiply twice, may have
+four times as much."""
 PAGES = (32, 128)
 HEADS = (64, 128, 256)
 KINDS = ("float32", "bfloat16", "int8", "fp8")
@@ -84,7 +87,7 @@ def check_kernels(machine: Machine, record: CheckResult) -> None:
                 record(title, worst, high=factor * limit, detail=f"worst of {len(own)}: {what}")
 
 
-# --- references, in float64 ---------------------------------------------------------------------------------------
+# --- references, in float64 -----------------------------------------------------------------------
 
 
 def attend(
@@ -126,7 +129,7 @@ def stored(cached: LayerKV) -> tuple[np.ndarray, np.ndarray]:
     return keys * scales[:, :, :1], values * scales[:, :, 1, :, None]
 
 
-# --- engine -------------------------------------------------------------------------------------------------------
+# --- engine ---------------------------------------------------------------------------------------
 
 
 def cached_pages(kind: str, head: int, page: int) -> tuple[LayerKV, np.ndarray, np.ndarray]:
@@ -313,7 +316,7 @@ def chunk_errors(kind: str, heads: Iterable[int]) -> Errors:
         yield f"head {head}{'' if window is None else ', window'}", relative(out, wanted)
 
 
-# --- learner ------------------------------------------------------------------------------------------------------
+# --- learner --------------------------------------------------------------------------------------
 
 
 def tree_errors(dtype: str, heads: Iterable[int]) -> Errors:

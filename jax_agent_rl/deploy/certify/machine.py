@@ -64,7 +64,8 @@ def load_config(
     """Return the configuration of a certification.
 
     Args:
-        file: a run's configuration; None for the quickstart's model and task, with a learner on all devices.
+        file: a run's configuration; None for the quickstart's model and task, with a learner on all
+            devices.
         overrides: ``key=value`` of the command line.
         scratch: folder for rows and the training run.
         devices: accelerators that the learner spans without a configuration; 1 on CPUs.
@@ -111,7 +112,8 @@ class LocalPlan:
     Attributes:
         compiled: the run's programs, compiled for its devices.
         loads: memory of each.
-        predicts: whether the compiler's estimate gives times, as libtpu's does; otherwise they are ideal times.
+        predicts: whether the compiler's estimate gives times, as libtpu's does; otherwise they are
+            ideal times.
     """
 
     compiled: Sequence[Compiled]
@@ -171,7 +173,7 @@ class Machine:
             "model": Path(self.config.model.path).name,
         }
 
-    # --- peaks ------------------------------------------------------------------------------------------------
+    # --- peaks ------------------------------------------------------------------------------------
 
     @property
     def chip(self) -> Chip | None:
@@ -212,7 +214,7 @@ class Machine:
             hosts=(),
         )
 
-    # --- the run's parts --------------------------------------------------------------------------------------
+    # --- the run's parts --------------------------------------------------------------------------
 
     @functools.cached_property
     def codec(self) -> ChatCodec:

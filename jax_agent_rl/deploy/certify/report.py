@@ -206,7 +206,7 @@ def format_number(value: float, unit: str = "") -> str:
     return f"{number if abs(value) < 1000 else f'{value:,.0f}'} {unit}".strip()
 
 
-# --- the report ----------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 _CLASSES = {
     CheckOutcome.AS_CLAIMED: "good",

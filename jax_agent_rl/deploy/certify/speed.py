@@ -1,7 +1,8 @@
 """Speed and memory of a run's parts beside what ``plan`` says, and beside the device's peaks.
 
-The engine's and the learner's own programs are timed, with full slots and full micro-batches. On TPUs ``plan`` predicts
-their time (docs/tpu_programs.md); elsewhere its ideal time is taken, at the peaks that this machine reached before.
+The engine's and the learner's own programs are timed, with full slots and full micro-batches. On
+TPUs ``plan`` predicts their time (docs/tpu_programs.md); elsewhere its ideal time is taken, at the
+peaks that this machine reached before.
 """
 
 from __future__ import annotations

@@ -75,11 +75,12 @@ QUESTIONS = (
     "How do I bake bread? List every step.",
     "Compare trains and planes for a trip of 500 km.",
 )
-"""Prompts of the agreement check: after random ids every token would be unlikely, and gaps larger."""
+"""Prompts of the agreement check: after random ids every token would be unlikely, and gaps larger.
+"""
 SAMPLED = 32
 
 
-# --- collectives --------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def check_collectives(machine: Machine, record: CheckResult) -> None:
@@ -128,7 +129,8 @@ def exchange(machine: Machine, mesh: Mesh, axis: str, size: int) -> tuple[dict[s
         size: numbers of each member, a multiple of their count squared if it is a power of two.
 
     Returns:
-        The largest error of each kind of exchange, relative to the numbers, and the seconds of a sum.
+        The largest error of each kind of exchange, relative to the numbers, and the seconds of a
+        sum.
     """
     members = mesh.shape[axis]
     size = -(-size // members**2) * members**2
@@ -171,7 +173,7 @@ def exchange(machine: Machine, mesh: Mesh, axis: str, size: int) -> tuple[dict[s
     return errors, seconds
 
 
-# --- backends -----------------------------------------------------------------------------------------------------
+# --- backends -------------------------------------------------------------------------------------
 
 
 def check_conformance(machine: Machine, record: CheckResult) -> None:
@@ -282,7 +284,7 @@ async def _sample_and_score(machine: Machine, config: Config) -> tuple[Compariso
     )
 
 
-# --- learner ------------------------------------------------------------------------------------------------------
+# --- learner --------------------------------------------------------------------------------------
 
 
 def check_checkpoint(machine: Machine, record: CheckResult) -> None:

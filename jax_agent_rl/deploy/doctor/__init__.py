@@ -1,7 +1,7 @@
 """``jax-agent-rl doctor``: checks for what would stop or spoil a run, each with what to do about it.
 
-``machine`` how checks run and report, and those that need no configuration · ``run`` checks of one, which
-call what ``train`` calls before its first step.
+``machine`` how checks run and report, and those that need no configuration · ``run`` checks of one,
+which call what ``train`` calls before its first step.
 """
 
 from __future__ import annotations

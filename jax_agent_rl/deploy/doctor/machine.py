@@ -343,7 +343,7 @@ def format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common(8))
 
 
-# --- accelerators -------------------------------------------------------------------------------------------------
+# --- accelerators ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

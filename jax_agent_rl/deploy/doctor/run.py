@@ -1,8 +1,8 @@
 """Checks of a configuration: what ``train`` runs before its first step, and what a run would find out late.
 
-A run checks user code, tools, rows, rewards, agents and engine by itself; the doctor calls the same functions one by
-one, so that a failure hides no other. Disk, memory, prompt lengths, whether rewards accept the ground truth, and the
-state of rollout servers are checked here alone.
+A run checks user code, tools, rows, rewards, agents and engine by itself; the doctor calls the same
+functions one by one, so that a failure hides no other. Disk, memory, prompt lengths, whether
+rewards accept the ground truth, and the state of rollout servers are checked here alone.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class RunChecks:
             ("learner processes", self.coordinator),
         ]
 
-    # --- what earlier checks found ------------------------------------------------------------------------------
+    # --- what earlier checks found ----------------------------------------------------------------
 
     def _rows(self) -> RowOutlines:
         if not self.found_rows:
@@ -130,7 +130,7 @@ class RunChecks:
             self.config.learner, self.decoder.parameter_shapes()
         )
 
-    # --- code, tools, model -------------------------------------------------------------------------------------
+    # --- code, tools, model -----------------------------------------------------------------------
 
     async def user_code(self, report: Reporter) -> None:
         """Import the files that register agents, environments and rewards."""
@@ -220,7 +220,7 @@ class RunChecks:
         )  # while the next one is written
         machine.check_disk(report, Path(self.config.run_dir), need=need, key="run_dir")
 
-    # --- rows ---------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------
 
     async def rows(self, report: Reporter, *, name: str, source: Source) -> None:
         """Load a file: every row well-formed, every name in it known."""
@@ -350,7 +350,7 @@ class RunChecks:
             await score(_answer(row, text), timeout=self.config.reward.timeout, services=services)
         ).reward
 
-    # --- what a run connects to or starts -----------------------------------------------------------------------
+    # --- what a run connects to or starts ---------------------------------------------------------
 
     async def agents(self, report: Reporter) -> None:
         """Check every agent the rows name, with its tool server or retrieval server."""

@@ -6,8 +6,9 @@
       │ ◄────────────────────────── its output ─────────────────────┘                 (actors)       (actors)
       └─ Ctrl-C ──► SIGTERM: the run saves and ends; once more ──► its processes are killed
 
-Reading order: ``__main__`` (the launcher), ``ray_driver`` (what the job runs), ``ray_process`` (a process on a node).
-What is here is shared with ``tpu``, and imports the standard library only: parsers, types of options, templates.
+Reading order: ``__main__`` (the launcher), ``ray_driver`` (what the job runs), ``ray_process`` (a
+process on a node). What is here is shared with ``tpu``, and imports the standard library only:
+parsers, types of options, templates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The launcher of ``./launch/gpu.sh``: its command line, its cluster, and the job that it submits and follows.
 
-A job belongs to its cluster, not to the launcher: on an existing cluster it goes on when the launcher is killed
-(``ray job logs --follow`` and ``ray job stop`` work on it).
+A job belongs to its cluster, not to the launcher: on an existing cluster it goes on when the
+launcher is killed (``ray job logs --follow`` and ``ray job stop`` work on it).
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def _certify(arguments: argparse.Namespace, cluster: str | None) -> int:
         )
     config = [f"--config={arguments.config.absolute()}"] if arguments.config else []
     command = [sys.executable, "-m", "jax_agent_rl.cli", "certify", *config, *arguments.overrides]
-    # A GPU that cannot be opened fails the launch; without this, the processor would be measured instead.
+    # A GPU that cannot be opened fails the launch; without this, the processor would be measured
+    # instead.
     environment = {"JAX_PLATFORMS": arguments.device}
     if arguments.dry_run:
         print(
@@ -252,7 +253,8 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
         cpus: places in a cluster started here, regardless of the number of cores.
 
     Raises:
-        LaunchError: there is no cluster at the address, it does not answer, or refuses what is asked in the context.
+        LaunchError: there is no cluster at the address, it does not answer, or refuses what is
+            asked in the context.
     """
     own = not (os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_API_SERVER_ADDRESS"))
     if own:

@@ -67,8 +67,9 @@ def load_run(config: str, overrides: Sequence[str]) -> Config:
 def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], dict[str, str]]:
     """Decide where the engines run, unless the configuration does by ``rollout.placement``.
 
-    Every GPU that the learner leaves free serves, ``rollout.vllm.tensor_parallel_size`` per engine. If it leaves too
-    few, one engine shares the GPUs of the learner. Without GPUs there is one engine beside the learner.
+    Every GPU that the learner leaves free serves, ``rollout.vllm.tensor_parallel_size`` per engine.
+    If it leaves too few, one engine shares the GPUs of the learner. Without GPUs there is one
+    engine beside the learner.
 
     Args:
         config: the configuration.

@@ -1,8 +1,8 @@
 """A process of a run on a node: an actor, which yields what its process says, and the watchdog between the two.
 
-``python -m jax_agent_rl.deploy.launch.ray_process COMMAND …`` is the watchdog: it runs a command while standard input
-stays open. No process hears of a parent that was killed, but it loses its standard input; then all of the command's
-process group is killed.
+``python -m jax_agent_rl.deploy.launch.ray_process COMMAND …`` is the watchdog: it runs a command
+while standard input stays open. No process hears of a parent that was killed, but it loses its
+standard input; then all of the command's process group is killed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class NodeProcess:
         environment.pop(
             "OMP_NUM_THREADS", None
         )  # Ray's limit of its workers; the learner decides for itself
-        # Under a watchdog, in a session of its own: Ray kills the process groups of its workers, and neither that nor
-        # the death of the worker alone may leave a process behind.
+        # Under a watchdog, in a session of its own: Ray kills the process groups of its workers,
+        # and neither that nor the death of the worker alone may leave a process behind.
         watchdog = [sys.executable, "-m", "jax_agent_rl.deploy.launch.ray_process"]
         self._process = subprocess.Popen(
             [*watchdog, sys.executable, "-m", "jax_agent_rl.cli", *arguments],
@@ -74,8 +74,9 @@ class NodeProcess:
 def main(argv: Sequence[str]) -> int:
     """Run a command under the watchdog; return its exit status: 128 + n if signal n ended it."""
     libc = ctypes.CDLL(None)
-    # A session of its own: what happens to the group of this process does not happen to it. But Ray kills the children
-    # of an actor that it kills, this process among them, and the kernel then kills the command.
+    # A session of its own: what happens to the group of this process does not happen to it. But Ray
+    # kills the children of an actor that it kills, this process among them, and the kernel then
+    # kills the command.
     child = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,

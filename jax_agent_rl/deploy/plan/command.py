@@ -33,8 +33,8 @@ from jax_agent_rl.utils.files import replacing
 from jax_agent_rl.utils.process import own_environment, own_python, quiet_logging
 
 PLANNER = own_python("-m", "jax_agent_rl.deploy.plan.command")
-# Settings of libtpu that avoid a fault, by a function on its stack. Seen on v5p with libtpu 0.0.42.1: gradients of a
-# 1.5B model with fsdp=4.
+# Settings of libtpu that avoid a fault, by a function on its stack. Seen on v5p with libtpu
+# 0.0.42.1: gradients of a 1.5B model with fsdp=4.
 _REMEDIES = {
     "EmitAllReduceScatterFusion": (
         "LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false"
@@ -226,7 +226,7 @@ def _draw(made: Mapping[str, Any], file: Path) -> None:
         figure.savefig(stream, format=file.suffix.lstrip(".") or None)
 
 
-# --- the compiler's process ---------------------------------------------------------------------------------------
+# --- the compiler's process -----------------------------------------------------------------------
 
 
 def plan_in_subprocess(

@@ -1,8 +1,9 @@
 """Programs of a run and the arrays beside them, and what compiling says: memory, work, exchanges, time, a profile.
 
-Ideally a program takes as long as its slowest part (products, memory, links): parts overlap perfectly, and everything
-else costs nothing. Where it is known what the model needs (:class:`EngineWork`), no recomputation counts; otherwise the
-traced products do, whose operands pass through memory once.
+Ideally a program takes as long as its slowest part (products, memory, links): parts overlap
+perfectly, and everything else costs nothing. Where it is known what the model needs
+(:class:`EngineWork`), no recomputation counts; otherwise the traced products do, whose operands
+pass through memory once.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class Program:
         of: which tokens of a step these are; None if the program does not process tokens.
         calls: runs per step over all those tokens; 0 where its time does not count.
         copies: engines along the mesh's ``data``, each of which runs it on its own devices.
-        model_flops: operations that the model itself needs for a call of one copy: nothing recomputed.
-        model_bytes: bytes that have to pass through its memories: weights and the visible KV, once. None, as for
-            ``model_flops``: what is counted in the trace.
+        model_flops: operations that the model itself needs for a call of one copy: nothing
+            recomputed.
+        model_bytes: bytes that have to pass through its memories: weights and the visible KV, once.
+            None, as for ``model_flops``: what is counted in the trace.
         rare_branches: what few runs need counts, too, where the program has branches.
     """
 
@@ -113,7 +115,7 @@ class Published(NamedTuple):
     holds: frozenset[str]
 
 
-# --- compiling -------------------------------------------------------------------------------------------------------
+# --- compiling ------------------------------------------------------------------------------------
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -309,7 +311,7 @@ def unit_power(size: float) -> int:
     )
 
 
-# --- profiles --------------------------------------------------------------------------------------------------------
+# --- profiles -------------------------------------------------------------------------------------
 
 ROWS = 25
 """Places that are shown; the others count together."""

@@ -91,7 +91,8 @@ def add_engine(
 ) -> None:
     """Trace the largest programs of one of so many engines, which is given the published parameters.
 
-    Its arrays are counted on ``mesh``; its programs are traced for ``compiled_for``, a mesh of the same shape.
+    Its arrays are counted on ``mesh``; its programs are traced for ``compiled_for``, a mesh of the
+    same shape.
     """
     shapes = engine_shapes(config)
     table, kind = RecordingTable(), JaxEngine if model.vision is None else VisionEngine
@@ -210,7 +211,7 @@ def _engine_programs(
             )
 
 
-# --- what a model needs of a call ------------------------------------------------------------------------------------
+# --- what a model needs of a call -----------------------------------------------------------------
 
 
 def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool = True) -> float:

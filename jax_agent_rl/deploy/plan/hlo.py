@@ -1,12 +1,14 @@
 """The text of a compiled program (``jax.stages.Compiled.as_text``): its computations, their schedule and sources.
 
-The text is a list of computations; one calls another in fusions, loops, branches and asynchronous steps. Instructions
-stand in the order in which they run. A loop's body runs as often as its condition says: ``compare(counter, constant),
-direction=LT``; where the end is found while it runs, as often as the caller says.
+The text is a list of computations; one calls another in fusions, loops, branches and asynchronous
+steps. Instructions stand in the order in which they run. A loop's body runs as often as its
+condition says: ``compare(counter, constant), direction=LT``; where the end is found while it runs,
+as often as the caller says.
 
-TPUs spread one exchange between devices over several fusions, which share its ``channel_id``: it counts once. Between
-slices the hosts exchange for the programs: the text has a ``send`` to the runtime of several slices, which names the
-exchange, as in ``_xla_megascale_transfer_type="ALL_REDUCE"``.
+TPUs spread one exchange between devices over several fusions, which share its ``channel_id``: it
+counts once. Between slices the hosts exchange for the programs: the text has a ``send`` to the
+runtime of several slices, which names the exchange, as in
+``_xla_megascale_transfer_type="ALL_REDUCE"``.
 """
 
 from __future__ import annotations
@@ -86,8 +88,8 @@ class Hlo:
     Attributes:
         computations: instructions by name of the computation.
         entry: name of the one that runs first.
-        frames: ``file:line`` of the project's code that traced an instruction, by the number of its stack frame;
-            innermost first.
+        frames: ``file:line`` of the project's code that traced an instruction, by the number of its
+            stack frame; innermost first.
     """
 
     computations: Mapping[str, Sequence[Instruction]]
@@ -300,8 +302,8 @@ def read_collective(
         kind = instruction.kind.removesuffix("-start")
         groups = _groups(instruction.rest, mesh.size)
         size, axes = max(map(len, groups), default=mesh.size), _axes(groups, mesh)
-        # The start of an asynchronous exchange gives operand and result (and numbers of its own); others one array, or
-        # several at once.
+        # The start of an asynchronous exchange gives operand and result (and numbers of its own);
+        # others one array, or several at once.
         both = instruction.kind.endswith("-start") and kind != "all-reduce"
         whole = max(sizes, default=0.0) if both else sum(sizes)
         if kind == "all-reduce" and "all-reduce-scatter" in computation:

@@ -1,6 +1,7 @@
 """The learner's programs, traced with the largest micro-batches of a run, made of trajectories that nobody sampled.
 
-The learner's functions are the run's own, given described arrays. The teachers of ``distill`` are among them.
+The learner's functions are the run's own, given described arrays. The teachers of ``distill`` are
+among them.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ def describe(shapes: Any, shardings: Any, *, dtype: str = "float32") -> Any:
     )
 
 
-# --- micro-batches ---------------------------------------------------------------------------------------------------
+# --- micro-batches --------------------------------------------------------------------------------
 
 
 def micro_batches(
@@ -255,7 +256,8 @@ def micro_batches(
         scored: the run computes old log-probs before it trains.
 
     Returns:
-        The micro-batches of ``policy`` and, if there is one, ``critic``, and the ``layout`` of passes that score.
+        The micro-batches of ``policy`` and, if there is one, ``critic``, and the ``layout`` of
+        passes that score.
     """
     learner, algorithm = config.learner, config.algorithm
     images = image_packing(

@@ -51,7 +51,8 @@ class Load:
 
     Attributes:
         parts: bytes by kind, in order.
-        refused: the compiler refused the program; then parts are as large as its message says, or smaller.
+        refused: the compiler refused the program; then parts are as large as its message says, or
+            smaller.
     """
 
     program: Program
@@ -74,10 +75,10 @@ class StepTime:
 
     Attributes:
         sampled: tokens sampled.
-        trained: tokens in packed rows; a group's common prompt counts once with ``learner.share_prefixes``.
-        rollout, learner, weights: seconds of each part.
-        overlapped: rollout and learner work at the same time, on chips of their own.
-        bounds: parts whose seconds are a lower bound, as exchanges in one of their programs are not known.
+        trained: tokens in packed rows; a group's common prompt counts once with
+        ``learner.share_prefixes``. rollout, learner, weights: seconds of each part. overlapped:
+        rollout and learner work at the same time, on chips of their own. bounds: parts whose
+        seconds are a lower bound, as exchanges in one of their programs are not known.
     """
 
     sampled: int
@@ -107,8 +108,10 @@ class Replay:
     """Bytes that engines report of the draws of a step, for the learner to score what was sampled.
 
     Attributes:
-        masks: of supports, as they leave the engines' chips and reach the learner's: a bit for each id and draw.
-        supports: of supports on their way between processes, at most; a nucleus of few ids takes much less.
+        masks: of supports, as they leave the engines' chips and reach the learner's: a bit for each
+            id and draw.
+        supports: of supports on their way between processes, at most; a nucleus of few ids takes
+            much less.
         experts: of a mixture's routes, one number for each position, layer and chosen expert.
     """
 
@@ -213,8 +216,10 @@ def inventory(
         config: configuration of the run.
         model: its architecture.
         where: devices of each phase.
-        only: leave out what this phase does not need, ``learner`` or ``rollout``; None leaves out nothing.
-        renumbered: returns the mesh for which to compile engines whose devices are not those of the learner.
+        only: leave out what this phase does not need, ``learner`` or ``rollout``; None leaves out
+            nothing.
+        renumbered: returns the mesh for which to compile engines whose devices are not those of the
+            learner.
 
     Raises:
         ConfigError: a mesh does not divide the model, or the configuration does not go with it.
@@ -342,8 +347,8 @@ def _load(
 def padded(residents: Sequence[Resident], compiled: Sequence[Compiled]) -> dict[str, float]:
     """Return each resident's padded size over its plain size: chips keep arrays in tiles of 8 x 128 numbers.
 
-    Where a program's outputs take the memory of residents, the compiler reports their size; the one unknown resident
-    among several takes what is left. 1 where no program reports it.
+    Where a program's outputs take the memory of residents, the compiler reports their size; the one
+    unknown resident among several takes what is left. 1 where no program reports it.
     """
     plain = {r.name: max(r.bytes.values()) for r in residents}
     known: dict[str, float] = {}

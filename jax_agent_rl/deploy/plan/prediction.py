@@ -1,8 +1,9 @@
 """The predicted time of a compiled program, instruction by instruction as its schedule overlaps them, and its work.
 
-The compiler's text carries its own estimate of each fusion, ``estimated_cycles``. What it has no estimate for is priced
-here: copies and slices by the memory's bandwidth, exchanges by that of the links and their hops, Pallas kernels by the
-cost that they state and their grid's steps.
+The compiler's text carries its own estimate of each fusion, ``estimated_cycles``. What it has no
+estimate for is priced
+here: copies and slices by the memory's bandwidth, exchanges by that of the links and their hops,
+Pallas kernels by the cost that they state and their grid's steps.
 
 ::
 
@@ -10,13 +11,14 @@ cost that they state and their grid's steps.
     memory        └──────── copy ─────────────┘                  copy-start … copy-done; kernels read there, too
     links              └── collective-permute ─┘                 …-start … …-done
 
-What runs between the start and the end of an asynchronous instruction hides it; what is left is a wait, which counts
-for the code that needed it. Memory serves one copy at a time, and what computing instructions read delays them.
+What runs between the start and the end of an asynchronous instruction hides it; what is left is a
+wait, which counts for the code that needed it. Memory serves one copy at a time, and what computing
+instructions read delays them.
 
-Work, in contrast, is counted in what JAX traces: products and the bytes they read. A compiler's own cost analysis
-counts a loop's body once, and for one device. Here a loop counts every iteration, recomputation counts (it is in the
-trace), and all devices count together. Platform-dependent code counts with the TPU's branch; a kernel states its own
-cost.
+Work, in contrast, is counted in what JAX traces: products and the bytes they read. A compiler's own
+cost analysis counts a loop's body once, and for one device. Here a loop counts every iteration,
+recomputation counts (it is in the trace), and all devices count together. Platform-dependent code
+counts with the TPU's branch; a kernel states its own cost.
 """
 
 from __future__ import annotations
@@ -43,13 +45,16 @@ from jax_agent_rl.deploy.plan.hlo import (
 from jax_agent_rl.deploy.plan.topology import Chip
 
 SUSTAINED = 0.9
-"""Share of a memory's bandwidth that copies reach; libtpu's own ``optimal_seconds`` has it for v5e."""
+"""Share of a memory's bandwidth that copies reach; libtpu's own ``optimal_seconds`` has it for v5e.
+"""
 GRID_STEP = 0.35e-6
-"""Seconds of a step of a Pallas kernel's grid beyond its work: pointers, semaphores, starts of copies."""
+"""Seconds of a step of a Pallas kernel's grid beyond its work: pointers, semaphores, starts of
+copies."""
 HOP = 1e-6
 """Seconds that an exchange takes from chip to chip, however small it is."""
 LAUNCH = 1e-6
-"""Seconds of an instruction without an estimate: libtpu gives 1,800 cycles to the smallest fusions."""
+"""Seconds of an instruction without an estimate: libtpu gives 1,800 cycles to the smallest fusions.
+"""
 
 _FREE = frozenset(
     "parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id"
@@ -337,7 +342,7 @@ def kernel_grids(traced: core.ClosedJaxpr) -> Grids:
     return found
 
 
-# --- work ------------------------------------------------------------------------------------------------------------
+# --- work -----------------------------------------------------------------------------------------
 
 PLATFORM = "tpu"
 
@@ -347,9 +352,10 @@ class Flops:
     """Work of all devices together.
 
     Attributes:
-        flops: operations of matrix products and convolutions; a multiplication and an addition are two.
-        bytes: their operands and results, each read or written once: the traffic if nothing stayed in a cache and
-            everything else were fused into them.
+        flops: operations of matrix products and convolutions; a multiplication and an addition are
+            two.
+        bytes: their operands and results, each read or written once: the traffic if nothing stayed
+            in a cache and everything else were fused into them.
     """
 
     flops: float = 0.0

@@ -321,7 +321,7 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
     }
 
 
-# --- what to change -----------------------------------------------------------------------------------------------
+# --- what to change -------------------------------------------------------------------------------
 
 
 def _adviser(plan: ResourcePlan) -> Adviser:

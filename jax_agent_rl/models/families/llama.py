@@ -1,7 +1,7 @@
 """Llama 3.x and SmolLM2, and families that differ in little.
 
-Qwen2.5 (``qwen2``) has biases on q, k, v; Qwen3 norms on q and k instead, and Qwen3-MoE experts; Mistral a window in
-all layers (``mistral``) or in some (``ministral``).
+Qwen2.5 (``qwen2``) has biases on q, k, v; Qwen3 norms on q and k instead, and Qwen3-MoE experts;
+Mistral a window in all layers (``mistral``) or in some (``ministral``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Qwen2.5-VL (``qwen2_5_vl``) and Qwen3-VL (``qwen3_vl``): a tower before Qwen, and rotary positions of three axes.
 
-Several layouts of Qwen2.5-VL are read: published checkpoints have the decoder's fields at the top of ``config.json``
-and tensors ``visual.…`` and ``model.…``; newer transformers writes a ``text_config`` besides or instead, and some
-versions wrote tensors ``model.visual.…`` and ``model.language_model.…``. Written are a ``text_config`` and the
-published tensor names, as transformers 5 does.
+Several layouts of Qwen2.5-VL are read: published checkpoints have the decoder's fields at the top
+of ``config.json`` and tensors ``visual.…`` and ``model.…``; newer transformers writes a
+``text_config`` besides or instead, and some versions wrote tensors ``model.visual.…`` and
+``model.language_model.…``. Written are a ``text_config`` and the published tensor names, as
+transformers 5 does.
 
-The inner features of Qwen3-VL's tower go to the decoder's first layers. Its videos are not read: the model sees their
-frames as images between time stamps of its own.
+The inner features of Qwen3-VL's tower go to the decoder's first layers. Its videos are not read:
+the model sees their frames as images between time stamps of its own.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class _Tower:
         activation: its ``hidden_act``.
         sizes: as ``_SIZES``.
         defaults: of sizes that may be absent.
-        layers: name of a field with a list of layers, that of :class:`VisionConfig`, and its default.
+        layers: name of a field with a list of layers, that of :class:`VisionConfig`, and its
+            default.
         constants: what all towers of the family have.
         root: prefix of the tensors.
         top: modules by parameter; of a stack with ``{}`` for the number.
@@ -284,7 +286,8 @@ def _read_text(raw: Fields, text: Fields, defaults: Defaults) -> dict[str, Any]:
     """
     refuse(text, hidden_act="silu")
     common = read_common(text, defaults, family=raw["model_type"])
-    # The top wins, as for generation settings; older nested files have tie_word_embeddings only in the section.
+    # The top wins, as for generation settings; older nested files have tie_word_embeddings only in
+    # the section.
     common["tie_word_embeddings"] |= switch(raw, "tie_word_embeddings", False)
     if raw.get("eos_token_id") is not None:
         common["eos_token_ids"] = token_ids(raw, "eos_token_id", ())

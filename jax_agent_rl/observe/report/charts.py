@@ -1,8 +1,8 @@
 """The curves of a run, ``reward.png``, and the timeline of engine and learner.
 
-A chart says which metrics it shows and what to look for. The timeline has phases of ``metrics.jsonl`` and traced
-trajectories on one axis, in seconds since the first of them; pauses longer than :data:`MAX_PAUSE_SECONDS` (the run was
-stopped and resumed) are cut out.
+A chart says which metrics it shows and what to look for. The timeline has phases of
+``metrics.jsonl`` and traced trajectories on one axis, in seconds since the first of them; pauses
+longer than :data:`MAX_PAUSE_SECONDS` (the run was stopped and resumed) are cut out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from jax_agent_rl.utils.files import replacing
 from jax_agent_rl.validation import is_number
 
 MAX_POINTS = 600
-"""Points of a line; longer ones keep the smallest and largest value of every stretch, so no spike is lost."""
+"""Points of a line; longer ones keep the smallest and largest value of every stretch, so no spike
+is lost."""
 ROUNDING = 1e-8
 """Values up to this one are 0 but for rounding: a KL of a policy from itself."""
 MAX_BARS = 300
@@ -43,12 +44,13 @@ class Chart:
     Attributes:
         title, unit: heading and unit of the values.
         hint: how to read it.
-        lines: keys of ``metrics.jsonl`` records by label; lines without values and charts without lines are omitted.
+        lines: keys of ``metrics.jsonl`` records by label; lines without values and charts without
+            lines are omitted.
         band: keys of the lower and upper edge of a band around the first line.
         kind: kind of the records.
         scale: axis of the values; ``share`` is from 0 to 1, shown in per cent.
-        hides_zero: omit a line that is 0 at every step, since the run has no such thing: with one update per step, the
-            policy is not compared with another one.
+        hides_zero: omit a line that is 0 at every step, since the run has no such thing: with one
+            update per step, the policy is not compared with another one.
     """
 
     title: str
@@ -177,10 +179,11 @@ CHARTS = (
 def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return all charts of a run as JSON.
 
-    Keys: ``title, hint, unit, scale, kind, lines [{name, x, y, low?, high?, reach?}]``. ``kind`` is ``lines``, or
-    ``stack`` for counts that add up, whose bars cover ``every`` steps each. Where not every step is drawn, a step has
-    the value of the nearest drawn one, at most ``reach`` away. Metrics that no chart names follow as ``more``, one
-    chart each. A chart without data is omitted; :func:`zero_metrics` names metrics that are 0 throughout.
+    Keys: ``title, hint, unit, scale, kind, lines [{name, x, y, low?, high?, reach?}]``. ``kind`` is
+    ``lines``, or ``stack`` for counts that add up, whose bars cover ``every`` steps each. Where not
+    every step is drawn, a step has the value of the nearest drawn one, at most ``reach`` away.
+    Metrics that no chart names follow as ``more``, one chart each. A chart without data is omitted;
+    :func:`zero_metrics` names metrics that are 0 throughout.
     """
     made = [_line_chart(chart, metrics) for chart in CHARTS]
     made += [
@@ -443,15 +446,16 @@ def timeline(
     """Return the timeline as JSON.
 
     Args:
-        metrics: records of ``metrics.jsonl``; their ``phase_seconds`` are ``[name, begin, end]`` since the epoch, and
-            ``engine_busy_share`` is a share of the phase ``engine``.
+        metrics: records of ``metrics.jsonl``; their ``phase_seconds`` are ``[name, begin, end]``
+            since the epoch, and ``engine_busy_share`` is a share of the phase ``engine``.
         traces: records of ``traces.jsonl``, as :func:`newest_traces` returns them.
         numbers: positions of trajectories on the page, by id.
 
     Returns:
-        ``phases [{name, from, to, step}]``, ``engine [{name, from, to, busy?, step}]``, ``updates [time]`` of the
-        weights, ``traces [{id, at, spans [{name, from, to, note}]}]``, ``cuts`` and ``seconds``. Engines work for
-        training (``name`` is ``engine``), and for evaluations (``evaluate``), whose busy share is not recorded.
+        ``phases [{name, from, to, step}]``, ``engine [{name, from, to, busy?, step}]``, ``updates
+        [time]`` of the weights, ``traces [{id, at, spans [{name, from, to, note}]}]``, ``cuts`` and
+        ``seconds``. Engines work for training (``name`` is ``engine``), and for evaluations
+        (``evaluate``), whose busy share is not recorded.
     """
     phases = [
         (name, begin, end, r["step"])

@@ -1,8 +1,8 @@
 """``jax-agent-rl report RUN``: data, style and scripts in one HTML file that loads nothing.
 
-The output of models and tools is hostile here. It enters the page only as JSON inside script elements, with ``<``,
-``>`` and ``&`` escaped; the scripts show it only as text nodes; and the page's security policy forbids other scripts
-and any loading or sending.
+The output of models and tools is hostile here. It enters the page only as JSON inside script
+elements, with ``<``, ``>`` and ``&`` escaped; the scripts show it only as text nodes; and the
+page's security policy forbids other scripts and any loading or sending.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ class RunData:
 
     Attributes:
         name: name of the folder or file.
-        trajectories: its trajectories; they are read from there whenever somebody iterates over them.
+        trajectories: its trajectories; they are read from there whenever somebody iterates over
+            them.
         config: the resolved configuration; empty if unreadable.
         metrics: records of ``metrics.jsonl``.
-        traces: the newest records of ``traces.jsonl``; see :mod:`jax_agent_rl.observe.sinks.traces`.
+        traces: the newest records of ``traces.jsonl``; see
+            :mod:`jax_agent_rl.observe.sinks.traces`.
         summary: ``summary.json`` of a finished run.
         notes: messages about missing or unreadable parts, other than trajectories.
     """

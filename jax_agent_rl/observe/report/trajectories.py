@@ -1,7 +1,8 @@
 """Trajectories for the page: every token with its text and numbers, in few bytes, and groups as trees of turns.
 
-A token is its place in a vocabulary that all trajectories share; masks are lengths of turns; log-probs are thousandths;
-versions are run-length encoded. A token takes about 25 bytes; ``observe.selection`` limits their number.
+A token is its place in a vocabulary that all trajectories share; masks are lengths of turns;
+log-probs are thousandths; versions are run-length encoded. A token takes about 25 bytes;
+``observe.selection`` limits their number.
 """
 
 from __future__ import annotations
@@ -142,11 +143,12 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
         prompts: takes its prompt.
 
     Returns:
-        ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of tokens that are part
-        of a character; ``turns`` as in the record; ``l``, ``o`` log-probs of sampled tokens by engine and learner, in
-        thousandths of a nat; ``g`` the gap between them, in nats; ``v`` versions as ``[version, count]``; ``a``
-        advantages of trained tokens in thousandths, one number if all are equal; ``facts`` for people; ``segments`` the
-        same for each segment, and ``session`` their graph, see :func:`session`.
+        ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of
+        tokens that are part of a character; ``turns`` as in the record; ``l``, ``o`` log-probs of
+        sampled tokens by engine and learner, in thousandths of a nat; ``g`` the gap between them,
+        in nats; ``v`` versions as ``[version, count]``; ``a`` advantages of trained tokens in
+        thousandths, one number if all are equal; ``facts`` for people; ``segments`` the same for
+        each segment, and ``session`` their graph, see :func:`session`.
     """
     mine = [at for at, mask in enumerate(record["response_mask"]) if mask]
     known = record.get("advantages")
@@ -177,10 +179,10 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
 def session(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the graph of a trajectory's segments, in the order of their first turns; empty if there is but one.
 
-    A segment is ``{at: its place in the record's contexts, up: the one that it left, or -1, shared: ids that it has in
-    common with that, after: how many of that one's turns end within those, calls: which calls of the session sampled
-    its turns, turns: how many, trained: tokens with loss, share: of the session's, note: where its first call left the
-    recorded conversations}``.
+    A segment is ``{at: its place in the record's contexts, up: the one that it left, or -1, shared:
+    ids that it has in common with that, after: how many of that one's turns end within those,
+    calls: which calls of the session sampled its turns, turns: how many, trained: tokens with loss,
+    share: of the session's, note: where its first call left the recorded conversations}``.
     """
     if not record["segments"]:
         return []
@@ -210,8 +212,9 @@ def session(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 class Forest:
     """Trees of the groups of a page that have at least two trajectories there.
 
-    A node is ``{up: number of its parent or -1, turn, n: sampled tokens, at: its trajectories, ends: those that end
-    there, text}``; trajectories are numbers of records, in the order of :meth:`add`. One group is in memory at a time.
+    A node is ``{up: number of its parent or -1, turn, n: sampled tokens, at: its trajectories,
+    ends: those that end there, text}``; trajectories are numbers of records, in the order of
+    :meth:`add`. One group is in memory at a time.
 
     Args:
         decode: turns ids into text, special tokens included.

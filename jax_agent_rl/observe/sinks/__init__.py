@@ -5,8 +5,9 @@
     metrics.jsonl record ─► MetricSinks ─┬─ queue ─► thread ─► TensorBoard | W&B | Trackio
     finished trajectory ─► TraceSinks ───┴─ queue ─► thread ─► traces.jsonl | MLflow | Trackio | Weave
 
-Every sink has its own queue and thread, so that no library, network or full disk can stop or slow training. A thread
-consumes queued items, produces what its library stores, and waits for the next item or for the library.
+Every sink has its own queue and thread, so that no library, network or full disk can stop or slow
+training. A thread consumes queued items, produces what its library stores, and waits for the next
+item or for the library.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class SinkThread(Generic[Item]):
         start: called first, in the thread; if it fails, every item is lost.
         capacity: number of items that may wait; further ones are lost. 0: unlimited.
         max_failures: consecutive failures after which the sink gets nothing more; None: unlimited.
-        context: context of the thread; None: a new one. Clients keep settings, and their current run, in contexts.
+        context: context of the thread; None: a new one. Clients keep settings, and their current
+            run, in contexts.
 
     Attributes:
         lost: number of items that the sink did not store.

@@ -1,8 +1,8 @@
 """The sinks of ``trainer.logger`` (TensorBoard, Weights & Biases, Trackio), and the newest metrics for Prometheus.
 
-Metrics keep the names of ``metrics.jsonl``, with the training step as the axis; evaluations are ``evaluation/…``,
-nested counts ``tool_errors_by_kind/timeout``. A resumed run continues the same run in each library. Packages are
-imported only where they are used.
+Metrics keep the names of ``metrics.jsonl``, with the training step as the axis; evaluations are
+``evaluation/…``, nested counts ``tool_errors_by_kind/timeout``. A resumed run continues the same
+run in each library. Packages are imported only where they are used.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class TensorBoardSink:
 class WandbSink:
     """One W&B run; ``WANDB_MODE=offline`` writes to ``<run folder>/wandb`` for ``wandb sync``.
 
-    W&B's own step only grows, and a resumed run may log a step again. So the training step is a metric, and the axis of
-    all others.
+    W&B's own step only grows, and a resumed run may log a step again. So the training step is a
+    metric, and the axis of all others.
     """
 
     _run: Any = None

@@ -216,7 +216,8 @@ class WeaveSink:
     """W&B Weave calls; they need an account (``WANDB_API_KEY``) and the network."""
 
     def __init__(self, config: TraceConfig, run_dir: RunDir) -> None:
-        # By default Weave wraps MCP's and OpenAI's clients, whose calls would then fail whenever Weave is unreachable.
+        # By default Weave wraps MCP's and OpenAI's clients, whose calls would then fail whenever
+        # Weave is unreachable.
         settings = {
             "print_call_link": False,
             "capture_code": False,

@@ -6,6 +6,7 @@
         ▲                                      │
         └── lines of JSON: chunks, or nothing but heartbeats; the last one is the result or the error
 
-``wire`` types to JSON and back, images and videos included · ``client`` · ``server`` · ``weight_files`` that a client
-names by path, or sends · ``membership`` engines that join and leave a run.
+``wire`` types to JSON and back, images and videos included · ``client`` · ``server`` ·
+``weight_files`` that a client names by path, or sends · ``membership`` engines that join and leave
+a run.
 """

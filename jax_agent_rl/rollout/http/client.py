@@ -1,7 +1,8 @@
 """A rollout server as a :class:`~jax_agent_rl.rollout.protocol.RolloutBackend`.
 
-A server that cannot be reached, closes the connection, sends nothing for ``silence_seconds`` or was restarted is lost:
-its requests fail with ``EngineDiedError``, and :class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on.
+A server that cannot be reached, closes the connection, sends nothing for ``silence_seconds`` or was
+restarted is lost: its requests fail with ``EngineDiedError``, and
+:class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ MAX_STATE_BYTES = 1 << 20
 """Limit of an answer about a server's state."""
 MAX_LINE_BYTES = 1 << 28
 MAX_LINE_VALUES = 16_000_000
-"""Limits of one message: with the engine's experts and support, an output takes thousands of bytes per token."""
+"""Limits of one message: with the engine's experts and support, an output takes thousands of bytes
+per token."""
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
@@ -65,10 +67,12 @@ class RemoteBackend(ProxyBackend):
     Args:
         url: ``http://host:port``.
         token: bearer token, if the server requires one.
-        shares_disk: whether the server may see the paths of weight files. If so it is asked, and files that it cannot
-            read are uploaded. None: only a server on loopback may.
-        start_seconds: how long ``start`` waits for a server that does not listen yet (it loads and compiles).
-        silence_seconds: a server that owes an answer and sends nothing, not even heartbeats, for so long is lost.
+        shares_disk: whether the server may see the paths of weight files. If so it is asked, and
+            files that it cannot read are uploaded. None: only a server on loopback may.
+        start_seconds: how long ``start`` waits for a server that does not listen yet (it loads and
+            compiles).
+        silence_seconds: a server that owes an answer and sends nothing, not even heartbeats, for so
+            long is lost.
 
     Raises:
         ConfigError: the address is not an HTTP URL.
@@ -99,7 +103,7 @@ class RemoteBackend(ProxyBackend):
         """Which weights the server has: see ``rollout.protocol.IdentifiesWeights``."""
         self._waits: set[asyncio.Timeout] = set()
 
-    # --- life -------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         if self._session is not None:
@@ -107,7 +111,8 @@ class RemoteBackend(ProxyBackend):
         self._session = aiohttp.ClientSession(
             headers={**self._headers, **IDENTITY},
             auto_decompress=False,
-            # A connection per request in flight; idle ones are dropped before the server would drop them.
+            # A connection per request in flight; idle ones are dropped before the server would drop
+            # them.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=CONNECT_SECONDS, sock_read=self._silence_seconds
@@ -143,7 +148,7 @@ class RemoteBackend(ProxyBackend):
                     raise
             await asyncio.sleep(_RETRY_SECONDS)
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         async with contextlib.aclosing(self._lines("generate", await self._body(request))) as lines:
@@ -177,7 +182,7 @@ class RemoteBackend(ProxyBackend):
             return await asyncio.to_thread(encode_request, request)
         return encode_request(request)
 
-    # --- weights ----------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
         if update.kind not in wire.REMOTE_PAYLOADS:
@@ -246,7 +251,7 @@ class RemoteBackend(ProxyBackend):
                     await self._check(response)
         return upload
 
-    # --- state ------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
         """Never raise: a server that cannot be reached is not ok."""
@@ -264,7 +269,7 @@ class RemoteBackend(ProxyBackend):
         with self._malformed_is_an_error():
             return BackendMetrics(**answer)
 
-    # --- HTTP -------------------------------------------------------------------------------------------------
+    # --- HTTP -------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> Any:
         with self._loss_is_an_error():

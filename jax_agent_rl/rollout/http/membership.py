@@ -6,7 +6,8 @@
                              address, token       in the run's process, on loopback
                              (mode 0600)          GET /v1/engines, POST /v1/engines/add, /v1/engines/remove
 
-An engine that joins receives the served weights before its first request; the requests of one that leaves move on.
+An engine that joins receives the served weights before its first request; the requests of one that
+leaves move on.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _ATTEMPTS = 3
 """Joins of one engine: files of weights may be replaced while it reads them."""
 
 OpenEngine = Callable[[str | None], AbstractAsyncContextManager[tuple[str, BackendFactory]]]
-"""Makes an engine's name and factory from its URL (None: one that the run places) and holds its place meanwhile.
+"""Makes an engine's name and factory from its URL (None: one that the run places) and holds its
+place meanwhile.
 
 Raises ConfigError where the run cannot use such an engine.
 """

@@ -1,6 +1,7 @@
 """What clients ask of a rollout server, one schema for each route, checked before anything is done.
 
-``POST /v1/generate`` has the fields of :class:`~jax_agent_rl.rollout.protocol.GenerateRequest`, which check themselves.
+``POST /v1/generate`` has the fields of :class:`~jax_agent_rl.rollout.protocol.GenerateRequest`,
+which check themselves.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
                                                       ├─ every 5 s an empty line while there is no answer
                                                       └─ connection lost: the handler is cancelled, its slot is free
 
-``GET /v1/handshake, /v1/health, /v1/metrics``, ``GET /metrics`` (Prometheus text); ``POST /v1/generate`` and one path
-per method of the protocol; ``PUT /v1/uploads/{upload}/{file}``.
+``GET /v1/handshake, /v1/health, /v1/metrics``, ``GET /metrics`` (Prometheus text); ``POST
+/v1/generate`` and one path per method of the protocol; ``PUT /v1/uploads/{upload}/{file}``.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class RolloutServer:
 
         return checked
 
-    # --- answers ----------------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     async def _handshake(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -303,7 +303,7 @@ class RolloutServer:
         await response.write_eof()
         return response
 
-    # --- weights ----------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     async def _receive(self, request: web.Request) -> web.Response:
         where = request.match_info

@@ -1,8 +1,9 @@
 """Weight files on the server: named by path below ``rollout.weight_dir``, or uploaded.
 
-Permission to update weights must not open any other file, device or URL of the server's machine. Whoever can write to
-the folder can replace the weights anyway. Uploads are streamed to a folder of the server's own, checked, used once, and
-deleted. A client that sends deltas has the files of the newest update kept, to which the next delta is applied.
+Permission to update weights must not open any other file, device or URL of the server's machine.
+Whoever can write to the folder can replace the weights anyway. Uploads are streamed to a folder of
+the server's own, checked, used once, and deleted. A client that sends deltas has the files of the
+newest update kept, to which the next delta is applied.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class SharedDir:
     """Weight files that a client names by path.
 
     Args:
-        folder: ``rollout.weight_dir``, a folder or a bucket's address; None: shared memory of this machine, and there
-            only what a learner of the same user wrote.
+        folder: ``rollout.weight_dir``, a folder or a bucket's address; None: shared memory of this
+            machine, and there only what a learner of the same user wrote.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -66,7 +67,8 @@ class SharedDir:
         """Return the paths of weight files, checked.
 
         Raises:
-            WeightUpdateError: one is outside the folder, not a regular file, or reached through a link.
+            WeightUpdateError: one is outside the folder, not a regular file, or reached through a
+                link.
         """
         if not isinstance(paths, list) or not paths:
             raise WeightUpdateError(f"paths={paths!r}: must be a list of weight files")
@@ -209,7 +211,8 @@ class Uploads:
             blocks: the bytes.
 
         Raises:
-            WeightUpdateError: a name is not allowed, there are too many bytes, or the SHA-256 differs. Nothing is kept.
+            WeightUpdateError: a name is not allowed, there are too many bytes, or the SHA-256
+                differs. Nothing is kept.
             TimeoutError: its sender fell silent. Nothing is kept.
         """
         if not (_UPLOAD_ID.fullmatch(upload) and _UPLOAD_NAME.fullmatch(name)):

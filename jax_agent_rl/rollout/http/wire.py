@@ -1,8 +1,8 @@
 """The wire protocol: JSON, one object per line, ids as numbers, floats exact (shortest form that reads back).
 
-A request carries the protocol version and, after the handshake, the server's instance: a server that was restarted
-has lost its weights, so its requests fail instead of sampling from the initial ones.
-Free of heavy imports: the launcher uses it before anything is installed.
+A request carries the protocol version and, after the handshake, the server's instance: a server
+that was restarted has lost its weights, so its requests fail instead of sampling from the initial
+ones. Free of heavy imports: the launcher uses it before anything is installed.
 
 Images travel as PNG (lossless) in base64, a video as its frames. Both sides normalize them with
 :mod:`jax_agent_rl.utils.media`, so that a remote engine sees the same pixels as one in the caller's process.
@@ -36,7 +36,8 @@ PROTOCOL_HEADER = "X-Rollout-Protocol"
 INSTANCE_HEADER = "X-Rollout-Instance"
 DIGEST_HEADER = "X-Content-SHA256"
 HEARTBEAT_SECONDS = 5.0
-"""A server that works on an answer sends an empty line at least this often; see ``RemoteBackend.silence_seconds``."""
+"""A server that works on an answer sends an empty line at least this often; see
+``RemoteBackend.silence_seconds``."""
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
@@ -147,7 +148,8 @@ def decode_capabilities(data: Mapping[str, Any]) -> Capabilities:
 
 
 MAX_PIXELS = 1 << 26
-"""Maximum pixels of one image: more than any model reads, while a small file can claim any number."""
+"""Maximum pixels of one image: more than any model reads, while a small file can claim any number.
+"""
 MAX_TOTAL_PIXELS = 1 << 27
 """Maximum pixels of all images and frames of a request."""
 MAX_IMAGES = 4096

@@ -1,14 +1,15 @@
 """The servers' contents: an engine whose tokens can be recomputed, and a tool that counts the actions it executes.
 
-``python -m jax_agent_rl.testing.chaos.engine PORT SEED`` serves the engine; the tool server loads this file as
-``tool_path``.
+``python -m jax_agent_rl.testing.chaos.engine PORT SEED`` serves the engine; the tool server loads
+this file as ``tool_path``.
 
-The weights are a table of logits. A checksum of the whole context selects the row for the next id; seed and position
-determine the draw. So a token sampled from stale or half-written weights, from another context, or twice in a row
-differs when it is recomputed (:func:`jax_agent_rl.testing.chaos.ledger.problems`).
+The weights are a table of logits. A checksum of the whole context selects the row for the next id;
+seed and position determine the draw. So a token sampled from stale or half-written weights, from
+another context, or twice in a row differs when it is recomputed
+(:func:`jax_agent_rl.testing.chaos.ledger.problems`).
 
-The server starts within a second, so that it can be killed every few. SIGUSR1 hangs the engine while the server
-continues to send heartbeats; SIGUSR2 lets it continue.
+The server starts within a second, so that it can be killed every few. SIGUSR1 hangs the engine
+while the server continues to send heartbeats; SIGUSR2 lets it continue.
 """
 
 from __future__ import annotations
@@ -202,7 +203,8 @@ class PacedBackend(BatchingEngine):
 class TallyTool(ServerTool[str, list[str]]):
     """A stateful tool, so that a killed server loses something.
 
-    The reward of an action is its number within the trajectory. One action in eight, by its text, ends the trajectory.
+    The reward of an action is its number within the trajectory. One action in eight, by its text,
+    ends the trajectory.
     """
 
     name = "tally"
@@ -231,7 +233,8 @@ async def serve(port: int, seed: int) -> None:
     """Serve untrained weights until the process is terminated."""
     backend = PacedBackend(hash_policy(seed, UNTRAINED), version=UNTRAINED)
     loop = asyncio.get_running_loop()
-    # Not add_signal_handler: it would replace the wake-up descriptor through which run_server receives signals.
+    # Not add_signal_handler: it would replace the wake-up descriptor through which run_server
+    # receives signals.
     for number, hangs in ((signal.SIGUSR1, True), (signal.SIGUSR2, False)):
         signal.signal(
             number, lambda *_, hangs=hangs: loop.call_soon_threadsafe(backend.hang, hangs)

@@ -57,7 +57,8 @@ class Child:
             LaunchError: it exited, or did not listen within a minute.
         """
         with self._log.open("ab") as log:
-            # A session of its own: Ctrl-C in the terminal is for the run, which then stops its servers.
+            # A session of its own: Ctrl-C in the terminal is for the run, which then stops its
+            # servers.
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, env=self._env, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,

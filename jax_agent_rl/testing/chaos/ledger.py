@@ -18,14 +18,16 @@ TRAINED = "trained"
 FREE_TO_LOSE = frozenset(
     {DropReason.CANCELLED, DropReason.TOOL_SERVER_ERROR, DropReason.SINGLE_MEMBER}
 )
-"""Losses that are no failure: requests in flight at the end, state of a killed tool server, the rest of its group."""
+"""Losses that are no failure: requests in flight at the end, state of a killed tool server, the
+rest of its group."""
 _MAX_COMPLAINTS = 20  # kept as text; all are counted
 
 
 def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
     """Recompute a trajectory from weights, seeds and contexts, and yield a description of every difference.
 
-    Its id ends with the step, index and number from which the collector of a run with this seed seeded it.
+    Its id ends with the step, index and number from which the collector of a run with this seed
+    seeded it.
     """
     name = trajectory.trajectory_id
     label, *numbers = name.rsplit("-", 3)
@@ -69,14 +71,16 @@ class Ledger:
         seed: the run's seed.
 
     Attributes:
-        fates: fate of every started trajectory: None while in flight, ``trained``, or the reason it was dropped.
+        fates: fate of every started trajectory: None while in flight, ``trained``, or the reason it
+            was dropped.
         duplicated: trajectories that were started twice or reached the learner twice.
         inexact: trajectories with a wrong token, mask or tool call.
         stale_served: tokens of a version that was not served while they were sampled.
         unbalanced: steps after which the accounting did not balance.
         steps: steps that the learner finished.
         tokens: sampled ids that were trained on.
-        warm: end of the first step by ``time.monotonic``, and the number of trajectories trained by then.
+        warm: end of the first step by ``time.monotonic``, and the number of trajectories trained by
+            then.
         complaints: the first failures, as text.
     """
 
@@ -137,8 +141,8 @@ class Ledger:
     def summary(self) -> dict[str, Any]:
         """Return the findings as JSON.
 
-        ``lost`` counts trajectories without a fate and those dropped for a reason not in :data:`FREE_TO_LOSE`: an
-        engine's failure, for example, may cost time but no trajectory.
+        ``lost`` counts trajectories without a fate and those dropped for a reason not in
+        :data:`FREE_TO_LOSE`: an engine's failure, for example, may cost time but no trajectory.
         """
         ends = Counter(fate or "unknown" for fate in self.fates.values())
         return {
@@ -189,8 +193,8 @@ class WatchedAccounting(Accounting):
 class WatchedClient(LLMServerClient):
     """Client that checks each output's versions against those served while it was sampled.
 
-    Those are all versions from the last one that every engine had loaded when the request was sent to the newest one
-    being published when it ended.
+    Those are all versions from the last one that every engine had loaded when the request was sent
+    to the newest one being published when it ended.
     """
 
     def __init__(self, ledger: Ledger, **options: Any) -> None:

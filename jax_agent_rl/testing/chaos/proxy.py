@@ -10,8 +10,8 @@
                                 ├─ slow         the answer in small pieces
                                 └─ stall        nothing, for as long as the client waits
 
-An unreachable server gives HTTP 502. Requests are forwarded as HTTP/1.0, so that answers are not chunked and half of
-one looks complete.
+An unreachable server gives HTTP 502. Requests are forwarded as HTTP/1.0, so that answers are not
+chunked and half of one looks complete.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class FaultProxy:
         busy: whether a fault is in progress here; other faults then leave it alone.
         hits: requests hit, by fault.
         requests: requests received, by path.
-        attempts: number of times each rollout request (by id) or tool call (by trajectory and step) was sent.
+        attempts: number of times each rollout request (by id) or tool call (by trajectory and step)
+            was sent.
     """
 
     def __init__(self, upstream: int, *, rng: Random, piece_seconds: float = 0.02) -> None:

@@ -38,7 +38,8 @@ _RECOVERY_SECONDS = 90.0
 UNDISTURBED_SHARE = 0.25
 """Share of the time for the undisturbed run: enough to measure throughput."""
 MAX_ATTEMPTS = 20
-"""Attempts at one rollout request: each fault that hits it costs one, so more indicates a retry loop."""
+"""Attempts at one rollout request: each fault that hits it costs one, so more indicates a retry
+loop."""
 MAX_RSS_GROWTH = 0.05
 _MAX_BASELINE_SECONDS = 60.0
 _MIN_SECONDS = 2 * CALM_SECONDS

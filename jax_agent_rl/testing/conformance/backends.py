@@ -1,7 +1,7 @@
 """The backends of this package, each as a :class:`BackendUnderTest`.
 
-A factory takes :class:`BackendOptions` and returns a :class:`BackendUnderTest`. ``BACKENDS`` holds the built-in ones;
-users test their own with ``my_package.module:function``.
+A factory takes :class:`BackendOptions` and returns a :class:`BackendUnderTest`. ``BACKENDS`` holds
+the built-in ones; users test their own with ``my_package.module:function``.
 """
 
 from __future__ import annotations
@@ -64,15 +64,18 @@ class BackendUnderTest:
         name: name in the report.
         make: builds a backend, not yet started, that serves ``BASE``; called again if one dies.
         reference: correct logits for all weight sets.
-        payload: maps (kind, weight set) to the payload of a ``WeightUpdate`` of that kind. The payload of ``MIXED``
-            holds only the parameters that differ from ``BASE``; it is requested with ``Capabilities.partial_update``.
+        payload: maps (kind, weight set) to the payload of a ``WeightUpdate`` of that kind. The
+            payload of ``MIXED`` holds only the parameters that differ from ``BASE``; it is
+            requested with ``Capabilities.partial_update``.
         vocab_size: ids are in [0, vocab_size).
         eos_ids: ids that end a generation.
         decode_text: decodes ids as the backend does; None without a tokenizer.
-        ending_prompts: prompts after which the model is likely to end soon, tried before random ones.
+        ending_prompts: prompts after which the model is likely to end soon, tried before random
+            ones.
         media: how many ids an image or a video takes; None for text models.
         adapter: whether the backend serves ``ADAPTER`` and the reference knows ``ADAPTED``.
-        tolerance: largest log-prob error against float64, in nats: 1e-3 suits float32, 0.1 bfloat16.
+        tolerance: largest log-prob error against float64, in nats: 1e-3 suits float32, 0.1
+            bfloat16.
         timeout: seconds after which a check counts as hanging.
     """
 
@@ -110,12 +113,14 @@ class BackendOptions:
         url: address of a running rollout server, for ``remote``; None starts one on loopback.
         token: the server's token, if it needs one.
         engine: name of the backend behind the server that is started, or in the Ray actor.
-        engine_factory: ``rollout.jetstream.engine_factory`` of ``jetstream``; None for the built-in engine.
+        engine_factory: ``rollout.jetstream.engine_factory`` of ``jetstream``; None for the built-in
+            engine.
         quantize: ``rollout.jetstream.quantize`` of ``jetstream``.
         kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None for that of the weights.
         num_speculative_tokens: of ``jetstream``.
         adapters: whether to serve the LoRA adapter ``folders.adapter`` as ``ADAPTER``.
-        data_parallel: engines of ``jetstream``, each with ``max_concurrent`` slots on a device of its own.
+        data_parallel: engines of ``jetstream``, each with ``max_concurrent`` slots on a device of
+            its own.
     """
 
     folders: ModelDirs

@@ -1,7 +1,8 @@
 """Model folders to test with, weight updates from them, and the right answers.
 
-Models are a tiny random Llama, and changed copies of any. Answers are from full forward passes in float64, without a
-cache, a batch or an engine. Shapes: T ids of a context, S sampled ids, V vocabulary.
+Models are a tiny random Llama, and changed copies of any. Answers are from full forward passes in
+float64, without a cache, a batch or an engine. Shapes: T ids of a context, S sampled ids, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ class ModelDirs:
 def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
     """Write changed copies of a model (or of a tiny random one) under ``scratch``.
 
-    ``other`` differs in every parameter by a few per cent, so that a stale one cannot go unnoticed. Of ``mixed``, every
-    second tensor is ``other``'s; its subfolder ``partial`` holds those alone. Neighbours differ in origin, so matrices
-    that an engine fuses are partly new and partly old. ``adapted`` is ``base`` with the adapter merged in.
+    ``other`` differs in every parameter by a few per cent, so that a stale one cannot go unnoticed.
+    Of ``mixed``, every second tensor is ``other``'s; its subfolder ``partial`` holds those alone.
+    Neighbours differ in origin, so matrices that an engine fuses are partly new and partly old.
+    ``adapted`` is ``base`` with the adapter merged in.
 
     Raises:
         ModelError: ``model`` holds no safetensors files.
@@ -217,7 +219,8 @@ def _write_letter_tokenizer(folder: Path) -> None:
 
 
 _EDGE = 1e-4
-"""Relative slack of the nucleus mass: an engine that sums in float32 may cut one id earlier or later."""
+"""Relative slack of the nucleus mass: an engine that sums in float32 may cut one id earlier or
+later."""
 
 
 class Reference(Protocol):
@@ -314,8 +317,9 @@ def expected_logprobs(
 ) -> np.ndarray:
     """Return the log-probs, float64 [S], of sampled ids under the distribution they should be drawn from.
 
-    With ``top_p`` < 1 or ``min_p`` the ids that are kept may differ by the one at the edge, so of the few possible
-    answers the one nearest to ``got`` is returned. Ids outside the distribution get -inf.
+    With ``top_p`` < 1 or ``min_p`` the ids that are kept may differ by the one at the edge, so of
+    the few possible answers the one nearest to ``got`` is returned. Ids outside the distribution
+    get -inf.
     """
     scaled = logits_SV / (temperature or 1.0)
     rows = np.arange(len(sampled))

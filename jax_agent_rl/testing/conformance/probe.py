@@ -87,7 +87,7 @@ class Probe:
         """Context length in ids that the checks use: enough for long generations, whatever the backend's limit."""
         return min(self.capabilities.max_model_len, 256)
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def prompt(self, length: int, seed: int) -> list[int]:
         """Return random ids without EOS and placeholders."""
@@ -173,7 +173,7 @@ class Probe:
             cause="the stream ends without a result",
         )
 
-    # --- weights ----------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     def update(
         self, which: str, *, kind: str | None = None, version: int | None = None
@@ -191,7 +191,7 @@ class Probe:
         self.serving = which
         return update.version
 
-    # --- expectations -----------------------------------------------------------------------------------------
+    # --- expectations -----------------------------------------------------------------------------
 
     async def raises(
         self, kind: type[Exception], action: Awaitable[Any], what: str, *, cause: str

@@ -74,7 +74,8 @@ _PYTEST_OPTIONS = (
         f"-pno:{name}" for name in ("threadexception", "unraisableexception")
     ),  # they collect garbage for seconds
 )
-"""Options that keep pytest silent and independent of the project in whose folder the command runs."""
+"""Options that keep pytest silent and independent of the project in whose folder the command runs.
+"""
 
 
 def check(
@@ -83,8 +84,8 @@ def check(
     """Make a pytest test of an async function whose docstring states a rule.
 
     Args:
-        needs: :class:`Capabilities` fields that must be truthy, or the test is skipped; ``pause_modes:keep`` asks for
-            a member.
+        needs: :class:`Capabilities` fields that must be truthy, or the test is skipped;
+            ``pause_modes:keep`` asks for a member.
     """
 
     def make_test(function: Callable[[Probe], Awaitable[None]]) -> Callable[[BackendSession], None]:
@@ -275,7 +276,8 @@ def run_suite(
         on_result: called with each result as it arrives.
 
     Raises:
-        ConfigError: ``only`` names an unknown check, or the backend's context is too short for the suite.
+        ConfigError: ``only`` names an unknown check, or the backend's context is too short for the
+            suite.
         Exception: whatever the backend's ``start`` raises.
     """
     plugin = _Plugin(subject, only, on_result)
@@ -369,7 +371,7 @@ def _explain(failure: pytest.ExceptionInfo) -> str:
     return f"{asserted}\n{comparison}\n  likely:   {cause}"
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def run_command(
@@ -384,7 +386,8 @@ def run_command(
     """Run the suite on a backend and print the report.
 
     Args:
-        backend: a name in :data:`~jax_agent_rl.testing.conformance.backends.BACKENDS`, or ``module:function``.
+        backend: a name in :data:`~jax_agent_rl.testing.conformance.backends.BACKENDS`, or
+            ``module:function``.
         model: model folder; None for a tiny random one.
         only: names of checks to run; empty for all.
         as_json: print one JSON object as the last line.

@@ -1,9 +1,10 @@
 """An engine with continuous batching in virtual time: its timing is realistic, its ids are not.
 
-All slots advance together, one id per step; a step takes ``step_seconds`` plus ``slot_seconds`` for each slot in use.
-So a request finishes when the engine has made as many steps as the request has ids to sample and prompt chunks to
-compute, and a single timer, for the request that finishes next, drives the simulation. With a KV cache of limited size,
-requests also wait for space, and prompts stall all slots.
+All slots advance together, one id per step; a step takes ``step_seconds`` plus ``slot_seconds`` for
+each slot in use. So a request finishes when the engine has made as many steps as the request has
+ids to sample and prompt chunks to compute, and a single timer, for the request that finishes next,
+drives the simulation. With a KV cache of limited size, requests also wait for space, and prompts
+stall all slots.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class SimulatedEngine(FakeBackend):
             weight_update_seconds=self._loading,
         )
 
-    # --- time -----------------------------------------------------------------------------------------------------
+    # --- time -------------------------------------------------------------------------------------
 
     @property
     def _pace(self) -> float:
@@ -310,10 +311,11 @@ class SimulatedEngine(FakeBackend):
             self._drains.clear()
 
 
-# --- KV caches: one without limit, and the JAX engine's own block manager without a device ----------------------------
+# --- KV caches: one without limit, and the JAX engine's own block manager without a device --------
 
 Admission = tuple[GenerateRequest, int, int, float]
-"""A request, its context's number, the ids of its prompt found in the cache, and seconds in which no slot decodes."""
+"""A request, its context's number, the ids of its prompt found in the cache, and seconds in which
+no slot decodes."""
 
 
 class UnlimitedKVCache:

@@ -105,7 +105,8 @@ class SimulationResult:
         staleness_mean: mean age of trained tokens, in versions.
         staleness_max: maximum age of trained tokens, in versions.
         dropped: dropped trajectories, as a share of those trained on or dropped.
-        share_of_ideal: rate, as a share of what the slower of engines and learner would reach without waiting.
+        share_of_ideal: rate, as a share of what the slower of engines and learner would reach
+            without waiting.
     """
 
     policy: str
@@ -124,8 +125,8 @@ class SimulationResult:
 class _Readings(RunDir):
     """A run folder that writes nothing and keeps totals and the record of every step.
 
-    Totals: virtual time, seconds in which engines decoded, ids sampled, seconds in which the learner computed,
-    prompt ids that engines computed, prompt ids found in their caches.
+    Totals: virtual time, seconds in which engines decoded, ids sampled, seconds in which the
+    learner computed, prompt ids that engines computed, prompt ids found in their caches.
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], learner: SimulatedLearner) -> None:
@@ -176,7 +177,8 @@ def simulate(
         policy: the policy's name.
         trainer: keys of ``trainer``: how rollout and learning overlap.
         kv_cache: the engines' KV cache; None has no limit.
-        moves: rule for sessions whose server is full, see :data:`~jax_agent_rl.rollout.request_queue.MoveRule`.
+        moves: rule for sessions whose server is full, see
+            :data:`~jax_agent_rl.rollout.request_queue.MoveRule`.
     """
     config = _build_config(recipe, assumptions, trainer)
     with closing(VirtualLoop()) as loop:
@@ -356,7 +358,8 @@ def run_command(
 
     Args:
         recipe: configuration file of a run.
-        overrides: overrides of the configuration and, prefixed with ``assume.``, of the assumptions.
+        overrides: overrides of the configuration and, prefixed with ``assume.``, of the
+            assumptions.
         assume: file of assumptions, if any.
         as_json: print one JSON object as the last line.
         console: where the comparison is printed.

@@ -48,7 +48,8 @@ class _Jumping(selectors.DefaultSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop for coroutines that wait only for timers and for each other.
 
-    Functions that would run in a thread run at once; their results arrive after the time they :meth:`spend`.
+    Functions that would run in a thread run at once; their results arrive after the time they
+    :meth:`spend`.
     """
 
     def __init__(self) -> None:
@@ -149,7 +150,8 @@ class KVCacheSize:
     Attributes:
         tokens: positions on the device.
         offloading_tokens: positions on the host.
-        policy: order of eviction. ``expected_return`` is the JAX engine's; it also makes requests wait for space.
+        policy: order of eviction. ``expected_return`` is the JAX engine's; it also makes requests
+            wait for space.
         prefill_seconds: duration of computing an id of a prompt, during which no slot decodes.
         restore_seconds: the same of copying an id's KV back from the host.
     """

@@ -1,16 +1,18 @@
 """The interface of the tool server's tools, what a worker replies to an action, and the lookup of tools by name.
 
-Unlike a :class:`jax_agent_rl.tools.BaseTool`, whose calls are already parsed, a server tool parses the model's text
-(``parse_action``), like verl-tool's. The server offers an action to its tools in order; the first that accepts it acts.
+Unlike a :class:`jax_agent_rl.tools.BaseTool`, whose calls are already parsed, a server tool parses
+the model's text (``parse_action``), like verl-tool's. The server offers an action to its tools in
+order; the first that accepts it acts.
 
-A tool with state per trajectory sets ``stateful``: ``open`` is called before its first action there, and ``close``
-exactly once for each ``open``, whatever happens in between.
+A tool with state per trajectory sets ``stateful``: ``open`` is called before its first action
+there, and ``close`` exactly once for each ``open``, whatever happens in between.
 
 The built-in tools:
 
-``interpreters`` Python per action, Python and bash per trajectory (``kernel`` runs in the sandbox), SQLite databases,
-programs against tests · ``search`` passages of a local corpus · ``files`` local pages as text, zooming into images ·
-``mcp_gateway`` tools of MCP servers · ``markup`` parsing and formatting.
+``interpreters`` Python per action, Python and bash per trajectory (``kernel`` runs in the sandbox),
+SQLite databases, programs against tests · ``search`` passages of a local corpus · ``files`` local
+pages as text, zooming into images · ``mcp_gateway`` tools of MCP servers · ``markup`` parsing and
+formatting.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class Failure(StrEnum):
     TIMEOUT = "timeout"
     """It took longer than ``step_seconds``."""
     GONE = "environment_gone"
-    """The trajectory's environment was closed before: it was idle, or interrupted in the middle of an action."""
+    """The trajectory's environment was closed before: it was idle, or interrupted in the middle of
+    an action."""
     WORKER = "worker_died"
     """The process that held its environment ended."""
 
@@ -184,7 +187,8 @@ class ServerTool(ABC, Generic[Parsed, Environment]):
     def parse_action(self, action: str) -> Parsed | None:
         """Parse an action; None leaves it to the next tool.
 
-        Must be quick, whatever the text (a worker that is busy for ``stuck_seconds`` is killed), and have no effects.
+        Must be quick, whatever the text (a worker that is busy for ``stuck_seconds`` is killed),
+        and have no effects.
         """
 
     @abstractmethod

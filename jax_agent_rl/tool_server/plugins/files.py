@@ -7,9 +7,10 @@ Only pages below ``page.root`` can be opened: there is no network.
     <page>open guide/index.html</page>   <page>click 3</page>   <page>find tensor</page>   <page>next</page>
     <page>back</page>
 
-``<tool_call>{"name": "zoom_in", "arguments": {"bbox_2d": [x1, y1, x2, y2], "target_image": 1}}</tool_call>``, with
-coordinates in pixels, or fractions if none is above 1. Every returned crop becomes the next image, so that a model can
-zoom into a crop. ``extra_fields.images`` are ``data:`` URLs or files below ``image.root``.
+``<tool_call>{"name": "zoom_in", "arguments": {"bbox_2d": [x1, y1, x2, y2], "target_image":
+1}}</tool_call>``, with coordinates in pixels, or fractions if none is above 1. Every returned crop
+becomes the next image, so that a model can zoom into a crop. ``extra_fields.images`` are ``data:``
+URLs or files below ``image.root``.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def _render(path: Path) -> tuple[str, list[str]]:
     return "\n".join(line for line in lines if line), links
 
 
-# --- images -----------------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------
 
 _NAMES = ("zoom_in", "image_zoom_in_tool", "crop_image", "crop_image_normalized")
 

@@ -1,11 +1,13 @@
 """Code in an interpreter: Python per action, Python and bash that live as long as their trajectory, SQL, a judge.
 
-Programs and SQL queries run in the sandbox, where of databases only the one can be read, and nothing written.
+Programs and SQL queries run in the sandbox, where of databases only the one can be read, and
+nothing written.
 
-The judge runs the model's program against the tests of its task. ``extra_fields.public_tests`` (or ``tests``) is
-``{"inputs": [str], "outputs": [str]}``, stdin against stdout, or a list of Python statements that follow the program,
-such as ``assert add(1, 2) == 3``. Either may be a JSON string of that. Statements run in another process than the
-program (:mod:`jax_agent_rl.tool_server.sandbox`), so the program can neither read them nor influence the
+The judge runs the model's program against the tests of its task. ``extra_fields.public_tests`` (or
+``tests``) is ``{"inputs": [str], "outputs": [str]}``, stdin against stdout, or a list of Python
+statements that follow the program, such as ``assert add(1, 2) == 3``. Either may be a JSON string
+of that. Statements run in another process than the program
+(:mod:`jax_agent_rl.tool_server.sandbox`), so the program can neither read them nor influence the
 verdict. Outputs are compared here.
 """
 
@@ -103,7 +105,7 @@ def describe_result(result: SandboxResult, limits: SandboxLimits) -> str:
     return "\n".join(part for part in parts if part)
 
 
-# --- sessions ---------------------------------------------------------------------------------------------------------
+# --- sessions -------------------------------------------------------------------------------------
 
 _KERNEL = Path(__file__).with_name("kernel.py").read_bytes()
 _RESTARTED = "(the session ended; the next action starts a new one, in which nothing is defined)"
@@ -113,16 +115,16 @@ _RESTARTED = "(the session ended; the next action starts a new one, in which not
 class ProgramSession:
     """Long-lived program in the sandbox that runs one piece of code after another.
 
-    A program that ended (the code exited, or exceeded a limit) is restarted for the next piece; the model reads that
-    all definitions are lost.
+    A program that ended (the code exited, or exceeded a limit) is restarted for the next piece; the
+    model reads that all definitions are lost.
 
     Attributes:
         sandbox: the sandbox.
         argv: the program.
         files: in its working folder.
         limits: of the program; ``wall_seconds`` is for each piece of code.
-        encode: converts code and a mark to the program's input; it runs the code, then writes the mark and an exit code
-            on a line.
+        encode: converts code and a mark to the program's input; it runs the code, then writes the
+            mark and an exit code on a line.
     """
 
     sandbox: Sandbox
@@ -322,7 +324,7 @@ def _query_program() -> bytes:
     return f"{inspect.getsource(_run_query)}\n_run_query()\n".encode()
 
 
-# --- judge ------------------------------------------------------------------------------------------------------------
+# --- judge ----------------------------------------------------------------------------------------
 
 _SHOWN_CHARS = 300
 

@@ -1,7 +1,8 @@
 """The interpreter of a trajectory: runs inside the sandbox, standard library only.
 
-Reads one JSON object a line from stdin, ``{"code": …, "mark": …}``, runs the code in one namespace, and ends its output
-with the mark and ``0`` (it ran) or ``1`` (it raised). The code itself finds an empty stdin.
+Reads one JSON object a line from stdin, ``{"code": …, "mark": …}``, runs the code in one namespace,
+and ends its output with the mark and ``0`` (it ran) or ``1`` (it raised). The code itself finds an
+empty stdin.
 """
 
 import ast

@@ -1,6 +1,7 @@
 """Parsing of model-written text (tags, fenced code, tool calls, file names) and formatting of results.
 
-All parsing takes one pass: each search begins where the previous one ended, and none is repeated once it failed.
+All parsing takes one pass: each search begins where the previous one ended, and none is repeated
+once it failed.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def _dedent(block: str) -> str:
 def parse_tool_call(action: str) -> tuple[str, Mapping[str, Any]] | None:
     """Parse the last ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` into name and arguments.
 
-    It is read as calls of the policy's own tools are (:func:`jax_agent_rl.chat.formats.base.to_call`); with
-    ``"server"``, the name is ``SERVER.NAME``.
+    It is read as calls of the policy's own tools are
+    (:func:`jax_agent_rl.chat.formats.base.to_call`); with ``"server"``, the name is
+    ``SERVER.NAME``.
     """
     text = last_tag(action, "tool_call")
     if text is None:

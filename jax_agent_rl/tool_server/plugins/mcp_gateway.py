@@ -1,7 +1,7 @@
 """Tools of MCP servers: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` goes to the server that has it.
 
-Each worker has one connection per server, shared by its trajectories and reopened when it breaks. A name that two
-servers have is written ``SERVER.NAME``.
+Each worker has one connection per server, shared by its trajectories and reopened when it breaks. A
+name that two servers have is written ``SERVER.NAME``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Search over a local corpus: by words (BM25), or by meaning with ``search.encoder``.
 
-The corpus is JSON Lines of ``{"id", "contents"}``, like Search-R1's; the first line of ``contents`` is the title. Its
-index is built once, and mapped into memory by every worker; it is built again if the corpus or the encoder has another
-content.
+The corpus is JSON Lines of ``{"id", "contents"}``, like Search-R1's; the first line of ``contents``
+is the title. Its index is built once, and mapped into memory by every worker; it is built again if
+the corpus or the encoder has another content.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _index_folder(
         settings: name the corpus and, if it is not to lie beside that, the index.
         suffix: of the index's name beside the corpus.
         made_by: what the index depends on besides the corpus, as JSON: fingerprints, not names.
-        make: writes the index of passages into a temporary folder, which is renamed when complete: an incomplete index
-            is never read.
+        make: writes the index of passages into a temporary folder, which is renamed when complete:
+            an incomplete index is never read.
 
     Raises:
         ConfigError: the corpus is missing, empty or malformed.
@@ -208,9 +208,9 @@ _EMBEDDINGS, _PASSAGES = "embeddings.npy", "passages.jsonl"
 class DenseIndex:
     """Index that ranks passages by meaning: embeddings of a sentence-transformers model.
 
-    Embeddings are float32 [N, D] of length 1. A search is one exact matrix product over all of them, fast enough for
-    some millions of passages; beyond that, point the trainer's ``search.server_url`` to a server with an
-    approximate index.
+    Embeddings are float32 [N, D] of length 1. A search is one exact matrix product over all of
+    them, fast enough for some millions of passages; beyond that, point the trainer's
+    ``search.server_url`` to a server with an approximate index.
     """
 
     def __init__(self, encoder: Any, settings: SearchSettings, folder: Path):
@@ -224,7 +224,8 @@ class DenseIndex:
         """Load the embeddings, computing them if missing or stale.
 
         Raises:
-            ConfigError: no corpus, no model in ``search.encoder``, or sentence-transformers is not installed.
+            ConfigError: no corpus, no model in ``search.encoder``, or sentence-transformers is not
+                installed.
         """
         encoder = _load_encoder(settings.encoder or "")
 

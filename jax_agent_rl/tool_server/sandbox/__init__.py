@@ -6,10 +6,11 @@
             │                                                                                        │
             └─ process: wall clock · output · memory and files of the whole tree ──► kill ◄──────────┘
 
-``isolation`` and ``seccomp`` what a program may see and ask of the kernel · ``limits`` what it may use, and what its
-processes use · ``process`` one program from start to end, paused between two requests. Three files run inside:
-``guard`` just before the program; ``program_side`` and ``tests_side`` run a program and its tests in separate
-processes. Nothing falls back to running unprotected: ``unsafe_local`` must be requested.
+``isolation`` and ``seccomp`` what a program may see and ask of the kernel · ``limits`` what it may
+use, and what its processes use · ``process`` one program from start to end, paused between two
+requests. Three files run inside: ``guard`` just before the program; ``program_side`` and
+``tests_side`` run a program and its tests in separate processes. Nothing falls back to running
+unprotected: ``unsafe_local`` must be requested.
 
 Tests of a program run outside its process, so that it cannot influence the verdict::
 
@@ -18,11 +19,12 @@ Tests of a program run outside its process, so that it cannot influence the verd
     verdict          └────────── plain data, or an exception ◄──────┘
     (exit code)
 
-Both sides are programs in sandboxes of their own that share nothing but two pipes. The program's process holds neither
-the tests nor what they expect, and nothing it does to itself reaches the process that compares.
+Both sides are programs in sandboxes of their own that share nothing but two pipes. The program's
+process holds neither the tests nor what they expect, and nothing it does to itself reaches the
+process that compares.
 
-Before they are used for the first time, tests run on nonsense, in a sandbox as well: tests that pass then say nothing
-about a program (:mod:`jax_agent_rl.tool_server.sandbox.tests_side`).
+Before they are used for the first time, tests run on nonsense, in a sandbox as well: tests that
+pass then say nothing about a program (:mod:`jax_agent_rl.tool_server.sandbox.tests_side`).
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ class Sandbox:
     Args:
         isolation: how programs are isolated from the machine.
         limits: default limits of a program.
-        max_running: limit of concurrent programs; further ones wait. Idle long-lived ones do not count.
+        max_running: limit of concurrent programs; further ones wait. Idle long-lived ones do not
+            count.
     """
 
     def __init__(self, isolation: Isolation, limits: SandboxLimits, *, max_running: int):
@@ -130,11 +133,12 @@ class Sandbox:
         """Run tests, which use names that the program defines; this sandbox's limits hold for each of two processes.
 
         Returns:
-            The output of both, the program's first; ``ok`` if the tests ran to their end without an exception, and
-            compared something.
+            The output of both, the program's first; ``ok`` if the tests ran to their end without an
+            exception, and compared something.
 
         Raises:
-            UnusableTestsError: the tests cannot be parsed, ask the program nothing, or pass whatever it answers.
+            UnusableTestsError: the tests cannot be parsed, ask the program nothing, or pass
+                whatever it answers.
             ToolError: the sandbox itself failed.
         """
         await self._try_out(tests)
@@ -263,7 +267,8 @@ async def open_sandbox(
         otherwise: what else a user can do where bubblewrap does not work, for messages.
 
     Raises:
-        ConfigError: bubblewrap is missing or does not work here; the message says why and what to do.
+        ConfigError: bubblewrap is missing or does not work here; the message says why and what to
+            do.
     """
     limits = limits or SandboxLimits()
     python = python or Path(sys.executable)

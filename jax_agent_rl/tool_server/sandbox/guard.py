@@ -1,8 +1,9 @@
 """Runs inside the sandbox, just before the program: sets hard limits, drops every privilege, executes the program.
 
-Passed to ``python -I -S -c`` as source, so that nothing of the host has to be visible: standard library only. Its
-arguments are a JSON object and the program's command. On the lifeline, a socket that the program does not get, it
-reports that it is ready and then, if the program still cannot be started, why. (A program's own output proves nothing.)
+Passed to ``python -I -S -c`` as source, so that nothing of the host has to be visible: standard
+library only. Its arguments are a JSON object and the program's command. On the lifeline, a socket
+that the program does not get, it reports that it is ready and then, if the program still cannot be
+started, why. (A program's own output proves nothing.)
 """
 
 import json
@@ -27,7 +28,8 @@ def _limit(limits: dict) -> None:
     for which, value in hard.items():
         value = _allowed(which, value)
         resource.setrlimit(which, (value, value))
-    # The soft limit's signal distinguishes CPU time from other kills; the hard limit ends whoever ignores it.
+    # The soft limit's signal distinguishes CPU time from other kills; the hard limit ends whoever
+    # ignores it.
     hard_cpu = _allowed(resource.RLIMIT_CPU, limits["cpu_seconds"] + 1)
     resource.setrlimit(resource.RLIMIT_CPU, (min(limits["cpu_seconds"], hard_cpu), hard_cpu))
 
@@ -51,7 +53,8 @@ def _become(uid: int) -> None:
 def _has_parent(lifeline: int) -> bool:
     """Return whether the process that started this one still holds its end of the lifeline.
 
-    The kernel ends this process with its parent only once that is requested; an earlier death leaves no other trace.
+    The kernel ends this process with its parent only once that is requested; an earlier death
+    leaves no other trace.
     """
     poll = select.poll()
     poll.register(lifeline, select.POLLRDHUP)

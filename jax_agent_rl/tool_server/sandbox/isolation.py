@@ -1,16 +1,19 @@
 """How a program is started: in bubblewrap, or (requested by name) without protection.
 
-An isolation turns *what to run* into *what to execute*; starting, limiting and ending it is the same for all.
+An isolation turns *what to run* into *what to execute*; starting, limiting and ending it is the
+same for all.
 
-In bubblewrap a program has namespaces, a file system and a user of its own. It sees ``/usr`` and the Python
-installation, read-only, the latter below ``/opt`` wherever it is on the host; ``/tmp`` (its working folder) and
-``/dev/shm``, in memory, of limited size; its own processes. No network, no environment, no other file of the host. A
-virtual environment's scripts are left out, since they begin with a path of the host; ``python -m`` runs their modules.
-The kernel's ``/proc/self/mountinfo`` still names the folders that are shown.
+In bubblewrap a program has namespaces, a file system and a user of its own. It sees ``/usr`` and
+the Python installation, read-only, the latter below ``/opt`` wherever it is on the host; ``/tmp``
+(its working folder) and ``/dev/shm``, in memory, of limited size; its own processes. No network, no
+environment, no other file of the host. A virtual environment's scripts are left out, since they
+begin with a path of the host; ``python -m`` runs their modules. The kernel's
+``/proc/self/mountinfo`` still names the folders that are shown.
 
-Started as root of the machine, bubblewrap sets the namespaces up as root, and the guard then becomes an unused user: a
-process limit does not bind root, and files in root's home can still be made visible. Started as any other user (or as
-root of a container), bubblewrap creates a user namespace.
+Started as root of the machine, bubblewrap sets the namespaces up as root, and the guard then
+becomes an unused user: a process limit does not bind root, and files in root's home can still be
+made visible. Started as any other user (or as root of a container), bubblewrap creates a user
+namespace.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class Link:
 
 _GUARD = Path(__file__).with_name("guard.py").read_text()
 Files = Mapping[str, bytes | Path | Link]
-"""Name in the program's working folder -> contents, a file or folder of this machine (all read-only), or a link."""
+"""Name in the program's working folder -> contents, a file or folder of this machine (all
+read-only), or a link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +69,8 @@ class Launch:
         fds: descriptors it inherits; the caller closes its own copies once it runs.
         wrappers: processes between the caller and the program that are not the program's.
         clean_up: to call when it has ended.
-        out_of_memory: returns whether the kernel killed a part of it for lack of memory; to call before ``clean_up``.
+        out_of_memory: returns whether the kernel killed a part of it for lack of memory; to call
+            before ``clean_up``.
     """
 
     argv: list[str]
@@ -92,7 +97,8 @@ class Isolation(ABC):
             argv: the program and its arguments.
             limits: its limits.
             files: in its working folder.
-            lifeline: a socket the guard inherits; once its other end is shut, the program is not started any more.
+            lifeline: a socket the guard inherits; once its other end is shut, the program is not
+                started any more.
         """
 
 
@@ -153,7 +159,7 @@ def _environment(python: Path, *, home: str) -> dict[str, str]:
     }
 
 
-# --- bubblewrap -------------------------------------------------------------------------------------------------------
+# --- bubblewrap -----------------------------------------------------------------------------------
 
 _BASE, _VENV = Path("/opt/python"), Path("/opt/environment")
 _VENV_FOLDERS = ("lib", "lib64", "include", "share")
@@ -294,7 +300,8 @@ class Bubblewrap(Isolation):
             for place in ("/proc", "/dev", _TERMINALS, "/"):
                 options += ["--remount-ro", place]
             options += ["--chdir", HOME, "--clearenv"]
-            # Where the interpreter is linked to a libpython by its path on the host, another one could be loaded.
+            # Where the interpreter is linked to a libpython by its path on the host, another one
+            # could be loaded.
             variables = _environment(self.python, home=HOME) | {
                 "LD_LIBRARY_PATH": str(_BASE / "lib")
             }

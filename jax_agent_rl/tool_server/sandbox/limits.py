@@ -1,10 +1,11 @@
 """What a program may use, what its processes use together, and the cgroup that enforces limits where there is one.
 
-Limits of single processes do not add up: sixty-four processes of half a gigabyte each are within theirs. So the usage
-of the whole tree is read from ``/proc``.
+Limits of single processes do not add up: sixty-four processes of half a gigabyte each are within
+theirs. So the usage of the whole tree is read from ``/proc``.
 
-A cgroup (version 2) per program counts everything it occupies, also inside the kernel: pages, files in memory,
-sockets, pipes, page tables, file locks. Without one, limits of single processes and the number of sockets must suffice.
+A cgroup (version 2) per program counts everything it occupies, also inside the kernel: pages, files
+in memory, sockets, pipes, page tables, file locks. Without one, limits of single processes and the
+number of sockets must suffice.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class SandboxLimits:
     Attributes:
         wall_seconds: of one run, or of one exchange with a long-lived program.
         cpu_seconds: of each process, over its whole life.
-        memory_bytes: address space of each process, and resident memory of all of them together, including what their
-            sockets may hold.
+        memory_bytes: address space of each process, and resident memory of all of them together,
+            including what their sockets may hold.
         processes: processes and threads at the same time.
-        disk_bytes: of each of the two writable folders, ``/tmp`` and ``/dev/shm`` (both are memory).
+        disk_bytes: of each of the two writable folders, ``/tmp`` and ``/dev/shm`` (both are
+            memory).
         files: files, folders and links in the two together.
         open_files: open descriptors of each process.
         output_bytes: stdout and stderr together, of one run or exchange.
@@ -79,13 +81,15 @@ class StopCause(StrEnum):
     CPU = "cpu"
     """It computed for longer than ``cpu_seconds``."""
     MEMORY = "memory"
-    """Its processes together held more than ``memory_bytes``. (A single one gets its allocation refused instead.)"""
+    """Its processes together held more than ``memory_bytes``. (A single one gets its allocation
+    refused instead.)"""
     FILES = "files"
     """It created more than ``files`` files. (A full disk is an error the program sees instead.)"""
     OUTPUT = "output"
     """It wrote more than ``output_bytes``."""
     BACKGROUND = "background"
-    """Processes it left behind at the end of an exchange started others faster than they could be killed."""
+    """Processes it left behind at the end of an exchange started others faster than they could be
+    killed."""
 
     def describe(self, limits: SandboxLimits) -> str:
         """Describe the cause to the model."""
@@ -127,7 +131,7 @@ class SandboxResult:
         return self.exit_code == 0
 
 
-# --- cgroups ----------------------------------------------------------------------------------------------------------
+# --- cgroups --------------------------------------------------------------------------------------
 
 _OWN_BYTES = 16 << 20  # of bubblewrap, and of the program's start
 _OWN_PROCESSES = 4
@@ -226,7 +230,7 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
     return next((cgroups for cgroups in candidates if cgroups.work()), None)
 
 
-# --- usage of a process tree ------------------------------------------------------------------------------------------
+# --- usage of a process tree ----------------------------------------------------------------------
 
 _INTERVAL = (
     0.1  # seconds; a program that fills memory at 5 GB/s is half a gigabyte over its limit by then
@@ -250,7 +254,8 @@ def exceeded(pid: int, limits: SandboxLimits) -> StopCause | None:
     """Return the limit that the processes under ``pid`` exceed together, if any."""
     pids = process_tree(pid)
     memory = limits.memory_bytes - socket_memory(pids[-1])
-    # Resident memory is cheap but counts shared pages repeatedly; only beyond the limit, proportional shares are read.
+    # Resident memory is cheap but counts shared pages repeatedly; only beyond the limit,
+    # proportional shares are read.
     if sum(map(_resident, pids)) > memory and sum(map(_proportional, pids)) > memory:
         return StopCause.MEMORY
     if _files(pids) > limits.files:

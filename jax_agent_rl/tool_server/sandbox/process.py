@@ -1,8 +1,9 @@
 """One sandboxed program, from start to end.
 
-Two ways to use it: ``finish`` writes the input once and waits for the end; ``exchange`` sends a request and reads the
-answer up to a mark, any number of times, with the program paused in between. Both kill the program when it exceeds a
-limit. When the first process ends, the kernel kills all others: they share its process namespace.
+Two ways to use it: ``finish`` writes the input once and waits for the end; ``exchange`` sends a
+request and reads the answer up to a mark, any number of times, with the program paused in between.
+Both kill the program when it exceeds a limit. When the first process ends, the kernel kills all
+others: they share its process namespace.
 """
 
 from __future__ import annotations
@@ -145,11 +146,12 @@ class SandboxProcess:
     async def exchange(self, request: bytes, mark: bytes) -> tuple[bytes, bytes, StopCause | None]:
         """Send a request and read stdout up to the line that begins with ``mark``.
 
-        Afterwards the program is paused until the next request, and what it started in the background is killed.
+        Afterwards the program is paused until the next request, and what it started in the
+        background is killed.
 
         Returns:
-            What came before the mark (everything if the program ended or was stopped); the rest of the mark's line,
-            empty if it never came; the limit that ended the program.
+            What came before the mark (everything if the program ended or was stopped); the rest of
+            the mark's line, empty if it never came; the limit that ended the program.
         """
         self._out.clear()
         program, _ = self._split()
@@ -247,7 +249,7 @@ class SandboxProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    # --- limits -----------------------------------------------------------------------------------------------
+    # --- limits -----------------------------------------------------------------------------------
 
     async def _within_limits(self, work: Awaitable[None]) -> StopCause | None:
         """Await ``work``; return the limit exceeded first, if any (the caller then closes the program)."""

@@ -1,12 +1,12 @@
 """Runs a program, then serves calls of it: the process in the sandbox that tests never enter.
 
-Arguments: the descriptors of the two pipes. Whatever the program does to this process, it can only change what is sent
-from here, which the other side takes for the program's answers.
+Arguments: the descriptors of the two pipes. Whatever the program does to this process, it can only
+change what is sent from here, which the other side takes for the program's answers.
 
-The two processes do not trust each other: only plain data cross, one line of JSON per message. Plain data are numbers,
-strings, bytes, None, the standard containers and a few value types (``_ATOMS``); a subclass crosses as its base class,
-so what it overrides stays behind. Anything else crosses as a reference that only its own process can use. Standard
-library only.
+The two processes do not trust each other: only plain data cross, one line of JSON per message.
+Plain data are numbers, strings, bytes, None, the standard containers and a few value types
+(``_ATOMS``); a subclass crosses as its base class, so what it overrides stays behind. Anything else
+crosses as a reference that only its own process can use. Standard library only.
 """
 
 import collections

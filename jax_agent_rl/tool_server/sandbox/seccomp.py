@@ -1,9 +1,10 @@
 """System call filter of sandboxed programs, as a classic BPF program for ``bwrap --seccomp``.
 
-It refuses calls that get memory no other limit counts (``memfd_create``, System V and POSIX queues, keyrings,
-``inotify``), that make namespaces or mounts, that inspect other processes, and large, rarely needed parts of the kernel
-(``bpf``, ``io_uring``, ``perf``). Sockets are limited to Unix and IP, which the network namespace cuts off, unlike
-``AF_VSOCK``, say. Their buffers keep their size, on which
+It refuses calls that get memory no other limit counts (``memfd_create``, System V and POSIX queues,
+keyrings, ``inotify``), that make namespaces or mounts, that inspect other processes, and large,
+rarely needed parts of the kernel (``bpf``, ``io_uring``, ``perf``). Sockets are limited to Unix and
+IP, which the network namespace cuts off, unlike ``AF_VSOCK``, say. Their buffers keep their size,
+on which
 :func:`~jax_agent_rl.tool_server.sandbox.limits.socket_memory` relies: setting it succeeds without effect.
 
 Numbers: the kernel's ``asm/unistd_64.h`` and ``asm-generic/unistd.h``.
@@ -86,7 +87,8 @@ def build_filter(machine: str) -> bytes:
         code += [_op(_JUMP_GE, _X32_BIT, otherwise=1), _refuse(errno.ENOSYS)]
     for numbers in _REFUSED.values():
         code += [_op(_JUMP_EQ, numbers[column], otherwise=1), _refuse(errno.EPERM)]
-    # clone3 takes its flags by pointer, which a filter cannot read; the C library falls back to clone.
+    # clone3 takes its flags by pointer, which a filter cannot read; the C library falls back to
+    # clone.
     code += [_op(_JUMP_EQ, _CLONE3[column], otherwise=1), _refuse(errno.ENOSYS)]
     code += [
         _op(_JUMP_EQ, _CLONE[column], otherwise=4),

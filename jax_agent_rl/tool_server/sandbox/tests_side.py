@@ -1,12 +1,13 @@
 """Runs tests of a program that runs in another process: exits with 0 if they pass, else prints why to stderr.
 
-Arguments: the descriptors of the two pipes. Names that the tests do not define are the program's, except for builtins
-and modules of the standard library. Tests compare plain data in this process; the program's own objects are
+Arguments: the descriptors of the two pipes. Names that the tests do not define are the program's,
+except for builtins and modules of the standard library. Tests compare plain data in this process;
+the program's own objects are
 :class:`Remote` here, which can be called and accessed but never compared.
 
-With the argument ``trial`` there is no program: the tests run on nonsense instead, which shows whether they are tests.
-They are none if they ask it nothing, or if they pass whatever it answers. The exit status is one of ``USABLE``,
-``UNPARSED``, ``ASKING_NOTHING`` and ``ALWAYS_PASSING``.
+With the argument ``trial`` there is no program: the tests run on nonsense instead, which shows
+whether they are tests. They are none if they ask it nothing, or if they pass whatever it answers.
+The exit status is one of ``USABLE``, ``UNPARSED``, ``ASKING_NOTHING`` and ``ALWAYS_PASSING``.
 """
 
 import ast
@@ -81,7 +82,8 @@ class TestsSide(Peer):
 
         Raises:
             ProgramEnded: the program is gone, or raised ``SystemExit`` or the like.
-            Exception: the program raised it; a class that is no builtin's becomes its nearest builtin base.
+            Exception: the program raised it; a class that is no builtin's becomes its nearest
+                builtin base.
         """
         request = {
             "do": what,
@@ -205,11 +207,13 @@ class Remote:
     __hash__ = object.__hash__
 
 
-# --- what tests did ---------------------------------------------------------------------------------------------
+# --- what tests did -------------------------------------------------------------------------------
 
-# Errors by which the interpreter ends an iteration or tells that an attribute is missing, without a trace.
+# Errors by which the interpreter ends an iteration or tells that an attribute is missing, without a
+# trace.
 _SWALLOWED = (StopIteration, StopAsyncIteration, LookupError, AttributeError)
-# Where they say just that: the end of the program's own iterator, an attribute or a name that it does not have.
+# Where they say just that: the end of the program's own iterator, an attribute or a name that it
+# does not have.
 _PLAIN_ANSWERS = {"next": StopIteration, "get": AttributeError, "name": KeyError}
 _OBSERVER = "__observer__"
 
@@ -217,9 +221,10 @@ _OBSERVER = "__observer__"
 class Observer:
     """What tests did besides asking: which errors of the program they handled, and whether they compared anything.
 
-    An error out of the program has to be handled by the tests: by ``except``, a ``with`` that suppresses it, or
-    ``assertRaises`` and the like. Raised in a ``map`` or a ``__getitem__``, a StopIteration or an IndexError would
-    otherwise end a loop as if everything had been compared. :func:`instrument` makes tests report to this object.
+    An error out of the program has to be handled by the tests: by ``except``, a ``with`` that
+    suppresses it, or ``assertRaises`` and the like. Raised in a ``map`` or a ``__getitem__``, a
+    StopIteration or an IndexError would otherwise end a loop as if everything had been compared.
+    :func:`instrument` makes tests report to this object.
     """
 
     def __init__(self):
@@ -400,15 +405,15 @@ def instrument(source):
     return compile(tree, "tests.py", "exec"), instrumentation.comparisons > 0
 
 
-# --- their names ------------------------------------------------------------------------------------------------
+# --- their names ----------------------------------------------------------------------------------
 
 
 class Namespace(dict):
     """Globals of the tests; names they do not define are looked up in the program, each time.
 
-    A program cannot replace what tests check with: builtins are the real ones, and so is a module of the standard
-    library whose attributes the tests use. Only if a test names nothing but a builtin, as in
-    ``assert sum(10, 15) == 6``, is it the program's, if the program defines it.
+    A program cannot replace what tests check with: builtins are the real ones, and so is a module
+    of the standard library whose attributes the tests use. Only if a test names nothing but a
+    builtin, as in ``assert sum(10, 15) == 6``, is it the program's, if the program defines it.
     """
 
     def __init__(self, source, observer, look_up):
@@ -479,7 +484,7 @@ def become_main(namespace):
     sys.modules["__main__"] = _Main(namespace)
 
 
-# --- a trial ----------------------------------------------------------------------------------------------------
+# --- a trial --------------------------------------------------------------------------------------
 
 
 class Nonsense:
@@ -556,8 +561,8 @@ def _nothing(*args, **kwargs):
     return None
 
 
-# Answers of programs that no tests should let pass, and what has to come of one of them: any error, or an assertion
-# (None has no attributes, so tests that only call methods fail on it, too).
+# Answers of programs that no tests should let pass, and what has to come of one of them: any error,
+# or an assertion (None has no attributes, so tests that only call methods fail on it, too).
 _ANSWERS = (
     (lambda: Nonsense(truth=True, equality=False), BaseException),
     (lambda: Nonsense(truth=False, equality=False), BaseException),
@@ -636,7 +641,7 @@ def _uncalled(source):
     return [name for name in defined if name not in used]
 
 
-# --- the program ------------------------------------------------------------------------------------------------
+# --- the program ----------------------------------------------------------------------------------
 
 
 def run(source, incoming, outgoing):

@@ -1,4 +1,6 @@
-"""Requests are compared with the types of the official clients, so that a field they add is noticed here."""
+"""Requests are compared with the types of the official clients, so that a field they add is noticed
+here.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,7 @@ async def test_a_refused_parameter_is_an_answer_with_its_name():
     assert "response_format" in str(caught.value)
 
 
-# --- what current clients send ---------------------------------------------------------------------------------------
+# --- what current clients send --------------------------------------------------------------------
 
 CURRENT = {
     "system message": {"messages": [*ASK, {"role": "system", "content": "be brief"}]},

@@ -1,4 +1,6 @@
-"""Branches of every agent: exact ids, the state of its tools, server, environment or user, and refusals."""
+"""Branches of every agent: exact ids, the state of its tools, server, environment or user, and
+refusals.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -27,7 +29,9 @@ FORKS = [(1, 0), (2, 0), (2, 3), (0, 2)]
 
 
 class Branching:
-    """Runs a trajectory of four turns and a branch of it; a turn's words depend on its number alone."""
+    """Runs a trajectory of four turns and a branch of it; a turn's words depend on its number
+    alone.
+    """
 
     def __init__(self, agent: type[AgentLoop], replies: list[str], **settings):
         self.replies, self.kept = replies, {}
@@ -65,7 +69,7 @@ def assert_same_course(parent: Trajectory, branch: Trajectory) -> None:
     ]
 
 
-# --- tool servers ---------------------------------------------------------------------------------------------
+# --- tool servers ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -154,7 +158,7 @@ async def test_a_tool_server_that_answers_differently_ends_the_branch(make):
             await stage.branch(parent, 0, 2)
 
 
-# --- environments ---------------------------------------------------------------------------------------------
+# --- environments ---------------------------------------------------------------------------------
 
 
 class Game(Environment):
@@ -253,7 +257,7 @@ async def test_an_environment_that_cannot_be_replayed_is_refused_before_the_run(
         selector.require_branching([row])
 
 
-# --- simulated users ------------------------------------------------------------------------------------------
+# --- simulated users ------------------------------------------------------------------------------
 
 
 class Teacher(BaseInteraction):

@@ -1,4 +1,6 @@
-"""What frameworks ask for by themselves: answers of a type, streams, parameters meant for the model they know."""
+"""What frameworks ask for by themselves: answers of a type, streams, parameters meant for the model
+they know.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def without_version(base_url: str) -> str:
     return base_url.removesuffix("/v1")
 
 
-# --- answers of a type --------------------------------------------------------------------------------------------
+# --- answers of a type ----------------------------------------------------------------------------
 
 
 async def openai_chat_parsed(base_url, key):
@@ -129,7 +131,7 @@ async def test_a_framework_gets_an_answer_of_the_type_it_asks_for(ask):
     assert any(turn.output.supports)
 
 
-# --- streams ------------------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
 async def langchain_stream(base_url, key):
@@ -207,7 +209,7 @@ async def test_what_a_framework_streams_is_what_was_recorded(ask):
     assert text == turn.reply.content and text
 
 
-# --- what programs set for the model they were written for --------------------------------------------------------
+# --- what programs set for the model they were written for ----------------------------------------
 
 
 @pytest.mark.parametrize("api", ["responses", "chat_completions"])

@@ -1,4 +1,6 @@
-"""Tool-using agents written with other people's clients, unmodified, on a real engine; what they did is trained on."""
+"""Tool-using agents written with other people's clients, unmodified, on a real engine; what they
+did is trained on.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig  # noqa: E402
 from jax_agent_rl.learner.learner import Learner  # noqa: E402
 from jax_agent_rl.types import Group, SamplingParams  # noqa: E402
-from tests.tiny_chat import (
+from tests.tiny_chat import (  # noqa: E402
     CONFIG,
     LONGEST,
     assert_exact,
     params,
     tiny_context,
     tokenizer,
-)  # noqa: E402
+)
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
 QUESTION = ROW["prompt"][0]["content"]

@@ -1,4 +1,6 @@
-"""Programs in sandboxes and containers as agents, on a real engine: they reach the endpoint and are trained on."""
+"""Programs in sandboxes and containers as agents, on a real engine: they reach the endpoint and are
+trained on.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,7 @@ async def test_a_command_that_is_missing_names_its_key():
             await CommandAgent(context).preflight()
 
 
-# --- Harbor's task folders ----------------------------------------------------------------------------------------
+# --- Harbor's task folders ------------------------------------------------------------------------
 
 
 def harbor(
@@ -220,7 +222,7 @@ async def test_a_harbor_task_runs_with_its_paths_and_its_reward_file(tmp_path: P
     assert output["reward"] == 0.5, output
 
 
-# --- containers ---------------------------------------------------------------------------------------------------
+# --- containers -----------------------------------------------------------------------------------
 
 URLLIB_CHAT = f"""{URLLIB_ASK}
 messages = [{{"role": "user", "content": os.environ["TASK_INSTRUCTION"]}}]

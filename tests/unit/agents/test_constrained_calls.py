@@ -1,4 +1,6 @@
-"""With ``agent.constrain_tool_calls`` every turn of a tool agent is sampled under the grammar of its tools."""
+"""With ``agent.constrain_tool_calls`` every turn of a tool agent is sampled under the grammar of
+its tools.
+"""
 
 from __future__ import annotations
 

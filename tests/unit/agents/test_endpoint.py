@@ -1,4 +1,6 @@
-"""The endpoint with the real ``openai`` client over HTTP: OpenAI's shapes, its errors, limits, and nothing left."""
+"""The endpoint with the real ``openai`` client over HTTP: OpenAI's shapes, its errors, limits, and
+nothing left.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Images in requests of the real clients: trained on as the engine saw them, and refused where it cannot."""
+"""Images in requests of the real clients: trained on as the engine saw them, and refused where it
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,13 @@ from tests.endpoint_testbed import serving  # noqa: E402
 from tests.fakes import FakeCodec  # noqa: E402
 from tests.tiny import tiny_params  # noqa: E402
 from tests.tiny_chat import Watched  # noqa: E402
-from tests.tiny_vision import (
+from tests.tiny_vision import (  # noqa: E402
     TINY_VISION,
     TINY_VL,
     picture,
     seen_logprobs,
     vision_processor,
-)  # noqa: E402
+)
 
 SPECIAL = [
     "<|pad|>",
@@ -224,7 +226,7 @@ async def test_images_of_two_turns_are_in_one_exact_trajectory_that_is_trained_o
     assert metrics["trained_tokens"] == sum(t.num_sampled for t in made)
 
 
-# --- over a scripted engine -----------------------------------------------------------------------------------------
+# --- over a scripted engine -----------------------------------------------------------------------
 
 
 def asking(*parts):

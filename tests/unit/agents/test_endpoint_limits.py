@@ -13,7 +13,7 @@ from jax_agent_rl.config import AgentConfig  # noqa: E402
 from jax_agent_rl.runtime.serve import serving_limits  # noqa: E402
 from tests.endpoint_testbed import ASK, JSON, TOOL, serving  # noqa: E402
 
-# --- what a request may ask for, and what it may cost --------------------------------------------------------------
+# --- what a request may ask for, and what it may cost ---------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(path, body, mon
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-# --- sessions ---------------------------------------------------------------------------------------------------------
+# --- sessions -------------------------------------------------------------------------------------
 
 
 async def ask(stage, name: str, key: str = "any"):

@@ -20,7 +20,9 @@ from tests.unit.agents.test_tool_agent import assert_token_exact
 
 
 class Countdown(Environment):
-    """Counts down from ``start``; a reply that says the right number earns 1, "give up" ends it at once."""
+    """Counts down from ``start``; a reply that says the right number earns 1, "give up" ends it at
+    once.
+    """
 
     instances: list["Countdown"] = []
 

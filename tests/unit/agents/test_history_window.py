@@ -1,4 +1,6 @@
-"""A history window: each turn is sampled after the prompt and a few turns, and trained on in exactly that context."""
+"""A history window: each turn is sampled after the prompt and a few turns, and trained on in
+exactly that context.
+"""
 
 from dataclasses import replace
 
@@ -97,7 +99,9 @@ async def test_the_advantage_of_a_trajectory_is_that_of_all_its_samples():
 
 
 async def test_gigpo_compares_observations_not_windows():
-    """Hiding turns changes no advantage: what a turn observed is the last tool result, whatever else it saw."""
+    """Hiding turns changes no advantage: what a turn observed is the last tool result, whatever
+    else it saw.
+    """
     members = [
         replace(await stage(turns, 1).run(trajectory_id=f"g-{turns}"), reward=float(turns))
         for turns in (3, 4, 5)

@@ -83,7 +83,7 @@ def script(text):
     return {"test.sh": textwrap.dedent(text).encode()}
 
 
-# --- what tests load ------------------------------------------------------------------------------------------------
+# --- what tests load ------------------------------------------------------------------------------
 
 # Every name by which pytest, Python or bash would load something of a working folder.
 PLANTS = """
@@ -156,7 +156,9 @@ async def test_no_verifier_loads_what_is_planted(tmp_path, verifier):
 
 
 async def test_the_runner_loads_nothing_that_lies_beside_it(tmp_path):
-    """Its folder is the program's home: what is imported late, or by the next Python, could come from there."""
+    """Its folder is the program's home: what is imported late, or by the next Python, could come
+    from there.
+    """
     program = """
         import os
         for name in ("json", "base64", "shutil", "stat", "encodings", "codecs", "_strptime", "selectors"):
@@ -189,7 +191,7 @@ def test_a_verifiers_environment_names_nothing_of_the_working_folder(tmp_path, m
     assert environment(job | {"verifies": False}) == {"LD_PRELOAD": "/x.so", **env}
 
 
-# --- what comes back ------------------------------------------------------------------------------------------------
+# --- what comes back ------------------------------------------------------------------------------
 
 
 async def test_an_honest_working_folder_reaches_the_tests_unchanged(tmp_path):
@@ -356,7 +358,7 @@ async def test_output_is_read_from_its_end_alone(tmp_path):
     assert set(done.stderr) == {"\0"}
 
 
-# --- the reward file ------------------------------------------------------------------------------------------------
+# --- the reward file ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -391,7 +393,7 @@ def test_a_file_that_is_read_back_is_found_through_folders_alone(tmp_path):
     assert read_back(tmp_path, "link/b/file")[1] is not None
 
 
-# --- what a row asks for --------------------------------------------------------------------------------------------
+# --- what a row asks for --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""LangChain's own standard tests of chat models, package ``langchain-tests``: on the real engine, and with tools.
+"""LangChain's own standard tests of chat models, package ``langchain-tests``: on the real engine,
+and with tools.
 
 A random model calls no tool that a test asks for, so the tests of tools run over a scripted engine.
 """

@@ -1,4 +1,6 @@
-"""Observations under a real chat template (SmolLM2's ChatML): where they stand, and that they are only data."""
+"""Observations under a real chat template (SmolLM2's ChatML): where they stand, and that they are
+only data.
+"""
 
 from dataclasses import replace
 
@@ -31,7 +33,9 @@ def codec() -> ChatCodec:
 
 
 class OtherEos(ScriptedBackend):
-    """An engine to which the template's end of turn is not EOS: it stops there because it was told to."""
+    """An engine to which the template's end of turn is not EOS: it stops there because it was told
+    to.
+    """
 
     async def generate(self, request):
         output = await super().generate(request)

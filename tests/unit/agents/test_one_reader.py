@@ -1,6 +1,8 @@
-"""Whoever reads a sampled turn reads the same: agents, the endpoint and its streams, LangGraph, judges, users, rewards.
+"""Whoever reads a sampled turn reads the same: agents, the endpoint and its streams, LangGraph,
+judges, users, rewards.
 
-The engine is scripted; the tokenizer and the chat template are those of SmolLM2, the calls are written as Hermes does.
+The engine is scripted; the tokenizer and the chat template are those of SmolLM2, the calls are
+written as Hermes does.
 """
 
 from __future__ import annotations
@@ -179,7 +181,8 @@ async def test_the_endpoint_and_its_streams_give_text_once_and_without_thoughts(
 
 
 STREAMED = ("qwen3", "llama3.1", "deepseek", "gpt-oss", "glm4", "lfm2", "gemma4", "nemotron3")
-"""Families whose turns differ: in the tags of thinking, whether the prompt opens a block, and how calls are written."""
+"""Families whose turns differ: in the tags of thinking, whether the prompt opens a block, and how
+calls are written."""
 
 
 def pieces_of(codec) -> list[str]:
@@ -427,7 +430,7 @@ async def test_the_text_of_a_turn_is_what_was_sampled(plan, thought):
     assert solution_text(trajectory) == text
 
 
-# --- judges and simulated users -------------------------------------------------------------------------------------
+# --- judges and simulated users -------------------------------------------------------------------
 
 
 class Engine:
@@ -490,7 +493,7 @@ async def test_a_simulated_user_that_only_thinks_is_named():
         await ask_user("<think>hm ###DONE###", stop_reason=StopReason.LENGTH)
 
 
-# --- rewards --------------------------------------------------------------------------------------------------------
+# --- rewards --------------------------------------------------------------------------------------
 
 EXTRACT = {
     "tagged": (tagged, "<answer>18</answer>"),
@@ -537,7 +540,7 @@ def test_calls_are_json_that_a_client_can_read():
     )
 
 
-# --- the order of results -------------------------------------------------------------------------------------------
+# --- the order of results -------------------------------------------------------------------------
 
 
 class FirstEndsLast:

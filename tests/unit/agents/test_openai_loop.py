@@ -1,4 +1,6 @@
-"""Agents written against the real ``openai`` client, on a real engine: what is trained on is what was sampled."""
+"""Agents written against the real ``openai`` client, on a real engine: what is trained on is what
+was sampled.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ import pytest
 openai = pytest.importorskip("openai")
 
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop  # noqa: E402
-from jax_agent_rl.errors import (
+from jax_agent_rl.errors import (  # noqa: E402
     AgentTimeoutError,
     HistoryEditedError,
     PromptTooLongError,
     TrajectoryError,
-)  # noqa: E402
+)
 from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
 from jax_agent_rl.rollout.http.client import RemoteBackend  # noqa: E402
 from jax_agent_rl.rollout.http.server import RolloutServer  # noqa: E402

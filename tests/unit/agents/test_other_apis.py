@@ -1,4 +1,6 @@
-"""OpenAI's Responses and Anthropic's Messages API with the real clients: shapes, streams, errors, exact ids."""
+"""OpenAI's Responses and Anthropic's Messages API with the real clients: shapes, streams, errors,
+exact ids.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def claude(stage, path="", key="any"):
     )
 
 
-# --- Anthropic Messages -------------------------------------------------------------------------------------------
+# --- Anthropic Messages ---------------------------------------------------------------------------
 
 
 async def test_a_message_has_anthropics_shape_and_usage():
@@ -147,7 +149,7 @@ async def test_errors_have_anthropics_shape():
                 assert body["type"] == "error" and body["error"]["type"] == kind or kind is None
 
 
-# --- OpenAI Responses ---------------------------------------------------------------------------------------------
+# --- OpenAI Responses -----------------------------------------------------------------------------
 
 
 async def test_a_response_has_openais_shape_and_usage():
@@ -236,7 +238,7 @@ async def test_a_summary_may_be_asked_for_as_the_reasoning_itself_is_in_the_answ
     )
 
 
-# --- sessions -----------------------------------------------------------------------------------------------------
+# --- sessions -------------------------------------------------------------------------------------
 
 
 async def test_counting_tokens_opens_no_session_and_counts_in_one_that_is_open():

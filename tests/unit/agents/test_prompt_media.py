@@ -1,4 +1,6 @@
-"""Images in a row's prompt: where they stand in the ids, who gets them, and what people read of them."""
+"""Images in a row's prompt: where they stand in the ids, who gets them, and what people read of
+them.
+"""
 
 import io
 from base64 import b64decode

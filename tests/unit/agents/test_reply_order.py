@@ -1,4 +1,6 @@
-"""Official clients over HTTP get a turn in the order in which the model wrote it, whole and streamed alike."""
+"""Official clients over HTTP get a turn in the order in which the model wrote it, whole and
+streamed alike.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whatever an agent does to its context, each id reaches the learner with the experts it chose, reported once."""
+"""Whatever an agent does to its context, each id reaches the learner with the experts it chose,
+reported once.
+"""
 
 from __future__ import annotations
 

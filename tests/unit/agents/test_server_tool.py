@@ -1,4 +1,6 @@
-"""The server_tool agent over a real HTTP tool server: the loop, both modes, the environment closed exactly once."""
+"""The server_tool agent over a real HTTP tool server: the loop, both modes, the environment closed
+exactly once.
+"""
 
 import asyncio
 
@@ -91,7 +93,9 @@ async def test_an_empty_observation_leaves_the_context_as_it_is():
 
 
 async def test_special_tokens_in_an_observation_end_nothing():
-    """The real codec's rule, seen from here: observations go through ``encode_text``, never ``encode_markup``."""
+    """The real codec's rule, seen from here: observations go through ``encode_text``, never
+    ``encode_markup``.
+    """
     async with ToolServer(lambda action: " x") as server:
         it = stage(server, [ACT, "so 3"])
         seen = []

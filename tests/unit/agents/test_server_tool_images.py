@@ -1,4 +1,6 @@
-"""Images of a tool server: shown in the next prompt where the model can see them, told as an error where it cannot."""
+"""Images of a tool server: shown in the next prompt where the model can see them, told as an error
+where it cannot.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The settings of a task's tests end pytest's search for some: pytest itself says which file it found."""
+"""The settings of a task's tests end pytest's search for some: pytest itself says which file it
+found.
+"""
 
 import subprocess
 import sys

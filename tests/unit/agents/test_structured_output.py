@@ -1,4 +1,6 @@
-"""Structured output through all APIs: a random model calls what it must call and answers in JSON, by exact ids."""
+"""Structured output through all APIs: a random model calls what it must call and answers in JSON,
+by exact ids.
+"""
 
 from __future__ import annotations
 

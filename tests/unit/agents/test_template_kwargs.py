@@ -1,4 +1,6 @@
-"""Arguments of the chat template: per run, per row, per request; and turns that a request has begun."""
+"""Arguments of the chat template: per run, per row, per request; and turns that a request has
+begun.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +199,7 @@ async def test_a_judge_has_arguments_of_its_own():
     assert sampled_after(backend) == [CLOSED]
 
 
-# --- a turn that a request has begun --------------------------------------------------------------------------------
+# --- a turn that a request has begun --------------------------------------------------------------
 
 
 async def test_anthropics_prefill_is_continued_and_comes_back_as_one_turn():

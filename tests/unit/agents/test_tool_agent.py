@@ -66,7 +66,9 @@ class Stage:
 
 
 def assert_token_exact(trajectory, requests):
-    """The context of every turn is the prompt, then sampled and inserted ids in order; nothing else."""
+    """The context of every turn is the prompt, then sampled and inserted ids in order; nothing
+    else.
+    """
     context = trajectory.prompt_ids
     for turn, request in zip(trajectory.turns, requests, strict=True):
         assert request.prompt_ids == context
@@ -192,7 +194,9 @@ async def test_calls_over_the_parallel_limit_answer_with_an_error():
 
 
 async def test_a_result_that_would_fill_the_budget_ends_it_without_being_inserted():
-    """Turn 1 samples 6 ids, the observation has 4 ("tool: 3", EOS, "assistant:"), so 11 leave one id to sample."""
+    """Turn 1 samples 6 ids, the observation has 4 ("tool: 3", EOS, "assistant:"), so 11 leave one
+    id to sample.
+    """
     roomy = Stage([ASK, "3"], max_response_length=11)
     trajectory = await roomy.run()
     assert trajectory.num_turns == 2 and len(trajectory.response_ids) == 11

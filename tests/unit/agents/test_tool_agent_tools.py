@@ -1,4 +1,6 @@
-"""What tools give a trajectory, through the whole loop: state, rewards, images and videos, ids of calls."""
+"""What tools give a trajectory, through the whole loop: state, rewards, images and videos, ids of
+calls.
+"""
 
 import dataclasses
 import json

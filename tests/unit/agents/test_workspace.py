@@ -249,7 +249,7 @@ def test_files_replace_what_is_there_and_follow_no_link(tmp_path):
     assert (tmp_path / "outside").read_text() == "kept"
 
 
-# --- the reward file ----------------------------------------------------------------------------------------------
+# --- the reward file ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The contexts of a diagnosis: the same from a step's groups, from the run folder, and from the recorded evidence."""
+"""The contexts of a diagnosis: the same from a step's groups, from the run folder, and from the
+recorded evidence.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Faults in a real JAX engine, kind by kind: numbers of the config, positions and masks and caches, tensors, logits.
+"""Faults in a real JAX engine, kind by kind: numbers of the config, positions and masks and caches,
+tensors, logits.
 
 Each was written down before the hypotheses that find it.
 """
@@ -62,7 +63,7 @@ def check(made: Diagnosis, cause: Cause, *said: str) -> None:
     assert made.cause is cause and all(part in made.line for part in said), "\n".join(made.lines())
 
 
-# --- numbers of the config ------------------------------------------------------------------------------------------
+# --- numbers of the config ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ async def test_a_number_of_the_config_is_named_although_all_tensors_are_right():
     )
 
 
-# --- positions ------------------------------------------------------------------------------------------------------
+# --- positions ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ async def test_sampled_tokens_at_other_positions_between_inserted_ones_at_the_ri
     check(made, Cause.POSITION, "puts sampled tokens, and no others, 1 position further")
 
 
-# --- masks and caches -----------------------------------------------------------------------------------------------
+# --- masks and caches -----------------------------------------------------------------------------
 
 
 def decode_with_mask(visible: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
@@ -290,11 +291,13 @@ async def test_an_engine_that_took_older_weights_from_a_turn_on_is_named():
     check(made, Cause.STALE_VERSION, "the weights of version 0 from turn 2 on")
 
 
-# --- ids ------------------------------------------------------------------------------------------------------------
+# --- ids ------------------------------------------------------------------------------------------
 
 
 def of_later_turns(change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Between:
-    """An engine that sees other ids from the second turn on, and believes that it saw what it was sent."""
+    """An engine that sees other ids from the second turn on, and believes that it saw what it was
+    sent.
+    """
 
     def ask(request):
         ids = request.prompt_ids
@@ -332,7 +335,7 @@ async def test_other_ids_from_a_later_turn_on_are_named(
     check(made, cause, said)
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inspected", [False, True], ids=["log-probs alone", "inspected"])
@@ -458,7 +461,7 @@ async def test_adapters_of_another_scale_are_named():
     check(made, Cause.ADAPTER, "2 times")
 
 
-# --- logits and answers ---------------------------------------------------------------------------------------------
+# --- logits and answers ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

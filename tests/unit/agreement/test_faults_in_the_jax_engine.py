@@ -1,4 +1,6 @@
-"""A real JAX engine with one fault each: the diagnosis names it. Without a fault there is nothing to diagnose."""
+"""A real JAX engine with one fault each: the diagnosis names it. Without a fault there is nothing
+to diagnose.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,7 @@ async def test_a_healthy_engine_agrees_to_its_tolerance_and_all_its_layers_do(mo
     assert "all 3 layers agree" in found("layers", looked)
 
 
-# --- requests and answers -----------------------------------------------------------------------------------------
+# --- requests and answers -------------------------------------------------------------------------
 
 
 def resampled(**sampling: Any) -> Between:
@@ -199,7 +201,7 @@ async def test_a_context_that_the_engine_itself_reports_as_another_is_token_drif
     assert made.cause is Cause.TOKEN_DRIFT and "other ids than are trained on" in made.line
 
 
-# --- weights ------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ async def test_a_prefix_cache_that_outlives_its_weights_is_named(
     )
 
 
-# --- settings -----------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 SCALED = replace(LLAMA, rope=Rope(scaling=LinearScaling(factor=4.0)))
 

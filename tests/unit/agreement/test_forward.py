@@ -1,4 +1,6 @@
-"""The plain pass of a diagnosis computes what the learner's model does, and what it reuses changes no number."""
+"""The plain pass of a diagnosis computes what the learner's model does, and what it reuses changes
+no number.
+"""
 
 from __future__ import annotations
 

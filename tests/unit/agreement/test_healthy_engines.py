@@ -1,4 +1,6 @@
-"""Engines without a fault give no alarm, whatever the model, the precision and the way they are used."""
+"""Engines without a fault give no alarm, whatever the model, the precision and the way they are
+used.
+"""
 
 from __future__ import annotations
 

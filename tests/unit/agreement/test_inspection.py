@@ -1,4 +1,6 @@
-"""What is read off an engine: every tensor, whether both sides have it or one; every replica; the first layer."""
+"""What is read off an engine: every tensor, whether both sides have it or one; every replica; the
+first layer.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,9 @@ def test_a_difference_is_measured_at_each_position_by_its_size():
 
 
 def test_a_position_may_differ_by_a_few_times_what_its_precision_was_measured_to_cost_there():
-    """Attention that nearly cancels at one position of a real model costs 8 % there in bfloat16, 1 % elsewhere."""
+    """Attention that nearly cancels at one position of a real model costs 8 % there in bfloat16, 1
+    % elsewhere.
+    """
     own = np.ones((40, 4))
     rounded = own.copy()
     rounded[20] = 1.08

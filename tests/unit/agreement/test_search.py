@@ -1,4 +1,6 @@
-"""The search for an explanation: on the shortest beginning that shows the gap, within a time limit that is said."""
+"""The search for an explanation: on the shortest beginning that shows the gap, within a time limit
+that is said.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Ticking:
 def context(
     seed: int, *, length: int = 40, wrong_from: int | None = 10, error: float = 0.5
 ) -> Context:
-    """A context whose engine is wrong about every token from an index on, for no reason that there is."""
+    """A context whose engine is wrong about every token from an index on, for no reason that there
+    is.
+    """
     rng = np.random.default_rng(seed)
     ids = tuple(rng.integers(3, 97, length).tolist())
     at = np.arange(10, length)
@@ -189,7 +193,9 @@ def test_the_worst_of_many_healthy_contexts_are_no_breach():
 
 
 def in_precision(precision: str, contexts: Sequence[Context], times: float) -> list[Context]:
-    """Contexts of an engine that rounds to a precision, which costs it some times what it costs the learner."""
+    """Contexts of an engine that rounds to a precision, which costs it some times what it costs the
+    learner.
+    """
     scorer = subject(*contexts)
     weights = weights_in(scorer, precision)
     assert weights is not None

@@ -1,4 +1,6 @@
-"""Every field of a model config is tried with other values, or named as one that changes nothing; also a new one."""
+"""Every field of a model config is tried with other values, or named as one that changes nothing;
+also a new one.
+"""
 
 from __future__ import annotations
 

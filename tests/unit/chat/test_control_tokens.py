@@ -1,4 +1,6 @@
-"""Only a template's own text makes control tokens, wherever text from outside stands; ordinary text is left alone."""
+"""Only a template's own text makes control tokens, wherever text from outside stands; ordinary text
+is left alone.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def telling_codec(name: str) -> ChatCodec:
 
 
 def hostile(tokens) -> st.SearchStrategy[str]:
-    """Text of control tokens, halves of them, and words; never blank, so that templates treat it as they do words."""
+    """Text of control tokens, halves of them, and words; never blank, so that templates treat it as
+    they do words.
+    """
     tokens = sorted(tokens)
     halves = [
         half
@@ -101,7 +105,9 @@ def test_no_text_of_an_appended_message_makes_a_control_token(name: str, role: s
     "name", ["qwen2.5", "qwen3", "llama3.1", "gemma", "glm4", "gemma4", "gpt-oss", "smollm2"]
 )
 def test_no_text_of_a_tool_or_a_call_makes_a_control_token(name: str, data):
-    """Tools are told by other programs (MCP), and calls are rendered again when a history was edited."""
+    """Tools are told by other programs (MCP), and calls are rendered again when a history was
+    edited.
+    """
     codec = telling_codec(name)
     text = data.draw(hostile(codec._tokenizer.get_added_vocab()))
 
@@ -252,7 +258,7 @@ def test_an_unused_word_is_the_first_one(text):
     assert unused_word("anchor", text) == first_unused("anchor", json.dumps(text).lower())
 
 
-# --- tokenizers of other kinds ------------------------------------------------------------------------------------
+# --- tokenizers of other kinds --------------------------------------------------------------------
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
 
@@ -280,7 +286,9 @@ def unigram_that_holds_its_control_token() -> Tokenizer:
 
 
 def words_in_lower_case() -> Tokenizer:
-    """Added tokens that count as normalized are found in text that only becomes one by normalization."""
+    """Added tokens that count as normalized are found in text that only becomes one by
+    normalization.
+    """
     pieces = ["<unk>", *"<>/suer:abcdxyz", *(f"##{c}" for c in "<>/suer:abcdxyz")]
     tokenizer = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -335,7 +343,9 @@ def test_under_secret_names_a_tokenizer_of_any_kind_writes_ordinary_text_alike(
 
 
 def test_added_tokens_that_are_pieces_of_text_stay_pieces_of_text():
-    """Gemma's tokenizer has line feeds, words and HTML among its added tokens, DeepSeek's has letters."""
+    """Gemma's tokenizer has line feeds, words and HTML among its added tokens, DeepSeek's has
+    letters.
+    """
     tokenizer = bpe_that_merges_its_control_token()
     pieces = ["\n\n", "▁▁", "ü", "<h1>", "</table>"]
     tokenizer.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])

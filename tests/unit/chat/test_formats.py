@@ -1,4 +1,6 @@
-"""Every tool-call format: what is a call, what is none, and that no text makes a parser raise, run or hang."""
+"""Every tool-call format: what is a call, what is none, and that no text makes a parser raise, run
+or hang.
+"""
 
 import json
 

@@ -1,6 +1,8 @@
-"""Each family's own chat template writes calls; the format found from that template reads the same calls back.
+"""Each family's own chat template writes calls; the format found from that template reads the same
+calls back.
 
-The templates are those of TRL and Axolotl; for families they lack see tests/parity/test_formats_vs_renderers.py.
+The templates are those of TRL and Axolotl; for families they lack see
+tests/parity/test_formats_vs_renderers.py.
 """
 
 import functools
@@ -46,7 +48,8 @@ PARAMETERS = {
         "options": {"type": "object", "additionalProperties": {"type": "integer"}},
     },
 }
-# Characters that neither a template escapes differently nor an unquoted format reads as a tag of its own.
+# Characters that neither a template escapes differently nor an unquoted format reads as a tag of
+# its own.
 words = st.text(
     st.characters(
         whitelist_categories=("L", "N", "Zs"), whitelist_characters="\n.,;:!?()[]{}'\"/\\"

@@ -1,4 +1,6 @@
-"""Grammars that are too much work: refused by what is in them, or by a process that tries them first, and only they."""
+"""Grammars that are too much work: refused by what is in them, or by a process that tries them
+first, and only they.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,7 @@ def test_repetitions_outside_of_schemas_count():
             weigh_grammar(text)
 
 
-# --- what looks small -------------------------------------------------------------------------------------------------
+# --- what looks small -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parts", [5, 6, 8, 12])
@@ -214,7 +216,7 @@ def test_child_and_compiler_are_of_one_opinion(schema):
         codec.turn_grammar(answer=schema)
 
 
-# --- one child --------------------------------------------------------------------------------------------------------
+# --- one child ------------------------------------------------------------------------------------
 
 
 def test_a_grammar_that_takes_too_long_kills_its_child_and_the_next_has_another():
@@ -272,7 +274,7 @@ def test_a_client_whose_grammar_found_no_place_may_ask_again(monkeypatch):
     assert grammar_of(asked, codec)
 
 
-# --- what is remembered -----------------------------------------------------------------------------------------------
+# --- what is remembered ---------------------------------------------------------------------------
 
 
 def test_many_threads_have_one_grammar_compiled_once(compiler, monkeypatch):

@@ -22,7 +22,8 @@ from tests.unit.chat.test_template_families import FAMILIES, codec_of
 
 CALL_ID = "abcdefghi"  # what Mistral's templates accept
 SHOW_REASONING = ("qwen3", "qwen3.5", "glm4", "nemotron3", "gpt-oss", "gemma4")
-"""Families whose template shows the reasoning of a turn that called a tool, until the next question."""
+"""Families whose template shows the reasoning of a turn that called a tool, until the next
+question."""
 
 
 def conversation(arguments, *, said="", thought="look it up", result="3"):
@@ -38,7 +39,7 @@ def text(codec, messages):
     return codec.decode(codec.encode_prompt(messages), skip_special_tokens=False)
 
 
-# --- ways to write the same conversation ----------------------------------------------------------------------------
+# --- ways to write the same conversation ----------------------------------------------------------
 
 
 def as_openai(messages):
@@ -217,7 +218,7 @@ def test_normal_messages_come_back_unchanged(arguments, said):
     assert normalize_messages(normal) == normal
 
 
-# --- arguments ------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("written", [{"city": "Rome", "days": 3}, '{"city": "Rome", "days": 3}'])
@@ -257,7 +258,7 @@ def test_the_older_form_of_a_call_and_its_result_is_read():
     assert result == {"role": "tool", "name": "f", "content": "3"}
 
 
-# --- reasoning ------------------------------------------------------------------------------------------------------
+# --- reasoning ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SHOW_REASONING)
@@ -276,7 +277,7 @@ def test_where_a_template_refuses_both_nothing_is_lost():
     assert "look it up" in shown and "one moment" in shown
 
 
-# --- what is no message ---------------------------------------------------------------------------------------------
+# --- what is no message ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_what_is_no_message_is_named_with_its_place(message, problem):
         assert "messages[1]" in str(error.value) and problem in str(error.value)
 
 
-# --- strict templates -----------------------------------------------------------------------------------------------
+# --- strict templates -----------------------------------------------------------------------------
 
 turns = st.lists(
     st.tuples(st.sampled_from(["system", "user", "assistant"]), words.filter(str.strip)), min_size=1
@@ -334,7 +335,7 @@ def test_alternating_roles_alternate_and_keep_every_word_in_order(turns):
         assert kept == "\n\n".join(said for own, said in turns if own == role) or "OPENING" in kept
 
 
-# --- a turn that is begun -------------------------------------------------------------------------------------------
+# --- a turn that is begun -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"gpt-oss"}))

@@ -1,4 +1,6 @@
-"""A sampled turn is read once: reasoning, text and calls in the order in which the model wrote them."""
+"""A sampled turn is read once: reasoning, text and calls in the order in which the model wrote
+them.
+"""
 
 import json
 
@@ -154,7 +156,7 @@ def test_a_section_with_nothing_in_it_is_a_call_without_arguments():
         ], name
 
 
-# --- arguments by the tool's schema ---------------------------------------------------------------------------------
+# --- arguments by the tool's schema ---------------------------------------------------------------
 
 
 def written_by_the_model(name):
@@ -178,7 +180,7 @@ def test_arguments_of_an_unknown_tool_stay_as_they_are():
         check_arguments(TOOL["function"]["parameters"], {"on": "no"})
 
 
-# --- the context decides whether a turn begins in a block -----------------------------------------------------------
+# --- the context decides whether a turn begins in a block -----------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -226,7 +228,7 @@ def test_a_block_that_the_prompt_opened_begins_with_its_tag_in_the_text_of_a_tur
     assert cut == "<think>maybe #### 18" and answer_of(cut) == ""
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 pieces = st.lists(
     st.sampled_from(["<think>", "</think>", "[THINK]", "[/THINK]", "a", " ", "####"]), max_size=8

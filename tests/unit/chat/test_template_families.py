@@ -1,8 +1,10 @@
-"""Token-exactness on the chat templates of many model families, over thousands of random conversations.
+"""Token-exactness on the chat templates of many model families, over thousands of random
+conversations.
 
-The templates are those that TRL and Axolotl ship (read as data, the packages are not imported) and SmolLM2's own. The
-tokenizers are small byte-level BPEs with each family's special tokens: what matters is where text is cut and joined.
-The reference is the whole conversation rendered and tokenized anew.
+The templates are those that TRL and Axolotl ship (read as data, the packages are not imported) and
+SmolLM2's own. The tokenizers are small byte-level BPEs with each family's special tokens: what
+matters is where text is cut and joined. The reference is the whole conversation rendered and
+tokenized anew.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ CONVERSATIONS = 150  # per family and kind of turn
 
 @dataclass(frozen=True)
 class Family:
-    """Where a template comes from, its special tokens, the first stop token, further ones, and added tokens that are
-    not special."""
+    """Where a template comes from, its special tokens, the first stop token, further ones, and
+    added tokens that are not special.
+    """
 
     package: str
     file: str
@@ -220,7 +223,9 @@ def template_of(family: Family) -> str:
 
 
 def tokenizer_with(special: tuple[str, ...], eos: str, tags: tuple[str, ...] = ()):
-    """A small byte-level BPE with these special tokens, the first one as BOS, and added tokens that are not special."""
+    """A small byte-level BPE with these special tokens, the first one as BOS, and added tokens that
+    are not special.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -321,7 +326,9 @@ def last_part(codec: ChatCodec, rendered: str, needle: str) -> str:
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_appended_reads_as_the_template_writes_it(name: str, role: str):
-    """The appended text, with the end token the policy wrote, is that of a conversation rendered as a whole."""
+    """The appended text, with the end token the policy wrote, is that of a conversation rendered as
+    a whole.
+    """
     codec, rng = codec_of(name), random.Random(f"{role}{name}")
     template = codec._template
     for _ in range(CONVERSATIONS // 3):
@@ -330,7 +337,8 @@ def test_what_is_appended_reads_as_the_template_writes_it(name: str, role: str):
         ids = [*codec.encode_text(answer), codec.eos_token_ids[0]]
         appended = codec.decode(codec.encode_append(ids, [message]), skip_special_tokens=False)
         if role == "tool" and codec._boundary._anchor_of.get(("tool",)) == 1:
-            # It wants a call before a result, so there is no text turn to compare with; gpt-oss quotes results as JSON.
+            # It wants a call before a result, so there is no text turn to compare with; gpt-oss
+            # quotes results as JSON.
             assert (
                 message["content"] in appended
                 or json.dumps(message["content"], ensure_ascii=False) in appended

@@ -1,4 +1,6 @@
-"""What follows a sampled turn is what the template writes there, whichever stop token the turn ended with."""
+"""What follows a sampled turn is what the template writes there, whichever stop token the turn
+ended with.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ STOPS = [(name, stop) for name, family in FAMILIES.items() for stop in (family.e
 
 
 def written_after_turn(codec: ChatCodec, role: str) -> str:
-    """By the template, in a conversation rendered as a whole; from the end of the turn's text or of its call."""
+    """By the template, in a conversation rendered as a whole; from the end of the turn's text or of
+    its call.
+    """
     said: dict = {"role": "assistant", "content": WORD}
     if calls := codec._boundary._anchor_of.get((role,)) == 1:
         said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
@@ -116,7 +120,9 @@ def glm(*tokens: str) -> list[int]:
     ],
 )
 async def test_glm_opens_the_message_that_follows_and_no_other(stop: str, role: str, kept, opening):
-    """verl's known value: ids 1 and <|observation|> become 1 and <|user|>, and mask 1 1 becomes 1 0."""
+    """verl's known value: ids 1 and <|observation|> become 1 and <|user|>, and mask 1 1 becomes 1
+    0.
+    """
     codec = codec_of("glm4")
     (said,) = codec.encode_text("x")
     backend = ScriptedBackend(codec, lambda request: [said, *glm(stop)])

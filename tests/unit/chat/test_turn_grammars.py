@@ -55,7 +55,9 @@ def codec_of(name: str) -> ChatCodec:
 def walk(
     codec: ChatCodec, grammar: str, rng: random.Random, begun: Sequence[int] = ()
 ) -> list[int]:
-    """Take allowed ids at random after ``begun`` until the turn ends; reasoning, if it begins with any, ends soon."""
+    """Take allowed ids at random after ``begun`` until the turn ends; reasoning, if it begins with
+    any, ends soon.
+    """
     size = len(codec._tokenizer)
     state = codec._grammars.start(grammar, begun)
     bits, ids, closing = np.zeros(-(-size // 32), np.uint32), [*begun], None

@@ -1,4 +1,6 @@
-"""No file, however damaged, shows a user a traceback: every command ends with a message, or shows what can be read."""
+"""No file, however damaged, shows a user a traceback: every command ends with a message, or shows
+what can be read.
+"""
 
 import json
 import shutil

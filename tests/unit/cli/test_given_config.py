@@ -1,4 +1,6 @@
-"""A configuration is given in one way to every command, and one for another command is named as that."""
+"""A configuration is given in one way to every command, and one for another command is named as
+that.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -103,7 +105,7 @@ def test_a_file_with_an_equals_sign_in_its_name_is_a_file(tmp_path: Path):
     assert given_config(str(odd), None, None).file == odd
 
 
-# --- configurations of another command -------------------------------------------------------------------------------
+# --- configurations of another command ------------------------------------------------------------
 
 
 def kind_of(recipe: str) -> str:

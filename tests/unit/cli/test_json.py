@@ -1,4 +1,6 @@
-"""With ``--json``, standard output is one object for a script; what people read goes to standard error."""
+"""With ``--json``, standard output is one object for a script; what people read goes to standard
+error.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What a command needs and cannot have is told before anything is imported, loaded, printed or made for it."""
+"""What a command needs and cannot have is told before anything is imported, loaded, printed or made
+for it.
+"""
 
 import errno
 import json

@@ -1,4 +1,6 @@
-"""Groups that branch: exact ids at every fork, tools as they stood there, every loss counted, the same every time."""
+"""Groups that branch: exact ids at every fork, tools as they stood there, every loss counted, the
+same every time.
+"""
 
 import asyncio
 import itertools
@@ -66,7 +68,9 @@ class WatchedClient(LLMServerClient):
 
 
 class Stage:
-    """A collector over an engine whose model calls the tool twice and then says words drawn by the request's seed."""
+    """A collector over an engine whose model calls the tool twice and then says words drawn by the
+    request's seed.
+    """
 
     def __init__(
         self,

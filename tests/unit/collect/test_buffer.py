@@ -183,7 +183,9 @@ def ready(buffer: RolloutBuffer, *numbers: int) -> None:
 
 
 def test_the_learner_waits_where_two_of_the_oldest_would_be_left_for_one_step():
-    """S = 2, batches of 1: of three groups of version 0, one has to go in each of the steps 0, 1 and 2."""
+    """S = 2, batches of 1: of three groups of version 0, one has to go in each of the steps 0, 1
+    and 2.
+    """
     buffer = RolloutBuffer(batch=1, staleness=2)
     running(buffer, 0, 1, 2)
     ready(buffer, 2)

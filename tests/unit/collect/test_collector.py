@@ -1,4 +1,6 @@
-"""Collecting a step: groups as they finish, one failure loses one trajectory, everything is counted."""
+"""Collecting a step: groups as they finish, one failure loses one trajectory, everything is
+counted.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""Groups that flow: who is started when, and what happens to those that are stopped. Groups grow when told to."""
+"""Groups that flow: who is started when, and what happens to those that are stopped. Groups grow
+when told to.
+"""
 
 import asyncio
 import itertools

@@ -1,4 +1,6 @@
-"""Agents of several roles: an episode yields a trajectory per role, and rewards compare within group and role."""
+"""Agents of several roles: an episode yields a trajectory per role, and rewards compare within
+group and role.
+"""
 
 from dataclasses import replace
 
@@ -28,7 +30,9 @@ SAMPLING = SamplingParams(max_tokens=9)
 
 @register_agent("pair_for_test")
 class Pair(AgentLoop):
-    """A solver and a checker, one turn each; ``row["fails"]`` numbers the episodes whose checker fails."""
+    """A solver and a checker, one turn each; ``row["fails"]`` numbers the episodes whose checker
+    fails.
+    """
 
     roles = ("solver", "checker")
 
@@ -167,7 +171,7 @@ async def test_a_role_that_no_agent_has_is_refused_before_the_run(key):
         await AgentSelector(context).preflight([ROW])
 
 
-# --- baselines --------------------------------------------------------------------------------------------------------
+# --- baselines ------------------------------------------------------------------------------------
 
 
 def member(role: str, index: int, reward: float, group: str = "g"):
@@ -235,7 +239,7 @@ def test_rae_subtracts_the_running_mean_of_the_role_before_the_step():
     assert later == {**known, "sums/solver": pytest.approx(0.95 * b["solver"] + 0.05)}
 
 
-# --- configuration ----------------------------------------------------------------------------------------------------
+# --- configuration --------------------------------------------------------------------------------
 
 CONFIG = {"run_dir": "r", "data": {"train": "x"}, "model": {"path": "m"}}
 ADAPTERS = {"role_adapters": {"solver": "a", "checker": "b"}}

@@ -1,4 +1,6 @@
-"""What each strategy starts, and from where. The counts and rules are those of the papers' formulas and code."""
+"""What each strategy starts, and from where. The counts and rules are those of the papers' formulas
+and code.
+"""
 
 import math
 from dataclasses import replace
@@ -26,7 +28,9 @@ ASKED = [[call()], [call()], [call()]]
 
 
 def of_turns(number: int, *logprobs: list[float], fork: Fork | None = None) -> Trajectory:
-    """A trajectory with these log-probs per turn, each but the last a tool call with a one-id result."""
+    """A trajectory with these log-probs per turn, each but the last a tool call with a one-id
+    result.
+    """
     response, mask, flat = [], [], []
     for turn, values in enumerate(logprobs):
         result = turn < len(logprobs) - 1

@@ -1,4 +1,6 @@
-"""What is generated from the configuration's models: explanations, the editor's schema, the page of all keys."""
+"""What is generated from the configuration's models: explanations, the editor's schema, the page of
+all keys.
+"""
 
 import json
 import re
@@ -41,7 +43,7 @@ def complaints(tree: dict) -> list[str]:
     return [error.message for error in SCHEMA.iter_errors(tree)]
 
 
-# --- generated files ------------------------------------------------------------------------------------------------
+# --- generated files ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_the_page_has_every_key_once():
     assert sorted(rows) == sorted(wanted)
 
 
-# --- recipes --------------------------------------------------------------------------------------------------------
+# --- recipes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
@@ -118,7 +120,7 @@ def test_a_shown_configuration_is_the_same_when_it_is_loaded(path: Path, tmp_pat
     assert load(shown) == load(path, ["seed=7"])
 
 
-# --- explanations ---------------------------------------------------------------------------------------------------
+# --- explanations ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

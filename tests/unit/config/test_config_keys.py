@@ -1,7 +1,9 @@
-"""No key is dead: each is read by the program, and either declares when it is used or has a test of what it does.
+"""No key is dead: each is read by the program, and either declares when it is used or has a test of
+what it does.
 
-A new key without a condition goes into :data:`EFFECTS`, with the test that shows what another value changes. A key with
-a condition is refused wherever that does not hold, see ``test_config_conditions``.
+A new key without a condition goes into :data:`EFFECTS`, with the test that shows what another value
+changes. A key with a condition is refused wherever that does not hold, see
+``test_config_conditions``.
 """
 
 import re

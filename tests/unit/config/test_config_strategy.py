@@ -1,4 +1,6 @@
-"""The strategy section: sizes that cannot be, keys that nothing would read, estimators that do not fit."""
+"""The strategy section: sizes that cannot be, keys that nothing would read, estimators that do not
+fit.
+"""
 
 from pathlib import Path
 

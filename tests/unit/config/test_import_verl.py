@@ -1,4 +1,6 @@
-"""verl's scripts become configurations: what a shell would pass is read, and nothing is lost silently."""
+"""verl's scripts become configurations: what a shell would pass is read, and nothing is lost
+silently.
+"""
 
 from __future__ import annotations
 

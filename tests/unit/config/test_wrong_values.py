@@ -1,4 +1,6 @@
-"""What a user reads about a wrong value names key, value and what to write, in this project's words."""
+"""What a user reads about a wrong value names key, value and what to write, in this project's
+words.
+"""
 
 import math
 import re

@@ -40,7 +40,9 @@ def test_every_epoch_of_grouped_rows_uses_every_row_once(rows: Grouped, seed: in
 
 @given(groups, st.integers(0, 3))
 def test_no_more_groups_are_needed_at_a_time_than_may_be_held(rows: Grouped, seed: int):
-    """A group that was left is not needed again in its epoch, so as many as may be held never are too few."""
+    """A group that was left is not needed again in its epoch, so as many as may be held never are
+    too few.
+    """
     order = [rows.group_of(row) for row in DataCursor(rows, seed=seed).next_rows(len(rows))]
     for position in range(len(order)):
         begun, needed = set(order[: position + 1]), set(order[position:])
@@ -61,7 +63,9 @@ def test_rows_of_a_window_and_the_groups_in_it_differ_from_epoch_to_epoch():
 
 
 def test_rows_without_groups_have_the_order_of_numpys_permutation_of_all():
-    """Independent of the code: one permutation of all rows for each epoch, seeded by seed and epoch."""
+    """Independent of the code: one permutation of all rows for each epoch, seeded by seed and
+    epoch.
+    """
     expected = [
         i for epoch in (0, 1) for i in np.random.default_rng([3, epoch]).permutation(10).tolist()
     ]
@@ -84,7 +88,9 @@ def test_every_1024_draws_hold_each_sources_share_up_to_one():
 
 
 def test_a_share_too_small_for_a_row_in_1024_is_exact_on_average():
-    """Of 200 blocks, each holds the rare row with probability 0.256 (51.2 expected, standard deviation 6.2)."""
+    """Of 200 blocks, each holds the rare row with probability 0.256 (51.2 expected, standard
+    deviation 6.2).
+    """
     cursor = DataCursor(mixture((2, 2), (1.0, 3999.0)), seed=0)
     rare = sum(source == 0 for source, _ in cursor.next_rows(200 * 1024))
     assert 51.2 - 25 < rare < 51.2 + 25

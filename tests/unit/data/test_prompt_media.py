@@ -224,7 +224,9 @@ def test_a_video_file_without_its_decoder_says_what_to_install(tmp_path: Path, m
 
 
 def test_a_video_file_gives_two_frames_a_second(tmp_path: Path):
-    """Eight frames a second, each of its own grey: frames 0, 4, 8, … are seen. Compression changes a grey a little."""
+    """Eight frames a second, each of its own grey: frames 0, 4, 8, … are seen. Compression changes
+    a grey a little.
+    """
     av = pytest.importorskip("av")
     greys = [10 * number for number in range(20)]
     with av.open(str(tmp_path / "clip.mp4"), "w") as file:

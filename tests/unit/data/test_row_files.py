@@ -1,4 +1,6 @@
-"""What a file of rows says is what a row holds, whether it is JSON Lines or Parquet; and who reads rows."""
+"""What a file of rows says is what a row holds, whether it is JSON Lines or Parquet; and who reads
+rows.
+"""
 
 import asyncio
 import datetime
@@ -96,7 +98,7 @@ def as_text(value: Any) -> str:
     return json.dumps(value)
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def test_what_other_rows_have_is_absent_and_not_null(tmp_path: Path):
@@ -179,7 +181,7 @@ def test_line_ends_inside_text_and_a_byte_order_mark_change_nothing(tmp_path: Pa
     assert rows_of(file) == rows_of(tmp_path / "rows.parquet") == rows
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -368,7 +370,7 @@ def test_a_run_records_what_sft_can_read_whatever_the_model_wrote(tmp_path: Path
     assert row["messages"] == [{"role": "assistant", "content": "?"}]
 
 
-# --- who reads rows ---------------------------------------------------------------------------------------------------
+# --- who reads rows -------------------------------------------------------------------------------
 
 LEAVES = {
     "text": (st.text(st.characters(exclude_categories=["Cs"]), max_size=5), pa.string()),
@@ -515,7 +517,9 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
 
 
 def in_order(value: Any, kind: pa.DataType) -> Any:
-    """Return a value with the keys of its objects in the order of their type, as a Parquet file has them."""
+    """Return a value with the keys of its objects in the order of their type, as a Parquet file has
+    them.
+    """
     if isinstance(value, dict) and pa.types.is_struct(kind):
         names = [kind.field(index).name for index in range(kind.num_fields)]
         return {

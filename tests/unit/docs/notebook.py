@@ -14,7 +14,8 @@ from tests.unit.docs.pages import DOCS, ROOT
 
 NOTEBOOK = DOCS / "first_run.ipynb"
 ENVIRONMENT = {
-    # On a machine with libtpu and without TPUs, and without ipywidgets, libraries print what is of no use to a reader.
+    # On a machine with libtpu and without TPUs, and without ipywidgets, libraries print what is of
+    # no use to a reader.
     "JAX_PLATFORMS": "cpu",
     "PYTHONWARNINGS": "ignore:IProgress not found",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",

@@ -1,7 +1,7 @@
 """The code of the pages under docs/.
 
-A fenced block with ``title="FILE"`` is that file, a Python block without a title is run beside the files, and a YAML
-block without one is a part of a configuration.
+A fenced block with ``title="FILE"`` is that file, a Python block without a title is run beside the
+files, and a YAML block without one is a part of a configuration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""docs/gallery.md shows what benchmarks/gallery.json holds; the commands of benchmarks/gallery.yaml are valid."""
+"""docs/gallery.md shows what benchmarks/gallery.json holds; the commands of benchmarks/gallery.yaml
+are valid.
+"""
 
 import json
 import shlex

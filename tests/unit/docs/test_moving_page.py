@@ -1,4 +1,6 @@
-"""Every name of ours that the pages for newcomers from other projects give exists, and their examples load."""
+"""Every name of ours that the pages for newcomers from other projects give exists, and their
+examples load.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/first_run.ipynb runs from its first cell to its last, the policy learns, and its outputs are stored."""
+"""docs/first_run.ipynb runs from its first cell to its last, the policy learns, and its outputs are
+stored.
+"""
 
 from __future__ import annotations
 

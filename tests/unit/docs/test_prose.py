@@ -1,4 +1,6 @@
-"""Habits of prose that a reader stumbles over are on no page. CONTRIBUTING.md says how pages are written."""
+"""Habits of prose that a reader stumbles over are on no page. CONTRIBUTING.md says how pages are
+written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""README.md: its example runs, its links lead somewhere, and its tables name all that there is and nothing else."""
+"""README.md: its example runs, its links lead somewhere, and its tables name all that there is and
+nothing else.
+"""
 
 from __future__ import annotations
 

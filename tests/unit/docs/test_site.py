@@ -1,4 +1,6 @@
-"""The site builds, every link leads somewhere, every page is in the navigation, and nothing comes from elsewhere."""
+"""The site builds, every link leads somewhere, every page is in the navigation, and nothing comes
+from elsewhere.
+"""
 
 from __future__ import annotations
 

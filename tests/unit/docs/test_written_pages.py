@@ -1,4 +1,6 @@
-"""What the pages of docs/write/, and the one on traces, tell a reader to write runs, and does what they say."""
+"""What the pages of docs/write/, and the one on traces, tell a reader to write runs, and does what
+they say.
+"""
 
 from __future__ import annotations
 

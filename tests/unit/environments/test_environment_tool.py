@@ -1,4 +1,6 @@
-"""Tools that lease environments: one holder at a time, every lease ended once, whatever happens in between."""
+"""Tools that lease environments: one holder at a time, every lease ended once, whatever happens in
+between.
+"""
 
 from __future__ import annotations
 
@@ -262,7 +264,7 @@ def test_a_wrong_declaration_is_refused(settings, function, message):
         tools_of(function, **settings)
 
 
-# --- any order of events ----------------------------------------------------------------------------------------------
+# --- any order of events --------------------------------------------------------------------------
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
@@ -280,7 +282,9 @@ class VirtualTime(asyncio.SelectorEventLoop):
 
 
 class Held:
-    """Fails the test if it is used by two at once, by another trajectory than the one it was reset for, or closed."""
+    """Fails the test if it is used by two at once, by another trajectory than the one it was reset
+    for, or closed.
+    """
 
     def __init__(self, world):
         self.owner, self.in_call, self.closes, self.world = None, False, 0, world
@@ -296,7 +300,9 @@ class Held:
 
 
 class World:
-    """One run: the environments made, how resets go, and violations seen inside calls (where errors are messages)."""
+    """One run: the environments made, how resets go, and violations seen inside calls (where errors
+    are messages).
+    """
 
     def __init__(self, resets, scope):
         self.made, self.resets, self.violations, self.scope = [], resets, [], scope

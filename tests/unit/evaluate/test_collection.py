@@ -1,4 +1,6 @@
-"""Slots and the journal: nothing is doubled or forgotten when a collection is stopped, fails, and goes on."""
+"""Slots and the journal: nothing is doubled or forgotten when a collection is stopped, fails, and
+goes on.
+"""
 
 import asyncio
 import json

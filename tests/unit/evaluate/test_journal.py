@@ -1,4 +1,6 @@
-"""The journal: whatever ended the process that wrote it, the next one goes on without doubling or forgetting."""
+"""The journal: whatever ended the process that wrote it, the next one goes on without doubling or
+forgetting.
+"""
 
 import pytest
 from hypothesis import given, settings

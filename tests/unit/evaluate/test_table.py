@@ -1,4 +1,6 @@
-"""What an evaluation prints: names of a user's data as they are, and no mean with a certainty that it has not."""
+"""What an evaluation prints: names of a user's data as they are, and no mean with a certainty that
+it has not.
+"""
 
 import io
 

@@ -1,5 +1,7 @@
-"""vLLM on TPUs with doubles of what tpu-inference 0.32.0 has: ``TPUModelRunner`` (model, state, state_leaves, mesh,
-rng_key, vllm_config, refresh_state_leaves) and its two kinds of loaders. No TPU, no vLLM."""
+"""vLLM on TPUs with doubles of what tpu-inference 0.32.0 has: ``TPUModelRunner`` (model, state,
+state_leaves, mesh, rng_key, vllm_config, refresh_state_leaves) and its two kinds of loaders. No
+TPU, no vLLM.
+"""
 
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace

@@ -1,4 +1,6 @@
-"""Which weight updates fit a model, and where their tensors must be found; vLLM itself is not needed."""
+"""Which weight updates fit a model, and where their tensors must be found; vLLM itself is not
+needed.
+"""
 
 import json
 import math

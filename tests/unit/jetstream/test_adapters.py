@@ -1,4 +1,6 @@
-"""LoRA adapters named per request, on the JAX engine; the reference is transformers with PEFT's own adapter."""
+"""LoRA adapters named per request, on the JAX engine; the reference is transformers with PEFT's own
+adapter.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""Who runs next when pages are short: what waiting sessions will need again is weighed against who is first."""
+"""Who runs next when pages are short: what waiting sessions will need again is weighed against who
+is first.
+"""
 
 import functools
 from dataclasses import replace
@@ -40,7 +42,9 @@ def programs() -> ProgramTable:
 
 
 def crowded() -> tuple[Scheduler, Clock, list[int]]:
-    """A session waits, another one runs, a third one would take the first one's pages; with the first one's context."""
+    """A session waits, another one runs, a third one would take the first one's pages; with the
+    first one's context.
+    """
     clock = Clock()
     engine = JaxEngine(TINY, FULL, table=programs())
     on = Scheduler(engine, engine.load_params(tiny_params()), clock=clock)

@@ -1,4 +1,6 @@
-"""The engine's attention as a TPU runs it, interpreted, against the plain products of other machines."""
+"""The engine's attention as a TPU runs it, interpreted, against the plain products of other
+machines.
+"""
 
 import functools
 

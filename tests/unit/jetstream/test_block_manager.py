@@ -1,4 +1,6 @@
-"""Which context stands in which pages: the blocks against a model that remembers what every page was given."""
+"""Which context stands in which pages: the blocks against a model that remembers what every page
+was given.
+"""
 
 import math
 
@@ -101,8 +103,9 @@ def test_nothing_is_shared_across_a_reset():
 
 
 class PageMachine(RuleBasedStateMachine):
-    """Random requests. The model keeps for every context its ids, and for every page the KV that was written to it: of
-    which context prefix each position is, as the device would hold it."""
+    """Random requests. The model keeps for every context its ids, and for every page the KV that
+    was written to it: of which context prefix each position is, as the device would hold it.
+    """
 
     PAGES, SIZE, MAX_CONTEXT_PAGES, HOST_PAGES = 9, 3, 6, 0
 

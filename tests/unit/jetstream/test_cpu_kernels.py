@@ -1,4 +1,6 @@
-"""The kernels of a decode step on CPUs, against float64 numpy, and the engine that uses them against XLA's path."""
+"""The kernels of a decode step on CPUs, against float64 numpy, and the engine that uses them
+against XLA's path.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def attended(
     values: np.ndarray,
     sinks: np.ndarray | None,
 ) -> np.ndarray:
-    """Return [K, G, h] of one slot in float64: qkv [K, G + 2, h], rotated; cached keys and values [K, S, h]."""
+    """Return [K, G, h] of one slot in float64: qkv [K, G + 2, h], rotated; cached keys and values
+    [K, S, h].
+    """
     window = config.sliding_window or position + 1
     visible = slice(max(0, position - window + 1), position)
     keys = np.concatenate([keys[:, visible], qkv[:, -2:-1]], axis=1)
@@ -193,7 +197,9 @@ def test_attention_reads_what_each_slot_sees_in_its_own_pages(
 def test_several_tokens_of_a_context_attend_as_one_after_the_other(
     window: int | None, sinks: float | None
 ):
-    """Runs of 1, 7 and 4 tokens, the second across a page's end, beside an idle slot; later positions are NaN."""
+    """Runs of 1, 7 and 4 tokens, the second across a page's end, beside an idle slot; later
+    positions are NaN.
+    """
     config = dataclasses.replace(
         TINY, num_kv_heads=3, num_heads=9, head_dim=20, sliding_window=window
     )

@@ -1,4 +1,6 @@
-"""Several engines on simulated devices of one process sample as one does, side by side, and change weights together."""
+"""Several engines on simulated devices of one process sample as one does, side by side, and change
+weights together.
+"""
 
 import json
 

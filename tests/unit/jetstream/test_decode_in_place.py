@@ -1,4 +1,6 @@
-"""Decode steps on pages where they lie, as a TPU (interpreted) and a CPU run them, against those on gathered rows."""
+"""Decode steps on pages where they lie, as a TPU (interpreted) and a CPU run them, against those on
+gathered rows.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ SHAPES = EngineShapes(
 
 
 def three_slots() -> DecodeBatch:
-    """Two contexts that begin alike, one of them about to need its next page, one that ends early, an unused slot."""
+    """Two contexts that begin alike, one of them about to need its next page, one that ends early,
+    an unused slot.
+    """
     slots = make_decode_batch(4, SHAPES.context_pages)
     slots.pages[:3] = [[4, 2, 9], [4, 7, NULL_PAGE], [1, NULL_PAGE, NULL_PAGE]]
     slots.tokens[:3] = 11, 12, 13

@@ -1,4 +1,6 @@
-"""One program: engine and learner agree on every log-prob to the bit, whatever ran together, however it was packed."""
+"""One program: engine and learner agree on every log-prob to the bit, whatever ran together,
+however it was packed.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -86,7 +88,9 @@ async def converse(
 
 
 def differences(results, order: list[int]) -> int:
-    """How many log-probs of the engine are not, to the bit, those of the learner's scorer, given in this order."""
+    """How many log-probs of the engine are not, to the bit, those of the learner's scorer, given in
+    this order.
+    """
     scores = SCORER(PARAMS, [results[i][0] for i in order])
     pairs = [(x, scores[n][at - 1]) for n, i in enumerate(order) for at, x in results[i][1]]
     assert pairs

@@ -1,4 +1,6 @@
-"""Drafts from what was drawn before and from the prompt, against brute-force searches and the engine's own draws."""
+"""Drafts from what was drawn before and from the prompt, against brute-force searches and the
+engine's own draws.
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,6 @@
-"""Keys, values and weights in 8 bits: as rounded by hand, in the memory that is promised, and however they come in."""
+"""Keys, values and weights in 8 bits: as rounded by hand, in the memory that is promised, and
+however they come in.
+"""
 
 from dataclasses import replace
 
@@ -140,7 +142,8 @@ def test_a_prompt_is_kept_alike_however_it_is_cut():
         held, again = (
             np.asarray(jax.lax.slice_in_dim(x, 0, len(ids), axis=axis), float) for x in (a, b)
         )
-        # A float that is off by its last bit may fall on the other side of a half, and be felt in the layers above.
+        # A float that is off by its last bit may fall on the other side of a half, and be felt in
+        # the layers above.
         assert np.abs(held - again).mean() < 0.05
 
     whole_row, cut_row = (

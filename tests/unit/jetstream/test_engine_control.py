@@ -1,4 +1,6 @@
-"""The JAX engine's thread under control calls: each is answered, whatever ends the thread, the pause or the weights."""
+"""The JAX engine's thread under control calls: each is answered, whatever ends the thread, the
+pause or the weights.
+"""
 
 import asyncio
 import contextlib
@@ -43,7 +45,9 @@ class Gate:
             self._passes.acquire()
 
     async def reached(self) -> None:
-        """Returns when the thread has come once more. A thread that waits without a limit keeps Python from ending."""
+        """Returns when the thread has come once more. A thread that waits without a limit keeps
+        Python from ending.
+        """
         assert await asyncio.to_thread(self._arrivals.acquire, timeout=30)
 
     def let_one_pass(self) -> None:
@@ -55,7 +59,9 @@ class Gate:
 
 
 class CountingEngine:
-    """Counts on from the last id, four steps a dispatch; each dispatch waits at a gate. Weights are one array."""
+    """Counts on from the last id, four steps a dispatch; each dispatch waits at a gate. Weights are
+    one array.
+    """
 
     adapters = ()
 
@@ -139,7 +145,7 @@ def update(version: int) -> WeightUpdate:
     return WeightUpdate(version=version, kind="arrays", payload=tiny_params(version))
 
 
-# --- the end of the thread ------------------------------------------------------------------------------------
+# --- the end of the thread ------------------------------------------------------------------------
 
 
 async def test_all_who_wait_are_told_when_the_engine_dies():
@@ -233,7 +239,7 @@ async def test_a_cancelled_request_stays_cancelled_when_its_engine_is_dead():
             await soon(task)
 
 
-# --- pauses ---------------------------------------------------------------------------------------------------
+# --- pauses ---------------------------------------------------------------------------------------
 
 
 async def test_a_cancelled_wait_leaves_the_engine_running():
@@ -370,7 +376,7 @@ async def test_pause_wait_waits_for_who_was_preempted():
         assert len((await soon(late)).token_ids) == 4
 
 
-# --- requests and weights -------------------------------------------------------------------------------------
+# --- requests and weights -------------------------------------------------------------------------
 
 
 async def test_an_id_used_again_gets_its_own_output():

@@ -1,4 +1,6 @@
-"""An engine on eight simulated devices says what an engine on one does, and each device keeps its part of it."""
+"""An engine on eight simulated devices says what an engine on one does, and each device keeps its
+part of it.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""An engine of JetStream's later API under our backend, against full forward passes without a cache."""
+"""An engine of JetStream's later API under our backend, against full forward passes without a
+cache.
+"""
 
 import asyncio
 import contextlib
@@ -53,7 +55,9 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def exact_logprobs_of(prompt, sampled):
-    """As ``logprobs_of``, with layers in float64: the rounding of a pass in float32 is as large as the engine's."""
+    """As ``logprobs_of``, with layers in float64: the rounding of a pass in float32 is as large as
+    the engine's.
+    """
     with jax.enable_x64(True):
         return logprobs_of(
             jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), PARAMS), prompt, sampled
@@ -149,7 +153,8 @@ async def test_sampled_ids_follow_the_models_distribution():
     logits = full_logits(PARAMS, prompt)[-1].astype(np.float64)
     expected = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     seen = np.bincount([o.token_ids[0] for o in outputs], minlength=TINY.vocab_size) / count
-    # Total variation of an empirical distribution: E <= sum(sqrt(p(1-p)/n))/2; 2 of it is far outside.
+    # Total variation of an empirical distribution: E <= sum(sqrt(p(1-p)/n))/2; 2 of it is far
+    # outside.
     assert np.abs(seen - expected).sum() / 2 < np.sqrt(expected * (1 - expected) / count).sum()
 
 

@@ -1,4 +1,6 @@
-"""Grammars in the JAX engine, on a random model: the output follows them, and everything else stays as it is."""
+"""Grammars in the JAX engine, on a random model: the output follows them, and everything else stays
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ async def test_a_limit_cuts_a_constrained_output_as_any_other():
 
 
 async def test_ids_have_logprobs_and_supports_of_what_the_grammar_left():
-    """Golden: full passes without a cache, normalized in float64 over the ids that spell what each grammar allows."""
+    """Golden: full passes without a cache, normalized in float64 over the ids that spell what each
+    grammar allows.
+    """
     texts = [tokenizer().decode([i]) for i in range(CONFIG.vocab_size)]
     letters = [
         i for i, text in enumerate(texts) if text.isascii() and text.isalpha() and text.islower()

@@ -87,7 +87,8 @@ async def test_images_of_every_kind_over_two_turns_and_beside_each_other():
         one = {"image": [FIRST]}
         prompt = [5, 6, *placeholders(one), 7]
 
-        # Alone, and beside a request of text; the same ids with another image share the text before it alone.
+        # Alone, and beside a request of text; the same ids with another image share the text before
+        # it alone.
         first, text = await asyncio.gather(
             backend.generate(asking("a", prompt, one)),
             backend.generate(asking("t", [5, 6, 7, 8], {})),
@@ -104,7 +105,8 @@ async def test_images_of_every_kind_over_two_turns_and_beside_each_other():
         assert again.cached_tokens == len(prompt) - 1 and again.token_ids == first.token_ids
         assert_right(prompt, one, again)
 
-        # A second turn computes what is new: an image, a video, and a second image that needs a look of its own.
+        # A second turn computes what is new: an image, a video, and a second image that needs a
+        # look of its own.
         more = {"image": [FIRST, WIDE], "video": [CLIP]}
         longer = [*prompt, *first.token_ids, *placeholders({"video": [CLIP], "image": [WIDE]}), 9]
         second = await backend.generate(asking("a", longer, more))
@@ -148,7 +150,9 @@ async def _refusals(backend: JetStreamBackend) -> None:
 
 
 async def test_who_waits_again_for_pages_sees_its_images_again():
-    """Two contexts of three pages in a cache of four; the second is computed again from its images on."""
+    """Two contexts of three pages in a cache of four; the second is computed again from its images
+    on.
+    """
     backend = JetStreamBackend(
         TINY_VL,
         tiny_params(config=TINY_VL),

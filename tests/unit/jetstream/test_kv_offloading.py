@@ -99,7 +99,9 @@ def test_a_session_whose_kv_was_on_the_host_samples_what_it_would_have():
 
 
 def group_of_three(*, others: int) -> tuple[Scheduler, dict[str, TokenOutput]]:
-    """Second turns of three sessions with a common page, all at once, after others needed all pages at once."""
+    """Second turns of three sessions with a common page, all at once, after others needed all pages
+    at once.
+    """
     shapes = replace(
         SHAPES, max_concurrent_decodes=3, kv_cache_tokens=192, kv_offloading_bytes=8 * PAGE_BYTES
     )

@@ -1,4 +1,6 @@
-"""The engine says which experts every position it fed chose, however its keys and values were computed."""
+"""The engine says which experts every position it fed chose, however its keys and values were
+computed.
+"""
 
 from __future__ import annotations
 

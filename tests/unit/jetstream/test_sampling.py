@@ -21,7 +21,9 @@ def draw_restricted(
     position=0,
     allowed=None,
 ):
-    """``allowed`` bool [slots, VOCABULARY]; returns ids, log-probs, and bool [slots, VOCABULARY] of what was left."""
+    """``allowed`` bool [slots, VOCABULARY]; returns ids, log-probs, and bool [slots, VOCABULARY] of
+    what was left.
+    """
     slots = logits.shape[1]
     if allowed is not None:
         padded = np.pad(allowed, ((0, 0), (0, -VOCABULARY % 32)))
@@ -96,7 +98,8 @@ def test_draws_follow_the_distribution_and_logprobs_are_of_it(settings: dict):
     expected = distribution(logits, **settings)
     frequencies = np.bincount(ids, minlength=VOCABULARY) / slots
     assert set(np.flatnonzero(frequencies)) <= set(np.flatnonzero(expected))
-    # Bernstein's bound of a binomial proportion: 5 standard errors, and a few draws of an id that is hardly ever drawn.
+    # Bernstein's bound of a binomial proportion: 5 standard errors, and a few draws of an id that
+    # is hardly ever drawn.
     standard_errors = np.sqrt(expected * (1 - expected) / slots)
     assert np.all(np.abs(frequencies - expected) <= 5 * standard_errors + 25 / 3 / slots)
     np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=2e-5)

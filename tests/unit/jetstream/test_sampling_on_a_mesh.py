@@ -1,4 +1,6 @@
-"""Devices that each hold a part of the vocabulary draw what one device draws, and exchange no logits."""
+"""Devices that each hold a part of the vocabulary draw what one device draws, and exchange no
+logits.
+"""
 
 import json
 
@@ -55,13 +57,17 @@ print(json.dumps([differ, int(max(sizes)) / (VOCABULARY * SLOTS)]))
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[list[int], float]:
-    """Slots whose ids differ, by what is asked for; and the largest exchange as a share of the logits."""
+    """Slots whose ids differ, by what is asked for; and the largest exchange as a share of the
+    logits.
+    """
     differ, share = json.loads(run_on_devices(SCRIPT, devices=4)[-1])
     return differ, share
 
 
 def test_ids_and_logprobs_are_those_of_one_device(measured: tuple[list[int], float]):
-    """Sums of parts round differently: an id whose share of [0, 1) ends at the drawn number may change."""
+    """Sums of parts round differently: an id whose share of [0, 1) ends at the drawn number may
+    change.
+    """
     differ, _ = measured
     assert max(differ) <= 1  # of 600 slots; the script compares log-probs
 

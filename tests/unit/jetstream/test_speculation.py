@@ -1,4 +1,6 @@
-"""Speculative decoding samples what plain decoding does, with all programs, and stops where it does not pay."""
+"""Speculative decoding samples what plain decoding does, with all programs, and stops where it does
+not pay.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class XlaEngine(JaxEngine):
 
 
 class Eager(Speculation):
-    """Verifies whatever is drafted, however long it takes: by its clock nothing does, so that it never pauses."""
+    """Verifies whatever is drafted, however long it takes: by its clock nothing does, so that it
+    never pauses.
+    """
 
     def __init__(self, engine: JaxEngine, drafter: Any, counters: Counters) -> None:
         super().__init__(engine, drafter, counters, clock=lambda: 0.0)
@@ -195,7 +199,9 @@ FIRST, DRAWS = 2, 1800
 
 
 def chi_squared(on: Scheduler) -> dict[str, float]:
-    """Compare first ids, and second ones after the draft and after another id, with the model's distributions."""
+    """Compare first ids, and second ones after the draft and after another id, with the model's
+    distributions.
+    """
     prompt = PROMPTS[2]
     draft, other = np.argsort(full_logits(tiny_params(), prompt)[-1])[::-1][:2].tolist()
     on.speculation = Eager(on.engine, AlwaysDrafts(draft), on.counters)
@@ -215,7 +221,9 @@ def chi_squared(on: Scheduler) -> dict[str, float]:
 
 
 def deviation(context: list[int], drawn: list[int]) -> float:
-    """Return chi-squared of ids that were drawn after a context: of its four likeliest ids, and all others."""
+    """Return chi-squared of ids that were drawn after a context: of its four likeliest ids, and all
+    others.
+    """
     chances = model_chances(context)
     likely = np.argsort(chances)[::-1][:4]
     expected = np.append(chances[likely], 1 - chances[likely].sum()) * len(drawn)
@@ -267,7 +275,9 @@ def accepts_always(patch: pytest.MonkeyPatch) -> None:
 
 
 def accepts_by_a_coin_without_taking_the_rest(patch: pytest.MonkeyPatch) -> None:
-    """Takes a drafted id with probability min(1, p / q), where q = 1, and otherwise draws from p, not from the rest."""
+    """Takes a drafted id with probability min(1, p / q), where q = 1, and otherwise draws from p,
+    not from the rest.
+    """
     accepts_always(patch)
     verify, chance, coin = (
         JaxEngine.verify,

@@ -1,6 +1,8 @@
-"""Weights with right bytes that are nevertheless wrong: found by a canary's log-probs before they are served.
+"""Weights with right bytes that are nevertheless wrong: found by a canary's log-probs before they
+are served.
 
-SkyRL #1816 had right bytes under wrong names; Tunix #2096 sampled from weights that were never written.
+SkyRL #1816 had right bytes under wrong names; Tunix #2096 sampled from weights that were never
+written.
 """
 
 from __future__ import annotations

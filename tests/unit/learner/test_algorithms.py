@@ -1,5 +1,6 @@
-"""Every algorithm in the learner: gradients that do not depend on the layout, a critic that learns, steps that change
-nothing when they should not."""
+"""Every algorithm in the learner: gradients that do not depend on the layout, a critic that learns,
+steps that change nothing when they should not.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,8 @@ def test_the_critic_learns_what_the_rewards_are_and_the_policy_waits_for_it():
     before = jax.tree.map(np.asarray, made.params)
     for _ in range(15):
         last = made.update(groups).metrics
-    # The first token of each is sampled before anything tells the rewards apart: half the terms keep variance 1/4.
+    # The first token of each is sampled before anything tells the rewards apart: half the terms
+    # keep variance 1/4.
     assert last["critic_loss"] == pytest.approx(0.5 * 0.25 / 2, rel=0.1)
     assert last["critic_explained_variance"] == pytest.approx(0.5, abs=0.05)
     assert "loss" not in last

@@ -166,7 +166,9 @@ def lines_executed(function: Callable[[], object]) -> int:
 
 
 def test_packing_takes_work_in_proportion_to_the_trajectories():
-    """Comparing each trajectory with every token of every row would take four times the work for twice as many."""
+    """Comparing each trajectory with every token of every row would take four times the work for
+    twice as many.
+    """
     rng = np.random.default_rng(0)
     prompts = [[3] * 100 + rng.integers(3, 40000, 30).tolist() for _ in range(32)]
     ts = [

@@ -188,7 +188,9 @@ def test_the_parameters_before_the_last_update_come_back(settings):
 
 
 def test_a_step_without_an_update_does_not_change_what_comes_back():
-    """Its learning rate is not that of the update before it: of the warm-up's third step, not of its second."""
+    """Its learning rate is not that of the update before it: of the warm-up's third step, not of
+    its second.
+    """
     made = learner(lr_warmup_steps=50)
     made.update(random_groups(1))
     before = jax.device_get(made.params)

@@ -1,7 +1,7 @@
 """Importance weights, rejection and mismatch metrics.
 
-GOLDEN numbers were printed once by verl's ``rollout_corr_helper`` (commit b178a3c, float64), those of
-``test_icepop_diagnostics…`` are what verl's own test of it (commit 1dda039) expects.
+GOLDEN numbers were printed once by verl's ``rollout_corr_helper`` (commit b178a3c, float64), those
+of ``test_icepop_diagnostics…`` are what verl's own test of it (commit 1dda039) expects.
 """
 
 import numpy as np

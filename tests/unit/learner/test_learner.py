@@ -1,4 +1,6 @@
-"""The learner step: the gradient is independent of how the batch is laid out, and bad gradients change nothing."""
+"""The learner step: the gradient is independent of how the batch is laid out, and bad gradients
+change nothing.
+"""
 
 from dataclasses import replace
 

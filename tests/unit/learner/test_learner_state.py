@@ -1,4 +1,6 @@
-"""A learner's whole state through a checkpoint: critic, KL controller and counters; other meshes; cancellation."""
+"""A learner's whole state through a checkpoint: critic, KL controller and counters; other meshes;
+cancellation.
+"""
 
 import math
 import threading
@@ -95,7 +97,9 @@ def test_a_step_with_a_final_update_cannot_be_cancelled():
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_several_updates_are_undone_to_the_bit_when_cancelled_between_them(share: float):
-    """Two epochs of a critic's and a policy's update, cancelled after a share of their micro-batches."""
+    """Two epochs of a critic's and a policy's update, cancelled after a share of their
+    micro-batches.
+    """
     made, undisturbed, cancellation = ppo(ppo_epochs=2), ppo(ppo_epochs=2), StepCancellation()
     for learner in (made, undisturbed):
         learner.update(random_groups(0))
@@ -173,7 +177,9 @@ def test_cancelling_waits_for_an_update_that_is_under_way():
 def test_the_average_follows_every_update_and_no_other_number_changes(
     lora: dict | None, tmp_path: Path
 ):
-    """The recurrence in float64, on the trained parameters after each update; one skipped update averages nothing."""
+    """The recurrence in float64, on the trained parameters after each update; one skipped update
+    averages nothing.
+    """
 
     def learner(**changes) -> Learner:
         config = LearnerConfig(

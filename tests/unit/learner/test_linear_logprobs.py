@@ -1,4 +1,6 @@
-"""Blockwise log-probs and entropies against a plain log-softmax: values in float64 numpy, gradients by jax.grad."""
+"""Blockwise log-probs and entropies against a plain log-softmax: values in float64 numpy, gradients
+by jax.grad.
+"""
 
 from __future__ import annotations
 

@@ -154,8 +154,9 @@ def test_a_mesh_gives_the_loss_and_gradient_of_one_device(
 
 
 def test_a_mesh_splits_work_and_memory():
-    # Eight devices, so an eighth each, but for what no axis splits: attention sees no causal half where tokens are
-    # split, and a few arrays of a layer are gathered. What XLA cannot split it silently computes everywhere.
+    # Eight devices, so an eighth each, but for what no axis splits: attention sees no causal half
+    # where tokens are split, and a few arrays of a layer are gathered. What XLA cannot split it
+    # silently computes everywhere.
     meshes = {
         "dense": [{"fsdp": 8}, {"context": 8}],
         "experts": [{"expert": 8}, {"expert": 4, "context": 2}],

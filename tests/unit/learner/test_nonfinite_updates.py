@@ -1,4 +1,6 @@
-"""Updates whose gradients are not finite: who counts them, what they cost, and what is learned beside them."""
+"""Updates whose gradients are not finite: who counts them, what they cost, and what is learned
+beside them.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +68,7 @@ def with_nan(made: Learner, *, critic: bool = False) -> None:
     made.state = replace(state, **{"critic" if critic else "policy": replace(model, params=params)})
 
 
-# --- guards belong to one model -------------------------------------------------------------------------------------
+# --- guards belong to one model -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_adapters_count_their_own_steps_and_name_themselves():
     assert bits(made.state) == before, "neither adapter changed in the step that failed"
 
 
-# --- a step of which a part was applied -----------------------------------------------------------------------------
+# --- a step of which a part was applied -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -167,7 +169,8 @@ def test_half_a_step_learns_what_the_half_alone_would():
     for got, expected in zip(
         jax.tree.leaves(made.params), jax.tree.leaves(alone.params), strict=True
     ):
-        # AdamW divides a gradient by its own size: one of rounding size moves its parameter by up to the rate.
+        # AdamW divides a gradient by its own size: one of rounding size moves its parameter by up
+        # to the rate.
         assert np.mean(np.abs(np.asarray(got) - np.asarray(expected)) > 1e-4) < 0.01
 
 
@@ -238,7 +241,7 @@ def test_a_run_continues_from_half_a_step_as_if_never_saved(tmp_path: Path):
     assert bits(made.state) == bits(other.state)
 
 
-# --- the KL controller ----------------------------------------------------------------------------------------------
+# --- the KL controller ----------------------------------------------------------------------------
 
 
 def coefficients(made: Learner, steps: list[list[Group]]) -> list[float]:
@@ -280,7 +283,7 @@ def test_a_trajectory_without_a_free_token_leaves_the_kl_to_the_others(where: st
     assert len({step["kl_coef"] for step in steps}) == 3
 
 
-# --- learners of given sequences ------------------------------------------------------------------------------------
+# --- learners of given sequences ------------------------------------------------------------------
 
 
 def test_each_learner_of_sequences_counts_its_own_steps_and_a_state_holds_them():

@@ -97,7 +97,9 @@ def updated(steps: int = 4, **keys: object):
 
 
 def orthogonalized(matrix: np.ndarray) -> np.ndarray:
-    """Five Newton-Schulz iterations of the quintic that Muon's author published (Jordan et al. 2024), in float64."""
+    """Five Newton-Schulz iterations of the quintic that Muon's author published (Jordan et al.
+    2024), in float64.
+    """
     x = matrix / np.linalg.norm(matrix)
     x = x.T if len(x) > len(x[0]) else x
     for _ in range(5):
@@ -108,7 +110,9 @@ def orthogonalized(matrix: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["q", "down"])
 def test_muon_moves_the_matrices_of_layers_by_orthogonalized_momentum(name):
-    """In float64, with Nesterov momentum as optax corrects its bias, scaled to a root mean square of 0.2."""
+    """In float64, with Nesterov momentum as optax corrects its bias, scaled to a root mean square
+    of 0.2.
+    """
     found = updated(optimizer="muon", weight_decay=0.1)["layers"][name]
     beta = 0.95
     for layer in range(2):
@@ -134,7 +138,9 @@ def test_muon_leaves_embeddings_and_norms_to_adamw():
 
 
 def test_adafactor_keeps_second_moments_of_rows_and_columns():
-    """Algorithms 4 and 5 of arXiv 1804.04235 with a plain learning rate and decoupled decay, in float64."""
+    """Algorithms 4 and 5 of arXiv 1804.04235 with a plain learning rate and decoupled decay, in
+    float64.
+    """
     section = OptimizerSection(
         optimizer="adafactor", learning_rate=0.01, weight_decay=0.1, max_grad_norm=1e9
     )
@@ -200,7 +206,9 @@ def test_keys_that_an_optimizer_does_not_read_are_refused(keys, problem):
 
 
 def test_the_bytes_of_a_state_are_those_of_its_arrays():
-    """Two moments of AdamW and one of Muon's matrices in float32, and counters; the average is one copy more."""
+    """Two moments of AdamW and one of Muon's matrices in float32, and counters; the average is one
+    copy more.
+    """
     total = 6 * 4 + 2 * 4 * 3 + 2 * 3 * 8 + 2 * 4 + 4
     matrices = 2 * 4 * 3 + 2 * 3 * 8
     sizes = {

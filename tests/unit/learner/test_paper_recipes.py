@@ -1,12 +1,13 @@
 """Recipes that are named after a paper have its constants, and compute its loss.
 
-CONSTANTS come from the papers and, where a paper leaves one open, from its authors' code: DAPO section 4.1 and the
-script that verl's ``docs/algo/dapo.md`` names (dual clip 10); CISPO section 3.1, its largest weight from TRL's
-``GRPOConfig.epsilon_high`` (5); GSPO section 5.1; Dr. GRPO, ``sail-sg/understand-r1-zero``; REINFORCE++, its table of
-hyperparameters and OpenRLHF's defaults; ReMax, ``liziniu/ReMax`` (``--kl_ctl 0.05``, no ratio); GiGPO, verl-agent's
-``run_webshop.sh``; MT-GRPO, ``mt_grpo_env_trainer.py``; Tree-GRPO, ``train_multihopqa_tree_search.sh``; TreeRL,
-``treerl-qw14b.sh`` and ``ReinforcePolicyLoss``; ARPO, ``ppo_trainer.yaml``; SimpleTIR, ``train.sh``. Sizes and learning
-rates are the calculator example's and are not compared.
+CONSTANTS come from the papers and, where a paper leaves one open, from its authors' code: DAPO
+section 4.1 and the script that verl's ``docs/algo/dapo.md`` names (dual clip 10); CISPO section
+3.1, its largest weight from TRL's ``GRPOConfig.epsilon_high`` (5); GSPO section 5.1; Dr. GRPO,
+``sail-sg/understand-r1-zero``; REINFORCE++, its table of hyperparameters and OpenRLHF's defaults;
+ReMax, ``liziniu/ReMax`` (``--kl_ctl 0.05``, no ratio); GiGPO, verl-agent's ``run_webshop.sh``;
+MT-GRPO, ``mt_grpo_env_trainer.py``; Tree-GRPO, ``train_multihopqa_tree_search.sh``; TreeRL,
+``treerl-qw14b.sh`` and ``ReinforcePolicyLoss``; ARPO, ``ppo_trainer.yaml``; SimpleTIR,
+``train.sh``. Sizes and learning rates are the calculator example's and are not compared.
 """
 
 from collections.abc import Callable
@@ -110,7 +111,8 @@ def test_the_overlong_buffer_is_a_fifth_of_the_budget(name: str):
     assert config.algorithm.shaping.overlong_buffer == round(config.agent.max_response_length / 5)
 
 
-# Ratios of .01 … 20 to either sign of advantage: below and above every clip. Three trajectories of unequal lengths.
+# Ratios of .01 … 20 to either sign of advantage: below and above every clip. Three trajectories of
+# unequal lengths.
 LENGTHS = (5, 2, 9)
 RATIO = np.array(
     [0.01, 0.7, 1.0, 1.21, 1.27, 1.5, 0.5, 20.0, 4.5, 0.05, 0.9, 1.0003, 0.9996, 1.3, 12.0, 3.2]
@@ -135,7 +137,8 @@ def sequence_means(values: np.ndarray) -> np.ndarray:
 
 
 LOSSES: dict[str, Callable[[], float]] = {
-    # TRL's _compute_loss, loss_type="cispo": clamp(ratio, max=epsilon_high) * advantage * log-prob over all tokens.
+    # TRL's _compute_loss, loss_type="cispo": clamp(ratio, max=epsilon_high) * advantage * log-prob
+    # over all tokens.
     "cispo": lambda: (-np.minimum(RATIO, 5.0) * ADVANTAGE * LOGPROB).mean(),
     "dapo": lambda: clipped(0.2, 0.28, 10.0).mean(),
     "dr_grpo": lambda: sum(part.sum() for part in split(clipped(0.2, 0.2))) / 3 / 96,

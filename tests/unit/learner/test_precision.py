@@ -1,4 +1,6 @@
-"""bfloat16 products over float32 master weights: near the float32 gradient, and no update is too small to count."""
+"""bfloat16 products over float32 master weights: near the float32 gradient, and no update is too
+small to count.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""The load-balancing loss of experts: exact however the batch is laid out, and absent where it was not asked for."""
+"""The load-balancing loss of experts: exact however the batch is laid out, and absent where it was
+not asked for.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""The learner takes the engine's experts: ratios of 1 where rounding would choose others, and router gradients."""
+"""The learner takes the engine's experts: ratios of 1 where rounding would choose others, and
+router gradients.
+"""
 
 from __future__ import annotations
 

@@ -84,7 +84,9 @@ def test_a_schedule_that_cannot_be_followed_is_refused_with_the_fix(overrides: l
 
 
 def test_the_rate_follows_training_steps_whatever_each_of_them_updates():
-    """Two mini-batches, two epochs, and a policy that waits a step for its critic: its own schedule is one shorter."""
+    """Two mini-batches, two epochs, and a policy that waits a step for its critic: its own schedule
+    is one shorter.
+    """
     made = Learner(
         TINY,
         tiny_params(),
@@ -105,7 +107,9 @@ def test_the_rate_follows_training_steps_whatever_each_of_them_updates():
 
 
 def test_an_update_moves_the_parameters_by_the_rate_that_is_recorded():
-    """Adam's first update is of the rate's size, whatever the gradient's. The toy's loss is its parameters' sum."""
+    """Adam's first update is of the rate's size, whatever the gradient's. The toy's loss is its
+    parameters' sum.
+    """
     everywhere = replicated(make_mesh(LearnerConfig().mesh))
     optimizer = OptimizerSection(learning_rate=PEAK, lr_scheduler_type="linear")
     programs = UpdatePrograms(

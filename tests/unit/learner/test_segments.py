@@ -1,4 +1,6 @@
-"""Trajectories of several contexts: every segment is trained on, with its trajectory's advantage and weight."""
+"""Trajectories of several contexts: every segment is trained on, with its trajectory's advantage
+and weight.
+"""
 
 from __future__ import annotations
 

@@ -136,7 +136,9 @@ def test_loss_and_gradient_are_those_of_pytorch(peer, loss):
 
 
 def test_several_targets_per_token_count_as_a_sequence_for_each_of_them(peer):
-    """Two sequences have one context and different targets; some targets are named twice, some weigh nothing."""
+    """Two sequences have one context and different targets; some targets are named twice, some
+    weigh nothing.
+    """
     rng = np.random.default_rng(2)
     bare = {"weight": None, "advantage": None, "old_logprob": None, "ratio_mask": None}
     data = []

@@ -1,4 +1,6 @@
-"""Credit of sessions of several contexts, for every estimator and aggregation, against float64 numpy by hand."""
+"""Credit of sessions of several contexts, for every estimator and aggregation, against float64
+numpy by hand.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ WHOLE = with_parts(TURNS, 1.0)
 BEGINNING = trajectory([1, 2], [10, 11, 7, 12], mask=[1, 1, 0, 1], calls=CALLS, index=9)
 END = trajectory([1, 3, 3], [13, 9, 14, 15], mask=[1, 0, 1, 1])
 SPLIT = with_parts(replace(numbered(END, 2, 3), segments=(numbered(BEGINNING, 0, 1),)), 1.0)
-"""The turns of WHOLE; its history was compacted after two of them, and what the second was answered with left out."""
+"""The turns of WHOLE; its history was compacted after two of them, and what the second was answered
+with left out."""
 
 OTHER = with_parts(
     trajectory([1, 2], [20, 7, 21], mask=[1, 0, 1], calls=[[call(reward=0.25)]], index=1), 0.0
@@ -53,7 +56,9 @@ def valued(samples: ScoredBatch) -> ScoredBatch:
 
 
 def estimate(groups: Sequence[Group], config: AlgorithmConfig) -> list[np.ndarray]:
-    """The advantages of every trajectory's sampled ids, and returns, in the order in which they stand."""
+    """The advantages of every trajectory's sampled ids, and returns, in the order in which they
+    stand.
+    """
     samples = valued(scored_batch(groups, turn_reward=config.turn_reward))
     made = advantages.compute(samples, config)
     kinds = [made.advantages, *([made.returns] if made.returns else [])]
@@ -125,7 +130,8 @@ def test_baselines_compare_sessions_and_not_segments():
     np.testing.assert_allclose((*second, *third), (-5 / 12, -5 / 12, 0.25 - 5 / 12))
 
 
-# a, then a sub-agent says c and d, then b with their answer; another context goes on after a with e, between c and d
+# a, then a sub-agent says c and d, then b with their answer; another context goes on after a with
+# e, between c and d
 SUB = numbered(trajectory([1, 5], [40, 7, 41], mask=[1, 0, 1], index=8), 1, 3)
 AGAIN = numbered(trajectory([1, 2, 10, 11, 6], [50], index=7), 2)
 CALLER = numbered(trajectory([1, 2], [10, 11, 7, 12], mask=[1, 1, 0, 1], reward=1.0), 0, 4)
@@ -161,11 +167,13 @@ def test_discounts_and_the_critics_values_follow_the_order_in_which_turns_were_s
 
 
 def test_gigpo_discounts_turns_in_time_and_anchors_a_segment_at_what_followed_the_turn_it_goes_on_from():
-    # steps by time: a c e d b; returns 0.5 ** (4, 3, 2, 1, 0). Of the other, f was shown [6], as e was.
+    # steps by time: a c e d b; returns 0.5 ** (4, 3, 2, 1, 0). Of the other, f was shown [6], as e
+    # was.
     other = trajectory([1, 2], [60, 6, 61], mask=[1, 0, 1], index=1)
     config = AlgorithmConfig.model_validate({"adv_estimator": "gigpo", "gigpo": {"gamma": 0.5}})
     mine, others = estimate([Group(group_id="g", trajectories=(SESSION, other))], config)
-    # anchors: the prompt [1 2] (a: 1/16, 60: 0), [6] (e: 1/4, 61: 0), [7] (d: 1/2, b: 1), [1 5] (c alone)
+    # anchors: the prompt [1 2] (a: 1/16, 60: 0), [6] (e: 1/4, 61: 0), [7] (d: 1/2, b: 1), [1 5] (c
+    # alone)
     step = {10: 1 / 32, 11: 1 / 32, 40: 0, 50: 1 / 8, 41: -1 / 4, 12: 1 / 4}
     np.testing.assert_allclose(mine, [0.5 + step[i] for i in LAID_OUT], atol=1e-12)
     np.testing.assert_allclose(others, [-0.5 - 1 / 32, -0.5 - 1 / 8], atol=1e-12)
@@ -175,7 +183,8 @@ def test_treerl_credits_the_gain_over_the_prompt_to_the_first_turn_alone():
     other = trajectory([1, 2], [60], index=1)
     config = AlgorithmConfig(adv_estimator="treerl")
     mine, others = estimate([Group(group_id="g", trajectories=(SESSION, other))], config)
-    # leaves of two: 1 and -1 (reward minus the other's); V is a leaf's own on its turns, 0 at the prompt
+    # leaves of two: 1 and -1 (reward minus the other's); V is a leaf's own on its turns, 0 at the
+    # prompt
     assert dict(zip(LAID_OUT, mine.tolist(), strict=True)) == {
         10: 2,
         11: 2,

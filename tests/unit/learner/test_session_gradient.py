@@ -1,7 +1,8 @@
 """The gradient of a whole session, recorded over HTTP: compacted, with sub-agents, 24 calls.
 
-The expected gradient is transformers' in float64: one full pass for each call the engine answered, over exactly the ids
-it was asked with, and autograd of the log-probs of what it answered. Nothing of it knows segments, rows or prefixes.
+The expected gradient is transformers' in float64: one full pass for each call the engine answered,
+over exactly the ids it was asked with, and autograd of the log-probs of what it answered. Nothing
+of it knows segments, rows or prefixes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Calls = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 async def researcher(base_url, api_key, row):
-    """Eight turns, two sub-agents at the same time, two more turns, a summary that takes their place, five turns."""
+    """Eight turns, two sub-agents at the same time, two more turns, a summary that takes their
+    place, five turns.
+    """
     async with client_of(base_url, api_key) as client:
 
         async def talk(messages: list[dict], lines: list[str]) -> str:

@@ -1,4 +1,6 @@
-"""config.json: fields that are not known are refused by name, and what has no effect is written again."""
+"""config.json: fields that are not known are refused by name, and what has no effect is written
+again.
+"""
 
 import json
 from pathlib import Path

@@ -53,7 +53,9 @@ def write(
     freq_base: float = 10000.0,
     more: dict[str, Any] | None = None,
 ) -> Path:
-    """A file with these tensors; ``more`` are further keys, and tensors whose names end in ``.weight``."""
+    """A file with these tensors; ``more`` are further keys, and tensors whose names end in
+    ``.weight``.
+    """
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, arch)

@@ -57,7 +57,9 @@ def test_output_and_gradients_are_those_of_a_loop_over_groups(
 
 @jax.custom_vjp
 def unwritten(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """A product that leaves NaN in the rows of no group, as memory that a kernel does not write may hold."""
+    """A product that leaves NaN in the rows of no group, as memory that a kernel does not write may
+    hold.
+    """
     return _ended(jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes), sizes, jnp.nan)
 
 

@@ -1,5 +1,6 @@
-"""How images become patches, and how many. Frames are checked against transformers' own video processor where it can
-be imported (it needs torchvision): ``tests/gpu_backend/test_frames.py``."""
+"""How images become patches, and how many. Frames are checked against transformers' own video
+processor where it can be imported (it needs torchvision): ``tests/gpu_backend/test_frames.py``.
+"""
 
 import json
 from pathlib import Path

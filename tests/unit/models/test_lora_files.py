@@ -119,7 +119,9 @@ def plain(base: Path, tmp_path: Path) -> Path:
 
 
 def test_every_field_of_the_installed_peft_is_off_or_known(plain: Path):
-    """A field that is switched on is refused, unless it is one of those that leave a plain adapter as it is."""
+    """A field that is switched on is refused, unless it is one of those that leave a plain adapter
+    as it is.
+    """
     file = plain / "adapter_config.json"
     saved = json.loads(file.read_text())
     passing = set()

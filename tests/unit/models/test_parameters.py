@@ -1,4 +1,6 @@
-"""Every parameter of every family has a kind and axes that say what it is, whatever the shape of its array."""
+"""Every parameter of every family has a kind and axes that say what it is, whatever the shape of
+its array.
+"""
 
 import re
 from dataclasses import replace
@@ -147,7 +149,8 @@ def test_muon_orthogonalizes_each_matrix_of_a_stack_and_nothing_else(family: str
         matrices = np.asarray(ours[path]).reshape(-1, *ours[path].shape[-2:])
         for matrix in matrices:
             values = np.linalg.svd(matrix, compute_uv=False)
-            # Five Newton-Schulz iterations bring all but the very smallest to 0.7 to 1.3; random ones spread evenly.
+            # Five Newton-Schulz iterations bring all but the very smallest to 0.7 to 1.3; random
+            # ones spread evenly.
             assert np.mean(values > 0.5 * values.max()) > 0.9, path
 
 

@@ -1,4 +1,6 @@
-"""Families with experts, biases, windows and eyes: read onto a mesh, and trained there as on one device."""
+"""Families with experts, biases, windows and eyes: read onto a mesh, and trained there as on one
+device.
+"""
 
 from tests.simulated import run_on_devices
 

@@ -1,4 +1,6 @@
-"""Parameters in a folder: written shard by shard, read chunk by chunk, and refused if they are not what was written."""
+"""Parameters in a folder: written shard by shard, read chunk by chunk, and refused if they are not
+what was written.
+"""
 
 import json
 from pathlib import Path

@@ -16,7 +16,8 @@ COUNT = 300  # of tokens in a row: two blocks of 128 and a part of one
 
 
 def forest(runs: list[tuple[int, int]]) -> tuple[jax.Array, jax.Array]:
-    """Ends of subtrees and depths of tokens in depth-first order: each run goes back some steps, then straight on.
+    """Ends of subtrees and depths of tokens in depth-first order: each run goes back some steps,
+    then straight on.
 
     What is left of the row are trees of one token, as padding is.
     """

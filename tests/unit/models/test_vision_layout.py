@@ -1,4 +1,6 @@
-"""Where images stand, and what a tower is told of their shape; the references are transformers' own functions."""
+"""Where images stand, and what a tower is told of their shape; the references are transformers' own
+functions.
+"""
 
 import numpy as np
 import pytest

@@ -93,7 +93,7 @@ def records_of(step: int = 1):
     ]
 
 
-# --- charts ---------------------------------------------------------------------------------------------------------
+# --- charts ---------------------------------------------------------------------------------------
 
 
 def test_a_chart_has_the_steps_that_have_its_metric():
@@ -228,7 +228,7 @@ def test_bars_of_many_steps_are_sums_that_lose_nothing():
     assert bars["raised"] == ([*range(3, 1001, 4)], [4] * 250) and chart["lines"][0]["reach"] == 2
 
 
-# --- timeline -------------------------------------------------------------------------------------------------------
+# --- timeline -------------------------------------------------------------------------------------
 
 
 def test_a_long_pause_is_cut_out_of_the_time_axis():
@@ -262,7 +262,7 @@ def test_a_run_without_times_has_an_empty_timeline():
     assert made["phases"] == made["traces"] == [] and made["seconds"] == 0
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------
 
 
 def test_a_token_keeps_its_text_log_prob_advantage_and_version():
@@ -413,7 +413,7 @@ def test_a_group_is_a_tree_in_which_common_turns_stand_once():
     assert [n["up"] for n in nodes].count(0) == 2
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
@@ -603,7 +603,7 @@ def test_the_page_says_that_more_tokens_would_be_too_many(tmp_path: Path, monkey
     assert len(page_of(tmp_path / "run")[1]) == 12
 
 
-# --- the page -------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def test_what_a_model_wrote_stays_data(tmp_path: Path):

@@ -1,4 +1,5 @@
-"""The real TensorBoard, W&B (offline) and Trackio (local), read back by their own readers or format.
+"""The real TensorBoard, W&B (offline) and Trackio (local), read back by their own readers or
+format.
 
 Each run is interrupted after step 3 and resumed from step 2, so that step 3 is logged twice.
 """
@@ -123,7 +124,9 @@ def wandb_rewards(records: list) -> list[tuple[str, str]]:
 
 
 def wandb_records(file: Path) -> Iterator:
-    """The messages of a ``.wandb`` file: a LevelDB log (blocks of 32 KiB, fragments with a 7-byte head)."""
+    """The messages of a ``.wandb`` file: a LevelDB log (blocks of 32 KiB, fragments with a 7-byte
+    head).
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, position, whole = file.read_bytes(), 7, b""

@@ -73,7 +73,7 @@ def feed(run_dir: Path, *records: dict, step: int = 0) -> tuple[dict[str, int], 
     return sinks.lost(), said
 
 
-# --- what they get --------------------------------------------------------------------------------------------------
+# --- what they get --------------------------------------------------------------------------------
 
 
 def test_names_are_those_of_the_run_folder_and_nested_counts_have_a_slash():
@@ -121,7 +121,7 @@ def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(
     }
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def test_a_sink_that_fails_is_said_once_counted_and_goes_on(kept: Kept, tmp_path: Path):

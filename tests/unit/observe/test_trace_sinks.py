@@ -1,4 +1,6 @@
-"""Where traces go: files, MLflow, trackio, Weave; and a slow or failing one, which never holds up a run."""
+"""Where traces go: files, MLflow, trackio, Weave; and a slow or failing one, which never holds up a
+run.
+"""
 
 import datetime
 import json
@@ -314,7 +316,8 @@ def open_weave(tmp_path: Path, monkeypatch, weave_server):
         "HOME": str(tmp_path),
     }.items():
         monkeypatch.setenv(name, value)
-    # What MCP's own OpenTelemetry spans of later tests would be sent to, long after this server is gone.
+    # What MCP's own OpenTelemetry spans of later tests would be sent to, long after this server is
+    # gone.
     monkeypatch.setattr("weave.trace.weave_init._setup_conversation_tracing", lambda *project: None)
     config = TraceConfig(sinks=("weave",), project="team/project")
     return lambda: sinks.open_sinks(config, RunDir(tmp_path / "run"))["weave"]

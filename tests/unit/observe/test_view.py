@@ -1,4 +1,6 @@
-"""Trajectories in the terminal: which are shown and how, what makes no sense, and folders that are damaged."""
+"""Trajectories in the terminal: which are shown and how, what makes no sense, and folders that are
+damaged.
+"""
 
 import io
 import json

@@ -64,7 +64,7 @@ def see(watch: Watch, *values: float | None, silent: bool = False) -> None:
         watch.update({"kind": "step", "step": step, "value": value}, silent=silent)
 
 
-# --- when ----------------------------------------------------------------------------------------------------------
+# --- when -----------------------------------------------------------------------------------------
 
 
 def test_a_warning_is_said_once_when_it_has_held_for_some_steps():
@@ -126,7 +126,7 @@ def test_a_metric_is_compared_with_the_first_steps_that_learnt_something():
     assert value({"x": 8.0, "trained_tokens": 5}) == 4.0 and value({"x": 0.0}) is None
 
 
-# --- what ----------------------------------------------------------------------------------------------------------
+# --- what -----------------------------------------------------------------------------------------
 
 
 def test_a_healthy_run_has_no_warnings():
@@ -205,7 +205,9 @@ def test_a_reward_that_only_punishes_is_a_reward():
 
 
 def test_a_policy_that_an_update_broke_is_said_before_its_symptoms():
-    """A run with a hundred times the learning rate: good for a step, then repeated tokens to the limit."""
+    """A run with a hundred times the learning rate: good for a step, then repeated tokens to the
+    limit.
+    """
     broken = {
         "reward_mean": 0.0,
         "truncated_share": 1.0,
@@ -309,7 +311,7 @@ def test_an_idle_learner_is_advised_by_the_mode_it_has(mode: str, advice: str):
     assert advice in line and "waits 70% of the time" in line
 
 
-# --- whether another mode would help --------------------------------------------------------------------------------
+# --- whether another mode would help --------------------------------------------------------------
 
 
 def test_a_mode_is_worth_trying_where_the_engine_leaves_time():
@@ -342,7 +344,7 @@ def test_an_engine_has_devices_of_its_own_beside_the_learner_or_elsewhere(
     assert has_own_devices(conf(*overrides)) is own
 
 
-# --- before the first step ------------------------------------------------------------------------------------------
+# --- before the first step ------------------------------------------------------------------------
 
 
 def test_rows_without_an_agent_are_counted_where_tools_would_go_unused():

@@ -1,4 +1,6 @@
-"""A user's synchronous functions run in processes, so that one which never returns costs its own trajectory alone."""
+"""A user's synchronous functions run in processes, so that one which never returns costs its own
+trajectory alone.
+"""
 
 import asyncio
 import os
@@ -149,7 +151,9 @@ async def test_scores_come_from_another_process_and_failures_cost_one_trajectory
 
 
 async def test_a_pattern_that_backtracks_for_hours_is_killed_and_freezes_nothing(user_file):
-    """``re`` does not let go of the interpreter: in a thread of this process, no line below would be reached."""
+    """``re`` does not let go of the interpreter: in a thread of this process, no line below would
+    be reached.
+    """
     workers = FunctionWorkers(user_file, size=2)
     try:
         stuck = asyncio.create_task(rewards.score(row("stuck"), workers=workers, timeout=0.5))

@@ -1,4 +1,6 @@
-"""Question answering. The golden F1 values are worked out by hand from the definition in SQuAD's evaluation script."""
+"""Question answering. The golden F1 values are worked out by hand from the definition in SQuAD's
+evaluation script.
+"""
 
 import pytest
 from hypothesis import given

@@ -161,7 +161,9 @@ async def test_a_users_file_registers_functions(tmp_path):
 
 
 async def test_a_file_written_for_verl_scores_every_row(tmp_path):
-    """It registers nothing; its function has precedence over built-in ones, and reads tool results as in verl."""
+    """It registers nothing; its function has precedence over built-in ones, and reads tool results
+    as in verl.
+    """
     path = tmp_path / "verl_reward.py"
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n  "
@@ -214,7 +216,9 @@ def test_what_is_told_of_data_sources_is_short_however_long_they_are():
 
 
 async def test_a_later_run_of_the_process_gets_the_functions_of_its_own_file(tmp_path):
-    """A file is imported once; another file replaced its function since, or ``agent.module`` had imported it before."""
+    """A file is imported once; another file replaced its function since, or ``agent.module`` had
+    imported it before.
+    """
     first, second = tmp_path / "first.py", tmp_path / "second.py"
     for path, value in ((first, 1.0), (second, 2.0)):
         path.write_text(

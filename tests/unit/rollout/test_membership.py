@@ -1,4 +1,6 @@
-"""Servers come, go, die, fall silent and refuse weights in any order: no request is lost, doubled or served stale."""
+"""Servers come, go, die, fall silent and refuse weights in any order: no request is lost, doubled
+or served stale.
+"""
 
 import asyncio
 

@@ -1,4 +1,6 @@
-"""The servers behind a client, in virtual time: engines sample an id a second and take a second to load weights."""
+"""The servers behind a client, in virtual time: engines sample an id a second and take a second to
+load weights.
+"""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Rollout servers and their clients: who may ask, how errors travel, and what happens when one side goes away."""
+"""Rollout servers and their clients: who may ask, how errors travel, and what happens when one side
+goes away.
+"""
 
 import asyncio
 import base64
@@ -69,7 +71,7 @@ def send(url: str, path: str = "/v1/health", method: str = "GET", **options):
     return call()
 
 
-# --- who may ask ----------------------------------------------------------------------------------------------
+# --- who may ask ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "example.org"])
@@ -131,7 +133,7 @@ async def test_nonsense_is_this_requests_error(body):
         assert (await remote.health()).ok
 
 
-# --- what travels ---------------------------------------------------------------------------------------------
+# --- what travels ---------------------------------------------------------------------------------
 
 
 async def test_the_client_is_a_backend():
@@ -302,7 +304,7 @@ def test_what_is_no_picture_is_not_sent():
         encode_request(request(multi_modal={"image": ["cat.png"]}))
 
 
-# --- when one side goes away ----------------------------------------------------------------------------------
+# --- when one side goes away ----------------------------------------------------------------------
 
 
 async def test_a_client_that_leaves_frees_its_slots():
@@ -439,7 +441,7 @@ async def drain(stream) -> None:
         pass
 
 
-# --- weights --------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 async def test_uploaded_weights_are_checked_used_and_deleted(tmp_path: Path):
@@ -530,7 +532,7 @@ async def test_a_bad_upload_leaves_nothing(tmp_path: Path, upload, name, digest,
         uploads.files(upload)
 
 
-# --- metrics --------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 async def test_prometheus_reads_what_the_engine_did_and_who_asked():

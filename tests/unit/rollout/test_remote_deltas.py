@@ -1,4 +1,6 @@
-"""What changed since the version before, over HTTP to a server: the files its engine opens are the learner's."""
+"""What changed since the version before, over HTTP to a server: the files its engine opens are the
+learner's.
+"""
 
 from __future__ import annotations
 

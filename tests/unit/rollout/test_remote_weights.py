@@ -1,4 +1,6 @@
-"""Where a rollout server takes weights from: files below its folder and uploads within limits, and nothing else."""
+"""Where a rollout server takes weights from: files below its folder and uploads within limits, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,7 @@ async def test_health_is_answered_while_weights_are_loaded(tree: Path):
         assert (await remote.health()).policy_version == 1
 
 
-# --- uploads --------------------------------------------------------------------------------------------------
+# --- uploads --------------------------------------------------------------------------------------
 
 
 async def blocks(*parts: bytes) -> AsyncIterator[bytes]:

@@ -1,4 +1,6 @@
-"""Routing: sticky per session, else where the prompt's beginning was computed, else least in flight."""
+"""Routing: sticky per session, else where the prompt's beginning was computed, else least in
+flight.
+"""
 
 import random
 from itertools import takewhile

@@ -1,4 +1,6 @@
-"""A server between client and backend: an update that does not come to its end leaves an engine that serves."""
+"""A server between client and backend: an update that does not come to its end leaves an engine
+that serves.
+"""
 
 import asyncio
 

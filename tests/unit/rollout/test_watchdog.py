@@ -13,7 +13,9 @@ WORKING = {"busy": True, "updating": False}
 
 
 def looks(*readings, stall=10.0):
-    """What the watch says at each look; readings are (seconds, counters, and what the engine is doing)."""
+    """What the watch says at each look; readings are (seconds, counters, and what the engine is
+    doing).
+    """
     watch, server = StallDetector(stall), Server()
     return [watch.check(server, done, now=now, **state) for now, done, state in readings]
 

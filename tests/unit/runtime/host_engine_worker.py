@@ -1,6 +1,8 @@
-"""One process of a run whose every process samples, for ``test_multihost_engines``: a configuration and overrides.
+"""One process of a run whose every process samples, for ``test_multihost_engines``: a configuration
+and overrides.
 
-Process 0 prints, for every version and engine, what was sampled and the log-probs a plain forward pass gives it.
+Process 0 prints, for every version and engine, what was sampled and the log-probs a plain forward
+pass gives it.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""One process of a multi-host learner, for ``test_multihost``: its job is a JSON object in ``argv[1]``."""
+"""One process of a multi-host learner, for ``test_multihost``: its job is a JSON object in
+``argv[1]``.
+"""
 
 import json
 import sys
@@ -68,8 +70,9 @@ def share_read_back(learner: Learner | LeadingLearner, made: Learner, job: dict)
 
 
 def give_up(learner: Learner | LeadingLearner, groups: list[Group], *, midway: bool) -> None:
-    """A step that process 0 cancels before its first update or after it: unless all undo it, what follows comes out
-    different or never ends."""
+    """A step that process 0 cancels before its first update or after it: unless all undo it, what
+    follows comes out different or never ends.
+    """
     cancellation = StepCancellation()
 
     def tick(done: int, total: int) -> None:

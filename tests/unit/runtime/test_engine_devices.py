@@ -1,4 +1,5 @@
-"""Which devices engines take where the configuration leaves them open, and what is said about idle ones.
+"""Which devices engines take where the configuration leaves them open, and what is said about idle
+ones.
 
 Sizes are computed by hand from the models' published shapes.
 """
@@ -74,10 +75,12 @@ def test_a_small_model_with_two_kv_heads_gets_an_engine_on_every_chip():
 
 
 def test_engines_are_split_until_weights_cache_and_the_learners_state_fit():
-    """Qwen3-8B: 8.19e9 parameters, 15.3 GiB in bfloat16; its learner on 64 chips keeps 1.9 GiB on each.
+    """Qwen3-8B: 8.19e9 parameters, 15.3 GiB in bfloat16; its learner on 64 chips keeps 1.9 GiB on
+    each.
 
-    KV: 36 layers x 8 heads x 128 x 2 x 2 B = 147,456 B a token. Of 0.8 x 16 GiB, one chip with 8 of 32 contexts of 2048
-    has too little (1.9 + 15.3 + 2.3), and two with 16 of them have enough (1.9 + 7.6 + 2.3).
+    KV: 36 layers x 8 heads x 128 x 2 x 2 B = 147,456 B a token. Of 0.8 x 16 GiB, one chip with 8 of
+    32 contexts of 2048 has too little (1.9 + 15.3 + 2.3), and two with 16 of them have enough (1.9
+    + 7.6 + 2.3).
     """
     learner = {"mesh": {"fsdp": 64}}
     assert resolved("qwen3-8b", settings(learner=learner, max_in_flight=32)) == (2, 2)
@@ -90,7 +93,8 @@ def test_engines_are_split_until_weights_cache_and_the_learners_state_fit():
 def test_of_a_mixture_whole_experts_are_split():
     """Qwen3-30B-A3B: 30.5e9 parameters, 56.9 GiB in bfloat16.
 
-    KV: 48 layers x 4 heads x 128 x 2 x 2 B = 98,304 B a token. Without the learner (``sleep_during_update``), of
+    KV: 48 layers x 4 heads x 128 x 2 x 2 B = 98,304 B a token. Without the learner
+        (``sleep_during_update``), of
     0.8 x 32 GiB, two chips with 16 of 32 contexts of 2048 have too little (28.4 + 1.5 each), and four with 32 of them
     have enough (14.2 + 1.5).
     """
@@ -111,7 +115,8 @@ def test_of_a_mixture_whole_experts_are_split():
 
 
 def test_the_learners_state_counts_only_where_it_is():
-    """Qwen2.5-1.5B: 1.54e9 parameters, 2.9 GiB in bfloat16; of the learner's 23 GiB, two chips hold 11.5 each.
+    """Qwen2.5-1.5B: 1.54e9 parameters, 2.9 GiB in bfloat16; of the learner's 23 GiB, two chips hold
+    11.5 each.
 
     Beside it 0.8 x 16 GiB have room for 1.3 GiB: a quarter of the weights.
     """
@@ -126,7 +131,9 @@ def test_the_learners_state_counts_only_where_it_is():
 
 
 def test_the_largest_split_is_taken_if_none_fits_and_only_sizes_that_divide_the_heads():
-    """Qwen2.5-0.5B: 14 query heads over 2 key/value heads suit 1, 2, 7 or 14 devices, and 7 do not divide the rest."""
+    """Qwen2.5-0.5B: 14 query heads over 2 key/value heads suit 1, 2, 7 or 14 devices, and 7 do not
+    divide the rest.
+    """
     assert resolved("qwen2.5-0.5b", settings(), memory=GIB) == (2, 2)
     assert resolved("qwen2.5-0.5b", settings(), devices=8, memory=GIB) == (4, 2)
 
@@ -171,7 +178,9 @@ def test_each_engine_has_slots_and_cache_for_its_part_of_the_trajectories():
 
 
 def test_idle_devices_are_named_with_the_key_that_uses_them():
-    """The launch page's command with one engine of two chips: what it did before engines took all of a host's chips."""
+    """The launch page's command with one engine of two chips: what it did before engines took all
+    of a host's chips.
+    """
     made = settings(engine={"mesh": {"data": 1, "tensor": 2}}, learner=SIXTEEN)
     (line,) = report_idle(
         made, count=16, sampling={0, 1, 4, 5, 8, 9, 12, 13}, learning=range(16), hosts=4

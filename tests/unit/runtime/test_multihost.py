@@ -33,7 +33,9 @@ def run(
     restore: bool = False,
     lora: dict | None = None,
 ):
-    """Runs the job on ``processes`` x ``devices`` and returns what process 0 printed, and the parameters."""
+    """Runs the job on ``processes`` x ``devices`` and returns what process 0 printed, and the
+    parameters.
+    """
     port = free_port()
     job = {"mesh": mesh, "steps": steps, "restore": restore, "out": str(folder / f"{name}.npz")}
     job |= {"checkpoints": str(folder / "checkpoints"), "lora": lora}

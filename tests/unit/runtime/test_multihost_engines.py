@@ -1,4 +1,6 @@
-"""Engines on all processes of a learner: they find each other, and serve what all of them have trained."""
+"""Engines on all processes of a learner: they find each other, and serve what all of them have
+trained.
+"""
 
 import asyncio
 import json

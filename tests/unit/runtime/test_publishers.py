@@ -107,7 +107,9 @@ def engine(dtype: str, *, quantize: EightBits | None = None) -> JetStreamBackend
 async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_rounded(
     tmp_path: Path, transport: str, monkeypatch
 ):
-    """Bit by bit, in half the bytes; the yardstick is the learner's own arrays, given to an engine in this process."""
+    """Bit by bit, in half the bytes; the yardstick is the learner's own arrays, given to an engine
+    in this process.
+    """
     learner, folder = Parameters(tiny_params(7)), tmp_path / "weights"
     folder.mkdir()
     taken, expected = engine("bfloat16"), engine("bfloat16")

@@ -1,4 +1,6 @@
-"""The agents' side of a run: evaluation settings reach evaluations, and what is missing is found out before it."""
+"""The agents' side of a run: evaluation settings reach evaluations, and what is missing is found
+out before it.
+"""
 
 import functools
 

@@ -1,4 +1,6 @@
-"""``serve``: contexts as long as model and cache allow; engines that are watched and replaced as in training."""
+"""``serve``: contexts as long as model and cache allow; engines that are watched and replaced as in
+training.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def test_a_served_engine_compiles_when_a_request_needs_it_and_that_of_a_run_as_s
 async def running(
     config: Config, backends: dict[str, list[ScriptedBackend]], codec: FakeCodec, monkeypatch
 ):
-    """``serve`` with these engines; an engine's later backends replace those that are lost. Yields its address."""
+    """``serve`` with these engines; an engine's later backends replace those that are lost. Yields
+    its address.
+    """
     factories = {name: iter(made).__next__ for name, made in backends.items()}
     monkeypatch.setattr(serve, "check_engine", lambda config: None)
     monkeypatch.setattr(serve, "open_codec", lambda config: codec)

@@ -27,7 +27,9 @@ LOGITS = MODELS["base"].logits
 
 
 def vllm_answer(request: dict) -> dict:
-    """What `vllm serve` answers: for each position but the first, ids as text with log-prob and rank."""
+    """What `vllm serve` answers: for each position but the first, ids as text with log-prob and
+    rank.
+    """
     ids, k = request["prompt"], request["prompt_logprobs"]
     positions: list[dict | None] = [None]
     for logs, own in zip(log_softmax(LOGITS(ids[:-1])), ids[1:], strict=True):
@@ -116,7 +118,9 @@ async def test_a_rollout_server_scores_as_its_engine_does():
 
 
 def group_of(*sources: str) -> Group:
-    """A trajectory for each data source: two turns with a tool's answer between them, and a segment of another."""
+    """A trajectory for each data source: two turns with a tool's answer between them, and a segment
+    of another.
+    """
     made = trajectory([5, 9], [4, 11, 7, 3, 8], mask=[1, 1, 0, 0, 1])
     segment = trajectory([5, 6], [7, 10])
     return Group(

@@ -1,4 +1,6 @@
-"""Teachers on the learner's devices: which are refused, and what rows need when only they are learned from."""
+"""Teachers on the learner's devices: which are refused, and what rows need when only they are
+learned from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weight files on their way to an engine: what is not what the learner wrote is refused, and the old weights serve."""
+"""Weight files on their way to an engine: what is not what the learner wrote is refused, and the
+old weights serve.
+"""
 
 import shutil
 from collections.abc import Callable

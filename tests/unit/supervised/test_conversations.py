@@ -1,4 +1,6 @@
-"""Rows to ids and loss masks. The reference is the template's own rendering of the whole conversation."""
+"""Rows to ids and loss masks. The reference is the template's own rendering of the whole
+conversation.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.tiny_chat import tokenizer
 from tests.unit.chat.test_template_families import FAMILIES, codec_of, text
 
 OPEN_THINKING = {"deepseek": "</think>\n\n", "nemotron3": "</think>"}
-"""Families whose generation prompt opens a think block, and how a turn without reasoning closes it."""
+"""Families whose generation prompt opens a think block, and how a turn without reasoning closes it.
+"""
 REWRITTEN = {"qwen3", "qwen3.5", "glm4", "gpt-oss", "gemma4", "qwen3-vl"}
 """Families whose template writes the last turn otherwise than earlier ones."""
 

@@ -1,4 +1,6 @@
-"""Runs of ``sft`` and ``dpo`` on a tiny model: gradients, resuming, interruptions, and other commands' use of them."""
+"""Runs of ``sft`` and ``dpo`` on a tiny model: gradients, resuming, interruptions, and other
+commands' use of them.
+"""
 
 from __future__ import annotations
 
@@ -412,8 +414,9 @@ TRL_LOSSES = {
     "sft": [6.0261430740, 5.9821386337, 5.9396667480, 5.8989105225, 5.8600759506],
     "dpo": [0.6931471825, 0.5871961713, 0.4984522164, 0.4248795509, 0.3642154038],
 }
-"""Losses before each of five updates of TRL 1.16's SFTTrainer and DPOTrainer on the rows of :func:`given_rows`, by
-``benchmarks/peers/trl_supervised.py``: float32, AdamW at 1e-3 (betas 0.9, 0.999), gradient clipped to 1, beta 0.5."""
+"""Losses before each of five updates of TRL 1.16's SFTTrainer and DPOTrainer on the rows of
+:func:`given_rows`, by ``benchmarks/peers/trl_supervised.py``: float32, AdamW at 1e-3 (betas 0.9,
+0.999), gradient clipped to 1, beta 0.5."""
 
 
 def given_rows() -> dict[str, list]:

@@ -1,4 +1,6 @@
-"""What counts as left behind: own children do, Python's own resource tracker does not, however long its command is."""
+"""What counts as left behind: own children do, Python's own resource tracker does not, however long
+its command is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The judge and the code rewards give nothing for programs that act on the process that scores them."""
+"""The judge and the code rewards give nothing for programs that act on the process that scores
+them.
+"""
 
 import pytest
 

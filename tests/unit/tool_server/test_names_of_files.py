@@ -1,4 +1,6 @@
-"""Names that no file can have are answered like those that none has: no crash, and no path of this machine."""
+"""Names that no file can have are answered like those that none has: no crash, and no path of this
+machine.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Search by words and by meaning: scores of an independent source, indexes made once, errors that name their line."""
+"""Search by words and by meaning: scores of an independent source, indexes made once, errors that
+name their line.
+"""
 
 import json
 import os
@@ -46,9 +48,11 @@ async def test_search_shows_the_best_passages_and_answer_ends(corpus):
 
 
 def test_scores_are_those_of_bm25(corpus):
-    """Lucene's formula by hand, with k1 = 1.5 and b = 0.75: "kilometres" is in one of three passages.
+    """Lucene's formula by hand, with k1 = 1.5 and b = 0.75: "kilometres" is in one of three
+    passages.
 
-    Without stop words the passages have 6 (paris, paris, capital, france, river, seine), 4 and 5 words.
+    Without stop words the passages have 6 (paris, paris, capital, france, river, seine), 4 and 5
+    words.
     """
     import math
 
@@ -103,7 +107,7 @@ def test_a_broken_corpus_names_its_line(corpus, line):
         BM25Index.open(SearchSettings(corpus=str(corpus)))
 
 
-# --- by meaning -----------------------------------------------------------------------------------------------------
+# --- by meaning -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +121,9 @@ def encoder() -> str:
 
 
 def embedded(folder: str, texts: list[str]) -> np.ndarray:
-    """float64 [N, D] by transformers alone: the mean over the words' last states, of length 1 (the model's card)."""
+    """float64 [N, D] by transformers alone: the mean over the words' last states, of length 1 (the
+    model's card).
+    """
     import torch
     from transformers import AutoModel, AutoTokenizer
 

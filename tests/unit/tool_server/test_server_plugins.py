@@ -18,7 +18,7 @@ from tests.capabilities import needs_bwrap
 from tests.ports import free_port
 from tests.tool_serving import agent, text_of
 
-# --- python ---------------------------------------------------------------------------------------------------------
+# --- python ---------------------------------------------------------------------------------------
 
 
 @needs_bwrap
@@ -112,7 +112,7 @@ async def test_a_session_survives_what_code_does_to_its_streams_and_forks(code):
         assert "42" in text_of(await act("<python>import os; os.system(f'echo {x + 1}')</python>"))
 
 
-# --- bash -----------------------------------------------------------------------------------------------------------
+# --- bash -----------------------------------------------------------------------------------------
 
 
 @needs_bwrap
@@ -140,7 +140,7 @@ async def test_bash_keeps_its_folder_variables_and_files_and_survives_broken_com
         )
 
 
-# --- judge ----------------------------------------------------------------------------------------------------------
+# --- judge ----------------------------------------------------------------------------------------
 
 ADDS = "<python>a, b = map(int, input().split())\nprint(a + b)</python>"
 
@@ -189,7 +189,7 @@ async def test_tests_that_a_silent_program_passes_are_an_error():
         assert reply.error is Failure.TOOL and "print nothing" in text_of(reply)
 
 
-# --- sql ------------------------------------------------------------------------------------------------------------
+# --- sql ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ async def test_only_databases_of_the_folder_can_be_named(databases, name):
         assert (await act("<sql>SELECT 1</sql>", db_id=name)).error is Failure.TOOL
 
 
-# --- pages ----------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ async def test_nothing_outside_the_folder_can_be_opened(site, command):
         )
 
 
-# --- images ---------------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------
 
 
 def data_url(image):
@@ -446,7 +446,7 @@ async def test_files_are_read_below_the_root_only_and_bombs_refused(quarters, tm
         assert "40x20, more than image.max_pixels=799" in text_of(reply)
 
 
-# --- MCP ------------------------------------------------------------------------------------------------------------
+# --- MCP ------------------------------------------------------------------------------------------
 
 SERVER = """
 import os, sys

@@ -1,4 +1,6 @@
-"""The short form of ``benchmarks/tool_server.py``, which runs the same for ten minutes with 256 trajectories."""
+"""The short form of ``benchmarks/tool_server.py``, which runs the same for ten minutes with 256
+trajectories.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Service of one worker: which tool acts, how failures are reported, and that environments close exactly once."""
+"""Service of one worker: which tool acts, how failures are reported, and that environments close
+exactly once.
+"""
 
 import asyncio
 import random

@@ -1,4 +1,6 @@
-"""The client of the tool server: what its answers may be, and what is made of those they may not be."""
+"""The client of the tool server: what its answers may be, and what is made of those they may not
+be.
+"""
 
 import asyncio
 

@@ -297,7 +297,7 @@ def test_a_token_becomes_a_bearer_header():
     assert server.headers == {"Authorization": "Bearer abc"}
 
 
-# --- what a result says ---------------------------------------------------------------------------------------------
+# --- what a result says ---------------------------------------------------------------------------
 
 
 def result_of(*content, **more):

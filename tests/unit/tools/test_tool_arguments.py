@@ -105,7 +105,7 @@ def test_what_passes_is_valid_and_what_was_valid_passes(kind, value):
         assert jsonschema.Draft202012Validator(schema).is_valid(checked)
 
 
-# --- schemas with parts ---------------------------------------------------------------------------------------------
+# --- schemas with parts ---------------------------------------------------------------------------
 
 DEFS = {
     "P": {"type": "object", "properties": {"n": {"type": "integer"}}},

@@ -1,4 +1,6 @@
-"""Tool classes written for verl run as they are: as verl documents them, with its imports and its YAML."""
+"""Tool classes written for verl run as they are: as verl documents them, with its imports and its
+YAML.
+"""
 
 import importlib.util
 import sys

@@ -113,7 +113,9 @@ async def test_weights_change_under_running_generations_and_each_token_keeps_its
 
 @pytest.mark.parametrize("how", ["keep", "recompute"])
 async def test_generations_go_on_after_every_kind_of_weight_update(tmp_path: Path, how: str):
-    """Every other group waits in its middle for the weights to change; how many of those are in time is chance."""
+    """Every other group waits in its middle for the weights to change; how many of those are in
+    time is chance.
+    """
     learner = Versions()
     training = make_trainer(
         tmp_path,
@@ -281,7 +283,9 @@ async def test_groups_of_trees_flow_like_any_others(tmp_path: Path, mode: str):
 
 
 async def test_a_step_of_groups_without_gradient_is_a_version_too(tmp_path: Path):
-    """Else tokens would look older than they are, and with S = 0 nothing could be trained on any more."""
+    """Else tokens would look older than they are, and with S = 0 nothing could be trained on any
+    more.
+    """
 
     async def equal(t):
         return replace(t, reward=1.0) if t.group_id == "async-0-0" else await parity(t)

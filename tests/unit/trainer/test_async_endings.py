@@ -1,4 +1,6 @@
-"""How runs of the asynchronous trainers end: by an error, an interruption, and what a resumed run makes of it."""
+"""How runs of the asynchronous trainers end: by an error, an interruption, and what a resumed run
+makes of it.
+"""
 
 import asyncio
 import threading
@@ -76,7 +78,9 @@ async def test_an_error_of_a_group_ends_the_run_and_leaves_no_task(tmp_path: Pat
 async def test_an_interruption_during_the_only_update_finishes_that_step_without_waiting_for_rollouts(
     tmp_path: Path, mode: str
 ):
-    """Everything but the first batch never ends. The engine does not get what was learnt: the run is over."""
+    """Everything but the first batch never ends. The engine does not get what was learnt: the run
+    is over.
+    """
     updating, interrupted = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -154,7 +158,9 @@ def trained_numbers(learner: Versions, upto: int, batch: int) -> list[int]:
 async def test_an_interrupted_run_goes_on_and_trains_on_every_row_once(
     tmp_path: Path, mode: str, turns: int
 ):
-    """Cancelled after so many turns of the event loop; 8 steps of 2 groups in the end, whatever was going on."""
+    """Cancelled after so many turns of the event loop; 8 steps of 2 groups in the end, whatever was
+    going on.
+    """
 
     def make(name: str, **more):
         return make_trainer(

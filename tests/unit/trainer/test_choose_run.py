@@ -1,4 +1,6 @@
-"""Which run folder a run gets, and whether it goes on from a checkpoint, with checkpoints elsewhere than in there."""
+"""Which run folder a run gets, and whether it goes on from a checkpoint, with checkpoints elsewhere
+than in there.
+"""
 
 import json
 from pathlib import Path

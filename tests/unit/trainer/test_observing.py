@@ -1,4 +1,6 @@
-"""A trainer's observers: warnings reach the summary, also those of before a restart; sinks are closed and counted."""
+"""A trainer's observers: warnings reach the summary, also those of before a restart; sinks are
+closed and counted.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A step ends while an engine and the learner live, whatever one trajectory waits for, also after a restart."""
+"""A step ends while an engine and the learner live, whatever one trajectory waits for, also after a
+restart.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""A step tells of the calls that could not be run in one line: how many, what share, which kind, where to look."""
+"""A step tells of the calls that could not be run in one line: how many, what share, which kind,
+where to look.
+"""
 
 from typing import Any
 

@@ -49,7 +49,9 @@ class Averaging(IdleLearner):
 async def test_evaluations_sample_from_the_average_and_training_from_the_weights_alone(
     tmp_path: Path,
 ):
-    """Before training nothing was averaged yet. Every set of weights has a version of its own, higher than before."""
+    """Before training nothing was averaged yet. Every set of weights has a version of its own,
+    higher than before.
+    """
     training = make_trainer(
         tmp_path,
         steps=3,
@@ -221,7 +223,9 @@ async def test_penalties_are_taken_off_before_groups_are_compared(tmp_path: Path
 
 
 async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path: Path):
-    """Step 1 loses one of two trajectories of its group, step 2 both: then there is nothing to learn from."""
+    """Step 1 loses one of two trajectories of its group, step 2 both: then there is nothing to
+    learn from.
+    """
 
     async def score(trajectory):
         _, step, _, sample = trajectory.trajectory_id.split("-")
@@ -245,7 +249,9 @@ async def test_trajectories_without_loss_are_counted_under_their_reason(tmp_path
 
 
 async def test_a_step_of_trees_balances_its_books_and_counts_shared_ids_once(tmp_path: Path):
-    """Of each chain two ids are forked, so at least one branch takes something over; then the engine says 3 more."""
+    """Of each chain two ids are forked, so at least one branch takes something over; then the
+    engine says 3 more.
+    """
     strategy = {"name": "treerl", "treerl": {"m": 2, "n": 2, "l": 1, "t": 1}}
     training = make_trainer(
         tmp_path,

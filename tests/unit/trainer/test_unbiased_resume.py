@@ -1,4 +1,6 @@
-"""Runs that are killed again and again train on every row once, and on as many long trajectories as others."""
+"""Runs that are killed again and again train on every row once, and on as many long trajectories as
+others.
+"""
 
 import asyncio
 import json

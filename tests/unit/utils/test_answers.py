@@ -1,4 +1,6 @@
-"""What a hostile server answers costs no client more than its bound, and ends no run: one test for all clients."""
+"""What a hostile server answers costs no client more than its bound, and ends no run: one test for
+all clients.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ async def answering(
     endless: bool = False,
     silent: bool = False,
 ):
-    """A server that answers every request so, or never; yields its URL and the bytes it could send so far."""
+    """A server that answers every request so, or never; yields its URL and the bytes it could send
+    so far.
+    """
     sent: list[int] = []
     over = asyncio.Event()
     head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -84,7 +88,7 @@ async def answering(
         server.close()
 
 
-# --- each client asks once --------------------------------------------------------------------------------------------
+# --- each client asks once ------------------------------------------------------------------------
 
 
 class Closing:
@@ -284,7 +288,7 @@ async def test_an_error_is_not_read_beyond_its_beginning(client, status, tmp_pat
     assert sum(sent) < 100 << 20
 
 
-# --- lines, and MCP servers that are programs -----------------------------------------------------------------------
+# --- lines, and MCP servers that are programs -----------------------------------------------------
 
 
 @given(st.lists(st.binary(max_size=8).map(lambda part: part.replace(b"\r", b"\n")), max_size=20))

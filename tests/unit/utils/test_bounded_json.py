@@ -1,4 +1,6 @@
-"""JSON from outside: whatever is read can be written and encoded again, within bounds, by every way to read it."""
+"""JSON from outside: whatever is read can be written and encoded again, within bounds, by every way
+to read it.
+"""
 
 from __future__ import annotations
 

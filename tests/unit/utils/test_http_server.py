@@ -1,4 +1,6 @@
-"""The one HTTP server: who is let in at every route of every service, and what a connection or a body may cost."""
+"""The one HTTP server: who is let in at every route of every service, and what a connection or a
+body may cost.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +178,7 @@ async def test_json_nested_too_deep_is_a_bad_request_at_every_route(service: Cal
                         )
 
 
-# --- connections and bodies ---------------------------------------------------------------------------------------
+# --- connections and bodies -----------------------------------------------------------------------
 
 
 async def echo(request: web.Request) -> web.Response:

@@ -39,7 +39,9 @@ except ModelError as error:
 
 
 class Hub(ThreadingHTTPServer):
-    """The files of a folder: ``some/model`` and ``openai/gsm8k`` as models and data sets; ``some/closed`` is gated."""
+    """The files of a folder: ``some/model`` and ``openai/gsm8k`` as models and data sets;
+    ``some/closed`` is gated.
+    """
 
     def __init__(self, folder: Path) -> None:
         files = {
@@ -217,7 +219,7 @@ def test_the_recipes_model_is_where_the_variable_puts_the_cache(tmp_path, monkey
     assert model_folder("~/models/small") == Path("~/models/small").expanduser()
 
 
-# --- data sets --------------------------------------------------------------------------------------------------------
+# --- data sets ------------------------------------------------------------------------------------
 
 LOAD_ROWS = """
 import json, sys

@@ -1,4 +1,6 @@
-"""``examples/plugin_package``, installed by pip and used: one thing of each kind, by its name alone."""
+"""``examples/plugin_package``, installed by pip and used: one thing of each kind, by its name
+alone.
+"""
 
 import json
 import shutil

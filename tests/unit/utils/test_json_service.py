@@ -1,4 +1,6 @@
-"""JSON over HTTP: bounded, repeated only where it is harmless, and every failure names the URL and the key."""
+"""JSON over HTTP: bounded, repeated only where it is harmless, and every failure names the URL and
+the key.
+"""
 
 import asyncio
 

@@ -74,7 +74,7 @@ def test_the_wrong_one_of_several_is_counted_out():
         check_media({"image": (good, None)})
 
 
-# --- files that come over HTTP ----------------------------------------------------------------------------------------
+# --- files that come over HTTP --------------------------------------------------------------------
 
 
 def encode_image(image: Image.Image, kind: str) -> str:

@@ -1,4 +1,6 @@
-"""A user's folder or file that has the name of a package or of a module of Python's own stands in nobody's way."""
+"""A user's folder or file that has the name of a package or of a module of Python's own stands in
+nobody's way.
+"""
 
 import ast
 import asyncio
@@ -44,7 +46,9 @@ def test_a_mere_folder_is_no_installed_package(cwd: Path):
 def test_a_folder_of_a_logger_is_not_the_logger(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    """W&B makes a folder ``wandb`` in the working directory; without the package, Python imports that one."""
+    """W&B makes a folder ``wandb`` in the working directory; without the package, Python imports
+    that one.
+    """
     package = PACKAGES[name]
     (cwd / package).mkdir()
     for known in [m for m in sys.modules if m.partition(".")[0] == package]:

@@ -1,4 +1,6 @@
-"""Processes start without complaints of JAX, and their warnings reach the screen, even while a live display redraws."""
+"""Processes start without complaints of JAX, and their warnings reach the screen, even while a live
+display redraws.
+"""
 
 import importlib.util
 import io

@@ -1,6 +1,7 @@
 """Servers end in order at the first signal and at once at the second, whatever hangs.
 
-The bound of five seconds is that of the promise: what a test waits for is the end, and a longer wait is a failure.
+The bound of five seconds is that of the promise: what a test waits for is the end, and a longer
+wait is a failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Starts that never answer: the error names what and for how long, nothing waits for them, and late ones are undone."""
+"""Starts that never answer: the error names what and for how long, nothing waits for them, and late
+ones are undone.
+"""
 
 from __future__ import annotations
 

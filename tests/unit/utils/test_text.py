@@ -13,7 +13,8 @@ from jax_agent_rl.utils.text import any_of, printable
 
 UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Co", "Cs")
 IGNORABLE = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180f\u3164\ufe00\ufe0f\uffa0\U000e0100\U000e01ef"
-"""Of Unicode's DerivedCoreProperties.txt, Default_Ignorable_Code_Point: letters and marks of each of its ranges."""
+"""Of Unicode's DerivedCoreProperties.txt, Default_Ignorable_Code_Point: letters and marks of each
+of its ranges."""
 
 
 @pytest.mark.parametrize("category", UNSEEN)

@@ -61,7 +61,8 @@ def test_the_result_is_the_new_file_byte_for_byte(
     )
     apply_delta(old, delta, tmp_path / "result")
     assert (tmp_path / "result").read_bytes() == new.read_bytes()
-    # 1.5 % of the numbers, 4 bytes each at most (a gap and a change, where the whole file has 2 bytes per number).
+    # 1.5 % of the numbers, 4 bytes each at most (a gap and a change, where the whole file has 2
+    # bytes per number).
     assert share > 0.015 or delta.stat().st_size < 0.06 * new.stat().st_size
 
 

@@ -131,10 +131,11 @@ def parse_topology(name: str) -> Topology:
     return found
 
 
-# --- gcloud ----------------------------------------------------------------------------------------------------------
+# --- gcloud ---------------------------------------------------------------------------------------
 
 Call = tuple[str, ...]
-"""Arguments of ``gcloud compute tpus tpu-vm``, of the general release track: no ``alpha`` component is needed."""
+"""Arguments of ``gcloud compute tpus tpu-vm``, of the general release track: no ``alpha`` component
+is needed."""
 _TRANSIENT = "that may pass: look at the network here, and try again"
 _FIXES = {
     # Before the next: without a network gcloud advises to log in again, too.

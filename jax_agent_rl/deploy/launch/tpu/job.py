@@ -1,7 +1,8 @@
 """The job of a launch: the calls that run it on a host, and the same job for a scheduler (SkyPilot, GKE, Slurm).
 
-Schedulers queue, search zones and recover from preemptions. Their jobs start with ``--auto-resume``: they continue from
-the newest checkpoint in the bucket. Templates: ``launch/templates``.
+Schedulers queue, search zones and recover from preemptions. Their jobs start with
+``--auto-resume``: they continue from the newest checkpoint in the bucket. Templates:
+``launch/templates``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ GIT_SECONDS = 120.0
 QUICKSTART = "configs/quickstart.yaml"
 _QUICKSTART_PREPARATION = "jax-agent-rl fetch-model && jax-agent-rl prepare shop --out data/shop"
 _VENV = f"${{JAX_AGENT_RL_VENV:-$HOME/{CODE}/.venv-tpu}}"  # expanded by the host's shell
-# The conformance suite's reference runs on torch; without an index of CPU builds, Linux gets several GB of CUDA.
+# The conformance suite's reference runs on torch; without an index of CPU builds, Linux gets
+# several GB of CUDA.
 _CERTIFY_PACKAGES = (
     f'"{_VENV}/bin/python" -m pip install --quiet "pytest>=8.4"',
     (
@@ -160,8 +162,8 @@ def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
 def set_up(job: Job, host: int) -> Call:
     """Return the call that sets up code, environment, model and data, in one connection.
 
-    Files of the previous copy are removed first, so that a file deleted here is deleted there; other files in the
-    folder stay.
+    Files of the previous copy are removed first, so that a file deleted here is deleted there;
+    other files in the folder stay.
     """
     steps = [
         f"mkdir -p {CODE}",
@@ -254,7 +256,7 @@ def _read_variables(job: Job) -> list[str]:
     )
 
 
-# --- schedulers ------------------------------------------------------------------------------------------------------
+# --- schedulers -----------------------------------------------------------------------------------
 
 KINDS = {"sky": "sky.yaml.j2", "gke": "gke.yaml.j2", "slurm": "slurm.sh.j2"}
 TOKEN = "JAX_AGENT_RL_TOKEN"
@@ -300,7 +302,8 @@ def render(kind: str, task: Job, options: SchedulerOptions, *, root: Path) -> st
     own = [f"run_dir=runs/{task.name}" if kind == "slurm" else f"run_dir={mounted}"]
     serve: list[str] = []
     if options.rollout_hosts:
-        # JobSet names pods by their job, and its service by itself; Slurm's names are known when the job runs.
+        # JobSet names pods by their job, and its service by itself; Slurm's names are known when
+        # the job runs.
         pods = [
             f"http://{task.name}-rollout-{i}-0.{task.name}:{options.port}"
             for i in range(options.rollout_hosts)

@@ -5,9 +5,10 @@
     slice ready ─► copy ─► install, prepare ─► start on all hosts ─► follow all ─┬─► ended ─► delete
                                                                                  └─► preempted, or out of sight: error
 
-Every stage happens on all hosts at the same time. A launcher that has lost sight of the run (the network here, an
-expired login) deletes nothing. Deleting a slice, which costs and which nobody may be there to repeat, is tried for more
-than an hour. What recovers from preemptions by itself is a scheduler, see ``job``.
+Every stage happens on all hosts at the same time. A launcher that has lost sight of the run (the
+network here, an expired login) deletes nothing. Deleting a slice, which costs and which nobody may
+be there to repeat, is tried for more than an hour. What recovers from preemptions by itself is a
+scheduler, see ``job``.
 """
 
 from __future__ import annotations

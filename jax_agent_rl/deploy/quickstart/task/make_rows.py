@@ -12,8 +12,9 @@ from tools import MINUTES
 
 FOLDER = Path(__file__).parent
 SYSTEM = "Call minutes to answer questions about trains."
-# The prompt shows two questions with their calls, results and answers: this model was never taught to call tools. A
-# model that was is shown the tools by its chat template (agent.tool_prompt: template), and needs no examples.
+# The prompt shows two questions with their calls, results and answers: this model was never taught
+# to call tools. A model that was is shown the tools by its chat template (agent.tool_prompt:
+# template), and needs no examples.
 EXAMPLES = [
     {"role": "user", "content": "How long is a single trip to Oak?"},
     {"role": "assistant", "content": '[minutes(station="Oak", trip="single")]'},

@@ -1,6 +1,7 @@
 """The reward of a trajectory.
 
-The names of a function's parameters say what it is given; docs/write/reward.md of the source folder lists them.
+The names of a function's parameters say what it is given; docs/write/reward.md of the source folder
+lists them.
 """
 
 from jax_agent_rl.rewards import register_reward

@@ -21,7 +21,8 @@ MINUTES = {
 }
 
 
-# Annotations and docstring become the schema that a model is shown (agent.tool_prompt), and that calls are checked by.
+# Annotations and docstring become the schema that a model is shown (agent.tool_prompt), and that
+# calls are checked by.
 @function_tool
 def minutes(station: str, trip: Literal["single", "return"]) -> str:
     """Look up how many minutes a train takes to a station.
@@ -31,8 +32,8 @@ def minutes(station: str, trip: Literal["single", "return"]) -> str:
         trip: One way, or there and back.
     """
     if station not in MINUTES:
-        # A ToolError is for the model, which reads it and may try again. Any other exception is a fault of the tool:
-        # the model is told so, and a warning gives you its file and line.
+        # A ToolError is for the model, which reads it and may try again. Any other exception is a
+        # fault of the tool: the model is told so, and a warning gives you its file and line.
         raise ToolError(f"no station is called {station!r}; there are {', '.join(MINUTES)}")
     single = MINUTES[station]
     return str(single if trip == "single" else 2 * single)

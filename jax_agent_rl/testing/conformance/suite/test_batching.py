@@ -91,7 +91,8 @@ async def test_priorities(probe: Probe) -> None:
     prompt, done = probe.prompt(5, seed=35), []
 
     async def run(name: str, priority: int) -> None:
-        # One session: of several engines behind one backend, which keep no common order, one then runs all that waits.
+        # One session: of several engines behind one backend, which keep no common order, one then
+        # runs all that waits.
         await probe.begin(prompt, priority=priority, max_tokens=8, session="priorities")
         done.append(name)
 
@@ -116,7 +117,8 @@ async def test_priorities(probe: Probe) -> None:
         for task in tasks:
             task.cancel()
     cause = f"priorities are ignored, or their order is reversed: {done}"
-    # One more than the slots: where each engine has a single one, its two first requests run one after the other.
+    # One more than the slots: where each engine has a single one, its two first requests run one
+    # after the other.
     assert done[: slots + 1].count("first") == done[-slots - 1 :].count("last") == 2, cause
 
 

@@ -13,7 +13,8 @@ from jax_agent_rl.testing.conformance.runner import check
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput
 
 _ATTEMPTS = 5
-"""Attempts to abort: on a fast engine one may come after the last id, but not this often in a row."""
+"""Attempts to abort: on a fast engine one may come after the last id, but not this often in a row.
+"""
 _SETTLE_SECONDS = 10.0
 _DROPPED = "a held request was dropped"
 _NOT_PAUSED = "the pause does not hold: weights would change under a running step"

@@ -237,7 +237,8 @@ def _assert_distribution(
 
 
 _MARGIN = 20.0
-"""How many tolerances of a log-prob two router scores differ by, so that rounding cannot exchange their experts."""
+"""How many tolerances of a log-prob two router scores differ by, so that rounding cannot exchange
+their experts."""
 
 
 @check("routed_experts")

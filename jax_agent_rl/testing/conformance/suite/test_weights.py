@@ -147,7 +147,8 @@ async def test_update_in_flight(probe: Probe) -> None:
     assert cut >= before, "ids are labelled when they are returned, not when they are sampled"
     if not probe.capabilities.logprobs:
         return
-    # The new ids' KV is of both weights, so their log-probs are known only not to be those of the old ones.
+    # The new ids' KV is of both weights, so their log-probs are known only not to be those of the
+    # old ones.
     logits = predictions(probe.subject.reference, prompt, output.token_ids, BASE)
     errors = np.abs(
         np.asarray(output.log_probs) - expected_logprobs(logits, output.token_ids, output.log_probs)

@@ -1,4 +1,6 @@
-"""Certification of a tiny model on this CPU: what is injected deviates, under the claim that it concerns."""
+"""Certification of a tiny model on this CPU: what is injected deviates, under the claim that it
+concerns.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def found(result: CheckResult) -> dict[str, Claim]:
     return {one.name: one.claim for one in result.measurements if one.deviates}
 
 
-# --- kernels ------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -169,7 +171,7 @@ def test_a_wrong_gradient_deviates_though_the_output_is_right(
     assert one.detail.endswith("d matrices")
 
 
-# --- speed and memory ---------------------------------------------------------------------------------------------
+# --- speed and memory -----------------------------------------------------------------------------
 
 
 def test_a_slow_engine_deviates_from_its_ideal_time(
@@ -244,7 +246,7 @@ def test_a_cpu_counts_what_learner_and_engine_add_to_the_process(
     assert found(run(machine, "memory")) == {"the process, most in use": speed.MEMORY}
 
 
-# --- engine and learner, backends ---------------------------------------------------------------------------------
+# --- engine and learner, backends -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -291,7 +293,7 @@ def test_a_backend_that_breaks_a_rule_deviates_and_the_rule_is_named(machine: Ma
     assert [line.partition(":")[0] for line in result.left_out] == ["ray", "vllm"]
 
 
-# --- devices ------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 _EXCHANGES = """
 import sys, time
@@ -331,7 +333,7 @@ def test_one_device_exchanges_nothing(machine: Machine):
     assert result.outcome is CheckOutcome.NOT_RUN and "one device" in result.reason
 
 
-# --- checkpoints and training -------------------------------------------------------------------------------------
+# --- checkpoints and training ---------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_restores_other_numbers_deviates(
@@ -395,7 +397,7 @@ def test_a_run_that_breaks_a_claim_deviates_from_that_claim(
     assert set(found(run(machine, "training")).values()) == ({claim} if claim else set())
 
 
-# --- the report ---------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 def test_a_check_that_raises_is_a_deviation_and_ends_no_other(

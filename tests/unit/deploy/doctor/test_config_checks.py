@@ -1,4 +1,6 @@
-"""A configuration under examination: everything that is wrong is told in one go, each with what to do."""
+"""A configuration under examination: everything that is wrong is told in one go, each with what to
+do.
+"""
 
 import json
 import re

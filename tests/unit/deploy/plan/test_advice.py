@@ -71,7 +71,8 @@ def test_what_is_proposed_can_be_set_on_the_slice(mesh, part, adviser, tmp_path)
 
 
 def test_where_nothing_smaller_can_be_set_adapters_and_a_larger_slice_are_left(adviser):
-    # Tokens are split as far as they go: any other mesh of 4 chips takes more of them, or more parameters, at a time.
+    # Tokens are split as far as they go: any other mesh of 4 chips takes more of them, or more
+    # parameters, at a time.
     *_, last = adviser(SMALLEST).advice(filled("policy optimizer"))
     assert last == "a larger --topology, as v5e:2x4"
     assert "learner.lora.rank=16" in adviser(SMALLEST).advice(filled("policy optimizer"))

@@ -13,8 +13,8 @@ from jax_agent_rl.deploy.plan.command import PlanResult
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
 
-# Parameters in billions, from the models' cards (Qwen, Llama, Mistral, GLM, SmolLM2), Gemma 3's report (embeddings and
-# the rest) and that of gpt-oss (table 1).
+# Parameters in billions, from the models' cards (Qwen, Llama, Mistral, GLM, SmolLM2), Gemma 3's
+# report (embeddings and the rest) and that of gpt-oss (table 1).
 PUBLISHED = {
     "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,
     "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2,

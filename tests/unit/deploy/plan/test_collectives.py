@@ -1,4 +1,6 @@
-"""Texts are cut from programs compiled for v5e:2x2 and 2x4; what they come to is worked out by hand."""
+"""Texts are cut from programs compiled for v5e:2x2 and 2x4; what they come to is worked out by
+hand.
+"""
 
 import numpy as np
 import pytest
@@ -154,7 +156,8 @@ def test_what_leaves_a_slice_is_told_apart():
 @pytest.mark.parametrize(
     ("said", "kind", "sent"),
     [
-        # Each sends half of a sum's 32 bytes to the other slice's chip, and the half that it has added up.
+        # Each sends half of a sum's 32 bytes to the other slice's chip, and the half that it has
+        # added up.
         ("ALL_REDUCE", "all-reduce", 32),
         ("ALL_GATHER", "all-gather", 32),
         ("REDUCE_SCATTER", "reduce-scatter", 16),

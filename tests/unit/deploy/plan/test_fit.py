@@ -40,9 +40,12 @@ def program(name: str = "p", phase: Phase = "learner", **fields) -> Program:
     )
 
 
+NO_WORK = Flops()
+
+
 def compiled(
-    of: Program, *, work: Flops = Flops(), exchanges: tuple = (), **memory: int
-) -> Compiled:  # noqa: B008
+    of: Program, *, work: Flops = NO_WORK, exchanges: tuple = (), **memory: int
+) -> Compiled:
     fields = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "code"), 0) | memory
     made = Memory(**fields)
     return Compiled(
@@ -161,7 +164,8 @@ def test_a_step_counts_every_program_as_often_as_it_runs_and_says_who_waits(tmp_
     ]
     config = load_recipe(tmp_path, ["trainer.mode=one_step_off"])
     step = sum_step(config, programs, V5E, engines=1, disjoint=True, utilization=0.5)
-    # 2 prompts of 64, 2 x 4 responses of 64: 128, 512 and together 640 tokens; half the peak doubles all times.
+    # 2 prompts of 64, 2 x 4 responses of 64: 128, 512 and together 640 tokens; half the peak
+    # doubles all times.
     assert (step.sampled, step.trained) == (512, 640)
     assert (step.learner, step.rollout, step.weights) == (2 * 3 * 2, 2 * (4 + 1), 2)
     assert step.seconds == 12 + 2

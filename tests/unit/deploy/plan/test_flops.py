@@ -68,7 +68,8 @@ def test_attention_of_a_tree_counts_the_pairs_that_its_kernel_computes():
     def attend(q, k, v, ends, positions):
         return tree_kernel.forward(q, k, v, TreeMask(subtree_end=ends, positions=positions))
 
-    # Two products of 64 for each head and for each query with half of the keys: it sees nothing that comes later.
+    # Two products of 64 for each head and for each query with half of the keys: it sees nothing
+    # that comes later.
     assert work_of(attend, heads, heads, heads, ids, ids).flops == 2 * 2 * 64 * 4 * 256 * 256 // 2
 
 

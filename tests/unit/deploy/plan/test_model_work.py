@@ -1,4 +1,6 @@
-"""The work of well-known models, against the parameters that their model cards state; and of a tiny one, by hand."""
+"""The work of well-known models, against the parameters that their model cards state; and of a tiny
+one, by hand.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,9 @@ def test_a_token_takes_two_operations_per_parameter_that_is_no_embedding(name: s
 
 
 def test_of_a_mixture_the_chosen_experts_count():
-    """Qwen3-30B-A3B's card: 29.9B parameters without embeddings, of which 3.3B with embeddings are active."""
+    """Qwen3-30B-A3B's card: 29.9B parameters without embeddings, of which 3.3B with embeddings are
+    active.
+    """
     with architecture_folder("qwen3-30b-a3b") as folder:
         model = load_config(folder)
     embeddings = 2 * model.vocab_size * model.hidden_size
@@ -47,7 +51,8 @@ TINY = DecoderConfig(
 
 
 def test_attention_counts_what_a_token_sees():
-    # Scores and their mixture: 4 operations per head of 2 and position; 3 positions in one layer, 5 in the other.
+    # Scores and their mixture: 4 operations per head of 2 and position; 3 positions in one layer, 5
+    # in the other.
     more = pass_flops(TINY, 6, visible=5) - pass_flops(TINY, 6, visible=0)
     assert more == 6 * 4 * (4 * 2) * (3 + 5)
 

@@ -1,4 +1,6 @@
-"""The command as a user starts it, with the real compiler; in a process of its own, so that no other test meets it."""
+"""The command as a user starts it, with the real compiler; in a process of its own, so that no
+other test meets it.
+"""
 
 import json
 import os
@@ -44,11 +46,11 @@ def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
     gradient, decode = programs["policy gradient"], programs["decode 4 slots of 128"]
     assert gradient["exchanged"]["fsdp"] > 0 and gradient["exchanged"]["tensor"] > 0
     assert set(decode["exchanged"]) == {"tensor"}
-    # Two engines of two chips share 8 slots: each has 4 contexts of 128 positions, of each a key and a value; 2 layers,
-    # one head a chip, 32 numbers of 4 bytes.
+    # Two engines of two chips share 8 slots: each has 4 contexts of 128 positions, of each a key
+    # and a value; 2 layers, one head a chip, 32 numbers of 4 bytes.
     assert decode["memory"]["KV cache"] >= 2 * 2 * 4 * 128 * 32 * 4
-    # Both together: two operations for each number of two layers and the head, and attention's four for each of four
-    # heads of 32 numbers, 128 positions and two layers.
+    # Both together: two operations for each number of two layers and the head, and attention's four
+    # for each of four heads of 32 numbers, 128 positions and two layers.
     matrices = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256) + 256 * 128
     assert decode["flops"] == 2 * 4 * decode["steps"] * (2 * matrices + 4 * 4 * 32 * 128 * 2)
     assert made["step"]["seconds"] > 0
@@ -56,7 +58,9 @@ def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
 
 
 def test_engines_on_all_chips_of_one_host_of_several_are_compiled(tmp_path):
-    """The chips of the first host are 0, 1, 4 and 5, which libtpu does not take for a program of four chips."""
+    """The chips of the first host are 0, 1, 4 and 5, which libtpu does not take for a program of
+    four chips.
+    """
     done = plan(
         recipe(tmp_path),
         "v5e:4x4",

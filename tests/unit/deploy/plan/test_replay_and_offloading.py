@@ -1,4 +1,6 @@
-"""What sampling replay, router replay and pages on the host add to a plan; sizes are worked out by hand."""
+"""What sampling replay, router replay and pages on the host add to a plan; sizes are worked out by
+hand.
+"""
 
 import dataclasses
 

@@ -38,7 +38,8 @@ def found(tmp_path):
 def test_every_layout_takes_all_chips_and_divides_the_model(found):
     made = found()
     meshes = {tuple(getattr(one.config.learner.mesh, axis) for axis in AXES) for one in made}
-    # 4 = 4 x 1 = 2 x 2 over fsdp, context and tensor; no experts. Of 4 heads with 2 for keys 4 chips take one each.
+    # 4 = 4 x 1 = 2 x 2 over fsdp, context and tensor; no experts. Of 4 heads with 2 for keys 4
+    # chips take one each.
     assert meshes == {
         (4, 1, 1, 1),
         (1, 1, 4, 1),
@@ -129,8 +130,9 @@ def planned(estimate: PlanEstimate, off: float, capacity: float = 10.0) -> PlanR
 
 @pytest.fixture
 def searched(found):
-    """Searches layouts with made-up estimates (bytes, seconds), whose real size is ``off`` times that; on some the
-    compiler ``fails``."""
+    """Searches layouts with made-up estimates (bytes, seconds), whose real size is ``off`` times
+    that; on some the compiler ``fails``.
+    """
 
     def run(estimates, *, off, budget, fails=lambda config: False):
         every = found("v5e:2x2", "rollout.max_in_flight=8")
@@ -168,7 +170,8 @@ def one_mesh(config):
 
 def test_where_a_layout_does_not_fit_smaller_ones_of_its_mesh_follow_until_one_does(searched):
     made, tried = searched(one_mesh, off=4, budget=1)
-    # 8 rows take 32 of 10; by that 4 take 16, and 2 take 8. With the estimate alone 4 would be next.
+    # 8 rows take 32 of 10; by that 4 take 16, and 2 take 8. With the estimate alone 4 would be
+    # next.
     assert [config.learner.micro_batch_size for config in tried] == [8, 2]
     assert [one.plan.fits for one in made] == [True, False], "what fits is first"
     assert "the first, as overrides" in verdict(made)

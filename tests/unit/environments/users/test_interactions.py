@@ -1,4 +1,6 @@
-"""Simulated users: conversations, finalize always called, the YAML registry, GSM8K's user, a model as the user."""
+"""Simulated users: conversations, finalize always called, the YAML registry, GSM8K's user, a model
+as the user.
+"""
 
 import asyncio
 
@@ -220,7 +222,7 @@ async def test_a_row_that_names_nobody_known_says_who_there_is():
             await stage(["word"], users).run(row)
 
 
-# --- GSM8K ----------------------------------------------------------------------------------------------------
+# --- GSM8K ----------------------------------------------------------------------------------------
 
 
 async def test_the_gsm8k_user_asks_again_until_the_answer_is_right():
@@ -247,7 +249,7 @@ async def test_the_gsm8k_user_wants_a_truth():
         await stage(["#### 18"], {"gsm8k": Gsm8kInteraction({})}).run(row)
 
 
-# --- a model as the user --------------------------------------------------------------------------------------
+# --- a model as the user --------------------------------------------------------------------------
 
 
 def endpoint(*replies, asked):
@@ -335,7 +337,7 @@ async def test_a_conversation_too_long_for_the_engine_names_the_key():
         await it.run()
 
 
-# --- the registry ---------------------------------------------------------------------------------------------
+# --- the registry ---------------------------------------------------------------------------------
 
 
 def registry(tmp_path, text):

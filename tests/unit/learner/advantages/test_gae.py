@@ -1,6 +1,7 @@
 """GAE over responses with tool results in them.
 
-GOLDEN numbers were printed once by verl's ``compute_gae_advantage_return`` (commit b178a3c, float64).
+GOLDEN numbers were printed once by verl's ``compute_gae_advantage_return`` (commit b178a3c,
+float64).
 """
 
 import numpy as np
@@ -51,7 +52,9 @@ tokens = st.lists(
 def test_a_response_with_tool_results_is_worth_what_it_is_without_them(
     rows, gamma: float, lam: float, after: float
 ):
-    """The reference: drop the inserted tokens, hand their rewards to the token before, run the textbook recursion."""
+    """The reference: drop the inserted tokens, hand their rewards to the token before, run the
+    textbook recursion.
+    """
     rewards, values, mask = (np.array(x) for x in zip(*rows, strict=True))
     kept = np.flatnonzero(mask)
     merged = np.add.reduceat(rewards, kept)

@@ -1,7 +1,7 @@
 """Advantages of whole trajectories and of whole steps.
 
-GOLDEN numbers were printed once by verl's ``core_algos`` (commit b178a3c, float64) for the inputs written here; the
-others are worked by hand.
+GOLDEN numbers were printed once by verl's ``core_algos`` (commit b178a3c, float64) for the inputs
+written here; the others are worked by hand.
 """
 
 import numpy as np
@@ -46,8 +46,8 @@ def test_outcome_estimators_match_a_peer(name: str):
 
 
 def test_pass_at_k_rewards_the_lead_of_the_best_alone():
-    # three rewards 1, 0, .5: lead .5, unbiased deviation .5; two rewards 2, 2.5: lead .5, deviation .5 / sqrt 2;
-    # both from the peer
+    # three rewards 1, 0, .5: lead .5, unbiased deviation .5; two rewards 2, 2.5: lead .5, deviation
+    # .5 / sqrt 2; both from the peer
     np.testing.assert_allclose(
         estimators.grpo_passk(TOTALS[:3]), [0.999998000004, 0, 0], atol=1e-12
     )

@@ -21,7 +21,8 @@ from tests.trajectories import call, group_of, trajectory
 
 
 def test_gigpo_adds_what_a_step_is_worth_among_those_from_the_same_observation():
-    # Two episodes; both start from s, then a sees x and b sees y, then both see z. Rewards at the end: 1 and 0.
+    # Two episodes; both start from s, then a sees x and b sees y, then both see z. Rewards at the
+    # end: 1 and 0.
     s, x, y, z = (1,), (2,), (3,), (4,)
     rewards = [np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.0, 0.0])]
     got = gigpo(
@@ -33,7 +34,8 @@ def test_gigpo_adds_what_a_step_is_worth_among_those_from_the_same_observation()
         divide_by_std=False,
         similarity=1.0,
     )
-    # Returns a: .25 .5 1; b: 0 0 0. Anchors: s {.25, 0}, x and y alone (0), z {1, 0}. Episode: +-.5.
+    # Returns a: .25 .5 1; b: 0 0 0. Anchors: s {.25, 0}, x and y alone (0), z {1, 0}. Episode:
+    # +-.5.
     np.testing.assert_allclose(
         got, [[0.5 + 2 * 0.125, 0.5, 0.5 + 2 * 0.5], [-0.5 - 2 * 0.125, -0.5, -0.5 - 2 * 0.5]]
     )
@@ -158,8 +160,9 @@ def test_a_branch_at_the_prompt_is_compared_within_its_tree():
 
 
 def test_treerl_credits_a_turn_with_its_value_and_its_gain_over_the_parent():
-    # Leaves over the mean of the others: 1 - .5, 0 - 1, 1 - .5. Values: prompt 0, a = b = -.25, c .5, d -1, e .5.
-    # Two trajectories share a and b: each gets 1 / sqrt(2) of their credit (the authors' weighted_value_style=sqrt).
+    # Leaves over the mean of the others: 1 - .5, 0 - 1, 1 - .5. Values: prompt 0, a = b = -.25, c
+    # .5, d -1, e .5. Two trajectories share a and b: each gets 1 / sqrt(2) of their credit (the
+    # authors' weighted_value_style=sqrt).
     got = treerl(REWARDS, PATHS)
     np.testing.assert_allclose(
         got[0], [-0.5 / np.sqrt(2), -0.25 / np.sqrt(2), 0.5 + 0.75], atol=1e-12
@@ -188,8 +191,9 @@ def test_of_plain_chains_all_tree_estimators_compare_whole_trajectories():
 
 
 def test_credit_changes_where_a_branch_left_its_parent_within_a_turn():
-    """a = [10 11 12], b keeps 10 and 11 of it. Leaves over the mean of the others: 1 - 0 and 0 - 1, so the common part
-    is worth 0, and what follows it +1 + 1 and -1 - 1."""
+    """a = [10 11 12], b keeps 10 and 11 of it. Leaves over the mean of the others: 1 - 0 and 0 - 1,
+    so the common part is worth 0, and what follows it +1 + 1 and -1 - 1.
+    """
     a = trajectory([3], [10, 11, 12], reward=1.0, index=0)
     b = replace(
         trajectory([3], [10, 11, 20, 21], index=1),

@@ -1,6 +1,7 @@
 """What a token weighs here over what it weighs in verl and TRL by default, by both peers' formulas.
 
-verl's ``agg_loss(token-mean)``: sum / tokens of the update. TRL's ``dapo``: sum / tokens of the rollout batch.
+verl's ``agg_loss(token-mean)``: sum / tokens of the update. TRL's ``dapo``: sum / tokens of the
+rollout batch.
 """
 
 from fractions import Fraction

@@ -1,7 +1,8 @@
 """Policy losses and their gradients.
 
-GOLDEN numbers were printed once by verl's ``core_algos`` (commit b178a3c, torch float64, its autograd) for the inputs
-written here; losses that version lacks are checked against their formula in float64 numpy, gradients by differences.
+GOLDEN numbers were printed once by verl's ``core_algos`` (commit b178a3c, torch float64, its
+autograd) for the inputs written here; losses that version lacks are checked against their formula
+in float64 numpy, gradients by differences.
 """
 
 import jax
@@ -62,7 +63,9 @@ def config(mode: str, **own) -> LossConfig:
 
 
 def total(mode: str, agg: str, settings: LossConfig, chosen: np.ndarray):
-    """The aggregated loss as a function of the new log-probs, all trajectories in one row as the learner packs them."""
+    """The aggregated loss as a function of the new log-probs, all trajectories in one row as the
+    learner packs them.
+    """
     weights = jnp.asarray(np.concatenate(term_weights(agg, list(MASK)))[None], jnp.float32)
     flat = lambda x: jnp.asarray(x.reshape(1, -1), jnp.float32)  # noqa: E731
 
@@ -218,7 +221,9 @@ def test_every_loss_stays_finite_for_extreme_ratios(mode: str):
 
 @pytest.mark.parametrize("mode", LOSS_MODES)
 def test_before_the_first_update_every_loss_is_the_plain_policy_gradient(mode: str):
-    """At ratio 1 and without chosen tokens each gradient is ``-A`` per token (sequence means: over its tokens)."""
+    """At ratio 1 and without chosen tokens each gradient is ``-A`` per token (sequence means: over
+    its tokens).
+    """
     arrays = {
         "old_logprob": OLD,
         "rollout_logprob": OLD,

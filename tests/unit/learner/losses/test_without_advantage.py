@@ -1,4 +1,6 @@
-"""A token of advantage 0 changes neither a loss, nor its gradient, nor what it counts as clipped, in any loss."""
+"""A token of advantage 0 changes neither a loss, nor its gradient, nor what it counts as clipped,
+in any loss.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,8 @@ K = 6
 SEQUENCE_LOSSES = {"gspo", "geo_mean"}
 """Their ratio is a mean over all tokens of a sequence, those of advantage 0 included."""
 WITHOUT_ADVANTAGE = {"dro", "kl_cov"}
-"""Have a term that does not depend on the advantage: the square of every log-ratio, a penalty of chosen tokens."""
+"""Have a term that does not depend on the advantage: the square of every log-ratio, a penalty of
+chosen tokens."""
 
 log_probs = st.lists(st.floats(-6.0, -0.0625, width=32), min_size=K, max_size=K)
 advantages = st.lists(st.sampled_from([-2.0, -0.5, 0.5, 2.0]), min_size=K, max_size=K)
@@ -33,7 +36,9 @@ def row(values: list) -> np.ndarray:
 
 
 def sums(mode: str, **columns: np.ndarray) -> tuple[float, np.ndarray, float, np.ndarray]:
-    """Loss, its gradient by each log-prob, clipped terms (summed as the learner does), and clipped terms."""
+    """Loss, its gradient by each log-prob, clipped terms (summed as the learner does), and clipped
+    terms.
+    """
     active = columns.pop("active")
     terms = {name: jnp.asarray(values, jnp.float32) for name, values in columns.items()}
     sequence = terms.pop("sequence").astype(jnp.int32)
@@ -121,7 +126,9 @@ def test_a_token_without_advantage_is_not_counted_in_a_loss_of_sequences(mode, d
 
 @pytest.mark.parametrize("mode", sorted(set(LOSS_MODES) - {"gpg", "sapo", "dro"}))
 def test_a_token_that_a_clip_changes_is_counted(mode):
-    """Both tokens have left the range of their ratio upwards, and one's advantage wants it to go on."""
+    """Both tokens have left the range of their ratio upwards, and one's advantage wants it to go
+    on.
+    """
     one = np.ones((1, 2), np.float32)
     columns = {
         "logprob": -0.1 * one,

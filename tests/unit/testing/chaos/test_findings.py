@@ -134,7 +134,8 @@ def prints(*sizes, descriptors=10, tasks=5):
 
 
 def test_memory_that_grows_to_the_end_is_found_and_a_warm_up_or_a_peak_is_not():
-    # By hand: of 125 … 199, which follow the warm-up, the medians of the first and the last 18 are 133.5 and 190.5.
+    # By hand: of 125 … 199, which follow the warm-up, the medians of the first and the last 18 are
+    # 133.5 and 190.5.
     rising = prints(*range(100, 200))
     assert failures(replace(GOOD, usage=rising)) == [
         "memory grew by 42.7%, from [133.5, 190.5] MiB"

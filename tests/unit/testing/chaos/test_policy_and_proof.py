@@ -1,4 +1,6 @@
-"""The policy of the chaos runs: tokens that can be proven, and proofs that fail where something is wrong."""
+"""The policy of the chaos runs: tokens that can be proven, and proofs that fail where something is
+wrong.
+"""
 
 import asyncio
 from collections import Counter
@@ -131,7 +133,9 @@ async def test_a_proof_fails_where_anything_differs(engine):
 
 
 def test_ids_are_drawn_with_the_probabilities_they_report():
-    """Against an independent count: 20 000 draws from one row, each probability within five standard deviations."""
+    """Against an independent count: 20 000 draws from one row, each probability within five
+    standard deviations.
+    """
     policy, draws = hash_policy(SEED, 0), 20_000
     sampled = [policy.sample(11, seed=seed, position=3) for seed in range(draws)]
     counts = Counter(token for token, _ in sampled)

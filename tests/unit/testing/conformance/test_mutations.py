@@ -1,4 +1,6 @@
-"""The conformance suite finds what it is for: each deliberately broken backend is caught by the check that is meant."""
+"""The conformance suite finds what it is for: each deliberately broken backend is caught by the
+check that is meant.
+"""
 
 import asyncio
 import importlib

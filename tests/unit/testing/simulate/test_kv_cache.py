@@ -1,4 +1,6 @@
-"""Simulated engines whose KV cache is limited: what does not fit is computed again, and what that costs."""
+"""Simulated engines whose KV cache is limited: what does not fit is computed again, and what that
+costs.
+"""
 
 import asyncio
 import io
@@ -27,7 +29,9 @@ def run(main, size: KVCacheSize, *, max_model_len: int, **speed):
 
 
 def small(main, **size):
-    """On an engine of one-second steps and pages of 32, whose prompts take no time but for what ``size`` says."""
+    """On an engine of one-second steps and pages of 32, whose prompts take no time but for what
+    ``size`` says.
+    """
     size = KVCacheSize(**{"tokens": 256} | size)
     return run(
         main, size, max_model_len=128, slots=4, step_seconds=1.0, prefill_tokens_per_step=10**9
@@ -48,7 +52,9 @@ def test_a_prompt_stalls_all_slots():
 
 
 def turns(session: str, *, evicted_by: int):
-    """Two turns of a session, between which others need all pages: seconds of the second one, and its cached ids."""
+    """Two turns of a session, between which others need all pages: seconds of the second one, and
+    its cached ids.
+    """
 
     async def main(engine):
         prompt = (3,) * 60
@@ -92,7 +98,9 @@ AGENTS, TURNS = 48, 8
 def throughput(
     policy: str, *, offloading_tokens: int = 0, seconds=lambda draw: draw.lognormvariate(1.0, 0.5)
 ) -> float:
-    """Turns per second of 32 agents at a time, whose contexts of up to 10,000 ids do not fit in the cache."""
+    """Turns per second of 32 agents at a time, whose contexts of up to 10,000 ids do not fit in the
+    cache.
+    """
 
     async def main(engine):
         gate = asyncio.Semaphore(32)

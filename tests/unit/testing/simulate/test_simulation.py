@@ -61,7 +61,8 @@ def test_fully_asynchronous_the_learner_never_waits_where_the_engines_keep_up():
 
 
 def test_the_ideal_is_the_slower_sides_own_rate():
-    # The learner's: 2624 ids a second are 4 trajectories of 656; the engines': 32 slots, 400 ids at 100 a second: 8.
+    # The learner's: 2624 ids a second are 4 trajectories of 656; the engines': 32 slots, 400 ids at
+    # 100 a second: 8.
     result = outcome("sync", BALANCED)
     assert result.share_of_ideal == pytest.approx(16 / result.step_seconds / 4.0, rel=1e-6)
 
@@ -127,7 +128,9 @@ def test_a_wrong_assumption_is_named(tmp_path):
 
 
 def rates_by_rule(*assumptions: str, engines: int) -> dict[str, float]:
-    """Trajectories per second by each rule for sessions whose server is full; 14 trajectories for 8 slots."""
+    """Trajectories per second by each rule for sessions whose server is full; 14 trajectories for 8
+    slots.
+    """
     assumed = load_assumptions(
         None,
         [

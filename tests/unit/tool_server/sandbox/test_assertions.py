@@ -40,7 +40,7 @@ def local():
     return Sandbox(UnsafeLocal(Path(sys.executable)), LIMITS, max_running=1)
 
 
-# --- what does not pass -----------------------------------------------------------------------------------------------
+# --- what does not pass ---------------------------------------------------------------------------
 
 
 @needs_bwrap
@@ -69,7 +69,9 @@ assert failed == {len(NO_ANSWERS) - 1}
 
 @needs_bwrap
 async def test_what_is_expected_is_nowhere_to_be_found(sandbox):
-    """The program looks through its memory and every file it can read, arguments and environments included."""
+    """The program looks through its memory and every file it can read, arguments and environments
+    included.
+    """
     program = """
 import os, re
 wanted = re.compile(rb"expecte[d]-[0-9]+")  # does not find itself
@@ -113,7 +115,7 @@ async def test_a_program_over_its_limits_fails(program, stopped):
     assert not result.ok and result.stopped is stopped, result
 
 
-# --- what passes ------------------------------------------------------------------------------------------------------
+# --- what passes ----------------------------------------------------------------------------------
 
 HONEST = {
     "a function": ("def f(x): return x * x", SQUARES),
@@ -233,7 +235,7 @@ async def test_a_failure_shows_what_was_printed_the_line_and_the_programs_own_tr
     assert "tests_side.py" not in result.stderr and "program_side.py" not in result.stderr
 
 
-# --- tests that are none --------------------------------------------------------------------------------------------
+# --- tests that are none --------------------------------------------------------------------------
 
 SQUARE = "def f(x): return x * x"
 UNITTEST = (
@@ -345,9 +347,10 @@ async def test_tests_are_tried_out_once(local):
     assert len(starts) == 1
 
 
-# --- errors of the program ------------------------------------------------------------------------------------------
+# --- errors of the program ------------------------------------------------------------------------
 
-# How the interpreter takes an error for the end of a loop, or for nothing: the tests, and such an error.
+# How the interpreter takes an error for the end of a loop, or for nothing: the tests, and such an
+# error.
 SWALLOWING = {
     "a zip of maps": "for a, b in zip(map(f, [1, 2]), [1, 4]):\n    assert a == b",
     "all of a map": "assert all(map(lambda x: f(x) == x, [1, 2]))",
@@ -417,7 +420,9 @@ async def test_a_program_that_answers_with_nothing_passes_no_loop(program, local
 
 
 async def test_a_name_that_is_no_answer_ends_no_loop(local):
-    """A program that answers for its own process could raise whatever it likes where the tests only look up a name."""
+    """A program that answers for its own process could raise whatever it likes where the tests only
+    look up a name.
+    """
     program = """
 import sys
 side = sys._getframe(1).f_locals["side"]
@@ -515,7 +520,7 @@ async def test_tests_that_are_cancelled_leave_nothing_behind(sandbox):
         assert set(process_tree(os.getpid())) <= before and set(os.listdir("/proc/self/fd")) <= fds
 
 
-# --- plain data -------------------------------------------------------------------------------------------------------
+# --- plain data -----------------------------------------------------------------------------------
 
 atoms = (
     st.none()

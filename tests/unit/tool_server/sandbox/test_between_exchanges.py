@@ -1,4 +1,6 @@
-"""Between two exchanges a long-lived program uses nothing: what it started is gone, and itself stands still."""
+"""Between two exchanges a long-lived program uses nothing: what it started is gone, and itself
+stands still.
+"""
 
 import os
 from pathlib import Path
@@ -60,7 +62,9 @@ def states(pid):
 
 
 def at_rest(left):
-    """Whether bubblewrap's two processes and the stopped program are all there is, but for the dead."""
+    """Whether bubblewrap's two processes and the stopped program are all there is, but for the
+    dead.
+    """
     alive = [states for _, states in sorted(left.items()) if states != {"Z"}]
     return len(alive) == 3 and alive[-1] == {"T"}
 

@@ -70,7 +70,9 @@ async def test_what_sockets_hold_counts_as_memory(run, source):
 
 
 async def test_sockets_on_their_way_between_processes_are_counted(run):
-    """The kernel's count, of which the sandbox's is made, has those that are in no table of descriptors."""
+    """The kernel's count, of which the sandbox's is made, has those that are in no table of
+    descriptors.
+    """
     source = """
 import socket
 left, right = socket.socketpair()

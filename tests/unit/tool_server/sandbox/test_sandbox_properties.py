@@ -32,7 +32,9 @@ LIMITS = SandboxLimits(
 
 @pytest.fixture(params=["as_started", "user_namespace"])
 async def sandbox(request, monkeypatch):
-    """Both ways to set a sandbox up; for root the second is what a container without its own users gives."""
+    """Both ways to set a sandbox up; for root the second is what a container without its own users
+    gives.
+    """
     if request.param == "user_namespace":
         monkeypatch.setattr(
             "jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False
@@ -68,7 +70,7 @@ else:
 """
 
 
-# --- files and environment of the host --------------------------------------------------------------------------
+# --- files and environment of the host ------------------------------------------------------------
 
 
 async def test_host_files_are_not_there(sandbox, tmp_path):
@@ -141,7 +143,7 @@ async def test_other_processes_of_the_host_cannot_be_seen(sandbox):
     assert await out(sandbox, source) == ["True False"]
 
 
-# --- network ----------------------------------------------------------------------------------------------------
+# --- network --------------------------------------------------------------------------------------
 
 
 async def test_a_server_on_the_hosts_loopback_cannot_be_reached(sandbox):
@@ -176,9 +178,10 @@ async def test_sockets_that_no_namespace_cuts_off_are_refused(sandbox):
         ], family
 
 
-# --- processes --------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
-# A process limit never binds the machine's root, whose user namespace alone makes nobody else of it.
+# A process limit never binds the machine's root, whose user namespace alone makes nobody else of
+# it.
 as_started = pytest.mark.parametrize("sandbox", ["as_started"], indirect=True)
 FORK_BOMB = """
 import os, time
@@ -248,7 +251,7 @@ async def test_a_run_cancelled_at_any_moment_leaves_nothing_behind(sandbox):
         assert set(process_tree(os.getpid())) <= before
 
 
-# --- memory and disk --------------------------------------------------------------------------------------------
+# --- memory and disk ------------------------------------------------------------------------------
 
 
 async def test_one_process_cannot_get_more_memory(sandbox):
@@ -295,7 +298,9 @@ except OSError as error:
 
 
 async def test_nothing_else_is_writable(sandbox):
-    """Whatever the rights of its folders, a file system that is mounted read-only cannot be written."""
+    """Whatever the rights of its folders, a file system that is mounted read-only cannot be
+    written.
+    """
     source = """
 import os
 places = {line.split()[1] for line in open("/proc/self/mounts")}
@@ -316,7 +321,7 @@ async def test_a_flood_of_empty_files_is_stopped(sandbox):
     assert (await run(sandbox, source)).stopped is StopCause.FILES
 
 
-# --- time and output --------------------------------------------------------------------------------------------
+# --- time and output ------------------------------------------------------------------------------
 
 
 async def test_computing_too_long_is_stopped(sandbox):
@@ -341,7 +346,7 @@ async def test_a_flood_of_output_is_stopped_and_its_beginning_kept(sandbox, stre
     assert getattr(result, stream) == "x" * LIMITS.output_bytes
 
 
-# --- limits and privileges --------------------------------------------------------------------------------------
+# --- limits and privileges ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", ["AS", "NPROC", "FSIZE", "NOFILE", "CORE", "CPU", "MEMLOCK"])
@@ -379,7 +384,7 @@ async def test_namespaces_mounts_and_tracing_are_refused(sandbox, call):
     assert await out(sandbox, source) == ["-1 1"]  # EPERM
 
 
-# --- and what it can do ------------------------------------------------------------------------------------------
+# --- and what it can do ---------------------------------------------------------------------------
 
 
 async def test_ordinary_programs_run(sandbox):

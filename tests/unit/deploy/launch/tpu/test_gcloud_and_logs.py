@@ -49,7 +49,9 @@ def test_an_error_of_gclouds_has_its_fix(message: str, fix: str):
 
 
 class Wire(Gcloud):
-    """Connections that deliver these lines, one connection after the other, and then the last one for ever."""
+    """Connections that deliver these lines, one connection after the other, and then the last one
+    for ever.
+    """
 
     max_connections = 2
 

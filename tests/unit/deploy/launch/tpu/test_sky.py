@@ -1,4 +1,6 @@
-"""A run as a managed job of SkyPilot: its own parser takes the task, and its commands run on every host."""
+"""A run as a managed job of SkyPilot: its own parser takes the task, and its commands run on every
+host.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Names of slices. Chips, hosts and accelerator types are those of Google's tables for each generation."""
+"""Names of slices. Chips, hosts and accelerator types are those of Google's tables for each
+generation.
+"""
 
 import pytest
 

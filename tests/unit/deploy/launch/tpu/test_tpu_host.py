@@ -1,4 +1,6 @@
-"""``launch/tpu_host.sh``: runs that outlive who started them. The commands are real; Google Cloud is not needed."""
+"""``launch/tpu_host.sh``: runs that outlive who started them. The commands are real; Google Cloud
+is not needed.
+"""
 
 import os
 import subprocess

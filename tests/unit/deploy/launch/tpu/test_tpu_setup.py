@@ -1,4 +1,6 @@
-"""What setting a host up does to the project's folder there. The command is run here, in a home folder of its own."""
+"""What setting a host up does to the project's folder there. The command is run here, in a home
+folder of its own.
+"""
 
 import os
 import subprocess
