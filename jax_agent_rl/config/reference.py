@@ -178,25 +178,32 @@ def _markdown(text: str) -> str:
 
 
 def _without(node: Any, names: set[str]) -> Any:
-    """Return a schema without these annotations, conditions moved into descriptions; properties of that name stay."""
+    """Return a schema without these annotations; properties of that name stay.
+
+    Conditions are moved into descriptions, and each description is one line: where the source's lines
+    end says nothing.
+    """
     if isinstance(node, list):
         return [_without(item, names) for item in node]
     if not isinstance(node, dict):
         return node
-    if condition := node.get(SCHEMA_KEY):
-        node = {
-            **node,
-            "description": f"{node.get('description', '')} Used only {condition}.".lstrip(),
-        }
-    return {
-        key: (
-            {name: _without(field, names) for name, field in value.items()}
-            if key in ("properties", "$defs")
-            else _without(value, names)
-        )
-        for key, value in node.items()
-        if key not in names
-    }
+
+    result = {}
+    for key, value in node.items():
+        if key in names:
+            continue
+        if key in ("properties", "$defs"):
+            result[key] = {name: _without(field, names) for name, field in value.items()}
+        else:
+            result[key] = _without(value, names)
+
+    description = result.get("description", "")
+    condition = node.get(SCHEMA_KEY)
+    if condition:
+        description += f" Used only {condition}."
+    if description:
+        result["description"] = " ".join(description.split())
+    return result
 
 
 def _describe_list(schema: Schema) -> str:
