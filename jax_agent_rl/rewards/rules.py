@@ -1,6 +1,7 @@
-r"""Rule-based rewards: answers extracted from text, compared as numbers, mathematics or words; environment returns.
+r"""Rule-based rewards: extracted answers, compared as numbers, mathematics or words.
 
-What the policy only thought is no answer: every extraction reads the text outside think blocks
+What an environment or a task's tests gave is a reward by rule as well. What the policy only thought
+is no answer: every extraction reads the text outside think blocks
 (:func:`jax_agent_rl.chat.thinking.answer_of`).
 
 Mathematical answers are compared by value with math-verify (extra ``math``): ``0.5``, ``1/2`` and
@@ -44,7 +45,9 @@ _MARKED = re.compile(r"####\s*+(-?)\$?\s*+((?:\d[\d,]*)?\.?\d+)")
 
 
 def tagged(text: str, tag: str = "answer") -> str | None:
-    """Return the stripped content of the last ``<tag>…</tag>`` of an answer, or None; of ``think``, of the whole text.
+    """Return the stripped content of the last ``<tag>…</tag>`` of an answer, or None.
+
+    ``think`` is looked for in the whole text, other tags outside think blocks.
 
     >>> tagged("<answer> 3 </answer> no: <answer>4</answer>")
     '4'
@@ -52,42 +55,55 @@ def tagged(text: str, tag: str = "answer") -> str | None:
     if tag != "think":
         text = answer_of(text)
     end = text.rfind(f"</{tag}>")
-    opening = text.rfind(f"<{tag}>", 0, max(end, 0))
-    return None if opening < 0 else text[opening + len(tag) + 2 : end].strip()
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    if start < 0:
+        return None
+    return text[start + len(f"<{tag}>") : end].strip()
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{…}``, braces balanced; None if there is none or it does not close.
+    r"""Return the content of the last ``\boxed{…}``, or None if there is none.
+
+    Braces within it are balanced; a box that does not close counts as none.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
     """
     text = answer_of(text)
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    box = text.rfind("\\boxed{")
+    if box < 0:
         return None
-    begin = start + len("\\boxed{")
+
+    start = box + len("\\boxed{")
     depth = 1
-    for brace in _BRACE.finditer(text, begin, begin + MAX_CHARS):
-        depth += 1 if brace[0] == "{" else -1
+    for brace in _BRACE.finditer(text, start, start + MAX_CHARS):
+        if brace[0] == "{":
+            depth += 1
+        else:
+            depth -= 1
         if depth == 0:
-            return text[begin : brace.start()]
+            return text[start : brace.start()]
     return None
 
 
 def has_format(text: str, tags: Sequence[str] = ("think", "answer")) -> bool:
-    """Return whether the text is one block of each tag, in this order, with only white space around them.
+    """Return whether the text is one block of each tag, in this order.
 
-    A first block of ``think`` may lack its opening tag: many prompts end with it.
+    Only white space may stand around them. A first block of ``think`` may lack its opening tag:
+    many prompts end with it.
 
     >>> has_format("<think>2 + 2</think> <answer>4</answer>"), has_format("4 <answer>4</answer>")
     (True, False)
     """
     if tags[0] == "think" and began_inside(text):
         text = f"<think>{text}"
-    if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in tags):
-        return False
-    blocks = r"\s*".join(f"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags)
+
+    patterns = []
+    for tag in tags:
+        if text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
+            return False
+        patterns.append(f"<{re.escape(tag)}>.*</{re.escape(tag)}>")
+    blocks = r"\s*".join(patterns)
     return re.fullmatch(rf"\s*{blocks}\s*", text, re.DOTALL) is not None
 
 
@@ -97,8 +113,10 @@ def last_number(text: str) -> Decimal | None:
     >>> last_number("12 x 100 is 1,200.0")
     Decimal('1200.0')
     """
-    found = _NUMBER.findall(answer_of(text)[-MAX_CHARS:])
-    return _decimal(found[-1]) if found else None
+    numbers = _NUMBER.findall(answer_of(text)[-MAX_CHARS:])
+    if not numbers:
+        return None
+    return _decimal(numbers[-1])
 
 
 def marked_number(text: str) -> Decimal | None:
@@ -107,8 +125,11 @@ def marked_number(text: str) -> Decimal | None:
     >>> marked_number("9 + 9 = 18 eggs. #### 18")
     Decimal('18')
     """
-    found = _MARKED.findall(answer_of(text)[-MAX_CHARS:])
-    return _decimal("".join(found[-1])) if found else None
+    numbers = _MARKED.findall(answer_of(text)[-MAX_CHARS:])
+    if not numbers:
+        return None
+    sign, digits = numbers[-1]
+    return _decimal(sign + digits)
 
 
 def _decimal(text: str) -> Decimal:
@@ -119,7 +140,10 @@ def _decimal(text: str) -> Decimal:
 def calculator(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> float:
-    """Score 1 if the last number of the final answer equals the truth, else 0; 0 without a final answer."""
+    """Score 1 if the last number of the final answer equals the truth, else 0.
+
+    A trajectory that ended without a final answer scores 0.
+    """
     if extra_info.get("finish_reason", FinishReason.ANSWER) != FinishReason.ANSWER:
         return 0.0
     return float(last_number(solution_str) == _truth(ground_truth, data_source))
@@ -148,18 +172,23 @@ def shop(
     Returns:
         ``score``, and ``accuracy``: whether the answer is right.
     """
-    right = calculator(data_source, solution_str, ground_truth, extra_info)
-    made = 0
+    accuracy = calculator(data_source, solution_str, ground_truth, extra_info)
+
+    next_result = 0
+    calls = []
     for call in trajectory.tool_calls:
-        made += made < len(results) and call.error is None and call.observation == results[made]
-    earned = right or SHOP_CALLS * made / len(results)
-    answered = [
-        (call.name, str(call.arguments), call.observation)
-        for call in trajectory.tool_calls
-        if not call.error
-    ]
-    repeated = len(answered) - len(set(answered))
-    return {"score": max(0.0, earned - REPEATED_CALL * repeated), "accuracy": right}
+        if call.error is not None:
+            continue
+        calls.append((call.name, str(call.arguments), call.observation))
+        if next_result < len(results) and call.observation == results[next_result]:
+            next_result += 1
+
+    if accuracy:
+        earned = accuracy
+    else:
+        earned = SHOP_CALLS * next_result / len(results)
+    repeated = len(calls) - len(set(calls))
+    return {"score": max(0.0, earned - REPEATED_CALL * repeated), "accuracy": accuracy}
 
 
 @register_reward("gsm8k", "openai/gsm8k")
@@ -202,18 +231,21 @@ POOL = WorkerPool(PROGRAM, size=max(1, min(4, (os.cpu_count() or 1) // 2)), purp
     "aime*",
 )
 def math_equal(solution_str: str, ground_truth: Any) -> dict[str, float]:
-    r"""Score 1 if the answer (``\boxed{…}`` first, else the last formula or number) equals the truth in LaTeX.
+    r"""Score 1 if the answer equals the truth in LaTeX, else 0.
 
-    The part ``answered`` says whether the answer holds any mathematics.
+    The answer is the content of the last ``\boxed{…}``, else the last formula or number. The part
+    ``answered`` says whether the answer holds any mathematics.
     """
-    answer_only = boxed(
-        solution_str
-    )  # the last of several boxes counts; math-verify would take all
-    solution = answer_of(solution_str) if answer_only is None else f"\\boxed{{{answer_only}}}"
-    question = {"solution": solution, "truth": str(ground_truth), "seconds": SECONDS}
-    # Twice the three time limits: the wall time includes waiting for a free worker and for its
-    # start.
-    answer = POOL.ask(question, timeout=6.0 * SECONDS)
+    # The last of several boxes counts; math-verify would take all.
+    box = boxed(solution_str)
+    if box is None:
+        solution = answer_of(solution_str)
+    else:
+        solution = f"\\boxed{{{box}}}"
+
+    request = {"solution": solution, "truth": str(ground_truth), "seconds": SECONDS}
+    # Twice the three time limits: a worker may have to become free, and to start.
+    answer = POOL.ask(request, timeout=6.0 * SECONDS)
     return {"score": answer["score"], "answered": float(bool(answer["extracted"]))}
 
 
@@ -262,16 +294,20 @@ def exact_match(prediction: str, truths: Sequence[str]) -> float:
     What normalizes to nothing (articles, punctuation) equals nothing.
     """
     answer = normalize_answer(prediction)
-    return float(bool(answer) and answer in {normalize_answer(truth) for truth in truths})
+    accepted = {normalize_answer(truth) for truth in truths}
+    return float(bool(answer) and answer in accepted)
 
 
 def f1(prediction: str, truths: Sequence[str]) -> float:
-    """Return the maximum over the truths of the harmonic mean of word precision and recall, in [0, 1].
+    """Return the highest F1 of the prediction's words and a truth's words, in [0, 1].
 
-    It is 0 for what normalizes to nothing.
+    F1 is the harmonic mean of precision and recall; it is 0 for what normalizes to nothing.
     """
     words = normalize_answer(prediction).split()
-    return max((_f1(words, normalize_answer(truth).split()) for truth in truths), default=0.0)
+    best = 0.0
+    for truth in truths:
+        best = max(best, _f1(words, normalize_answer(truth).split()))
+    return best
 
 
 def _f1(prediction: list[str], truth: list[str]) -> float:
@@ -284,14 +320,20 @@ def _f1(prediction: list[str], truth: list[str]) -> float:
 def _answer_and_truths(
     solution_str: str, ground_truth: Any, data_source: str
 ) -> tuple[str, list[str]]:
-    truths = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
-    truths = [truths] if isinstance(truths, str | int | float) else list(truths or ())
+    """Return the answer of a solution, empty if there is none, and the accepted answers."""
+    accepted = ground_truth
+    if isinstance(ground_truth, Mapping):
+        accepted = ground_truth.get("target")
+    if isinstance(accepted, str | int | float):
+        accepted = [accepted]
+    truths = [str(truth) for truth in accepted or ()]
     if not truths:
         raise RewardError(
             f"ground_truth of a {data_source!r} row must hold answers, got {ground_truth!r:.100}"
         )
-    answer = tagged(solution_str)
-    return "" if answer is None else answer[-MAX_CHARS:], [str(truth) for truth in truths]
+
+    answer = tagged(solution_str) or ""
+    return answer[-MAX_CHARS:], truths
 
 
 @register_reward("qa_em", *DATA_SETS, *(f"searchR1_{name}" for name in DATA_SETS))
