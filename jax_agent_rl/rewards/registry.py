@@ -4,8 +4,9 @@
 
     @register_reward("my_task")
     def compute_score(data_source, solution_str, ground_truth, extra_info):
-        return float(ground_truth in solution_str)          # or {"score": 1.0, "format": 0.5}; or async def
+        return float(ground_truth in solution_str)      # or {"score": 1.0, "format": 0.5}
 
+A function may be ``async def``.
 Arguments are passed by parameter name, looked up in this order:
 
 1. ``data_source, solution_str, ground_truth, extra_info`` (verl's four);
@@ -41,8 +42,15 @@ as well."""
 _Function = TypeVar("_Function", bound=ComputeScore)
 CLASSIC = ("data_source", "solution_str", "ground_truth", "extra_info")
 FROM_TRAJECTORY = (
-    "trajectory", "role", "messages", "finish_reason", "num_turns", "tool_rewards", "tool_scores", "turn_scores",
-)  # fmt: skip
+    "trajectory",
+    "role",
+    "messages",
+    "finish_reason",
+    "num_turns",
+    "tool_rewards",
+    "tool_scores",
+    "turn_scores",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +58,12 @@ class RewardFunction:
     """A registered function.
 
     Attributes:
-        compute_score: the function.
-        solution: the text it reads.
-        path: the ``reward.path`` that registered it.
+        path: the ``reward.path`` that registered it; None for other functions.
         required: names of parameters without a default.
-        optional: names of those with a default; omitted if nothing has the name.
-        positional: whether it takes ``*args``.
-        open: whether it takes ``**kwargs``, and so gets all of :data:`CLASSIC`.
+        optional: names of parameters with a default, omitted if nothing has the name.
+        takes_args: whether it takes arguments by position, as ``*args`` does: it gets
+            :data:`CLASSIC`.
+        takes_kwargs: whether it takes ``**kwargs``, and so gets all of :data:`CLASSIC`.
     """
 
     compute_score: ComputeScore
@@ -64,45 +71,63 @@ class RewardFunction:
     path: str | None
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    positional: bool
-    open: bool
+    takes_args: bool
+    takes_kwargs: bool
 
     @classmethod
     def of(
         cls, compute_score: ComputeScore, solution: Solution, path: str | None = None
     ) -> RewardFunction:
-        """Read a signature; raise ``ValueError`` or ``TypeError`` if there is none (as for some built-ins)."""
-        parameters = inspect.signature(compute_score).parameters.values()
-        kinds = {p.kind for p in parameters}
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        """Read a function's signature.
+
+        Raises:
+            TypeError, ValueError: it has none, as some built-in functions.
+        """
+        required = []
+        optional = []
+        takes_args = False
+        takes_kwargs = False
+        for parameter in inspect.signature(compute_score).parameters.values():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+                takes_args = True
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                takes_kwargs = True
+            elif parameter.default is parameter.empty:
+                required.append(parameter.name)
+            else:
+                optional.append(parameter.name)
         return cls(
             compute_score=compute_score,
             solution=solution,
             path=path,
-            required=tuple(p.name for p in named if p.default is p.empty),
-            optional=tuple(p.name for p in named if p.default is not p.empty),
-            positional=inspect.Parameter.VAR_POSITIONAL in kinds
-            or inspect.Parameter.POSITIONAL_ONLY in kinds,
-            open=inspect.Parameter.VAR_KEYWORD in kinds,
+            required=tuple(required),
+            optional=tuple(optional),
+            takes_args=takes_args,
+            takes_kwargs=takes_kwargs,
         )
 
     @property
     def is_async(self) -> bool:
+        """Whether it is an async function, or an object whose call is one."""
         function = self.compute_score
-        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            type(function).__call__
-        )
+        if inspect.iscoroutinefunction(function):
+            return True
+        return inspect.iscoroutinefunction(type(function).__call__)
 
     @property
     def place(self) -> str:
-        """File and line of a function of the user's; empty for those of this or an installed package."""
+        """File and line of a function that a user wrote; empty for functions of packages."""
         file, line = _definition(self.compute_score)
-        return place(file, line) if is_user_file(file) else ""
+        if not is_user_file(file):
+            return ""
+        return place(file, line)
 
     def describe(self, data_source: str) -> str:
         """Return ``the reward function of 'shop' (my_rewards.py:3)``."""
-        where = self.place
-        return f"the reward function of {data_source!r}" + (f" ({where})" if where else "")
+        description = f"the reward function of {data_source!r}"
+        if self.place:
+            description += f" ({self.place})"
+        return description
 
     def bind(self, available: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments of one call.
@@ -110,12 +135,18 @@ class RewardFunction:
         Raises:
             KeyError: ``available`` lacks a required name.
         """
-        if self.positional:
+        if self.takes_args:
             return tuple(available[name] for name in CLASSIC), {}
-        wanted = [*self.required, *(name for name in self.optional if name in available)]
-        if self.open:
-            wanted += [name for name in CLASSIC if name not in wanted]
-        return (), {name: available[name] for name in wanted}
+
+        names = list(self.required)
+        for name in self.optional:
+            if name in available:
+                names.append(name)
+        if self.takes_kwargs:
+            for name in CLASSIC:
+                if name not in names:
+                    names.append(name)
+        return (), {name: available[name] for name in names}
 
     def missing_in(self, row: Mapping[str, Any], services: Collection[str]) -> list[str]:
         """Return the required names that neither a trajectory of this row nor the run provides.
@@ -124,20 +155,15 @@ class RewardFunction:
             row: may be without its prompt.
             services: names of what the run has.
         """
-        if self.positional:
+        if self.takes_args:
             return []
-        known = {
-            *CLASSIC,
-            *FROM_TRAJECTORY,
-            *services,
-            "prompt",
-            *row_fields(row),
-        }  # every row has a prompt
-        return [name for name in self.required if name not in known]
+        available = {*CLASSIC, *FROM_TRAJECTORY, *services, *row_fields(row)}
+        available.add("prompt")  # every row has one in the end
+        return [name for name in self.required if name not in available]
 
 
 def row_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a row by name: its own, then those of ``extra_info``, then those of ``reward_model``."""
+    """Return a row's fields by name, then the fields of its ``extra_info`` and ``reward_model``."""
     return ChainMap(
         dict(row), dict(row.get("extra_info") or {}), dict(row.get("reward_model") or {})
     )
@@ -149,7 +175,8 @@ _ALL_ROWS = ""
 """Data source of a function that scores every row: that of a file written for verl, see
 :func:`load_rewards`."""
 _FROM_FILES: dict[str, dict[str, RewardFunction]] = {}
-"""What each imported file registered: a later run of the process imports it no second time."""
+"""What each imported file registered, since a later run in the same process does not import it
+again."""
 
 
 def register_reward(
@@ -159,11 +186,11 @@ def register_reward(
 
     It may be async, and returns a number or a dict with ``"score"``; other numbers of the dict
     become ``Trajectory.reward_parts`` and metrics of the run. A synchronous function may block:
-    those of ``reward.path`` run in worker processes (``reward.workers``), others in threads.
+    functions of ``reward.path`` run in worker processes (``reward.workers``), others in threads.
 
     Args:
-        *data_sources: values of the row field ``data_source``, or patterns such as ``aime*`` for those without a
-            function of their own.
+        *data_sources: values of the row field ``data_source``, or patterns such as ``aime*`` for
+            values without a function of their own.
         solution: see :data:`Solution`.
         override: replace registered functions, e.g. built-in ones.
 
@@ -188,20 +215,26 @@ def register_reward(
 
 
 def find_reward(data_source: str) -> RewardFunction | None:
-    """Return the function of a data source: by name (of an installed package, too), else by the first pattern."""
-    if every := _REWARDS.get(_ALL_ROWS):
-        return every
-    if (
-        data_source not in _REWARDS
-        and (function := load_installed("rewards", data_source)) is not None
-    ):
-        if data_source not in _REWARDS:  # its module may have registered it
+    """Return the function of a data source, or None if there is none.
+
+    A function registered under the name itself comes first, one of an installed package next, and
+    then the first pattern that fits.
+    """
+    if _ALL_ROWS in _REWARDS:
+        return _REWARDS[_ALL_ROWS]
+
+    if data_source not in _REWARDS:
+        function = load_installed("rewards", data_source)
+        is_registered = data_source in _REWARDS  # its module may have done so when it was imported
+        if function is not None and not is_registered:
             register_reward(data_source)(function)
-    if exact := _REWARDS.get(data_source):
-        return exact
-    return next(
-        (entry for pattern, entry in _REWARDS.items() if fnmatchcase(data_source, pattern)), None
-    )
+    if data_source in _REWARDS:
+        return _REWARDS[data_source]
+
+    for pattern, entry in _REWARDS.items():
+        if fnmatchcase(data_source, pattern):
+            return entry
+    return None
 
 
 def known_data_sources() -> list[str]:
@@ -220,15 +253,16 @@ def split_score(
         RewardError: there is no score, or it or a part is a number that is not finite or that
             float32 cannot hold.
     """
-    named = result if isinstance(result, Mapping) else {"score": result}
-    if "score" not in named:
+    fields = result if isinstance(result, Mapping) else {"score": result}
+    if "score" not in fields:
         raise reward_failure(
             RewardError, reward, data_source, f'returned no "score": {shown(result)}'
         )
+
     parts: dict[str, float] = {}
     try:
-        score = as_score(named["score"], "its score")
-        for key, part in named.items():
+        score = as_score(fields["score"], "its score")
+        for key, part in fields.items():
             if key != "score" and looks_like_number(part):
                 parts[key] = as_score(part, f"its part {key!r}")
     except ValueError as error:
@@ -239,20 +273,25 @@ def split_score(
 
 
 def reward_failure(
-    make: type[RewardError], reward: RewardFunction, data_source: str, how: str
+    error_type: type[RewardError], reward: RewardFunction, data_source: str, problem: str
 ) -> RewardError:
-    """Return the error of a function that did not raise one, but did not give a score either; names its definition."""
-    error = make(f"{reward.describe(data_source)} {how}")
+    """Return the error of a function that gave no score without raising one.
+
+    Args:
+        problem: what it did; completes a sentence whose subject is the function.
+    """
+    error = error_type(f"{reward.describe(data_source)} {problem}")
     error.failed_at = reward.place
     return error
 
 
 def load_rewards(path: str | None) -> None:
-    """Import ``reward.path``, a Python file or module that registers more functions; None does nothing.
+    """Import ``reward.path``, a Python file or module that registers more functions.
 
-    A later run of one process that names the file again gets the same functions, whatever other
-    files registered since. A file that registers none and has a ``compute_score`` was written for
-    verl: that function scores every row, and reads the whole conversation, as there.
+    None only forgets what an earlier run's file registered for every row. A later run of the same
+    process that names the file again gets the same functions, whatever other files registered
+    since. A file that registers none and has a ``compute_score`` was written for verl: that
+    function scores every row, and reads the whole conversation, as it does in verl.
 
     Raises:
         ConfigError: it cannot be imported or registers a data source twice.
@@ -260,66 +299,72 @@ def load_rewards(path: str | None) -> None:
     _REWARDS.pop(_ALL_ROWS, None)
     if path is None:
         return
-    before = dict(_REWARDS)
+
+    previous = dict(_REWARDS)
     module = load_user_module(path, key="reward.path")
-    own = _FROM_FILES.setdefault(module.__name__, {})
+    from_file = _FROM_FILES.setdefault(module.__name__, {})
     for data_source, entry in _REWARDS.items():
-        # agent.module may be the same file, which has registered its functions already
-        if (
-            before.get(data_source) is not entry
-            or entry.compute_score.__module__ == module.__name__
-        ):
-            own[data_source] = replace(entry, path=path)
-    _REWARDS.update(own)
+        is_new = previous.get(data_source) is not entry
+        # agent.module may be the same file, which has registered its functions already.
+        is_defined_there = entry.compute_score.__module__ == module.__name__
+        if is_new or is_defined_there:
+            from_file[data_source] = replace(entry, path=path)
+    _REWARDS.update(from_file)
+
     function: ComputeScore | None = getattr(module, "compute_score", None)
-    if callable(function) and not own:
+    if callable(function) and not from_file:
         _REWARDS[_ALL_ROWS] = RewardFunction.of(function, "conversation", path)
 
 
 def require_rewards(
     rows: Iterable[Mapping[str, Any]], *, services: Collection[str] = ()
 ) -> set[str]:
-    """Check before a run that every row can be scored, and return those of the run's services that are requested.
+    """Check before a run that every row can be scored; return the services that are requested.
 
     Args:
-        rows: of the run.
-        services: names of what the run has, e.g. ``judge``.
+        services: names of the services that the run has, e.g. ``judge``.
 
     Raises:
         ConfigError: names all unknown data sources, and all missing fields that reward functions
             request.
     """
     unknown: set[str] = set()
-    lacking: set[tuple[str, str]] = set()
+    missing: set[tuple[str, str]] = set()  # data source, field
     requested: set[str] = set()
     for row in rows:
         data_source = str(row.get("data_source"))
         reward = find_reward(data_source)
         if reward is None:
             unknown.add(data_source)
-        else:
-            lacking |= {(data_source, name) for name in reward.missing_in(row, services)}
-            requested.update(reward.required, reward.optional)
-    problems = [_describe_missing(data_source, name) for data_source, name in sorted(lacking)]
+            continue
+        for name in reward.missing_in(row, services):
+            missing.add((data_source, name))
+        requested.update(reward.required, reward.optional)
+
+    problems = []
     if unknown:
-        problems.insert(0, describe_unknown(unknown))
+        problems.append(describe_unknown(unknown))
+    for data_source, name in sorted(missing):
+        problems.append(_describe_missing(data_source, name))
     if problems:
         raise ConfigError(problems)
     return requested.intersection(services)
 
 
 def describe_unknown(data_sources: Collection[str]) -> str:
-    """Say that no function scores rows of these data sources, with the ones that may have been meant."""
+    """Say that no function scores rows of these data sources, and which ones may be meant."""
     known = known_data_sources()
-    named = []
+    names = []
     for data_source in sorted(data_sources)[:_MAX_NAMED]:
-        guess = did_you_mean(data_source, known).strip()
         name = f"{data_source!r:.80}"
-        named.append(f"{name} ({guess})" if guess else name)
+        guess = did_you_mean(data_source, known).strip()
+        if guess:
+            name += f" ({guess})"
+        names.append(name)
     if len(data_sources) > _MAX_NAMED:
-        named.append("…")
+        names.append("…")
     return (
-        f"no reward function for data_source {', '.join(named)}; there are {known}; register one"
+        f"no reward function for data_source {', '.join(names)}; there are {known}; register one"
         " with @register_reward in the file named by reward.path"
     )
 
@@ -338,14 +383,21 @@ def _describe_missing(data_source: str, name: str) -> str:
 
 
 def _definition(function: Callable[..., Any]) -> tuple[str, int]:
-    """Return file and line of a function's definition; ``<unknown>`` where there is none, as for an object's call."""
+    """Return file and line of a function's definition; ``<unknown>`` if it has no Python code."""
     function = inspect.unwrap(function)
     if isinstance(function, functools.partial):
         return _definition(function.func)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
+
+    code = getattr(function, "__code__", None)
+    if code is None:  # an object with a call
+        code = getattr(type(function).__call__, "__code__", None)
+    if code is None:
+        return "<unknown>", 0
+    return code.co_filename, code.co_firstlineno
 
 
 def _place(function: Callable[..., Any]) -> str:
     file, line = _definition(function)
-    return repr(function) if file == "<unknown>" else f"{file}:{line}"
+    if file == "<unknown>":
+        return repr(function)
+    return f"{file}:{line}"
