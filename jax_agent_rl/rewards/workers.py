@@ -71,7 +71,7 @@ class FunctionWorkers:
         """Call the function of a data source and return its score and named parts.
 
         Args:
-            data_source: whose function to call.
+            data_source: selects the function.
             args: positional arguments, picklable.
             kwargs: keyword arguments, picklable.
             timeout: seconds after which the worker is killed.
@@ -107,13 +107,15 @@ _ORPHAN_SECONDS = 5.0
 
 
 def serve() -> None:
-    """Answer requests until standard input ends: the program of :class:`FunctionWorkers` and of math-verify's workers.
+    """Answer requests until standard input ends.
 
-    An exception becomes the answer ``{"error": …}``::
+    This is the program of :class:`FunctionWorkers` and of math-verify's workers. An exception
+    becomes the answer ``{"error": …}``::
 
+        request                            action                           answer
         {"path", "sys_path"}               imports ``reward.path``          {"ready": true}
         {"call", "seconds"}                calls one of its functions       {"score", "parts"}
-        {"solution", "truth", "seconds"}   compares mathematical answers    {"score": 0 or 1, "extracted"}
+        {"solution", "truth", "seconds"}   compares mathematical answers    {"score", "extracted"}
 
     ``call`` is the pickled data source and arguments. math-verify limits its time with SIGALRM,
     which works only in the main thread of a process.
@@ -134,24 +136,28 @@ def _answer_or_error(request: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Answer one of the requests that :func:`serve` lists."""
     if "path" in request:
         sys.path[:] = request["sys_path"]
         load_rewards(request["path"])
         return {"ready": True}
+
     if "solution" in request:
         logging.disable(logging.CRITICAL)  # math-verify logs every answer it cannot parse
         try:
             return _verify_answer(request)
         except ImportError as error:
             return {"error": f"{error}; install the extra: pip install 'jax_agent_rl[math]'"}
+
     data_source, args, kwargs = pickle.loads(base64.b64decode(request["call"]))
-    # The parent kills a late worker. If the parent has died, this timer ends the process without
-    # the interpreter.
+    # The parent kills a late worker. If the parent has died, this timer ends the process even while
+    # the function holds the interpreter.
     faulthandler.dump_traceback_later(request["seconds"] + _ORPHAN_SECONDS, file=2, exit=True)
     reward = find_reward(data_source)
     assert reward is not None, "the parent has the same file"
     try:
-        score, parts = split_score(_call(reward, data_source, args, kwargs), reward, data_source)
+        result = _call(reward, data_source, args, kwargs)
+        score, parts = split_score(result, reward, data_source)
     finally:
         faulthandler.cancel_dump_traceback_later()
     return {"score": score, "parts": parts}
@@ -160,12 +166,16 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
 def _call(
     reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
+    """Return a function's result; raise RewardError, with the place in the code, if it raises."""
+
     async def wait(result: Awaitable[Any]) -> Any:
         return await result
 
     try:
         result = reward.compute_score(*args, **kwargs)
-        return asyncio.run(wait(result)) if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):  # a plain function may return a coroutine
+            return asyncio.run(wait(result))
+        return result
     except BaseException as error:  # it may try to exit
         raise user_code_error(
             RewardError, f"the reward function of {data_source!r}", error
@@ -173,6 +183,11 @@ def _call(
 
 
 def _verify_answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether math-verify finds the solution's answer equal to the truth, and that answer.
+
+    Raises:
+        ValueError: the truth cannot be parsed.
+    """
     from math_verify import parse, verify
 
     seconds = int(request["seconds"])
@@ -181,6 +196,9 @@ def _verify_answer(request: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"ground_truth {request['truth']!r:.200} is not mathematics that can be parsed"
         )
+
     answer = parse(request["solution"], parsing_timeout=seconds)
-    equal = bool(answer) and verify(truth, answer, timeout_seconds=seconds)
-    return {"score": float(equal), "extracted": str(answer[-1]) if answer else ""}
+    if not answer:
+        return {"score": 0.0, "extracted": ""}
+    is_equal = verify(truth, answer, timeout_seconds=seconds)
+    return {"score": float(is_equal), "extracted": str(answer[-1])}
