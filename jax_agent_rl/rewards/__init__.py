@@ -13,9 +13,9 @@ exceeds ``reward.timeout`` loses its trajectory, not the run.
 
 ::
 
-    async def ──► awaited here                       (blocking code holds up the run; a warning names it)
+    async def ──► awaited here     (blocking code holds up the run; a warning names it)
     def ──► of reward.path, requests no service ──► a worker process, killed on timeout
-        ──► any other ──► a thread, abandoned on timeout: the rules of this package take linear time
+        ──► any other ──► a thread, abandoned on timeout: this package's rules take linear time
 """
 
 from __future__ import annotations
@@ -86,48 +86,45 @@ async def score(
     trajectory).
 
     Args:
-        trajectory: not scored yet.
         timeout: seconds the function may take, ``reward.timeout``; then its thread is abandoned,
-            see
-            :mod:`jax_agent_rl.utils.threads`.
+            see :mod:`jax_agent_rl.utils.threads`.
         services: what functions may request besides the trajectory and the row, e.g. ``judge``.
         workers: runs the synchronous functions of ``reward.path``; None: threads do.
 
     Raises:
         RewardError: its data source has no function, the row lacks a requested field, the function
-            raised, or its score, a part of it, or what it adds up to with the tools' rewards is no
-            number that float32 holds.
+            raised, or float32 cannot hold its score, a part of it, or its sum with the tools'
+            rewards.
         RewardTimeoutError: the function took longer than ``timeout``.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     data_source = str(trajectory.row.get("data_source"))
     reward = find_reward(data_source)
     if reward is None:
         raise RewardError(describe_unknown([data_source]))
 
-    def late() -> RewardError:
-        limit = f"did not return within reward.timeout={timeout:g} seconds"
-        how = f"{limit}; raise it, or give the function a time limit of its own"
-        return reward_failure(RewardTimeoutError, reward, data_source, how)
+    def timeout_error() -> RewardError:
+        problem = (
+            f"did not return within reward.timeout={timeout:g} seconds; raise it, or give the"
+            " function a time limit of its own"
+        )
+        return reward_failure(RewardTimeoutError, reward, data_source, problem)
 
     try:
         args, kwargs = _arguments(reward, trajectory, services)
-        if (
-            workers is not None
-            and reward.path
-            and not reward.is_async
-            and not services.keys() & kwargs.keys()
-        ):
+        # A service, such as the judge, belongs to this process and cannot be sent to a worker.
+        requests_service = bool(services.keys() & kwargs.keys())
+        if workers is not None and reward.path and not reward.is_async and not requests_service:
             try:
                 total, parts = await workers.score(data_source, args, kwargs, timeout=timeout)
             except RewardTimeoutError:
-                raise late() from None
+                raise timeout_error() from None
         else:
             result = await in_time(
                 lambda: _call(reward, data_source, args, kwargs),
                 timeout,
                 what=f"the reward function of {data_source!r}",
-                late=late,
+                late=timeout_error,
                 error=lambda problem: reward_failure(RewardError, reward, data_source, problem),
             )
             total, parts = split_score(result, reward, data_source)
@@ -138,9 +135,10 @@ async def score(
             RewardError, f"the reward function of {data_source!r}", error
         ) from error
     _check_sums(trajectory, total)
+
     metrics = {
         **trajectory.metrics,
-        "reward_seconds": time.perf_counter() - began,
+        "reward_seconds": time.perf_counter() - start_time,
         "tool_reward": sum(call.reward for call in trajectory.tool_calls),
         "turn_score": sum(trajectory.turn_scores),
     }
@@ -148,12 +146,13 @@ async def score(
 
 
 def _check_sums(trajectory: Trajectory, score: float) -> None:
-    """Raise RewardError if any sum of what the trajectory earned could be more than float32 holds."""
-    of_tools = sum(abs(call.reward) for call in trajectory.tool_calls)
-    of_turns = sum(abs(turn_score) for turn_score in trajectory.turn_scores)
+    """Raise RewardError if a sum of what the trajectory earned could overflow float32."""
+    # Sums of absolute values bound every sum that an estimator may form of a part of them.
+    tool_total = sum(abs(call.reward) for call in trajectory.tool_calls)
+    turn_total = sum(abs(turn_score) for turn_score in trajectory.turn_scores)
     try:
-        as_score(abs(score) + of_tools, "the sum of its score and its tools' rewards")
-        as_score(of_turns, "the sum of its turns' scores")
+        as_score(abs(score) + tool_total, "the sum of its score and its tools' rewards")
+        as_score(turn_total, "the sum of its turns' scores")
     except ValueError as error:
         raise RewardError(f"{trajectory.trajectory_id}: {error}") from None
 
@@ -164,17 +163,25 @@ def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:
     Reasoning stands in think blocks; :func:`jax_agent_rl.chat.thinking.answer_of` is the text
     without them.
     """
-    turns = trajectory.num_turns
-    wanted = ("assistant",) if which != "conversation" else ("assistant", "tool", "user")
+    roles = {"assistant"}
+    if which == "conversation":
+        roles = {"assistant", "tool", "user"}
+
+    turns_left = trajectory.num_turns
     texts: list[str] = []
-    for message in reversed(
-        trajectory.messages
-    ):  # stop before the prompt, which may hold assistant messages
-        if message["role"] in wanted:
-            # A turn that was cut while thinking must not hide what follows it.
-            texts.append(with_closed_thinking(message["content"]) if texts else message["content"])
-        turns -= message["role"] == "assistant"
-        if turns == 0 or which == "last_turn" and texts:
+    # From the end to the first sampled turn: the prompt may hold assistant messages as well.
+    for message in reversed(trajectory.messages):
+        if message["role"] in roles:
+            text = message["content"]
+            if texts:
+                # A turn that was cut while thinking must not hide what follows it.
+                text = with_closed_thinking(text)
+            texts.append(text)
+        if message["role"] == "assistant":
+            turns_left -= 1
+        if turns_left == 0:
+            break
+        if which == "last_turn" and texts:
             break
     return "\n\n".join(reversed(texts))
 
@@ -182,8 +189,9 @@ def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:
 def _arguments(
     reward: RewardFunction, trajectory: Trajectory, services: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a function's call for this trajectory."""
     row = trajectory.row
-    about = {
+    outcome = {
         "finish_reason": trajectory.finish_reason,
         "num_turns": trajectory.num_turns,
         "tool_rewards": [call.reward for call in trajectory.tool_calls],
@@ -194,15 +202,15 @@ def _arguments(
         "data_source": str(row.get("data_source")),
         "solution_str": solution_text(trajectory, reward.solution),
         "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
-        "extra_info": {**(row.get("extra_info") or {}), **about},
+        "extra_info": {**(row.get("extra_info") or {}), **outcome},
     }
-    own = {
+    from_trajectory = {
         "trajectory": trajectory,
         "role": trajectory.role,
         "messages": trajectory.messages,
-        **about,
+        **outcome,
     }
-    available = ChainMap(classic, own, dict(services), dict(row_fields(row)))
+    available = ChainMap(classic, from_trajectory, dict(services), dict(row_fields(row)))
     try:
         return reward.bind(available)
     except KeyError as error:
@@ -215,10 +223,14 @@ def _arguments(
 async def _call(
     reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Score:
+    """Await an async function; run another in a thread."""
     function = reward.compute_score
     if reward.is_async:
         return await function(*args, **kwargs)  # type: ignore[misc]
+
     result = await _THREADS.run(
         lambda: function(*args, **kwargs), name=f"the reward of {data_source!r}"
     )
-    return await result if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):  # a plain function may return a coroutine
+        return await result
+    return result
