@@ -7,7 +7,7 @@
 Results are kept per benchmark and processor, each with its command, date and versions, and written as soon as they are
 there: an interrupted run goes on where it stopped. A benchmark that fails is named at the end and costs no other one.
 Peers run in environments of their own, see ``decode.py``, ``learner_peers.py`` and ``supervised_peers.py``; without one
-its ratios are left out. All of them, peers too, keep freed memory in huge pages, as ``launch/local.sh`` sets it. Keep
+its ratios are left out. All of them, peers too, keep freed memory in huge pages, as ``quickstart`` sets it. Keep
 the machine free of other work meanwhile.
 """
 
@@ -24,7 +24,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common import KEEP_MEMORY, ROOT, argument_parser, cpu
+from common import ROOT, argument_parser, cpu
+
+from jax_agent_rl.utils.process import KEEP_MEMORY
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 MACHINES = ROOT / "benchmarks" / "machines.json"
@@ -182,7 +184,7 @@ def page(results: Mapping[str, Mapping[str, Any]], machines: Mapping[str, Mappin
         "# Results",
         "",
         "`benchmarks/run_all.py` measures, and writes this page. Everything ran on CPUs: no figure is of a TPU or a",
-        "GPU. The model is SmolLM2-135M in float32. Freed memory is kept in huge pages, as `launch/local.sh` sets it.",
+        "GPU. The model is SmolLM2-135M in float32. Freed memory is kept in huge pages, as `quickstart` sets it.",
         "`--help` of a script says what it does and what its figures mean.",
         "",
         "## All machines",
