@@ -38,10 +38,6 @@ from jax_agent_rl.types import (
 from jax_agent_rl.utils.process import ignore_absent_tpus
 
 ROOT = Path(__file__).parents[1]
-KEEP_MEMORY = re.findall(
-    "^KEEP_MEMORY=(.*)", (ROOT / "launch" / "local.sh").read_text(), re.MULTILINE
-)[0]
-"""``GLIBC_TUNABLES`` of a run: freed memory stays, in huge pages."""
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
 
 

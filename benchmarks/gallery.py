@@ -8,9 +8,9 @@
 A curve is a list of commands as a user types them, the last of which is measured; figures that show
 the same curve share its runs. Results are kept in ``gallery.json`` per curve and seed: one that is
 there is not measured again, and an interrupted run begins anew. A run that fails is named at the
-end and costs no other one. Ours keep freed memory in huge pages, as ``launch/local.sh`` sets it;
-peers would not fit 23 GB then. They run in environments of their own (``learner_peers.py`` says how
-to make them); without one its curves are left out.
+end and costs no other one. Ours keep freed memory in huge pages, as ``quickstart`` sets it; peers
+would not fit 23 GB then. They run in environments of their own (``learner_peers.py`` says how to
+make them); without one its curves are left out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from common import KEEP_MEMORY, ROOT, argument_parser, cpu
+from common import ROOT, argument_parser, cpu
 from matplotlib.figure import Figure
 
 from jax_agent_rl.observe.run_dir import read_records
+from jax_agent_rl.utils.process import KEEP_MEMORY
 from jax_agent_rl.utils.yaml_text import load_yaml
 
 GALLERY, RESULTS = (ROOT / "benchmarks" / name for name in ("gallery.yaml", "gallery.json"))

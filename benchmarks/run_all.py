@@ -10,7 +10,7 @@ as soon as they are
 there: an interrupted run goes on where it stopped. A benchmark that fails is named at the end and
 costs no other one. Peers run in environments of their own, see ``decode.py``, ``learner_peers.py``
 and ``supervised_peers.py``; without one its ratios are left out. All of them, peers too, keep freed
-memory in huge pages, as ``launch/local.sh`` sets it. Keep the machine free of other work meanwhile.
+memory in huge pages, as ``quickstart`` sets it. Keep the machine free of other work meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common import KEEP_MEMORY, ROOT, argument_parser, cpu
+from common import ROOT, argument_parser, cpu
+
+from jax_agent_rl.utils.process import KEEP_MEMORY
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 MACHINES = ROOT / "benchmarks" / "machines.json"
@@ -230,7 +232,7 @@ def page(
         ),
         (
             "GPU. The model is SmolLM2-135M in float32. Freed memory is kept in huge pages, as"
-            " `launch/local.sh` sets it."
+            " `quickstart` sets it."
         ),
         "`--help` of a script says what it does and what its figures mean.",
         "",

@@ -623,9 +623,11 @@ def chaos(
 def main() -> None:
     """Run the command line; print errors a user can fix as one message, not a traceback."""
     from jax_agent_rl.errors import ConfigError, JaxAgentRLError
-    from jax_agent_rl.utils.process import ignore_absent_tpus, quiet_logging
+    from jax_agent_rl.utils.process import ignore_absent_tpus, keep_freed_memory, quiet_logging
     from jax_agent_rl.utils.text import printable
 
+    if sys.argv[1:2] == ["quickstart"]:
+        keep_freed_memory()
     quiet_logging()
     ignore_absent_tpus()
     try:

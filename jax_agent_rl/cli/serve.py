@@ -129,7 +129,7 @@ def tinker_server(
         from jax_agent_rl.errors import ConfigError
 
         raise ConfigError(
-            "tinker-server needs the extra `tinker`: pip install jax_agent_rl[tinker]"
+            "tinker-server needs the extra `tinker`: pip install 'jax_agent_rl[tinker]'"
         ) from error
     use_compilation_cache()
     run_server(run(chosen, print_line=print))

@@ -70,21 +70,26 @@ def require_token(host: str, token: str | None, *, key: str) -> None:
         )
 
 
+LAST_PORT = 65_535
+
+
 def listen_on(host: str, port: int) -> socket.socket:
     """Return a socket that listens; clients that connect wait until it is served.
 
     Raises:
-        ConfigError: the port is in use, or the address is not this machine's.
+        ConfigError: the port is in use or none, or the address is not this machine's.
     """
+    if not 0 <= port <= LAST_PORT:
+        raise ConfigError(f"{port} is no port: ports are 0 (which takes a free one) to {LAST_PORT}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(1024)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        reason = getattr(error, "strerror", None) or error
+        reason = error.strerror or error
         raise ConfigError(
             f"cannot listen on {host}:{port}: {reason}; choose another port (0 takes a free one) or"
             " address"

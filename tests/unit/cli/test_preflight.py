@@ -137,6 +137,15 @@ def test_a_busy_port_is_named(name: str, folder: Path):
     assert f"127.0.0.1:{port}" in str(result.exception) and contents(folder) == before
 
 
+@pytest.mark.parametrize("name", PORT)
+def test_a_number_that_is_no_port_is_named(name: str, folder: Path):
+    before = contents(folder)
+    result = CliRunner().invoke(app, [*READY[name], PORT[name].format(99_999)])
+    assert isinstance(result.exception, JaxAgentRLError), result.output
+    assert "99999" in str(result.exception) and "65535" in str(result.exception)
+    assert contents(folder) == before
+
+
 def test_nothing_that_computes_is_imported_for_it(folder: Path):
     """All in one process of its own: here, other tests have imported it."""
     program = (

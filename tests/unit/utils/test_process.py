@@ -6,6 +6,7 @@ import importlib.util
 import io
 import logging
 import os
+import platform
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -14,7 +15,12 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.utils.process import ignore_absent_tpus, quiet_logging
+from jax_agent_rl.utils.process import (
+    KEEP_MEMORY,
+    ignore_absent_tpus,
+    own_environment,
+    quiet_logging,
+)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +103,26 @@ def test_neither_a_log_record_nor_an_error_forges_a_line_or_steers_the_terminal(
     ]
     assert "    ERROR jax_agent_rl.x: forged\\r\\u2028ERROR again failed" in lines
     assert not set(child.stderr) & set("\x1b\r\u2028")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+@pytest.mark.parametrize("setting", [None, "glibc.malloc.arena_max=2"])
+def test_a_process_begins_anew_once_to_keep_freed_memory_unless_told_otherwise(setting):
+    program = (
+        "import os, sys\n"
+        "from jax_agent_rl.utils.process import keep_freed_memory\n"
+        "print('begins', flush=True)\n"
+        "keep_freed_memory()\n"
+        "print(os.environ['GLIBC_TUNABLES'], sys.argv[1:], sys.flags.dont_write_bytecode)\n"
+    )
+    environment = own_environment()
+    environment.pop("GLIBC_TUNABLES", None)
+    if setting:
+        environment["GLIBC_TUNABLES"] = setting
+    command = [sys.executable, "-B", "-c", program, "an argument", "--flag"]
+    printed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    *begins, last = printed.splitlines()
+    assert len(begins) == (1 if setting else 2)
+    assert last == f"{setting or KEEP_MEMORY} ['an argument', '--flag'] 1"
