@@ -6,11 +6,11 @@ docs/results.md.
     python benchmarks/run_all.py --vllm-python .venv-vllm/bin/python --trl-python /tmp/trl/bin/python
 
 Results are kept per benchmark and processor, each with its command, date and versions, and written
-as soon as they are
-there: an interrupted run goes on where it stopped. A benchmark that fails is named at the end and
-costs no other one. Peers run in environments of their own, see ``decode.py``, ``learner_peers.py``
-and ``supervised_peers.py``; without one its ratios are left out. All of them, peers too, keep freed
-memory in huge pages, as ``quickstart`` sets it. Keep the machine free of other work meanwhile.
+as soon as they are there: an interrupted run goes on where it stopped. A benchmark that fails is
+named at the end and costs no other one. Peers run in environments of their own, see ``decode.py``,
+``learner_peers.py`` and ``supervised_peers.py``; without one its ratios are left out. All of them,
+peers too, keep freed memory in huge pages, as ``quickstart`` sets it. Keep the machine free of
+other work meanwhile.
 """
 
 from __future__ import annotations

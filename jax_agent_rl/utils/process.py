@@ -44,7 +44,10 @@ LEADER_CLOSE_SECONDS = (
 SERVER_EXIT_SECONDS = 10.0  # from the end of a server to the end of its process
 EXIT_CODE = 130
 
-KEEP_MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
+KEEP_MEMORY = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0"
+    ":glibc.malloc.trim_threshold=17179869184"
+)
 """``GLIBC_TUNABLES`` of a process that computes on CPUs: freed memory stays, in huge pages."""
 
 ExitWithin = Callable[[float], None]
