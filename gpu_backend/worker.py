@@ -193,8 +193,7 @@ def _keep_weights_plain() -> None:
     """Keep vLLM from packing matrices for its CPU kernels, which drops the originals.
 
     Nothing could be copied into packed ones. It has to happen before the model is built, and only
-    in worker
-    processes: therefore at import of this module.
+    in worker processes: therefore at import of this module.
     """
     from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (

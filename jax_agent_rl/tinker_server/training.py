@@ -1,9 +1,8 @@
 """The models in training: a learner each, which share programs and frozen parameters, in one thread.
 
 A model's state is in memory. Its requests are in the database before they run, and its state is on
-disk every few
-updates: a server that was killed loads the newest snapshot and repeats the requests since, which
-gives the same state.
+disk every few updates: a server that was killed loads the newest snapshot and repeats the requests
+since, which gives the same state.
 """
 
 from __future__ import annotations
