@@ -1,17 +1,18 @@
-r"""The server process: checks requests, distributes them over the workers, serves health and metrics.
+r"""The server process: checks requests and distributes them over the workers.
 
 ::
 
-    HttpServer's guard ──► size, JSON, schema ──► worker of the trajectory ──► answer in the request's order
-                            413    400    422
+    HttpServer's guard ──► size, JSON, schema ──► worker of the ──► answer in the
+                            413    400    422      trajectory       request's order
 
-``POST /get_observation`` (below) · ``POST /retrieve {queries, topk?, return_scores?}``
-(Search-R1's, with the search tool) · ``GET /health`` · ``GET /metrics`` (Prometheus text).
+Routes: ``POST /get_observation`` (below), ``POST /retrieve {queries, topk?, return_scores?}``
+(Search-R1's, with the search tool), ``GET /health`` and ``GET /metrics`` (Prometheus text).
 
-::
+A request to ``/get_observation`` and its answer::
 
     {"trajectory_ids": ["t-1", "t-2"], "actions": ["<python>print(1)</python>", ""],
-     "extra_fields": [{"turns_left": 2}, {}], "finish": [false, true], "is_last_step": [false, true]}
+     "extra_fields": [{"turns_left": 2}, {}], "finish": [false, true],
+     "is_last_step": [false, true]}
     ──►
     {"observations": ["1\n", ""], "dones": [false, true], "valids": [true, true],
      "tools": ["python", "finish"], "errors": [null, null], "processing_time_ms": 41.7}
@@ -47,13 +48,21 @@ from jax_agent_rl.utils.prometheus import CONTENT_TYPE
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
 MAX_QUERY = 65_536
-"""Characters of a query."""
+"""Limit of a query, in characters."""
+
+
+def _integer_to_text(value: Any) -> Any:
+    """Convert an integer trajectory id to text: clients may simply number their trajectories."""
+    if type(value) is int:  # a bool is not an id
+        return str(value)
+    return value
+
+
 TrajectoryId = Annotated[
     str,
     Field(min_length=1, max_length=256),
-    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    BeforeValidator(_integer_to_text),
 ]
 
 
@@ -82,21 +91,17 @@ class ObservationRequest(BaseModel):
 
     def steps(self) -> list[ServerAction]:
         """Return one action per trajectory id, in order."""
-        count = len(self.trajectory_ids)
-        columns = zip(
-            self.trajectory_ids,
-            self.actions,
-            self.extra_fields or [{}] * count,
-            self.finish or [False] * count,
-            self.is_last_step or [False] * count,
-            strict=True,
-        )
-        return [
-            ServerAction(
-                trajectory_id=id, text=text, extra_fields=extra, finish=finish, is_last_step=last
+        steps = []
+        for index, trajectory_id in enumerate(self.trajectory_ids):
+            step = ServerAction(
+                trajectory_id=trajectory_id,
+                text=self.actions[index],
+                extra_fields=self.extra_fields[index] if self.extra_fields else {},
+                finish=self.finish[index] if self.finish else False,
+                is_last_step=self.is_last_step[index] if self.is_last_step else False,
             )
-            for id, text, extra, finish, last in columns
-        ]
+            steps.append(step)
+        return steps
 
 
 class RetrieveRequest(BaseModel):
@@ -139,10 +144,11 @@ class ToolServer:
         self._folder = make_temp_folder("tool-server-")  # mode 0700: its sockets require no token
         self._metrics_folder = self._folder / "metrics"
         self._metrics_folder.mkdir()
-        self._workers = [
-            WorkerProcess(settings, n, self._folder, self._worker_died)
-            for n in range(settings.workers)
-        ]
+        self._workers = []
+        for number in range(settings.workers):
+            worker = WorkerProcess(settings, number, self._folder, self._worker_died)
+            self._workers.append(worker)
+
         self._metrics = CollectorRegistry()
         self._requests = Counter(
             "toolserver_requests", "Requests.", ["path", "status"], registry=self._metrics
@@ -180,7 +186,7 @@ class ToolServer:
             ConfigError: a tool cannot be started, there is no sandbox, or the port is in use.
         """
         try:
-            # The first one alone: what it builds for all (a search index), the others only load.
+            # The first worker starts alone: it builds what the others only load, a search index.
             await self._workers[0].start()
             await asyncio.gather(*(worker.start() for worker in self._workers[1:]))
             await self._http.start()
@@ -209,49 +215,59 @@ class ToolServer:
     # --- routes -----------------------------------------------------------------------------------
 
     async def _get_observation(self, request: web.Request) -> web.Response:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         body = await read_body(request, ObservationRequest, is_batch=True)
         if len(body.actions) > self._settings.max_batch:
             raise Refused(
                 422,
                 f"{len(body.actions)} actions are more than max_batch={self._settings.max_batch}",
             )
-        steps = body.steps()
-        batches: dict[int, list[int]] = defaultdict(list)
-        for index, step in enumerate(steps):
-            batches[assign_worker(step.trajectory_id, len(self._workers))].append(index)
-        answers = await asyncio.gather(
-            *(
-                self._workers[worker].steps([steps[i] for i in batch])
-                for worker, batch in batches.items()
-            )
-        )
-        replies: dict[int, ToolReply] = {}
-        for batch, answer in zip(batches.values(), answers, strict=True):
-            replies.update(zip(batch, answer, strict=True))
-        in_order = [replies[index] for index in range(len(steps))]
-        body = {
-            "observations": [reply.observation for reply in in_order],
-            "dones": [reply.done for reply in in_order],
-            "valids": [reply.valid for reply in in_order],
-            "tools": [reply.tool for reply in in_order],
-            "errors": [reply.error for reply in in_order],
-            "processing_time_ms": round(1000 * (time.perf_counter() - began), 3),
+        replies = await self._execute(body.steps())
+        answer = {
+            "observations": [reply.observation for reply in replies],
+            "dones": [reply.done for reply in replies],
+            "valids": [reply.valid for reply in replies],
+            "tools": [reply.tool for reply in replies],
+            "errors": [reply.error for reply in replies],
+            "processing_time_ms": round(1000 * (time.perf_counter() - start_time), 3),
         }
-        return web.json_response(body)
+        return web.json_response(answer)
+
+    async def _execute(self, steps: list[ServerAction]) -> list[ToolReply]:
+        """Send each action to its trajectory's worker; return the replies in the actions' order."""
+        indices_by_worker: dict[int, list[int]] = defaultdict(list)
+        for index, step in enumerate(steps):
+            number = assign_worker(step.trajectory_id, len(self._workers))
+            indices_by_worker[number].append(index)
+
+        requests = []
+        for number, indices in indices_by_worker.items():
+            batch = [steps[index] for index in indices]
+            requests.append(self._workers[number].steps(batch))
+        answers = await asyncio.gather(*requests)
+
+        replies: dict[int, ToolReply] = {}
+        for indices, answer in zip(indices_by_worker.values(), answers, strict=True):
+            replies.update(zip(indices, answer, strict=True))
+        return [replies[index] for index in range(len(steps))]
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         if "search" not in self._settings.tools:
             return _refuse(404, "tools does not name 'search'")
         body = await read_body(request, RetrieveRequest, is_batch=True)
         worker = self._workers[assign_worker(body.queries[0], len(self._workers))]
+        topk = body.topk or self._settings.search.topk
         try:
-            found = await worker.retrieve(body.queries, body.topk or self._settings.search.topk)
+            hits_by_query = await worker.retrieve(body.queries, topk)
         except WorkerDiedError as error:
             return _refuse(503, str(error))
-        if not body.return_scores:
-            found = [[hit["document"] for hit in hits] for hits in found]
-        return web.json_response({"result": found})
+
+        if body.return_scores:
+            return web.json_response({"result": hits_by_query})
+        documents = []
+        for hits in hits_by_query:
+            documents.append([hit["document"] for hit in hits])
+        return web.json_response({"result": documents})
 
     async def _health(self, request: web.Request) -> web.Response:
         answers = await asyncio.gather(
@@ -259,9 +275,10 @@ class ToolServer:
         )
         counts = [count for count in answers if isinstance(count, int)]
         healthy = len(counts) == len(self._workers)
+        tool_names = [name for name in self._settings.tools if name != FINISH]
         body = {
             "status": "healthy" if healthy else "degraded",
-            "tools": [*(name for name in self._settings.tools if name != FINISH), FINISH],
+            "tools": [*tool_names, FINISH],
             "workers": len(self._workers),
             "workers_running": len(counts),
             "open_environments": sum(counts),
@@ -271,15 +288,17 @@ class ToolServer:
     # --- metrics ----------------------------------------------------------------------------------
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
-        workers = CollectorRegistry()
-        MultiProcessCollector(workers, path=str(self._metrics_folder))
-        text = generate_latest(self._metrics) + generate_latest(workers)
+        worker_metrics = CollectorRegistry()
+        MultiProcessCollector(worker_metrics, path=str(self._metrics_folder))
+        text = generate_latest(self._metrics) + generate_latest(worker_metrics)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        path = request.path if request.match_info.route.resource is not None else "unknown"
-        status = 499  # the client disconnected
+        path = "unknown"  # arbitrary paths would each become a label
+        if request.match_info.route.resource is not None:
+            path = request.path
+        status = 499  # what remains if the client disconnects
         try:
             response = await handler(request)
             status = response.status
@@ -297,14 +316,16 @@ class ToolServer:
         if file.exists():
             lost: dict[str, float] = defaultdict(float)
             for metric in MultiProcessCollector.merge([str(file)]):
-                sign = {OPENED: 1, CLOSED: -1}.get(metric.name, 0)
-                for sample in metric.samples if sign else ():
-                    lost[sample.labels["tool"]] += sign * sample.value
+                for sample in metric.samples:
+                    if metric.name == OPENED:
+                        lost[sample.labels["tool"]] += sample.value
+                    elif metric.name == CLOSED:
+                        lost[sample.labels["tool"]] -= sample.value
             for tool, count in lost.items():
                 self._lost.labels(tool).inc(count)
-            file.rename(
-                file.with_stem(f"{file.stem}-{next(self._deaths)}")
-            )  # another process may get the same pid
+
+            # Another process may get the same pid, and would continue this file's counts.
+            file.rename(file.with_stem(f"{file.stem}-{next(self._deaths)}"))
         mark_process_dead(pid, path=str(self._metrics_folder))
 
 
@@ -318,10 +339,8 @@ async def run(settings: ToolServerSettings, print_line: Callable[[str], None]) -
     server = ToolServer(settings)
     with on_forced_exit(server.kill):
         async with server:
-            print_line(
-                f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers}"
-                " workers)"
-            )
+            tools = ", ".join(settings.tools)
+            print_line(f"tool server on {server.url}: {tools} ({settings.workers} workers)")
             if settings.sandbox == "unsafe_local":
                 print_line(
                     "sandbox=unsafe_local: model-written programs run with your rights, unprotected"
