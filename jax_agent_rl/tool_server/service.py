@@ -2,13 +2,13 @@
 
 ::
 
-    step ──► finish? close ──► first tool that accepts ──► its environment ──► act, with a timeout ──► reply
-                                 none: invalid              closed: gone        error, crash, timeout    │
-                                                                       done or last step? close ◄────────┘
+    step ──► finish? ──► first tool that ──► its environment ──► act, with a timeout ──► reply
+             close       accepts it          closed: gone        error, crash, timeout     │
+                         none: invalid                   done or last step? close ◄────────┘
 
 An environment is opened by the first action that needs it and closed exactly once: it is removed
-from its trajectory
-*before* it is closed, in one place only. One lock per trajectory keeps its actions in order.
+from its trajectory *before* it is closed, in one place only. One lock per trajectory keeps its
+actions in order.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from jax_agent_rl.utils.loop_watch import OwnTime, at_work
 from jax_agent_rl.validation import replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
-OPENED, CLOSED = "toolserver_environments_opened", "toolserver_environments_closed"
+OPENED = "toolserver_environments_opened"
+CLOSED = "toolserver_environments_closed"
 _MARKER = "\n...(truncated)...\n"
 _MAX_ERROR_CHARS = 1000
 _CLOSE_SECONDS = 15.0
-_MAX_REMEMBERED = 10_000
+_MAX_REMEMBERED = 10_000  # trajectories whose lost environments are still to be reported
 _STEP_BUCKETS = (
     0.001,
     0.005,
@@ -66,10 +67,11 @@ _STEP_BUCKETS = (
 
 
 class Telemetry:
-    """Prometheus metrics of a worker process, which labels those of its environments.
+    """Prometheus metrics of a worker process.
 
-    In a worker the library keeps them in files that outlive the process (its multiprocess mode), so
-    that the server process serves exact sums over all workers, killed ones included.
+    The metrics of environments carry the worker's name as a label. In a worker, the library keeps
+    metrics in files that outlive the process (its multiprocess mode), so that the server process
+    serves exact sums over all workers, killed ones included.
     """
 
     def __init__(self, registry: CollectorRegistry, *, worker: str):
@@ -81,20 +83,19 @@ class Telemetry:
             registry=registry,
             buckets=_STEP_BUCKETS,
         )
-        self.running = Gauge(
+        running = Gauge(
             "toolserver_steps_running",
             "Running actions.",
             ["worker"],
             registry=registry,
             multiprocess_mode="livesum",
-        ).labels(worker)
-        self.opened = partial(
-            Counter(OPENED, "Opened.", ["worker", "tool"], registry=registry).labels, worker
         )
-        self.closed = partial(
-            Counter(CLOSED, "Closed.", ["worker", "tool", "reason"], registry=registry).labels,
-            worker,
-        )
+        self.running = running.labels(worker)
+
+        opened = Counter(OPENED, "Opened.", ["worker", "tool"], registry=registry)
+        closed = Counter(CLOSED, "Closed.", ["worker", "tool", "reason"], registry=registry)
+        self.opened = partial(opened.labels, worker)
+        self.closed = partial(closed.labels, worker)
         self.close_failures = Counter(
             "toolserver_close_failures",
             "Environments whose close() raised or hung.",
@@ -109,12 +110,11 @@ class ToolService:
     Args:
         tools: in the order in which actions are offered to them; names are unique.
         settings: limits of actions and environments.
-        telemetry: metrics to update.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
-        environments: those of all trajectories.
-        failures: where tools that fail are told of.
+        environments: the environments of all trajectories.
+        failures: log of tools that crashed and environments that did not close.
     """
 
     def __init__(
@@ -152,39 +152,48 @@ class ToolService:
         self.failures.flush()
 
     async def steps(self, steps: Sequence[ServerAction]) -> list[ToolReply]:
-        """Execute actions, those of different trajectories concurrently; return replies in the same order."""
+        """Execute actions; return their replies in the same order.
+
+        Actions of different trajectories run concurrently.
+        """
         tasks = [asyncio.ensure_future(self.step(step)) for step in steps]
         try:
             return list(await asyncio.gather(*tasks))
-        finally:  # if the client disconnected, none of them continues
+        finally:
+            # No action continues for a client that disconnected.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def step(self, step: ServerAction) -> ToolReply:
         """Execute one action; never raise for a mistake of the model or the tool."""
-        began = time.perf_counter()
-        tool, outcome = FINISH if step.finish else "none", "cancelled"
+        start_time = time.perf_counter()
+        tool = FINISH if step.finish else "none"
+        outcome = "cancelled"
         self._telemetry.running.inc()
         try:
             async with self.environments.enter(step.trajectory_id) as trajectory:
-                reply = await self._in_turn(trajectory, step)
-            tool, outcome = reply.tool or "none", reply.error or "ok"
+                reply = await self._execute(trajectory, step)
+            tool = reply.tool or "none"
+            outcome = reply.error or "ok"
             return reply
         finally:
             self._telemetry.running.dec()
             self._telemetry.steps.labels(tool, outcome).inc()
-            self._telemetry.seconds.labels(tool).observe(time.perf_counter() - began)
+            self._telemetry.seconds.labels(tool).observe(time.perf_counter() - start_time)
 
-    async def _in_turn(self, trajectory: ToolTrajectory, step: ServerAction) -> ToolReply:
-        lost = self.environments.pop_lost(step.trajectory_id)
+    async def _execute(self, trajectory: ToolTrajectory, step: ServerAction) -> ToolReply:
+        """Execute an action of a locked trajectory; close its environments if they end with it."""
+        lost_reason = self.environments.pop_lost(step.trajectory_id)
         if step.finish:
             await self.environments.close(trajectory, CloseReason.FINISH)
             return ToolReply(
                 observation="", done=True, valid=True, tool=FINISH, error=None, open=False
             )
-        if lost is not None:
-            return failed(Failure.GONE, f"Error: the environment was closed: {lost}", done=True)
+        if lost_reason is not None:
+            text = f"Error: the environment was closed: {lost_reason}"
+            return failed(Failure.GONE, text, done=True)
+
         reply, reason = await self._act(trajectory, step)
         if reason is not None:
             await self.environments.close(trajectory, reason)
@@ -194,79 +203,86 @@ class ToolService:
         self, trajectory: ToolTrajectory, step: ServerAction
     ) -> tuple[ToolReply, CloseReason | None]:
         """Return the reply, and the reason to close the trajectory's environments now, if any."""
-        settings, name = self._settings, ""
-        last = CloseReason.LAST_STEP if step.is_last_step else None
-        invalid = CloseReason.DONE if settings.done_if_invalid else last
+        settings = self._settings
+        close_if_last = CloseReason.LAST_STEP if step.is_last_step else None
+        close_if_invalid = CloseReason.DONE if settings.done_if_invalid else close_if_last
+
         if len(step.text) > settings.max_action_chars:
             limit = f"max_action_chars={settings.max_action_chars}"
-            return (
-                self._invalid(f"The action has {len(step.text)} characters, more than {limit}"),
-                invalid,
-            )
+            text = f"The action has {len(step.text)} characters, more than {limit}"
+            return self._invalid(text), close_if_invalid
+
+        name = ""
+        done = False
+        reason = close_if_last
         try:
             for tool in self._tools:
-                name = tool.name
-                if (parsed := tool.parse_action(step.text)) is not None:
+                name = tool.name  # set first: a parser may crash
+                parsed = tool.parse_action(step.text)
+                if parsed is not None:
                     break
             else:
-                return self._invalid("No valid tool found for action"), invalid
+                return self._invalid("No valid tool found for action"), close_if_invalid
+
             observation = await self._act_in_time(trajectory, tool, parsed, step.extra_fields)
-            wire = encode_observation(
-                observation, shorten(observation.text, settings.max_observation_chars)
-            )
-            done = observation.done
+            text = shorten(observation.text, settings.max_observation_chars)
             reply = ToolReply(
-                observation=wire,
-                done=done,
+                observation=encode_observation(observation, text),
+                done=observation.done,
                 valid=observation.valid,
                 tool=name,
                 error=None,
                 open=True,
             )
-            return reply, CloseReason.DONE if done else last
+            return reply, CloseReason.DONE if observation.done else close_if_last
         except asyncio.CancelledError:
             await self.environments.close(trajectory, CloseReason.ABORT)
             raise
         except TimeoutError:
             # The state of an interrupted environment is unknown: the trajectory cannot continue.
-            error, done, reason = Failure.TIMEOUT, bool(trajectory.open), CloseReason.ABORT
+            failure = Failure.TIMEOUT
+            done = bool(trajectory.open)
+            reason = CloseReason.ABORT
             text = f"{name} did not answer within {settings.step_seconds:g} seconds"
-        except ToolError as refusal:
-            error, done, reason, text = Failure.TOOL, False, last, str(refusal)
-        except Exception as crash:
-            kind = f"tool {name!r} raised {type(crash).__name__} at {error_place(crash)}"
+        except ToolError as error:
+            failure = Failure.TOOL
+            text = str(error)
+        except Exception as error:
+            failure = Failure.CRASH
+            text = f"{name} raised {type(error).__name__}: {error}"
             self.failures.report(
-                kind, f"{trajectory.id}: tool {name!r} raised {describe_error(crash)}", error=crash
+                f"tool {name!r} raised {type(error).__name__} at {error_place(error)}",
+                f"{trajectory.id}: tool {name!r} raised {describe_error(error)}",
+                error=error,
             )
-            error, done, reason, text = (
-                Failure.CRASH,
-                False,
-                last,
-                f"{name} raised {type(crash).__name__}: {crash}",
-            )
-        return (
-            failed(error, f"Error: {shorten(text, _MAX_ERROR_CHARS)}", done=done, tool=name),
-            reason,
-        )
+
+        text = f"Error: {shorten(text, _MAX_ERROR_CHARS)}"
+        return failed(failure, text, done=done, tool=name), reason
 
     async def _act_in_time(
         self, trajectory: ToolTrajectory, tool: ServerTool, parsed: Any, extra: Mapping[str, Any]
     ) -> ToolObservation:
-        """Run an action; raise TimeoutError if it took too long, also if it held the event loop for so long."""
-        seconds, own_time = self._settings.step_seconds, OwnTime()
+        """Run an action.
+
+        Raises:
+            TimeoutError: it took too long, whether it waited or held the event loop.
+        """
+        limit_seconds = self._settings.step_seconds
+        own_time = OwnTime()
 
         async def act() -> ToolObservation:
             environment = await self.environments.open(trajectory, tool, extra)
-            return await tool.act(
-                ToolAction(
-                    parsed=parsed, environment=environment, extra=extra, trajectory_id=trajectory.id
-                )
+            action = ToolAction(
+                parsed=parsed, environment=environment, extra=extra, trajectory_id=trajectory.id
             )
+            return await tool.act(action)
 
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(limit_seconds):
             with at_work(f"tool {tool.name!r}"):
                 observation = await own_time.measure(act(), time.monotonic)
-        if own_time.seconds > seconds:
+
+        # A tool that never awaits cannot be interrupted: its time is judged afterwards.
+        if own_time.seconds > limit_seconds:
             raise TimeoutError
         return observation
 
@@ -283,23 +299,33 @@ class ToolService:
 
 
 def encode_observation(observation: ToolObservation, text: str) -> str | dict[str, Any]:
-    """Encode an observation with this (shortened) text: a string if there is only text."""
-    media = {
-        "image": list(observation.image),
-        "audio": list(observation.audio),
-        "metrics": dict(observation.metrics),
-    }
-    more: dict[str, Any] = {key: value for key, value in media.items() if value}
+    """Encode an observation for the client: a string if there is only text.
+
+    Args:
+        text: the observation's text, shortened.
+    """
+    fields: dict[str, Any] = {}
+    if observation.image:
+        fields["image"] = list(observation.image)
+    if observation.audio:
+        fields["audio"] = list(observation.audio)
+    if observation.metrics:
+        fields["metrics"] = dict(observation.metrics)
     if observation.reward is not None:
-        more["reward"] = observation.reward
-    return {"obs": text, **more} if more else text
+        fields["reward"] = observation.reward
+
+    if not fields:
+        return text
+    return {"obs": text, **fields}
 
 
 def shorten(text: str, limit: int) -> str:
     """Cut the middle of a text beyond ``limit`` characters, and replace lone surrogates."""
     if len(text) > limit:
-        keep = max(0, limit - len(_MARKER))
-        text = text[: keep - keep // 2] + _MARKER + text[len(text) - keep // 2 :]
+        kept_chars = max(0, limit - len(_MARKER))
+        end_chars = kept_chars // 2
+        start_chars = kept_chars - end_chars
+        text = text[:start_chars] + _MARKER + text[len(text) - end_chars :]
     return replace_lone_surrogates(text)
 
 
@@ -330,7 +356,13 @@ _UNEXPECTED = {
 
 
 class ToolTrajectory:
-    """One trajectory's environments, by tool; accessed only inside :meth:`Environments.enter`."""
+    """One trajectory's environments, by tool; accessed only inside :meth:`Environments.enter`.
+
+    Attributes:
+        last_used: when an action last left it, by the clock of its :class:`Environments`.
+        users: actions that hold the lock or wait for it.
+        open: the open environments, by the tool's name.
+    """
 
     def __init__(self, trajectory_id: str, last_used: float):
         self.id = trajectory_id
@@ -344,11 +376,11 @@ class Environments:
     """Environments of all trajectories of a worker.
 
     Args:
-        tools: with unique names.
+        tools: tools with unique names.
         settings: limits of the number of environments and of their idle time.
         telemetry: counts openings and closings.
-        clock: monotonic seconds.
-        failures: told of environments that were not closed cleanly.
+        clock: returns monotonic seconds.
+        failures: log for environments that were not closed cleanly.
     """
 
     def __init__(
@@ -375,9 +407,9 @@ class Environments:
         """Lock a trajectory for one action."""
         trajectory = self._trajectories.get(trajectory_id)
         if trajectory is None:
-            trajectory = self._trajectories[trajectory_id] = ToolTrajectory(
-                trajectory_id, self._clock()
-            )
+            trajectory = ToolTrajectory(trajectory_id, self._clock())
+            self._trajectories[trajectory_id] = trajectory
+
         trajectory.users += 1
         try:
             async with trajectory.lock:
@@ -391,50 +423,64 @@ class Environments:
     async def open(
         self, trajectory: ToolTrajectory, tool: ServerTool, extra: Mapping[str, Any]
     ) -> Any:
-        """Return a tool's environment in a trajectory, opening it if needed; None for a stateless tool.
+        """Return a tool's environment in a trajectory, opening it if needed.
 
         Args:
-            trajectory: entered.
-            tool: the tool.
+            trajectory: a trajectory whose lock the caller holds, by :meth:`enter`.
             extra: the request's ``extra_fields`` of the trajectory.
 
+        Returns:
+            The environment; None for a stateless tool.
+
         Raises:
-            ToolError: too many are open.
+            ToolError: too many environments are open.
         """
         if not tool.stateful:
             return None
-        if tool.name not in trajectory.open:
-            limit = self._settings.max_environments
-            if self.count >= limit:
-                raise ToolError(
-                    f"{self.count} environments are open, the limit (max_environments={limit}); "
-                    "finish trajectories, or raise it"
-                )
-            self.count += 1
-            try:
-                trajectory.open[tool.name] = await tool.open(trajectory.id, extra)
-            except BaseException:
-                self.count -= 1
-                raise
-            self._telemetry.opened(tool.name).inc()
-        return trajectory.open[tool.name]
+        if tool.name in trajectory.open:
+            return trajectory.open[tool.name]
+
+        limit = self._settings.max_environments
+        if self.count >= limit:
+            raise ToolError(
+                f"{self.count} environments are open, the limit (max_environments={limit}); "
+                "finish trajectories, or raise it"
+            )
+        self.count += 1
+        try:
+            environment = await tool.open(trajectory.id, extra)
+        except BaseException:
+            self.count -= 1
+            raise
+        trajectory.open[tool.name] = environment
+        self._telemetry.opened(tool.name).inc()
+        return environment
 
     async def close(self, trajectory: ToolTrajectory, reason: CloseReason) -> None:
-        """Close a trajectory's environments, even if the caller is cancelled; failures are counted and logged."""
+        """Close a trajectory's environments, even if the caller is cancelled.
+
+        Failures are counted and logged.
+        """
         if not trajectory.open:
             return
+
+        # The trajectory's next action is told why its environments are gone.
         if reason in _UNEXPECTED:
             self._lost[trajectory.id] = _UNEXPECTED[reason]
             if len(self._lost) > _MAX_REMEMBERED:
                 self._lost.popitem(last=False)
-        environments, trajectory.open = trajectory.open, {}
-        closing = [
-            asyncio.ensure_future(self._close(*item, reason)) for item in environments.items()
-        ]
-        self._closing.update(closing)
-        for task in closing:
+
+        # Removed before they are closed: nothing can use them again, or close them twice.
+        environments = trajectory.open
+        trajectory.open = {}
+
+        tasks = []
+        for name, environment in environments.items():
+            task = asyncio.ensure_future(self._close(name, environment, reason))
+            self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        await asyncio.shield(asyncio.gather(*closing))
+            tasks.append(task)
+        await asyncio.shield(asyncio.gather(*tasks))
 
     async def _close(self, name: str, environment: Any, reason: CloseReason) -> None:
         self._telemetry.closed(name, reason).inc()
@@ -456,7 +502,8 @@ class Environments:
         """Close environments that were unused for too long."""
         now = self._clock()
         for trajectory in list(self._trajectories.values()):
-            if not trajectory.users and now - trajectory.last_used >= self._settings.idle_seconds:
+            idle_seconds = now - trajectory.last_used
+            if not trajectory.users and idle_seconds >= self._settings.idle_seconds:
                 async with self.enter(trajectory.id):
                     await self.close(trajectory, CloseReason.IDLE)
 
@@ -467,5 +514,6 @@ class Environments:
             async with self.enter(trajectory_id) as trajectory:
                 await self.close(trajectory, CloseReason.SHUTDOWN)
 
-        await asyncio.gather(*(close(trajectory_id) for trajectory_id in list(self._trajectories)))
+        closings = [close(trajectory_id) for trajectory_id in self._trajectories]
+        await asyncio.gather(*closings)
         await asyncio.gather(*self._closing)
