@@ -2,12 +2,14 @@
 
 ::
 
-    WorkerProcess ──stdin: {"settings", "socket", "name"}──► python -m jax_agent_rl.tool_server.worker
-          ◄──stdout: {"ready"} or {"error"}──
-          ──POST /steps, POST /retrieve, GET /health──► Unix socket in a private folder ──► ToolService
+    WorkerProcess                             python -m jax_agent_rl.tool_server.worker
+      stdin   ──{"settings", "socket", "name"}──►
+      stdout  ◄──{"ready"} or {"error"}──
+      POST /steps, POST /retrieve, GET /health ──► Unix socket in a ──► ToolService
+                                                   private folder
 
-A hash of its id assigns a trajectory to one worker, so its environments are always where its
-actions go. When a worker dies, its environments are lost (the kernel ends their programs with it):
+A hash of its id assigns a trajectory to one worker: its environments are always where its actions
+go. When a worker dies, its environments are lost (the kernel ends their programs with it):
 they are counted, and the next action of each trajectory fails instead of starting silently in a
 fresh environment. A worker whose event loop is stuck (in a tool's parser, say) cannot be
 interrupted; it is killed after ``stuck_seconds``. When stdin ends, also because the server was
@@ -56,7 +58,7 @@ from jax_agent_rl.utils.threads import DaemonThreads
 logger = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 1 << 30
 MAX_ANSWER_VALUES = 16_000_000
-"""Limits of what a worker answers to a batch of actions."""
+"""Limits of a worker's answer to a batch of actions."""
 _START_SECONDS = 600.0  # building a search index may take long
 _STOP_SECONDS = 40.0  # longer than a worker needs to give up on environments that do not close
 _PING_SECONDS = 2.0
@@ -68,27 +70,30 @@ class WorkerProcess:
     """One worker process, as seen by the server.
 
     Args:
-        settings: settings of the server.
         number: index of the worker.
-        folder: private folder for its socket and metrics.
-        died: called with the process id after each unexpected end.
+        folder: private folder for the worker's socket and metrics.
+        on_death: called with the process id after each unexpected end.
     """
 
     def __init__(
-        self, settings: ToolServerSettings, number: int, folder: Path, died: Callable[[int], None]
+        self,
+        settings: ToolServerSettings,
+        number: int,
+        folder: Path,
+        on_death: Callable[[int], None],
     ):
         self.name = str(number)
         self._settings = settings
         self._socket = folder / f"worker-{number}.sock"
         self._metrics = folder / "metrics"
-        self._died = died
+        self._on_death = on_death
         self._process: asyncio.subprocess.Process | None = None
         self._session: aiohttp.ClientSession | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._open: set[str] = set()  # trajectories with an environment in the process
-        self._lost: set[str] = (
-            set()
-        )  # trajectories whose environment died with it, not yet reported
+        # Trajectories that have an environment in the process, and trajectories whose environment
+        # died with a process, which is not reported to them yet.
+        self._open: set[str] = set()
+        self._lost: set[str] = set()
 
     @property
     def pid(self) -> int | None:
@@ -109,11 +114,14 @@ class WorkerProcess:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+
+        # A stuck worker would not notice that its stdin ends.
         try:
             await self.count_environments()
         except WorkerDiedError:
             self.kill()
         await self._disconnect()
+
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -137,35 +145,55 @@ class WorkerProcess:
     async def steps(self, steps: Sequence[ServerAction]) -> list[ToolReply]:
         """Execute actions; replies, not exceptions, report a dead worker."""
         replies: dict[int, ToolReply] = {}
-        sent: list[int] = []
+        sent_indices: list[int] = []
         for index, step in enumerate(steps):
             if step.trajectory_id in self._lost:
                 self._lost.discard(step.trajectory_id)
                 replies[index] = _worker_died(step)
             else:
-                sent.append(index)
+                sent_indices.append(index)
+
         try:
-            body = [asdict(steps[index]) for index in sent]
-            answers = await self._request("POST", "/steps", json=body) if sent else []
-            replies |= {
-                index: ToolReply(**answer) for index, answer in zip(sent, answers, strict=True)
-            }
+            answers = []
+            if sent_indices:
+                body = [asdict(steps[index]) for index in sent_indices]
+                answers = await self._request("POST", "/steps", json=body)
+            for index, answer in zip(sent_indices, answers, strict=True):
+                replies[index] = ToolReply(**answer)
         except WorkerDiedError:
-            replies |= {index: _worker_died(steps[index]) for index in sent}
-            self._lost -= {steps[index].trajectory_id for index in sent}
+            for index in sent_indices:
+                replies[index] = _worker_died(steps[index])
+                # This reply tells the trajectory; its next action need not.
+                self._lost.discard(steps[index].trajectory_id)
+
         for index, step in enumerate(steps):
-            (self._open.add if replies[index].open else self._open.discard)(step.trajectory_id)
+            if replies[index].open:
+                self._open.add(step.trajectory_id)
+            else:
+                self._open.discard(step.trajectory_id)
         return [replies[index] for index in range(len(steps))]
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """Search the corpus; raise :class:`WorkerDiedError` if the worker is gone."""
+        """Search the corpus.
+
+        Raises:
+            WorkerDiedError: the worker is gone.
+        """
         return await self._request("POST", "/retrieve", json={"queries": queries, "topk": topk})
 
     async def count_environments(self, *, timeout: float = _PING_SECONDS) -> int:
-        """Count open environments; raise :class:`WorkerDiedError` without an answer within ``timeout`` seconds."""
+        """Count open environments.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            WorkerDiedError: there was no answer within ``timeout``.
+        """
         try:
             async with asyncio.timeout(timeout):
-                return (await self._request("GET", "/health"))["environments"]
+                health = await self._request("GET", "/health")
+                return health["environments"]
         except TimeoutError:
             raise WorkerDiedError(
                 f"worker {self.name} did not answer within {timeout:g} s"
@@ -198,9 +226,11 @@ class WorkerProcess:
             await self._disconnect()
             self._lost |= self._open
             self._open.clear()
-            self._died(process.pid)
-            for seconds in itertools.chain(_RETRY_SECONDS, itertools.repeat(_MAX_RETRY_SECONDS)):
-                await asyncio.sleep(seconds)
+            self._on_death(process.pid)
+
+            pauses = itertools.chain(_RETRY_SECONDS, itertools.repeat(_MAX_RETRY_SECONDS))
+            for pause in pauses:
+                await asyncio.sleep(pause)
                 try:
                     process = await self._launch()
                     break
@@ -219,15 +249,17 @@ class WorkerProcess:
                 process.kill()
 
     async def _launch(self) -> asyncio.subprocess.Process:
-        self._socket.unlink(missing_ok=True)
-        pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(
+        """Start the process; connect to it once it is ready."""
+        self._socket.unlink(missing_ok=True)  # of a process that died
+        process = await asyncio.create_subprocess_exec(
             *own_python("-m", "jax_agent_rl.tool_server.worker"),
-            stdin=pipe,
-            stdout=pipe,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
             env={**own_environment(), "PROMETHEUS_MULTIPROC_DIR": str(self._metrics)},
-            process_group=0,  # Ctrl-C reaches only the server, which decides; also while a worker still imports
+            # Ctrl-C reaches only the server, which decides, even while a worker still imports.
+            process_group=0,
         )
+        self._process = process
         try:
             async with asyncio.timeout(_START_SECONDS):
                 await self._send_settings(process)
@@ -241,11 +273,11 @@ class WorkerProcess:
                     " messages are above"
                 ) from None
             raise
-        connector = aiohttp.UnixConnector(path=str(self._socket), limit=0)
-        # Without a timeout of its own: a worker limits every action, and a dead one breaks the
+
+        # The session has no timeout: a worker limits every action, and a dead one breaks the
         # connection.
         self._session = aiohttp.ClientSession(
-            connector=connector,
+            connector=aiohttp.UnixConnector(path=str(self._socket), limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
             headers=IDENTITY,
             auto_decompress=False,
@@ -269,7 +301,8 @@ class WorkerProcess:
             raise ConfigError(answer["error"].removeprefix("configuration error:\n  - "))
 
     async def _disconnect(self) -> None:
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None  # from here on, requests are refused
         if session is not None:
             await session.close()
 
@@ -345,7 +378,8 @@ async def serve(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None])
     await web.UnixSite(runner, hello["socket"], backlog=1024).start()
     answer({"ready": True})
     try:
-        stdin, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        stdin = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin.buffer)
         with watch_loop(service.failures.report):
             await stdin.read()
@@ -355,16 +389,19 @@ async def serve(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None])
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open descriptors to the hard one: each of many sessions needs several."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = 1 << 20 if hard == resource.RLIM_INFINITY else hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    """Raise the soft limit of open descriptors to the hard one: each session needs several."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = hard_limit
+    if hard_limit == resource.RLIM_INFINITY:
+        limit = 1 << 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
 
 
 def main() -> None:
     """Run a worker until stdin ends."""
     quiet_logging()
     raise_descriptor_limit()
+
     # What tools print goes to standard error: nobody reads standard output once the worker is
     # ready.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
