@@ -1,4 +1,4 @@
-"""The interface of the tool server's tools, what a worker replies to an action, and the lookup of tools by name.
+"""The interface of the tool server's tools, and the lookup of tools by name.
 
 Unlike a :class:`jax_agent_rl.tools.BaseTool`, whose calls are already parsed, a server tool parses
 the model's text (``parse_action``), like verl-tool's. The server offers an action to its tools in
@@ -7,12 +7,16 @@ order; the first that accepts it acts.
 A tool with state per trajectory sets ``stateful``: ``open`` is called before its first action
 there, and ``close`` exactly once for each ``open``, whatever happens in between.
 
-The built-in tools:
+The modules of the built-in tools:
 
-``interpreters`` Python per action, Python and bash per trajectory (``kernel`` runs in the sandbox),
-SQLite databases, programs against tests · ``search`` passages of a local corpus · ``files`` local
-pages as text, zooming into images · ``mcp_gateway`` tools of MCP servers · ``markup`` parsing and
-formatting.
+=================  ==============================================================================
+``interpreters``   Python per action, Python and bash per trajectory (``kernel`` runs in the
+                   sandbox), SQLite databases, programs against tests
+``search``         passages of a local corpus
+``files``          local pages as text, zooming into images
+``mcp_gateway``    tools of MCP servers
+``markup``         parsing of actions and formatting of results, for all of them
+=================  ==============================================================================
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ class ToolObservation:
         text: what the model reads.
         done: whether the trajectory is over.
         valid: whether the action was valid.
-        reward: reward of the action; None is none, not zero.
+        reward: reward of the action; None means that there is none, not zero.
         image, audio: ``data:`` URLs.
         metrics: numbers to sum over the trajectory.
     """
@@ -64,10 +68,9 @@ class ToolObservation:
             raise TypeError(f"Observation.text must be str, got {type(self.text).__name__}")
         if self.reward is not None:
             object.__setattr__(self, "reward", as_score(self.reward, "an observation's reward"))
-        metrics = {
-            key: as_float(value, f"an observation's metric {key!r}")
-            for key, value in self.metrics.items()
-        }
+        metrics = {}
+        for key, value in self.metrics.items():
+            metrics[key] = as_float(value, f"an observation's metric {key!r}")
         object.__setattr__(self, "metrics", metrics)
 
 
@@ -110,18 +113,18 @@ class ToolReply:
 
 
 def failed(
-    failure: Failure, text: str, *, done: bool, tool: str | None = None, **more: Any
+    failure: Failure, text: str, *, done: bool, tool: str | None = None, **fields: Any
 ) -> ToolReply:
-    """Return the reply to a failed action: ``text`` is for the model, ``failure`` for the agent loop.
+    """Return the reply to a failed action.
 
     Args:
-        failure: the reason.
+        failure: the reason, for the agent loop.
         text: what the model reads.
         done: whether the trajectory is over.
-        tool: the tool that acted, if any.
-        more: further fields of the observation.
+        tool: the tool that acted; None if no tool did.
+        fields: further fields of the observation.
     """
-    observation = {"obs": text, "invalid_reason": failure.value, **more}
+    observation = {"obs": text, "invalid_reason": failure.value, **fields}
     return ToolReply(
         observation=observation, done=done, valid=False, tool=tool, error=failure, open=False
     )
@@ -165,7 +168,10 @@ class ToolAction(Generic[Parsed, Environment]):
 
 
 class ServerTool(ABC, Generic[Parsed, Environment]):
-    """Base class of the server's tools. One instance serves all trajectories of a worker, concurrently."""
+    """Base class of the server's tools.
+
+    One instance serves all trajectories of a worker, concurrently.
+    """
 
     name: ClassVar[str]
     """Name in the setting ``tools``."""
@@ -178,7 +184,11 @@ class ServerTool(ABC, Generic[Parsed, Environment]):
         self.context = context
 
     async def start(self) -> None:
-        """Prepare for the first action; raise ``ConfigError`` if that is impossible."""
+        """Prepare for the first action.
+
+        Raises:
+            ConfigError: the tool cannot work, with these settings or on this machine.
+        """
 
     async def stop(self) -> None:
         """Release what ``start`` acquired; called once, after every environment was closed."""
@@ -204,7 +214,7 @@ class ServerTool(ABC, Generic[Parsed, Environment]):
         raise NotImplementedError(f"{self.name} is stateful and has no open()")
 
     async def close(self, environment: Environment) -> None:
-        """Close an environment; called only if ``stateful``, once for each that ``open`` returned."""
+        """Close an environment; called only if ``stateful``, once for each ``open``."""
         raise NotImplementedError(f"{self.name} is stateful and has no close()")
 
 
@@ -227,25 +237,35 @@ def tool_classes(settings: ToolServerSettings) -> list[type[ServerTool]]:
     Raises:
         ConfigError: a name is unknown, or a library that the tool needs is not installed.
     """
-    own = _load_classes(settings.tool_path) if settings.tool_path else {}
-    if taken := sorted(set(own) & {*BUILTIN, FINISH}):
+    user_classes: dict[str, type[ServerTool]] = {}
+    if settings.tool_path:
+        user_classes = _load_classes(settings.tool_path)
+
+    conflicts = sorted(set(user_classes) & {*BUILTIN, FINISH})
+    if conflicts:
         raise ConfigError(
-            f"tool_path={settings.tool_path!r} defines {taken}, names of built-in tools; rename"
+            f"tool_path={settings.tool_path!r} defines {conflicts}, names of built-in tools; rename"
             " them"
         )
-    return [_class(name, own) for name in settings.tools if name != FINISH]
+
+    classes = []
+    for name in settings.tools:
+        if name != FINISH:  # no tool: the service handles it itself
+            classes.append(_tool_class(name, user_classes))
+    return classes
 
 
-def _class(name: str, own: dict[str, type[ServerTool]]) -> type[ServerTool]:
-    if name in own:
-        return own[name]
+def _tool_class(name: str, user_classes: dict[str, type[ServerTool]]) -> type[ServerTool]:
+    if name in user_classes:
+        return user_classes[name]
     if name not in BUILTIN:
-        raise ConfigError(
-            f"tools: there is no tool {name!r}; there are {sorted([*BUILTIN, *own, FINISH])}"
-        )
-    module, _, attribute = BUILTIN[name].partition(":")
+        known = sorted([*BUILTIN, *user_classes, FINISH])
+        raise ConfigError(f"tools: there is no tool {name!r}; there are {known}")
+
+    module_name, _, class_name = BUILTIN[name].partition(":")
     try:
-        return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+        module = importlib.import_module(f"{__name__}.{module_name}")
+        return getattr(module, class_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"tool {name!r} needs {error.name}, which is not installed: pip install"
@@ -254,14 +274,14 @@ def _class(name: str, own: dict[str, type[ServerTool]]) -> type[ServerTool]:
 
 
 def _load_classes(path: str) -> dict[str, type[ServerTool]]:
+    """Return the tool classes of a user's module, by the tool's name."""
     module = load_user_module(path, key="tool_path")
-    found = {
-        value.name: value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, ServerTool)
-        and not inspect.isabstract(value)
-    }
-    if not found:
+    classes = {}
+    for value in vars(module).values():
+        if not inspect.isclass(value) or not issubclass(value, ServerTool):
+            continue
+        if not inspect.isabstract(value):
+            classes[value.name] = value
+    if not classes:
         raise ConfigError(f"tool_path={path!r} defines no ServerTool class")
-    return found
+    return classes

@@ -1,14 +1,14 @@
-"""Code in an interpreter: Python per action, Python and bash that live as long as their trajectory, SQL, a judge.
+"""Code in an interpreter: Python and bash per action or trajectory, SQL, and a judge of programs.
 
-Programs and SQL queries run in the sandbox, where of databases only the one can be read, and
-nothing written.
+Programs and SQL queries run in the sandbox. A query can read only its task's database, and write
+nothing.
 
 The judge runs the model's program against the tests of its task. ``extra_fields.public_tests`` (or
 ``tests``) is ``{"inputs": [str], "outputs": [str]}``, stdin against stdout, or a list of Python
-statements that follow the program, such as ``assert add(1, 2) == 3``. Either may be a JSON string
-of that. Statements run in another process than the program
+statements that follow the program, such as ``assert add(1, 2) == 3``. Both forms may be encoded as
+a JSON string. Statements run in another process than the program
 (:mod:`jax_agent_rl.tool_server.sandbox`), so the program can neither read them nor influence the
-verdict. Outputs are compared here.
+verdict. Outputs are compared in the worker's process.
 """
 
 from __future__ import annotations
@@ -55,19 +55,29 @@ class Code:
 
 
 def parse_python(action: str) -> Code | None:
-    """Parse ``<python>…</python>``, fenced ``python`` blocks, or a tool call ``python`` with the argument ``code``."""
+    """Parse an action's Python code.
+
+    It is in ``<python>…</python>``, in fenced ``python`` blocks, or the argument ``code`` of a call
+    of the tool ``python``.
+    """
     source = extract_code(action, "python", "python", "py")
-    if source is None and (call := parse_tool_call(action)) is not None and call[0] == "python":
-        source = call[1].get("code")
+    if source is None:
+        call = parse_tool_call(action)
+        if call is not None:
+            name, arguments = call
+            if name == "python":
+                source = arguments.get("code")
     if not isinstance(source, str):
         return None
-    return Code(source=source, stdin=next(code_blocks(action, "input"), None), action=action)
+
+    stdin = next(code_blocks(action, "input"), None)
+    return Code(source=source, stdin=stdin, action=action)
 
 
 class PythonTool(ServerTool[Code, None]):
-    """Runs code in an interpreter of its own; its output is the observation.
+    """Runs each action's code in a new interpreter; its output is the observation.
 
-    ``extra_fields.stdin`` is its input unless the action contains one.
+    ``extra_fields.stdin`` is the code's input unless the action contains one.
     """
 
     name = "python"
@@ -78,21 +88,24 @@ class PythonTool(ServerTool[Code, None]):
         return parse_python(action)
 
     async def act(self, action: ToolAction[Code, None]) -> ToolObservation:
-        code, sandbox = action.parsed, self.context.sandbox
-        stdin = code.stdin if code.stdin is not None else str(action.extra.get("stdin") or "")
+        code = action.parsed
+        sandbox = self.context.sandbox
+        stdin = code.stdin
+        if stdin is None:
+            stdin = str(action.extra.get("stdin") or "")
         files = {"main.py": code.source.encode("utf-8", "replace")}
         result = await sandbox.run(
             [sandbox.python, "main.py"], stdin=stdin.encode("utf-8", "replace"), files=files
         )
-        text = describe_result(result, sandbox.limits)
-        return ToolObservation(
-            text=result_block(code.action, text), metrics=failure_metrics(result.ok)
-        )
+        text = result_block(code.action, describe_result(result, sandbox.limits))
+        return ToolObservation(text=text, metrics=failure_metrics(result.ok))
 
 
 def failure_metrics(ok: bool) -> dict[str, float]:
     """Return an action's metrics: a success has none, so its observation is plain text."""
-    return {} if ok else {"failed": 1.0}
+    if ok:
+        return {}
+    return {"failed": 1.0}
 
 
 def describe_result(result: SandboxResult, limits: SandboxLimits) -> str:
@@ -119,12 +132,11 @@ class ProgramSession:
     model reads that all definitions are lost.
 
     Attributes:
-        sandbox: the sandbox.
-        argv: the program.
-        files: in its working folder.
-        limits: of the program; ``wall_seconds`` is for each piece of code.
-        encode: converts code and a mark to the program's input; it runs the code, then writes the
-            mark and an exit code on a line.
+        argv: the program and its arguments.
+        files: contents of its working folder, by name.
+        limits: limits of the program; ``wall_seconds`` holds for each piece of code.
+        encode: converts code and a mark to the program's input. The program runs the code, then
+            writes the mark and an exit code on a line.
     """
 
     sandbox: Sandbox
@@ -150,29 +162,34 @@ class ProgramSession:
         """Run code; return its output, with notes on what went wrong, and whether it succeeded."""
         await self.start()
         assert self._process is not None
-        mark = (  # random, so that no program's ordinary output contains it
-            f"\x1e{secrets.token_hex(16)}"
-        )
+        # Random, so that no program's ordinary output contains it.
+        mark = f"\x1e{secrets.token_hex(16)}"
         output, status, stopped = await self.sandbox.exchange(
             self._process, self.encode(code, mark), mark.encode()
         )
-        notes = [output.decode("utf-8", "replace").rstrip("\n")]
+
+        parts = [output.decode("utf-8", "replace").rstrip("\n")]
         if stopped is not None:
-            notes.append(f"({stopped.describe(self.limits)})")
-        if not status:
+            parts.append(f"({stopped.describe(self.limits)})")
+        if not status:  # the program ended before it wrote the mark
             await self.close()
-            notes.append(_RESTARTED)
-        return "\n".join(note for note in notes if note), status.strip() == b"0"
+            parts.append(_RESTARTED)
+        text = "\n".join(part for part in parts if part)
+        return text, status.strip() == b"0"
 
     async def close(self) -> None:
         """End the program and its child processes; idempotent."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None  # before the await, so that it is closed once
         if process is not None:
             await process.close()
 
 
 class StatefulPythonTool(ServerTool[Code, ProgramSession]):
-    """Runs code in the trajectory's interpreter: names stay defined, and the value of a last expression is shown."""
+    """Runs code in the trajectory's interpreter.
+
+    Names stay defined between actions, and the value of a last expression is printed.
+    """
 
     name = "stateful_python"
     usage = (
@@ -185,32 +202,34 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
         return parse_python(action)
 
     async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> ProgramSession:
-        session = self.make_session(
-            SandboxLimits.from_settings(self.context.settings.limits, session=True)
-        )
+        limits = SandboxLimits.from_settings(self.context.settings.limits, session=True)
+        session = self.make_session(limits)
         await session.start()
         return session
 
     def make_session(self, limits: SandboxLimits) -> ProgramSession:
         """Return the program that runs a trajectory's code, not started."""
-        sandbox, files = self.context.sandbox, {"kernel.py": _KERNEL}
-        argv = [sandbox.python, "kernel.py"]
+        sandbox = self.context.sandbox
         return ProgramSession(
             sandbox=sandbox,
-            argv=argv,
-            files=files,
+            argv=[sandbox.python, "kernel.py"],
+            files={"kernel.py": _KERNEL},
             limits=limits,
-            encode=lambda code, mark: json.dumps({"code": code, "mark": mark}).encode() + b"\n",
+            encode=_encode_python,
         )
 
     async def act(self, action: ToolAction[Code, ProgramSession]) -> ToolObservation:
-        text, ok = await action.environment.run(action.parsed.source)
-        return ToolObservation(
-            text=result_block(action.parsed.action, text), metrics=failure_metrics(ok)
-        )
+        output, ok = await action.environment.run(action.parsed.source)
+        text = result_block(action.parsed.action, output)
+        return ToolObservation(text=text, metrics=failure_metrics(ok))
 
     async def close(self, environment: ProgramSession) -> None:
         await environment.close()
+
+
+def _encode_python(code: str, mark: str) -> bytes:
+    """Encode code as a request of ``kernel.py``."""
+    return json.dumps({"code": code, "mark": mark}).encode() + b"\n"
 
 
 class BashTool(StatefulPythonTool):
@@ -224,24 +243,36 @@ class BashTool(StatefulPythonTool):
 
     def parse_action(self, action: str) -> Code | None:
         commands = extract_code(action, "bash", "bash", "sh", "shell", "terminal")
-        return None if commands is None else Code(source=commands, stdin=None, action=action)
+        if commands is None:
+            return None
+        return Code(source=commands, stdin=None, action=action)
 
     def make_session(self, limits: SandboxLimits) -> ProgramSession:
-        sandbox, argv = self.context.sandbox, ["bash", "--noprofile", "--norc"]
         return ProgramSession(
-            sandbox=sandbox, argv=argv, files={}, limits=limits, encode=_encode_shell
+            sandbox=self.context.sandbox,
+            argv=["bash", "--noprofile", "--norc"],
+            files={},
+            limits=limits,
+            encode=_encode_shell,
         )
 
 
 def _encode_shell(commands: str, mark: str) -> bytes:
-    """Encode commands as one line that no quote or syntax error can break; they cannot read beyond it."""
+    """Encode commands as one line that no quote or syntax error can break.
+
+    The commands cannot read beyond that line: their stdin is empty.
+    """
     encoded = base64.b64encode(commands.replace("\0", "").encode("utf-8", "replace")).decode()
     decode = f'"$(printf %s {encoded} | base64 -d)"'
     return f"eval {decode} </dev/null; printf '{mark} %d\\n' \"$?\"\n".encode()
 
 
 class SqlTool(ServerTool[tuple[str, str], None]):
-    """``extra_fields.db_id`` names the database, ``turns_left`` (if given) is shown with each result."""
+    """Runs queries of the task's database.
+
+    ``extra_fields.db_id`` names the database. ``extra_fields.turns_left``, if given, is shown with
+    each result.
+    """
 
     name = "sql"
     usage = "<sql>query</sql> to try a query, <solution>query</solution> for the final one."
@@ -255,7 +286,8 @@ class SqlTool(ServerTool[tuple[str, str], None]):
 
     def parse_action(self, action: str) -> tuple[str, str] | None:
         for kind in ("sql", "solution"):
-            if (query := last_tag(action, kind)) is not None:
+            query = last_tag(action, kind)
+            if query is not None:
                 return kind, query
         return None
 
@@ -263,6 +295,7 @@ class SqlTool(ServerTool[tuple[str, str], None]):
         kind, query = action.parsed
         if kind == "solution":
             return ToolObservation(done=True, valid=False)  # like an answer of the search tool
+
         sandbox = self.context.sandbox
         files = {
             "query.py": _query_program(),
@@ -272,47 +305,57 @@ class SqlTool(ServerTool[tuple[str, str], None]):
         result = await sandbox.run(
             [sandbox.python, "-I", "query.py"], stdin=request.encode(), files=files
         )
+
         text = describe_result(result, sandbox.limits)
-        metrics = failure_metrics(result.ok and not text.startswith("Error: "))
+        ok = result.ok and not text.startswith("Error: ")
+        metrics = failure_metrics(ok)
         turns_left = action.extra.get("turns_left")
         if isinstance(turns_left, int):
-            text += f"\n<reminder>You have {turns_left} turns left to complete the task.</reminder>"
+            reminder = f"You have {turns_left} turns left to complete the task."
+            text += f"\n<reminder>{reminder}</reminder>"
         return ToolObservation(text=f"\n\n<observation>{text}</observation>\n\n", metrics=metrics)
 
     def _database(self, db_id: object) -> Path:
-        """Resolve ``ID.sqlite``, ``ID/ID.sqlite`` (the layout of Spider and BIRD) or ``ID`` itself."""
+        """Find ``ID.sqlite``, ``ID/ID.sqlite`` (the layout of Spider and BIRD), or ``ID`` itself."""
         if not isinstance(db_id, str) or not db_id:
             raise ToolError(f"extra_fields.db_id={db_id!r} must name a database")
         for name in (f"{db_id}.sqlite", f"{db_id}/{db_id}.sqlite", db_id):
-            if path := resolve_file(self._folder, name):
+            path = resolve_file(self._folder, name)
+            if path is not None:
                 return path
         raise ToolError(f"extra_fields.db_id={db_id[:200]!r}: there is no such database")
 
 
 def _run_query() -> None:
-    """Run a query of ``database.sqlite`` and print its rows: the program in the sandbox, standard library only."""
+    """Run a query of ``database.sqlite`` and print its rows.
+
+    This is the program in the sandbox, made from this function's source: standard library only.
+    """
     import json
     import os
     import sqlite3
     import sys
 
     request = json.load(sys.stdin)
-    connection = sqlite3.connect(
-        f"file:{os.path.abspath('database.sqlite')}?mode=ro&immutable=1", uri=True
-    )
+    path = os.path.abspath("database.sqlite")
+    connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
     try:
         cursor = connection.execute(request["query"])
-        rows = cursor.fetchmany(request["max_rows"] + 1)
+        rows = cursor.fetchmany(request["max_rows"] + 1)  # one more tells whether there are more
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
         print(f"Error: {error}")
         return
     except MemoryError:
         print("Error: out of memory")
         return
+
     if cursor.description is not None:
         print(" | ".join(column[0] for column in cursor.description))
     for row in rows[: request["max_rows"]]:
-        print(" | ".join("NULL" if value is None else str(value) for value in row))
+        cells = []
+        for value in row:
+            cells.append("NULL" if value is None else str(value))
+        print(" | ".join(cells))
     if len(rows) > request["max_rows"]:
         print(f"(more rows; the first {request['max_rows']} are shown)")
     elif not rows:
@@ -326,7 +369,7 @@ def _query_program() -> bytes:
 
 # --- judge ----------------------------------------------------------------------------------------
 
-_SHOWN_CHARS = 300
+_MAX_QUOTED_CHARS = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,17 +394,25 @@ class JudgeTool(ServerTool[Code, None]):
     async def act(self, action: ToolAction[Code, None]) -> ToolObservation:
         cases = read_cases(action.extra)[: self.context.settings.judge.max_tests]
         source = action.parsed.source
-        outcomes = await asyncio.gather(*(self._run(source, case) for case in cases))
-        results, passed = [result for result, _ in outcomes], [passed for _, passed in outcomes]
-        lines = [f"{sum(passed)} of {len(cases)} tests passed."]
-        if not all(passed):
-            first = passed.index(False)
-            lines.append(self._explain(first, cases[first], results[first]))
+        runs = [self._run(source, case) for case in cases]
+        outcomes = await asyncio.gather(*runs)
+
+        passed_count = 0
+        first_failure = ""
+        for index, (result, passed) in enumerate(outcomes):
+            if passed:
+                passed_count += 1
+            elif not first_failure:
+                first_failure = self._explain(index, cases[index], result)
+
+        text = f"{passed_count} of {len(cases)} tests passed."
+        if first_failure:
+            text += f"\n{first_failure}"
         return ToolObservation(
-            text=result_block(action.parsed.action, "\n".join(lines)),
-            done=all(passed),
-            reward=sum(passed) / len(cases),
-            metrics={"tests_passed": sum(passed), "tests": len(cases)},
+            text=result_block(action.parsed.action, text),
+            done=passed_count == len(cases),
+            reward=passed_count / len(cases),
+            metrics={"tests_passed": passed_count, "tests": len(cases)},
         )
 
     async def _run(self, source: str, case: Case) -> tuple[SandboxResult, bool]:
@@ -370,22 +421,25 @@ class JudgeTool(ServerTool[Code, None]):
         if case.statement is not None:
             result = await sandbox.run_tests(source, case.statement)
             return result, result.ok
-        stdin, files = (
-            case.stdin.encode("utf-8", "replace"),
-            {"main.py": source.encode("utf-8", "replace")},
+
+        result = await sandbox.run(
+            [sandbox.python, "main.py"],
+            stdin=case.stdin.encode("utf-8", "replace"),
+            files={"main.py": source.encode("utf-8", "replace")},
         )
-        result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin, files=files)
-        return result, result.ok and same_output(result.stdout, case.expected)
+        passed = result.ok and same_output(result.stdout, case.expected)
+        return result, passed
 
     def _explain(self, index: int, case: Case, result: SandboxResult) -> str:
+        """Describe a failed test to the model."""
         lines = [f"Test {index + 1} failed."]
         if case.statement is None:
             lines += [f"Input: {_clip(case.stdin)}", f"Expected: {_clip(case.expected)}"]
         else:
             lines.append(f"Test: {_clip(case.statement)}")
-        return "\n".join(
-            [*lines, f"Got: {_clip(describe_result(result, self.context.sandbox.limits))}"]
-        )
+        output = describe_result(result, self.context.sandbox.limits)
+        lines.append(f"Got: {_clip(output)}")
+        return "\n".join(lines)
 
 
 def read_cases(extra: Mapping[str, Any]) -> list[Case]:
@@ -404,11 +458,12 @@ def read_cases(extra: Mapping[str, Any]) -> list[Case]:
         case [_, *_] if all(isinstance(test, str) for test in tests):
             return [Case(statement=test) for test in tests]
         case {"inputs": [_, *_] as inputs, "outputs": [*outputs]} if len(inputs) == len(outputs):
-            expected = [as_text(output) for output in outputs]
-            require_outputs(expected)
-            return [
-                Case(stdin=as_text(i), expected=o) for i, o in zip(inputs, expected, strict=True)
-            ]
+            expected_outputs = [as_text(output) for output in outputs]
+            require_outputs(expected_outputs)
+            cases = []
+            for stdin, expected in zip(inputs, expected_outputs, strict=True):
+                cases.append(Case(stdin=as_text(stdin), expected=expected))
+            return cases
     raise ToolError(
         'the task has no tests: extra_fields.public_tests must be {"inputs", "outputs"} or a list'
         " of asserts"
@@ -416,4 +471,6 @@ def read_cases(extra: Mapping[str, Any]) -> list[Case]:
 
 
 def _clip(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
+    if len(text) <= _MAX_QUOTED_CHARS:
+        return text
+    return text[:_MAX_QUOTED_CHARS] + "…"

@@ -1,7 +1,8 @@
-"""Tools of MCP servers: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` goes to the server that has it.
+"""Tools of MCP servers.
 
-Each worker has one connection per server, shared by its trajectories and reopened when it breaks. A
-name that two servers have is written ``SERVER.NAME``.
+``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` goes to the server that has the tool. A
+name that two servers have is written ``SERVER.NAME``. Each worker has one connection per server,
+shared by its trajectories and reopened when it breaks.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ _CONNECT_SECONDS = 30.0
 
 
 def _server(target: str | list[str]) -> MCPServerConfig:
+    """Return the address of a server: a URL, or a command and its arguments."""
     if isinstance(target, str):
         return MCPServerConfig(url=target)
     return MCPServerConfig(command=target[0], args=tuple(target[1:]))
 
 
 class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
-    """Gateway to tools of MCP servers; see the module."""
+    """Gateway to the tools of MCP servers."""
 
     name = "mcp"
     usage = '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
@@ -41,16 +43,16 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
         self._tools: dict[str, tuple[MCPConnection, MCPTool]] = {}
         try:
             for name, target in settings.servers.items():
-                connection = await self._stack.enter_async_context(
-                    MCPConnection(
-                        name,
-                        _server(target),
-                        timeout=settings.call_seconds,
-                        connect_timeout=_CONNECT_SECONDS,
-                    )
+                connection = MCPConnection(
+                    name,
+                    _server(target),
+                    timeout=settings.call_seconds,
+                    connect_timeout=_CONNECT_SECONDS,
                 )
+                await self._stack.enter_async_context(connection)
                 for tool in await connection.tools():
                     self._tools[f"{name}.{tool.name}"] = (connection, tool)
+                    # A short name is the first server's that has it.
                     self._tools.setdefault(tool.name, (connection, tool))
         except (ConfigError, ToolError) as error:
             await self.stop()
@@ -65,16 +67,17 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
     async def act(self, action: ToolAction[tuple[str, Mapping[str, Any]], None]) -> ToolObservation:
         name, arguments = action.parsed
         if name not in self._tools:
-            known = sorted(known for known in self._tools if "." not in known)
-            raise ToolError(f"there is no tool {name[:100]!r}; available tools: {known}")
+            short_names = sorted(known for known in self._tools if "." not in known)
+            raise ToolError(f"there is no tool {name[:100]!r}; available tools: {short_names}")
+
         connection, tool = self._tools[name]
-        return _observation(
-            await connection.call(tool.name, convert_arguments(tool.parameters, arguments))
-        )
+        converted = convert_arguments(tool.parameters, arguments)
+        result = await connection.call(tool.name, converted)
+        return _observation(result)
 
 
 def _observation(result: CallToolResult) -> ToolObservation:
-    """Convert the displayable contents; an action whose result reports an error is still valid."""
+    """Convert a call's result; an action whose result reports an error is still valid."""
     images = []
     audio = []
     for item in result.content:
@@ -82,6 +85,7 @@ def _observation(result: CallToolResult) -> ToolObservation:
             images.append(f"data:{item.mime_type};base64,{item.data}")
         elif item.type == "audio":
             audio.append(f"data:{item.mime_type};base64,{item.data}")
+
     text = result_text(result, shown=("image", "audio"))
     return ToolObservation(
         text=f"\n<tool_response>\n{text}\n</tool_response>\n",

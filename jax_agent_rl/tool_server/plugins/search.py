@@ -1,8 +1,8 @@
 """Search over a local corpus: by words (BM25), or by meaning with ``search.encoder``.
 
 The corpus is JSON Lines of ``{"id", "contents"}``, like Search-R1's; the first line of ``contents``
-is the title. Its index is built once, and mapped into memory by every worker; it is built again if
-the corpus or the encoder has another content.
+is the title. Its index is built once, and every worker maps it into memory. It is built again when
+the contents of the corpus or of the encoder have changed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from jax_agent_rl.utils.fingerprints import file_fingerprint, folder_fingerprint
 
 
 class SearchTool(ServerTool[tuple[str, str], None]):
-    """``<search>query</search>`` shows the best passages; ``<answer>…</answer>`` ends the trajectory.
+    """Shows the best passages for a ``<search>query</search>``.
 
-    An answer is not a valid action: those are counted, and no tool executes an answer.
+    ``<answer>…</answer>`` ends the trajectory. An answer is not a valid action, because valid
+    actions are counted as uses of a tool, and no tool executes an answer.
     """
 
     name = "search"
@@ -40,12 +41,15 @@ class SearchTool(ServerTool[tuple[str, str], None]):
 
     async def start(self) -> None:
         settings = self.context.settings.search
-        index = BM25Index if settings.encoder is None else DenseIndex
-        self._index = await self.context.threads.run(lambda: index.open(settings), name=self.name)
+        index_class = BM25Index if settings.encoder is None else DenseIndex
+        self._index = await self.context.threads.run(
+            lambda: index_class.open(settings), name=self.name
+        )
 
     def parse_action(self, action: str) -> tuple[str, str] | None:
         for kind in ("search", "answer"):
-            if blocks := list(tag_blocks(action, kind)):
+            blocks = list(tag_blocks(action, kind))
+            if blocks:
                 return kind, blocks[-1].strip()
         return None
 
@@ -53,16 +57,16 @@ class SearchTool(ServerTool[tuple[str, str], None]):
         kind, text = action.parsed
         if kind == "answer":
             return ToolObservation(done=True, valid=False)
-        (found,) = await self.retrieve([text], self.context.settings.search.topk)
-        passages = "\n".join(
-            _format(number, hit["document"]["contents"])
-            for number, hit in enumerate(found, start=1)
-        )
-        shown = passages or "No passage matches."
-        return ToolObservation(text=f"\n\n<information>{shown}</information>\n\n")
+
+        (hits,) = await self.retrieve([text], self.context.settings.search.topk)
+        passages = []
+        for number, hit in enumerate(hits, start=1):
+            passages.append(_format(number, hit["document"]["contents"]))
+        information = "\n".join(passages) or "No passage matches."
+        return ToolObservation(text=f"\n\n<information>{information}</information>\n\n")
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """Run ``search`` of the index off the event loop."""
+        """Return the best ``topk`` passages for each query; the index is searched in a thread."""
         return await self.context.threads.run(
             lambda: self._index.search(queries, topk), name=self.name
         )
@@ -84,9 +88,9 @@ def _read_passages(corpus: Path) -> list[dict[str, str]]:
     """
     passages = []
     try:
-        for place, row in read_json_lines(corpus):
+        for location, row in read_json_lines(corpus):
             if "contents" not in row:
-                raise DataError(f'{place}: has {sorted(row)}, not "contents" and perhaps "id"')
+                raise DataError(f'{location}: has {sorted(row)}, not "contents" and perhaps "id"')
             passages.append(
                 {"id": str(row.get("id", len(passages))), "contents": str(row["contents"])}
             )
@@ -107,8 +111,8 @@ def _index_folder(
     """Return the folder of a corpus's index, building it if it is missing or stale.
 
     Args:
-        settings: name the corpus and, if it is not to lie beside that, the index.
-        suffix: of the index's name beside the corpus.
+        settings: ``corpus`` is the file; ``index`` is the folder, beside the corpus if None.
+        suffix: ending of the folder's name beside the corpus.
         made_by: what the index depends on besides the corpus, as JSON: fingerprints, not names.
         make: writes the index of passages into a temporary folder, which is renamed when complete:
             an incomplete index is never read.
@@ -117,27 +121,35 @@ def _index_folder(
         ConfigError: the corpus is missing, empty or malformed.
     """
     corpus = Path(settings.corpus or "")
-    folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + suffix)
+    folder = corpus.with_name(corpus.name + suffix)
+    if settings.index:
+        folder = Path(settings.index)
     if not corpus.is_file():
         raise ConfigError(
             f"search.corpus={str(corpus)!r}: no such file (relative to {os.getcwd()})"
         )
-    recorded = _read_stamp(folder / _STAMP)
-    stamp = list(file_stamp(corpus))
+
     # A corpus may have many gigabytes: it is read again only if its file was touched since.
-    is_untouched = recorded.get("file") == stamp and recorded.get("made_by") == made_by
-    made_of = {"file": stamp, "made_by": made_by}
-    made_of["corpus"] = recorded["corpus"] if is_untouched else file_fingerprint(corpus)
-    if recorded.get("corpus") == made_of["corpus"] and recorded.get("made_by") == made_by:
-        if not is_untouched:
-            write_atomically(folder / _STAMP, json.dumps(made_of), message=_NO_INDEX)
+    recorded = _read_stamp(folder / _STAMP)
+    current: dict[str, Any] = {"file": list(file_stamp(corpus)), "made_by": made_by}
+    is_same_file = recorded.get("file") == current["file"]
+    is_same_maker = recorded.get("made_by") == made_by
+    if is_same_file and is_same_maker:
+        current["corpus"] = recorded["corpus"]
+    else:
+        current["corpus"] = file_fingerprint(corpus)
+
+    if recorded.get("corpus") == current["corpus"] and is_same_maker:
+        if not is_same_file:
+            write_atomically(folder / _STAMP, json.dumps(current), message=_NO_INDEX)
         return folder
+
     passages = _read_passages(corpus)
     make_folder(folder.parent, message=_NO_INDEX)
     unfinished = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     try:
         make(passages, unfinished)
-        (unfinished / _STAMP).write_text(json.dumps(made_of))
+        (unfinished / _STAMP).write_text(json.dumps(current))
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     finally:
@@ -157,11 +169,13 @@ def _read_stamp(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    return content
 
 
 class BM25Index:
-    """Index that ranks passages by the words they share with a query: BM25 (the library ``bm25s``)."""
+    """Index that ranks passages by the words that they share with a query (BM25, by ``bm25s``)."""
 
     def __init__(self, retriever: bm25s.BM25, size: int):
         self._retriever = retriever
@@ -169,13 +183,16 @@ class BM25Index:
 
     @classmethod
     def open(cls, settings: SearchSettings) -> BM25Index:
-        """Load the index, building it if missing or stale; raise ConfigError if there is no corpus."""
+        """Load the index, building it if missing or stale.
+
+        Raises:
+            ConfigError: there is no usable corpus.
+        """
 
         def make(passages: list[dict[str, str]], unfinished: Path) -> None:
             retriever = bm25s.BM25(corpus=passages)
-            words = bm25s.tokenize(
-                [p["contents"] for p in passages], stopwords="en", show_progress=False
-            )
+            texts = [passage["contents"] for passage in passages]
+            words = bm25s.tokenize(texts, stopwords="en", show_progress=False)
             retriever.index(words, show_progress=False)
             retriever.save(unfinished, show_progress=False)
 
@@ -185,24 +202,27 @@ class BM25Index:
         return cls(retriever, size=int(retriever.scores["num_docs"]))
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """Return the best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``.
+        """Return the best passages for each query, best first.
 
-        Passages that share no word with the query are left out.
+        A hit is ``{"document": {"id", "contents"}, "score"}``. Passages that share no word with the
+        query are left out.
         """
         words = bm25s.tokenize(queries, stopwords="en", return_ids=False, show_progress=False)
         topk = min(topk, self._size)
         passages, scores = self._retriever.retrieve(words, k=topk, show_progress=False)
-        return [
-            [
-                {"document": p, "score": float(s)}
-                for p, s in zip(row, row_scores, strict=True)
-                if s > 0
-            ]
-            for row, row_scores in zip(passages, scores, strict=True)
-        ]
+
+        hits_by_query = []
+        for query_passages, query_scores in zip(passages, scores, strict=True):
+            hits = []
+            for passage, score in zip(query_passages, query_scores, strict=True):
+                if score > 0:
+                    hits.append({"document": passage, "score": float(score)})
+            hits_by_query.append(hits)
+        return hits_by_query
 
 
-_EMBEDDINGS, _PASSAGES = "embeddings.npy", "passages.jsonl"
+_EMBEDDINGS = "embeddings.npy"
+_PASSAGES = "passages.jsonl"
 
 
 class DenseIndex:
@@ -239,31 +259,40 @@ class DenseIndex:
             "encoder": folder_fingerprint(settings.encoder or ""),
             "passage_prompt": settings.passage_prompt,
         }
-        return cls(encoder, settings, _index_folder(settings, ".dense", made_by=made_by, make=make))
+        folder = _index_folder(settings, ".dense", made_by=made_by, make=make)
+        return cls(encoder, settings, folder)
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """Return the nearest passages for each query, nearest first: ``{"document": {"id", "contents"}, "score"}``.
+        """Return the nearest passages for each query, nearest first.
 
-        The score is the cosine of the angle between the embeddings.
+        A hit is ``{"document": {"id", "contents"}, "score"}``. The score is the cosine of the angle
+        between the embeddings.
         """
-        embedded = _encode(self._encoder, [self._query_prompt + query for query in queries])
-        scores = embedded @ self._embeddings.T
-        best = np.argsort(-scores, axis=1, kind="stable")[:, :topk]
-        return [
-            [{"document": self._passages[int(i)], "score": float(own[i])} for i in row]
-            for row, own in zip(best, scores, strict=True)
-        ]
+        prompts = [self._query_prompt + query for query in queries]
+        query_embeddings = _encode(self._encoder, prompts)
+        scores = query_embeddings @ self._embeddings.T  # [queries, N]
+        best_indices = np.argsort(-scores, axis=1, kind="stable")[:, :topk]
+
+        hits_by_query = []
+        for query_indices, query_scores in zip(best_indices, scores, strict=True):
+            hits = []
+            for index in query_indices:
+                document = self._passages[int(index)]
+                hits.append({"document": document, "score": float(query_scores[index])})
+            hits_by_query.append(hits)
+        return hits_by_query
 
 
 def _encode(encoder: Any, texts: list[str]) -> np.ndarray:
     """Embed texts: float32 [N, D], each of length 1."""
-    made = encoder.encode(
+    embeddings = encoder.encode(
         texts, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
     )
-    return np.asarray(made, np.float32)
+    return np.asarray(embeddings, np.float32)
 
 
 def _load_encoder(folder: str) -> Any:
+    """Load a sentence-transformers model from a local folder, without running code from there."""
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(
             f"search.encoder={folder!r}: no sentence-transformers model in this folder"
