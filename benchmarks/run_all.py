@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import ast
 import importlib.metadata
 import json
 import os
@@ -265,7 +266,8 @@ def page(
         if not records:
             continue
         script = (ROOT / "benchmarks" / f"{name}.py").read_text()
-        title = script.partition('"""')[2].partition("\n")[0].removesuffix('"""')
+        docstring = ast.get_docstring(ast.parse(script)) or name
+        title = " ".join(docstring.partition("\n\n")[0].split())
         lines += ["", f"## {name}.py", "", title]
         for machine, record in records.items():
             versions = ", ".join(
