@@ -16,8 +16,8 @@ other work meanwhile.
 from __future__ import annotations
 
 import argparse
-import datetime
 import ast
+import datetime
 import importlib.metadata
 import json
 import os
