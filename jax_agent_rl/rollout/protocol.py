@@ -8,7 +8,7 @@ not in the middle of a run.
 Life of a backend::
 
     start() ──► generate() … generate()        any number at once
-                  │ abort(id)                  that request returns its ids so far, StopReason.ABORTED
+                  │ abort(id)                  that request returns its ids so far, as ABORTED
                   │ pause(mode) / resume()     around a weight update
                   │ update_weights(update)     version and prefix cache change together
                   ▼
@@ -126,8 +126,8 @@ class GenerateRequest:
         lora: adapter name, only with ``Capabilities.lora``.
         resumed: how many of the last prompt ids an interrupted part of this generation sampled: its
             grammar, if any, begins before them.
-        routed_experts_prompt_start: ids whose experts are not asked for, as earlier outputs
-            reported them.
+        routed_experts_prompt_start: how many of the first ids need no report of their experts,
+            because earlier outputs reported them.
 
     Raises:
         ValueError: a value has the wrong type, or the prompt is empty.
@@ -151,14 +151,22 @@ class GenerateRequest:
         check_ids(f"the prompt of request {self.request_id!r}", self.prompt_ids)
         if not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"sampling={self.sampling!r}: must be SamplingParams")
-        for name in ("session_id", "lora"):
-            if (value := getattr(self, name)) is not None:
-                check_str(name, value)
+        if self.session_id is not None:
+            check_str("session_id", self.session_id)
+        if self.lora is not None:
+            check_str("lora", self.lora)
         check_bool("session_ends", self.session_ends)
         check_int("priority", self.priority)
-        check_int("resumed", self.resumed, least=0, below=len(self.prompt_ids))
-        start = self.routed_experts_prompt_start
-        check_int("routed_experts_prompt_start", start, least=0, below=len(self.prompt_ids) + 1)
+
+        prompt_len = len(self.prompt_ids)
+        check_int("resumed", self.resumed, least=0, below=prompt_len)
+        check_int(
+            "routed_experts_prompt_start",
+            self.routed_experts_prompt_start,
+            least=0,
+            below=prompt_len + 1,
+        )
+
         if not isinstance(self.multi_modal, Mapping):
             raise ValueError(
                 f"multi_modal={self.multi_modal!r}: must be a mapping of kinds to images or videos"
@@ -187,7 +195,7 @@ class TokenChunk:
 CUDA_IPC = "cuda_ipc"
 """Kind of an update that stays in the memory of a GPU."""
 BROADCAST = "broadcast"
-"""Kind of an update that is sent from device to device, between hosts, too."""
+"""Kind of an update that is sent from device to device, also between hosts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,24 +208,25 @@ class WeightUpdate:
             process; the engine copies on the device and keeps no reference). ``"safetensors"``:
             ``payload`` is a list of file paths. ``"tensorstore"``: ``payload`` is the address of a
             version's folder, as ``models.stored`` writes it. ``"object_store"``: a
-            :class:`~jax_agent_rl.rollout.object_store.StoredWeights`. ``"cuda_ipc"``: Hugging Face names to arrays of
-            this process on one GPU of the machine. ``"broadcast"``: the same on one device, which
-            are sent while the engine takes the update. ``"mesh"``: None; every process of the
-            learner keeps a copy of this version for its engine.
-        payload: see ``kind``. Opaque to everything between the learner and the engine.
+            :class:`~jax_agent_rl.rollout.object_store.StoredWeights`. ``"cuda_ipc"``: Hugging Face
+            names to arrays of this process on one GPU of the machine. ``"broadcast"``: the same on
+            one device, which are sent while the engine takes the update. ``"mesh"``: None; every
+            process of the learner keeps a copy of this version for its engine.
+        payload: opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
-        lasting: the payload stays valid until the next update is made, so that a server that joins
-            meanwhile can take it, too. Arrays are not lasting: the learner's next step reuses their
-            memory.
+        lasting: the payload stays valid until the next update is made, so a server that joins
+            meanwhile can take it as well. Arrays are not lasting: the learner's next step reuses
+            their memory.
         dtype: what the weights were rounded to, ``Capabilities.weight_dtype`` of the engines they
             are for; ``float32``: they are as the learner has them.
         digests: digests of the payload's files by name (``utils.weight_transfer``), checked before
             an engine takes anything; files without one are not checked.
-        deltas: delta files (``utils.weight_transfer``) that make those of ``payload`` from the
-            previous version's, and the digest of the file each changes. Empty: this version is sent
-            whole. None: so is the next, and a server need not keep these files.
-        probe: log-probs of a few sequences, which the weights have to give where they arrive. Those
-            of ``safetensors`` are in the files' metadata.
+        deltas: delta files (``utils.weight_transfer``) that turn the previous version's files into
+            ``payload``, and the digest of the file that each changes. Empty: this version is sent
+            whole. None: the next version is sent whole as well, and a server need not keep these
+            files.
+        probe: log-probs of a few sequences, which the weights must reproduce where they arrive.
+            The probe of ``safetensors`` is in the files' metadata.
         adapters: the LoRA adapters that change, by name
             (:class:`~jax_agent_rl.models.lora.PeftAdapter`), together with the weights, or with
             ``partial`` and an empty payload alone; only with ``kind="arrays"``.
@@ -240,11 +249,12 @@ class WeightUpdate:
 
         Another run, or the same one after it was rewound, may give other weights the same version.
         """
-        from jax_agent_rl.utils.fingerprints import (
-            fingerprint,
-        )  # the launcher imports this module without it
+        # The launcher imports this module before it has the packages that fingerprints need.
+        from jax_agent_rl.utils.fingerprints import fingerprint
 
-        return fingerprint(dict(self.digests)) if self.digests else ""
+        if not self.digests:
+            return ""
+        return fingerprint(dict(self.digests))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,24 +308,27 @@ class BackendMetrics:
     offloaded_pages: int = _counter("Pages of the KV cache copied to host memory.")
     restored_pages: int = _counter("Pages of the KV cache copied back from host memory.")
 
-    def since(self, before: BackendMetrics) -> BackendMetrics:
+    def since(self, earlier: BackendMetrics) -> BackendMetrics:
         """Return the differences to an earlier reading; ``recompilations`` stays the total."""
-        names = [name for name in self.__dataclass_fields__ if name != "recompilations"]
-        return replace(
-            self, **{name: getattr(self, name) - getattr(before, name) for name in names}
-        )
+        differences = {}
+        for name in self.__dataclass_fields__:
+            if name != "recompilations":
+                differences[name] = getattr(self, name) - getattr(earlier, name)
+        return replace(self, **differences)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec:
-    """What the factory of a backend that an installed package registers is called with; it returns it unstarted.
+    """Argument of the backend factory that an installed package registers.
+
+    The factory returns the backend unstarted.
 
     Attributes:
         model: Hugging Face folder with the weights to serve first.
-        max_model_len: longest context.
-        max_concurrent: requests at once, at most.
-        version: policy version of those weights.
-        seed: of sampling without a seed.
+        max_model_len: longest context, in ids.
+        max_concurrent: maximum requests at a time.
+        version: policy version of the first weights.
+        seed: seed of the requests that have none.
         decode_text: ids to text with special tokens, for stop strings; None without a tokenizer.
     """
 
@@ -332,8 +345,8 @@ class IdentifiesWeights(Protocol):
     """A backend whose engine outlives a run, and knows which weights it serves.
 
     Attributes:
-        weights_fingerprint: :attr:`WeightUpdate.fingerprint` of the last update; empty if it had
-            none.
+        weights_fingerprint: :attr:`WeightUpdate.fingerprint` of the last update; empty if the
+            update had none.
     """
 
     weights_fingerprint: str
@@ -369,18 +382,23 @@ class RolloutBackend(Protocol):
         ...
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Run one request like :meth:`generate`, in chunks as they are sampled. Closing the iterator frees the slot."""
+        """Run one request like :meth:`generate`, and yield chunks as they are sampled.
+
+        Closing the iterator frees the slot.
+        """
         ...
 
     async def score(
         self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0
     ) -> TokenScores:
-        """Return the log-probs of the ids of a context from ``start`` on, at temperature 1 over all ids.
+        """Return the log-probs of a context's ids from ``start`` on.
+
+        They are of temperature 1 and of the whole vocabulary.
 
         Args:
             token_ids: the context; nothing is appended to it.
             start: the first id to score, at least 1: the one before predicts it.
-            top_k: the likeliest ids to report at each position; 0: none.
+            top_k: how many of the likeliest ids to report at each position; 0: none.
 
         Raises:
             BackendError: the context is too long, or its ids are not the model's.
@@ -388,7 +406,11 @@ class RolloutBackend(Protocol):
         ...
 
     async def abort(self, request_id: str) -> bool:
-        """End a request now: it returns its ids so far with ``StopReason.ABORTED``. False if unknown."""
+        """End a request now: it returns its ids so far with ``StopReason.ABORTED``.
+
+        Returns:
+            False if no such request runs.
+        """
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -399,11 +421,16 @@ class RolloutBackend(Protocol):
         ...
 
     async def resume(self) -> None:
-        """End the pause, also one whose caller was cancelled; a WAIT that has not returned fails, or returns first."""
+        """End the pause, also one whose caller was cancelled.
+
+        A WAIT that has not returned fails, or returns first.
+        """
         ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Take new weights. No token is ever sampled from a mix of versions; the prefix cache is reset.
+        """Take new weights, and reset the prefix cache.
+
+        No token is ever sampled from a mix of versions.
 
         Raises:
             WeightUpdateError: refused (wrong names, shapes, version or kind); the old weights are

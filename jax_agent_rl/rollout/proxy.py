@@ -1,4 +1,7 @@
-"""Backends in front of others: of an engine in another process, and of one whose weights come by a transport."""
+"""Backends in front of other backends.
+
+One stands for an engine in another process, the other changes how an engine's weights arrive.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +73,12 @@ Receive = Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
 
 @dataclass(eq=False)
 class TransportBackend:
-    """A backend that takes weights of one kind, in place of those its engine takes.
+    """A backend that takes weights of one kind, in place of the kinds that its engine takes.
 
     Args:
-        backend: the engine's.
         kind: kind of the updates it takes.
         receive: the receiving end of the transport.
-        passes: kinds that go to the engine as they are.
+        passes: further kinds, which go to the engine as they are.
     """
 
     backend: RolloutBackend
