@@ -2,8 +2,8 @@
 
 ::
 
-    agent ──generate(ids)──► RequestQueue: sticky per session, else least in flight; waits where there is no room
-                                │
+    agent ──generate(ids)──► RequestQueue: sticky per session, else least in flight;
+                                │          waits where there is no room
                 ┌───────────────┼───────────────┐
                 ▼               ▼               ▼
            AsyncServer     AsyncServer     AsyncServer
@@ -70,11 +70,12 @@ class ServingStats:
 
 @dataclass(kw_only=True, slots=True)
 class _InFlight:
-    """A running request: where it is, whether its caller aborted it, and what has been sampled so far.
+    """A running request: where it is, whether its caller aborted it, what it has sampled so far.
 
     Attributes:
         request: what its current part asks for.
-        so_far: the parts before.
+        so_far: the earlier parts, merged.
+        losses: servers that were lost under it in a row, without a new id.
         chunks: what the current part has streamed.
     """
 
@@ -96,7 +97,7 @@ class LLMServerClient(ServerPool):
     """Routes, resumes and retries over a pool of servers. Use it from one event loop.
 
     Args:
-        servers: see :class:`~jax_agent_rl.rollout.pool.ServerPool`; or call :meth:`start`.
+        servers: started servers; without them, call :meth:`start`.
         decode_text: ids to text, special tokens included; finds stop strings that an interruption
             cut in two. Without it, an interrupted request that has stop strings fails.
         pool: further arguments of :class:`~jax_agent_rl.rollout.pool.ServerPool`.
@@ -134,16 +135,21 @@ class LLMServerClient(ServerPool):
         )
 
     def weight_dtype(self) -> str:
-        """Return ``Capabilities.weight_dtype`` of all started servers; float32 where they differ."""
-        dtype, *others = {backend.capabilities.weight_dtype for backend in self.backends} or {
-            AS_THEY_ARE
-        }
-        return AS_THEY_ARE if others else dtype
+        """Return the ``Capabilities.weight_dtype`` of all started servers.
+
+        It is float32 where they differ, and where there are none.
+        """
+        dtypes = {backend.capabilities.weight_dtype for backend in self.backends}
+        if len(dtypes) != 1:
+            return AS_THEY_ARE
+        return dtypes.pop()
 
     def weight_payloads(self) -> frozenset[str]:
         """Return the kinds of payload that all started servers take."""
         kinds = [backend.capabilities.weight_payloads for backend in self.backends]
-        return frozenset.intersection(*kinds) if kinds else frozenset()
+        if not kinds:
+            return frozenset()
+        return frozenset.intersection(*kinds)
 
     def require_server(self) -> None:
         """Check that there is a server, or that one is worth waiting for.
@@ -176,20 +182,18 @@ class LLMServerClient(ServerPool):
             prompt_ids: the whole context.
             sampling_params: how to sample. A resumed request keeps its seed, so an engine that keys
                 its draws by seed and position continues as if nothing had happened.
-            session_id: shared by the requests of a trajectory; keeps them on one server, and before
-                those of sessions that began later.
+            session_id: shared by the requests of a trajectory. It keeps them on one server, and
+                ahead of the requests of sessions that began later.
             session_ends: this is the session's last request.
             image_data: images, for a multi-modal engine, in order of their placeholders in
                 ``prompt_ids``, where each placeholder stands as often as the model reads it
                 (``ChatCodec.expand_media``).
-            video_data: videos, likewise.
-            lora: name of the adapter to sample with, of an engine that serves it; None is the plain
-                model.
-            resumed: see :class:`GenerateRequest`.
+            video_data: videos, in order of their placeholders as well.
+            lora: name of the adapter to sample with; None is the plain model.
+            resumed: how many of the last prompt ids this generation has sampled already.
             on_ids: called with new ids as they are sampled. They are provisional: a stop string
                 across an interruption takes ids back.
-            routed_experts_prompt_start: see
-                :class:`~jax_agent_rl.rollout.protocol.GenerateRequest`.
+            routed_experts_prompt_start: how many of the first ids need no report of their experts.
 
         Returns:
             The output; ``StopReason.ABORTED`` only if :meth:`abort` was called for it.
@@ -200,6 +204,11 @@ class LLMServerClient(ServerPool):
                 these (the caller checks a whole output itself).
             BackendError: the request failed, or every server is lost.
         """
+        multi_modal: dict[str, tuple[Any, ...]] = {}
+        if image_data:
+            multi_modal["image"] = tuple(image_data)
+        if video_data:
+            multi_modal["video"] = tuple(video_data)
         request = GenerateRequest(
             request_id=request_id,
             prompt_ids=tuple(prompt_ids),
@@ -207,28 +216,24 @@ class LLMServerClient(ServerPool):
             session_id=session_id,
             session_ends=session_ends,
             priority=self.queue.balancer.priority(session_id),
-            multi_modal={
-                kind: tuple(items)
-                for kind, items in (("image", image_data), ("video", video_data))
-                if items
-            },
+            multi_modal=multi_modal,
             lora=lora,
             routed_experts_prompt_start=routed_experts_prompt_start,
             resumed=resumed,
         )
+
         if request_id in self._in_flight:
             raise BackendError(f"a request called {request_id!r} is running already")
-        state = self._in_flight[request_id] = _InFlight(on_ids=on_ids, request=request)
+        state = _InFlight(on_ids=on_ids, request=request)
+        self._in_flight[request_id] = state
         self._has_requests = True
         try:
             with span("generate") as traced:
                 output = await self._run(request, state)
                 if traced:
-                    text = (
-                        {"text": self._decode_text(output.token_ids)} if self._decode_text else {}
-                    )
+                    if self._decode_text is not None:
+                        traced.set(text=self._decode_text(output.token_ids))
                     traced.set(
-                        **text,
                         request_id=request_id,
                         context_tokens=len(prompt_ids),
                         sampled_tokens=len(output.token_ids),
@@ -254,15 +259,25 @@ class LLMServerClient(ServerPool):
         return True
 
     def partial(self, request_id: str) -> TokenOutput | None:
-        """Return, as if it had been aborted, what a running request has sampled as far as is known; None if nothing."""
+        """Return what a running request is known to have sampled, as if it had been aborted.
+
+        None if nothing is known; see ``keeps_chunks``.
+        """
         state = self._in_flight.get(request_id)
-        if state is None or not (state.chunks or state.so_far):
+        if state is None:
+            return None
+        if not state.chunks and not state.so_far:
             return None
         part = from_chunks(state.request, state.chunks)
-        return part if state.so_far is None else state.so_far.then(part)
+        if state.so_far is None:
+            return part
+        return state.so_far.then(part)
 
     def fork_session(self, parent_id: str, session_id: str) -> None:
-        """Begin a session on the server of another, where the KV of their common context is, and with its priority."""
+        """Begin a session on another session's server and with its priority.
+
+        That server has the KV of their common context.
+        """
         self.queue.balancer.fork_session(parent_id, session_id)
 
     def end_session(self, session_id: str) -> None:
@@ -270,29 +285,44 @@ class LLMServerClient(ServerPool):
         self.queue.balancer.end_session(session_id)
 
     async def _run(self, request: GenerateRequest, state: _InFlight) -> TokenOutput:
-        """Send what is missing of the request to some server until it is whole."""
+        """Send what remains of the request to some server until the request is complete."""
         so_far: TokenOutput | None = None
-        rest, fruitless = request, 0
+        remaining = request
+        interruptions = 0  # in a row, without a new id
         while not state.aborted:
-            part = await self._send(rest, state)
+            part = await self._send(remaining, state)
             if part is None:
                 continue
-            fruitless = 0 if part.token_ids else fruitless + 1
-            so_far = (
-                part if so_far is None else merge_outputs(request, so_far, part, self._decode_text)
-            )
-            state.so_far, state.chunks = so_far, []
+
+            if part.token_ids:
+                interruptions = 0
+            else:
+                interruptions += 1
+            if so_far is None:
+                so_far = part
+            else:
+                so_far = merge_outputs(request, so_far, part, self._decode_text)
+            state.so_far = so_far
+            state.chunks = []
+
             if so_far.stop_reason is not StopReason.ABORTED:
                 return so_far
             if len(so_far.token_ids) >= request.sampling.max_tokens:
                 return replace(so_far, stop_reason=StopReason.LENGTH)
-            check_context(rest, part)
-            if fruitless >= _MAX_INTERRUPTIONS:
+
+            # Merging the next part drops the digest of this one.
+            check_context(remaining, part)
+            if interruptions >= _MAX_INTERRUPTIONS:
                 raise BackendError(
-                    f"request {request.request_id!r} was aborted {fruitless} times without a new id"
+                    f"request {request.request_id!r} was aborted {interruptions} times without a"
+                    " new id"
                 )
-            rest = state.request = remaining_request(request, so_far)
-        return so_far or from_chunks(request, ())
+            remaining = remaining_request(request, so_far)
+            state.request = remaining
+
+        if so_far is None:
+            return from_chunks(request, ())
+        return so_far
 
     async def _send(self, request: GenerateRequest, state: _InFlight) -> TokenOutput | None:
         """Make one attempt on one server; None if nothing came of it."""
@@ -300,20 +330,27 @@ class LLMServerClient(ServerPool):
             server = await self.queue.acquire(request)
         if server is None:  # it was aborted while it waited
             return None
+
         try:
-            if state.aborted or not self.queue.has(server):  # since its turn came
+            # Both may have changed between the queue's choice and this task's turn.
+            if state.aborted or not self.queue.has(server):
                 return None
-            state.server, state.chunks, served = server, [], self._version
+            state.server = server
+            state.chunks = []
+            served_version = self._version
+            on_chunk = None
+            if state.on_ids or self.keeps_chunks:
+                on_chunk = state.add
+
             clock = asyncio.get_running_loop().time
-            begin = clock()
+            start_time = clock()
             try:
-                part = await server.generate(
-                    request, on_chunk=state.add if state.on_ids or self.keeps_chunks else None
-                )
+                part = await server.generate(request, on_chunk=on_chunk)
             finally:
                 state.server = None
-            computed = len(request.prompt_ids) - part.cached_tokens
-            self.queue.costs.add(clock() - begin, computed=computed, sampled=len(part.token_ids))
+            seconds = clock() - start_time
+            num_computed = len(request.prompt_ids) - part.cached_tokens
+            self.queue.costs.add(seconds, computed=num_computed, sampled=len(part.token_ids))
         except (EngineDiedError, BackendClosedError) as error:
             self.mark_lost(server, str(error))
             if not self.queue.is_open:
@@ -321,21 +358,34 @@ class LLMServerClient(ServerPool):
             return self._salvage(request, state, error)
         finally:
             self.queue.release(server)
+
         state.losses = 0
-        if served is not None and min(part.policy_versions, default=served) < served:
-            self._stale += (stale := sum(version < served for version in part.policy_versions))
-            logger.error(
-                "%s sampled %d tokens with weights older than %d", server.name, stale, served
-            )
+        if served_version is not None:
+            self._count_stale(server, part, served_version)
         return part
+
+    def _count_stale(self, server: AsyncServer, part: TokenOutput, served_version: int) -> None:
+        """Count and report ids sampled with older weights than were served when the part began."""
+        num_stale = sum(version < served_version for version in part.policy_versions)
+        if num_stale:
+            self._stale += num_stale
+            logger.error(
+                "%s sampled %d tokens with weights older than %d",
+                server.name,
+                num_stale,
+                served_version,
+            )
 
     def _salvage(
         self, request: GenerateRequest, state: _InFlight, error: BackendError
     ) -> TokenOutput | None:
         """Return what a lost server had streamed; None where there is nothing to resume from."""
-        if state.chunks and (self._decode_text is not None or not request.sampling.stop):
+        # Without decode_text, a stop string across the seam would go unnoticed: start again.
+        can_merge = self._decode_text is not None or not request.sampling.stop
+        if state.chunks and can_merge:
             state.losses = 0
             return from_chunks(request, state.chunks)
+
         state.losses += 1
         if state.losses >= _MAX_LOSSES:
             raise BackendError(
