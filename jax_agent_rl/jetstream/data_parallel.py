@@ -258,7 +258,7 @@ class DataParallelBackend:
         session, balancer = request.session_id, self._balancer
         chain: list[int] = []  # placeholder ids do not tell images apart
         if balancer.home(session) is None and not request.multi_modal:
-            chain = PrefixIndex.chain(request.prompt_ids, request.lora)
+            chain = PrefixIndex.block_hashes(request.prompt_ids, request.lora)
         name = balancer.acquire(session, chain)
         if name is None:  # all slots are taken: it waits in an engine, in order of priority
             name = balancer.home(session) or min(balancer.servers, key=balancer.in_flight)

@@ -2,19 +2,21 @@
 
 ::
 
-    acquire ──► its session's server has room, or another one and moving there pays? ──► yes: return it
+    acquire ──► its session's server has room, or another has and moving pays? ──► yes: return it
                     │ no
                     ▼
-              a queue per server (sessions that live there) and one for everybody else, each ordered by priority
-                    ▲                                  │
-                    │ no server at all: only while one │ a server has room: the first of its own queue and of the
-                    │ is expected, for a limited time  ▼ common one; if both are empty, the first of another's, if
-                  fail                            return the server                                 moving it pays
+              a queue per server, for the sessions that live there, and a common one for all others;
+              each is ordered by priority
+                    │                                  │
+                    │ no server at all, and none       │ a server has room: the first of its queue and
+                    │ expected, or not for a long time │ of the common one; if both are empty, the first
+                    ▼                                  ▼ of another server's queue, if moving it pays
+                  fail                            return the server
 
 Moving a session pays where its context is computed in less time than its server needs to get to it.
 Both are estimated from the requests that have ended; before the first of them, no room stays empty
-while a request waits. A session whose server takes several times as long as expected, because it
-hangs, say, waits for any server.
+while a request waits. A session whose server takes several times as long as expected, perhaps
+because it hangs, waits for any server.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ MoveRule = Callable[[float, float], bool]
 """Takes the seconds of computing a context and of waiting for the server that has it; returns
 whether to move."""
 
-_PATIENCE, _MIN_PATIENCE_SECONDS = (
-    4.0,
-    10.0,
-)  # the first is a multiple of the expected wait: single requests vary
+_PATIENCE = 4.0
+"""Multiple of the expected wait after which a request waits for any server: single requests vary.
+"""
+_MIN_PATIENCE_SECONDS = 10.0
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -46,8 +48,12 @@ class _Waiter:
     """A queued request; its server is None once it was cancelled."""
 
     request: GenerateRequest
-    chain: list[int]
+    block_hashes: list[int]
     server: asyncio.Future[AsyncServer | None]
+
+
+_Entry = tuple[int, int, _Waiter]
+"""Priority, arrival and request: an entry of a queue, which is a heap."""
 
 
 class RequestQueue:
@@ -58,8 +64,6 @@ class RequestQueue:
         wait_seconds: how long requests wait while there is no server but one is expected.
 
     Attributes:
-        balancer: knows where sessions live.
-        costs: what requests cost.
         moves: the rule for sessions whose server is full; simulations compare several.
     """
 
@@ -74,7 +78,7 @@ class RequestQueue:
         self._outage: asyncio.TimerHandle | None = None
         self._timed_out = False
         self._last_loss = ""
-        self._queues: dict[str | None, list[tuple[int, int, _Waiter]]] = {None: []}
+        self._queues: dict[str | None, list[_Entry]] = {None: []}  # by server; None: the common one
         self._with_waiters: set[str | None] = set()  # keys of queues that are not empty
         self._find_prefixes = False
         self._arrivals = itertools.count()
@@ -96,8 +100,10 @@ class RequestQueue:
     @property
     def why_closed(self) -> str:
         """Why the last server was lost, and how long requests waited for another."""
-        waited = f"; none came back within {self._wait_seconds:g} s" if self._timed_out else ""
-        return (self._last_loss or "none was added") + waited
+        reason = self._last_loss or "none was added"
+        if self._timed_out:
+            reason += f"; none came back within {self._wait_seconds:g} s"
+        return reason
 
     def has(self, server: AsyncServer) -> bool:
         """Return whether this very server is in rotation; another may have taken its name since."""
@@ -121,7 +127,8 @@ class RequestQueue:
         self._update_capabilities()
         if self._outage is not None:
             self._outage.cancel()
-        self._outage, self._timed_out = None, False
+        self._outage = None
+        self._timed_out = False
         self._fill(server)
 
     def remove(self, server: AsyncServer, *, why: str) -> None:
@@ -131,10 +138,10 @@ class RequestQueue:
         self._last_loss = f"{server.name}: {why}"
         self._update_capabilities()
         self._with_waiters.discard(server.name)
-        for item in self._queues.pop(server.name):
-            self._push(None, item)
-        for other in self.servers:
-            self._fill(other)
+        for entry in self._queues.pop(server.name):
+            self._push(None, entry)
+        for remaining in self.servers:
+            self._fill(remaining)
         self._check_outage()
 
     def expect(self, name: str) -> None:
@@ -149,48 +156,55 @@ class RequestQueue:
     # --- requests ---------------------------------------------------------------------------------
 
     async def acquire(self, request: GenerateRequest) -> AsyncServer | None:
-        """Return a server, on which the request counts until :meth:`release`; None after :meth:`cancel`.
+        """Return a server, on which the request counts until :meth:`release`.
+
+        None after :meth:`cancel`.
 
         Raises:
             EngineDiedError: there is no server, and none is expected.
         """
-        chain = self._chain(request)
+        block_hashes = self._block_hashes(request)
         home = self.balancer.home(request.session_id)
         if (
             home is None
             or self.balancer.has_room(home)
             or self._moving_pays(request, len(self._queues[home]) + 1)
         ):
-            name = self.balancer.acquire(request.session_id, chain)
+            name = self.balancer.acquire(request.session_id, block_hashes)
             if name is not None:
                 return self._servers[name]
         if not self.is_open:
             raise self._closed(request)
-        waiter = _Waiter(
-            request=request, chain=chain, server=asyncio.get_running_loop().create_future()
-        )
-        item = (request.priority, next(self._arrivals), waiter)
-        self._push(home, item)
+
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(request=request, block_hashes=block_hashes, server=loop.create_future())
+        entry = (request.priority, next(self._arrivals), waiter)
+        self._push(home, entry)
         patience = None
         if home is not None:
             prefill, wait = self._costs_of_moving(request, len(self._queues[home]))
             seconds = prefill + max(_PATIENCE * wait, _MIN_PATIENCE_SECONDS)
-            patience = asyncio.get_running_loop().call_later(seconds, self._leave, home, item)
+            patience = loop.call_later(seconds, self._let_move, home, entry)
+
         self._check_outage()
         try:
             return await waiter.server
         except asyncio.CancelledError:
-            given = (
-                waiter.server.done()
-                and not waiter.server.cancelled()
-                and waiter.server.exception() is None
-            )
-            if given and (server := waiter.server.result()) is not None:
-                self.release(server)  # its turn had just come
+            self._return_room(waiter)
             raise
         finally:
             if patience is not None:
                 patience.cancel()
+
+    def _return_room(self, waiter: _Waiter) -> None:
+        """Release the server of a request that was cancelled when its turn had just come."""
+        if not waiter.server.done() or waiter.server.cancelled():
+            return
+        if waiter.server.exception() is not None:
+            return
+        server = waiter.server.result()
+        if server is not None:
+            self.release(server)
 
     def release(self, server: AsyncServer) -> None:
         """Record that a request has left a server, which may be gone by now."""
@@ -204,42 +218,54 @@ class RequestQueue:
             if waiter.request.request_id == request_id:
                 waiter.server.set_result(None)
 
-    def _chain(self, request: GenerateRequest) -> list[int]:
-        """Return the prefix keys of a prompt whose KV may be on a server; placeholder ids do not tell images apart."""
-        if not self._find_prefixes or self.balancer.home(request.session_id) or request.multi_modal:
+    def _block_hashes(self, request: GenerateRequest) -> list[int]:
+        """Return the hashes of a prompt's blocks if their KV may be on a server, else none."""
+        if not self._find_prefixes or self.balancer.home(request.session_id):
             return []
-        return PrefixIndex.chain(request.prompt_ids, request.lora)
+        if request.multi_modal:  # placeholder ids do not tell images apart
+            return []
+        return PrefixIndex.block_hashes(request.prompt_ids, request.lora)
 
     def _update_capabilities(self) -> None:
-        capable = all(server.backend.capabilities.prefix_reuse for server in self.servers)
-        self._find_prefixes = capable and len(self._servers) > 1
+        all_reuse = all(server.backend.capabilities.prefix_reuse for server in self.servers)
+        self._find_prefixes = all_reuse and len(self._servers) > 1
 
     def _fill(self, server: AsyncServer) -> None:
         """Give the server's room to the next requests."""
-        while self.balancer.has_room(server.name) and (waiter := self._next(server.name)):
-            self.balancer.assign(server.name, waiter.request.session_id, waiter.chain)
+        while self.balancer.has_room(server.name):
+            waiter = self._pop_next(server.name)
+            if waiter is None:
+                return
+            self.balancer.assign(server.name, waiter.request.session_id, waiter.block_hashes)
             waiter.server.set_result(server)
 
-    def _push(self, home: str | None, item: tuple[int, int, _Waiter]) -> None:
-        heapq.heappush(self._queues[home], item)
+    def _push(self, home: str | None, entry: _Entry) -> None:
+        heapq.heappush(self._queues[home], entry)
         self._with_waiters.add(home)
 
-    def _next(self, name: str) -> _Waiter | None:
-        """Take the request that the server's room is for out of its queue."""
-        homes = list(filter(self._has_waiters, (name, None)))
-        if not homes:  # who leaves another's queue saves the last one there a turn
-            others = filter(self._has_waiters, tuple(self._with_waiters))
-            queues = ((home, self._queues[home]) for home in others)
-            homes = [
-                home
-                for home, queue in queues
-                if self._moving_pays(queue[0][-1].request, len(queue))
-            ]
-        if not homes:
+    def _pop_next(self, name: str) -> _Waiter | None:
+        """Take the request that a server's room is for out of its queue; None if there is none."""
+        queues = []
+        for home in (name, None):
+            if self._has_waiters(home):
+                queues.append(self._queues[home])
+
+        if not queues:
+            # A request that leaves another server's queue spares the last one there a turn: it
+            # moves if that is worth computing its context again.
+            for home in tuple(self._with_waiters):
+                if not self._has_waiters(home):
+                    continue
+                queue = self._queues[home]
+                _, _, first = queue[0]
+                if self._moving_pays(first.request, len(queue)):
+                    queues.append(queue)
+
+        if not queues:
             return None
-        return heapq.heappop(
-            min((self._queues[home] for home in homes), key=lambda queue: queue[0][:2])
-        )[-1]
+        queue = min(queues, key=_order_of_first)
+        _, _, waiter = heapq.heappop(queue)
+        return waiter
 
     def _has_waiters(self, home: str | None) -> bool:
         """Return whether a request waits in this queue, after removing cancelled ones."""
@@ -251,35 +277,41 @@ class RequestQueue:
         return bool(queue)
 
     def _moving_pays(self, request: GenerateRequest, turns: int) -> bool:
-        """Return whether computing a request's context elsewhere pays, rather than waiting so many turns."""
-        return self.moves(*self._costs_of_moving(request, turns))
+        """Return whether to compute a request's context elsewhere instead of waiting so many turns."""
+        prefill_seconds, wait_seconds = self._costs_of_moving(request, turns)
+        return self.moves(prefill_seconds, wait_seconds)
 
     def _costs_of_moving(self, request: GenerateRequest, turns: int) -> tuple[float, float]:
-        """Return the seconds of computing a request's context, and of waiting so many turns of its server's queue."""
-        wait = turns * self.costs.request_seconds / self._max_in_flight
-        return self.costs.prefill_seconds(len(request.prompt_ids)), wait
+        """Return the seconds of computing a request's context, and of waiting so many turns."""
+        wait_seconds = turns * self.costs.request_seconds / self._max_in_flight
+        return self.costs.prefill_seconds(len(request.prompt_ids)), wait_seconds
 
-    def _leave(self, home: str, item: tuple[int, int, _Waiter]) -> None:
+    def _let_move(self, home: str, entry: _Entry) -> None:
         """Let a request that has waited for its server wait for any."""
-        if item in (queue := self._queues.get(home, [])):
-            queue.remove(item)
-            heapq.heapify(queue)
-            self._push(None, item)
-            for server in self.servers:
-                self._fill(server)
+        queue = self._queues.get(home, [])
+        if entry not in queue:
+            return
+        queue.remove(entry)
+        heapq.heapify(queue)
+        self._push(None, entry)
+        for server in self.servers:
+            self._fill(server)
 
     def _waiters(self) -> list[_Waiter]:
-        return [
-            waiter
-            for queue in self._queues.values()
-            for *_, waiter in queue
-            if not waiter.server.done()
-        ]
+        waiters = []
+        for queue in self._queues.values():
+            for _, _, waiter in queue:
+                if not waiter.server.done():
+                    waiters.append(waiter)
+        return waiters
 
     # --- outages ----------------------------------------------------------------------------------
 
     def _check_outage(self) -> None:
-        """Without a server, start the clock of the waiting requests, or fail them if none is expected."""
+        """Without a server, start the clock of the waiting requests.
+
+        If none is expected, fail them.
+        """
         if self._servers:
             return
         if not self.is_open:
@@ -301,3 +333,9 @@ class RequestQueue:
         return EngineDiedError(
             f"request {request.request_id!r}: there is no server left: {self.why_closed}"
         )
+
+
+def _order_of_first(queue: list[_Entry]) -> tuple[int, int]:
+    """Return priority and arrival of a queue's first request."""
+    priority, arrival, _ = queue[0]
+    return priority, arrival

@@ -328,7 +328,7 @@ class UnlimitedKVCache:
     def admit(self, queue: Sequence[GenerateRequest], running: int) -> Admission | None:
         """Return the request of the queue to run next, and what it finds; None if none can run."""
         request = queue[0]
-        chain = PrefixIndex.chain(request.prompt_ids)
+        chain = PrefixIndex.block_hashes(request.prompt_ids)
         shared = max(self._contexts.get(request.session_id or "", 0), self._prompts.find(chain)[1])
         self._prompts.add(chain, "here")
         return request, 0, min(shared, len(request.prompt_ids) - 1), 0.0

@@ -100,7 +100,7 @@ def test_a_name_is_used_once():
 
 PROMPT = random.Random(0).choices(range(1000), k=32 * BLOCK)
 OTHER = random.Random(1).choices(range(1000), k=32 * BLOCK)
-chain = PrefixIndex.chain
+chain = PrefixIndex.block_hashes
 
 
 @given(
