@@ -9,10 +9,11 @@
        └──────────────────────────────────────────────────── lost ◄┘
                 until ``recovery_seconds`` are over
 
-    start, join     consumes: a factory.     produces: a server in rotation.  waits for: its weights.
-    update_weights  consumes: an update.     produces: one version in all.    waits for: a join that is under way.
-    recovery        consumes: a lost server. produces: another of its name.   waits for: back-off, its weights.
-    watchdog        consumes: counters.      produces: lost servers.          waits for: its next check.
+                    consumes        produces               waits for
+    start, join     a factory       a server in rotation   its weights
+    update_weights  an update       one version in all     a join that is under way
+    recovery        a lost server   another of its name    back-off, its weights
+    watchdog        counters        lost servers           its next check
 
 Joins and updates exclude each other, so no server enters with outdated weights; the start of an
 engine (loading, compiling) does not block updates. No request reaches a server before it is in
@@ -43,13 +44,16 @@ logger = logging.getLogger(__name__)
 BackendFactory = Callable[[], RolloutBackend]
 """Makes a backend, not yet started; called again for every one that is lost."""
 
-_MIN_BACKOFF, _MAX_BACKOFF = 0.5, 30.0
+_MIN_BACKOFF = 0.5
+_MAX_BACKOFF = 30.0
 """Seconds before a lost server is started again: doubled each time, with jitter of up to one half.
 """
 
 
 class ServerPool:
-    """Servers of one policy version; the base of :class:`~jax_agent_rl.rollout.client.LLMServerClient`.
+    """Servers of one policy version.
+
+    The base of :class:`~jax_agent_rl.rollout.client.LLMServerClient`.
 
     Args:
         servers: started servers with different names, all at the same policy version; closed and
@@ -60,7 +64,7 @@ class ServerPool:
         recovery_seconds: how long to retry a lost server that the pool started; 0: never.
         stall_seconds: how long a server that the pool started may have requests and make no
             progress; None: unlimited.
-        seed: of the back-off's jitter.
+        seed: seed of the back-off's jitter.
     """
 
     def __init__(
@@ -82,23 +86,25 @@ class ServerPool:
         self._recovery_seconds = recovery_seconds
         self._stall_seconds = stall_seconds
         self._seed = seed
-        self._members: dict[
-            str, AsyncServer
-        ] = {}  # in rotation, draining, or out of rotation for a while
-        self._fenced: dict[AsyncServer, asyncio.Future[None]] = {}  # started, waiting for weights
+        # Servers in rotation, draining, or out of the rotation for a while.
+        self._members: dict[str, AsyncServer] = {}
+        # Started servers that wait for weights, and the futures of their admission.
+        self._admissions: dict[AsyncServer, asyncio.Future[None]] = {}
         self._factories: dict[str, BackendFactory] = {}
         self._recoveries: dict[str, asyncio.Task[None]] = {}
         self._endings: set[asyncio.Task[None]] = set()
-        self._backoffs: dict[str, float] = {}  # before each last came back
+        self._backoffs: dict[str, float] = {}  # seconds before each server last came back
         self._watchdog: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
-        self._updating = self._closed = False
+        self._updating = False
+        self._closed = False
         self._latest: WeightUpdate | None = None
         self._version: int | None = None
-        self._weights = ""  # fingerprint of those of that version, if it is known
+        self._weights = ""  # fingerprint of the served weights, if it is known
         self._modalities: frozenset[str] = frozenset()
         self._has_requests = False
-        self._lost = self._joined = 0
+        self._lost = 0
+        self._joined = 0
         for server in servers:
             self.add_server(server)
 
@@ -110,7 +116,7 @@ class ServerPool:
     @property
     def backends(self) -> tuple[RolloutBackend, ...]:
         """Backends of all started servers, also of those outside the rotation."""
-        return tuple(server.backend for server in (*self._members.values(), *self._fenced))
+        return tuple(server.backend for server in (*self._members.values(), *self._admissions))
 
     @property
     def policy_version(self) -> int | None:
@@ -125,8 +131,10 @@ class ServerPool:
     @property
     def modalities(self) -> frozenset[str]:
         """Kinds of media that every server takes; while there is none, what they took before."""
-        taken = [server.backend.capabilities.multi_modal for server in self.servers]
-        return frozenset.intersection(*taken) if taken else self._modalities
+        kinds = [server.backend.capabilities.multi_modal for server in self.servers]
+        if not kinds:
+            return self._modalities
+        return frozenset.intersection(*kinds)
 
     # --- joining and leaving ----------------------------------------------------------------------
 
@@ -142,13 +150,16 @@ class ServerPool:
             await asyncio.gather(*(server.backend.start() for server in servers))
             for server in servers:
                 self.check_server(server)
+
             versions = {server.name: server.backend.policy_version for server in servers}
             if len(set(versions.values())) > 1:
                 raise ConfigError(
                     f"the rollout servers have different policy versions: {versions}; restart all"
                 )
             weights = {server.name: _weights_of(server) for server in servers}
-            if len(set(weights.values()) - {""}) > 1:
+            known_weights = set(weights.values())
+            known_weights.discard("")
+            if len(known_weights) > 1:
                 raise ConfigError(
                     "the rollout servers have different weights of version"
                     f" {min(versions.values())}, of other runs or of one that was rewound:"
@@ -157,22 +168,22 @@ class ServerPool:
         except BaseException:
             await asyncio.gather(*(server.close_quietly() for server in servers))
             raise
+
         self._factories.update(factories)
         for server in servers:
             self.add_server(server)
         if self._stall_seconds is not None:
-            watching = watch_servers(self._members.values, self.mark_lost, self._stall_seconds)
-            self._watchdog = asyncio.create_task(watching, name="watchdog of the servers")
+            watchdog = watch_servers(self._members.values, self.mark_lost, self._stall_seconds)
+            self._watchdog = asyncio.create_task(watchdog, name="watchdog of the servers")
 
     async def join(self, name: str, make: BackendFactory, *, within: float = 600.0) -> None:
-        """Start another server, bring it to the weights that are served, and take it into the rotation.
+        """Start another server, bring it to the served weights, and take it into the rotation.
 
         If the payload of the last update is gone, wait for the next one. A join that fails or is
         cancelled leaves everything as it was.
 
         Args:
-            name: unique.
-            make: also makes its replacements.
+            make: makes its backend, and the replacements of its backend.
             within: seconds it may take to start and take weights.
 
         Raises:
@@ -186,8 +197,9 @@ class ServerPool:
             raise ValueError(f"a server is called {name!r} already")
         self._factories[name] = make
         self.queue.expect(name)
+        deadline = asyncio.get_running_loop().time() + within
         try:
-            await self._bring_in(name, asyncio.get_running_loop().time() + within)
+            await self._bring_in(name, deadline)
         except BaseException:
             self._factories.pop(name, None)
             raise
@@ -199,7 +211,6 @@ class ServerPool:
         """Take a server out of the rotation for good and close it, also one that is being replaced.
 
         Args:
-            name: of the server.
             drain: let it finish its requests first; else they are resumed elsewhere.
 
         Raises:
@@ -208,10 +219,12 @@ class ServerPool:
         if name not in self._members and name not in self._recoveries:
             raise KeyError(name)
         self._factories.pop(name, None)
-        if recovery := self._recoveries.get(name):
+        recovery = self._recoveries.get(name)
+        if recovery is not None:
             await _cancel(recovery)
         if name in self._members:
-            self._detach(server := self.queue.get(name))
+            server = self.queue.get(name)
+            self._detach(server)
             if drain:
                 await server.drain()
             del self._members[name]
@@ -221,8 +234,8 @@ class ServerPool:
         """Take a started server into the rotation, also while requests are running.
 
         Raises:
-            ValueError: its name is in use, its weights are not those of the others, or weights are
-                being updated.
+            ValueError: its name is in use, its weights differ from the other servers' weights, or
+                weights are being updated.
             BackendClosedError: the pool is being closed.
         """
         if self._closed:
@@ -234,50 +247,60 @@ class ServerPool:
                 f"server {server.name!r} cannot be added while weights are being updated; add it"
                 " after"
             )
+
         version = server.backend.policy_version
-        others = sorted({s.backend.policy_version for s in self.servers})
-        if others and others != [version]:
+        versions = sorted({member.backend.policy_version for member in self.servers})
+        if versions and versions != [version]:
             raise ValueError(
-                f"server {server.name!r} has policy version {version}, the others have {others}; "
+                f"server {server.name!r} has policy version {version}, the others have {versions}; "
                 "bring it up to date first with server.update_weights(...)"
             )
-        known = _weights_of(server)
-        if others and self._weights and known and known != self._weights:
+        if versions and not self._has_our_weights(server):
             raise ValueError(
                 f"server {server.name!r} has other weights of version {version} than the others, of"
                 " another run or of this one before it was rewound; bring it up to date first with"
                 " server.update_weights(...)"
             )
+
         self.queue.add(server)
         self._members[server.name] = server
         self._version = version
-        self._weights = known or self._weights
-        self._joined += self._has_requests
+        self._weights = _weights_of(server) or self._weights
+        if self._has_requests:  # the first servers do not count as joined
+            self._joined += 1
 
     async def remove_server(self, name: str, *, drain: bool = False) -> AsyncServer:
         """Take a server out of the rotation for a while; :meth:`add_server` takes it back.
 
         Args:
-            name: of the server.
             drain: let it finish its requests first; else they are resumed elsewhere. A backend that
-                cannot abort always does.
+                cannot abort always finishes them.
 
         Raises:
             KeyError: there is no such server.
         """
-        self._detach(server := self.queue.get(name))
-        await (server.drain() if drain else server.evacuate())
+        server = self.queue.get(name)
+        self._detach(server)
+        if drain:
+            await server.drain()
+        else:
+            await server.evacuate()
         return server
 
     async def close(self) -> None:
         """Close all servers, and end recoveries and the watchdog."""
         self._closed = True
-        for entered in self._fenced.values():
-            if not entered.done():
-                entered.set_exception(BackendClosedError("the servers are being closed"))
-        await _cancel(*self._recoveries.values(), *filter(None, [self._watchdog]))
+        for admission in self._admissions.values():
+            if not admission.done():
+                admission.set_exception(BackendClosedError("the servers are being closed"))
+
+        tasks = list(self._recoveries.values())
+        if self._watchdog is not None:
+            tasks.append(self._watchdog)
+        await _cancel(*tasks)
+
         servers = list(self._members.values())
-        self._members.clear()  # none of them is lost any more
+        self._members.clear()  # from here on, no server counts as lost
         await asyncio.gather(*(server.close_quietly() for server in servers), *self._endings)
 
     def _detach(self, server: AsyncServer, why: str = "was removed") -> None:
@@ -286,126 +309,154 @@ class ServerPool:
         self.queue.remove(server, why=why)
 
     async def _bring_in(self, name: str, deadline: float) -> None:
+        """Start a server and take it into the rotation; the deadline excludes the wait for weights."""
         server = AsyncServer(self._factories[name](), name=name)
         try:
             async with asyncio.timeout_at(deadline):
                 await server.backend.start()
                 self.check_server(server)
-                entered = await self._enter(server)
-            if entered is not None:
-                await entered
+                admission = await self._admit(server)
+            if admission is not None:
+                await admission
         except BaseException:
-            self._fenced.pop(server, None)
+            self._admissions.pop(server, None)
             if self._members.get(name) is server:  # admitted at the moment it was cancelled
                 self._detach(server)
                 del self._members[name]
             await server.end("it is no longer needed")
             raise
 
-    async def _enter(self, server: AsyncServer) -> asyncio.Future[None] | None:
-        """Admit a server with, or updated to, the weights of the others; else return the future of its admission."""
+    async def _admit(self, server: AsyncServer) -> asyncio.Future[None] | None:
+        """Admit a server that has, or can take, the served weights.
+
+        Returns:
+            None if it was admitted, else the future of its admission, with the next weights.
+        """
         async with self._lock:
-            own, served = server.backend.policy_version, self._version
-            if served is not None and own > served:
-                raise WeightUpdateError(
-                    f"server {server.name!r} has policy version {own}, newer than the run's"
-                    f" {served}: it served another run, or this one before it was resumed;"
-                    " restart it"
-                )
-            if (
-                served is not None
-                and own < served
-                and self._latest is not None
-                and server.takes(self._latest)
-            ):
-                await server.update_weights(self._latest)
-            if (
-                served is None
-                or server.backend.policy_version == served
-                and self._has_our_weights(server)
-            ):
+            served_version = self._version
+            if served_version is None:
                 self.add_server(server)
                 return None
-            logger.info("server %s has version %d and waits for the next weights", server.name, own)
-            entered = self._fenced[server] = asyncio.get_running_loop().create_future()
-            return entered
+
+            version = server.backend.policy_version
+            if version > served_version:
+                raise WeightUpdateError(
+                    f"server {server.name!r} has policy version {version}, newer than the run's"
+                    f" {served_version}: it served another run, or this one before it was resumed;"
+                    " restart it"
+                )
+            is_behind = version < served_version
+            if is_behind and self._latest is not None and server.takes(self._latest):
+                await server.update_weights(self._latest)
+
+            is_current = server.backend.policy_version == served_version
+            if is_current and self._has_our_weights(server):
+                self.add_server(server)
+                return None
+
+            logger.info(
+                "server %s has version %d and waits for the next weights", server.name, version
+            )
+            admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._admissions[server] = admission
+            return admission
 
     def _has_our_weights(self, server: AsyncServer) -> bool:
-        """Return whether a server of the served version has its weights, as far as both are known."""
-        known = _weights_of(server)
-        return not known or not self._weights or known == self._weights
+        """Return whether a server of the served version has the served weights.
+
+        It counts as having them where either fingerprint is unknown.
+        """
+        fingerprint = _weights_of(server)
+        if not fingerprint or not self._weights:
+            return True
+        return fingerprint == self._weights
 
     # --- weights ----------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
-        """Update all servers at once, see :meth:`AsyncServer.update_weights`; fenced ones enter the rotation with it.
+        """Update all servers at once; servers that waited for weights enter the rotation.
 
-        A server that dies of it, or refuses what another one took, is lost. While there is none but
-        one is expected, an update that lasts is kept for it.
+        A server that dies of it, or refuses what another one took, is lost. While there is no
+        server but one is expected, the pool keeps a lasting update for it.
 
         Args:
-            update: the new weights.
-            mode: see :meth:`AsyncServer.update_weights`.
+            mode: what happens to running requests, see :meth:`AsyncServer.update_weights`.
 
         Raises:
             WeightUpdateError: all refused; the old weights are still served.
             BackendError: no server is left.
         """
         async with self._lock:
-            # Part of the parameters makes a server current only if the rest of them were.
-            fenced = () if update.partial else tuple(self._fenced)
-            servers = (*self.servers, *fenced)
+            joining: tuple[AsyncServer, ...] = ()
+            if not update.partial:  # a part makes current only those that had the other parameters
+                joining = tuple(self._admissions)
+            servers = (*self.servers, *joining)
             self._updating = True
             try:
                 updates = (server.update_weights(update, mode=mode) for server in servers)
-                results = await asyncio.gather(*updates, return_exceptions=True)
+                errors = await asyncio.gather(*updates, return_exceptions=True)
             finally:
                 self._updating = False
+
             refused: dict[AsyncServer, BaseException] = {}
             current: list[AsyncServer] = []
-            for server, error in zip(servers, results, strict=True):
+            for server, error in zip(servers, errors, strict=True):
                 if error is None:
-                    current += [server] if self.queue.has(server) or server in self._fenced else []
-                elif server in fenced:
-                    if entered := self._unfence(server):
-                        entered.set_exception(error)
+                    if self.queue.has(server) or server in self._admissions:
+                        current.append(server)
+                elif server in joining:
+                    admission = self._pop_admission(server)
+                    if admission is not None:
+                        admission.set_exception(error)
                 elif isinstance(error, EngineDiedError | BackendClosedError):
                     self.mark_lost(server, str(error))
                 elif self.queue.has(server):
                     refused[server] = error
-            if refused and not any(map(self.queue.has, current)):
+            if refused and not any(self.queue.has(server) for server in current):
                 raise next(iter(refused.values()))
-            self._latest = update if update.lasting and not update.partial else None
+
+            self._latest = None
+            if update.lasting and not update.partial:
+                self._latest = update
             if not current and (self._latest is None or not self.queue.is_open):
                 raise BackendError(f"no server is left to take weights of version {update.version}")
+
             self._version = update.version
             self._weights = "" if update.partial else update.fingerprint
             self.queue.balancer.forget_prefixes()
             for server, error in refused.items():
                 self.mark_lost(server, f"it refused weights that others took: {error}")
-            for server in fenced:
-                if entered := self._unfence(server):
+            for server in joining:
+                admission = self._pop_admission(server)
+                if admission is not None:
                     self.add_server(server)
-                    entered.set_result(None)
+                    admission.set_result(None)
 
-    def _unfence(self, server: AsyncServer) -> asyncio.Future[None] | None:
-        """Return the future of a fenced server's admission; None if it left meanwhile."""
-        entered = self._fenced.pop(server, None)
-        return entered if entered is not None and not entered.done() else None
+    def _pop_admission(self, server: AsyncServer) -> asyncio.Future[None] | None:
+        """Return the future of a server's admission; None if the server left meanwhile."""
+        admission = self._admissions.pop(server, None)
+        if admission is None or admission.done():
+            return None
+        return admission
 
     # --- losses -----------------------------------------------------------------------------------
 
     def mark_lost(self, server: AsyncServer, why: str) -> None:
-        """Take a lost server out of the rotation, end it, and replace it; its requests and sessions move on."""
-        if self._members.get(server.name) is not server:
+        """Take a lost server out of the rotation, end it, and replace it.
+
+        Its requests and sessions move on.
+        """
+        name = server.name
+        if self._members.get(name) is not server:
             return
         if not self.queue.has(server):  # it is draining or out for a while
             server.abandon(why)
             return
+
         self._lost += 1
-        del self._members[server.name]
-        name = server.name
-        if self._recovery_seconds > 0 and name in self._factories and not self._closed:
+        del self._members[name]
+        can_recover = self._recovery_seconds > 0 and name in self._factories
+        if can_recover and not self._closed:
             self.queue.expect(name)
             self._recoveries[name] = asyncio.create_task(
                 self._recover(server, why), name=f"recovery of {name}"
@@ -415,16 +466,19 @@ class ServerPool:
             ending = asyncio.create_task(server.end(why))
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
+
+        # Only now: requests that wait must see that another server is expected.
         self._detach(server, why)
         logger.warning("server %s is lost (%s); %d left", name, why, len(self.servers))
 
-    async def _recover(self, dead: AsyncServer, why: str) -> None:
+    async def _recover(self, lost: AsyncServer, why: str) -> None:
         """Try to bring in another server of the same name until time is up."""
-        name, loop = dead.name, asyncio.get_running_loop()
+        name = lost.name
+        loop = asyncio.get_running_loop()
         deadline = loop.time() + self._recovery_seconds
         try:
-            await dead.end(why)
-            for backoff in self._backoff(dead):
+            await lost.end(why)
+            for backoff in self._backoff(lost):
                 await asyncio.sleep(min(backoff, deadline - loop.time()))
                 if loop.time() >= deadline:
                     break
@@ -440,16 +494,20 @@ class ServerPool:
             logger.error("server %s is given up after %g s; %s", name, self._recovery_seconds, why)
             self._factories.pop(name, None)
         finally:
-            if (
-                self._recoveries.get(name) is asyncio.current_task()
-            ):  # else it was lost again by now
+            # The new server may have been lost by now, and another task recovers it.
+            if self._recoveries.get(name) is asyncio.current_task():
                 del self._recoveries[name]
                 self.queue.stop_expecting(name)
 
-    def _backoff(self, dead: AsyncServer) -> Iterator[float]:
-        """Yield seconds to wait; they go on rising for a server that has answered nothing since it came back."""
-        rng = random.Random(f"{self._seed}/{dead.name}")
-        previous = 0.0 if dead.has_answered else self._backoffs.get(dead.name, 0.0)
+    def _backoff(self, lost: AsyncServer) -> Iterator[float]:
+        """Yield the seconds to wait before each attempt.
+
+        They go on rising for a server that has answered nothing since it came back.
+        """
+        rng = random.Random(f"{self._seed}/{lost.name}")
+        previous = 0.0
+        if not lost.has_answered:
+            previous = self._backoffs.get(lost.name, 0.0)
         seconds = max(_MIN_BACKOFF, min(2 * previous, _MAX_BACKOFF))
         while True:
             yield seconds * rng.uniform(0.5, 1.0)
@@ -458,9 +516,9 @@ class ServerPool:
 
 def _weights_of(server: AsyncServer) -> str:
     """Return the fingerprint of a server's weights; empty where it is not known."""
-    return (
-        server.backend.weights_fingerprint if isinstance(server.backend, IdentifiesWeights) else ""
-    )
+    if isinstance(server.backend, IdentifiesWeights):
+        return server.backend.weights_fingerprint
+    return ""
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

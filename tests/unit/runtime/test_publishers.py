@@ -198,7 +198,7 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
     rounded = WeightUpdate(version=1, kind="toy", payload=OTHER, lasting=True, dtype="bfloat16")
     await client.update_weights(rounded)
     joining = asyncio.create_task(client.join("late", lambda: backend))
-    while "late" not in {server.name for server in client._fenced}:
+    while "late" not in {server.name for server in client._admissions}:
         await asyncio.sleep(0)
     assert client.weight_dtype() == "float32" and len(client.servers) == 1
     with pytest.raises(
