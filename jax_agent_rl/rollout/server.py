@@ -1,4 +1,4 @@
-"""One engine as the rollout sees it: a :class:`RolloutBackend`, its running requests, weight updates and metrics.
+"""One engine as the rollout sees it: its backend, running requests, weight updates and metrics.
 
 The watchdog notices engines that died while idle, or that accept requests and never answer them.
 """
@@ -41,7 +41,7 @@ OnIds = Callable[[Sequence[int]], None]
 """Called with newly sampled ids of one request; must be quick and must not raise."""
 
 OnChunk = Callable[[TokenChunk], None]
-"""Called with newly sampled ids, their log-probs and versions, likewise."""
+"""Called with newly sampled ids, their log-probs and versions; must be quick and must not raise."""
 
 
 class AsyncServer:
@@ -58,8 +58,8 @@ class AsyncServer:
         self._running: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._waits: set[asyncio.Timeout] = set()
-        self._abandoned = ""
+        self._deadlines: set[asyncio.Timeout] = set()  # of calls that wait for the backend
+        self._abandoned = ""  # the reason, once it is
         self.updating = False
         """Whether it is taking weights, so that its requests stand still."""
         self.has_answered = False
@@ -79,7 +79,7 @@ class AsyncServer:
             logger.warning("server %s failed to close: %r", self.name, error)
 
     async def end(self, why: str) -> None:
-        """Return what the requests have, if the backend can still report that, fail the rest, and close."""
+        """Abort the requests, fail those that the backend cannot return any more, and close."""
         try:
             async with asyncio.timeout(_EVACUATE_TIMEOUT_SECONDS):
                 await self.evacuate()
@@ -89,10 +89,15 @@ class AsyncServer:
         await self.close_quietly(timeout=_CLOSE_TIMEOUT_SECONDS)
 
     def abandon(self, why: str) -> None:
-        """Fail every call that waits for the backend, now and later, with ``EngineDiedError`` for the first reason."""
-        self._abandoned = self._abandoned or f"server {self.name} is lost: {why}"
-        while self._waits:  # each once: a deadline that is about to fire takes no other
-            self._waits.pop().reschedule(0.0)
+        """Fail every call that waits for the backend, now and later, with ``EngineDiedError``.
+
+        Of several reasons, the first is given.
+        """
+        if not self._abandoned:
+            self._abandoned = f"server {self.name} is lost: {why}"
+        while self._deadlines:
+            # Each only once: a deadline that is about to fire cannot be rescheduled.
+            self._deadlines.pop().reschedule(0.0)
 
     @contextlib.asynccontextmanager
     async def _until_abandoned(self) -> AsyncIterator[None]:
@@ -101,11 +106,11 @@ class AsyncServer:
         deadline = asyncio.timeout(None)
         try:
             async with deadline:
-                self._waits.add(deadline)
+                self._deadlines.add(deadline)
                 try:
                     yield
                 finally:
-                    self._waits.discard(deadline)
+                    self._deadlines.discard(deadline)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -117,26 +122,28 @@ class AsyncServer:
         """Run one request.
 
         Args:
-            request: what to sample.
             on_chunk: called with chunks as they are sampled, if the backend streams.
 
         Raises:
             BackendError: the request failed, or asks for what the backend cannot do.
         """
-        if missing := request.multi_modal.keys() - self.backend.capabilities.multi_modal:
+        capabilities = self.backend.capabilities
+        missing = request.multi_modal.keys() - capabilities.multi_modal
+        if missing:
             raise BackendError(
                 f"request {request.request_id!r}: {self.name} takes no {sorted(missing)} input"
             )
-        if request.lora is not None and not self.backend.capabilities.lora:
+        if request.lora is not None and not capabilities.lora:
             raise BackendError(
                 f"request {request.request_id!r}: {self.name} serves no LoRA adapter, so not"
                 f" {request.lora!r} either"
             )
+
         self._running.add(request.request_id)
         self._idle.clear()
         try:
             async with self._until_abandoned():
-                if on_chunk is None or not self.backend.capabilities.streaming:
+                if on_chunk is None or not capabilities.streaming:
                     output = await self.backend.generate(request)
                 else:
                     output = await self._stream(request, on_chunk)
@@ -148,10 +155,8 @@ class AsyncServer:
                 self._idle.set()
 
     async def _stream(self, request: GenerateRequest, on_chunk: OnChunk) -> TokenOutput:
-        stream = cast(
-            AsyncGenerator[TokenChunk, None], self.backend.stream(request)
-        )  # closing it frees the slot
-        async with contextlib.aclosing(stream) as chunks:
+        stream = cast(AsyncGenerator[TokenChunk, None], self.backend.stream(request))
+        async with contextlib.aclosing(stream) as chunks:  # closing it frees the slot
             async for chunk in chunks:
                 on_chunk(chunk)
                 if chunk.final is not None:
@@ -159,7 +164,10 @@ class AsyncServer:
         raise BackendError(f"request {request.request_id!r} ended without a result")
 
     async def evacuate(self) -> None:
-        """Abort all requests, so that the client resumes them elsewhere; does nothing if the backend cannot abort."""
+        """Abort all requests, so that the client resumes them elsewhere.
+
+        Do nothing if the backend cannot abort.
+        """
         if self.backend.capabilities.abort:
             await asyncio.gather(*(self.backend.abort(request_id) for request_id in self.running))
 
@@ -168,17 +176,16 @@ class AsyncServer:
         await self._idle.wait()
 
     def takes(self, update: WeightUpdate) -> bool:
-        """Return whether the engine would round the weights to what they are rounded to, if they are."""
+        """Return whether the weights are unrounded, or rounded as the engine would round them."""
         return update.dtype in (AS_THEY_ARE, self.backend.capabilities.weight_dtype)
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         """Pause, take the weights, and resume (also if the weights were refused).
 
         Args:
-            update: the new weights.
-            mode: what happens to running requests; None picks the gentlest the backend can do: keep
-                them if weights may change under them, else abort them (the client resumes them),
-                else wait for them.
+            mode: what happens to running requests; None picks the gentlest mode of the backend:
+                keep them if weights may change under them, else abort them (the client resumes
+                them), else wait for them.
 
         Raises:
             WeightUpdateError: refused; the old weights still serve.
@@ -193,11 +200,11 @@ class AsyncServer:
         self.updating = True
         try:
             async with self._until_abandoned():
-                await self._take(update, mode or self._gentlest_pause())
+                await self._update_paused(update, mode or self._gentlest_pause())
         finally:
             self.updating = False
 
-    async def _take(self, update: WeightUpdate, mode: PauseMode | None) -> None:
+    async def _update_paused(self, update: WeightUpdate, mode: PauseMode | None) -> None:
         if mode is None:
             await self.backend.update_weights(update)
             return
@@ -210,16 +217,13 @@ class AsyncServer:
 
     def _gentlest_pause(self) -> PauseMode | None:
         capabilities = self.backend.capabilities
-        if capabilities.in_flight_update and PauseMode.KEEP in capabilities.pause_modes:
-            return PauseMode.KEEP
-        return next(
-            (
-                mode
-                for mode in (PauseMode.ABORT, PauseMode.WAIT)
-                if mode in capabilities.pause_modes
-            ),
-            None,
-        )
+        modes = [PauseMode.ABORT, PauseMode.WAIT]
+        if capabilities.in_flight_update:
+            modes.insert(0, PauseMode.KEEP)
+        for mode in modes:
+            if mode in capabilities.pause_modes:
+                return mode
+        return None
 
 
 def engine_families(
@@ -234,7 +238,8 @@ def engine_families(
         )
         family.add_metric([engine], getattr(metrics, counter.name))
         yield family
-    state = {
+
+    gauges = {
         "up": ("Whether it serves.", health.ok),
         "policy_version": ("Version of the weights it serves.", health.policy_version),
         "requests_running": ("Requests that sample.", health.running),
@@ -245,9 +250,9 @@ def engine_families(
             health.kv_used_share,
         ),
     }
-    for name, (text, value) in state.items():
+    for name, (description, value) in gauges.items():
         if value is not None:
-            family = GaugeMetricFamily(f"{PREFIX}engine_{name}", text, labels=["engine"])
+            family = GaugeMetricFamily(f"{PREFIX}engine_{name}", description, labels=["engine"])
             family.add_metric([engine], float(value))
             yield family
 
@@ -257,10 +262,10 @@ _METRICS_TIMEOUT_SECONDS = 10.0
 
 
 class FleetMetrics:
-    """The summed metrics of several engines; one that is gone or does not answer keeps its last values.
+    """The summed metrics of several engines.
 
-    An engine that joins later counts from then on: a server that was only out of reach still has
-        its old counters.
+    An engine that is gone or does not answer keeps its last values. One that joins later counts
+    from then on: a server that was only out of reach still has its old counters.
 
     Args:
         backends: returns the current engines.
@@ -268,38 +273,44 @@ class FleetMetrics:
 
     def __init__(self, backends: Callable[[], Sequence[RolloutBackend]]) -> None:
         self._backends = backends
-        self._first: dict[RolloutBackend, BackendMetrics] = {
-            b: BackendMetrics() for b in backends()
-        }
-        self._last: dict[RolloutBackend, BackendMetrics] = {}
-        self._gone = BackendMetrics()
+        # What each engine had counted before it joined; the first engines count from zero.
+        self._baselines: dict[RolloutBackend, BackendMetrics] = {}
+        for backend in backends():
+            self._baselines[backend] = BackendMetrics()
+        self._latest: dict[RolloutBackend, BackendMetrics] = {}
+        self._departed = BackendMetrics()
 
     async def read(self) -> BackendMetrics:
         backends = self._backends()
-        await asyncio.gather(*map(self._read, backends))
-        for backend in self._first.keys() - set(backends):
-            del self._first[backend]
-            self._gone = _sum(self._gone, self._last.pop(backend, BackendMetrics()))
-        return _sum(self._gone, *self._last.values())
+        await asyncio.gather(*(self._read(backend) for backend in backends))
+        for backend in self._baselines.keys() - set(backends):
+            del self._baselines[backend]
+            self._departed = _sum(self._departed, self._latest.pop(backend, BackendMetrics()))
+        return _sum(self._departed, *self._latest.values())
 
     async def _read(self, backend: RolloutBackend) -> None:
         try:
             async with asyncio.timeout(_METRICS_TIMEOUT_SECONDS):
-                now = await backend.metrics()
+                metrics = await backend.metrics()
         except (BackendError, TimeoutError):
             return
-        first = self._first.setdefault(backend, now)
-        self._last[backend] = _combine(lambda now, first: now - first, now, first)
+        baseline = self._baselines.setdefault(backend, metrics)
+        self._latest[backend] = _difference(metrics, baseline)
 
 
 def _sum(*metrics: BackendMetrics) -> BackendMetrics:
-    return _combine(lambda *values: sum(values), *metrics)
+    sums: dict[str, Any] = {}
+    for name in BackendMetrics.__dataclass_fields__:
+        sums[name] = sum(getattr(each, name) for each in metrics)
+    return BackendMetrics(**sums)
 
 
-def _combine(how: Callable[..., Any], *metrics: BackendMetrics) -> BackendMetrics:
-    """Combine each counter separately."""
-    names = BackendMetrics.__dataclass_fields__
-    return BackendMetrics(**{name: how(*(getattr(m, name) for m in metrics)) for name in names})
+def _difference(metrics: BackendMetrics, baseline: BackendMetrics) -> BackendMetrics:
+    """Return all differences; unlike ``BackendMetrics.since``, that of ``recompilations`` as well."""
+    differences: dict[str, Any] = {}
+    for name in BackendMetrics.__dataclass_fields__:
+        differences[name] = getattr(metrics, name) - getattr(baseline, name)
+    return BackendMetrics(**differences)
 
 
 _COMPILING = 3
@@ -321,7 +332,8 @@ class StallDetector:
 
     def __init__(self, stall_seconds: float):
         self._stall_seconds = stall_seconds
-        # Counters when they last changed, and the time of that.
+        # Each server's counters when they last changed, and the time since which it is idle or
+        # stands still.
         self._readings: weakref.WeakKeyDictionary[object, tuple[tuple[int, ...] | None, float]]
         self._readings = weakref.WeakKeyDictionary()
 
@@ -343,17 +355,21 @@ class StallDetector:
             busy: it has requests.
             updating: it is taking weights.
         """
-        last, since = self._readings.get(server, (counters, now))
-        moved = counters is not None and counters != last
+        last_counters, since = self._readings.get(server, (counters, now))
+        moved = counters is not None and counters != last_counters
+        idle = not busy and not updating
         if moved:
-            last = counters
-        if moved or not (busy or updating):
+            last_counters = counters
+        if moved or idle:
             since = now
-        self._readings[server] = last, since
-        has_sampled = any(last or ())
-        patience = self._stall_seconds * (
-            _UPDATING if updating else 1 if has_sampled else _COMPILING
-        )
+        self._readings[server] = (last_counters, since)
+
+        has_sampled = any(last_counters or ())
+        patience = self._stall_seconds
+        if updating:
+            patience *= _UPDATING
+        elif not has_sampled:
+            patience *= _COMPILING
         return now - since > patience
 
 
@@ -365,34 +381,40 @@ async def watch_servers(
     """Check all servers again and again, until cancelled.
 
     Args:
-        servers: returns those to check.
+        servers: returns the servers to check.
         mark_lost: called with a server that died or stalled, and the reason.
-        stall_seconds: see :class:`StallDetector`.
+        stall_seconds: how long a server may have requests without any of its counters moving.
     """
-    detector, interval = StallDetector(stall_seconds), stall_seconds / _CHECKS
+    detector = StallDetector(stall_seconds)
+    interval = stall_seconds / _CHECKS
 
     async def check(server: AsyncServer) -> None:
         counters: tuple[int, ...] | None = None
         try:
             async with asyncio.timeout(interval):
-                done = await server.backend.metrics()
+                metrics = await server.backend.metrics()
             counters = (
-                done.generated_tokens,
-                done.prefill_tokens,
-                done.cached_tokens,
-                done.requests_finished,
+                metrics.generated_tokens,
+                metrics.prefill_tokens,
+                metrics.cached_tokens,
+                metrics.requests_finished,
             )
         except (EngineDiedError, BackendClosedError) as error:
             mark_lost(server, str(error))
         except Exception as error:
             logger.warning("server %s does not report its counters: %r", server.name, error)
-        now, requests = asyncio.get_running_loop().time(), len(server.running)
-        if detector.check(server, counters, now=now, busy=requests > 0, updating=server.updating):
+
+        now = asyncio.get_running_loop().time()
+        num_running = len(server.running)
+        is_stalled = detector.check(
+            server, counters, now=now, busy=num_running > 0, updating=server.updating
+        )
+        if is_stalled:
             mark_lost(
                 server,
-                f"with {requests} requests inside it has done nothing for {stall_seconds:g} s",
+                f"with {num_running} requests inside it has done nothing for {stall_seconds:g} s",
             )
 
     while True:
         await asyncio.sleep(interval)
-        await asyncio.gather(*map(check, servers()))
+        await asyncio.gather(*(check(server) for server in servers()))
