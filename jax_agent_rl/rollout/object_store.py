@@ -2,7 +2,7 @@
 
 ::
 
-    learner   store(tree) ──► put ──► StoredWeights (reference, checksum) ──► WeightUpdate of kind "object_store"
+    learner   store(tree) ──► put ──► StoredWeights (reference, checksum) in a WeightUpdate
     engine    fetch(reference) ──► checksum ──► "arrays" or "safetensors", as the engine takes them
 
 Tensors are stored as plain bytes with their type and shape: Ray returns those as views of shared
@@ -52,11 +52,14 @@ class Tensor:
 
     @classmethod
     def of(cls, array: Any, dtype: str = AS_THEY_ARE) -> Tensor:
-        """Store a NumPy or device array, perhaps rounded; copies only if it is not in C order on the host already."""
-        host = np.ascontiguousarray(rounded(array, dtype))
+        """Store a NumPy or device array, perhaps rounded.
+
+        Copy it only if it is not in C order on the host already.
+        """
+        host_array = np.ascontiguousarray(rounded(array, dtype))
         return cls(
-            data=host.reshape(-1).view(np.uint8),
-            dtype=host.dtype.name,
+            data=host_array.reshape(-1).view(np.uint8),
+            dtype=host_array.dtype.name,
             shape=tuple(np.shape(array)),
         )
 
@@ -72,7 +75,7 @@ class StoredWeights:
     Attributes:
         form: form of the stored object: a nested dict of arrays, or safetensors files by name.
         reference: reference of the stored object (``ray.ObjectRef``).
-        checksum: checksum of names, types, shapes and bytes; see :func:`checksum`.
+        checksum: :func:`checksum` of the stored object.
     """
 
     form: Form
@@ -91,13 +94,15 @@ def store(
             reference.
         dtype: what arrays are rounded to; files are as their update says.
     """
+    form: Form
     if update.kind == "safetensors":
-        form, tree = (
-            "safetensors",
-            {Path(p).name: Tensor.of(np.memmap(p, np.uint8, mode="r")) for p in update.payload},
-        )
+        form = "safetensors"
+        tree = {}
+        for path in update.payload:
+            tree[Path(path).name] = Tensor.of(np.memmap(path, np.uint8, mode="r"))
     else:
-        form, tree = "arrays", _map(functools.partial(Tensor.of, dtype=dtype), update.payload)
+        form = "arrays"
+        tree = _map(functools.partial(Tensor.of, dtype=dtype), update.payload)
         update = replace(update, dtype=dtype)
     payload = StoredWeights(form=form, reference=put(tree), checksum=checksum(tree))
     return replace(update, kind=KIND, payload=payload, lasting=True)
@@ -109,7 +114,11 @@ async def await_reference(reference: Any) -> Any:
 
 
 def from_object_store(backend: RolloutBackend, fetch: Fetch = await_reference) -> RolloutBackend:
-    """Return the backend with weights from the object store; ``fetch`` returns an object by its reference."""
+    """Return the backend with weights from the object store.
+
+    Args:
+        fetch: returns an object by its reference.
+    """
     receive = functools.partial(fetched, fetch=fetch)
     return cast(
         RolloutBackend, TransportBackend(backend, KIND, receive, passes=frozenset({BROADCAST}))
@@ -118,29 +127,35 @@ def from_object_store(backend: RolloutBackend, fetch: Fetch = await_reference) -
 
 @asynccontextmanager
 async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpdate]:
-    """Yield the update as an engine takes it: views of the store, or files in shared memory, valid within the context.
+    """Yield the update as an engine takes it: views of the store, or files in shared memory.
+
+    They are valid within the context.
 
     Args:
         update: of kind :data:`KIND`.
         fetch: returns an object by its reference.
 
     Raises:
-        WeightUpdateError: the payload is another, or the store returns other bytes than were
-            written.
+        WeightUpdateError: the payload is no :class:`StoredWeights`, or the store returns other
+            bytes than were written.
     """
     stored = update.payload
     if not isinstance(stored, StoredWeights):
         raise WeightUpdateError(f"payload must be StoredWeights, got {type(stored).__name__}")
+
     tree = await fetch(stored.reference)
-    found = await asyncio.to_thread(checksum, tree)
-    if found != stored.checksum:
+    fetched_checksum = await asyncio.to_thread(checksum, tree)
+    if fetched_checksum != stored.checksum:
         raise WeightUpdateError(
             f"the weights of version {update.version} were damaged on their way: their checksum is"
-            f" {found}, it was {stored.checksum} when they were written; publish them again"
+            f" {fetched_checksum}, it was {stored.checksum} when they were written; publish them"
+            " again"
         )
+
     if stored.form == "arrays":
         yield replace(update, kind="arrays", payload=_map(Tensor.array, tree))
         return
+
     folder = make_temp_folder("jax_agent_rl-fetched-", in_memory=True)
     try:
         files = await asyncio.to_thread(_write, tree, folder)
@@ -150,7 +165,10 @@ async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpd
 
 
 def checksum(tree: Mapping[str, Any]) -> str:
-    """Return the XXH3-128 digest (hexadecimal) of every tensor's name, type, shape and bytes, in order of names."""
+    """Return the XXH3-128 digest of all tensors, in order of their names, in hexadecimal.
+
+    It covers names, types, shapes and bytes.
+    """
     digest = xxhash.xxh3_128()
     for name, tensor in _leaves(tree):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
@@ -168,13 +186,20 @@ def _leaves(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Tens
 
 
 def _map(function: Callable[[Any], Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {
-        name: _map(function, v) if isinstance(v, Mapping) else function(v)
-        for name, v in tree.items()
-    }
+    mapped = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            mapped[name] = _map(function, value)
+        else:
+            mapped[name] = function(value)
+    return mapped
 
 
 def _write(tree: Mapping[str, Tensor], folder: Path) -> list[str]:
-    for name, tensor in tree.items():
-        tensor.data.tofile(folder / Path(name).name)
-    return [str(folder / Path(name).name) for name in sorted(tree)]
+    """Write files that were stored under their names; return their paths, in order of names."""
+    paths = []
+    for name in sorted(tree):
+        path = folder / Path(name).name
+        tree[name].data.tofile(path)
+        paths.append(str(path))
+    return paths

@@ -4,14 +4,15 @@
 
     RayBackend ──Ray calls──► EngineHost ──► any RolloutBackend
         │                        ▲
-        └─ update_weights ───────┤ a reference; Ray's object store holds the tensors once per node;
-           (StoredWeights)       └ they are read there without copies, checked, and given to the engine
+        └─ update_weights ───────┤ a reference; Ray's object store holds the tensors once per node,
+           (StoredWeights)       │ where they are read without copies, checked, and given to the
+                                 └ engine
 
 An actor that died, or that Ray cannot reach, is lost: its requests fail with ``EngineDiedError``,
-and
-:class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on. Ray would wrap an engine's exception in one of its
-own; so errors come back as values (:mod:`~jax_agent_rl.rollout.http.wire`), and an exception means
-that the actor itself is lost. :class:`EngineHost` is a plain class, tested without Ray.
+and :class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on. Ray would wrap an engine's
+exception in one of its own; so errors come back as values
+(:mod:`~jax_agent_rl.rollout.http.wire`), and an exception means that the actor itself is lost.
+:class:`EngineHost` is a plain class, tested without Ray.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,9 +55,9 @@ class Answer:
     """Result of a call.
 
     Attributes:
-        value: what it returned.
+        value: what the call returned.
         error: what it raised instead, encoded.
-        policy_version: of the engine after the call.
+        policy_version: the engine's policy version after the call.
     """
 
     value: Any = None
@@ -73,9 +74,8 @@ class EngineHost:
     """
 
     def __init__(self, make: Callable[[], RolloutBackend], fetch: Fetch = await_reference) -> None:
-        os.environ.pop(
-            "OMP_NUM_THREADS", None
-        )  # Ray limits its workers to one thread; the engine decides for itself
+        # Ray limits its workers to one thread; the engine decides for itself.
+        os.environ.pop("OMP_NUM_THREADS", None)
         self._make = make
         self._fetch = fetch
         self._backend: RolloutBackend | None = None
@@ -115,7 +115,9 @@ class EngineHost:
         return self._backend
 
     def _result(self, **fields: Any) -> Answer:
-        version = self._backend.policy_version if self._backend is not None else 0
+        version = 0
+        if self._backend is not None:
+            version = self._backend.policy_version
         return Answer(policy_version=version, **fields)
 
     def _failed(self, method: str, error: Exception) -> Answer:
@@ -131,8 +133,8 @@ class RayBackend(ProxyBackend):
         make: builds the backend, inside the actor; it is sent there.
         name: shown in messages.
         options: Ray options of the actor: resources, placement and environment.
-        send_weights: yields a ``broadcast`` as it goes to the actor, and sends the weights; None:
-            there are none.
+        send_weights: yields a ``broadcast`` update as it goes to the actor, and sends the weights;
+            None: the engine takes no broadcasts.
     """
 
     def __init__(
@@ -165,10 +167,11 @@ class RayBackend(ProxyBackend):
             raise BackendError("the backend was already started")
         if self._closed:
             raise BackendClosedError(f"{self.name} is closed")
-        kind = ray.remote(EngineHost).options(
+
+        actor_class = ray.remote(EngineHost).options(
             max_concurrency=_MAX_CALLS, max_restarts=0, **self._options
         )
-        self._actor = kind.remote(self._make)
+        self._actor = actor_class.remote(self._make)
         try:
             async with asyncio.timeout(ENGINE_START_SECONDS) as limit:
                 answer = await self._ask(self._actor.start)
@@ -205,9 +208,10 @@ class RayBackend(ProxyBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        found = super().capabilities
-        more = frozenset() if self._send_weights is None else frozenset({BROADCAST})
-        return replace(found, weight_payloads=found.weight_payloads | more)
+        capabilities = super().capabilities
+        if self._send_weights is None:
+            return capabilities
+        return replace(capabilities, weight_payloads=capabilities.weight_payloads | {BROADCAST})
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -232,14 +236,15 @@ class RayBackend(ProxyBackend):
     # --- weights and state ------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Send the update; the actor reads the weights from its node's object store, or takes part in a broadcast."""
-        send = (
-            nullcontext
-            if self._send_weights is None or update.kind != BROADCAST
-            else self._send_weights
-        )
-        async with send(update) as sent:
-            await self._call("update_weights", update=sent)
+        """Send the update.
+
+        The actor reads the weights from its node's object store, or takes part in a broadcast.
+        """
+        if update.kind == BROADCAST and self._send_weights is not None:
+            async with self._send_weights(update) as sent_update:
+                await self._call("update_weights", update=sent_update)
+        else:
+            await self._call("update_weights", update=update)
 
     async def health(self) -> Health:
         """Never raise: an engine that cannot be reached is not ok."""
@@ -257,7 +262,7 @@ class RayBackend(ProxyBackend):
         return self._value(await self._ask(self._open().call, method, **arguments))
 
     async def _ask(self, method: Any, *arguments: Any, **named: Any) -> Answer:
-        """Call a method of the actor; cancelling the caller cancels it there, too."""
+        """Call a method of the actor; cancelling the caller cancels it there as well."""
         import ray
 
         reference = method.remote(*arguments, **named)
@@ -275,15 +280,15 @@ class RayBackend(ProxyBackend):
         return answer.value
 
     def _open(self) -> Any:
-        if self._closed or self._actor is None:
-            raise BackendClosedError(
-                f"{self.name} {'is closed' if self._closed else 'was not started'}"
-            )
+        if self._closed:
+            raise BackendClosedError(f"{self.name} is closed")
+        if self._actor is None:
+            raise BackendClosedError(f"{self.name} was not started")
         return self._actor
 
     @contextlib.contextmanager
     def _loss_is_an_error(self) -> Iterator[None]:
-        """Translate errors of Ray, which concern the actor; errors of the engine come as answers."""
+        """Translate Ray's errors, which concern the actor; the engine's errors come as answers."""
         from ray.exceptions import RayError
 
         try:
@@ -291,7 +296,8 @@ class RayBackend(ProxyBackend):
         except RayError as error:
             if self._closed:
                 raise BackendClosedError(f"{self.name} was closed") from error
-            raise EngineDiedError(
-                f"{self.name}: its Ray actor is gone:"
-                f" {next(iter(str(error).splitlines()), '') or type(error).__name__}"
-            ) from error
+            lines = str(error).splitlines()
+            reason = type(error).__name__
+            if lines and lines[0]:
+                reason = lines[0]
+            raise EngineDiedError(f"{self.name}: its Ray actor is gone: {reason}") from error
