@@ -1,10 +1,10 @@
-"""A rollout backend on another machine: any backend served over HTTP, and a client that is a backend itself.
+"""A rollout backend on another machine: a server of any backend, and a client that is a backend.
 
 ::
 
     RemoteBackend ──POST /v1/generate──►  RolloutServer ──► any RolloutBackend
         ▲                                      │
-        └── lines of JSON: chunks, or nothing but heartbeats; the last one is the result or the error
+        └── lines of JSON: chunks, or nothing but heartbeats; the last is the result or the error
 
 ``wire`` types to JSON and back, images and videos included · ``client`` · ``server`` ·
 ``weight_files`` that a client names by path, or sends · ``membership`` engines that join and leave

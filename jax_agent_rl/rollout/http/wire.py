@@ -1,11 +1,13 @@
-"""The wire protocol: JSON, one object per line, ids as numbers, floats exact (shortest form that reads back).
+"""The wire protocol: JSON, one object per line, with ids as numbers.
 
-A request carries the protocol version and, after the handshake, the server's instance: a server
-that was restarted has lost its weights, so its requests fail instead of sampling from the initial
-ones. Free of heavy imports: the launcher uses it before anything is installed.
+Floats are exact: each is written in the shortest form that reads back as the same number. A request
+carries the protocol version and, after the handshake, the server's instance: a server that was
+restarted has lost its weights, so its requests fail instead of sampling from the initial ones. Free
+of heavy imports: the launcher uses it before anything is installed.
 
 Images travel as PNG (lossless) in base64, a video as its frames. Both sides normalize them with
-:mod:`jax_agent_rl.utils.media`, so that a remote engine sees the same pixels as one in the caller's process.
+:mod:`jax_agent_rl.utils.media`, so that a remote engine sees the same pixels as one in the caller's
+process.
 """
 
 from __future__ import annotations
@@ -62,45 +64,49 @@ def line(message: Mapping[str, Any]) -> bytes:
 
 def encode_error(error: BaseException) -> dict[str, str]:
     """Return type and message; a subclass is sent as the nearest type the other side knows."""
-    for kind in type(error).__mro__:
-        if kind.__name__ in _ERRORS:
-            return {"type": kind.__name__, "message": str(error)}
+    for error_type in type(error).__mro__:
+        if error_type.__name__ in _ERRORS:
+            return {"type": error_type.__name__, "message": str(error)}
     return {"type": "BackendError", "message": f"{type(error).__name__}: {error}"}
 
 
 def decode_error(data: Mapping[str, Any]) -> Exception:
     """Return the error that was encoded."""
-    return _ERRORS.get(data["type"], BackendError)(data["message"])
+    error_type = _ERRORS.get(data["type"], BackendError)
+    return error_type(data["message"])
 
 
 def encode_output(output: TokenOutput) -> dict[str, Any]:
     """Return an output as JSON."""
-    data = {
-        f.name: getattr(output, f.name) for f in fields(output)
-    }  # not asdict(), which copies every id
-    routed = output.routed_experts
-    return data | {"routed_experts": routed_to_json(asdict(routed) if routed else None)}
+    # Not asdict(), which copies every id.
+    data = {field.name: getattr(output, field.name) for field in fields(output)}
+    routed = None
+    if output.routed_experts:
+        routed = asdict(output.routed_experts)
+    data["routed_experts"] = routed_to_json(routed)
+    return data
 
 
 def decode_output(data: Mapping[str, Any]) -> TokenOutput:
     """Return the output that was encoded."""
-    sequences = {name: tuple(data[name]) for name in _SEQUENCES}
-    restored = {
-        "stop_reason": StopReason(data["stop_reason"]),
-        "routed_experts": routed_from_json(data["routed_experts"]),
-    }
-    return TokenOutput(**{**data, **sequences, **restored})
+    arguments = dict(data)
+    for name in _SEQUENCES:
+        arguments[name] = tuple(data[name])
+    arguments["stop_reason"] = StopReason(data["stop_reason"])
+    arguments["routed_experts"] = routed_from_json(data["routed_experts"])
+    return TokenOutput(**arguments)
 
 
 def encode_chunk(chunk: TokenChunk) -> dict[str, Any]:
     """Return a chunk as JSON."""
-    final = encode_output(chunk.final) if chunk.final else None
-    arrays = {
+    return {
         "ids": chunk.token_ids,
         "log_probs": chunk.log_probs,
         "versions": chunk.policy_versions,
+        "constrained": chunk.constrained,
+        "supports": chunk.supports,
+        "final": encode_output(chunk.final) if chunk.final else None,
     }
-    return arrays | {"constrained": chunk.constrained, "supports": chunk.supports, "final": final}
 
 
 def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
@@ -117,34 +123,38 @@ def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
 
 def decode_scores(data: Mapping[str, Any]) -> TokenScores:
     """Return the scores of ids that were encoded."""
-    top = {name: tuple(map(tuple, data[name])) for name in ("top_ids", "top_log_probs")}
-    return TokenScores(log_probs=tuple(data["log_probs"]), **top)
+    return TokenScores(
+        log_probs=tuple(data["log_probs"]),
+        top_ids=tuple(map(tuple, data["top_ids"])),
+        top_log_probs=tuple(map(tuple, data["top_log_probs"])),
+    )
 
 
 def encode_capabilities(capabilities: Capabilities, *, has_folder: bool) -> dict[str, Any]:
-    """Return the capabilities of a remote backend, which takes weights as files only, or has them itself.
+    """Return the capabilities of a remote backend.
+
+    It takes only files as weights, or its process has them already.
 
     Args:
-        capabilities: of the backend.
         has_folder: the server also takes the address of a folder.
     """
+    payloads = capabilities.weight_payloads & REMOTE_PAYLOADS
+    if not has_folder:
+        payloads -= {"tensorstore"}
     data = asdict(capabilities)
     data["multi_modal"] = sorted(capabilities.multi_modal)
     data["pause_modes"] = sorted(capabilities.pause_modes)
-    data["weight_payloads"] = sorted(
-        capabilities.weight_payloads & REMOTE_PAYLOADS - (set() if has_folder else {"tensorstore"})
-    )
+    data["weight_payloads"] = sorted(payloads)
     return data
 
 
 def decode_capabilities(data: Mapping[str, Any]) -> Capabilities:
     """Return the capabilities that were encoded."""
-    sets = {
-        "multi_modal": frozenset(data["multi_modal"]),
-        "pause_modes": frozenset(PauseMode(mode) for mode in data["pause_modes"]),
-        "weight_payloads": frozenset(data["weight_payloads"]),
-    }
-    return Capabilities(**{**data, **sets})
+    arguments = dict(data)
+    arguments["multi_modal"] = frozenset(data["multi_modal"])
+    arguments["pause_modes"] = frozenset(PauseMode(mode) for mode in data["pause_modes"])
+    arguments["weight_payloads"] = frozenset(data["weight_payloads"])
+    return Capabilities(**arguments)
 
 
 MAX_PIXELS = 1 << 26
@@ -162,42 +172,48 @@ def encode_request(request: GenerateRequest) -> dict[str, Any]:
     Raises:
         BackendError: an image or a video is not one.
     """
-    data = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "multi_modal"}
+    data = {field.name: getattr(request, field.name) for field in fields(request)}
     data["sampling"] = asdict(request.sampling)
-    if not request.multi_modal:
-        return data
-    try:
-        return data | {"multi_modal": encode_media(request.multi_modal)}
-    except ValueError as error:
-        raise BackendError(f"request {request.request_id!r}: {error}") from None
+    del data["multi_modal"]
+    if request.multi_modal:
+        try:
+            data["multi_modal"] = encode_media(request.multi_modal)
+        except ValueError as error:
+            raise BackendError(f"request {request.request_id!r}: {error}") from None
+    return data
 
 
 def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
-    """Return the request that was encoded, with PIL images and lists of them; the dataclasses check its values.
+    """Return the request that was encoded, with PIL images and, for videos, lists of them.
+
+    The dataclasses check its values.
 
     Raises:
         BackendError: it is not a request, or an image is not PNG in base64, damaged, or too large.
     """
     try:
-        raw: dict[str, Any] = dict(data["sampling"])
-        raw |= {
-            name: tuple(raw[name])
-            for name in ("stop", "stop_token_ids")
-            if isinstance(raw.get(name), list)
-        }
-        ids = tuple(data["prompt_ids"])
-        if not all(type(i) is int for i in ids):
+        sampling: dict[str, Any] = dict(data["sampling"])
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(sampling.get(name), list):
+                sampling[name] = tuple(sampling[name])
+
+        prompt_ids = tuple(data["prompt_ids"])
+        if not all(type(token_id) is int for token_id in prompt_ids):
             raise TypeError("prompt_ids must be whole numbers")
-        if ids and not 0 <= min(ids) <= max(ids) < ID_BOUND:
-            raise ValueError(
-                f"prompt_ids must be from 0 to {ID_BOUND - 1}, got {min(ids)} to {max(ids)}"
-            )
-        media = (
-            {"multi_modal": decode_media(data["multi_modal"])} if data.get("multi_modal") else {}
-        )
-        return GenerateRequest(
-            **{**data, **media, "prompt_ids": ids, "sampling": SamplingParams(**raw)}
-        )
+        if prompt_ids:
+            lowest = min(prompt_ids)
+            highest = max(prompt_ids)
+            if lowest < 0 or highest >= ID_BOUND:
+                raise ValueError(
+                    f"prompt_ids must be from 0 to {ID_BOUND - 1}, got {lowest} to {highest}"
+                )
+
+        arguments = dict(data)
+        arguments["prompt_ids"] = prompt_ids
+        if data.get("multi_modal"):
+            arguments["multi_modal"] = decode_media(data["multi_modal"])
+        arguments["sampling"] = SamplingParams(**sampling)
+        return GenerateRequest(**arguments)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BackendError(f"not a generate request: {type(error).__name__}: {error}") from None
 
@@ -208,13 +224,15 @@ def encode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     Raises:
         ValueError: an item is not an image or a video.
     """
-    return {
-        kind: [
-            [_png(frame) for frame in as_frames(item)] if kind == "video" else _png(item)
-            for item in items
-        ]
-        for kind, items in media.items()
-    }
+    encoded: dict[str, list[Any]] = {}
+    for kind, items in media.items():
+        encoded[kind] = []
+        for item in items:
+            if kind == "video":
+                encoded[kind].append([_png(frame) for frame in as_frames(item)])
+            else:
+                encoded[kind].append(_png(item))
+    return encoded
 
 
 def decode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
@@ -238,19 +256,20 @@ def decode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...
             )
         return image
 
-    media = {
-        kind: tuple(
-            [open_image(frame) for frame in item] if kind == "video" else open_image(item)
-            for item in items
-        )
-        for kind, items in media.items()
-    }
-    for image in opened:  # only now that all sizes are known to be allowed
+    decoded: dict[str, tuple[Any, ...]] = {}
+    for kind, items in media.items():
+        if kind == "video":
+            decoded[kind] = tuple([open_image(frame) for frame in item] for item in items)
+        else:
+            decoded[kind] = tuple(open_image(item) for item in items)
+
+    # Decode the pixels only now that all sizes are known to be allowed.
+    for image in opened:
         try:
             image.load()
         except (OSError, SyntaxError) as error:
             raise ValueError(f"not a PNG image in base64: {error}") from None
-    return media
+    return decoded
 
 
 def _png(item: Any) -> str:
