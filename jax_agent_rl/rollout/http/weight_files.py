@@ -56,7 +56,9 @@ class SharedDir:
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
         self._is_bucket = folder is not None and "://" in folder
-        self._root = Path(folder).absolute() if folder and not self._is_bucket else SHARED_MEMORY
+        self._root = SHARED_MEMORY
+        if folder and not self._is_bucket:
+            self._root = Path(folder).absolute()
 
     @property
     def is_configured(self) -> bool:
@@ -72,18 +74,33 @@ class SharedDir:
         """
         if not isinstance(paths, list) or not paths:
             raise WeightUpdateError(f"paths={paths!r}: must be a list of weight files")
-        return await asyncio.to_thread(lambda: [str(self._checked(str(path))[0]) for path in paths])
+
+        def check_all() -> list[str]:
+            checked = []
+            for path in paths:
+                file, _ = self._checked(str(path))
+                checked.append(str(file))
+            return checked
+
+        return await asyncio.to_thread(check_all)
 
     async def sees(self, sizes: Mapping[str, Any]) -> bool:
-        """Return whether weight files of these paths and sizes can be read; reveals nothing about other files."""
+        """Return whether weight files of these paths and sizes can be read.
 
-        def look() -> bool:
-            try:
-                return all(self._checked(path)[1] == size for path, size in sizes.items())
-            except WeightUpdateError:
-                return False
+        The answer reveals nothing about other files.
+        """
 
-        return await asyncio.to_thread(look)
+        def compare_all() -> bool:
+            for path, expected_size in sizes.items():
+                try:
+                    _, size = self._checked(path)
+                except WeightUpdateError:
+                    return False
+                if size != expected_size:
+                    return False
+            return True
+
+        return await asyncio.to_thread(compare_all)
 
     async def address(self, folder: Any) -> str:
         """Return the address of a version's folder, checked.
@@ -91,22 +108,23 @@ class SharedDir:
         Raises:
             WeightUpdateError: it is not below the configured folder or bucket.
         """
+        configured = self._folder if self._is_bucket else self._root
+        root_scheme, _, root = str(configured).rpartition("://")
         scheme, _, path = str(folder).rpartition("://")
-        own_scheme, _, own = str(self._folder if self._is_bucket else self._root).rpartition("://")
-        inner = path.removeprefix(own)
-        below = (
-            PurePosixPath(path).is_relative_to(own)
+        inner = path.removeprefix(root)
+        is_below = (
+            PurePosixPath(path).is_relative_to(root)
             and _BELOW.fullmatch(inner)
             and ".." not in inner.split("/")
         )
-        if self._folder is None or (scheme or "file") != (own_scheme or "file") or not below:
+        has_root_scheme = (scheme or "file") == (root_scheme or "file")
+        if self._folder is None or not has_root_scheme or not is_below:
             raise self._elsewhere(str(folder))
+
         if not self._is_bucket:
-            os.close(
-                await asyncio.to_thread(
-                    self._walk, PurePosixPath(path).relative_to(own).parts, path
-                )
-            )
+            folders = PurePosixPath(path).relative_to(root).parts
+            descriptor = await asyncio.to_thread(self._walk, folders, path)
+            os.close(descriptor)
         return str(folder)
 
     def _checked(self, path: str) -> tuple[Path, int]:
@@ -117,46 +135,49 @@ class SharedDir:
         *folders, name = inner.relative_to(self._root).parts
         if self._folder is None and (len(folders) != 1 or not _PUBLISHED.fullmatch(folders[0])):
             raise self._elsewhere(path)
+
         try:
             folder = self._walk(folders, path)
             try:
-                opened = os.open(
+                file = os.open(
                     name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
                 )
             finally:
                 os.close(folder)
             try:
-                found = os.fstat(opened)
+                status = os.fstat(file)
             finally:
-                os.close(opened)
+                os.close(file)
         except OSError as error:
             raise WeightUpdateError(
                 f"weight file {path} cannot be read: {error.strerror}"
             ) from None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise WeightUpdateError(f"weight file {path} is not a regular file")
-        return Path(inner), found.st_size
+        return Path(inner), status.st_size
 
     def _walk(self, folders: Sequence[str], path: str) -> int:
         """Return a descriptor of a folder below the root, no component of which is a link."""
         if ".." in folders:
             raise self._elsewhere(path)
         try:
-            at = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             for name in folders:
                 try:
-                    below = os.open(
-                        name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at
+                    subfolder = os.open(
+                        name,
+                        os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
+                        dir_fd=folder,
                     )
                 finally:
-                    os.close(at)
-                at = below
-            if self._folder is None and os.fstat(at).st_uid != os.geteuid():
-                os.close(at)
+                    os.close(folder)
+                folder = subfolder
+            if self._folder is None and os.fstat(folder).st_uid != os.geteuid():
+                os.close(folder)
                 raise self._elsewhere(path)
         except OSError as error:
             raise WeightUpdateError(f"weights at {path} cannot be read: {error.strerror}") from None
-        return at
+        return folder
 
     def _elsewhere(self, path: str) -> WeightUpdateError:
         where = self._folder or f"{SHARED_MEMORY}/jax_agent_rl-weights-*"
@@ -168,11 +189,20 @@ class SharedDir:
 
 @dataclass(kw_only=True, slots=True)
 class _Upload:
+    """Files that one client sends for one update.
+
+    Attributes:
+        last_used: when something was last added, in seconds of the clock.
+        size: bytes of all its files.
+        num_files: files that were begun.
+        num_busy: files that are arriving, or being made from deltas; it does not expire meanwhile.
+    """
+
     folder: Path
-    touched: float
+    last_used: float
     size: int = 0
-    files: int = 0
-    arriving: int = 0
+    num_files: int = 0
+    num_busy: int = 0
 
 
 class Uploads:
@@ -192,11 +222,11 @@ class Uploads:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._root = make_temp_folder("jax_agent_rl-uploads-", folder, in_memory=True)
-        self._max_bytes = (
-            shutil.disk_usage(self._root).free // 2 if max_bytes is None else max_bytes
-        )
+        if max_bytes is None:
+            max_bytes = shutil.disk_usage(self._root).free // 2
+        self._max_bytes = max_bytes
         self._uploads: dict[str, _Upload] = {}
-        self._kept: dict[str, Path] = {}  # files of the newest update, by digest
+        self._bases: dict[str, Path] = {}  # files of the newest update by digest, for deltas
         self._clock = clock
 
     async def receive(
@@ -206,9 +236,9 @@ class Uploads:
 
         Args:
             upload: name of the upload, hexadecimal.
-            name: of the file.
+            name: name of the file.
             digest: SHA-256 that the sender announced, hexadecimal.
-            blocks: the bytes.
+            blocks: the file's bytes.
 
         Raises:
             WeightUpdateError: a name is not allowed, there are too many bytes, or the SHA-256
@@ -220,21 +250,22 @@ class Uploads:
                 f"upload {upload!r}, file {name!r}: these names are not allowed"
             )
         self.drop_expired()
-        kept = self._open(upload)
-        kept.files += 1
-        kept.arriving += 1
+        state = self._open(upload)
+        state.num_files += 1
+        state.num_busy += 1
         try:
-            size, found = await self._write(kept, name, blocks)
-            if found != digest:
+            size, received_digest = await self._write(state, name, blocks)
+            if received_digest != digest:
                 raise WeightUpdateError(
-                    f"{name}: its SHA-256 is {found}, the sender said {digest}; send it again"
+                    f"{name}: its SHA-256 is {received_digest}, the sender said {digest}; send it"
+                    " again"
                 )
         except BaseException:  # includes broken connections: half a file must not stay
             self.drop(upload)
             raise
         finally:
-            kept.arriving -= 1
-            kept.touched = self._clock()
+            state.num_busy -= 1
+            state.last_used = self._clock()
         return size
 
     def files(self, upload: str) -> list[str]:
@@ -244,64 +275,69 @@ class Uploads:
         return [str(file) for file in sorted(self._uploads[upload].folder.iterdir())]
 
     async def holds(self, digests: Sequence[str]) -> bool:
-        """Return whether deltas of files with these digests can be applied; else make room for whole files."""
-        if digests and self._kept.keys() == set(digests):
+        """Return whether deltas of files with these digests can be applied.
+
+        If not, make room for complete files.
+        """
+        if digests and self._bases.keys() == set(digests):
             return True
-        self._forget()
+        self._delete_bases()
         return False
 
     async def apply_deltas(self, upload: str, digests: Mapping[str, Any]) -> bool:
-        """Replace an upload's deltas by the files they make from those kept, which are deleted.
+        """Apply an upload's deltas to the kept files, and replace both by the resulting files.
 
         Args:
             upload: name of an upload of deltas.
-            digests: of the resulting files, by name.
+            digests: digests of the resulting files, by name.
 
         Returns:
-            False if they make other files than the sender has, which it must then send whole.
+            False if they make other files than the sender has, which it must then send completely.
 
         Raises:
             WeightUpdateError: there is no such upload.
         """
         deltas = [Path(file) for file in self.files(upload)]
-        kept, bases = self._uploads[upload], dict(self._kept)
-        kept.arriving += 1
+        state = self._uploads[upload]
+        bases = dict(self._bases)
+        expected_digests = {str(name): str(digest) for name, digest in digests.items()}
+        state.num_busy += 1
         try:
-            kept.size += await asyncio.to_thread(_apply_deltas, deltas, bases)
-            await asyncio.to_thread(
-                check_files, self.files(upload), {str(n): str(d) for n, d in digests.items()}
-            )
+            added_bytes = await asyncio.to_thread(_apply_deltas, deltas, bases)
+            state.size += added_bytes
+            await asyncio.to_thread(check_files, self.files(upload), expected_digests)
         except (WeightUpdateError, OSError) as error:
             logger.warning("the whole weights are needed instead of what changed: %s", error)
             self.drop(upload)
             return False
         finally:
-            kept.arriving -= 1
-            kept.touched = self._clock()
-            self._forget()
+            state.num_busy -= 1
+            state.last_used = self._clock()
+            self._delete_bases()
         return True
 
     def keep(self, upload: str, digests: Mapping[str, str]) -> None:
-        """Keep the files of an upload that was taken for the next deltas, in place of those of the one before.
+        """Keep the files of an upload for the next deltas, in place of the previous update's files.
 
         Args:
-            upload: name of the upload.
-            digests: of its files, by name.
+            upload: name of an upload that the engine has taken.
+            digests: digests of its files, by name.
         """
-        self._forget()
-        taken = self._uploads.pop(upload)
-        self._kept = {digests.get(file.name, ""): file for file in taken.folder.iterdir()}
+        self._delete_bases()
+        state = self._uploads.pop(upload)
+        self._bases = {digests.get(file.name, ""): file for file in state.folder.iterdir()}
 
-    def _forget(self) -> None:
+    def _delete_bases(self) -> None:
         """Delete the files that are kept for deltas."""
-        for folder in {file.parent for file in self._kept.values()}:
+        for folder in {file.parent for file in self._bases.values()}:
             shutil.rmtree(folder, ignore_errors=True)
-        self._kept = {}
+        self._bases = {}
 
     def drop(self, upload: str) -> None:
         """Delete an upload."""
-        if (kept := self._uploads.pop(upload, None)) is not None:
-            shutil.rmtree(kept.folder, ignore_errors=True)
+        state = self._uploads.pop(upload, None)
+        if state is not None:
+            shutil.rmtree(state.folder, ignore_errors=True)
 
     def close(self) -> None:
         """Delete everything."""
@@ -316,33 +352,35 @@ class Uploads:
     def drop_expired(self) -> None:
         """Delete uploads of clients that died: nothing was added for ``UPLOAD_TTL_SECONDS``."""
         now = self._clock()
-        for name, kept in list(self._uploads.items()):
-            if not kept.arriving and now - kept.touched > UPLOAD_TTL_SECONDS:
+        for name, state in list(self._uploads.items()):
+            if not state.num_busy and now - state.last_used > UPLOAD_TTL_SECONDS:
                 self.drop(name)
 
     def _open(self, upload: str) -> _Upload:
         """Return the upload a file belongs to; make it if there is room."""
-        kept = self._uploads.get(upload)
-        if kept is None:
+        state = self._uploads.get(upload)
+        if state is None:
             if len(self._uploads) >= MAX_UPLOADS:
                 raise WeightUpdateError(
                     f"{len(self._uploads)} uploads wait to be used, the most; use them first"
                 )
-            kept = _Upload(folder=self._root / upload, touched=self._clock())
-            kept.folder.mkdir()
-            self._uploads[upload] = kept
-        if kept.files >= MAX_FILES:
+            state = _Upload(folder=self._root / upload, last_used=self._clock())
+            state.folder.mkdir()
+            self._uploads[upload] = state
+        if state.num_files >= MAX_FILES:
             raise WeightUpdateError(
                 f"the upload has {MAX_FILES} files, the most; put more weights into one"
             )
-        return kept
+        return state
 
     async def _write(
-        self, kept: _Upload, name: str, blocks: AsyncIterator[bytes]
+        self, state: _Upload, name: str, blocks: AsyncIterator[bytes]
     ) -> tuple[int, str]:
         """Stream to the file in large writes on a thread; return size and SHA-256."""
-        digest, size, pending = hashlib.sha256(), 0, bytearray()
-        with (kept.folder / name).open("xb") as out:
+        digest = hashlib.sha256()
+        size = 0
+        pending = bytearray()
+        with (state.folder / name).open("xb") as out:
 
             def flush() -> None:
                 digest.update(pending)
@@ -353,14 +391,17 @@ class Uploads:
                     block = await anext(blocks, b"")
                 if not block:
                     break
+
                 size += len(block)
-                kept.size += len(block)  # of all files that arrive concurrently
-                if (total := sum(each.size for each in self._uploads.values())) > self._max_bytes:
+                state.size += len(block)
+                total = sum(each.size for each in self._uploads.values())
+                if total > self._max_bytes:
                     raise WeightUpdateError(
                         f"{name}: the uploads have {total} bytes, more than the server's limit of"
                         f" {self._max_bytes}; make room where they go (docker: --shm-size), or set"
                         " rollout.weight_dir"
                     )
+
                 pending += block
                 if len(pending) >= _WRITE_BYTES:
                     await asyncio.to_thread(flush)
@@ -370,17 +411,21 @@ class Uploads:
 
 
 def _apply_deltas(deltas: Sequence[Path], bases: Mapping[str, Path]) -> int:
-    """Put the files that deltas make in place of the deltas, and delete the bases; return the bytes that are added."""
-    added = 0
+    """Replace deltas and their bases by the files they make; return how much larger these are.
+
+    The difference, in bytes, is to the deltas alone: a base is not part of their upload.
+    """
+    added_bytes = 0
     for delta in deltas:
         digest = base_of(delta)
         if digest not in bases:
             raise WeightUpdateError(
                 f"{delta.name} changes a file with the digest {digest}, which this server lacks"
             )
-        out = delta.with_name(result_name(delta))
-        apply_delta(bases[digest], delta, out)
-        added += out.stat().st_size - delta.stat().st_size
-        for used in (bases[digest], delta):
-            used.unlink()
-    return added
+        base = bases[digest]
+        result = delta.with_name(result_name(delta))
+        apply_delta(base, delta, result)
+        added_bytes += result.stat().st_size - delta.stat().st_size
+        base.unlink()
+        delta.unlink()
+    return added_bytes
