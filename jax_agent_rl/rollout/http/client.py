@@ -59,6 +59,7 @@ MAX_LINE_VALUES = 16_000_000
 """Limits of one message: with the engine's experts and support, an output takes thousands of bytes
 per token."""
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError)
+"""What is raised where the server is lost."""
 
 
 class RemoteBackend(ProxyBackend):
@@ -95,13 +96,15 @@ class RemoteBackend(ProxyBackend):
         self._headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._may_share_disk = is_loopback(parts.hostname) if shares_disk is None else shares_disk
+        self._may_share_disk = shares_disk
+        if shares_disk is None:
+            self._may_share_disk = is_loopback(parts.hostname)
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
         self._session: aiohttp.ClientSession | None = None
         self.weights_fingerprint = ""
         """Which weights the server has: see ``rollout.protocol.IdentifiesWeights``."""
-        self._waits: set[asyncio.Timeout] = set()
+        self._deadlines: set[asyncio.Timeout] = set()  # of reads that wait for the server
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -131,10 +134,14 @@ class RemoteBackend(ProxyBackend):
             raise
 
     async def close(self) -> None:
-        """Disconnect; requests in flight fail and are aborted on the server, which keeps running."""
+        """Disconnect from the server, which keeps running.
+
+        Requests in flight fail, and the server aborts them.
+        """
         self._closed = True
-        while self._waits:  # each once: a deadline that is about to fire takes no other
-            self._waits.pop().reschedule(0.0)
+        while self._deadlines:
+            # Each only once: a deadline that is about to fire cannot be rescheduled.
+            self._deadlines.pop().reschedule(0.0)
         if self._session is not None:
             await self._session.close()
 
@@ -173,8 +180,13 @@ class RemoteBackend(ProxyBackend):
             return wire.decode_scores(scores)
 
     async def _body(self, request: GenerateRequest) -> dict[str, Any]:
-        """Return the request as JSON; raise BackendError for media that the server does not take."""
-        if unknown := sorted(request.multi_modal.keys() - self.capabilities.multi_modal):
+        """Return the request as JSON.
+
+        Raises:
+            BackendError: the server does not take its media.
+        """
+        unknown = sorted(request.multi_modal.keys() - self.capabilities.multi_modal)
+        if unknown:
             raise BackendError(
                 f"request {request.request_id!r}: the server at {self.url} takes no {unknown} input"
             )
@@ -190,19 +202,20 @@ class RemoteBackend(ProxyBackend):
             raise WeightUpdateError(
                 f"a remote backend takes weights of kind {kinds}, got {update.kind!r}"
             )
-        await self._call(
-            "update_weights",
-            version=update.version,
-            kind=update.kind,
-            partial=update.partial,
-            digests=dict(update.digests),
-            **({"probe": update.probe.to_json()} if update.probe else {}),
-            **await self._locate(update),
-        )
+        arguments: dict[str, Any] = {
+            "version": update.version,
+            "kind": update.kind,
+            "partial": update.partial,
+            "digests": dict(update.digests),
+        }
+        if update.probe is not None:
+            arguments["probe"] = update.probe.to_json()
+        location = await self._provide(update)
+        await self._call("update_weights", **arguments, **location)
         self.weights_fingerprint = "" if update.partial else update.fingerprint
 
-    async def _locate(self, update: WeightUpdate) -> dict[str, Any]:
-        """Return where the server finds the weights; upload files that it cannot read."""
+    async def _provide(self, update: WeightUpdate) -> dict[str, Any]:
+        """Return where the server finds the weights, after uploading files that it cannot read."""
         if update.kind == "mesh":
             return {}
         if update.kind == "tensorstore":
@@ -211,43 +224,48 @@ class RemoteBackend(ProxyBackend):
                     f"payload must be an address, got {type(update.payload).__name__}"
                 )
             return {"folder": update.payload}
+
         files = [Path(path).absolute() for path in update.payload]
-        if missing := [str(file) for file in files if not file.is_file()]:
+        missing = [str(file) for file in files if not file.is_file()]
+        if missing:
             raise WeightUpdateError(f"weight files do not exist: {missing}")
-        sizes = [{"path": str(file), "size": file.stat().st_size} for file in files]
-        if self._may_share_disk and await self._call("sees_files", files=sizes):
-            return {"paths": [str(file) for file in files]}
+
+        if self._may_share_disk:
+            sizes = [{"path": str(file), "size": file.stat().st_size} for file in files]
+            if await self._call("sees_files", files=sizes):
+                return {"paths": [str(file) for file in files]}
+
         if update.deltas is None:
             return {"upload": await self._upload(files)}
-        upload = await self._upload_deltas(update.deltas, update.digests) or await self._upload(
-            files
-        )
+        upload = await self._upload_deltas(update.deltas, update.digests)
+        if upload is None:
+            upload = await self._upload(files)
         return {"upload": upload, "keep": True}
 
     async def _upload_deltas(
         self, deltas: Mapping[str, str], digests: Mapping[str, str]
     ) -> str | None:
-        """Send what changed; return the name of the upload, or None if the server needs the whole files."""
+        """Send what changed.
+
+        Returns:
+            The name of the upload; None if the server needs the complete files.
+        """
         if not await self._call("holds_files", digests=list(deltas.values())):
             return None
         upload = await self._upload([Path(file) for file in deltas])
-        return (
-            upload
-            if await self._call("apply_deltas", upload=upload, digests=dict(digests))
-            else None
-        )
+        if not await self._call("apply_deltas", upload=upload, digests=dict(digests)):
+            return None
+        return upload
 
     async def _upload(self, files: Sequence[Path]) -> str:
         """Send the bytes, file by file; return the name of the upload."""
         upload = secrets.token_hex(16)
         for file in files:
+            url = f"{self.url}/v1/uploads/{upload}/{file.name}"
             headers = {wire.DIGEST_HEADER: await asyncio.to_thread(_sha256, file)}
             with file.open("rb") as stream, self._loss_is_an_error():
-                url = f"{self.url}/v1/uploads/{upload}/{file.name}"
-                putting = self._client().put(
-                    url, data=stream, headers=headers, allow_redirects=False
-                )
-                async with putting as response:
+                put = self._client().put(url, data=stream, headers=headers, allow_redirects=False)
+                async with put as response:
                     await self._check(response)
         return upload
 
@@ -273,17 +291,15 @@ class RemoteBackend(ProxyBackend):
 
     async def _get(self, path: str) -> Any:
         with self._loss_is_an_error():
-            async with self._client().get(
-                f"{self.url}/v1/{path}", allow_redirects=False
-            ) as response:
+            get = self._client().get(f"{self.url}/v1/{path}", allow_redirects=False)
+            async with get as response:
                 await self._check(response)
                 content = await read_answer(
                     response.headers, response.content.iter_any(), MAX_STATE_BYTES
                 )
+                # HTTP reports an early end only where the answer has a length.
                 if content.startswith(b"{") and not content.rstrip().endswith(b"}"):
-                    raise aiohttp.ClientPayloadError(
-                        "the answer ended early"
-                    )  # HTTP tells only where it has a length
+                    raise aiohttp.ClientPayloadError("the answer ended early")
                 with self._malformed_is_an_error():
                     return decode_json(content, non_finite=True)
 
@@ -298,44 +314,46 @@ class RemoteBackend(ProxyBackend):
     async def _lines(
         self, method: str, body: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the messages of one answer. Leaving early drops the connection, which tells the server.
+        """Yield the messages of one answer.
+
+        Leaving early drops the connection, by which the server sees that nobody waits any more.
 
         Raises:
             Exception: the error the answer ends with.
             EngineDiedError: the server is lost.
         """
         with self._loss_is_an_error():
-            posting = self._client().post(
+            post = self._client().post(
                 f"{self.url}/v1/{method}",
                 data=wire.line(body),
                 headers=_JSON,
                 allow_redirects=False,
             )
-            async with await self._until_closed(posting) as response:
+            async with await self._until_closed(post) as response:
                 await self._check(response)
                 require_identity(response.headers)
-                count = 0
+                num_lines = 0
                 lines = LineBuffer(MAX_LINE_BYTES)
                 try:
                     while data := await self._until_closed(response.content.readany()):
                         for line in lines.add(data):
-                            count += 1
+                            num_lines += 1
                             yield _message(line)
                 finally:
                     if not response.content.at_eof():
                         response.close()
-                if not count or lines.unfinished:
+                if num_lines == 0 or lines.unfinished:
                     raise aiohttp.ClientPayloadError("the answer ended early")
 
-    async def _until_closed(self, waiting: Awaitable[T]) -> T:
-        """Await, but not past :meth:`close`: aiohttp does not wake readers of a session that is closed."""
+    async def _until_closed(self, awaitable: Awaitable[T]) -> T:
+        """Await, but not past :meth:`close`: aiohttp does not wake readers of a closed session."""
         deadline = asyncio.timeout(None)
         async with deadline:
-            self._waits.add(deadline)
+            self._deadlines.add(deadline)
             try:
-                return await waiting
+                return await awaitable
             finally:
-                self._waits.discard(deadline)
+                self._deadlines.discard(deadline)
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
         """Raise the error of a refusal."""
@@ -395,9 +413,8 @@ class RemoteBackend(ProxyBackend):
             else:
                 reason = str(error)
             raise EngineDiedError(f"the rollout server at {self.url} is gone: {reason}") from error
-        except (
-            RuntimeError
-        ) as error:  # aiohttp raises it where close() meets a connection that is being made
+        except RuntimeError as error:
+            # aiohttp raises it where close() meets a connection that is being made.
             if not self._closed:
                 raise
             raise BackendClosedError(f"the connection to {self.url} was closed") from error
@@ -407,7 +424,12 @@ _JSON = {"Content-Type": "application/json"}
 
 
 def _message(line: bytes) -> dict[str, Any]:
-    """Return a message of an answer; raise the error that it holds, or BackendError if it is none."""
+    """Return a message of an answer.
+
+    Raises:
+        Exception: the error that the message holds.
+        BackendError: the line is no message.
+    """
     try:
         message = decode_json(line, max_values=MAX_LINE_VALUES, non_finite=True)
         if not isinstance(message, dict):

@@ -3,8 +3,9 @@
 ::
 
     jax-agent-rl engines ──► RUN/engines.json ──► MembershipServer ──► ServerPool: join, leave
-                             address, token       in the run's process, on loopback
-                             (mode 0600)          GET /v1/engines, POST /v1/engines/add, /v1/engines/remove
+                             address, token       in the run's process, on loopback:
+                             (mode 0600)          GET /v1/engines
+                                                  POST /v1/engines/add, /v1/engines/remove
 
 An engine that joins receives the served weights before its first request; the requests of one that
 leaves move on.
@@ -45,8 +46,8 @@ _ATTEMPTS = 3
 """Joins of one engine: files of weights may be replaced while it reads them."""
 
 OpenEngine = Callable[[str | None], AbstractAsyncContextManager[tuple[str, BackendFactory]]]
-"""Makes an engine's name and factory from its URL (None: one that the run places) and holds its
-place meanwhile.
+"""Makes an engine's name and factory from its URL (None: an engine that the run places). Its
+devices are reserved within the context.
 
 Raises ConfigError where the run cannot use such an engine.
 """
@@ -58,8 +59,7 @@ class MembershipServer:
     Args:
         pool: the started servers of the run.
         folder: the run folder, which gets :data:`ADDRESS_FILE`.
-        open_engine: see :data:`OpenEngine`.
-        places: closed by its owner after the pool; holds the places of engines that joined.
+        places: gets the contexts of engines that joined; its owner closes it after the pool.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class MembershipServer:
         self._pool = pool
         self._file = folder / ADDRESS_FILE
         self._open_engine = open_engine
-        self._all_places = places
-        self._places: dict[str, AsyncExitStack] = {}
+        self._run_contexts = places
+        self._engine_contexts: dict[str, AsyncExitStack] = {}  # of engines that joined, by name
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._token = secrets.token_hex(32)
         self._http = HttpServer(
@@ -96,13 +96,15 @@ class MembershipServer:
         """Serve, and write the address for :func:`command_run`."""
         await self._http.start()
         content = {"url": self._http.url, "token": self._token, "host": socket.gethostname()}
-        with replacing(
-            self._file, permissions=0o600
-        ) as stream:  # one of a run that was killed may be there
+        # The file of a run that was killed may be there.
+        with replacing(self._file, permissions=0o600) as stream:
             stream.write(json.dumps(content).encode())
 
     async def close(self) -> None:
-        """Stop serving; joins that are under way are undone, leaving engines leave without finishing their requests."""
+        """Stop serving.
+
+        Joins that are under way are undone; leaving engines leave without finishing their requests.
+        """
         self._file.unlink(missing_ok=True)
         await self._http.close()
         for task in self._leaving.values():
@@ -110,26 +112,31 @@ class MembershipServer:
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
     async def _list(self, request: web.Request) -> web.Response:
-        engines = [
-            {"name": s.name, "policy_version": s.backend.policy_version, "requests": len(s.running)}
-            for s in self._pool.servers
-        ]
+        engines = []
+        for server in self._pool.servers:
+            engines.append(
+                {
+                    "name": server.name,
+                    "policy_version": server.backend.policy_version,
+                    "requests": len(server.running),
+                }
+            )
         return web.json_response({"policy_version": self._pool.policy_version, "engines": engines})
 
     async def _add(self, request: web.Request) -> web.Response:
-        url = (await read_body(request, AddRequest)).url
-        place = AsyncExitStack()
+        body = await read_body(request, AddRequest)
+        context = AsyncExitStack()
         try:
-            name, make = await place.enter_async_context(self._open_engine(url))
+            name, make = await context.enter_async_context(self._open_engine(body.url))
             await self._join(name, make)
         except (JaxAgentRLError, ValueError, TimeoutError) as error:
-            await place.aclose()
+            await context.aclose()
             raise Refused(409, str(error) or "the engine did not start in time") from error
         except BaseException:
-            await place.aclose()
+            await context.aclose()
             raise
-        self._places[name] = place
-        self._all_places.push_async_callback(place.aclose)
+        self._engine_contexts[name] = context
+        self._run_contexts.push_async_callback(context.aclose)
         logger.warning(
             "server %s joined, with weights of version %s", name, self._pool.policy_version
         )
@@ -146,19 +153,16 @@ class MembershipServer:
     async def _remove(self, request: web.Request) -> web.Response:
         body = await read_body(request, RemoveRequest)
         name = body.name
-        staying = [
-            server.name
-            for server in self._pool.servers
-            if server.name not in (name, *self._leaving)
-        ]
+        leaving = {name, *self._leaving}
+        staying = [server.name for server in self._pool.servers if server.name not in leaving]
         if not staying:
             raise Refused(409, f"without {name!r} no engine would be left; add another one first")
         if name in self._leaving:
             raise Refused(409, f"{name!r} is leaving already")
-        # A client that goes away does not leave the engine between in and out.
-        self._leaving[name] = task = asyncio.create_task(
-            self._leave(name, body.drain), name=f"{name} leaves"
-        )
+
+        # A client that disconnects must not leave the engine half removed.
+        task = asyncio.create_task(self._leave(name, body.drain), name=f"{name} leaves")
+        self._leaving[name] = task
         try:
             await asyncio.shield(task)
         except KeyError:
@@ -171,8 +175,9 @@ class MembershipServer:
         try:
             await self._pool.leave(name, drain=drain)
             logger.warning("server %s left", name)
-            if place := self._places.pop(name, None):
-                await place.aclose()
+            context = self._engine_contexts.pop(name, None)
+            if context is not None:
+                await context.aclose()
         finally:
             del self._leaving[name]
 
@@ -215,7 +220,7 @@ async def command_run(
     Args:
         folder: the run folder.
         path: ``engines``, ``engines/add`` or ``engines/remove``.
-        body: what to post; None: get.
+        body: the body to post; None sends a GET.
 
     Raises:
         ConfigError: no run listens there.
@@ -224,7 +229,8 @@ async def command_run(
     file = folder / ADDRESS_FILE
     try:
         address = read_json_object(file)
-        url, token = str(address["url"]), str(address["token"])
+        url = str(address["url"])
+        token = str(address["token"])
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"no run trains in {folder}: {file.name} is missing there") from None
     except (OSError, ValueError, KeyError) as error:
@@ -232,8 +238,11 @@ async def command_run(
             f"{file} cannot be read ({error!r}): it is of another run, or damaged; start the run"
             " again"
         ) from None
+
+    method = "GET"
     options: dict[str, Any] = {"allow_redirects": False}
     if body is not None:
+        method = "POST"
         options["json"] = body
     headers = {"Authorization": f"Bearer {token}", **IDENTITY}
     timeout = aiohttp.ClientTimeout(total=COMMAND_SECONDS, sock_connect=10.0)
@@ -241,7 +250,6 @@ async def command_run(
         async with aiohttp.ClientSession(
             headers=headers, timeout=timeout, auto_decompress=False
         ) as session:
-            method = "GET" if body is None else "POST"
             async with session.request(method, f"{url}/v1/{path}", **options) as response:
                 content = await read_answer(
                     response.headers, response.content.iter_any(), MAX_ANSWER_BYTES

@@ -17,7 +17,7 @@ from jax_agent_rl.types import PauseMode
 
 MAX_PATH = 4096
 MAX_ALTERNATIVES = 1024
-"""Likeliest ids of a place that a client may have scored."""
+"""Maximum likeliest ids that a client may ask for at each position."""
 Path = Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
 Digest = Annotated[str, Field(max_length=128)]
 Digests = Annotated[

@@ -4,8 +4,10 @@
 
     HttpServer's guard ──► protocol? instance? ──► handler ──► backend
                              426       409            │
-                                                      ├─ every 5 s an empty line while there is no answer
-                                                      └─ connection lost: the handler is cancelled, its slot is free
+                                                      ├─ every 5 s an empty line while there is no
+                                                      │  answer
+                                                      └─ connection lost: the handler is cancelled,
+                                                         its slot is free
 
 ``GET /v1/handshake, /v1/health, /v1/metrics``, ``GET /metrics`` (Prometheus text); ``POST
 /v1/generate`` and one path per method of the protocol; ``PUT /v1/uploads/{upload}/{file}``.
@@ -40,9 +42,8 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _METRICS = "/metrics"
-_KEEP_ALIVE_SECONDS = (
-    600.0  # longer than the client's, so that the server never closes an idle connection first
-)
+_KEEP_ALIVE_SECONDS = 600.0
+"""Longer than the client's, so that the server never closes an idle connection first."""
 
 
 class RolloutServer:
@@ -52,12 +53,12 @@ class RolloutServer:
         backend: started; the server does not close it.
         host: address to listen on. Anything but loopback needs a token.
         port: 0 picks a free one.
-        token: bearer token of clients; None for none.
+        token: bearer token that clients must send; None: none is needed.
         weight_dir: ``rollout.weight_dir``: weights are only read below it, see :class:`SharedDir`.
         max_request_bytes: limit of a JSON body.
-        max_upload_bytes: see :class:`Uploads`.
-        upload_folder: see :class:`Uploads`.
-        heartbeat_seconds: see :data:`wire.HEARTBEAT_SECONDS`.
+        max_upload_bytes: limit of all uploads together, see :class:`Uploads`.
+        upload_folder: where uploads go, see :class:`Uploads`.
+        heartbeat_seconds: time between two empty lines of an answer that is not ready.
 
     Raises:
         ConfigError: other machines can reach the address, and there is no token.
@@ -153,23 +154,21 @@ class RolloutServer:
             "sleep": (requests.NoArguments, lambda body: backend.sleep()),
             "wake": (requests.NoArguments, lambda body: backend.wake()),
         }
-        return [
-            web.get(_METRICS, self._serve_metrics),  # Prometheus sends no headers of ours
-            *(
-                web.route(method, f"/v1/{path}", self._in_protocol(handler))
-                for method, path, handler in (
-                    ("GET", "handshake", self._handshake),
-                    ("GET", "health", self._plain(self._health)),
-                    ("GET", "metrics", self._plain(backend.metrics)),
-                    ("POST", "generate", self._generate),
-                    ("PUT", "uploads/{upload}/{name}", self._receive),
-                    *(
-                        ("POST", name, self._call(schema, call))
-                        for name, (schema, call) in calls.items()
-                    ),
-                )
-            ),
+        handlers: list[tuple[str, str, Handler]] = [
+            ("GET", "handshake", self._handshake),
+            ("GET", "health", self._report(self._health)),
+            ("GET", "metrics", self._report(backend.metrics)),
+            ("POST", "generate", self._generate),
+            ("PUT", "uploads/{upload}/{name}", self._receive),
         ]
+        for name, (schema, call) in calls.items():
+            handlers.append(("POST", name, self._call(schema, call)))
+
+        # Prometheus sends none of the protocol's headers.
+        routes = [web.get(_METRICS, self._serve_metrics)]
+        for method, path, handler in handlers:
+            routes.append(web.route(method, f"/v1/{path}", self._in_protocol(handler)))
+        return routes
 
     def _in_protocol(self, handler: Handler) -> Handler:
         """Wrap a handler to refuse clients of another protocol version or server instance."""
@@ -212,14 +211,19 @@ class RolloutServer:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def _health(self) -> Health:
-        """Return the backend's health; while it takes weights, it may not answer, so assume that it is ok."""
+        """Return the backend's health.
+
+        While it takes weights, it may not answer, so assume that it is ok.
+        """
         if self._updating:
             return Health(
                 ok=True, detail="taking weights", policy_version=self._backend.policy_version
             )
         return await self._backend.health()
 
-    def _plain(self, read: Callable[[], Awaitable[Any]]) -> Callable:
+    def _report(self, read: Callable[[], Awaitable[Any]]) -> Handler:
+        """Return a handler that answers with the fields of what ``read`` returns."""
+
         async def handler(request: web.Request) -> web.Response:
             try:
                 return web.json_response(asdict(await read()))
@@ -228,7 +232,7 @@ class RolloutServer:
 
         return handler
 
-    def _call(self, schema: type[BaseModel], call: Callable[[Any], Awaitable[Any]]) -> Callable:
+    def _call(self, schema: type[BaseModel], call: Callable[[Any], Awaitable[Any]]) -> Handler:
         """Return a handler that answers with one line, after as many heartbeats as it takes."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
@@ -250,29 +254,32 @@ class RolloutServer:
             raise Refused(422, "chunks: must be true or false")
         try:
             if body.get("multi_modal"):  # images take time to decode
-                wanted = await asyncio.to_thread(decode_request, body)
+                generation = await asyncio.to_thread(decode_request, body)
             else:
-                wanted = decode_request(body)
+                generation = decode_request(body)
         except BackendError as error:
             raise Refused(422, str(error)) from None
 
         async def lines() -> AsyncGenerator[Message, None]:
             if not chunked:
-                yield {"final": wire.encode_output(await self._backend.generate(wanted))}
+                output = await self._backend.generate(generation)
+                yield {"final": wire.encode_output(output)}
                 return
-            async with contextlib.aclosing(self._backend.stream(wanted)) as stream:  # type: ignore[type-var]
-                async for chunk in stream:
+            stream = self._backend.stream(generation)
+            async with contextlib.aclosing(stream) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
                     yield wire.encode_chunk(chunk)
 
         return await self._send(request, lines())
 
     async def _score(self, body: requests.ScoreRequest) -> Message:
-        longest = self._backend.capabilities.max_model_len
-        if len(body.token_ids) > longest:
+        max_model_len = self._backend.capabilities.max_model_len
+        if len(body.token_ids) > max_model_len:
             raise PromptTooLongError(
-                f"{len(body.token_ids)} ids are more than this engine's {longest}"
+                f"{len(body.token_ids)} ids are more than this engine's {max_model_len}"
             )
-        return asdict(await self._backend.score(body.token_ids, start=body.start, top_k=body.top_k))
+        scores = await self._backend.score(body.token_ids, start=body.start, top_k=body.top_k)
+        return asdict(scores)
 
     async def _send(
         self, request: web.Request, lines: AsyncGenerator[Message, None]
@@ -280,13 +287,16 @@ class RolloutServer:
         """Write lines as they come, heartbeats in between, and an error as the last line."""
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
-        upcoming: asyncio.Future | None = None
+        next_line: asyncio.Future | None = None
         try:
             while True:
-                upcoming = asyncio.ensure_future(anext(lines))
-                while not (await asyncio.wait({upcoming}, timeout=self._heartbeat))[0]:
+                next_line = asyncio.ensure_future(anext(lines))
+                while True:
+                    await asyncio.wait({next_line}, timeout=self._heartbeat)
+                    if next_line.done():
+                        break
                     await response.write(b"\n")
-                await response.write(wire.line(upcoming.result()))
+                await response.write(wire.line(next_line.result()))
         except StopAsyncIteration:
             pass
         except (asyncio.CancelledError, ConnectionError):  # the client is gone
@@ -296,9 +306,9 @@ class RolloutServer:
                 logger.exception("%s failed", request.path)
             await response.write(wire.line({"error": wire.encode_error(error)}))
         finally:
-            if upcoming is not None and not upcoming.done():
-                upcoming.cancel()
-                await asyncio.gather(upcoming, return_exceptions=True)
+            if next_line is not None and not next_line.done():
+                next_line.cancel()
+                await asyncio.gather(next_line, return_exceptions=True)
             await lines.aclose()
         await response.write_eof()
         return response
@@ -306,18 +316,17 @@ class RolloutServer:
     # --- weights ----------------------------------------------------------------------------------
 
     async def _receive(self, request: web.Request) -> web.Response:
-        where = request.match_info
+        upload = request.match_info["upload"]
+        name = request.match_info["name"]
         digest = request.headers.get(wire.DIGEST_HEADER, "")
         try:
-            size = await self._uploads.receive(
-                where["upload"], where["name"], digest, request.content.iter_any()
-            )
+            size = await self._uploads.receive(upload, name, digest, request.content.iter_any())
         except WeightUpdateError as error:
             return _refuse(422, error)
         except TimeoutError as error:
-            return _refuse(408, WeightUpdateError(f"{where['name']}: {error}"))
+            return _refuse(408, WeightUpdateError(f"{name}: {error}"))
         except OSError as error:
-            return _refuse(507, WeightUpdateError(f"{where['name']} cannot be stored: {error}"))
+            return _refuse(507, WeightUpdateError(f"{name} cannot be stored: {error}"))
         return web.json_response({"size": size})
 
     async def _update_weights(self, body: requests.UpdateRequest) -> None:
@@ -333,6 +342,7 @@ class RolloutServer:
             probe = None
             if body.probe is not None:
                 probe = LogprobProbe.from_json(body.probe.model_dump())
+
             update = WeightUpdate(
                 version=body.version,
                 kind=body.kind,
@@ -342,6 +352,7 @@ class RolloutServer:
                 probe=probe,
             )
             await self._backend.update_weights(update)
+
             self._weights = "" if update.partial else update.fingerprint
             if body.upload and body.keep:
                 self._uploads.keep(body.upload, body.digests)
