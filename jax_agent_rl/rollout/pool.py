@@ -309,7 +309,10 @@ class ServerPool:
         self.queue.remove(server, why=why)
 
     async def _bring_in(self, name: str, deadline: float) -> None:
-        """Start a server and take it into the rotation; the deadline excludes the wait for weights."""
+        """Start a server and take it into the rotation.
+
+        The deadline is for its start and the served weights, not for a wait for the next weights.
+        """
         server = AsyncServer(self._factories[name](), name=name)
         try:
             async with asyncio.timeout_at(deadline):

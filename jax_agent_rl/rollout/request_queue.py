@@ -5,13 +5,14 @@
     acquire ──► its session's server has room, or another has and moving pays? ──► yes: return it
                     │ no
                     ▼
-              a queue per server, for the sessions that live there, and a common one for all others;
-              each is ordered by priority
-                    │                                  │
-                    │ no server at all, and none       │ a server has room: the first of its queue and
-                    │ expected, or not for a long time │ of the common one; if both are empty, the first
-                    ▼                                  ▼ of another server's queue, if moving it pays
-                  fail                            return the server
+              a queue per server, for the sessions that live there, and a common one for the
+              others; each is ordered by priority
+                    │                              │
+                    │ no server at all, and none   │ a server has room: the first of its queue and
+                    │ expected, or for too long    │ of the common one; if both are empty, the
+                    │                              │ first of another server's queue, if moving it
+                    ▼                              ▼ pays
+                  fail                        return the server
 
 Moving a session pays where its context is computed in less time than its server needs to get to it.
 Both are estimated from the requests that have ended; before the first of them, no room stays empty
@@ -277,7 +278,7 @@ class RequestQueue:
         return bool(queue)
 
     def _moving_pays(self, request: GenerateRequest, turns: int) -> bool:
-        """Return whether to compute a request's context elsewhere instead of waiting so many turns."""
+        """Return whether to compute a request's context elsewhere, and not wait so many turns."""
         prefill_seconds, wait_seconds = self._costs_of_moving(request, turns)
         return self.moves(prefill_seconds, wait_seconds)
 

@@ -57,7 +57,7 @@ class PrefixIndex:
         return hashes
 
     def find(self, block_hashes: Sequence[int]) -> tuple[str | None, int]:
-        """Return the server that ran the longest prefix of a prompt, and the prefix's length in ids."""
+        """Return the server that ran the longest prefix of a prompt, and how many ids that has."""
         server = None
         num_blocks = 0
         for block_hash in block_hashes:

@@ -306,7 +306,7 @@ def _sum(*metrics: BackendMetrics) -> BackendMetrics:
 
 
 def _difference(metrics: BackendMetrics, baseline: BackendMetrics) -> BackendMetrics:
-    """Return all differences; unlike ``BackendMetrics.since``, that of ``recompilations`` as well."""
+    """Return all differences; ``BackendMetrics.since`` leaves out ``recompilations``."""
     differences: dict[str, Any] = {}
     for name in BackendMetrics.__dataclass_fields__:
         differences[name] = getattr(metrics, name) - getattr(baseline, name)
