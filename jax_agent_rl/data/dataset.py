@@ -3,7 +3,7 @@
 ::
 
     data.train ──► find_files (globs, Hub) ──► JsonLines, ParquetRows ──► Dataset ──► DataCursor, agents
-                                               read by ``reader``,           └─► RowOutlines ──► checks of a run
+                                               read by ``reader``,           └─► RowsWithoutPrompts ──► checks of a run
                                                all rows checked once
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 
 from jax_agent_rl.config import Config, DataSource
-from jax_agent_rl.data.reader import SUFFIXES, ParquetFile, PlacedRow, Row, read_row_file
+from jax_agent_rl.data.reader import SUFFIXES, LocatedRow, ParquetFile, Row, read_row_file
 from jax_agent_rl.data.rows import RowChecks, media_files, media_kinds
 from jax_agent_rl.data.task_folder import task_folder
 from jax_agent_rl.errors import ConfigError, DataError
@@ -69,11 +69,11 @@ class JsonLines:
     def __init__(
         self, file: Path, checks: RowChecks, content: RowFingerprint, *, limit: int | None = None
     ) -> None:
-        self._rows: list[PlacedRow] = []
+        self._rows: list[LocatedRow] = []
         for place, row in itertools.islice(read_row_file(file), limit):
             checked = checks.read(row, place, file.parent)
             _add(content, row, checked, place)
-            self._rows.append(PlacedRow(place, checked))
+            self._rows.append(LocatedRow(place, checked))
         self.modalities = frozenset[str]().union(*(media_kinds(row) for _, row in self._rows))
         self.row_groups = [
             min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)
@@ -85,10 +85,10 @@ class JsonLines:
     def __getitem__(self, number: int) -> Row:
         return self._rows[number].row
 
-    def outlines(self) -> Iterator[PlacedRow]:
+    def without_prompts(self) -> Iterator[LocatedRow]:
         """Yield every row without what only agents read."""
         for place, row in self._rows:
-            yield PlacedRow(
+            yield LocatedRow(
                 place, {column: value for column, value in row.items() if column not in _LARGE}
             )
 
@@ -174,7 +174,7 @@ class ParquetRows:
         ((place, row),) = self._placed(group, number - begins[group], 1)
         return self._checks.read(row, place, self._file.path.parent)
 
-    def outlines(self) -> Iterator[PlacedRow]:
+    def without_prompts(self) -> Iterator[LocatedRow]:
         """Yield every row without what only agents read, a group at a time."""
         columns = [column for column in self._file.columns if column not in _LARGE]
         for group, used in enumerate(self._used):
@@ -182,7 +182,7 @@ class ParquetRows:
                 table = self._file.read_group(group, columns).slice(0, used)
                 yield from self._file.rows(table, self._file.group_begins[group])
 
-    def _placed(self, group: int, begin: int, count: int) -> Iterator[PlacedRow]:
+    def _placed(self, group: int, begin: int, count: int) -> Iterator[LocatedRow]:
         """Yield ``count`` rows of a group from the ``begin``-th on, unchecked."""
         if not count:
             return
@@ -244,7 +244,7 @@ class Dataset(Sequence[Row]):
         return frozenset[str]().union(*(part.modalities for part in self.parts))
 
 
-class RowOutlines(Collection[Row]):
+class RowsWithoutPrompts(Collection[Row]):
     """The rows of several data sets, without the columns that only agents read (prompts, images, videos).
 
     Iterating over them takes little memory, and less time than over the rows.
@@ -260,13 +260,13 @@ class RowOutlines(Collection[Row]):
         return sum(map(len, self._datasets))
 
     def __iter__(self) -> Iterator[Row]:
-        return (row for _, row in self.placed())
+        return (row for _, row in self.located())
 
-    def placed(self) -> Iterator[PlacedRow]:
+    def located(self) -> Iterator[LocatedRow]:
         """Yield the rows with their places, for messages."""
         for dataset in self._datasets:
             for part in dataset.parts:
-                yield from part.outlines()
+                yield from part.without_prompts()
 
     def __contains__(self, row: object) -> bool:
         return any(row == each for each in self)

@@ -70,14 +70,14 @@ _NO_KEYS: frozenset[str] = frozenset()
 _NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 
 
-class PlacedRow(NamedTuple):
+class LocatedRow(NamedTuple):
     """A row, and where it stands, for messages: ``rows.jsonl, line 3``."""
 
     place: str
     row: Row
 
 
-def read_row_file(file: Path, wanted: Collection[int] | None = None) -> Iterator[PlacedRow]:
+def read_row_file(file: Path, wanted: Collection[int] | None = None) -> Iterator[LocatedRow]:
     """Yield every row of a file, in order; a few are in memory at a time, however many the file has.
 
     Args:
@@ -110,7 +110,7 @@ def located(place: str) -> Iterator[None]:
 # --- JSON Lines -----------------------------------------------------------------------------------
 
 
-def read_json_lines(file: Path, wanted: Collection[int] | None = None) -> Iterator[PlacedRow]:
+def read_json_lines(file: Path, wanted: Collection[int] | None = None) -> Iterator[LocatedRow]:
     """Yield rows of a file of JSON Lines, whatever its name; see :func:`read_row_file`."""
     index = 0
     try:
@@ -123,7 +123,7 @@ def read_json_lines(file: Path, wanted: Collection[int] | None = None) -> Iterat
             if not line.strip():
                 continue
             if wanted is None or index in wanted:
-                yield PlacedRow(place, plain_row(_parse(line, place, is_first=number == 1), place))
+                yield LocatedRow(place, plain_row(_parse(line, place, is_first=number == 1), place))
             index += 1
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from None
@@ -197,7 +197,7 @@ class ParquetFile:
         ):
             return file.read_row_group(group, columns=chosen)
 
-    def read_rows(self, wanted: Collection[int] | None = None) -> Iterator[PlacedRow]:
+    def read_rows(self, wanted: Collection[int] | None = None) -> Iterator[LocatedRow]:
         """Yield rows of the file, see :func:`read_row_file`; row groups may be as large as the file."""
         for begin, table in self._parts(wanted):
             chosen = (
@@ -230,7 +230,7 @@ class ParquetFile:
 
     def rows(
         self, table: pyarrow.Table, begin: int, chosen: Iterable[int] | None = None
-    ) -> Iterator[PlacedRow]:
+    ) -> Iterator[LocatedRow]:
         """Yield the rows of a part of the file.
 
         Args:
@@ -254,7 +254,7 @@ class ParquetFile:
                     raw[name] = column.value(index)
             except _UnusableError as error:
                 raise error.inside(name).at(place) from None
-            yield PlacedRow(place, plain_row(raw, place))
+            yield LocatedRow(place, plain_row(raw, place))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from scipy.stats import bootstrap
 
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config
-from jax_agent_rl.data.dataset import RowOutlines, evaluation_sources
+from jax_agent_rl.data.dataset import RowsWithoutPrompts, evaluation_sources
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
@@ -145,7 +145,7 @@ async def evaluate(
         "seconds": round(seconds, 1),
         "scores": scores(
             groups,
-            [str(row["data_source"]) for row in RowOutlines(rollouts.rows)],
+            [str(row["data_source"]) for row in RowsWithoutPrompts(rollouts.rows)],
             samples=request.samples,
             ks=request.ks,
             pass_reward=request.pass_reward,

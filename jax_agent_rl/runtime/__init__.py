@@ -1,4 +1,4 @@
-"""How a run is put together: from a configuration to engines, agents and learner, on one or several hosts.
+"""How a run is put together: engines, agents and learner from a configuration, on one or more hosts.
 
 ``train`` a whole run · ``build`` its components · ``sampling`` and ``scoring`` the half without a
 learner · ``engines`` and ``placement`` which engines sample, and where · ``ray_cluster`` ·
@@ -14,7 +14,10 @@ from jax_agent_rl.utils.files import cache_root
 
 
 def use_compilation_cache() -> None:
-    """Cache programs that take half a second or more to compile on disk; JAX's own variables take precedence."""
+    """Cache on disk the programs that take half a second or more to compile.
+
+    JAX's own environment variables take precedence.
+    """
     import jax
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

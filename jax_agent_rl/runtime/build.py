@@ -1,4 +1,4 @@
-"""The components of a run in one process: engine and learner on its devices, agents on one asyncio loop."""
+"""The components of a run in one process: engine, learner and agents on one asyncio loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_agent_rl.agents import select_agents
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.base import Facts, unused
 from jax_agent_rl.data.cursor import DataCursor, Mixture
-from jax_agent_rl.data.dataset import RowOutlines
+from jax_agent_rl.data.dataset import RowsWithoutPrompts
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import find_estimator
 from jax_agent_rl.learner.checkpoint import Checkpointer
@@ -31,8 +31,9 @@ from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import open_tracer
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.membership import MembershipServer
+from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.server import AsyncServer, FleetMetrics
-from jax_agent_rl.runtime.engine_devices import check_turns, engine_mesh, idle_here
+from jax_agent_rl.runtime.engine_devices import check_turns, engine_mesh, idle_device_warnings
 from jax_agent_rl.runtime.engines import backend_factories, one_program, parameter_dtype, read_model
 from jax_agent_rl.runtime.identity import RunIdentity, run_identity
 from jax_agent_rl.runtime.multihost import (
@@ -53,8 +54,8 @@ from jax_agent_rl.runtime.multihost_engines import (
 from jax_agent_rl.runtime.placement import (
     first_version,
     open_engine,
-    open_places,
     place_engines,
+    reserve_actors,
     room_for_learning,
 )
 from jax_agent_rl.runtime.publishers import make_publisher
@@ -88,7 +89,8 @@ def require_used(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
         agents=select_agents(config, rows),
         has_vision=load_config(config.model.path).vision is not None,
     )
-    if problems := list(unused(config, facts)):
+    problems = list(unused(config, facts))
+    if problems:
         raise ConfigError(problems)
 
 
@@ -106,56 +108,67 @@ async def build(
     Cheap checks come first, so that a wrong path is reported before minutes of loading.
 
     Args:
-        config: the resolved configuration.
-        print_line: takes a line of progress.
+        print_line: prints a line of progress.
         channel: commands the learner's other processes, if any (``runtime.multihost``).
         folder: where traces go; None: the folder of ``run_dir``.
-        check_identity: called with what the run is of, before anything is loaded; raises where it
+        check_identity: called with the run's identity before anything is loaded; raises if the run
             must not go on.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
     """
-    sources = training_sources(config)
-    heldout_source = [(config.data.eval, config.data.eval_limit)] if config.data.eval else []
+    training = training_sources(config)
+    sources = list(training)
+    if config.data.eval:
+        sources.append((config.data.eval, config.data.eval_limit))
+
     async with AsyncExitStack() as stack:
-        prepared = await stack.enter_async_context(prepare(config, [*sources, *heldout_source]))
-        train, heldout = prepared.rows[: len(sources)], prepared.rows[len(sources) :]
-        weights = [source.weight or 1.0 for source in config.data.train[: len(train)]]
-        training_rows, every_row = RowOutlines(*train), RowOutlines(*prepared.rows)
-        require_used(config, every_row)
-        find_policy_loss(
-            config.algorithm.policy_loss.loss_mode
-        )  # imported now, if an installed package registers them
+        # Checks that need only the configuration and the rows.
+        prepared = await stack.enter_async_context(prepare(config, sources))
+        codec = prepared.codec
+        training_datasets = prepared.rows[: len(training)]
+        heldout_datasets = prepared.rows[len(training) :]
+        training_rows = RowsWithoutPrompts(*training_datasets)
+        all_rows = RowsWithoutPrompts(*prepared.rows)
+
+        require_used(config, all_rows)
+        # An installed package that registers them is imported now, not after minutes of loading.
+        find_policy_loss(config.algorithm.policy_loss.loss_mode)
         find_estimator(config.algorithm.adv_estimator)
-        refuse_adapters(config, every_row)
+        refuse_adapters(config, all_rows)
         require_teachers(config, training_rows)
         check_teachers(config)
+
         print_line("reading what the run is of")
-        identity = run_identity(config, [rows.fingerprint for rows in train])
+        identity = run_identity(config, [dataset.fingerprint for dataset in training_datasets])
         check_identity(identity)
         if channel is not None:
             await require_equal_models(identity.content)
-        codec = prepared.codec
-        places = await stack.enter_async_context(open_places(config))
-        mesh = make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
-        embedded = config.rollout.backend == "jetstream" and config.rollout.placement != "separate"
-        sampling = engine_mesh(config) if embedded else None
-        if sampling is not None:
-            check_turns(config, mesh, sampling)
-        for line in idle_here(config, sampling, mesh):
+
+        # Devices, before anything is loaded onto them.
+        actor_options = await stack.enter_async_context(reserve_actors(config))
+        learner_mesh = make_mesh(config.learner.mesh)
+        sampling_mesh = None
+        if config.rollout.backend == "jetstream" and config.rollout.placement != "separate":
+            sampling_mesh = engine_mesh(config)
+            check_turns(config, learner_mesh, sampling_mesh)
+        for line in idle_device_warnings(config, sampling_mesh, learner_mesh):
             logger.warning(line)
+
+        # Agents, which ask tool servers and sandboxes whether they are up.
         folder = folder or RunDir(Path(config.run_dir))
         tracer = await stack.enter_async_context(open_tracer(config.trace, folder))
         client, agents = await stack.enter_async_context(
             open_agents(config, prepared, tracer=tracer)
         )
         agents.collector.require_branching(training_rows)
-        await agents.preflight(every_row.placed())
+        await agents.preflight(all_rows.located())
+
+        # The learner.
         print_line(f"loading {config.model.path}")
-        probe_ids = encode_text_of(codec, train[0][0])
+        probe_ids = encode_text_of(codec, training_datasets[0][0])
         model = read_model(config, codec, probe_ids)
-        table, score_by = one_program(config, model) or (None, None)
+        program_table, score_by = one_program(config, model) or (None, None)
         teach = await stack.enter_async_context(
             open_served_teachers(config, model, probe_ids=probe_ids, print_line=print_line)
         )
@@ -170,34 +183,45 @@ async def build(
             weight_buffer=weight_buffer,
         )
         stack.callback(publisher.close)
-        here = backend_factories(
-            config,
-            codec,
-            weights=lambda: (model, initial_weights(config, learner.params)),
-            print_line=print_line,
-            version=first_version(config),
-            table=table,
-        )
+
+        # The engines: this process's, those of Ray actors, those of the learner's other hosts.
+        local_engines: dict[str, BackendFactory]
         if weight_buffer is not None:
-            here = {
-                "host-0": functools.partial(
-                    make_host_engine, config, weight_buffer, print_line=print_line
-                )
-            }
-        later_places = await stack.enter_async_context(AsyncExitStack())
+            make_engine = functools.partial(
+                make_host_engine, config, weight_buffer, print_line=print_line
+            )
+            local_engines = {"host-0": make_engine}
+        else:
+            local_engines = backend_factories(
+                config,
+                codec,
+                weights=lambda: (model, initial_weights(config, learner.params)),
+                print_line=print_line,
+                version=first_version(config),
+                program_table=program_table,
+            )
+        # Entered before the client's close is pushed, so that what engines that joined later run in
+        # is released after they are closed.
+        later_reservations = await stack.enter_async_context(AsyncExitStack())
         stack.push_async_callback(client.close)
         print_line(f"starting the {config.rollout.backend} engine")
         client.check_server = functools.partial(check_server, config, client)
-        await client.start(place_engines(config, places, here))
-        beside = [*here, *(await join_hosts(client) if weight_buffer is not None else [])]
+        await client.start(place_engines(config, actor_options, local_engines))
+        colocated_names = list(local_engines)
+        if weight_buffer is not None:
+            colocated_names += await join_hosts(client)
+
         membership = MembershipServer(
             client,
             Path(config.run_dir),
             open_engine=functools.partial(open_engine, config),
-            places=later_places,
+            places=later_reservations,
         )
         stack.push_async_callback(membership.close)
         await membership.start()
+
+        weights = [source.weight or 1.0 for source in config.data.train[: len(training_datasets)]]
+        mixture = Mixture(training_datasets, weights)
         yield RunComponents(
             config=config,
             codec=codec,
@@ -207,23 +231,24 @@ async def build(
             evaluator=agents.evaluator,
             learner=learner,
             publisher=publisher,
-            cursor=DataCursor(
-                Mixture(train, weights), seed=config.seed, shuffle=config.data.shuffle
-            ),
-            heldout=heldout[0] if heldout else [],
+            cursor=DataCursor(mixture, seed=config.seed, shuffle=config.data.shuffle),
+            heldout=heldout_datasets[0] if heldout_datasets else [],
             training_rows=training_rows,
             teach=teach,
-            room_for_learning=room_for_learning(config, client, beside),
+            room_for_learning=room_for_learning(config, client, colocated_names),
             identity=identity.to_json(),
         )
 
 
 def initial_weights(config: Config, params: Params) -> Params:
-    """Return the learner's weights in the dtype of the updates that follow: with adapters, the model may be quantized.
+    """Return the learner's weights in the dtype of the updates that follow.
 
-    An engine of this process that takes its updates from the object store gets them rounded.
+    An engine of this process that takes its updates from the object store gets them rounded. With
+    adapters, the model may be quantized.
     """
-    dtype = parameter_dtype(config) if config.rollout.placement == "hybrid" else AS_THEY_ARE
+    dtype = AS_THEY_ARE
+    if config.rollout.placement == "hybrid":
+        dtype = parameter_dtype(config)
     return jax.tree.map(lambda x: rounded(x, dtype), params)
 
 
@@ -233,23 +258,27 @@ def refuse_adapters(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         ConfigError: an adapter is configured, or a row names one.
     """
-    named = sorted({row["adapter"] for row in rows if row.get("adapter")})
-    if config.rollout.adapters or config.agent.adapter or named:
+    row_adapters = set()
+    for row in rows:
+        if row.get("adapter"):
+            row_adapters.add(row["adapter"])
+    if config.rollout.adapters or config.agent.adapter or row_adapters:
         raise ConfigError(
             f"rollout.adapters={sorted(config.rollout.adapters)},"
-            f" agent.adapter={config.agent.adapter}, rows with adapter {named}: the learner trains"
-            " the model without them; remove them to train, or merge an adapter into the model."
-            " eval, rollout and serve sample with adapters"
+            f" agent.adapter={config.agent.adapter}, rows with adapter {sorted(row_adapters)}: the"
+            " learner trains the model without them; remove them to train, or merge an adapter into"
+            " the model. eval, rollout and serve sample with adapters"
         )
 
 
 def require_replay(config: Config, server: AsyncServer) -> None:
-    """Refuse to train on draws from a part of the vocabulary where the engine does not say which part.
+    """Refuse to train on draws from a part of the vocabulary that the engine does not report.
 
     Raises:
         ConfigError: the configuration restricts sampling, and the engine cannot replay it.
     """
-    rollout, settings = config.rollout, []
+    rollout = config.rollout
+    settings = []
     if rollout.restricts_sampling:
         settings.append(
             f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}"
@@ -273,10 +302,11 @@ def check_server(config: Config, client: LLMServerClient, server: AsyncServer) -
     """
     require_replay(config, server)
     require_grammars(config, server)
-    if missing := sorted(client.modalities - server.backend.capabilities.multi_modal):
+    missing_modalities = client.modalities - server.backend.capabilities.multi_modal
+    if missing_modalities:
         raise ConfigError(
-            f"{server.name} takes no {' and '.join(missing)} input, as the other engines of the run"
-            " do; start it with the run's configuration"
+            f"{server.name} takes no {' and '.join(sorted(missing_modalities))} input, as the other"
+            " engines of the run do; start it with the run's configuration"
         )
 
 
@@ -290,37 +320,39 @@ def make_learner(
     """Return the learner of ``model.path``, with a critic or several adapters if configured.
 
     Args:
-        config: the resolved configuration.
-        model: the policy's hyperparameters.
         score_by: computes old log-probs with ``rollout.deterministic``.
         channel: commands the learner's other processes, see ``runtime.multihost``.
 
     Raises:
         ConfigError: the mesh does not divide the model, or the critic has another architecture.
-        ModelError: files are missing or damaged, of a teacher, too.
+        ModelError: files of the policy, the critic or a teacher are missing or damaged.
     """
     learner = Learner(
         model,
-        _read(config.model.path, model, config),
+        _load_params(config.model.path, model, config),
         algorithm=config.algorithm,
         config=config.learner,
         temperature=config.rollout.temperature,
         critic=config.critic,
-        critic_init=_critic_init(config, model),
+        critic_init=_load_critic(config, model),
         score_by=score_by,
         teachers=make_teachers(config, model),
         total_steps=config.trainer.steps,
         vision_processor=VisionProcessor.of(model, config.model.path, pixels=config.model.pixels),
     )
-    names = sorted(set(config.agent.role_adapters.values()))
-    if names and config.learner.lora is not None:
+
+    adapters = sorted(set(config.agent.role_adapters.values()))
+    if adapters and config.learner.lora is not None:
         if channel is not None:
             raise ConfigError(
-                f"agent.role_adapters trains {names} on one host; remove learner.multihost, or"
+                f"agent.role_adapters trains {adapters} on one host; remove learner.multihost, or"
                 " agent.role_adapters"
             )
-        return MultiAdapterLearner(learner, config.learner.lora, names)
-    return learner if channel is None else LeadingLearner(learner, channel)
+        return MultiAdapterLearner(learner, config.learner.lora, adapters)
+
+    if channel is not None:
+        return LeadingLearner(learner, channel)
+    return learner
 
 
 def open_checkpointer(
@@ -345,20 +377,23 @@ def follow_run(config: Config) -> None:
         follow(learner, weight_buffer)
 
 
-def _critic_init(config: Config, policy: DecoderConfig) -> Params | None:
+def _load_critic(config: Config, policy: DecoderConfig) -> Params | None:
     """Return the weights of ``critic.path``; None if the critic starts from the policy's."""
     if config.critic.path is None:
         return None
+
     model = load_config(config.critic.path, weights=True)
     if critic_shapes(model) != critic_shapes(policy):
         raise ConfigError(
             f"critic.path={config.critic.path!r} holds a model of other shapes than"
             f" {config.model.path!r}; give one of the same architecture, or leave it out"
         )
-    return _read(config.critic.path, model, config)
+    return _load_params(config.critic.path, model, config)
 
 
-def _read(path: str, model: DecoderConfig, config: Config) -> Params:
+def _load_params(path: str, model: DecoderConfig, config: Config) -> Params:
     """Return a model's parameters on the learner's mesh; each device's shard is read separately."""
     mesh = make_mesh(config.learner.mesh)
-    return load_hf(path, shardings=parameter_shardings(mesh, model.parameter_shapes()))[1]
+    shardings = parameter_shardings(mesh, model.parameter_shapes())
+    _, params = load_hf(path, shardings=shardings)
+    return params

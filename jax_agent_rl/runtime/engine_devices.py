@@ -1,9 +1,10 @@
-"""Devices of the jetstream engines of a process: chosen where the configuration leaves them open, and idle ones.
+"""Devices of a process's jetstream engines: chosen where the configuration is open, and idle ones.
 
 ::
 
-    tensor   as few devices as hold the weights and the KV cache, beside the learner's state if it is there, too
-    expert   for a mixture, these instead: kernels prefer whole experts to parts of all
+    tensor   as few devices as hold the weights and the KV cache, and the learner's state if it is
+             on the same devices
+    expert   for a mixture of experts, these instead: kernels prefer whole experts to parts of all
     data     as many engines as the process's other devices allow
 
 Only accelerators are filled up: simulated devices of a CPU share its cores, so they get one engine
@@ -45,7 +46,7 @@ class ResidentBytes:
     Attributes:
         learner: parameters, gradient and optimizer.
         weights: the engine's.
-        position: KV of one token, and its experts.
+        position: KV of one token, and the ids of its experts.
     """
 
     learner: float
@@ -55,36 +56,26 @@ class ResidentBytes:
     @classmethod
     def estimate(cls, config: Config, model: DecoderConfig, *, devices: int) -> ResidentBytes:
         """Estimate the bytes of an engine on so many devices, and of the configured learner."""
-        mesh, engine = config.learner.mesh, config.rollout.jetstream
-        shapes, count, learner = model.parameter_shapes(), parameter_count(model), 0.0
-        if config.algorithm.adv_estimator == "gae":
-            learner += 2 * MASTER * count + optimizer_bytes(config.critic, shapes)
-        if config.learner.lora is not None:
-            learner += MASTER * count / 2
-        else:
-            reference = config.algorithm.kl.where != "none" and config.distill is None
-            learner += (2 + reference) * MASTER * count + optimizer_bytes(config.learner, shapes)
-        teachers = (
-            [t.path for t in config.distill.teachers if t.url is None] if config.distill else []
-        )
-        teacher_bytes = 2 if config.learner.compute_dtype == "bfloat16" else 4
-        learner += sum(parameter_count(load_config(path)) for path in teachers) * teacher_bytes
-        own = 2 if engine.dtype == "bfloat16" else 4
-        heads = math.lcm(model.num_kv_heads, devices) / devices
-        keys_values = (
-            2
-            * model.num_layers
-            * heads
-            * model.head_dim
-            * (own if engine.kv_dtype == "auto" else 1)
-        )
-        routed, experts = 0, model.experts
-        if experts is not None:
-            routed = model.num_layers * experts.per_token * (2 if experts.count > 256 else 1)
+        learner_mesh = config.learner.mesh
+        engine = config.rollout.jetstream
+        count = parameter_count(model)
+
+        dtype_bytes = 2 if engine.dtype == "bfloat16" else 4
+        weight_bytes = dtype_bytes if engine.quantize == "none" else 1
+        kv_bytes = dtype_bytes if engine.kv_dtype == "auto" else 1
+
+        # KV heads are repeated where there are fewer of them than devices.
+        heads_per_device = math.lcm(model.num_kv_heads, devices) / devices
+        position = 2 * model.num_layers * heads_per_device * model.head_dim * kv_bytes
+        if model.experts is not None:
+            expert_id_bytes = 2 if model.experts.count > 256 else 1
+            position += model.num_layers * model.experts.per_token * expert_id_bytes
+
         return cls(
-            learner=learner / (mesh.fsdp * mesh.tensor * mesh.expert),
-            weights=count * (own if engine.quantize == "none" else 1) / devices,
-            position=keys_values + routed,
+            learner=_learner_bytes(config, model)
+            / (learner_mesh.fsdp * learner_mesh.tensor * learner_mesh.expert),
+            weights=count * weight_bytes / devices,
+            position=position,
         )
 
     def serving(self, shapes: EngineShapes) -> float:
@@ -92,14 +83,35 @@ class ResidentBytes:
         return self.weights + shapes.pages * shapes.page * self.position
 
 
+def _learner_bytes(config: Config, model: DecoderConfig) -> float:
+    """Return the bytes of the configured learner, critic and teachers, on all devices together."""
+    shapes = model.parameter_shapes()
+    count = parameter_count(model)
+    total = 0.0
+
+    if config.algorithm.adv_estimator == "gae":
+        total += 2 * MASTER * count + optimizer_bytes(config.critic, shapes)
+
+    if config.learner.lora is not None:
+        total += MASTER * count / 2
+    else:
+        copies = 2  # parameters and gradient
+        if config.algorithm.kl.where != "none" and config.distill is None:
+            copies += 1  # the reference model
+        total += copies * MASTER * count + optimizer_bytes(config.learner, shapes)
+
+    if config.distill:
+        teacher_bytes = 2 if config.learner.compute_dtype == "bfloat16" else 4
+        for teacher in config.distill.teachers:
+            if teacher.url is None:
+                total += parameter_count(load_config(teacher.path)) * teacher_bytes
+    return total
+
+
 def parameter_count(model: DecoderConfig) -> int:
     """Return the number of a model's parameters."""
-    return sum(
-        map(
-            math.prod,
-            jax.tree.leaves(model.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple)),
-        )
-    )
+    shapes = jax.tree.leaves(model.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def resolve_engine_mesh(
@@ -112,8 +124,6 @@ def resolve_engine_mesh(
     """Return the configuration with numbers for the engines' mesh.
 
     Args:
-        config: the resolved configuration.
-        model: the model.
         devices: of a process, or described ones; None for this process's.
         memory: bytes of a device; None asks the device.
 
@@ -122,42 +132,51 @@ def resolve_engine_mesh(
     """
     from jax_agent_rl.jetstream.sharding import make_engine_mesh
 
-    rollout, mesh = config.rollout, config.rollout.jetstream.mesh
+    rollout = config.rollout
+    mesh = rollout.jetstream.mesh
     if mesh.data is not None and mesh.tensor is not None:
         return with_engine_mesh(config, mesh)
-    devices = jax.local_devices() if devices is None else devices
-    one_program = rollout.deterministic or rollout.jetstream.engine_factory is not None
-    if one_program or devices[0].platform == "cpu":
+    if devices is None:
+        devices = jax.local_devices()
+    has_one_program = rollout.deterministic or rollout.jetstream.engine_factory is not None
+    if has_one_program or devices[0].platform == "cpu":
         return with_engine_mesh(config, mesh)
-    own = devices[rollout.jetstream.device_offset :]
-    most = len(own) // ((mesh.expert or 1) * (mesh.data or 1))
-    if not most:  # this says what is missing
+
+    engine_devices = devices[rollout.jetstream.device_offset :]
+    max_size = len(engine_devices) // ((mesh.expert or 1) * (mesh.data or 1))
+    if max_size == 0:
+        # Raises the error that says what is missing.
         make_engine_mesh(mesh, device_offset=rollout.jetstream.device_offset, devices=devices)
-    meshes = [mesh]
+
+    # Candidates for one engine, the smallest first.
+    candidates = [mesh]
     if mesh.tensor is None:
         axis = "expert" if model.experts is not None and mesh.expert is None else "tensor"
-        every = [mesh.model_copy(update={axis: size}) for size in range(1, most + 1)]
-        meshes = [one for one in every if _divides(one, model, own)] or every[:1]
+        sizes = [mesh.model_copy(update={axis: size}) for size in range(1, max_size + 1)]
+        candidates = [size for size in sizes if _divides(size, model, engine_devices)]
+        if not candidates:
+            candidates = sizes[:1]
+
     if memory is None:
         memory = (devices[0].memory_stats() or {}).get("bytes_limit")
-    for one in meshes:
-        data = mesh.data or max(1, len(own) // one.engine_devices)
-        made = with_engine_mesh(config, one.model_copy(update={"data": data}))
-        if memory is None or _need(made, model) <= _USED_SHARE * memory:
-            return made
-    return made
+    for candidate in candidates:
+        data = mesh.data or max(1, len(engine_devices) // candidate.engine_devices)
+        resolved = with_engine_mesh(config, candidate.model_copy(update={"data": data}))
+        if memory is None or _resident_bytes(resolved, model) <= _USED_SHARE * memory:
+            return resolved
+    return resolved  # the largest, although it does not fit
 
 
 def with_engine_mesh(config: Config, mesh: EngineMeshConfig) -> Config:
     """Return the configuration with this ``rollout.jetstream.mesh``; what is null is 1."""
     mesh = EngineMeshConfig(data=mesh.data or 1, expert=mesh.expert or 1, tensor=mesh.tensor or 1)
     engine = config.rollout.jetstream.model_copy(update={"mesh": mesh})
-    return config.model_copy(
-        update={"rollout": config.rollout.model_copy(update={"jetstream": engine})}
-    )
+    rollout = config.rollout.model_copy(update={"jetstream": engine})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _divides(mesh: EngineMeshConfig, model: DecoderConfig, devices: Sequence[Device]) -> bool:
+    """Return whether one engine of this mesh can shard the model."""
     from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 
     try:
@@ -167,17 +186,18 @@ def _divides(mesh: EngineMeshConfig, model: DecoderConfig, devices: Sequence[Dev
     return True
 
 
-def _need(config: Config, model: DecoderConfig) -> float:
-    """Return the bytes that stay on a device of an engine."""
-    rollout, engine = config.rollout, config.rollout.jetstream
-    stay = ResidentBytes.estimate(config, model, devices=engine.mesh.engine_devices)
-    shared = (
-        rollout.placement != "separate"
-        and rollout.backend == "jetstream"
-        and not rollout.sleep_during_update
-    )
-    beside = engine.device_offset >= config.learner.mesh.devices
-    return stay.serving(engine_shapes(config)) + (stay.learner if shared and not beside else 0.0)
+def _resident_bytes(config: Config, model: DecoderConfig) -> float:
+    """Return the bytes that stay on a device of an engine, the learner's included if it shares it."""
+    rollout = config.rollout
+    engine = rollout.jetstream
+    resident = ResidentBytes.estimate(config, model, devices=engine.mesh.engine_devices)
+    total = resident.serving(engine_shapes(config))
+
+    is_embedded = rollout.backend == "jetstream" and rollout.placement != "separate"
+    has_learner_devices = engine.device_offset < config.learner.mesh.devices
+    if is_embedded and has_learner_devices and not rollout.sleep_during_update:
+        total += resident.learner
+    return total
 
 
 def engine_mesh(config: Config) -> Mesh:
@@ -193,16 +213,18 @@ def engine_mesh(config: Config) -> Mesh:
 
 
 def engine_shapes(config: Config) -> EngineShapes:
-    """Return the shapes that each embedded engine compiles: for its part of the trajectories in flight."""
+    """Return the shapes that each embedded engine compiles, for its part of the trajectories."""
     from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens, prefill_buckets
 
-    engine, longest = config.rollout.jetstream, config.rollout.max_model_len
-    in_flight = -(-config.rollout.max_in_flight // (engine.mesh.data or 1))
+    engine = config.rollout.jetstream
+    max_model_len = config.rollout.max_model_len
+    in_flight = math.ceil(config.rollout.max_in_flight / (engine.mesh.data or 1))
     slots = min(engine.max_concurrent_decodes, in_flight)
+    cache_tokens = engine.kv_cache_tokens or kv_cache_tokens(max_model_len, slots, in_flight)
     return EngineShapes(
-        max_model_len=longest,
+        max_model_len=max_model_len,
         max_concurrent_decodes=slots,
-        kv_cache_tokens=engine.kv_cache_tokens or kv_cache_tokens(longest, slots, in_flight),
+        kv_cache_tokens=cache_tokens,
         decode_steps=engine.decode_steps,
         prefill_buckets=engine.prefill_buckets or prefill_buckets(config.agent.max_prompt_length),
         patch_buckets=engine.patch_buckets,
@@ -217,22 +239,15 @@ def check_turns(config: Config, learner: Mesh, engines: Mesh) -> None:
     Collectives run in launch order on each device. Programs of engine and learner launched
     concurrently have no common order, so each could wait for a device that is in the other.
 
-    Args:
-        config: the resolved configuration.
-        learner: mesh of the learner.
-        engines: mesh of the colocated engines.
-
     Raises:
         ConfigError: an engine and the learner span several of the same devices, and the trainer
             does not alternate them.
     """
     from jax_agent_rl.jetstream.sharding import split_mesh
 
-    own = set(learner.devices.flat)
-    mode, shared = (
-        config.trainer.mode,
-        max(len(own & set(one.devices.flat)) for one in split_mesh(engines)),
-    )
+    mode = config.trainer.mode
+    learner_devices = set(learner.devices.flat)
+    shared = max(len(learner_devices & set(mesh.devices.flat)) for mesh in split_mesh(engines))
     if mode == "sync" or config.rollout.placement != "colocated" or shared < 2:
         return
     raise ConfigError(
@@ -258,82 +273,94 @@ def report_idle(
     """Return a line, with a fix, for each phase in which devices have nothing to do.
 
     Args:
-        config: the configuration.
         count: number of all devices.
         sampling: numbers of those with an engine; empty if engines run elsewhere.
         learning: numbers of the learner's; empty without a learner.
         hosts: number of processes, each of which has engines.
     """
-    everything = set(range(count))
-    if (
-        sampling and learning and not set(sampling) & set(learning)
-    ):  # they sample and learn at the same time
+    if sampling and learning and not set(sampling) & set(learning):
+        # Engines and learner work at the same time, so none of their devices waits for the others.
         sampling = learning = {*sampling, *learning}
+
+    all_devices = set(range(count))
     lines = []
-    if sampling and (idle := everything - set(sampling)):
+    without_engine = all_devices - set(sampling)
+    if sampling and without_engine:
         engine = config.rollout.jetstream
-        own = count // hosts - engine.device_offset
-        fix = f"set rollout.jetstream.mesh.tensor to a divisor of {own}"
-        if engine.mesh.data is not None and own % engine.mesh.engine_devices == 0:
-            fix = (
-                f"set rollout.jetstream.mesh.data={own // engine.mesh.engine_devices}, or leave"
-                " it out"
-            )
-        lines.append(f"{_devices(idle)} of {count} have no engine to sample with: {fix}")
-    if learning and (idle := everything - set(learning)):
-        mesh = config.learner.mesh
-        factor, rest = divmod(count, mesh.devices)
-        key = (
-            f"learner.mesh.fsdp={mesh.fsdp * factor}"
-            if not rest
-            else f"axes of learner.mesh whose product is {count}"
+        host_devices = count // hosts - engine.device_offset
+        fix = f"set rollout.jetstream.mesh.tensor to a divisor of {host_devices}"
+        if engine.mesh.data is not None and host_devices % engine.mesh.engine_devices == 0:
+            data = host_devices // engine.mesh.engine_devices
+            fix = f"set rollout.jetstream.mesh.data={data}, or leave it out"
+        lines.append(
+            f"{_name_devices(without_engine)} of {count} have no engine to sample with: {fix}"
         )
-        lines.append(f"{_devices(idle)} of {count} have no part in learning: set {key}")
+
+    without_learner = all_devices - set(learning)
+    if learning and without_learner:
+        mesh = config.learner.mesh
+        if count % mesh.devices == 0:
+            key = f"learner.mesh.fsdp={mesh.fsdp * (count // mesh.devices)}"
+        else:
+            key = f"axes of learner.mesh whose product is {count}"
+        lines.append(
+            f"{_name_devices(without_learner)} of {count} have no part in learning: set {key}"
+        )
     return lines
 
 
-def idle_here(config: Config, engines: Mesh | None, learner: Mesh | None) -> list[str]:
+def idle_device_warnings(config: Config, engines: Mesh | None, learner: Mesh | None) -> list[str]:
     """Return the lines of :func:`report_idle` for the devices of all processes; none on CPUs.
 
     Args:
-        config: the resolved configuration.
-        engines: mesh of this process's engines; the others have the same.
-        learner: mesh of the learner.
+        engines: mesh of this process's engines; other processes have the same.
+        learner: None without a learner.
     """
-    devices, local = jax.devices(), jax.local_devices()
+    devices = jax.devices()
     if devices[0].platform == "cpu":
         return []
     number = {device: i for i, device in enumerate(devices)}
-    places = [] if engines is None else [local.index(device) for device in engines.devices.flat]
     hosts = [jax.local_devices(process_index=host) for host in range(jax.process_count())]
+
+    sampling = set()
+    if engines is not None:
+        local_devices = jax.local_devices()
+        for device in engines.devices.flat:
+            local_index = local_devices.index(device)
+            for host in hosts:
+                if local_index < len(host):
+                    sampling.add(number[host[local_index]])
+
+    learning = set()
+    if learner is not None:
+        learning = {number[device] for device in learner.devices.flat}
+
     return report_idle(
-        config,
-        count=len(devices),
-        sampling={number[host[place]] for host in hosts for place in places if place < len(host)},
-        learning=set() if learner is None else {number[device] for device in learner.devices.flat},
-        hosts=len(hosts),
+        config, count=len(devices), sampling=sampling, learning=learning, hosts=len(hosts)
     )
 
 
 def expect_idle(config: Config, count: int) -> list[str]:
-    """Return the lines of :func:`report_idle` for a host with so many devices, before a run chooses its mesh."""
-    engine, mesh = config.rollout.jetstream, config.rollout.jetstream.mesh
+    """Return the lines of :func:`report_idle` for a host of ``count`` devices, before a run."""
+    engine = config.rollout.jetstream
+    mesh = engine.mesh
+
     sampling = range(0)
     if config.rollout.backend == "jetstream" and config.rollout.placement != "separate":
-        data = mesh.data or max(1, (count - engine.device_offset) // mesh.engine_devices)
-        is_open = mesh.data is None and mesh.tensor is None
-        sampling = range(
-            engine.device_offset,
-            count if is_open else engine.device_offset + data * mesh.engine_devices,
-        )
-    alone = (
-        config.learner.multihost.num_processes in (None, 1)
-        and config.learner.multihost.coordinator is None
-    )
-    learning = range(config.learner.mesh.devices if alone else count)
+        if mesh.data is None and mesh.tensor is None:
+            end = count  # a run will choose a mesh that fills the host
+        else:
+            data = mesh.data or max(1, (count - engine.device_offset) // mesh.engine_devices)
+            end = engine.device_offset + data * mesh.engine_devices
+        sampling = range(engine.device_offset, end)
+
+    multihost = config.learner.multihost
+    is_one_process = multihost.num_processes in (None, 1) and multihost.coordinator is None
+    learning = range(config.learner.mesh.devices if is_one_process else count)
     return report_idle(config, count=count, sampling=sampling, learning=learning)
 
 
-def _devices(numbers: Collection[int]) -> str:
+def _name_devices(numbers: Collection[int]) -> str:
     """Name devices by number, such as ``devices 2, 5-7``."""
-    return f"{'device' if len(numbers) == 1 else 'devices'} {number_ranges(numbers, dash='-')}"
+    noun = "device" if len(numbers) == 1 else "devices"
+    return f"{noun} {number_ranges(numbers, dash='-')}"

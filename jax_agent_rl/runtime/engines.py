@@ -1,11 +1,11 @@
-"""The engines of ``rollout.backend``, as factories and unstarted backends. Their code is imported when needed.
+"""The engines of ``rollout.backend``, as factories and unstarted backends.
 
-::
+The code of an engine is imported when it is needed::
 
     jetstream   engines in this process, on its devices, as one (``runtime.engine_devices``)
     vllm        one vLLM engine in child processes of this one
     remote      a client per rollout server of ``rollout.urls``, each with an engine of its own
-    any other   what an installed package registers (``utils.plugins``), called with a ``BackendSpec``
+    any other   what an installed package registers (``utils.plugins``); gets a ``BackendSpec``
 
 The first two can run in other processes: :mod:`~jax_agent_rl.runtime.placement`.
 """
@@ -67,15 +67,18 @@ def check_engine(config: Config) -> None:
             is no adapter, or one of another model.
     """
     for name, folder in config.rollout.adapters.items():
-        read_settings(folder, key=f"rollout.adapters.{name}")
-        check_base(folder, config.model.path, key=f"rollout.adapters.{name}")
-    if config.rollout.backend == "remote":
+        key = f"rollout.adapters.{name}"
+        read_settings(folder, key=key)
+        check_base(folder, config.model.path, key=key)
+
+    backend = config.rollout.backend
+    if backend == "remote":
         token_from(config.rollout.token_env, key="rollout.token_env")
-    if config.rollout.backend == "jetstream":
-        _engine_factory(config)
-    if isinstance(config.rollout.backend, InstalledName):
-        load_installed("backends", config.rollout.backend)
-    if config.rollout.backend == "vllm":
+    if backend == "jetstream":
+        _external_engine(config)
+    if isinstance(backend, InstalledName):
+        load_installed("backends", backend)
+    if backend == "vllm":
         try:
             from gpu_backend.settings import check_engine_args, check_installation
             from gpu_backend.weights import Checkpoint
@@ -92,36 +95,33 @@ def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ())
     """Return the model without weights, with the tokenizer's end ids if its own files name none.
 
     Args:
-        config: the resolved configuration.
-        codec: the model's tokenizer.
-        prompt_ids: a prompt of the run, checked against the model's vocabulary. Unused ids may
-            exceed it: some tokenizers have more ids (of images, print_line) than the model has
-            embeddings.
+        prompt_ids: token ids of a prompt of the run, checked against the model's vocabulary. Ids
+            that no prompt uses may exceed it: some tokenizers have more ids, of images for one,
+            than the model has embeddings.
 
     Raises:
         ModelError: the files are missing, damaged or of an unknown family, or the tokenizer is
             another model's.
     """
     model = load_config(config.model.path, weights=True)
-    largest = max((*codec.eos_token_ids, *prompt_ids))
-    if largest >= model.vocab_size:
+
+    largest_id = max((*codec.eos_token_ids, *prompt_ids))
+    if largest_id >= model.vocab_size:
         raise ModelError(
-            f"the tokenizer at {config.model.path} gives id {largest}, but the model has"
+            f"the tokenizer at {config.model.path} gives id {largest_id}, but the model has"
             f" {model.vocab_size} embeddings (vocab_size): they are of different models; put the"
             " model's own tokenizer there"
         )
-    return model if model.eos_token_ids else replace(model, eos_token_ids=codec.eos_token_ids)
+
+    if not model.eos_token_ids:
+        model = replace(model, eos_token_ids=codec.eos_token_ids)
+    return model
 
 
 def load_model(
     config: Config, codec: ChatCodec, *, dtype: str = "float32"
 ) -> tuple[DecoderConfig, Params]:
     """Return the model and its weights, sharded for an engine without a learner.
-
-    Args:
-        config: the resolved configuration.
-        codec: the model's tokenizer.
-        dtype: dtype of the weights.
 
     Raises:
         ConfigError: the engine's mesh does not divide the model.
@@ -130,8 +130,9 @@ def load_model(
     from jax_agent_rl.jetstream.sharding import learner_shardings
 
     model = read_model(config, codec)
-    places = learner_shardings(model, engine_mesh(config))
-    return model, load_hf(config.model.path, dtype=jnp.dtype(dtype), shardings=places)[1]
+    shardings = learner_shardings(model, engine_mesh(config))
+    _, params = load_hf(config.model.path, dtype=jnp.dtype(dtype), shardings=shardings)
+    return model, params
 
 
 def backend_factories(
@@ -141,19 +142,19 @@ def backend_factories(
     weights: Weights,
     print_line: Callable[[str], None],
     version: int = 0,
-    table: ProgramTable | None = None,
+    program_table: ProgramTable | None = None,
     serving: bool = False,
 ) -> dict[str, BackendFactory]:
-    """Return the factories of the engines of ``rollout.backend``, by name; :func:`check_engine` comes first.
+    """Return the factories of the engines of ``rollout.backend``, by name.
+
+    Call :func:`check_engine` first.
 
     Args:
-        config: the resolved configuration.
-        codec: the model's codec.
         weights: returns the model and its initial parameters; called only for engines that do not
             read them.
-        print_line: takes a line of progress.
+        print_line: prints a line of progress.
         version: policy version of the initial parameters.
-        table: see :func:`one_program`.
+        program_table: see :func:`one_program`.
         serving: an embedded engine compiles a program when a request first needs it, and more of
             them for short contexts: it answers sooner, and requests of many lengths are as fast as
             their own length allows.
@@ -164,11 +165,14 @@ def backend_factories(
         case "vllm":
             return {"vllm": functools.partial(_vllm, config, codec, version)}
         case "jetstream":
-            return {
-                "jetstream": lambda: _jetstream(
-                    config, codec, *weights(), print_line, version, table, serving
+
+            def make_jetstream() -> RolloutBackend:
+                model, params = weights()
+                return _jetstream(
+                    config, codec, model, params, print_line, version, program_table, serving
                 )
-            }
+
+            return {"jetstream": make_jetstream}
         case name:
             spec = BackendSpec(
                 model=str(model_folder(config.model.path, weights=True)),
@@ -183,15 +187,18 @@ def backend_factories(
 
 def make_client(config: Config, codec: ChatCodec) -> LLMServerClient:
     """Return the client of the configured engines, still without servers."""
-    # An engine in the learner's process that is the only one cannot be replaced.
-    alone = config.rollout.backend == "jetstream" and config.rollout.placement == "colocated"
-    irreplaceable = alone and jax.process_count() == 1
+    rollout = config.rollout
+    recovery_seconds = rollout.recovery_seconds
+    is_embedded = rollout.backend == "jetstream" and rollout.placement == "colocated"
+    if is_embedded and jax.process_count() == 1:
+        # The only engine is in the learner's process and cannot be replaced.
+        recovery_seconds = 0.0
     return LLMServerClient(
         decode_text=_decoder(codec),
-        max_in_flight_per_server=config.rollout.max_in_flight_per_server,
-        wait_for_server_seconds=config.rollout.wait_for_server_seconds,
-        recovery_seconds=0.0 if irreplaceable else config.rollout.recovery_seconds,
-        stall_seconds=config.rollout.stall_seconds,
+        max_in_flight_per_server=rollout.max_in_flight_per_server,
+        wait_for_server_seconds=rollout.wait_for_server_seconds,
+        recovery_seconds=recovery_seconds,
+        stall_seconds=rollout.stall_seconds,
         seed=config.seed,
     )
 
@@ -203,47 +210,58 @@ def make_engine(
     print_line: Callable[[str], None] = logger.info,
     dtype: str | None = None,
 ) -> RolloutBackend:
-    """Return the one engine of ``rollout.backend`` with the model's files, for a process without a learner.
+    """Return the one engine of ``rollout.backend``, for a process without a learner.
+
+    It reads the model's files.
 
     Args:
-        config: the resolved configuration.
         version: policy version of those files.
-        print_line: takes a line of progress.
+        print_line: prints a line of progress.
         dtype: dtype of the parameters given to an embedded engine, now and later; None:
             :func:`parameter_dtype`.
     """
     use_compilation_cache()
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
     weights = functools.partial(load_model, config, codec, dtype=dtype or parameter_dtype(config))
-    (make,) = backend_factories(
+    factories = backend_factories(
         config, codec, weights=weights, print_line=print_line, version=version
-    ).values()
-    return make()
+    )
+    (factory,) = factories.values()
+    return factory()
 
 
 def one_program(
     config: Config, model: DecoderConfig
 ) -> tuple[ProgramTable, DeterministicScorer] | None:
-    """Return the program that engine and learner share with ``rollout.deterministic``, and the learner's access to it.
+    """Return the programs that engine and learner share, and the scorer that the learner calls.
+
+    None without ``rollout.deterministic``.
 
     Raises:
         ConfigError: the model is not supported.
     """
     if not config.rollout.deterministic:
         return None
+
     from jax_agent_rl.jetstream.deterministic import DeterministicScorer
     from jax_agent_rl.jetstream.programs import ProgramTable
 
-    table = ProgramTable()
-    dtype, temperature = config.rollout.jetstream.dtype, config.rollout.temperature
+    program_table = ProgramTable()
     scorer = DeterministicScorer(
-        model, engine_shapes(config), dtype=dtype, table=table, temperature=temperature
+        model,
+        engine_shapes(config),
+        dtype=config.rollout.jetstream.dtype,
+        table=program_table,
+        temperature=config.rollout.temperature,
     )
-    return table, scorer
+    return program_table, scorer
 
 
 def parameter_dtype(config: Config) -> str:
-    """Return the dtype in which an embedded engine takes parameters without loss, ``Capabilities.weight_dtype``."""
+    """Return the dtype in which an embedded engine takes parameters without loss.
+
+    This is its ``Capabilities.weight_dtype``.
+    """
     from jax_agent_rl.jetstream.weights import weight_dtype
 
     precision = engine_precision(config)
@@ -269,36 +287,36 @@ def _jetstream(
     params: Params,
     print_line: Callable[[str], None],
     version: int,
-    table: ProgramTable | None,
+    program_table: ProgramTable | None,
     serving: bool,
 ) -> RolloutBackend:
     from jax_agent_rl.jetstream.data_parallel import make_backend
     from jax_agent_rl.jetstream.programs import ProgramTable
 
     config = resolve_engine_mesh(config, model)
-    if config.rollout.deterministic and table is None:  # serving, without a learner
-        table = ProgramTable()
+    if config.rollout.deterministic and program_table is None:
+        program_table = ProgramTable()  # serving, without a learner to share programs with
 
-    lora = config.learner.lora
+    shapes = engine_shapes(config)
+    if serving:
+        shapes = replace(shapes, shortest_span=SHORTEST_SERVED_SPAN)
+
+    adapters = {}
+    if config.learner.lora is not None:
+        for name in config.agent.role_adapters.values():
+            adapters[name] = blank_adapter(config.learner.lora, model)
+    for name, folder in config.rollout.adapters.items():
+        adapters[name] = read_peft(folder, model, key=f"rollout.adapters.{name}")
+
     return make_backend(
         model,
         params,
-        (
-            replace(engine_shapes(config), shortest_span=SHORTEST_SERVED_SPAN)
-            if serving
-            else engine_shapes(config)
-        ),
+        shapes,
         **engine_precision(config),
         mesh=engine_mesh(config),
-        deterministic=table,
-        external_engine=_engine_factory(config),
-        adapters={
-            name: blank_adapter(lora, model) for name in config.agent.role_adapters.values() if lora
-        }
-        | {
-            name: read_peft(folder, model, key=f"rollout.adapters.{name}")
-            for name, folder in config.rollout.adapters.items()
-        },
+        deterministic=program_table,
+        external_engine=_external_engine(config),
+        adapters=adapters,
         vision_processor=VisionProcessor.of(model, config.model.path, pixels=config.model.pixels),
         compile_ahead=False if serving else None,
         version=version,
@@ -309,12 +327,15 @@ def _jetstream(
     )
 
 
-def _engine_factory(config: Config) -> MakeEngine | None:
-    if (where := config.rollout.jetstream.engine_factory) is None:
+def _external_engine(config: Config) -> MakeEngine | None:
+    """Return the user's function ``rollout.jetstream.engine_factory``; None for our own engine."""
+    engine_factory = config.rollout.jetstream.engine_factory
+    if engine_factory is None:
         return None
+
     from jax_agent_rl.jetstream.external_engine import load_engine_function
 
-    return load_engine_function(where)
+    return load_engine_function(engine_factory)
 
 
 def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:
@@ -344,7 +365,10 @@ def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:
 def send_weights(
     rollout: RolloutConfig, update: WeightUpdate
 ) -> AbstractAsyncContextManager[WeightUpdate]:
-    """Return a context that yields a broadcast as a vLLM engine in a Ray actor takes it, and sends the tensors."""
+    """Return a context that yields a broadcast for a vLLM engine in a Ray actor.
+
+    It sends the tensors meanwhile.
+    """
     import ray
 
     from gpu_backend.broadcast import sending
@@ -359,7 +383,11 @@ def _decoder(codec: ChatCodec) -> DecodeText:
 
 
 def connect(config: Config, url: str) -> tuple[str, BackendFactory]:
-    """Return name and factory of the client of a rollout server; raises ConfigError if the token is not set."""
+    """Return name and factory of the client of a rollout server.
+
+    Raises:
+        ConfigError: the token is not set.
+    """
     from jax_agent_rl.rollout.http.client import RemoteBackend
 
     token = token_from(config.rollout.token_env, key="rollout.token_env")

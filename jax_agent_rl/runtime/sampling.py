@@ -5,8 +5,8 @@ Training adds a learner (:mod:`~jax_agent_rl.runtime.build`); evaluation and col
 
 ::
 
-    prepare ──► open_places ──► open_agents ──► preflight ──► its engines start
-    (cheap checks)  (Ray)       (judge, too)    (servers)
+    prepare ─────► reserve_actors ──► open_agents ──► preflight ──► engines start
+    cheap checks   Ray                judge, users    servers
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from jax_agent_rl.collect.groups import TimeLimits
 from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.config.run import report_idle_tools
-from jax_agent_rl.data.dataset import Dataset, RowOutlines, open_dataset
-from jax_agent_rl.data.reader import PlacedRow, Row, located
+from jax_agent_rl.data.dataset import Dataset, RowsWithoutPrompts, open_dataset
+from jax_agent_rl.data.reader import LocatedRow, Row, located
 from jax_agent_rl.data.rows import RowChecks
 from jax_agent_rl.environments import EnvironmentPools, load_environments, require_environment
 from jax_agent_rl.environments.users import EngineChat, InteractionRegistry
@@ -56,7 +56,7 @@ from jax_agent_rl.runtime.engines import (
     make_client,
     read_model,
 )
-from jax_agent_rl.runtime.placement import open_places, place_engines
+from jax_agent_rl.runtime.placement import place_engines, reserve_actors
 from jax_agent_rl.runtime.scoring import (
     needed_services,
     open_role_models,
@@ -84,7 +84,7 @@ class Prepared:
         tools: the open tools of the ``tools`` section.
         rows: the rows of each source.
         services: the services that the rows' reward functions need.
-        codec: converts messages to ids and back.
+        codec: converts messages to token ids and back.
     """
 
     tools: ToolRegistry
@@ -98,10 +98,8 @@ class Rollouts:
     """Everything that samples, started.
 
     Attributes:
-        config: the resolved configuration.
         client: generates with all engines.
-        agents: the collectors.
-        codec: converts messages to ids and back.
+        codec: converts messages to token ids and back.
         rows: the rows to sample for.
     """
 
@@ -121,7 +119,7 @@ class AgentSide:
         evaluator: held-out rollouts with the ``agent.val_`` settings, counted separately.
         interactions: the simulated users.
         environments: pools for ``environment_agent``.
-        failures: where failures of tools, rewards, environments, users and agents are told of.
+        failures: reports failures of tools, rewards, environments, users and agents.
     """
 
     collector: RolloutCollector
@@ -130,25 +128,29 @@ class AgentSide:
     environments: EnvironmentPools
     failures: FailureLog
 
-    async def preflight(self, rows: Iterable[PlacedRow]) -> None:
-        """Check, before a run, what these rows need: simulated users and the servers of their agents.
+    async def preflight(self, rows: Iterable[LocatedRow]) -> None:
+        """Check, before a run, what these rows need: simulated users and their agents' servers.
 
         Raises:
             ConfigError: a server or setting is missing or wrong.
             DataError: a row names an unknown interaction.
         """
-        await self.collector.preflight(_with_known_users(rows, self.interactions))
+        await self.collector.preflight(_require_known_users(rows, self.interactions))
 
     async def close(self) -> None:
         """Close connections, after the last trajectory."""
-        for part in (self.collector, self.evaluator, self.interactions, self.environments):
-            await part.close()
+        await self.collector.close()
+        await self.evaluator.close()
+        await self.interactions.close()
+        await self.environments.close()
         self.failures.flush()
 
 
 @asynccontextmanager
 async def prepare(config: Config, sources: Sequence[Source]) -> AsyncIterator[Prepared]:
-    """Import what the configuration names and read the rows; close tools and reward server in the end.
+    """Import what the configuration names and read the rows.
+
+    Tools and reward server are closed in the end.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
@@ -156,18 +158,23 @@ async def prepare(config: Config, sources: Sequence[Source]) -> AsyncIterator[Pr
     async with open_tools(config.tools) as tools, reward_server(config):
         load_agents(config.agent.module)
         load_environments(config.environments.path)
-        rows = [read_rows(config, tools, source) for source in sources]
-        for (files, _), part in zip(sources, rows, strict=True):
-            warn_of_idle_tools(config, files, RowOutlines(part))
-        services = needed_services(config, RowOutlines(*rows))
+
+        datasets = [read_rows(config, tools, source) for source in sources]
+        for (files, _), dataset in zip(sources, datasets, strict=True):
+            warn_of_idle_tools(config, files, RowsWithoutPrompts(dataset))
+        services = needed_services(config, RowsWithoutPrompts(*datasets))
+
         codec = open_codec(config)
-        _require_modalities(config, codec, rows)
+        _require_modalities(config, codec, datasets)
         check_engine(config)
-        yield Prepared(tools=tools, rows=rows, services=services, codec=codec)
+        yield Prepared(tools=tools, rows=datasets, services=services, codec=codec)
 
 
 def training_sources(config: Config) -> list[Source]:
-    """Return the sources of ``data.train`` that are shuffled by themselves: each one that has a weight, else all."""
+    """Return the sources of ``data.train`` that are shuffled by themselves.
+
+    With weights, each is a source of its own; without, all are one.
+    """
     if config.data.train[0].weight is None:
         return [(config.data.train, None)]
     return [((source,), None) for source in config.data.train]
@@ -175,13 +182,21 @@ def training_sources(config: Config) -> list[Source]:
 
 def warn_of_idle_tools(config: Config, files: Sequence[DataSource], rows: Collection[Row]) -> None:
     """Log a warning if these rows of ``files`` use none of the configured tools."""
-    if idle := report_idle_tools(config, rows):
-        named = ", ".join(map(str, files))
-        logger.warning("TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", named, *idle)
+    report = report_idle_tools(config, rows)
+    if report:
+        names = ", ".join(str(file) for file in files)
+        problem, fix = report
+        logger.warning(
+            "TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", names, problem, fix
+        )
 
 
 def open_codec(config: Config) -> ChatCodec:
-    """Return the model's tokenizer and chat template as the run uses them; raises ModelError if unreadable."""
+    """Return the model's tokenizer and chat template as the run uses them.
+
+    Raises:
+        ModelError: they cannot be read.
+    """
     return ChatCodec.from_pretrained(
         config.model.path,
         tool_format=config.agent.tool_format,
@@ -196,11 +211,6 @@ async def open_agents(
     config: Config, prepared: Prepared, *, tracer: Tracer | None = None
 ) -> AsyncIterator[tuple[LLMServerClient, AgentSide]]:
     """Yield the client, still without engines, and its agents; close them in the end.
-
-    Args:
-        config: the resolved configuration.
-        prepared: see :func:`prepare`.
-        tracer: takes the spans of trajectories.
 
     Raises:
         ConfigError, ModelError: a service, the default agent or an interaction is missing or wrong.
@@ -242,12 +252,13 @@ def make_agents(
         ConfigError: the default agent or an interaction is missing or wrong.
     """
     if config.agent.default_agent:
-        get_agent(config.agent.default_agent)
-    users = config.interactions
+        get_agent(config.agent.default_agent)  # raises if there is none
+
     interactions = InteractionRegistry.from_path(
-        users.interaction_config_path, timeout=users.timeout
+        config.interactions.interaction_config_path, timeout=config.interactions.timeout
     )
     interactions.attach(EngineChat(client, codec, max_model_len=config.rollout.max_model_len))
+
     failures = FailureLog()
     environments = EnvironmentPools(
         **config.environments.model_dump(exclude={"path"}), failures=failures
@@ -265,23 +276,34 @@ def make_agents(
         failures=failures,
         frozen=frozen,
     )
-    rollout, parts = config.rollout, {"score": score, "seed": config.seed, "tracer": tracer}
-    parts["max_in_flight"] = rollout.max_in_flight
-    limits = TimeLimits(
-        trajectory_timeout=rollout.trajectory_timeout,
-        min_group_size=rollout.min_group_size,
-        group_timeout=rollout.group_timeout,
+
+    rollout = config.rollout
+    collector = RolloutCollector(
+        context,
+        strategy=make_strategy(rollout.strategy),
+        limits=TimeLimits(
+            trajectory_timeout=rollout.trajectory_timeout,
+            min_group_size=rollout.min_group_size,
+            group_timeout=rollout.group_timeout,
+        ),
+        score=score,
+        seed=config.seed,
+        tracer=tracer,
+        max_in_flight=rollout.max_in_flight,
+    )
+    # Held-out groups are never cut short.
+    evaluator = RolloutCollector(
+        replace(context, limits=config.agent.for_validation()),
+        limits=TimeLimits(trajectory_timeout=rollout.trajectory_timeout),
+        validate=True,
+        score=score,
+        seed=config.seed,
+        tracer=tracer,
+        max_in_flight=rollout.max_in_flight,
     )
     return AgentSide(
-        collector=RolloutCollector(
-            context, strategy=make_strategy(rollout.strategy), limits=limits, **parts
-        ),
-        evaluator=RolloutCollector(
-            replace(context, limits=config.agent.for_validation()),
-            limits=TimeLimits(trajectory_timeout=rollout.trajectory_timeout),
-            validate=True,
-            **parts,
-        ),
+        collector=collector,
+        evaluator=evaluator,
         interactions=interactions,
         environments=environments,
         failures=failures,
@@ -295,24 +317,26 @@ async def open_rollouts(
     """Load, compile and start everything that samples from the model's files; close it in the end.
 
     Args:
-        config: the resolved configuration.
         source: the rows to sample for.
         version: policy version of the model's files, for an engine in this process.
-        print_line: takes a line of progress.
+        print_line: prints a line of progress.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
     """
     async with AsyncExitStack() as stack:
         prepared = await stack.enter_async_context(prepare(config, [source]))
-        (rows,), codec = prepared.rows, prepared.codec
-        places = await stack.enter_async_context(open_places(config, learner=False))
+        (dataset,) = prepared.rows
+        codec = prepared.codec
+        actor_options = await stack.enter_async_context(reserve_actors(config, learner=False))
         client, agents = await stack.enter_async_context(open_agents(config, prepared))
-        await agents.preflight(RowOutlines(rows).placed())
+        await agents.preflight(RowsWithoutPrompts(dataset).located())
+
         print_line(f"loading {config.model.path}")
         if config.rollout.backend != "remote":
-            read_model(config, codec, encode_text_of(codec, rows[0]))
-        here = backend_factories(
+            # Only the check that tokenizer and model belong together.
+            read_model(config, codec, encode_text_of(codec, dataset[0]))
+        local_engines = backend_factories(
             config,
             codec,
             weights=functools.partial(load_model, config, codec),
@@ -322,12 +346,16 @@ async def open_rollouts(
         stack.push_async_callback(client.close)
         print_line(f"starting the {config.rollout.backend} engine")
         client.check_server = functools.partial(require_grammars, config)
-        await client.start(place_engines(config, places, here))
-        yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=rows)
+        await client.start(place_engines(config, actor_options, local_engines))
+        yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=dataset)
 
 
 def require_grammars(config: Config, server: AsyncServer) -> None:
-    """Raise ConfigError if ``agent.constrain_tool_calls`` needs grammars that the engine cannot follow."""
+    """Refuse ``agent.constrain_tool_calls`` with an engine that cannot follow grammars.
+
+    Raises:
+        ConfigError: the engine cannot, and should.
+    """
     if config.agent.constrain_tool_calls and not server.backend.capabilities.grammars:
         raise ConfigError(
             f"agent.constrain_tool_calls=true, but {server.name} cannot follow grammars; set it to"
@@ -337,14 +365,14 @@ def require_grammars(config: Config, server: AsyncServer) -> None:
 
 
 def encode_text_of(codec: ChatCodec, row: Row) -> list[int]:
-    """Return ids of a row's prompt without its images and videos; none if its environment writes the prompt."""
+    """Return the token ids of a row's prompt without its images and videos.
+
+    There are none if the row's environment writes the prompt.
+    """
     if not row["prompt"]:
         return []
-    ids, _ = encode_prompt(
-        codec_of_row(codec, row),
-        [{**message, "content": text_content(message)} for message in row["prompt"]],
-        (),
-    )
+    messages = [{**message, "content": text_content(message)} for message in row["prompt"]]
+    ids, _ = encode_prompt(codec_of_row(codec, row), messages, ())
     return list(ids)
 
 
@@ -352,48 +380,57 @@ def read_rows(config: Config, tools: ToolRegistry | None, source: Source) -> Dat
     """Open the rows of a source, and check the names in them.
 
     Args:
-        config: the resolved configuration.
         tools: the tools that rows may name; None: any.
-        source: files and count.
 
     Raises:
         ConfigError, DataError: the file is missing, or a row is malformed or names something
             unknown.
     """
     files, limit = source
-    adapters = (
-        None if config.rollout.backend == "remote" else list(config.rollout.adapters)
-    )  # only its servers know
-    names = None if tools is None else list(tools)
-    checks = RowChecks(agents=agent_names(), tools=names, adapters=adapters)
-    rows = open_dataset(files, checks, limit=limit, row_groups=config.data.shuffle_row_groups)
-    default = config.agent.default_agent
-    for place, row in RowOutlines(rows).placed():
-        if (row.get("agent_name") or default) == EnvironmentAgent.name:
-            with located(place):
+    adapters = None  # of remote engines, only their servers know the adapters
+    if config.rollout.backend != "remote":
+        adapters = list(config.rollout.adapters)
+    tool_names = None if tools is None else list(tools)
+    checks = RowChecks(agents=agent_names(), tools=tool_names, adapters=adapters)
+    dataset = open_dataset(files, checks, limit=limit, row_groups=config.data.shuffle_row_groups)
+
+    for location, row in RowsWithoutPrompts(dataset).located():
+        agent_name = row.get("agent_name") or config.agent.default_agent
+        if agent_name == EnvironmentAgent.name:
+            with located(location):
                 require_environment(row)
-    return rows
+    return dataset
 
 
 def _require_modalities(config: Config, codec: ChatCodec, datasets: Sequence[Dataset]) -> None:
     """Refuse images and videos that the model's chat template cannot show."""
-    shown = frozenset[str]().union(*(rows.modalities for rows in datasets))
-    if shown and (unseen := sorted(shown - codec.modalities)):
+    modalities: set[str] = set()
+    for dataset in datasets:
+        modalities |= dataset.modalities
+    if not modalities:
+        return
+
+    unsupported = sorted(modalities - codec.modalities)
+    if unsupported:
+        kinds = " and ".join(f"{kind}s" for kind in unsupported)
         raise ConfigError(
-            "prompts of data.train or data.eval show"
-            f" {' and '.join(f'{kind}s' for kind in unseen)}, which the chat template of"
+            f"prompts of data.train or data.eval show {kinds}, which the chat template of"
             f" model.path={config.model.path!r} does not; choose a model that reads them (Qwen2-VL,"
             " Qwen2.5-VL), or other data"
         )
 
 
-def _with_known_users(rows: Iterable[PlacedRow], known: InteractionRegistry) -> Iterator[Row]:
+def _require_known_users(
+    rows: Iterable[LocatedRow], interactions: InteractionRegistry
+) -> Iterator[Row]:
     """Yield rows; raise DataError at one that names an unknown simulated user."""
-    for place, row in rows:
-        name = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
-        if name is not None and name not in known:
+    for location, row in rows:
+        extra_info = row.get("extra_info") or {}
+        interaction_kwargs = extra_info.get("interaction_kwargs") or {}
+        name = interaction_kwargs.get("name")
+        if name is not None and name not in interactions:
             raise DataError(
-                f"{place}: extra_info.interaction_kwargs.name={name!r} is not known; there are"
-                f" {sorted(known)} (interactions.interaction_config_path)"
+                f"{location}: extra_info.interaction_kwargs.name={name!r} is not known; there are"
+                f" {sorted(interactions)} (interactions.interaction_config_path)"
             )
         yield row

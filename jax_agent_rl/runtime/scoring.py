@@ -1,6 +1,6 @@
-"""Scoring of a run's trajectories: the ``reward`` section, and the services that reward functions need.
+"""Scoring of a run's trajectories: the ``reward`` section, and the services of reward functions.
 
-Frozen models in engines of their own are among them: judges, and players of roles that are not
+Frozen models in engines of their own are here as well: judges, and players of roles that are not
 trained.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from typing import Any
 
 from jax_agent_rl.agents import FrozenModel
@@ -47,6 +47,7 @@ async def reward_server(config: Config) -> AsyncIterator[None]:
     if config.reward.remote is None:
         yield
         return
+
     remote = RemoteReward(**config.reward.remote.model_dump(exclude={"data_sources"}))
     # It may replace a built-in rule: the configuration names its data sources.
     register_reward(*config.reward.remote.data_sources, override=True)(remote)
@@ -66,13 +67,17 @@ def needed_services(config: Config, rows: Iterable[Mapping[str, Any]]) -> set[st
         ConfigError: a row has no reward function, or its function needs a missing service.
     """
     if config.algorithm.adv_estimator == "none":
-        sources = {str(row.get("data_source")) for row in rows}
-        register_reward(*sorted(s for s in sources if find_reward(s) is None))(_no_reward)
-    offered = {"sandbox", *(["judge"] if config.reward.judge else [])}
-    return require_rewards(rows, services=offered)
+        data_sources = {str(row.get("data_source")) for row in rows}
+        without_reward = [name for name in sorted(data_sources) if find_reward(name) is None]
+        register_reward(*without_reward)(_zero_reward)
+
+    services = {"sandbox"}
+    if config.reward.judge:
+        services.add("judge")
+    return require_rewards(rows, services=services)
 
 
-def _no_reward() -> float:
+def _zero_reward() -> float:
     return 0.0
 
 
@@ -83,10 +88,9 @@ async def open_scorer(
     """Start the needed services and yield the function that scores one trajectory.
 
     Args:
-        config: the run's configuration.
-        needed: see :func:`needed_services`.
+        needed: from :func:`needed_services`.
         client: the policy's engines, for ``reward.judge.model: policy``.
-        codec: the policy's codec.
+        codec: the policy's.
 
     Raises:
         ConfigError: the sandbox does not work on this machine.
@@ -95,20 +99,26 @@ async def open_scorer(
     services: dict[str, Any] = {}
     if "sandbox" in needed:
         services["sandbox"] = await open_sandbox(config.reward.sandbox)
-    path, size = config.reward.path, config.reward.workers
-    workers = (
-        FunctionWorkers(path, size=size) if path and size else None
-    )  # they start when first needed
-    with closing(workers) if workers else nullcontext():
-        scorer = functools.partial(score, timeout=config.reward.timeout, workers=workers)
-        if "judge" not in needed or config.reward.judge is None:
-            yield functools.partial(scorer, services=services)
-            return
-        stall_seconds = config.rollout.stall_seconds
-        async with _open_judge(
-            config.reward.judge, client=client, codec=codec, stall_seconds=stall_seconds
-        ) as judge:
-            yield functools.partial(scorer, services=services | {"judge": judge})
+
+    async with AsyncExitStack() as stack:
+        workers = None
+        if config.reward.path and config.reward.workers:
+            # Its processes start when the first reward is computed.
+            workers = FunctionWorkers(config.reward.path, size=config.reward.workers)
+            stack.enter_context(closing(workers))
+
+        if "judge" in needed and config.reward.judge is not None:
+            services["judge"] = await stack.enter_async_context(
+                _open_judge(
+                    config.reward.judge,
+                    client=client,
+                    codec=codec,
+                    stall_seconds=config.rollout.stall_seconds,
+                )
+            )
+        yield functools.partial(
+            score, timeout=config.reward.timeout, workers=workers, services=services
+        )
 
 
 @asynccontextmanager
@@ -121,6 +131,7 @@ async def _open_judge(
         codec = codec.with_template_kwargs(config.chat_template_kwargs)
         yield ModelJudge(client, codec, sampling=sampling, max_in_flight=config.max_in_flight)
         return
+
     codec = ChatCodec.from_pretrained(
         config.model,
         tool_format="hermes",
@@ -150,7 +161,7 @@ async def open_frozen_model(
 
     Args:
         folder: of the model (Hugging Face).
-        codec: the model's own.
+        codec: the model's, not the policy's.
         max_model_len: longest context, in tokens.
         max_concurrent: requests that decode at the same time.
         stall_seconds: ``rollout.stall_seconds``: an engine without progress for so long is lost.
@@ -167,15 +178,12 @@ async def open_frozen_model(
         prefill_buckets=(128, 512),
     )
     decode = functools.partial(codec.decode, skip_special_tokens=False)
+    make_engine = functools.partial(
+        JetStreamBackend, model, params, shapes, seed=0, decode_text=decode
+    )
     client = LLMServerClient(decode_text=decode, stall_seconds=stall_seconds)
     try:
-        await client.start(
-            {
-                f"frozen {folder}": lambda: JetStreamBackend(
-                    model, params, shapes, seed=0, decode_text=decode
-                )
-            }
-        )
+        await client.start({f"frozen {folder}": make_engine})
         yield client
     finally:
         await client.close()
@@ -188,9 +196,13 @@ async def open_role_models(config: Config) -> AsyncIterator[dict[str, FrozenMode
     Raises:
         ModelError: a model cannot be loaded.
     """
-    opened: dict[str, FrozenModel] = {}
+    rollout = config.rollout
+    max_concurrent = min(rollout.max_in_flight, rollout.jetstream.max_concurrent_decodes)
+    models: dict[str, FrozenModel] = {}  # by folder
     async with AsyncExitStack() as stack:
-        for folder in dict.fromkeys(config.agent.role_models.values()):
+        for folder in config.agent.role_models.values():
+            if folder in models:
+                continue
             codec = ChatCodec.from_pretrained(
                 folder,
                 tool_format=config.agent.tool_format,
@@ -201,13 +213,10 @@ async def open_role_models(config: Config) -> AsyncIterator[dict[str, FrozenMode
                 open_frozen_model(
                     folder,
                     codec,
-                    max_model_len=config.rollout.max_model_len,
-                    max_concurrent=min(
-                        config.rollout.max_in_flight,
-                        config.rollout.jetstream.max_concurrent_decodes,
-                    ),
-                    stall_seconds=config.rollout.stall_seconds,
+                    max_model_len=rollout.max_model_len,
+                    max_concurrent=max_concurrent,
+                    stall_seconds=rollout.stall_seconds,
                 )
             )
-            opened[folder] = FrozenModel(client=client, codec=codec)
-        yield {role: opened[folder] for role, folder in config.agent.role_models.items()}
+            models[folder] = FrozenModel(client=client, codec=codec)
+        yield {role: models[folder] for role, folder in config.agent.role_models.items()}

@@ -19,7 +19,7 @@ from jax_agent_rl.jetstream.shapes import page_size
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.server import AsyncServer, engine_families
-from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, idle_here
+from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, idle_device_warnings
 from jax_agent_rl.runtime.engines import (
     UNTRAINED,
     backend_factories,
@@ -143,7 +143,7 @@ async def serve_rollouts(
     check_engine(config)
     print_line(f"loading {policy}")
     for line in (
-        idle_here(config, engine_mesh(config), None)
+        idle_device_warnings(config, engine_mesh(config), None)
         if config.rollout.backend == "jetstream"
         else ()
     ):

@@ -24,7 +24,7 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.base import Facts, unused
 from jax_agent_rl.config.run import default_agent, report_idle_tools
-from jax_agent_rl.data.dataset import Dataset, RowOutlines, find_files
+from jax_agent_rl.data.dataset import Dataset, RowsWithoutPrompts, find_files
 from jax_agent_rl.data.reader import Row
 from jax_agent_rl.deploy.doctor import machine
 from jax_agent_rl.deploy.doctor.machine import Check, Reporter, UnmetError
@@ -112,10 +112,10 @@ class RunChecks:
 
     # --- what earlier checks found ----------------------------------------------------------------
 
-    def _rows(self) -> RowOutlines:
+    def _rows(self) -> RowsWithoutPrompts:
         if not self.found_rows:
             raise UnmetError("no rows could be read")
-        return RowOutlines(*self.found_rows.values())
+        return RowsWithoutPrompts(*self.found_rows.values())
 
     def _codec(self) -> ChatCodec:
         if self.codec is None:
@@ -229,7 +229,7 @@ class RunChecks:
                 find_files(named)  # a missing file is reported in any case
             raise UnmetError("the user code, which registers agents, could not be imported")
         self.found_rows[name] = read_rows(self.config, self.opened_tools, source)
-        rows = RowOutlines(self.found_rows[name])
+        rows = RowsWithoutPrompts(self.found_rows[name])
         default = default_agent(self.config.agent, self.config.tool_config)
         agents = Counter(row.get("agent_name") or f"{default} (the default)" for row in rows)
         sources = Counter(str(row["data_source"]) for row in rows)
@@ -311,7 +311,7 @@ class RunChecks:
         )
         first: dict[str, Row] = {}
         for dataset in self.found_rows.values():
-            for number, outline in enumerate(RowOutlines(dataset)):
+            for number, outline in enumerate(RowsWithoutPrompts(dataset)):
                 if outline["data_source"] not in first:
                     first[outline["data_source"]] = dataset[number]
         for name, row in sorted(first.items()):
@@ -365,7 +365,7 @@ class RunChecks:
         self.stack.push_async_callback(agents.close)
         last = {
             placed.row.get("agent_name") or "(the default)": placed
-            for placed in self._rows().placed()
+            for placed in self._rows().located()
         }
         for name, placed in last.items():
             try:

@@ -9,7 +9,7 @@ import pytest
 
 from jax_agent_rl.config import DataSource
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.data.dataset import RowGroups, RowOutlines, open_dataset
+from jax_agent_rl.data.dataset import RowGroups, RowsWithoutPrompts, open_dataset
 from jax_agent_rl.data.reader import ParquetFile
 from jax_agent_rl.data.rows import RowChecks
 from jax_agent_rl.errors import DataError
@@ -50,7 +50,7 @@ def test_a_limit_counts_over_all_files(tmp_path: Path, limit: int):
     write(tmp_path / "b.jsonl", range(5, 8))
     rows = open_dataset([f"{tmp_path}/*"], limit=limit)
     assert questions(rows) == list(range(8))[:limit]
-    assert len(RowOutlines(rows)) == len(list(RowOutlines(rows))) == min(limit, 8)
+    assert len(RowsWithoutPrompts(rows)) == len(list(RowsWithoutPrompts(rows))) == min(limit, 8)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_no_more_row_groups_than_allowed_are_in_memory_whatever_is_done_with_the
     rows = open_dataset([f"{tmp_path}/*.parquet"], row_groups=3)
     cursor = DataCursor(rows, seed=0)
     assert sorted(questions(cursor.next_rows(40))) == sorted([*range(20)] * 2)
-    assert len(list(rows)) == len(list(RowOutlines(rows))) == 40
+    assert len(list(rows)) == len(list(RowsWithoutPrompts(rows))) == 40
     assert max(most_held) == 3
 
 
@@ -159,4 +159,4 @@ def test_files_that_fit_in_memory_are_shuffled_as_one_like_json_lines(tmp_path: 
 def test_outlines_have_every_field_but_the_prompt(tmp_path: Path):
     fields = {"extra_info": {"index": 1}, "agent_name": "a"}
     rows = open_dataset([write(tmp_path / "a.parquet", range(3), **fields)])
-    assert list(RowOutlines(rows)) == [{"data_source": "x", **fields}] * 3
+    assert list(RowsWithoutPrompts(rows)) == [{"data_source": "x", **fields}] * 3

@@ -26,7 +26,7 @@ from jax_agent_rl.config import build
 from jax_agent_rl.config.commands import ConversationsConfig, SftDataConfig
 from jax_agent_rl.config.run import report_idle_tools
 from jax_agent_rl.config.task import DataSource
-from jax_agent_rl.data.dataset import RowOutlines, open_dataset
+from jax_agent_rl.data.dataset import RowsWithoutPrompts, open_dataset
 from jax_agent_rl.data.reader import MAX_DEPTH, read_row_file
 from jax_agent_rl.data.rows import RowChecks
 from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, base
@@ -290,7 +290,7 @@ def test_row_groups_without_rows_change_nothing(tmp_path: Path):
         for part in ([], full[:2], [], full[2:], []):
             writer.write_table(pa.Table.from_pylist(part, schema=schema))
     rows = open_dataset([file])
-    assert list(rows) == full and [row["n"] for row in RowOutlines(rows)] == list(range(5))
+    assert list(rows) == full and [row["n"] for row in RowsWithoutPrompts(rows)] == list(range(5))
 
 
 def test_a_message_that_only_calls_a_tool_says_nothing_whether_its_content_is_null_or_absent(
@@ -644,7 +644,7 @@ def results_of(file: Path) -> dict[str, Any]:
     """What every consumer makes of a file."""
     dataset = open_dataset([file], RowChecks(agents=["tool_agent"], tools=["keep", "other"]))
     rows = list(dataset)
-    outlines = list(RowOutlines(dataset))
+    outlines = list(RowsWithoutPrompts(dataset))
     config = build({"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}, [])
     asks = RewardFunction.of(lambda prompt, free, ground_truth: 0.0, "last_turn")
     return {

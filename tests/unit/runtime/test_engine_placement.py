@@ -21,8 +21,8 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engine_devices import check_turns
 from jax_agent_rl.runtime.placement import (
     open_engine,
-    open_places,
     place_engines,
+    reserve_actors,
     room_for_learning,
 )
 from jax_agent_rl.types import SamplingParams
@@ -149,7 +149,7 @@ async def test_sleep_that_an_engine_cannot_do_is_refused_at_start():
 
 
 async def test_colocated_engines_need_no_ray():
-    async with open_places(settings()) as places:
+    async with reserve_actors(settings()) as places:
         assert places == []
 
 

@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from jax_agent_rl.config import build
-from jax_agent_rl.data.reader import PlacedRow
+from jax_agent_rl.data.reader import LocatedRow
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rewards import register_reward, score
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -36,7 +36,7 @@ async def agents(rows, *overrides):
     scorer = functools.partial(score, timeout=config.reward.timeout)
     made = make_agents(config, client=client, codec=codec, tools=ToolRegistry(), score=scorer)
     await made.preflight(
-        PlacedRow(f"rows.jsonl, line {number}", row) for number, row in enumerate(rows, 1)
+        LocatedRow(f"rows.jsonl, line {number}", row) for number, row in enumerate(rows, 1)
     )
     client.add_server(AsyncServer(ScriptedBackend(codec, ["act </py>"])))
     return made
