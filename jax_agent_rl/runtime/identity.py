@@ -1,11 +1,12 @@
-"""What a run is of: its configuration, and fingerprints of the models, rows and code that its keys name.
+"""What a run is of: its configuration, and fingerprints of models, rows and code that it names.
 
 ::
 
     configuration ─┬─► values of every key ────────────────┐
                    └─► models, rows, code ─► fingerprints ─┴─► RunIdentity ─► checkpoints, exports
                                                                     │
-    --resume, exports: the checkpoint's RunIdentity ────────────────┴─► the same, or an error that names the keys
+    --resume, exports: the checkpoint's RunIdentity ────────────────┴─► the same, or an error
+                                                                        that names the keys
 
 ``config.resume`` says which keys define what is trained, and which may change.
 """
@@ -73,8 +74,8 @@ def run_identity(config: Section, rows: Sequence[str]) -> RunIdentity:
     """Return the identity of a run; all models it names are read.
 
     Args:
-        config: of ``train``, ``sft`` or ``dpo``.
-        rows: the fingerprints of its sources of rows.
+        config: the configuration of ``train``, ``sft`` or ``dpo``.
+        rows: the fingerprint of each source of rows.
 
     Raises:
         ModelError: files of a model are missing or damaged.
@@ -84,66 +85,80 @@ def run_identity(config: Section, rows: Sequence[str]) -> RunIdentity:
 
 
 def named_content(config: Section, keys: Collection[str]) -> dict[str, Any]:
-    """Return the fingerprints of what some keys of ``BY_CONTENT`` name, without those that name nothing.
+    """Return the fingerprints of what some keys of ``BY_CONTENT`` name.
+
+    A key that names nothing is left out.
 
     Raises:
         ModelError: files of a model are missing or damaged.
     """
     content: dict[str, Any] = {}
     for key in sorted(keys):
-        value = _value(config, key)
+        value = _value_of(config, key)
         if value:
-            content[key] = _READERS.get(key, code_fingerprint)(value)
+            read_fingerprint = _READERS.get(key, code_fingerprint)
+            content[key] = read_fingerprint(value)
     return content
 
 
-def _value(config: Section, key: str) -> Any:
-    """Return the value of a key; None if the tree has no such key."""
-    model: Any = config
+def _value_of(config: Section, key: str) -> Any:
+    """Return the value of a key; None if the configuration has no such key."""
+    value: Any = config
     for name in key.split("."):
-        if model is None or name not in type(model).model_fields:
+        if value is None or name not in type(value).model_fields:
             return None
-        model = getattr(model, name)
-    return model
+        value = getattr(value, name)
+    return value
 
 
-def _judge(path: str) -> Any:
-    return path if path == POLICY_JUDGE else model_fingerprints(path)
+def _read_judge(path: str) -> Any:
+    if path == POLICY_JUDGE:
+        return path
+    return model_fingerprints(path)
 
 
-def _roles(paths: Mapping[str, str]) -> dict[str, Any]:
+def _read_role_models(paths: Mapping[str, str]) -> dict[str, Any]:
     return {role: model_fingerprints(path) for role, path in paths.items()}
 
 
-def _teachers(teachers: Sequence[TeacherConfig]) -> list[Any]:
-    """Return what each teacher is, and which rows it teaches. Of one that is served, only the tokenizer is here."""
-    return [
-        {
-            "data_sources": list(teacher.data_sources),
-            "served as": None if teacher.url is None else teacher.model or teacher.path,
-            **model_fingerprints(teacher.path, weights=teacher.url is None),
-        }
-        for teacher in teachers
-    ]
+def _read_teachers(teachers: Sequence[TeacherConfig]) -> list[Any]:
+    """Return what each teacher is, and which rows it teaches."""
+    fingerprints = []
+    for teacher in teachers:
+        is_served = teacher.url is not None
+        fingerprints.append(
+            {
+                "data_sources": list(teacher.data_sources),
+                "served as": (teacher.model or teacher.path) if is_served else None,
+                # Of a served teacher, only the tokenizer is on this machine.
+                **model_fingerprints(teacher.path, weights=not is_served),
+            }
+        )
+    return fingerprints
 
 
-_NOT_A_USERS = ("jax_agent_rl", "verl")
-"""Packages whose classes are known by their names."""
+_LIBRARIES = ("jax_agent_rl", "verl")
+"""Packages whose classes are not the user's: their names say what they are."""
 
 
-def _entries(path: str, *, key: str, name: str) -> dict[str, str]:
-    """Return the fingerprints of a YAML file of entries with a ``class_name``, and of the code of those classes."""
-    found = {"file": code_fingerprint(path)}
+def _read_entries(path: str, *, key: str, name: str) -> dict[str, str]:
+    """Return the fingerprints of a YAML file of entries and of the classes that they name.
+
+    Each entry has a ``class_name``.
+    """
+    fingerprints = {"file": code_fingerprint(path)}
     try:
         entries = read_entries(Path(path).expanduser(), key=key, name=name)
     except ConfigError:  # raised again, with its key, where the entries are opened
-        return found
+        return fingerprints
     for entry in entries:
-        named = entry.get("class_name") if isinstance(entry, Mapping) else None
-        module = split_class(named)[0] if isinstance(named, str) else ""
-        if module and module.partition(".")[0] not in _NOT_A_USERS:
-            found[f"code of {module}"] = code_fingerprint(module)
-    return found
+        class_name = entry.get("class_name") if isinstance(entry, Mapping) else None
+        if not isinstance(class_name, str):
+            continue
+        module, _ = split_class(class_name)
+        if module and module.partition(".")[0] not in _LIBRARIES:
+            fingerprints[f"code of {module}"] = code_fingerprint(module)
+    return fingerprints
 
 
 _TOOLS = "tools.tool_config_path"
@@ -152,45 +167,55 @@ _USERS = "interactions.interaction_config_path"
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "model.path": model_fingerprints,
     "critic.path": model_fingerprints,
-    "reward.judge.model": _judge,
-    "agent.role_models": _roles,
-    "distill.teachers": _teachers,
-    _TOOLS: functools.partial(_entries, key=_TOOLS, name="tools"),
-    _USERS: functools.partial(_entries, key=_USERS, name="interaction"),
+    "reward.judge.model": _read_judge,
+    "agent.role_models": _read_role_models,
+    "distill.teachers": _read_teachers,
+    _TOOLS: functools.partial(_read_entries, key=_TOOLS, name="tools"),
+    _USERS: functools.partial(_read_entries, key=_USERS, name="interaction"),
 }
-"""How the content of a key is read, where it is no Python code and no other file."""
+"""How the fingerprint of a key is read, unless it is that of a file or of Python code."""
 
 
 def content_differences(old: RunIdentity, new: RunIdentity) -> list[Difference]:
-    """Compare what two configurations name. What the old identity did not record is not compared."""
-    found = []
+    """Compare what two configurations name.
+
+    An old identity without any content is of an earlier version, which recorded none: it is not
+    compared.
+    """
+    if not old.content:
+        return []
+
+    differences = []
     for key in sorted(BY_CONTENT):
-        before, now = old.content.get(key), new.content.get(key)
-        is_recorded = key in old.content or bool(old.content)
-        if before != now and is_recorded:
-            value = {
-                name: _at(identity.config, key) for name, identity in (("old", old), ("new", new))
-            }
-            found.append(Difference(key=key, what=_what(key, before, now), **value))
-    return found
+        old_content = old.content.get(key)
+        new_content = new.content.get(key)
+        if old_content != new_content:
+            difference = Difference(
+                key=key,
+                what=_describe_difference(key, old_content, new_content),
+                old=_tree_value(old.config, key),
+                new=_tree_value(new.config, key),
+            )
+            differences.append(difference)
+    return differences
 
 
-def _what(key: str, before: Any, now: Any) -> str:
+def _describe_difference(key: str, old: Any, new: Any) -> str:
     if key == _ROWS:
         return "other rows"
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        parts = sorted(
-            name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
-        )
-        return f"other {', '.join(parts)}"
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        names = sorted(old.keys() | new.keys())
+        differing = [name for name in names if old.get(name) != new.get(name)]
+        return f"other {', '.join(differing)}"
     return "another content"
 
 
-def _at(tree: Mapping[str, Any], path: str) -> Any:
-    node: Any = tree
+def _tree_value(tree: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path of a configuration as JSON; None if it has none."""
+    value: Any = tree
     for name in path.split("."):
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 _ADVICE = (
@@ -212,20 +237,23 @@ def check_resumed(
     """Return what a resumed run changes, for the record.
 
     Args:
-        model: root section of the configuration.
-        old: of the checkpoint.
-        new: of the run that resumes.
+        model: class of the configuration's root section.
+        old: the checkpoint's.
+        new: the resumed run's.
         accepted: keys, or sections of keys, that may differ although they define what is trained.
-        checkpoint: for messages.
+        checkpoint: its name in messages.
         advice: what to do, with ``{keys}`` for those that differ.
 
     Raises:
         CheckpointError: keys that define what is trained differ; names each with both values.
     """
-    defining = content_differences(old, new) + value_differences(
-        model, old.config, new.config, may_change=False
-    )
-    refused = [difference for difference in defining if not is_named(difference.key, accepted)]
+    defining = content_differences(old, new)
+    defining += value_differences(model, old.config, new.config, may_change=False)
+
+    refused = []
+    for difference in defining:
+        if not is_named(difference.key, accepted):
+            refused.append(difference)
     if refused:
         lines = "\n".join(f"  {difference}" for difference in refused)
         keys = ",".join(difference.key for difference in refused)
@@ -240,10 +268,10 @@ class Resumption:
     """What a run resumes from, and what is changed with it.
 
     Args:
-        model: root section of the configuration.
-        folder: of the run.
-        place: of its checkpoints.
-        step: of the checkpoint; None: the newest.
+        model: class of the configuration's root section.
+        folder: the run folder.
+        checkpoints: the folder of its checkpoints.
+        step: step of the checkpoint; None: the newest.
         accepted: keys that may differ although they define what is trained.
 
     Raises:
@@ -255,7 +283,7 @@ class Resumption:
         self,
         model: type[BaseModel],
         folder: RunDir,
-        place: Path | str,
+        checkpoints: Path | str,
         *,
         step: int | None = None,
         accepted: Collection[str] = (),
@@ -263,12 +291,17 @@ class Resumption:
         require_known_keys(model, accepted)
         self.accepted = accepted
         self.changes: list[Difference] = []
-        self._model, self._folder = model, folder
-        notes = read_notes(place, step)
+        self._model = model
+        self._folder = folder
+
+        notes = read_notes(checkpoints, step)
         self.step = notes.step
-        self._name = f"checkpoint {self.step} in {place}"
+        self._checkpoint = f"checkpoint {self.step} in {checkpoints}"
         identity = notes.progress.get("identity")
-        self._old = RunIdentity.from_json(identity) if identity else _recorded_identity(folder)
+        if identity:
+            self._old = RunIdentity.from_json(identity)
+        else:
+            self._old = _recorded_identity(folder)
 
     def check(self, identity: RunIdentity) -> None:
         """Compare the run with its checkpoint, before anything is loaded.
@@ -279,33 +312,37 @@ class Resumption:
         if self._old is None:
             logger.warning(
                 "%s is of an earlier version, which did not record what it was trained with",
-                self._name,
+                self._checkpoint,
             )
             return
         self.changes = check_resumed(
-            self._model, self._old, identity, accepted=self.accepted, checkpoint=self._name
+            self._model, self._old, identity, accepted=self.accepted, checkpoint=self._checkpoint
         )
 
     def record_changes(self) -> None:
         """Append to the run folder what is changed from this step on."""
-        at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         records = []
         for change in self.changes:
-            about = {"what": change.what} if change.what else {}
             record = {
                 "step": self.step,
-                "time": at,
+                "time": now,
                 "key": change.key,
                 "old": change.old,
                 "new": change.new,
             }
-            records.append(record | about)
+            if change.what:
+                record["what"] = change.what
+            records.append(record)
         if records:
             append_records(self._folder.path / CHANGES, records)
 
 
 def _recorded_identity(folder: RunDir) -> RunIdentity | None:
-    """Return the settings that a run of an earlier version wrote, which knew no fingerprints; None if it is gone."""
+    """Return the settings that a run of an earlier version wrote, which knew no fingerprints.
+
+    None if their file is gone.
+    """
     if not folder.config.exists():
         return None
     try:

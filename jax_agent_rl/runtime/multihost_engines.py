@@ -2,10 +2,10 @@
 
 ::
 
-    process 0    agents ─► LLMServerClient ─┬───────────────────────────► engine ◄─ WeightBuffer ◄─┐
-    process 1…                              └─ HTTP, token ─► server ───► engine ◄─ WeightBuffer ◄─┤
-                                                                                                   │
-    all          learner's parameters ── gathered one by one, by all processes together ───────────┘
+    process 0    agents ─► LLMServerClient ─┬─────────────────────► engine ◄─ WeightBuffer ◄─┐
+    process 1…                              └─ HTTP ─► server ────► engine ◄─ WeightBuffer ◄─┤
+                                                                                             │
+    all          learner's parameters ── gathered one by one, by all processes together ─────┘
 
 Requests and answers are those of any rollout server. Weights are not: all processes together copy a
 published version into the buffer of each (:class:`~jax_agent_rl.jetstream.weights.GatherParams`),
@@ -48,12 +48,14 @@ from jax_agent_rl.runtime.identity import named_content
 logger = logging.getLogger(__name__)
 
 KIND = "mesh"
-_TOKEN, _ENGINES, _MODELS = "jax_agent_rl/token/", "jax_agent_rl/engines/", "jax_agent_rl/models/"
+_TOKEN = "jax_agent_rl/token/"
+_ENGINES = "jax_agent_rl/engines/"
+_MODELS = "jax_agent_rl/models/"
 _POLL_SECONDS = 0.1
 
 
 def on_every_host(config: Config) -> bool:
-    """Return whether every process of the learner has an engine: jetstream's, on the learner's devices."""
+    """Return whether every process of the learner has a jetstream engine on its devices."""
     return (
         jax.process_count() > 1
         and config.rollout.backend == "jetstream"
@@ -73,12 +75,12 @@ class WeightBuffer:
 
     def __init__(self, gather: Callable[[Params], Params]) -> None:
         self._gather = gather
-        self._kept: tuple[int, Params] | None = None
+        self._buffered: tuple[int, Params] | None = None
 
     def put(self, version: int, params: Params) -> None:
         """Replace the buffered version by a copy; all processes do it together."""
-        self._kept = None  # its memory is needed for the copy
-        self._kept = version, self._gather(params)
+        self._buffered = None  # its memory is needed for the copy
+        self._buffered = version, self._gather(params)
 
     def take(self, version: int) -> Params:
         """Remove and return this version.
@@ -86,13 +88,18 @@ class WeightBuffer:
         Raises:
             WeightUpdateError: the buffer holds another version, or none.
         """
-        kept, self._kept = self._kept, None
-        if kept is None or kept[0] != version:
-            found = "none" if kept is None else f"version {kept[0]}"
+        if self._buffered is None:
             raise WeightUpdateError(
-                f"weights of version {version} are not in this process, which has {found}"
+                f"weights of version {version} are not in this process, which has none"
             )
-        return kept[1]
+        buffered_version, params = self._buffered
+        self._buffered = None
+        if buffered_version != version:
+            raise WeightUpdateError(
+                f"weights of version {version} are not in this process, which has version"
+                f" {buffered_version}"
+            )
+        return params
 
     @contextlib.asynccontextmanager
     async def receive(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
@@ -117,10 +124,13 @@ def make_weight_buffer(config: Config) -> WeightBuffer:
 def make_host_engine(
     config: Config, weight_buffer: WeightBuffer, *, print_line: Callable[[str], None] = logger.info
 ) -> RolloutBackend:
-    """Return this process's engine, with the model's files until the first weights are published."""
-    own = config.model_copy(update={"seed": config.seed + jax.process_index()})
-    dtype = config.rollout.jetstream.dtype
-    engine = make_engine(own, version=UNTRAINED, print_line=print_line, dtype=dtype)
+    """Return this process's engine, with the model's files until weights are published."""
+    engine = make_engine(
+        config.model_copy(update={"seed": config.seed + jax.process_index()}),
+        version=UNTRAINED,
+        print_line=print_line,
+        dtype=config.rollout.jetstream.dtype,
+    )
     return weight_buffer.serve(engine)
 
 
@@ -143,7 +153,8 @@ class HostRegistry:
 
     async def token(self) -> str:
         """Other processes: wait for the token."""
-        return (await self._found(_TOKEN, 1))["0"]
+        values = await self._poll(_TOKEN, 1)
+        return values["0"]
 
     def register(self, number: int, *, url: str | None = None, error: str | None = None) -> None:
         """Other processes: publish the address of process ``number``, or why it cannot serve."""
@@ -155,46 +166,50 @@ class HostRegistry:
         Raises:
             BackendError: an engine could not start.
         """
-        answers = {
-            int(number): json.loads(text)
-            for number, text in (await self._found(_ENGINES, count)).items()
-        }
-        for number, answer in sorted(answers.items()):
+        addresses = {}
+        for number, answer in await self._poll_answers(_ENGINES, count):
             if answer["error"]:
                 raise BackendError(
                     f"the engine of process {number} could not start: {answer['error']}"
                 )
-        return {number: answer["url"] for number, answer in sorted(answers.items())}
+            addresses[number] = answer["url"]
+        return addresses
 
     def publish_models(
         self, number: int, content: Mapping[str, Any] | None, *, error: str | None = None
     ) -> None:
-        """Other processes: publish the fingerprints of the models of process ``number``, or why there are none."""
+        """Other processes: publish the fingerprints of this one's models, or why there are none."""
         self._store.key_value_set(
             f"{_MODELS}{number}", json.dumps({"content": content, "error": error})
         )
 
     async def models(self, count: int) -> dict[int, dict[str, Any]]:
-        """Process 0: wait for the models of ``count`` processes; return their fingerprints, by process number.
+        """Process 0: wait for the models of ``count`` processes.
+
+        Returns:
+            Their fingerprints, by process number.
 
         Raises:
-            ModelError: a process could not read its own.
+            ModelError: a process could not read its models.
         """
-        answers = {
-            int(number): json.loads(text)
-            for number, text in (await self._found(_MODELS, count)).items()
-        }
-        for number, answer in sorted(answers.items()):
+        fingerprints = {}
+        for number, answer in await self._poll_answers(_MODELS, count):
             if answer["error"]:
                 raise ModelError(f"process {number} cannot read its models: {answer['error']}")
-        return {number: answer["content"] for number, answer in sorted(answers.items())}
+            fingerprints[number] = answer["content"]
+        return fingerprints
 
-    async def _found(self, folder: str, count: int) -> dict[str, str]:
+    async def _poll_answers(self, folder: str, count: int) -> list[tuple[int, dict[str, Any]]]:
+        """Return the JSON objects of ``count`` processes, by process number."""
+        texts = await self._poll(folder, count)
+        return sorted((int(number), json.loads(text)) for number, text in texts.items())
+
+    async def _poll(self, folder: str, count: int) -> dict[str, str]:
         """Poll for ``count`` values; a wait inside the service could not be cancelled."""
         while True:
-            found = self._store.key_value_dir_get(folder)
-            if len(found) >= count:
-                return {key.rpartition("/")[2]: value for key, value in found}
+            entries = self._store.key_value_dir_get(folder)
+            if len(entries) >= count:
+                return {key.rpartition("/")[2]: value for key, value in entries}
             await asyncio.sleep(_POLL_SECONDS)
 
 
@@ -208,15 +223,15 @@ def publish_own_models(
     """Other processes: tell process 0 which models this one has.
 
     Args:
-        config: of the run.
-        registry: where process 0 looks.
-        number: None: that of this process.
+        registry: where process 0 looks; None: that of jax's coordination service.
+        number: None: the number of this process.
 
     Raises:
         ModelError: a model cannot be read. Process 0 is told, too.
     """
     registry = registry or HostRegistry()
-    number = jax.process_index() if number is None else number
+    if number is None:
+        number = jax.process_index()
     try:
         content = named_content(config, LEARNER_MODELS)
     except ModelError as error:
@@ -228,22 +243,27 @@ def publish_own_models(
 async def require_equal_models(
     content: Mapping[str, Any], *, registry: HostRegistry | None = None, others: int | None = None
 ) -> None:
-    """Process 0: check that all other processes have its models: each reads its devices' part of the weights.
+    """Process 0: check that all other processes have its models.
+
+    Each process reads its devices' part of the weights from its own disk.
 
     Args:
         content: fingerprints of what the keys of this process name.
-        registry: where the others publish theirs.
-        others: their number; None: all other processes.
+        registry: where other processes publish theirs; None: that of jax's coordination service.
+        others: number of other processes; None: all of the learner's.
 
     Raises:
         ModelError: a process has another model; names it and the key.
     """
-    count = jax.process_count() - 1 if others is None else others
+    registry = registry or HostRegistry()
+    if others is None:
+        others = jax.process_count() - 1
+    # As the other processes' were, through JSON.
     expected = json.loads(
         json.dumps({key: content[key] for key in LEARNER_MODELS if key in content})
     )
-    for number, found in (await (registry or HostRegistry()).models(count)).items():
-        differing = [key for key in LEARNER_MODELS if found.get(key) != expected.get(key)]
+    for number, fingerprints in (await registry.models(others)).items():
+        differing = [key for key in LEARNER_MODELS if fingerprints.get(key) != expected.get(key)]
         if differing:
             raise ModelError(
                 f"process {number} has another model than process 0 at {', '.join(differing)}: the"
@@ -252,15 +272,21 @@ async def require_equal_models(
 
 
 def own_address(coordinator: str | None) -> str:
-    """Return this host's address in the network through which it reaches the coordinator (``host:port``), if known."""
-    host = coordinator.rpartition(":")[0].strip("[]") if coordinator and ":" in coordinator else ""
-    with contextlib.suppress(OSError):  # no such route
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or "192.0.2.1", 9, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
-            return probe.getsockname()[0]
+    """Return this host's address in the network in which it reaches the coordinator.
+
+    Args:
+        coordinator: ``host:port``; None: the address in the network of the default route.
+    """
+    host = "192.0.2.1"  # reserved for documentation: reached, if at all, by the default route
+    if coordinator and ":" in coordinator:
+        coordinator_host = coordinator.rpartition(":")[0].strip("[]")
+        host = coordinator_host or host
+
+    with contextlib.suppress(OSError):  # there is no route
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as connection:
+            connection.connect(address)  # chooses the route, sends nothing
+            return connection.getsockname()[0]
     return socket.gethostbyname(socket.gethostname())
 
 
@@ -270,57 +296,62 @@ def own_address(coordinator: str | None) -> str:
 async def join_hosts(
     client: LLMServerClient, *, registry: HostRegistry | None = None, others: int | None = None
 ) -> list[str]:
-    """Add the engines of all other processes to a client, once they are up; return the names of their servers.
+    """Add the engines of all other processes to a client, once they are up.
 
     Args:
-        client: the run's client.
-        registry: where the others register.
-        others: their number; None: all other processes.
+        registry: where other processes register; None: that of jax's coordination service.
+        others: number of other processes; None: all of the learner's.
+
+    Returns:
+        The names of their servers.
 
     Raises:
         BackendError: one could not start, or cannot be reached.
     """
     from jax_agent_rl.rollout.http.client import RemoteBackend
 
-    registry, token = registry or HostRegistry(), secrets.token_hex(32)
+    registry = registry or HostRegistry()
+    if others is None:
+        others = jax.process_count() - 1
+    token = secrets.token_hex(32)
     registry.publish_token(token)
-    urls = await registry.addresses(jax.process_count() - 1 if others is None else others)
-    connect = {
-        f"host-{n}": functools.partial(RemoteBackend, url, token=token) for n, url in urls.items()
-    }
-    await asyncio.gather(*(client.join(name, make) for name, make in connect.items()))
-    return list(connect)
+
+    factories = {}
+    for number, url in (await registry.addresses(others)).items():
+        factories[f"host-{number}"] = functools.partial(RemoteBackend, url, token=token)
+    await asyncio.gather(*(client.join(name, factory) for name, factory in factories.items()))
+    return list(factories)
 
 
 # --- the others -----------------------------------------------------------------------------------
 
 
 class HostEngine:
-    """An engine and its server, in a thread beside the learner's, from construction until :meth:`close`.
+    """An engine and its server in a thread of their own, from construction until :meth:`close`.
 
     Args:
         make: builds the engine; may load files for minutes.
         registry: where it registers.
-        number: number of this process.
-        host: address at which others reach it.
+        number: the number of this process.
+        host: address at which other processes reach it.
     """
 
     def __init__(
         self, make: Callable[[], RolloutBackend], registry: HostRegistry, *, number: int, host: str
     ) -> None:
         self._loop = asyncio.new_event_loop()
-        self._life = self._loop.create_task(self._serve(make, registry, number, host))
+        self._serving = self._loop.create_task(self._serve(make, registry, number, host))
         self._thread = threading.Thread(target=self._run, name="host-engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop it, even while it starts."""
-        self._loop.call_soon_threadsafe(self._life.cancel)
+        self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
 
     def _run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(self._loop):
-            self._loop.run_until_complete(self._life)
+            self._loop.run_until_complete(self._serving)
 
     async def _serve(
         self, make: Callable[[], RolloutBackend], registry: HostRegistry, number: int, host: str
@@ -335,9 +366,8 @@ class HostEngine:
                 server = RolloutServer(backend, host=host, token=await registry.token())
                 stack.push_async_callback(server.close)
                 await server.start()
-            except (
-                Exception
-            ) as error:  # files, devices and compilers raise anything; process 0 has to know
+            except Exception as error:
+                # Files, devices and compilers raise anything; process 0 has to know.
                 logger.exception("the engine of process %d could not start", number)
                 registry.register(number, error=f"{type(error).__name__}: {error}")
             else:

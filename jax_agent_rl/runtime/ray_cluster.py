@@ -1,4 +1,4 @@
-"""Ray for a run: an existing cluster or one started on this machine, and a place in it for every engine."""
+"""Ray for a run: a cluster, existing or started on this machine, and a bundle for every engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ RAY_FIX = (
 """What to do about a cluster that does not answer."""
 _READY_SECONDS = 60.0
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Set to 0, it makes Ray listen on loopback only, which is the default only on Windows and macOS.
-"""
+"""Set to 0, it makes Ray listen on loopback only, as it does by default on Windows and macOS."""
 
 
 @asynccontextmanager
@@ -39,7 +38,8 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
     Args:
         address: a running cluster, whose token is where Ray looks for it (``RAY_AUTH_TOKEN``);
             None: ``RAY_ADDRESS``, if set.
-        bundles: places in a cluster started here, regardless of the number of cores.
+        bundles: bundles of one CPU that a cluster started here has room for, on any number of
+            cores.
 
     Raises:
         ConfigError: Ray is not installed, there is no cluster at the address, or it does not
@@ -58,37 +58,40 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
     if ray.is_initialized():
         yield
         return
+
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    if not address:
-        cores = max(os.cpu_count() or 1, bundles)
-        options |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False, "num_cpus": cores}
+    if address:
+        cluster = f"the Ray cluster at rollout.ray_address={address}"
+    else:
+        cluster = "a Ray cluster of this machine"
+        options["_node_ip_address"] = "127.0.0.1"
+        options["include_dashboard"] = False
+        options["num_cpus"] = max(os.cpu_count() or 1, bundles)
+
     # Ray's processes are other programs from the start, so JAX's warning of deadlocks after a fork
     # is not for them.
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-    where = (
-        f"the Ray cluster at rollout.ray_address={address}"
-        if address
-        else "a Ray cluster of this machine"
-    )
     ended = threading.Event()
-    try:  # in a thread, where it installs no signal handlers
+    try:
+        # In a thread, where Ray installs no signal handlers.
         await start_service(
             lambda: ray.init(address or "local", **options),
-            name=where,
+            name=cluster,
             fix=RAY_FIX,
             seconds=START_SECONDS,
             undo=lambda _: ray.shutdown(),
             ended=ended,
         )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{cluster}: {error}") from error
+
     try:
         yield
     finally:
         try:
             await start_service(
                 ray.shutdown,
-                name=f"the end of {where}",
+                name=f"the end of {cluster}",
                 fix="end it with `ray stop`",
                 seconds=START_SECONDS,
             )
@@ -99,9 +102,10 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
 
 
 def secure_own_cluster() -> None:
-    """Set token and loopback for clusters that this process starts; Ray reads both when it is first imported.
+    """Set token and loopback for clusters that this process starts.
 
-    :func:`open_ray` calls it. Call it earlier where something else, such as vLLM, imports Ray first.
+    Ray reads both when it is first imported. :func:`open_ray` calls this; call it earlier where
+    something else, such as vLLM, imports Ray first.
 
     Raises:
         ConfigError: Ray has been imported before.
@@ -122,9 +126,8 @@ def secure_own_cluster() -> None:
         )
     for name in missing:
         os.environ[name] = variables[name]
-    os.environ.setdefault(
-        "RAY_worker_niceness", "0"
-    )  # learner and engines are the work; Ray's default is 15
+    # Learner and engines are the work of this machine; Ray's default is 15.
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 @asynccontextmanager
@@ -140,8 +143,8 @@ async def reserve(
     Args:
         engines: how many.
         gpus_per_engine: 0: engines on CPUs.
-        learner_gpus: GPUs of the learner's bundle; None: the learner has its place, for engines
-            that join it.
+        learner_gpus: GPUs of the learner's bundle; None: the learner needs no bundle, as it has one
+            when engines join its run.
 
     Yields:
         Ray's actor options of each engine.
@@ -153,13 +156,15 @@ async def reserve(
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    engine = _bundle(gpus_per_engine)
-    here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
-    learner = [] if learner_gpus is None else [_bundle(learner_gpus) | here]
+    bundles = []
+    if learner_gpus is not None:
+        # A trace of this node's own resource puts the learner's bundle on it.
+        this_node = {f"node:{ray.util.get_node_ip_address()}": 0.001}
+        bundles.append(_bundle(learner_gpus) | this_node)
+    bundles += [_bundle(gpus_per_engine) for _ in range(engines)]
+
     _check_room(ray.cluster_resources(), engines, gpus_per_engine, learner_gpus or 0)
-    group = placement_group(
-        [*learner, *([engine] * engines)], strategy="PACK" if gpus_per_engine else "SPREAD"
-    )
+    group = placement_group(bundles, strategy="PACK" if gpus_per_engine else "SPREAD")
     try:
         try:
             async with asyncio.timeout(_READY_SECONDS):
@@ -170,26 +175,29 @@ async def reserve(
                 f" {_plain(ray.available_resources())}; end what uses the rest, add nodes, or lower"
                 " rollout.num_engines"
             ) from None
-        bundles = range(len(learner) + engines)
-        places = [
-            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in bundles
+
+        strategies = [
+            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            for index in range(len(bundles))
         ]
         if learner_gpus:
-            look = ray.remote(ray.get_gpu_ids).options(
-                num_gpus=learner_gpus, scheduling_strategy=places[0]
+            # Only a process in the learner's bundle knows which GPUs it got.
+            get_gpu_ids = ray.remote(ray.get_gpu_ids).options(
+                num_gpus=learner_gpus, scheduling_strategy=strategies[0]
             )
             try:
                 async with asyncio.timeout(_READY_SECONDS):
-                    gpus = await look.remote()
+                    gpus = await get_gpu_ids.remote()
             except TimeoutError:
                 raise ConfigError(
                     f"Ray did not start a process on this node within {_READY_SECONDS:g} s to ask"
                     f" for the learner's GPUs; {RAY_FIX}"
                 ) from None
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
+
         yield [
-            {"num_cpus": 1, "num_gpus": gpus_per_engine, "scheduling_strategy": place}
-            for place in places[-engines:]
+            {"num_cpus": 1, "num_gpus": gpus_per_engine, "scheduling_strategy": strategy}
+            for strategy in strategies[-engines:]
         ]
     finally:
         remove_placement_group(group)
