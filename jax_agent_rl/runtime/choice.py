@@ -1,4 +1,4 @@
-"""Which policy a command uses: a configuration's model, a Hugging Face folder, or a run's checkpoint.
+"""Which policy a command uses: a configuration's model, a Hugging Face folder or a checkpoint.
 
 ::
 
@@ -25,7 +25,7 @@ from jax_agent_rl.learner.checkpoint_steps import complete_steps
 
 NO_ROWS = ""
 """``data.train`` of a model that is only served."""
-_NO_LEARNER_ROW = 1 << 24  # nothing is packed here, so pack_length must not limit contexts
+_UNLIMITED_PACK_LENGTH = 1 << 24  # without a learner, pack_length must not limit contexts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,7 @@ def choose(choice: PolicyChoice) -> Config:
         raise ConfigError(f"--step {choice.step} is of a run's checkpoint; give --run, too")
     if choice.ema and choice.run is None:
         raise ConfigError("--ema is of a run's checkpoint; give --run, too")
+
     config = build_tree(Config, _tree(choice), choice.overrides, file=choice.config)
     if choice.model is not None:
         model = config.model.model_copy(update={"path": str(choice.model.expanduser())})
@@ -89,14 +90,12 @@ def _tree(choice: PolicyChoice) -> dict[str, Any]:
             "nothing says which policy: give a configuration (CONFIG or --config FILE), --model"
             " FOLDER or --run RUN"
         )
-    rows = {"train": choice.data or NO_ROWS}
-    model = {"path": str(choice.model)}
     name = choice.model.expanduser().resolve().name
     return {
         "run_dir": f"runs/{name}",
-        "model": model,
-        "data": rows,
-        "learner": {"pack_length": _NO_LEARNER_ROW},
+        "model": {"path": str(choice.model)},
+        "data": {"train": choice.data or NO_ROWS},
+        "learner": {"pack_length": _UNLIMITED_PACK_LENGTH},
     }
 
 
@@ -107,7 +106,8 @@ def run_config(run: Path) -> Config:
         CheckpointError: the folder is not a run's.
         ConfigError: the run had no agents.
     """
-    if command := recorded_tree(run).get("command"):
+    command = recorded_tree(run).get("command")
+    if command:
         raise ConfigError(
             f"{run} is a run of {command}, which has no agents; give a YAML configuration, too"
         )
@@ -132,15 +132,12 @@ def recorded_tree(run: Path) -> dict[str, Any]:
 
 
 def checkpoint_folder(run: Path, tree: Mapping[str, Any]) -> Path | str:
-    """Return where a run keeps its checkpoints.
-
-    Args:
-        run: its folder.
-        tree: its configuration, see :func:`recorded_tree`.
-    """
+    """Return where a run keeps its checkpoints; ``tree`` is from :func:`recorded_tree`."""
     trainer = tree.get("trainer")
-    elsewhere = trainer.get("checkpoint_dir") if isinstance(trainer, Mapping) else None
-    return elsewhere or run / "checkpoints"
+    checkpoint_dir = None
+    if isinstance(trainer, Mapping):
+        checkpoint_dir = trainer.get("checkpoint_dir")
+    return checkpoint_dir or run / "checkpoints"
 
 
 def saved_step(run: Path, step: int | None) -> int:
@@ -150,9 +147,11 @@ def saved_step(run: Path, step: int | None) -> int:
         CheckpointError: not a run folder, or no such checkpoint.
     """
     steps = complete_steps(checkpoint_folder(run, recorded_tree(run)))
-    if not steps or step not in (None, *steps):
-        existing = f"there are {steps}" if steps else "it has none at all"
-        raise CheckpointError(
-            f"no checkpoint{'' if step is None else f' of step {step}'} in {run}; {existing}"
-        )
-    return steps[-1] if step is None else step
+    if not steps:
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointError(f"{missing} in {run}; it has none at all")
+    if step is None:
+        return steps[-1]
+    if step not in steps:
+        raise CheckpointError(f"no checkpoint of step {step} in {run}; there are {steps}")
+    return step

@@ -1,8 +1,8 @@
-"""``jax-agent-rl diagnose``: engine and learner compared in the contexts that a run has recorded."""
+"""``jax-agent-rl diagnose``: engine against learner, in the contexts that a run has recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,6 @@ def diagnose_run(
     """Repeat the diagnosis of a recorded breach, or compare a run's recorded trajectories.
 
     Args:
-        run: the run folder.
         version: version of the weights whose trajectories are compared; None: that of the breach,
             or the newest with a checkpoint.
         seconds: after which no other hypothesis is tried.
@@ -67,34 +66,26 @@ def diagnose_run(
         ConfigError: the run trained several adapters.
     """
     config = run_config(run)
-    if names := sorted(set(config.agent.role_adapters.values())):
+    adapters = sorted(set(config.agent.role_adapters.values()))
+    if adapters:
         raise ConfigError(
-            f"{run} trained the adapters {names}; diagnose compares runs of one policy"
+            f"{run} trained the adapters {adapters}; diagnose compares runs of one policy"
         )
+
     steps = saved_versions(run)
     evidence = Evidence.read(run) if version is None else None
     if evidence is not None:
-        source, contexts, version = (
-            "the breach that the run recorded",
-            list(evidence.contexts),
-            evidence.version,
-        )
+        source = "the breach that the run recorded"
+        contexts = list(evidence.contexts)
+        version = evidence.version
         if version not in steps:
             raise CheckpointError(
                 f"{run} has no checkpoint of version {version}, which the breach is about"
             )
     else:
-        kept = _folder_contexts(run, versions=steps.keys(), frozen=config.agent.role_models.keys())
-        known = [one for one in sorted(steps) if kept.get(one)]
-        if version is None and known:
-            version = known[-1]
-        if version is None or version not in known:
-            raise CheckpointError(
-                f"{run} has trajectories of versions {sorted(kept)} and parameters of versions"
-                f" {sorted(steps)}: there is nothing to compare; set trainer.checkpoint_every=1 and"
-                " run again"
-            )
-        source, contexts = f"its trajectories of version {version}", kept[version]
+        version, contexts = _recorded_contexts(run, config, steps.keys(), version)
+        source = f"its trajectories of version {version}"
+
     step = steps[version]
     if step:
         saved = saved_run(run, step)
@@ -102,60 +93,66 @@ def diagnose_run(
         config = saved.config
     learner = _learner_at(config, config.trainer.checkpoint_dir or run / "checkpoints", step)
     subject = make_subject(learner, config, contexts, version=version)
-    allowed = (
-        run_tolerance(config, [_precision(config)]) if evidence is None else evidence.tolerance
-    )
+
     engine = None
-    if evidence is not None:
+    if evidence is None:
+        allowed = run_tolerance(config, [_precision(config)])
+    else:
+        allowed = evidence.tolerance
         engine = EngineView(
             precision=evidence.precision, tensors=evidence.tensors, replicas=evidence.replicas
         )
     limit = TimeLimit(seconds)
     examined = examine(subject, allowed, limit)
-    measured = [c.learner - c.rollout for c in contexts if c.learner is not None]
-    comparison = Comparison.of(np.concatenate(measured)) if measured else examined.gap_of_all
-    broken = (
-        evidence is not None
-        or not allowed.holds(comparison)
-        or not allowed.holds(examined.gap_of_all)
-    )
+
+    # What the run itself computed counts; without it, what was computed just now.
+    differences = []
+    for context in contexts:
+        if context.learner is not None:
+            differences.append(context.learner - context.rollout)
+    comparison = examined.gap_of_all
+    if differences:
+        comparison = Comparison.of(np.concatenate(differences))
+
+    agrees = evidence is None and allowed.holds(comparison) and allowed.holds(examined.gap_of_all)
+    diagnosis = None
+    if not agrees:
+        diagnosis = explain(subject, examined, tolerance=allowed, engine=engine, limit=limit)
+
     return RunDiagnosis(
         source=source,
         version=version,
         contexts=len(contexts),
         comparison=comparison,
         allowed=allowed,
-        diagnosis=(
-            explain(subject, examined, tolerance=allowed, engine=engine, limit=limit)
-            if broken
-            else None
-        ),
+        diagnosis=diagnosis,
         then=None if evidence is None else evidence.diagnosis,
     )
 
 
 def saved_versions(run: Path) -> dict[int, int]:
-    """Return the step of each policy version whose parameters are there: 0, and those of checkpoints.
+    """Return the step of each policy version whose parameters are saved; version 0 always is.
 
-    Evaluations of an average take versions, too, so a version may be larger than the step it is of.
+    Evaluations of an average take versions as well, so a version may be larger than its step.
     """
     config = run_config(run)
-    place = config.trainer.checkpoint_dir or run / "checkpoints"
+    checkpoints = config.trainer.checkpoint_dir or run / "checkpoints"
     steps = {0: 0}
-    for step in complete_steps(place):
-        record = RunRecord.from_json(read_notes(place, step).progress)
+    for step in complete_steps(checkpoints):
+        record = RunRecord.from_json(read_notes(checkpoints, step).progress)
         steps |= dict.fromkeys(record.policy_versions(config), step)
     return steps
 
 
-def _learner_at(config: Config, place: Path | str, step: int) -> Learner:
+def _learner_at(config: Config, checkpoints: Path | str, step: int) -> Learner:
     """Return the run's learner on one device, with the parameters and optimizer after a step."""
-    alone = config.learner.model_copy(update={"mesh": MeshConfig.model_validate({})})
-    config = config.model_copy(update={"learner": alone, "distill": None})  # teachers are not asked
+    on_one_device = config.learner.model_copy(update={"mesh": MeshConfig.model_validate({})})
+    # Without teachers, which nothing asks here.
+    config = config.model_copy(update={"learner": on_one_device, "distill": None})
     learner = make_learner(config, load_config(config.model.path, weights=True))
     assert isinstance(learner, Learner)
     if step:
-        checkpointer = Checkpointer(place, keep=config.trainer.keep_checkpoints)
+        checkpointer = Checkpointer(checkpoints, keep=config.trainer.keep_checkpoints)
         try:
             _, learner.state, _ = checkpointer.restore(learner.state, step=step)
         finally:
@@ -165,60 +162,91 @@ def _learner_at(config: Config, place: Path | str, step: int) -> Learner:
 
 def _precision(config: Config) -> str:
     """Return the engine's precision according to the configuration."""
-    engine = config.rollout.jetstream
     if config.rollout.backend != "jetstream":
         return config.rollout.vllm.dtype
-    eight_bits = [
-        dtype for dtype in (engine.quantize, engine.kv_dtype) if dtype not in ("none", "auto")
-    ]
-    return eight_bits[0] if eight_bits else engine.dtype
+    engine = config.rollout.jetstream
+    if engine.quantize != "none":
+        return engine.quantize
+    if engine.kv_dtype != "auto":
+        return engine.kv_dtype
+    return engine.dtype
+
+
+def _recorded_contexts(
+    run: Path, config: Config, saved: Collection[int], version: int | None
+) -> tuple[int, list[Context]]:
+    """Return a version and the contexts that the run recorded of it.
+
+    Args:
+        saved: versions whose parameters are saved.
+        version: None: the newest saved one that has trajectories.
+
+    Raises:
+        CheckpointError: no version has both trajectories and parameters, or not this one.
+    """
+    contexts = _folder_contexts(run, versions=saved, frozen=config.agent.role_models.keys())
+    comparable = [number for number in sorted(saved) if contexts.get(number)]
+    if version is None and comparable:
+        version = comparable[-1]
+    if version is None or version not in comparable:
+        raise CheckpointError(
+            f"{run} has trajectories of versions {sorted(contexts)} and parameters of versions"
+            f" {sorted(saved)}: there is nothing to compare; set trainer.checkpoint_every=1 and"
+            " run again"
+        )
+    return version, contexts[version]
 
 
 def _folder_contexts(
     run: Path, *, versions: Container[int], frozen: Container[str] = ()
 ) -> dict[int, list[Context]]:
-    """Return the first :data:`MAX_CONTEXTS` contexts without media in ``trajectories.jsonl``, by version.
+    """Return the first contexts without media in ``trajectories.jsonl``, by version.
 
-    Log-probs have six digits there. Those of ``frozen`` roles were sampled by other models.
+    There are at most :data:`MAX_CONTEXTS` of each. Log-probs have six digits in that file.
 
     Args:
-        run: the run folder.
-        versions: of the other versions no context is returned, only that there are some.
-        frozen: names of roles.
+        versions: other versions have an entry without contexts if there are trajectories of them.
+        frozen: names of roles that other models play; left out.
     """
-    found: dict[int, list[Context]] = {}
+    contexts: dict[int, list[Context]] = {}
     for record in read_trajectories(run / "trajectories.jsonl"):
-        if (
-            record["split"] == "train"
-            and record["history_window"] is None
-            and record["role"] not in frozen
-        ):
-            for part in (record, *record["segments"]):
-                for version, context in record_contexts(part):
-                    contexts = found.setdefault(version, [])
-                    if version in versions and len(contexts) < MAX_CONTEXTS:
-                        contexts.append(context)
-    return found
+        if record["split"] != "train" or record["history_window"] is not None:
+            continue
+        if record["role"] in frozen:
+            continue
+        for part in (record, *record["segments"]):
+            for version, context in record_contexts(part):
+                of_version = contexts.setdefault(version, [])
+                if version in versions and len(of_version) < MAX_CONTEXTS:
+                    of_version.append(context)
+    return contexts
 
 
 def record_contexts(record: Record) -> Iterator[tuple[int, Context]]:
     """Yield a context for each version that sampled tokens of a record."""
-    media = sum(record["prompt_media"].values()) + sum(
-        count
-        for turn in record["turns"]
-        for call in turn["tool_calls"]
-        for count in call.get("media", {}).values()
-    )
-    if media:
+    if _has_media(record):
         return
+
     sequence = replace(restore_trajectory(record), segments=())
-    known = record.get("old_logprobs")
-    learner = (
-        None if known is None else np.asarray(known, np.float64)[np.flatnonzero(sequence.loss_mask)]
-    )
-    for version in sorted(
-        {version for turn in sequence.turns for version in turn.output.policy_versions}
-    ):
+    learner = record.get("old_logprobs")
+    if learner is not None:
+        learner = np.asarray(learner, np.float64)[np.flatnonzero(sequence.loss_mask)]
+
+    versions: set[int] = set()
+    for turn in sequence.turns:
+        versions.update(turn.output.policy_versions)
+    for version in sorted(versions):
         context = sequence_context(sequence, since=version, before=version + 1, learner=learner)
         if context is not None:
             yield version, context
+
+
+def _has_media(record: Record) -> bool:
+    """Return whether a record's prompt or a tool's answer has images or videos."""
+    if any(record["prompt_media"].values()):
+        return True
+    for turn in record["turns"]:
+        for call in turn["tool_calls"]:
+            if any(call.get("media", {}).values()):
+                return True
+    return False
