@@ -1,4 +1,4 @@
-"""How a run is put together: engines, agents and learner from a configuration, on one or more hosts.
+"""How a run is put together: engines, agents and learner from a configuration, on all its hosts.
 
 ``train`` a whole run · ``build`` its components · ``sampling`` and ``scoring`` the half without a
 learner · ``engines`` and ``placement`` which engines sample, and where · ``ray_cluster`` ·

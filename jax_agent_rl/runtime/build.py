@@ -101,7 +101,7 @@ async def build(
     print_line: Callable[[str], None],
     channel: ControlChannel | None = None,
     folder: RunDir | None = None,
-    check_identity: Callable[[RunIdentity], None] = lambda identity: None,
+    check_identity: Callable[[RunIdentity], None] | None = None,
 ) -> AsyncIterator[RunComponents]:
     """Load, compile and start everything; close it in the end.
 
@@ -141,7 +141,8 @@ async def build(
 
         print_line("reading what the run is of")
         identity = run_identity(config, [dataset.fingerprint for dataset in training_datasets])
-        check_identity(identity)
+        if check_identity is not None:
+            check_identity(identity)
         if channel is not None:
             await require_equal_models(identity.content)
 

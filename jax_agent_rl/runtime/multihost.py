@@ -1,9 +1,9 @@
-"""One learner over several processes (hosts): process 0 leads, the others do the same learner work beside it.
+"""One learner over several processes (hosts): process 0 leads, the others do the same learner work.
 
 ::
 
-    process 0   rollouts, rewards, filters ─► groups ─┬─► Learner.update ─► metrics, weights to the engines
-    process 1…                                        └─► Learner.update          (follow)
+    process 0   rollouts, rewards, filters ─► groups ─┬─► Learner.update ─► metrics, weights
+    process 1…                                        └─► Learner.update    (follow)
 
 Data flow one way. Agents and tools run on process 0 only, engines on the learner's devices on every
 process (``runtime.multihost_engines``). Process 0 sends a command and JSON as an array of bytes:
@@ -13,12 +13,11 @@ everywhere. Each process reads the model's shards of its own devices and writes 
 checkpoints, into a shared folder; a failure on one ends the run on all (``learner.checkpoint``).
 
 While agents run, the other processes wait at a barrier of jax's coordination service. Unlike a
-collective on devices it has no short timeout and notices when a process dies; then all others end,
-too.
+collective on devices, the barrier has no short timeout and notices when a process dies; then all
+others end as well.
 
 All processes execute one command at a time. After a signal, process 0 cancels the step on all of
-them, see
-:meth:`ControlChannel.share`; then they save the state before it.
+them (:meth:`ControlChannel.share`); then they save the state before it.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
-COMMAND_TIMEOUT = (
-    7 * 86400
-)  # seconds a follower waits for the next command: longer than any rollout
-STOP_TIMEOUT = 120  # seconds the leader waits for followers that may be gone
+COMMAND_TIMEOUT = 7 * 86400
+"""Seconds that a follower waits for the next command: longer than any rollout."""
+STOP_TIMEOUT = 120
+"""Seconds that the leader waits for followers that may be gone."""
 COMMANDS = (
     "update",
     "params",
@@ -80,7 +79,9 @@ COMMANDS = (
 
 
 def initialize(config: MultihostConfig) -> int:
-    """Join the other processes, if any, and return this process's number; call it before anything else uses jax.
+    """Join the other processes, if any, and return this process's number.
+
+    Call it before anything else uses jax.
 
     Raises:
         ConfigError: the numbers are inconsistent, or the coordinator cannot be reached.
@@ -93,10 +94,10 @@ def initialize(config: MultihostConfig) -> int:
         )
     if address is None:
         return 0
-    automatic = address == "auto"
+
     try:
         jax.distributed.initialize(
-            coordinator_address=None if automatic else address,
+            coordinator_address=None if address == "auto" else address,
             num_processes=config.num_processes,
             process_id=config.process_id,
             initialization_timeout=config.timeout,
@@ -108,6 +109,7 @@ def initialize(config: MultihostConfig) -> int:
             f" ({error}); start every process with the same coordinator and num_processes, and its"
             " own process_id"
         ) from error
+
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         # Only process 0 finds programs in the cache, and on CPUs a loaded program may exchange
         # arrays in another order than a compiled one: the processes would deadlock.
@@ -145,8 +147,8 @@ class ControlChannel:
                 )
 
     def share(self, cancellation: StepCancellation) -> StepCancellation:
-        """Let process 0 decide on all processes, at each micro-batch and update, whether one step is cancelled."""
-        cancellation.meet = lambda: self.barrier("update")  # the others may still compile
+        """Let process 0 decide for all, at each micro-batch and update, if a step is cancelled."""
+        cancellation.meet = lambda: self.barrier("update")  # other processes may still compile
         cancellation.agree = lambda cancelled: bool(_from_process_0([cancelled, 0])[0])
         return cancellation
 
@@ -157,7 +159,7 @@ class ControlChannel:
 
     @contextlib.contextmanager
     def together(self, name: str) -> Iterator[None]:
-        """Execute the context on all processes; none goes on before all have ended it, also where it failed."""
+        """Execute the context on all processes; none goes on before all have ended it or failed."""
         try:
             yield
         finally:
@@ -170,12 +172,15 @@ class ControlChannel:
         wait(key=f"jax_agent_rl-{name}-{self._count}", timeout_ms=timeout * 1000)
 
     def _exchange(self, command: int, payload: bytes, timeout: int) -> tuple[int, bytes]:
+        """Broadcast process 0's command and payload; return them on every process."""
         self.barrier("command", timeout)
-        command, length = map(int, _from_process_0([command, len(payload)]))
+        command, length = (int(number) for number in _from_process_0([command, len(payload)]))
+
         # A power of two bounds the number of shapes, and so of programs.
         block = np.zeros(1 << max(length - 1, 1).bit_length(), np.uint8)
         block[: len(payload)] = np.frombuffer(payload, np.uint8)
-        return command, np.asarray(multihost_utils.broadcast_one_to_all(block))[:length].tobytes()
+        received = np.asarray(multihost_utils.broadcast_one_to_all(block))
+        return command, received[:length].tobytes()
 
 
 def _from_process_0(numbers: Sequence[int]) -> np.ndarray:
@@ -189,16 +194,16 @@ class LeadingLearner:
     """A :class:`~jax_agent_rl.learner.learner.Learner` whose every call happens on all processes.
 
     Args:
-        learner: of this process.
-        channel: commands the others.
-        averaged: whether ``learner`` holds the moving average of the parameters; the others then
-            use theirs.
+        learner: the learner of this process.
+        averaged: whether ``learner`` holds the moving average of the parameters; other processes
+            then use their part of it.
     """
 
     def __init__(
         self, learner: Learner, channel: ControlChannel, *, averaged: bool = False
     ) -> None:
-        self._learner, self._channel = learner, channel
+        self._learner = learner
+        self._channel = channel
         self._source = {"averaged": averaged}
 
     def averaged(self) -> LeadingLearner:
@@ -222,11 +227,14 @@ class LeadingLearner:
             return jax.tree.map(lambda x: gathered(x).addressable_data(0), self._learner.params)
 
     def fill_weight_buffers(self, version: int, weight_buffer: WeightBuffer) -> None:
-        """Put a copy of the parameters into every process's buffer (``weight_buffer``: this one's); wait for all."""
+        """Put a copy of the parameters into every process's buffer, and wait for all.
+
+        Args:
+            weight_buffer: the buffer of this process.
+        """
         with self._channel.command("weights", {"version": version, **self._source}):
-            with self._channel.together(
-                "weights"
-            ):  # no engine may ask for what its process is still copying
+            # Together: no engine may ask for what its process is still copying.
+            with self._channel.together("weights"):
                 weight_buffer.put(version, self._learner.params)
 
     def store(self, folder: str, dtype: str) -> str:
@@ -251,27 +259,27 @@ class LeadingLearner:
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
         """See :meth:`Learner.update`."""
-        own = cancellation or StepCancellation()
+        if cancellation is None:
+            cancellation = StepCancellation()
         payload = {"groups": encode_groups(groups), "masked": sorted(masked), "since": check.since}
-        with self._channel.command("update", payload), cancel_on_breach(check, own) as checked:
+        with (
+            self._channel.command("update", payload),
+            cancel_on_breach(check, cancellation) as checked,
+        ):
             return self._learner.update(
                 groups,
                 masked=masked,
                 tick=tick,
-                cancellation=self._channel.share(own),
+                cancellation=self._channel.share(cancellation),
                 check=checked,
             )
 
 
 class LeadingCheckpointer(Checkpointer):
-    """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer` that writes and reads on all processes together.
+    """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer` of all processes together.
 
-    A method that is a command runs within it on every process, so none of them may call another.
-
-    Args:
-        folder: see :class:`Checkpointer`.
-        keep: see :class:`Checkpointer`.
-        channel: commands the others, which restore the state they have.
+    A method that sends a command runs on every process meanwhile, so it may not call another such
+    method.
     """
 
     def __init__(self, folder: Path | str, *, keep: int, channel: ControlChannel) -> None:
@@ -302,10 +310,14 @@ class LeadingCheckpointer(Checkpointer):
 
 @contextlib.contextmanager
 def leading() -> Iterator[ControlChannel | None]:
-    """Process 0: yield the channel to the others and stop them in the end; None if there are no others."""
+    """Process 0: yield the channel to the other processes, and stop them in the end.
+
+    Yields None if there are no others.
+    """
     if jax.process_count() == 1:
         yield None
         return
+
     channel = ControlChannel()
     try:
         yield channel
@@ -315,7 +327,10 @@ def leading() -> Iterator[ControlChannel | None]:
 
 @contextlib.contextmanager
 def stopping_others_on_failure() -> Iterator[None]:
-    """Process 0, before ``leading``: stop the others if this fails. They wait for its first command without a limit."""
+    """Process 0, before :func:`leading`: stop the other processes if this fails.
+
+    They wait for its first command without a limit.
+    """
     try:
         yield
     except BaseException:
@@ -333,7 +348,6 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
     Ctrl-C and SIGTERM are left to process 0, which saves with the help of all, then stops them.
 
     Args:
-        learner: this process's learner.
         weight_buffer: receives the weights of this process's engine, if there is one.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -341,13 +355,15 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
     channel = ControlChannel()
     checkpointer: Checkpointer | None = None
 
-    def opened() -> Checkpointer:
+    def require_checkpointer() -> Checkpointer:
         assert checkpointer is not None  # process 0 opens before it uses
         return checkpointer
 
     while True:
         command, payload = channel.receive()
-        source = learner.averaged() if payload and payload.pop("averaged", False) else learner
+        source = learner
+        if payload and payload.pop("averaged", False):
+            source = learner.averaged()
         try:
             match command:
                 case "stop":
@@ -356,13 +372,15 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                 case "open":
                     checkpointer = Checkpointer(payload["folder"], keep=payload["keep"])
                 case "update":
-                    check = replace(UNCHECKED, since=payload["since"])  # process 0 checks for all
-                    groups, masked = decode_groups(payload["groups"]), payload["masked"]
-                    cancellation = channel.share(StepCancellation())
-                    learner.update(groups, masked=masked, cancellation=cancellation, check=check)
+                    learner.update(
+                        decode_groups(payload["groups"]),
+                        masked=payload["masked"],
+                        cancellation=channel.share(StepCancellation()),
+                        check=replace(UNCHECKED, since=payload["since"]),  # process 0 checks
+                    )
                 case "params":
-                    for x in jax.tree.leaves(source.params):
-                        gathered(x)
+                    for param in jax.tree.leaves(source.params):
+                        gathered(param)
                 case "weights":
                     assert weight_buffer is not None  # process 0 has one, too
                     with channel.together("weights"):
@@ -371,15 +389,17 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                     with channel.together("store"):  # process 0 notices what is missing
                         stored.write_part(**payload, params=source.params, part=jax.process_index())
                 case "save":
-                    opened().save(payload["step"], learner.state, payload["progress"])
+                    require_checkpointer().save(payload["step"], learner.state, payload["progress"])
                 case "wait":
-                    opened().wait()
+                    require_checkpointer().wait()
                 case "restore":
-                    _, learner.state, _ = opened().restore(learner.state, step=payload["step"])
+                    _, learner.state, _ = require_checkpointer().restore(
+                        learner.state, step=payload["step"]
+                    )
                 case "delete_newer":
-                    opened().delete_newer(payload["step"])
+                    require_checkpointer().delete_newer(payload["step"])
                 case "close":
-                    opened().close()
+                    require_checkpointer().close()
         except StepCancelled:
             logger.info("the step was cancelled")
         except (JaxAgentRLError, ValueError, OSError) as error:
@@ -395,76 +415,82 @@ _GROUPS = TypeAdapter(list[Group])
 
 def encode_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return what the learner reads of groups, for JSON; floats are exact."""
-    lean = [replace(group, trajectories=tuple(map(_lean, group.trajectories))) for group in groups]
+    lean_groups = []
+    for group in groups:
+        trajectories = tuple(_lean_trajectory(trajectory) for trajectory in group.trajectories)
+        lean_groups.append(replace(group, trajectories=trajectories))
     # Encoded media are not of the types that are declared, which pydantic would warn of.
-    return [
-        _map_routed(group, routed_to_json) for group in _GROUPS.dump_python(lean, warnings=False)
-    ]
+    dumped = _GROUPS.dump_python(lean_groups, warnings=False)
+    return [_map_routed(group, routed_to_json) for group in dumped]
 
 
 def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:
     """Invert :func:`encode_groups`."""
-    groups = _GROUPS.validate_python([_map_routed(group, routed_from_json) for group in encoded])
-    return [
-        replace(group, trajectories=tuple(map(_with_images, group.trajectories)))
-        for group in groups
-    ]
+    groups = []
+    routed = [_map_routed(group, routed_from_json) for group in encoded]
+    for group in _GROUPS.validate_python(routed):
+        trajectories = tuple(_with_images(trajectory) for trajectory in group.trajectories)
+        groups.append(replace(group, trajectories=trajectories))
+    return groups
 
 
 def _map_routed(group: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     """Return a group with the ``routed_experts`` of all its outputs converted."""
 
-    def turn_of(turn: Mapping[str, Any]) -> dict[str, Any]:
+    def convert_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
         output = turn["output"]
         return {**turn, "output": {**output, "routed_experts": convert(output["routed_experts"])}}
 
-    def trajectory_of(trajectory: Mapping[str, Any]) -> dict[str, Any]:
-        segments = [trajectory_of(segment) for segment in trajectory["segments"]]
+    def convert_trajectory(trajectory: Mapping[str, Any]) -> dict[str, Any]:
         return {
             **trajectory,
-            "turns": [turn_of(turn) for turn in trajectory["turns"]],
-            "segments": segments,
+            "turns": [convert_turn(turn) for turn in trajectory["turns"]],
+            "segments": [convert_trajectory(segment) for segment in trajectory["segments"]],
         }
 
-    return {
-        **group,
-        "trajectories": [trajectory_of(trajectory) for trajectory in group["trajectories"]],
-    }
+    trajectories = [convert_trajectory(trajectory) for trajectory in group["trajectories"]]
+    return {**group, "trajectories": trajectories}
 
 
-def _lean(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory without texts and records, which only users and rewards read; its data source stays."""
+def _lean_trajectory(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory without texts and records, which only users and rewards read.
 
-    def lean(turn: Turn) -> Turn:
-        calls = tuple(replace(c, arguments=None, observation="", media={}) for c in turn.tool_calls)
-        return replace(
-            turn, tool_calls=calls, note="", appended_media=encode_media(turn.appended_media)
-        )
-
-    turns = tuple(map(lean, trajectory.turns))
-    segments = tuple(map(_lean, trajectory.segments))
-    media = encode_media(trajectory.prompt_media)
-    row = {key: value for key, value in trajectory.row.items() if key == "data_source"}
+    Of its row, the data source stays.
+    """
+    row = {}
+    if "data_source" in trajectory.row:
+        row["data_source"] = trajectory.row["data_source"]
     return replace(
         trajectory,
-        turns=turns,
-        segments=segments,
+        turns=tuple(_lean_turn(turn) for turn in trajectory.turns),
+        segments=tuple(_lean_trajectory(segment) for segment in trajectory.segments),
         row=row,
         messages=(),
         metrics={},
-        prompt_media=media,
+        prompt_media=encode_media(trajectory.prompt_media),
+    )
+
+
+def _lean_turn(turn: Turn) -> Turn:
+    tool_calls = []
+    for call in turn.tool_calls:
+        tool_calls.append(replace(call, arguments=None, observation="", media={}))
+    return replace(
+        turn,
+        tool_calls=tuple(tool_calls),
+        note="",
+        appended_media=encode_media(turn.appended_media),
     )
 
 
 def _with_images(trajectory: Trajectory) -> Trajectory:
     """Return a trajectory with its PNG decoded."""
-    turns = tuple(
-        replace(turn, appended_media=decode_media(turn.appended_media)) for turn in trajectory.turns
-    )
-    segments = tuple(map(_with_images, trajectory.segments))
+    turns = []
+    for turn in trajectory.turns:
+        turns.append(replace(turn, appended_media=decode_media(turn.appended_media)))
     return replace(
         trajectory,
-        turns=turns,
-        segments=segments,
+        turns=tuple(turns),
+        segments=tuple(_with_images(segment) for segment in trajectory.segments),
         prompt_media=decode_media(trajectory.prompt_media),
     )

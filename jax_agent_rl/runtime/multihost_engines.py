@@ -241,7 +241,10 @@ def publish_own_models(
 
 
 async def require_equal_models(
-    content: Mapping[str, Any], *, registry: HostRegistry | None = None, others: int | None = None
+    content: Mapping[str, Any],
+    *,
+    registry: HostRegistry | None = None,
+    other_processes: int | None = None,
 ) -> None:
     """Process 0: check that all other processes have its models.
 
@@ -250,19 +253,19 @@ async def require_equal_models(
     Args:
         content: fingerprints of what the keys of this process name.
         registry: where other processes publish theirs; None: that of jax's coordination service.
-        others: number of other processes; None: all of the learner's.
+        other_processes: their number; None: all of the learner's.
 
     Raises:
         ModelError: a process has another model; names it and the key.
     """
     registry = registry or HostRegistry()
-    if others is None:
-        others = jax.process_count() - 1
+    if other_processes is None:
+        other_processes = jax.process_count() - 1
     # As the other processes' were, through JSON.
     expected = json.loads(
         json.dumps({key: content[key] for key in LEARNER_MODELS if key in content})
     )
-    for number, fingerprints in (await registry.models(others)).items():
+    for number, fingerprints in (await registry.models(other_processes)).items():
         differing = [key for key in LEARNER_MODELS if fingerprints.get(key) != expected.get(key)]
         if differing:
             raise ModelError(
@@ -294,13 +297,16 @@ def own_address(coordinator: str | None) -> str:
 
 
 async def join_hosts(
-    client: LLMServerClient, *, registry: HostRegistry | None = None, others: int | None = None
+    client: LLMServerClient,
+    *,
+    registry: HostRegistry | None = None,
+    other_processes: int | None = None,
 ) -> list[str]:
     """Add the engines of all other processes to a client, once they are up.
 
     Args:
         registry: where other processes register; None: that of jax's coordination service.
-        others: number of other processes; None: all of the learner's.
+        other_processes: their number; None: all of the learner's.
 
     Returns:
         The names of their servers.
@@ -311,13 +317,13 @@ async def join_hosts(
     from jax_agent_rl.rollout.http.client import RemoteBackend
 
     registry = registry or HostRegistry()
-    if others is None:
-        others = jax.process_count() - 1
+    if other_processes is None:
+        other_processes = jax.process_count() - 1
     token = secrets.token_hex(32)
     registry.publish_token(token)
 
     factories = {}
-    for number, url in (await registry.addresses(others)).items():
+    for number, url in (await registry.addresses(other_processes)).items():
         factories[f"host-{number}"] = functools.partial(RemoteBackend, url, token=token)
     await asyncio.gather(*(client.join(name, factory) for name, factory in factories.items()))
     return list(factories)

@@ -236,11 +236,11 @@ def room_for_learning(
 async def _make_room(
     client: LLMServerClient, names: Sequence[str], *, leaves: bool, sleeps: bool
 ) -> AsyncIterator[None]:
-    """Take servers out of the rotation, moving their requests, and let them sleep; undo both in the end.
+    """Take servers out of the rotation and let them sleep; undo both in the end.
 
-    They return with their old weights and take the next update like all others. Without other
-    servers they stay. An engine that fails to sleep or wake returns, too: its next request or
-    update reports and handles the failure.
+    Their requests move to other servers; without any, they stay. They return with their old
+    weights and take the next update like all others. An engine that fails to sleep or wake returns
+    as well: its next request or update reports and handles the failure.
     """
     servers = _find_servers(client, names)
     if leaves and len(client.servers) == len(servers):

@@ -1,4 +1,4 @@
-"""Policies on disk: the chosen one to serve, a run's checkpoint exported, a run folder resolved to a model's folder."""
+"""Policies on disk: which one to serve, the export of a checkpoint, and run folders as models."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ class ServedPolicy:
     checkpoint: str | None = None
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the weights, tokenizer and adapters that are served, wherever they lie.
+        """Return the fingerprint of the weights, tokenizer and adapters that are served.
 
-        Rollout servers have their own weights, see ``ServerPool.weights_fingerprint``.
+        It does not depend on where they are. Rollout servers have their own weights, see
+        ``ServerPool.weights_fingerprint``.
         """
         policy: Any = self.checkpoint or model_fingerprints(self.config.model.path)
         adapters = {
@@ -79,22 +80,26 @@ def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
     if choice.run is None:
         yield ServedPolicy(config=config, recorded=config, name=config.model.path, step=0)
         return
+
     step = saved_step(choice.run, choice.step)
     checkpoint = saved_run(choice.run, step)
+    name = f"{choice.run}, step {step}"
+    if choice.ema:
+        name += ", moving average"
     temporary = make_temp_folder("weights-", choice.run)
     folder = temporary / "model"
-    names = set(config.agent.role_adapters.values())
+    adapter_names = set(config.agent.role_adapters.values())
     try:
-        export_run(choice.run, folder, step=step, adapter=bool(names), ema=choice.ema)
-        if names:
-            adapters = {name: str(folder / name) for name in names}
-            served = {"rollout": config.rollout.model_copy(update={"adapters": adapters})}
+        export_run(choice.run, folder, step=step, adapter=bool(adapter_names), ema=choice.ema)
+        if adapter_names:
+            adapters = {adapter: str(folder / adapter) for adapter in adapter_names}
+            changes = {"rollout": config.rollout.model_copy(update={"adapters": adapters})}
         else:
-            served = {"model": config.model.model_copy(update={"path": str(folder)})}
+            changes = {"model": config.model.model_copy(update={"path": str(folder)})}
         yield ServedPolicy(
-            config=config.model_copy(update=served),
+            config=config.model_copy(update=changes),
             recorded=config,
-            name=f"{choice.run}, step {step}{', moving average' if choice.ema else ''}",
+            name=name,
             step=step,
             checkpoint=checkpoint.export_key(ema=choice.ema),
         )
@@ -114,11 +119,10 @@ def export_run(
     """Write a checkpoint as a Hugging Face folder, with adapters merged; return the folder.
 
     Args:
-        run: the run folder.
         out: the folder to write: a new one, or that of an older export, which is replaced as a
             whole.
         step: step of the checkpoint; None: the newest.
-        dtype: dtype of the weights, see :data:`~jax_agent_rl.models.convert.DTYPES`.
+        dtype: of the weights, see :data:`~jax_agent_rl.models.convert.DTYPES`.
         adapter: write only the adapters, for PEFT; those of ``agent.role_adapters`` to a folder
             each.
         ema: write the moving average of what was trained.
@@ -131,17 +135,18 @@ def export_run(
         ConfigError: ``adapter`` for a run that trained the whole model, or a whole model of one
             that trained several adapters; ``ema`` for one without an average.
     """
-    target = named_dtype(dtype)
+    target_dtype = named_dtype(dtype)
     saved = saved_run(run, step)
     trained = saved.trained
-    lora, base = trained.learner.lora, trained.model_path
+    lora = trained.learner.lora
+    base = trained.model_path
+    names = trained.adapters
     if adapter and lora is None:
         raise ConfigError(
             f"{run} trained the whole model (learner.lora is null); export it without --adapter"
         )
     if ema and not trained.learner.averaging:
         raise ConfigError(f"{run} kept no moving average (learner.ema_decay is 0); leave out --ema")
-    names = trained.adapters
     if names and not adapter:
         raise ConfigError(
             f"{run} trained the adapters {names} over one model; export them with --adapter"
@@ -152,38 +157,57 @@ def export_run(
             " folder"
         )
     saved.require_base()
+
     model, params = load_hf(base)
-    start = Parameterization.policy(
+    parameterization = Parameterization.policy(
         model, params, trained.learner, mesh=make_mesh(MeshConfig.model_validate({}))
     )
-    checkpointer = Checkpointer(trained.checkpoints, keep=trained.keep_checkpoints)
-    try:
-        placed = jax.tree.map(jax.device_put, start.params, start.shardings)
-        part = {"policy": {"opt_state": {"average": placed}} if ema else {"params": placed}}
-        state = checkpointer.restore_part(
-            {name: part for name in names} if names else part, step=saved.notes.step
-        )
-    finally:
-        checkpointer.close()
+    state = _restore_trained(saved, parameterization, ema=ema)
 
-    def weights(state: Any) -> Any:
-        policy = state["policy"]
+    def trained_params(learner_state: Any) -> Any:
+        policy = learner_state["policy"]
         return policy["opt_state"]["average"] if ema else policy["params"]
 
     if adapter and lora is not None:
-        for folder, part in [(out / name, state[name]) for name in names] or [(out, state)]:
+        if names:
+            states = {out / name: state[name] for name in names}
+        else:
+            states = {out: state}
+        for folder, learner_state in states.items():
             save_peft(
                 folder,
                 lora,
                 model,
-                weights(part),
+                trained_params(learner_state),
                 base=base,
                 base_weights=model_fingerprints(base)[WEIGHTS],
             )
         return out
-    params = jax.tree.map(lambda x: x.astype(target), start.merge(weights(state), start.frozen))
+
+    merged = parameterization.merge(trained_params(state), parameterization.frozen)
+    params = jax.tree.map(lambda x: x.astype(target_dtype), merged)
     save_hf(out, model, params, tokenizer_from=base)
     return out
+
+
+def _restore_trained(saved: SavedRun, parameterization: Parameterization, *, ema: bool) -> Any:
+    """Return the part of a checkpoint with the trained parameters, or their moving average.
+
+    With several adapters, there is such a part for each, by its name.
+    """
+    placed = jax.tree.map(jax.device_put, parameterization.params, parameterization.shardings)
+    policy = {"opt_state": {"average": placed}} if ema else {"params": placed}
+    learner_state = {"policy": policy}
+    like: Any = learner_state
+    if saved.trained.adapters:
+        like = {name: learner_state for name in saved.trained.adapters}
+
+    trained = saved.trained
+    checkpointer = Checkpointer(trained.checkpoints, keep=trained.keep_checkpoints)
+    try:
+        return checkpointer.restore_part(like, step=saved.notes.step)
+    finally:
+        checkpointer.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,20 +230,27 @@ class TrainedRun:
 
 
 def trained_run(run: Path) -> TrainedRun:
-    """Describe a run of ``train``, ``sft`` or ``dpo``; raises CheckpointError if the folder is not a run's."""
-    return _described(run, recorded_tree(run))
+    """Describe a run of ``train``, ``sft`` or ``dpo``.
+
+    Raises:
+        CheckpointError: the folder is not a run's.
+    """
+    return _describe_run(run, recorded_tree(run))
 
 
-def _described(run: Path, tree: Mapping[str, Any]) -> TrainedRun:
+def _describe_run(run: Path, tree: Mapping[str, Any]) -> TrainedRun:
     """Describe a run with this configuration."""
     tree = dict(tree)
     command = tree.pop("command", None)
+    adapters: list[str] = []
     if command is None:
         config = build(tree)
-        learner, adapters = config.learner, sorted(set(config.agent.role_adapters.values()))
+        learner = config.learner
+        adapters = sorted(set(config.agent.role_adapters.values()))
     else:
-        config = build_tree(DpoConfig if command == "dpo" else SftConfig, tree)
-        learner, adapters = LearnerConfig(**dict(config.learner)), []
+        config_class = DpoConfig if command == "dpo" else SftConfig
+        config = build_tree(config_class, tree)
+        learner = LearnerConfig(**dict(config.learner))
     return TrainedRun(
         model_path=config.model.path,
         learner=learner,
@@ -241,8 +272,8 @@ class SavedRun:
         trained: what the run trained when it was written, which a resumed run may have changed
             since.
         notes: what the checkpoint says about itself.
-        tree: the configuration then, with the run's newest places of models and checkpoints, as
-            JSON.
+        tree: the configuration then, as JSON, with the run's newest paths of models and
+            checkpoints.
     """
 
     trained: TrainedRun
@@ -256,14 +287,16 @@ class SavedRun:
 
     def export_key(self, *, ema: bool = False) -> str:
         """Return the fingerprint of what is exported: it depends on no name, step or time."""
-        part = ".policy.opt_state.average." if ema else ".policy.params."
+        path = ".policy.opt_state.average." if ema else ".policy.params."
         base = self._base() or model_fingerprints(self.trained.model_path)
         lora = self.trained.learner.lora
-        adapter = None if lora is None else lora.model_dump(mode="json")
-        return fingerprint([EXPORT_FORMAT, self.notes.fingerprint(part), base, adapter])
+        lora_settings = None if lora is None else lora.model_dump(mode="json")
+        return fingerprint([EXPORT_FORMAT, self.notes.fingerprint(path), base, lora_settings])
 
     def require_base(self) -> None:
-        """Check that the model the run was trained over is still the same: adapters and tokenizer go with it.
+        """Check that the model the run was trained over is still the same.
+
+        Adapters and tokenizer go with it.
 
         Raises:
             CheckpointError: it is another one.
@@ -271,10 +304,10 @@ class SavedRun:
         recorded = self._base()
         if recorded is None:
             return
-        found = model_fingerprints(self.trained.model_path)
-        differing = sorted(
-            name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)
-        )
+
+        current = model_fingerprints(self.trained.model_path)
+        names = sorted(recorded.keys() | current.keys())
+        differing = [name for name in names if recorded.get(name) != current.get(name)]
         if differing:
             raise CheckpointError(
                 f"model.path={self.trained.model_path} is not the model that the run was trained"
@@ -283,8 +316,9 @@ class SavedRun:
             )
 
     def _base(self) -> dict[str, str] | None:
-        """Return the recorded fingerprints of the model; None in checkpoints of earlier versions."""
-        return self.notes.progress.get("identity", {}).get("content", {}).get("model.path")
+        """Return the recorded fingerprints of the model; None in earlier versions' checkpoints."""
+        identity = self.notes.progress.get("identity", {})
+        return identity.get("content", {}).get("model.path")
 
 
 def saved_run(run: Path, step: int | None = None) -> SavedRun:
@@ -293,29 +327,30 @@ def saved_run(run: Path, step: int | None = None) -> SavedRun:
     Raises:
         CheckpointError: not a run folder, or no such checkpoint, or its notes are damaged.
     """
-    recorded = recorded_tree(run)
-    now = _described(run, recorded)
-    notes = read_notes(now.checkpoints, step)
-    config = notes.progress.get("identity", {}).get("config")
-    if config is None:  # of an earlier version
-        return SavedRun(trained=now, notes=notes, tree=recorded)
-    places = {
-        name: value for name, value in recorded["trainer"].items() if name == "checkpoint_dir"
-    }
-    trainer = config["trainer"] | places
-    model = {**config["model"], "path": recorded["model"]["path"]}
-    tree = {**recorded, **config, "model": model, "trainer": trainer}
-    then = _described(run, tree)
-    return SavedRun(
-        trained=replace(now, learner=then.learner, adapters=then.adapters), notes=notes, tree=tree
-    )
+    newest_tree = recorded_tree(run)
+    newest = _describe_run(run, newest_tree)
+    notes = read_notes(newest.checkpoints, step)
+    saved_config = notes.progress.get("identity", {}).get("config")
+    if saved_config is None:  # of an earlier version
+        return SavedRun(trained=newest, notes=notes, tree=newest_tree)
+
+    # The paths are the run's newest: models and checkpoints may have been moved since.
+    trainer = dict(saved_config["trainer"])
+    if "checkpoint_dir" in newest_tree["trainer"]:
+        trainer["checkpoint_dir"] = newest_tree["trainer"]["checkpoint_dir"]
+    model = {**saved_config["model"], "path": newest_tree["model"]["path"]}
+    tree = {**newest_tree, **saved_config, "model": model, "trainer": trainer}
+    at_save = _describe_run(run, tree)
+    trained = replace(newest, learner=at_save.learner, adapters=at_save.adapters)
+    return SavedRun(trained=trained, notes=notes, tree=tree)
 
 
 def resolve_model(path: str) -> str:
-    """Return the Hugging Face folder of ``model.path``: of a run folder its newest checkpoint's, exported once.
+    """Return the Hugging Face folder of a ``model.path``, which may be a run folder.
 
-    The folder is found by the content of the checkpoint, so that a run that was rewound, and has
-    written the same step again, is exported again.
+    Of a run folder, the newest checkpoint is exported once. The export is found by the content of
+    the checkpoint, so that a run that was rewound, and has written the same step again, is exported
+    again.
 
     Raises:
         CheckpointError: the run has no complete checkpoint.
@@ -323,34 +358,40 @@ def resolve_model(path: str) -> str:
     run = Path(path).expanduser()
     if not (run / "checkpoints").is_dir():
         return path
+
     saved = saved_run(run)
     step = saved.notes.step
     key = saved.export_key().rpartition(":")[2]
     folder = run / "exports" / key / f"step-{step}"
-    if not folder.is_dir():
-        logger.info("exporting step %d of %s", step, run)
-        unfinished = make_temp_folder("weights-", run)
+    if folder.is_dir():
+        return str(folder)
+
+    logger.info("exporting step %d of %s", step, run)
+    temporary = make_temp_folder("weights-", run)
+    try:
+        export_run(run, temporary / "model", step=step)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            export_run(run, unfinished / "model", step=step)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                (unfinished / "model").rename(folder)
-            except OSError:
-                if not folder.is_dir():  # else another process was faster, with the same content
-                    raise
-        finally:
-            remove_temp_folder(unfinished)
+            (temporary / "model").rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster, with the same content
+                raise
+    finally:
+        remove_temp_folder(temporary)
     return str(folder)
 
 
 def with_resolved_model(config: Config) -> Config:
-    """Return a configuration in which no path of the policy or a teacher is a run folder, see :func:`resolve_model`."""
+    """Return a configuration whose policy and teachers are Hugging Face folders.
 
-    def resolved(model: _Named) -> _Named:
+    Run folders are resolved by :func:`resolve_model`.
+    """
+
+    def resolve(model: _Named) -> _Named:
         return model.model_copy(update={"path": resolve_model(model.path)})
 
-    changes: dict[str, Any] = {"model": resolved(config.model)}
+    changes: dict[str, Any] = {"model": resolve(config.model)}
     if config.distill is not None:
-        teachers = tuple(map(resolved, config.distill.teachers))
+        teachers = tuple(resolve(teacher) for teacher in config.distill.teachers)
         changes["distill"] = config.distill.model_copy(update={"teachers": teachers})
     return config.model_copy(update=changes)

@@ -1,4 +1,4 @@
-"""Publishers: the forms in which engines receive the learner's weights, with log-probs to verify them."""
+"""Publishers: the forms in which engines get the learner's weights, with probes to verify them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ GIB = 1 << 30
 
 
 class WeightFiles:
-    """A folder in shared memory that holds the newest weights in safetensors files, for engines of other processes.
+    """The newest weights in safetensors files in shared memory, for engines of other processes.
 
     Args:
-        config: the model.
         probe_ids: sequences whose log-probs prove that an engine loaded the weights correctly; any
             text will do.
         folder: where to make the folder; None: shared memory (``/dev/shm``) where there is some, so
@@ -68,31 +67,31 @@ class WeightFiles:
             "jax_agent_rl-weights-", Path(folder) if folder else None, in_memory=True
         )
         self.digests: dict[str, str] = {}
-        """Of the newest version's files, by name."""
+        """Digests of the newest version's files, by name."""
         self.deltas: dict[str, str] = {}
-        """Paths of what changed in each file since the version before, with the digest of the file
-        that changed."""
+        """Digest of the previous version's file by the path of what changed in it since."""
 
     def write(
         self, params: Params, version: int, *, dtype: str = AS_THEY_ARE, delta: bool = False
     ) -> list[str]:
-        """Write all parameters, remove the files of the version before, and return the paths.
+        """Write all parameters, remove the files of the previous version, and return the paths.
 
-        A file appears under its name when it is whole.
+        A file appears under its name when it is complete.
 
         Args:
-            params: the parameters.
-            version: their policy version.
+            version: policy version of the parameters.
             dtype: what they are rounded to.
-            delta: also write what changed since the version before, if there is one and not too
+            delta: also write what changed since the previous version, if there is one and not too
                 much did.
 
         Raises:
             WeightUpdateError: they could not be written.
         """
-        before = self.digests if delta else {}
-        self._clear(before)
-        self.digests, self.deltas = {}, {}
+        previous_digests = self.digests if delta else {}
+        self._remove_files(keep=previous_digests)
+        self.digests = {}
+        self.deltas = {}
+
         metadata = {
             "format": "pt",
             "policy_version": str(version),
@@ -101,12 +100,12 @@ class WeightFiles:
         paths = []
         for number, tensors in enumerate(self._shards(params, dtype)):
             path = self._folder / f"v{version}-{number:05d}.safetensors"
-            begun = path.with_suffix(".begun")
+            incomplete = path.with_suffix(".incomplete")
             try:
-                save_file(tensors, begun, metadata=metadata)
-                self.digests[path.name] = file_digest(begun)
-                begun.rename(path)
-                self._write_delta(path, number, before)
+                save_file(tensors, incomplete, metadata=metadata)
+                self.digests[path.name] = file_digest(incomplete)
+                incomplete.rename(path)
+                self._write_delta(path, number, previous_digests)
             except (SafetensorError, OSError) as error:
                 raise WeightUpdateError(
                     f"the weights of version {version} could not be written to {path} ({error});"
@@ -114,29 +113,38 @@ class WeightFiles:
                     " whole model"
                 ) from error
             paths.append(str(path))
+
         if len(self.deltas) < len(paths):
-            self.deltas = {}
-        self._clear({Path(file).name for file in (*paths, *self.deltas)})
+            self.deltas = {}  # engines take changes of all files, or all files
+        self._remove_files(keep={Path(file).name for file in (*paths, *self.deltas)})
         return paths
 
     def probe(self, params: Params, *, dtype: str = AS_THEY_ARE) -> LogprobProbe:
-        """Score the probe sequences by the learner's own forward pass, with the parameters rounded to ``dtype``."""
+        """Score the probe sequences by the learner's forward pass, with parameters in ``dtype``."""
         return score_probe(self._config, params, self._probe_ids, dtype=dtype)
 
     def close(self) -> None:
         """Remove the folder."""
         remove_temp_folder(self._folder)
 
-    def _write_delta(self, path: Path, number: int, before: Mapping[str, str]) -> None:
-        """Write what changed in a file, and delete the one before: memory holds one version and a file."""
-        old = next((name for name in before if name.endswith(f"-{number:05d}.safetensors")), None)
-        if old is None or old == path.name:  # the latter: a version is written again
-            return
-        if (delta := write_delta(self._folder / old, before[old], path)) is not None:
-            self.deltas[str(delta)] = before[old]
-        (self._folder / old).unlink()
+    def _write_delta(self, path: Path, number: int, previous_digests: Mapping[str, str]) -> None:
+        """Write what changed in a file, and delete the previous version's.
 
-    def _clear(self, keep: Collection[str]) -> None:
+        So memory holds one version and a file.
+        """
+        for name, digest in previous_digests.items():
+            if not name.endswith(f"-{number:05d}.safetensors"):
+                continue
+            if name == path.name:  # the same version is written again
+                return
+            previous_file = self._folder / name
+            delta = write_delta(previous_file, digest, path)
+            if delta is not None:
+                self.deltas[str(delta)] = digest
+            previous_file.unlink()
+            return
+
+    def _remove_files(self, *, keep: Collection[str]) -> None:
         for file in self._folder.iterdir():
             if file.name not in keep:
                 file.unlink()
@@ -147,15 +155,15 @@ class WeightFiles:
         for name, tensor in hf_tensors(self._config, params, dtype=dtype):
             if shard and size + tensor.nbytes > self._shard_bytes:
                 yield shard
-                shard, size = {}, 0
+                shard = {}
+                size = 0
             shard[name] = tensor
             size += tensor.nbytes
         yield shard
 
 
 PROBE_LENGTH = 96
-"""Length of the context that verifies an update: touches every parameter and is cheap to recompute.
-"""
+"""Length of the context that verifies an update: all parameters take part, and it is cheap."""
 
 
 FindDtype = Callable[[], str]
@@ -180,11 +188,9 @@ class ArrayPublisher(Publisher):
 
 @dataclass
 class FilePublisher(Publisher):
-    """Publishes safetensors files with a log-prob probe, to engines of other processes and machines.
+    """Publishes safetensors files with a log-prob probe, to engines of other processes and hosts.
 
     Args:
-        files: writes them.
-        find_dtype: see :data:`FindDtype`.
         full_every: every so many versions all numbers are sent, else those that changed; 1: always
             all.
     """
@@ -195,7 +201,10 @@ class FilePublisher(Publisher):
     _published: int = 0
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        """Write all parameters and, where uploads hold changes alone, those; remove the previous version's files."""
+        """Write all parameters and, if only changes are uploaded, the changes.
+
+        The previous version's files are removed.
+        """
         dtype = self.find_dtype()
         is_full = self._published % self.full_every == 0
         files = self.files.write(learner.params, version, dtype=dtype, delta=not is_full)
@@ -222,12 +231,9 @@ class DevicePublisher(Publisher):
     restarted can take it.
 
     Args:
-        model: the policy's hyperparameters.
         kind: ``cuda_ipc``, for engines of this machine, or ``broadcast``.
         files: publishes to engines that do not take this kind.
-        find_dtype: see :data:`FindDtype`.
         find_payloads: returns the kinds of payload that all engines take.
-        score_probe: see :class:`ScoreProbe`.
     """
 
     model: DecoderConfig
@@ -239,12 +245,14 @@ class DevicePublisher(Publisher):
     _newest: dict[str, jax.Array] = field(default_factory=dict)
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        self._newest.clear()  # the version before, to which the newest update may still refer
+        self._newest.clear()  # the previous version, to which the newest update may still refer
         dtype = self.find_dtype()
-        takes = self.kind in self.find_payloads()
-        tensors = device_tensors(self.model, learner.params, dtype=dtype) if takes else None
+        tensors = None
+        if self.kind in self.find_payloads():
+            tensors = device_tensors(self.model, learner.params, dtype=dtype)
         if tensors is None:
             return self.files.make(learner, version)
+
         self._newest = tensors
         probe = self.score_probe(learner.params, dtype=dtype)
         return WeightUpdate(
@@ -258,7 +266,7 @@ class DevicePublisher(Publisher):
 
 @dataclass
 class MeshPublisher(Publisher):
-    """Publishes a copy in each process of the learner, to its engine, see ``runtime.multihost_engines``.
+    """Publishes a copy in each process of the learner, to the engine there.
 
     Args:
         weight_buffer: the buffer of this process.
@@ -278,9 +286,8 @@ class ObjectStorePublisher(Publisher):
 
     Args:
         inner: makes the update in the engines' form.
-        find_dtype: see :data:`FindDtype`.
-        score_probe: see :class:`ScoreProbe`; None if the inner one brings a probe, and for a
-            learner of several processes.
+        score_probe: None if the inner publisher adds a probe, and for a learner of several
+            processes.
     """
 
     inner: Publisher
@@ -309,8 +316,7 @@ class TensorstorePublisher(Publisher):
 
     Args:
         folder: gets a subfolder for the run.
-        find_dtype: see :data:`FindDtype`.
-        score_probe: see :class:`ScoreProbe`; None for a learner of several processes.
+        score_probe: None for a learner of several processes.
     """
 
     def __init__(
@@ -322,26 +328,30 @@ class TensorstorePublisher(Publisher):
         self._served: str | None = None
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        """Write a version, make it visible, and remove the one before.
+        """Write a version, make it visible, and remove the previous one.
 
         Raises:
             OSError: a process of the learner could not write.
         """
-        folder, before = stored.version_folder(self._root, version), self._served
+        folder = stored.version_folder(self._root, version)
         dtype = self._find_dtype()
         digest = learner.store(folder, dtype)
+        previous_folder = self._served
         self._served = folder
-        if before not in (None, folder):
-            stored.remove(before)
-        digests = {stored.MANIFEST: digest}
+        if previous_folder is not None and previous_folder != folder:
+            stored.remove(previous_folder)
+
+        probe = None
+        if self._score_probe is not None:
+            probe = self._score_probe(learner.params, dtype=dtype)
         return WeightUpdate(
             version=version,
             kind="tensorstore",
             payload=folder,
             lasting=True,
             dtype=dtype,
-            digests=digests,
-            probe=self._score_probe(learner.params, dtype=dtype) if self._score_probe else None,
+            digests={stored.MANIFEST: digest},
+            probe=probe,
         )
 
     def close(self) -> None:
@@ -360,8 +370,6 @@ def make_publisher(
     """Return the publisher for the engines of ``rollout.backend`` and ``rollout.placement``.
 
     Args:
-        config: the resolved configuration.
-        model: the policy's hyperparameters.
         probe_ids: a typical context, with which weights are verified after a transfer.
         find_dtype: see :data:`FindDtype`; for engines of this process, nothing is rounded on the
             way.
@@ -374,49 +382,55 @@ def make_publisher(
     """
     if weight_buffer is not None:
         return MeshPublisher(weight_buffer)
-    probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
-    is_scored = jax.process_count() == 1 and len(probe) > 1
-    score = functools.partial(score_probe, model, sequences=[probe]) if is_scored else None
+
+    probe_ids = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
+    score = None
+    if jax.process_count() == 1 and len(probe_ids) > 1:
+        score = functools.partial(score_probe, model, sequences=[probe_ids])
+    is_colocated = config.rollout.placement == "colocated"
+
     if config.rollout.backend == "jetstream":
-        arrays, colocated = ArrayPublisher(), config.rollout.placement == "colocated"
-        return arrays if colocated else ObjectStorePublisher(arrays, find_dtype, score)
-    form = _form(config, model, probe, score, find_dtype, find_payloads)
-    if config.rollout.placement == "colocated":
-        return form
-    stored_files = ObjectStorePublisher(form, find_dtype)
+        if is_colocated:
+            return ArrayPublisher()
+        return ObjectStorePublisher(ArrayPublisher(), find_dtype, score)
+
+    publisher = _publisher_to_processes(config, model, probe_ids, score, find_dtype, find_payloads)
+    if is_colocated:
+        return publisher
+
+    publisher = ObjectStorePublisher(publisher, find_dtype)
     if config.rollout.weight_transport != BROADCAST:
-        return stored_files
+        return publisher
     if score is None:
         raise ConfigError(
             f"rollout.weight_transport={BROADCAST} sends from a learner of one process, this one"
             f" has {jax.process_count()}; set rollout.weight_transport=files"
         )
-    return DevicePublisher(model, BROADCAST, stored_files, find_dtype, find_payloads, score)
+    return DevicePublisher(model, BROADCAST, publisher, find_dtype, find_payloads, score)
 
 
-def _form(
+def _publisher_to_processes(
     config: Config,
     model: DecoderConfig,
-    probe: Sequence[int],
+    probe_ids: Sequence[int],
     score: ScoreProbe | None,
     find_dtype: FindDtype,
     find_payloads: Callable[[], frozenset[str]],
 ) -> Publisher:
     """Return the publisher for engines of other processes."""
-    if config.rollout.weight_transport == "tensorstore":
-        assert config.rollout.weight_dir is not None  # checked with the configuration
-        return TensorstorePublisher(config.rollout.weight_dir, find_dtype, score)
-    files = WeightFiles(model, probe_ids=[probe], folder=config.rollout.weight_dir)
+    rollout = config.rollout
+    if rollout.weight_transport == "tensorstore":
+        assert rollout.weight_dir is not None  # checked with the configuration
+        return TensorstorePublisher(rollout.weight_dir, find_dtype, score)
+
+    files = WeightFiles(model, probe_ids=[probe_ids], folder=rollout.weight_dir)
     # Engines of this machine, and those that see the folder, map the files and get no bytes sent.
-    hosts = [urlsplit(url).hostname or "" for url in config.rollout.urls]
-    is_sent = config.rollout.weight_dir is None and not all(map(is_loopback, hosts))
-    publisher = FilePublisher(
-        files, find_dtype, full_every=config.rollout.full_weights_every if is_sent else 1
-    )
-    if (
-        config.rollout.backend == "vllm"
-        and config.rollout.placement == "colocated"
-        and score is not None
-    ):
+    hosts = [urlsplit(url).hostname or "" for url in rollout.urls]
+    is_sent = rollout.weight_dir is None and not all(is_loopback(host) for host in hosts)
+    full_every = rollout.full_weights_every if is_sent else 1
+    publisher = FilePublisher(files, find_dtype, full_every=full_every)
+
+    is_on_same_gpu = rollout.backend == "vllm" and rollout.placement == "colocated"
+    if is_on_same_gpu and score is not None:
         return DevicePublisher(model, CUDA_IPC, publisher, find_dtype, find_payloads, score)
     return publisher

@@ -134,7 +134,7 @@ def secure_own_cluster() -> None:
 async def reserve(
     engines: int, *, gpus_per_engine: int, learner_gpus: int | None = 0
 ) -> AsyncIterator[list[dict[str, Any]]]:
-    """Reserve a bundle of a placement group for the learner, on this node, and one for every engine.
+    """Reserve a bundle of a placement group for the learner, on this node, and one per engine.
 
     Engines with GPUs are packed onto as few nodes as possible, nearest to the learner; engines on
     CPUs are spread, because on one node they would share its cores. This process sees only the GPUs

@@ -191,7 +191,7 @@ async def open_frozen_model(
 
 @asynccontextmanager
 async def open_role_models(config: Config) -> AsyncIterator[dict[str, FrozenModel]]:
-    """Yield the models of ``agent.role_models`` by role; roles with the same folder share an engine.
+    """Yield the models of ``agent.role_models`` by role; roles of one folder share an engine.
 
     Raises:
         ModelError: a model cannot be loaded.

@@ -1,4 +1,4 @@
-"""Serving the configured model: as an OpenAI-compatible endpoint, or as a rollout server for trainers."""
+"""Serving the configured model: an OpenAI-compatible endpoint, or a rollout server for trainers."""
 
 from __future__ import annotations
 
@@ -52,14 +52,13 @@ async def serve_openai(
     """Serve the model to OpenAI clients until cancelled (``jax-agent-rl serve``).
 
     Args:
-        config: the resolved configuration.
         policy: name of the weights, for messages.
         host: address to listen on.
         port: 0 takes a free one.
         token_env: environment variable with the API key; None: no key, on loopback only.
         model_name: the name under ``/v1/models``.
         fixed_length: keep ``rollout.max_model_len``, see :func:`serving_config`.
-        print_line: takes a line of progress.
+        print_line: prints a line of progress.
 
     Raises:
         ConfigError: the address cannot be used, or a token is missing.
@@ -67,8 +66,8 @@ async def serve_openai(
     """
     api_key = token_from(token_env, key="--token-env")
     config = serving_config(config, fixed_length=fixed_length)
-    length = config.rollout.max_model_len
-    print_line(f"loading {policy}, for contexts of {length:,} tokens")
+    max_model_len = config.rollout.max_model_len
+    print_line(f"loading {policy}, for contexts of {max_model_len:,} tokens")
     check_engine(config)
     codec = open_codec(config)
     weights = functools.partial(load_model, config, codec)
@@ -76,10 +75,12 @@ async def serve_openai(
         config, codec, weights=weights, print_line=print_line, serving=True
     )
     client = make_client(config, codec)
-    context = AgentContext(client=client, codec=codec, limits=config.agent, max_model_len=length)
-    sampling = SamplingParams(max_tokens=length, temperature=config.rollout.eval_temperature)
+    context = AgentContext(
+        client=client, codec=codec, limits=config.agent, max_model_len=max_model_len
+    )
+    sampling = SamplingParams(max_tokens=max_model_len, temperature=config.rollout.eval_temperature)
 
-    def create(session_id: str, key: str | None = api_key) -> Session:
+    def make_session(session_id: str, key: str | None = api_key) -> Session:
         recorder = ChatRecorder(context, session_id=session_id)
         return Session(
             session_id=session_id,
@@ -91,14 +92,15 @@ async def serve_openai(
 
     limits = config.agent.endpoint
     server = Endpoint(
-        SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=create),
+        SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=make_session),
         model=model_name,
         adapters=list(config.rollout.adapters),
         limits=limits,
         host=host,
         port=port,
         api_key=api_key,
-        stateless=lambda: create(f"once-{uuid.uuid4().hex}"),  # recorded no further than its answer
+        # A session for one request, which nobody asks for again.
+        stateless=lambda: make_session(f"once-{uuid.uuid4().hex}"),
         able=lambda: [server.backend.capabilities for server in client.servers],
         require_engine=client.require_server,
         engines=lambda: read_engines(client.servers),
@@ -107,9 +109,8 @@ async def serve_openai(
     try:
         await client.start(factories)
         if all(engine.backend.capabilities.grammars for engine in client.servers):
-            await in_grammar_thread(
-                warm_up
-            )  # so that the first request with a schema is answered as fast as others
+            # So that the first request with a schema is answered as fast as others.
+            await in_grammar_thread(warm_up)
         await server.start()
         print_line(f"serving {policy} as {model_name!r}: base_url={server.url}/v1")
         await asyncio.Event().wait()
@@ -124,11 +125,10 @@ async def serve_rollouts(
     """Serve the configured engine to trainers until cancelled (``jax-agent-rl rollout-server``).
 
     Args:
-        config: the resolved configuration.
         policy: name of the weights, for messages.
         host: address to listen on.
         port: 0 takes a free one.
-        print_line: takes a line of progress.
+        print_line: prints a line of progress.
 
     Raises:
         ConfigError: ``rollout.backend`` is remote, the token is missing, or the address cannot be
@@ -142,16 +142,15 @@ async def serve_rollouts(
     token = token_from(config.rollout.token_env, key="rollout.token_env")
     check_engine(config)
     print_line(f"loading {policy}")
-    for line in (
-        idle_device_warnings(config, engine_mesh(config), None)
-        if config.rollout.backend == "jetstream"
-        else ()
-    ):
-        print_line(line)
+    if config.rollout.backend == "jetstream":
+        for line in idle_device_warnings(config, engine_mesh(config), None):
+            print_line(line)
+
     backend = make_engine(config, version=UNTRAINED, print_line=print_line)
-    folder = config.rollout.weight_dir
     # A bad address is refused before minutes of compiling.
-    server = RolloutServer(backend, host=host, port=port, token=token, weight_dir=folder)
+    server = RolloutServer(
+        backend, host=host, port=port, token=token, weight_dir=config.rollout.weight_dir
+    )
     try:
         await backend.start()
         await server.start()
@@ -167,8 +166,9 @@ async def read_engines(servers: Sequence[AsyncServer]) -> list[Metric]:
     families: list[Metric] = []
     for server in servers:
         backend = server.backend
-        reading = await backend.metrics(), await backend.health(), backend.capabilities
-        families += engine_families(*reading, engine=server.name)
+        metrics = await backend.metrics()
+        health = await backend.health()
+        families += engine_families(metrics, health, backend.capabilities, engine=server.name)
     return families
 
 
@@ -179,25 +179,26 @@ def serving_config(config: Config, *, fixed_length: bool) -> Config:
     cache and the chunks of prompts keep the sizes they have in training.
 
     Args:
-        config: the resolved configuration.
         fixed_length: keep ``rollout.max_model_len`` instead.
     """
-    rollout, engine = config.rollout, config.rollout.jetstream
+    rollout = config.rollout
     if rollout.backend == "jetstream":
-        shapes, longest = engine_shapes(config), rollout.max_model_len
+        engine = rollout.jetstream
+        shapes = engine_shapes(config)
+        cache_tokens = shapes.kv_cache_tokens
+
+        max_model_len = rollout.max_model_len
         if not (fixed_length or rollout.deterministic or engine.engine_factory):
-            held = shapes.kv_cache_tokens - shapes.kv_cache_tokens % page_size(
-                shapes.kv_cache_tokens
-            )
-            longest = max(
-                longest, min(held, load_config(config.model.path).max_position_embeddings)
-            )
-        sizes = {
-            "kv_cache_tokens": shapes.kv_cache_tokens,
-            "prefill_buckets": shapes.prefill_buckets,
-        }
-        jetstream = engine.model_copy(update=sizes)
-        rollout = rollout.model_copy(update={"max_model_len": longest, "jetstream": jetstream})
+            whole_pages = cache_tokens - cache_tokens % page_size(cache_tokens)
+            model_limit = load_config(config.model.path).max_position_embeddings
+            max_model_len = max(max_model_len, min(whole_pages, model_limit))
+
+        # Fixed before the lengths grow, from which they would follow.
+        engine = engine.model_copy(
+            update={"kv_cache_tokens": cache_tokens, "prefill_buckets": shapes.prefill_buckets}
+        )
+        rollout = rollout.model_copy(update={"max_model_len": max_model_len, "jetstream": engine})
+
     agent = serving_limits(config.agent, rollout.max_model_len)
     return config.model_copy(update={"rollout": rollout, "agent": agent})
 

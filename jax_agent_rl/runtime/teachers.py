@@ -1,11 +1,12 @@
-"""The teachers of a run (``distill``): checked before anything is loaded, then put on the learner's mesh.
+"""The teachers of a run (``distill``): checked before loading, then put on the learner's mesh.
 
 Teachers that are served elsewhere score trajectories over HTTP before the learner gets them::
 
-    groups ─► each trajectory's teacher ─┬─► a rollout server: score          ─┬─► groups with teacher_scores
-                                         └─► completions with prompt_logprobs ─┘
+    groups ─► each trajectory's teacher ─┬─► a rollout server: score ──────────┬─► teacher_scores
+                                         └─► completions with prompt_logprobs ─┘   in the groups
 
-They are sent the ids of a context and nothing else, and answer with ids: no text is tokenized.
+They are sent the token ids of a context and nothing else, and answer with token ids: no text is
+tokenized.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from tokenizers import Tokenizer
@@ -39,7 +40,10 @@ _TRIES = 4
 
 
 def check_teachers(config: Config) -> list[str]:
-    """Check that the teachers read the policy's ids, and that their files are complete; return a line about each.
+    """Check that the teachers read the policy's token ids, and that their files are complete.
+
+    Returns:
+        A line about each teacher.
 
     Raises:
         ConfigError: a teacher has another tokenizer, or reads no images although the policy does.
@@ -47,26 +51,29 @@ def check_teachers(config: Config) -> list[str]:
     """
     if config.distill is None:
         return []
-    lines, ids = [], _vocabulary(config.model.path)
+    policy_ids = _vocabulary(config.model.path)
     has_vision = load_config(config.model.path).vision is not None
+    lines = []
     for teacher in config.distill.teachers:
         model = check_files(teacher.path) if teacher.url is None else None
-        theirs = _vocabulary(teacher.path)
-        if differing := [token for token, number in ids.items() if theirs.get(token) != number]:
-            token = min(differing, key=ids.__getitem__)
+        teacher_ids = _vocabulary(teacher.path)
+        differing = [token for token, id_ in policy_ids.items() if teacher_ids.get(token) != id_]
+        if differing:
+            token = min(differing, key=policy_ids.__getitem__)
             raise ConfigError(
                 f"distill.teachers: {teacher.path} has another tokenizer than {config.model.path},"
-                f" whose ids it is to score: {len(differing)} of {len(ids)} tokens differ, e.g."
-                f" {token!r} is {ids[token]} here and {theirs.get(token, 'none')} there; choose a"
-                " teacher of the policy's model family"
+                f" whose ids it is to score: {len(differing)} of {len(policy_ids)} tokens differ,"
+                f" e.g. {token!r} is {policy_ids[token]} here and"
+                f" {teacher_ids.get(token, 'none')} there; choose a teacher of the policy's model"
+                " family"
             )
         if has_vision and model is not None and model.vision is None:
             raise ConfigError(
                 f"distill.teachers: {teacher.path} reads no images, and {config.model.path} does;"
                 " choose a teacher with vision"
             )
-        where = f"served at {teacher.url}" if model is None else model.family
-        lines.append(f"distill.teachers: {teacher.path}: {where}, reads the policy's ids")
+        what = f"served at {teacher.url}" if model is None else model.family
+        lines.append(f"distill.teachers: {teacher.path}: {what}, reads the policy's ids")
     return lines
 
 
@@ -79,24 +86,25 @@ def require_teachers(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
     if config.distill is None:
         return
     data_sources = [teacher.data_sources for teacher in config.distill.teachers]
-    if missing := sorted(
-        {str(row.get("data_source")) for row in rows if first_teacher(data_sources, row) is None}
-    ):
-        patterns = [pattern for own in data_sources for pattern in own]
+    missing = set()
+    for row in rows:
+        if first_teacher(data_sources, row) is None:
+            missing.add(str(row.get("data_source")))
+    if missing:
+        patterns = list(itertools.chain.from_iterable(data_sources))
         raise ConfigError(
-            f"no teacher of distill.teachers has the rows of data_source {missing}: their"
+            f"no teacher of distill.teachers has the rows of data_source {sorted(missing)}: their"
             f" data_sources are {patterns}; name them, or * for all"
         )
 
 
 def make_teachers(config: Config, model: DecoderConfig) -> list[Teacher] | None:
-    """Load the teachers without a URL in the learner's compute dtype, each device's shard separately.
+    """Load the teachers without a URL in the learner's compute dtype; None without ``distill``.
 
-    None without ``distill``.
+    Each device's shard is read separately.
 
     Args:
-        config: the resolved configuration.
-        model: the policy's hyperparameters.
+        model: the policy's.
 
     Raises:
         ConfigError: the mesh does not divide a teacher.
@@ -104,19 +112,23 @@ def make_teachers(config: Config, model: DecoderConfig) -> list[Teacher] | None:
     """
     if config.distill is None:
         return None
-    made, mesh = [], make_mesh(config.learner.mesh)
+
+    mesh = make_mesh(config.learner.mesh)
+    dtype = jnp.dtype(config.learner.compute_dtype)
+    teachers = []
     for teacher in config.distill.teachers:
         if teacher.url is not None:
             continue
+
         teacher_model = load_config(teacher.path, weights=True)
-        places = parameter_shardings(mesh, teacher_model.parameter_shapes())
-        params = load_hf(
-            teacher.path, dtype=jnp.dtype(config.learner.compute_dtype), shardings=places
-        )[1]
-        images = model.vision and VisionProcessor.of(
-            teacher_model, teacher.path, pixels=config.model.pixels
-        )
-        made.append(
+        shardings = parameter_shardings(mesh, teacher_model.parameter_shapes())
+        _, params = load_hf(teacher.path, dtype=dtype, shardings=shardings)
+        vision_processor = None
+        if model.vision:
+            vision_processor = VisionProcessor.of(
+                teacher_model, teacher.path, pixels=config.model.pixels
+            )
+        teachers.append(
             Teacher(
                 teacher_model,
                 params,
@@ -125,10 +137,10 @@ def make_teachers(config: Config, model: DecoderConfig) -> list[Teacher] | None:
                 temperature=config.rollout.temperature,
                 vocab_size=model.vocab_size,
                 data_sources=teacher.data_sources,
-                vision_processor=images,
+                vision_processor=vision_processor,
             )
         )
-    return made
+    return teachers
 
 
 def _vocabulary(path: str) -> dict[str, int]:
@@ -153,14 +165,13 @@ class ScoresTokens(Protocol):
 
 MAX_SCORES_BYTES = 1 << 28
 MAX_SCORES_VALUES = 16_000_000
-"""Limits of an answer: an object for each of the likeliest ids at each place."""
+"""Limits of an answer: an object for each of the likeliest ids at each position."""
 
 
 class CompletionsTeacher:
     """A server with OpenAI's completions and vLLM's ``prompt_logprobs``.
 
     Args:
-        teacher: address, name and limits.
         transport: httpx transport, for tests.
 
     Raises:
@@ -196,54 +207,72 @@ class CompletionsTeacher:
         request = {
             "model": self._model,
             "prompt": list(token_ids),
-            "max_tokens": 1,  # none cannot be asked for
+            "max_tokens": 1,  # at least one token has to be asked for
             "temperature": 1.0,
             "prompt_logprobs": top_k,
             "add_special_tokens": False,
         }
         try:
             answer = await self._service.post(request, repeatable=True)
-        except TimeoutError as late:
-            raise BackendError(str(late)) from None
+        except TimeoutError as error:
+            raise BackendError(str(error)) from None
+
         try:
-            positions = [
-                {
-                    int(id_): (float(found["logprob"]), int(found["rank"]))
-                    for id_, found in position.items()
-                }
-                for position in answer["choices"][0]["prompt_logprobs"][start:]
-            ]
-            log_probs = [
-                position[id_][0] for position, id_ in zip(positions, token_ids[start:], strict=True)
-            ]
-            top = [_likeliest(position, top_k) for position in positions]
+            positions = answer["choices"][0]["prompt_logprobs"][start:]
+            return _read_scores(positions, token_ids[start:], top_k)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise BackendError(
                 f"{self._service.url} did not answer with the prompt_logprobs of the"
                 f" {len(token_ids)} ids it was sent ({type(error).__name__}: {error}); serve the"
                 " teacher with vLLM, or with `jax-agent-rl rollout-server`"
             ) from None
-        return TokenScores(
-            log_probs=tuple(log_probs),
-            top_ids=tuple(ids for ids, _ in top) if top_k else (),
-            top_log_probs=tuple(scores for _, scores in top) if top_k else (),
-        )
 
     async def close(self) -> None:
         """Close the connections."""
         await self._service.close()
 
 
-def _likeliest(
-    position: Mapping[int, tuple[float, int]], top_k: int
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return the ids of rank up to ``top_k`` in order, and their log-probs; the prompt's own id may rank lower."""
-    ranked = sorted((rank, id_, score) for id_, (score, rank) in position.items() if rank <= top_k)[
-        :top_k
-    ]
-    if len(ranked) < top_k:
-        raise ValueError(f"{len(ranked)} of {top_k} likeliest ids")
-    return tuple(id_ for _, id_, _ in ranked), tuple(score for *_, score in ranked)
+class _Candidate(NamedTuple):
+    """A token id at one position of a context. Candidates sort by rank."""
+
+    rank: int
+    token_id: int
+    log_prob: float
+
+
+def _read_scores(
+    positions: Sequence[Mapping[str, Mapping[str, Any]]], token_ids: Sequence[int], top_k: int
+) -> TokenScores:
+    """Return the scores in vLLM's ``prompt_logprobs``.
+
+    Args:
+        positions: for each id, objects with ``logprob`` and ``rank`` by token id: the id itself and
+            at least the ``top_k`` likeliest.
+    """
+    log_probs = []
+    top_ids = []
+    top_log_probs = []
+    for position, token_id in zip(positions, token_ids, strict=True):
+        candidates = {}
+        for text, entry in position.items():
+            candidate = _Candidate(int(entry["rank"]), int(text), float(entry["logprob"]))
+            candidates[candidate.token_id] = candidate
+        log_probs.append(candidates[token_id].log_prob)
+
+        # The id of the context itself may rank lower.
+        likeliest = sorted(c for c in candidates.values() if c.rank <= top_k)[:top_k]
+        if len(likeliest) < top_k:
+            raise ValueError(f"{len(likeliest)} of {top_k} likeliest ids")
+        top_ids.append(tuple(candidate.token_id for candidate in likeliest))
+        top_log_probs.append(tuple(candidate.log_prob for candidate in likeliest))
+
+    if not top_k:
+        return TokenScores(log_probs=tuple(log_probs), top_ids=(), top_log_probs=())
+    return TokenScores(
+        log_probs=tuple(log_probs),
+        top_ids=tuple(top_ids),
+        top_log_probs=tuple(top_log_probs),
+    )
 
 
 class ServedTeachers:
@@ -262,13 +291,11 @@ class ServedTeachers:
         top_k: int,
         vocab_size: int,
     ) -> None:
-        self._clients = dict(enumerate(client for _, client in teachers))
         self._configs = [config for config, _ in teachers]
-        self._slots = {
-            number: asyncio.Semaphore(config.max_in_flight)
-            for number, config in enumerate(self._configs)
-        }
-        self._top_k, self._vocab_size = top_k, vocab_size
+        self._clients = [client for _, client in teachers]
+        self._slots = [asyncio.Semaphore(config.max_in_flight) for config in self._configs]
+        self._top_k = top_k
+        self._vocab_size = vocab_size
 
     async def __call__(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with the scores of their teachers.
@@ -276,71 +303,82 @@ class ServedTeachers:
         Raises:
             BackendError: a teacher did not answer, or its answer does not fit.
         """
+        tasks = []
         try:
-            async with asyncio.TaskGroup() as tasks:
-                scoring = [
-                    [tasks.create_task(self._scored(t)) for t in group.trajectories]
-                    for group in groups
-                ]
-        except ExceptionGroup as failed:  # all others were cancelled
+            async with asyncio.TaskGroup() as task_group:
+                for group in groups:
+                    for trajectory in group.trajectories:
+                        tasks.append(task_group.create_task(self._scored(trajectory)))
+        except ExceptionGroup as failed:  # all other requests were cancelled
             raise failed.exceptions[0] from None
-        return [
-            replace(group, trajectories=tuple(task.result() for task in own))
-            for group, own in zip(groups, scoring, strict=True)
-        ]
+
+        results = (task.result() for task in tasks)
+        scored_groups = []
+        for group in groups:
+            trajectories = tuple(itertools.islice(results, len(group.trajectories)))
+            scored_groups.append(replace(group, trajectories=trajectories))
+        return scored_groups
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
+        """Return a trajectory with the scores of its teacher, if that is served."""
         number = first_teacher((config.data_sources for config in self._configs), trajectory.row)
-        client = None if number is None else self._clients[number]
-        if number is None or client is None:
+        if number is None:
             return trajectory
-        parts = []
+        client = self._clients[number]
+        if client is None:
+            return trajectory
+
+        log_probs: list[float] = []
+        top_ids: list[tuple[int, ...]] = []
+        top_log_probs: list[tuple[float, ...]] = []
         for sequence in trajectory.sequences:
-            ids, first = sequence.prompt_ids + sequence.response_ids, len(sequence.prompt_ids)
-            learned = [first + i for i, mark in enumerate(sequence.loss_mask) if mark]
             if sequence.multi_modal:
                 raise ConfigError(
                     f"{_KEY}: {self._configs[number].url} is sent ids only, and"
                     f" {trajectory.trajectory_id} has images; put this teacher on the learner's"
                     " devices: remove its url"
                 )
-            if learned:
-                async with self._slots[number]:
-                    scores = await client.score(
-                        ids[: learned[-1] + 1], start=learned[0], top_k=self._top_k
-                    )
-                parts.append(_chosen(scores, [at - learned[0] for at in learned]))
-        made = TokenScores(
-            **{
-                name: tuple(itertools.chain.from_iterable(getattr(part, name) for part in parts))
-                for name in ("log_probs", "top_ids", "top_log_probs")
-            }
+            token_ids = sequence.prompt_ids + sequence.response_ids
+            prompt_length = len(sequence.prompt_ids)
+            learned = []
+            for index, is_learned in enumerate(sequence.loss_mask):
+                if is_learned:
+                    learned.append(prompt_length + index)
+            if not learned:
+                continue
+
+            # Only up to the last token that is learned from, and scores from the first one on.
+            start = learned[0]
+            end = learned[-1] + 1
+            async with self._slots[number]:
+                scores = await client.score(token_ids[:end], start=start, top_k=self._top_k)
+            for position in learned:
+                log_probs.append(scores.log_probs[position - start])
+                if scores.top_ids:
+                    top_ids.append(scores.top_ids[position - start])
+                    top_log_probs.append(scores.top_log_probs[position - start])
+
+        teacher_scores = TokenScores(
+            log_probs=tuple(log_probs),
+            top_ids=tuple(top_ids),
+            top_log_probs=tuple(top_log_probs),
         )
-        self._check(made, trajectory, self._configs[number])
-        return replace(trajectory, teacher_scores=made)
+        self._check(teacher_scores, trajectory, self._configs[number])
+        return replace(trajectory, teacher_scores=teacher_scores)
 
     def _check(self, scores: TokenScores, trajectory: Trajectory, teacher: TeacherConfig) -> None:
-        found = [*scores.log_probs, *itertools.chain.from_iterable(scores.top_log_probs)]
-        if not all(map(math.isfinite, found)):
+        log_probs = itertools.chain(scores.log_probs, *scores.top_log_probs)
+        if not all(math.isfinite(log_prob) for log_prob in log_probs):
             raise BackendError(
                 f"{_KEY}: {teacher.url} gives {trajectory.trajectory_id} log-probs that are not"
                 " finite"
             )
-        largest = max(itertools.chain.from_iterable(scores.top_ids), default=0)
-        if largest >= self._vocab_size:
+        largest_id = max(itertools.chain.from_iterable(scores.top_ids), default=0)
+        if largest_id >= self._vocab_size:
             raise BackendError(
-                f"{_KEY}: {teacher.url} finds id {largest} likely, but the policy has"
+                f"{_KEY}: {teacher.url} finds id {largest_id} likely, but the policy has"
                 f" {self._vocab_size} ids; set algorithm.kl.top_k=0, or choose another teacher"
             )
-
-
-def _chosen(scores: TokenScores, at: Sequence[int]) -> TokenScores:
-    """Return the scores at some of the positions."""
-    return TokenScores(
-        log_probs=tuple(scores.log_probs[i] for i in at),
-        top_ids=tuple(scores.top_ids[i] for i in at) if scores.top_ids else (),
-        top_log_probs=tuple(scores.top_log_probs[i] for i in at) if scores.top_ids else (),
-    )
 
 
 @asynccontextmanager
@@ -354,10 +392,9 @@ async def open_served_teachers(
     """Connect to the teachers with a URL and yield what scores by them; None if there are none.
 
     Args:
-        config: the resolved configuration.
-        model: the policy's hyperparameters.
+        model: the policy's.
         probe_ids: a context that each teacher scores once, before anything is sampled.
-        print_line: takes a line of progress.
+        print_line: prints a line of progress.
 
     Raises:
         BackendError: a server cannot be reached, or does not score.
@@ -367,6 +404,8 @@ async def open_served_teachers(
     if not any(teacher.url for teacher in teachers):
         yield None
         return
+
+    top_k = config.algorithm.kl.top_k
     async with AsyncExitStack() as stack:
         clients: list[tuple[TeacherConfig, ScoresTokens | None]] = []
         for teacher in teachers:
@@ -385,6 +424,6 @@ async def open_served_teachers(
                     )
             if client is not None:
                 print_line(f"asking the teacher at {teacher.url}")
-                await client.score(probe_ids, top_k=config.algorithm.kl.top_k)
+                await client.score(probe_ids, top_k=top_k)
             clients.append((teacher, client))
-        yield ServedTeachers(clients, top_k=config.algorithm.kl.top_k, vocab_size=model.vocab_size)
+        yield ServedTeachers(clients, top_k=top_k, vocab_size=model.vocab_size)

@@ -1,4 +1,4 @@
-"""One training run from configuration to summary: run folder, resuming, interruptions, final report."""
+"""One training run from configuration to summary: run folder, resuming, interruptions, report."""
 
 from __future__ import annotations
 
@@ -92,73 +92,77 @@ async def _train(
 ) -> dict[str, Any]:
     breakdown = Breakdown()
     check_sinks(config.trainer.logger)
-    continues = bool(resume)
+    may_resume = bool(resume)
     path, resume = choose_run(config, resume)
     if resume:
-        place = config.trainer.checkpoint_dir or path / "checkpoints"
-        steps = complete_steps(place)
-        back = (
-            f"; to go back, name one of the checkpoints {steps} with --step"
-            if len(steps) > 1
-            else ""
-        )
-        done = nothing_to_do(
+        steps = complete_steps(config.trainer.checkpoint_dir or path / "checkpoints")
+        advice = f"To go on, set trainer.steps={config.trainer.steps} to more than that"
+        if len(steps) > 1:
+            advice += f"; to go back, name one of the checkpoints {steps} with --step"
+        ended = nothing_to_do(
             path,
             steps,
             config.trainer.steps,
-            further=f"To go on, set trainer.steps={config.trainer.steps} to more than that{back}",
+            advice=advice,
             from_step=from_step,
             target_accuracy=config.trainer.target_accuracy,
         )
-        if done is not None:
-            print_line(console, done.message)
-            return done.summary
-    begins_again = not resume and _is_run(path)
+        if ended is not None:
+            print_line(console, ended.message)
+            return ended.summary
+
+    restarts = not resume and _is_run(path)
     folder = RunDir(path, keep_trajectories=config.trainer.keep_trajectories)
     config = config.model_copy(update={"run_dir": str(path)})
     print_line(console, f"run folder: {path}")
-    if begins_again:
+    if restarts:
         print_line(
             console,
             "it ended before its first checkpoint: it begins again in this folder, and so do its"
             " records",
         )
-    if continues:
-        for other in runs_without_checkpoint(config):
-            if other != path:
+    if may_resume:
+        for run in runs_without_checkpoint(config):
+            if run != path:
                 print_line(
                     console,
-                    f"{other} ended before its first checkpoint; it is not continued and stays as"
+                    f"{run} ended before its first checkpoint; it is not continued and stays as"
                     " it is",
                 )
-    place = config.trainer.checkpoint_dir or folder.checkpoints
+
+    checkpoints = config.trainer.checkpoint_dir or folder.checkpoints
     resumption = None
     if resume:
-        resumption = Resumption(Config, folder, place, step=from_step, accepted=accept_changes)
+        resumption = Resumption(
+            Config, folder, checkpoints, step=from_step, accepted=accept_changes
+        )
+
     with mark_in_use(path), Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
-        check = (lambda identity: None) if resumption is None else resumption.check
         async with build(
-            config, print_line=progress.phase, channel=channel, folder=folder, check_identity=check
+            config,
+            print_line=progress.phase,
+            channel=channel,
+            folder=folder,
+            check_identity=None if resumption is None else resumption.check,
         ) as runtime:
-            cut_off = (
-                cut_off_steps(place) if resume else []
-            )  # before the next save clears them away
+            lost_steps = []
+            if resume:
+                lost_steps = cut_off_steps(checkpoints)  # before the next save clears them away
             checkpointer = open_checkpointer(
-                place, keep=config.trainer.keep_checkpoints, channel=channel
+                checkpoints, keep=config.trainer.keep_checkpoints, channel=channel
             )
-            if begins_again:
-                folder.resume_after(-1)
-            record = (
-                RunRecord()
-                if resumption is None
-                else _restore(runtime, checkpointer, folder, resumption)
-            )
+            if restarts:
+                folder.resume_after(-1)  # cuts the records of its first attempt off
+            record = RunRecord()
+            if resumption is not None:
+                record = _restore(runtime, checkpointer, folder, resumption)
             record.identity = dict(runtime.identity)
             # Not before: a configuration that does not fit the checkpoint must not take the place
             # of the one that does.
             folder.write_json(folder.config, config.model_dump(mode="json"))
             record.cursor = record.cursor or runtime.cursor.state()
+
             trainer = TRAINERS[config.trainer.mode](
                 runtime=runtime,
                 folder=folder,
@@ -166,12 +170,12 @@ async def _train(
                 record=record,
                 progress=progress,
             )
-            with contextlib.ExitStack() as last:
-                last.enter_context(breakdown.watching())
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(breakdown.watching())
                 if channel is not None:
-                    last.callback(channel.stop)
-                last.callback(checkpointer.close)
-                observed = last.enter_context(
+                    stack.callback(channel.stop)
+                stack.callback(checkpointer.close)
+                observed = stack.enter_context(
                     observers(
                         config,
                         folder,
@@ -183,14 +187,16 @@ async def _train(
                 trainer.reporter.observers = observed.each
                 try:
                     if record.step or first_version(config) < 0:
+                        # The engines have the model's files, not the learner's weights.
                         await _publish_first(trainer, record.step)
                     if resume:
                         progress.resumed(record.step)
-                        for step in (step for step in cut_off if step > record.step):
-                            progress.print_line(
-                                f"the checkpoint of step {step} was cut off while it was written:"
-                                " it is lost"
-                            )
+                        for step in lost_steps:
+                            if step > record.step:
+                                progress.print_line(
+                                    f"the checkpoint of step {step} was cut off while it was"
+                                    " written: it is lost"
+                                )
                     aggregation = describe_aggregation(config)
                     if aggregation:
                         progress.print_line(aggregation)
@@ -199,9 +205,11 @@ async def _train(
                     await trainer.run()
                 except asyncio.CancelledError:  # run() has saved
                     if channel is not None:
-                        last.close()  # or the others would lose this process, which exits at once
+                        # Or other processes would lose this one, which exits at once.
+                        stack.close()
                     interruption.saved(record.step)
                     raise
+
             interruption.training_ended()
             summary = _conclude(runtime, folder, record, breakdown, observed.summary(), console)
     return summary
@@ -225,48 +233,51 @@ def nothing_to_do(
     checkpoints: Sequence[int],
     steps: int,
     *,
-    further: str,
+    advice: str,
     from_step: int | None = None,
     target_accuracy: float | None = None,
 ) -> NothingToDo | None:
     """Return why a run that was asked to resume has nothing to do; None if it has.
 
     Args:
-        run: its folder.
         checkpoints: steps of its checkpoints, ascending.
-        steps: how many it is to have.
-        further: how to go on.
-        from_step: the one to resume from; None: the newest.
-        target_accuracy: held-out accuracy at which it ends earlier.
+        steps: number of steps that it is to have.
+        advice: how to go on.
+        from_step: step of the checkpoint to resume from; None: the newest.
+        target_accuracy: held-out accuracy at which the run ends earlier.
     """
     if not checkpoints:
         return None
-    step = checkpoints[-1] if from_step is None else from_step
+
+    newest_step = checkpoints[-1]
+    step = newest_step if from_step is None else from_step
     summary = _read_summary(run)
     if step > steps:
-        wanted = counted(steps, "step")
-        message = (
-            f"nothing to do: the checkpoint in {run} is of step {step}, and the run is to have only"
-            f" {wanted}"
+        return NothingToDo(
+            message=(
+                f"nothing to do: the checkpoint in {run} is of step {step}, and the run is to have"
+                f" only {counted(steps, 'step')}. {advice}"
+            ),
+            summary=summary,
         )
-        return NothingToDo(message=f"{message}. {further}", summary=summary)
-    if summary.get("steps") != step or from_step not in (None, checkpoints[-1]):
-        return None
-    accuracy = summary.get("heldout_accuracy_after")
-    if step < steps and not (
-        target_accuracy and accuracy is not None and accuracy >= target_accuracy
-    ):
-        return None
-    message = (
-        f"nothing to do: the run in {run} has ended after {counted(step, 'step')}; its results are"
-        " there, untouched"
-    )
+
+    if summary.get("steps") != step or step != newest_step:
+        return None  # it was interrupted, or goes back
     if step < steps:
-        further = (
+        accuracy = summary.get("heldout_accuracy_after")
+        if not target_accuracy or accuracy is None or accuracy < target_accuracy:
+            return None
+        advice = (
             f"It reached trainer.target_accuracy={target_accuracy}; to go on, raise that, or set it"
             " to null"
         )
-    return NothingToDo(message=f"{message}. {further}", summary=summary)
+    return NothingToDo(
+        message=(
+            f"nothing to do: the run in {run} has ended after {counted(step, 'step')}; its results"
+            f" are there, untouched. {advice}"
+        ),
+        summary=summary,
+    )
 
 
 def _read_summary(run: Path) -> dict[str, Any]:
@@ -287,58 +298,73 @@ def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, 
     Raises:
         CheckpointError: there is no checkpoint to resume, or there are some of another run.
     """
-    wanted, elsewhere = Path(config.run_dir), config.trainer.checkpoint_dir
-    if elsewhere is None:
-        try:
-            return (newest_run(wanted), True) if resume else (free_folder(wanted), False)
-        except CheckpointError:
-            if resume != "if_any":
-                raise
-            return _folder_to_begin_in(config), False
-    steps = complete_steps(elsewhere)
-    if steps and not resume:
-        raise CheckpointError(
-            f"trainer.checkpoint_dir={elsewhere} has checkpoints already (of steps {steps}); go on"
-            " from them with --resume, or choose another folder"
-        )
-    if resume is True and not steps:
-        lost = "".join(
-            f"; that of step {step} was cut off while it was written"
-            for step in cut_off_steps(elsewhere)
-        )
-        raise CheckpointError(
-            f"--resume: no complete checkpoint in {elsewhere}{lost}; start without --resume"
-        )
+    run_dir = Path(config.run_dir)
+    checkpoint_dir = config.trainer.checkpoint_dir
+    if checkpoint_dir is not None:
+        return _choose_run_of_folder(config, run_dir, checkpoint_dir, resume)
+
+    if not resume:
+        return free_folder(run_dir), False
+    try:
+        return newest_run(run_dir), True
+    except CheckpointError:
+        if resume != "if_any":
+            raise
+        return _folder_to_begin_in(config), False
+
+
+def _choose_run_of_folder(
+    config: Config, run_dir: Path, checkpoint_dir: str, resume: bool | Literal["if_any"]
+) -> tuple[Path, bool]:
+    """Choose the run of ``trainer.checkpoint_dir``, which holds the checkpoints of one run."""
+    steps = complete_steps(checkpoint_dir)
+    if not resume:
+        if steps:
+            raise CheckpointError(
+                f"trainer.checkpoint_dir={checkpoint_dir} has checkpoints already (of steps"
+                f" {steps}); go on from them with --resume, or choose another folder"
+            )
+        return free_folder(run_dir), False
+
     if steps:
-        return _run_beside(wanted, elsewhere), True
-    return (_folder_to_begin_in(config) if resume else free_folder(wanted)), False
+        runs = [run for run in _runs(run_dir) if _writes_to(run, checkpoint_dir)]
+        run = max(runs, key=_start_time) if runs else free_folder(run_dir)
+        return run, True
+
+    if resume == "if_any":
+        return _folder_to_begin_in(config), False
+    lost = ""
+    for step in cut_off_steps(checkpoint_dir):
+        lost += f"; that of step {step} was cut off while it was written"
+    raise CheckpointError(
+        f"--resume: no complete checkpoint in {checkpoint_dir}{lost}; start without --resume"
+    )
 
 
 def _folder_to_begin_in(config: Config) -> Path:
     """Return the latest run without a checkpoint, or else a free folder."""
-    begun = runs_without_checkpoint(config)
-    return begun[0] if begun else free_folder(Path(config.run_dir))
+    runs = runs_without_checkpoint(config)
+    if runs:
+        return runs[0]
+    return free_folder(Path(config.run_dir))
 
 
 def runs_without_checkpoint(config: Config) -> list[Path]:
-    """Return the runs ``run_dir``, ``run_dir-2``, … that ended before their first checkpoint, the latest first.
+    """Return the runs in ``run_dir``, ``run_dir-2``, … that ended before their first checkpoint.
 
-    Runs that a living process writes to have not ended.
+    The latest comes first. Runs that a living process writes to have not ended.
     """
-    elsewhere = config.trainer.checkpoint_dir
-    found = []
+    checkpoint_dir = config.trainer.checkpoint_dir
+    runs = []
     for run in _runs(Path(config.run_dir)):
-        if not _writes_to(run, elsewhere) or (run / "summary.json").exists() or is_in_use(run):
+        if not _writes_to(run, checkpoint_dir):
             continue
-        if not complete_steps(run / "checkpoints" if elsewhere is None else elsewhere):
-            found.append(run)
-    return sorted(found, key=_started, reverse=True)
-
-
-def _run_beside(wanted: Path, checkpoint_dir: str) -> Path:
-    """Return the latest of ``wanted``, ``wanted-2``, … with checkpoints in that folder, or a new one."""
-    runs = [run for run in _runs(wanted) if _writes_to(run, checkpoint_dir)]
-    return max(runs, key=_started) if runs else free_folder(wanted)
+        if (run / "summary.json").exists() or is_in_use(run):
+            continue
+        checkpoints = run / "checkpoints" if checkpoint_dir is None else checkpoint_dir
+        if not complete_steps(checkpoints):
+            runs.append(run)
+    return sorted(runs, key=_start_time, reverse=True)
 
 
 def _is_run(run: Path) -> bool:
@@ -360,41 +386,43 @@ def _writes_to(run: Path, checkpoint_dir: str | None) -> bool:
     return isinstance(trainer, dict) and trainer.get("checkpoint_dir") == checkpoint_dir
 
 
-def _started(run: Path) -> float:
+def _start_time(run: Path) -> float:
     return (run / "config.json").stat().st_mtime
 
 
-def _runs(wanted: Path) -> list[Path]:
-    numbered = [
-        p
-        for p in wanted.parent.glob(f"{wanted.name}-*")
-        if p.name.removeprefix(f"{wanted.name}-").isdigit()
-    ]
-    return [wanted, *numbered]
+def _runs(run_dir: Path) -> list[Path]:
+    """Return ``run_dir`` and those of ``run_dir-2``, ``run_dir-3``, … that exist."""
+    prefix = f"{run_dir.name}-"
+    runs = [run_dir]
+    for path in run_dir.parent.glob(f"{prefix}*"):
+        if path.name.removeprefix(prefix).isdigit():
+            runs.append(path)
+    return runs
 
 
-def free_folder(wanted: Path) -> Path:
-    """Return the first of ``wanted``, ``wanted-2``, ``wanted-3``, … without a run."""
-    number, path = 1, wanted
+def free_folder(run_dir: Path) -> Path:
+    """Return the first of ``run_dir``, ``run_dir-2``, ``run_dir-3``, … without a run."""
+    path = run_dir
+    number = 1
     while path.exists() and any(path.iterdir()):
         number += 1
-        path = wanted.with_name(f"{wanted.name}-{number}")
+        path = run_dir.with_name(f"{run_dir.name}-{number}")
     return path
 
 
-def newest_run(wanted: Path) -> Path:
-    """Return the latest of ``wanted``, ``wanted-2``, … with a checkpoint.
+def newest_run(run_dir: Path) -> Path:
+    """Return the latest of ``run_dir``, ``run_dir-2``, … with a checkpoint.
 
     Raises:
         CheckpointError: none has one.
     """
-    runs = [run for run in _runs(wanted) if complete_steps(run / "checkpoints")]
+    runs = [run for run in _runs(run_dir) if complete_steps(run / "checkpoints")]
     if not runs:
         raise CheckpointError(
-            f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it); start"
-            " without --resume"
+            f"--resume: no run with a checkpoint at {run_dir} (or {run_dir.name}-N beside it);"
+            " start without --resume"
         )
-    return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
+    return max(runs, key=lambda run: (run / "checkpoints").stat().st_mtime)
 
 
 def _restore(
@@ -438,63 +466,73 @@ def _conclude(
     folder.finish_step(record.step)
     record.accounting = runtime.collector.accounting.state()
     metrics = list(read_metrics(folder.metrics))
-    summary: dict[str, Any] = (
-        record.summary()
-        | overlap_summary([line for line in metrics if line["kind"] == "step"])
-        | observed
-    )
-    summary["seconds"] = stages = breakdown.stages(metrics)
+    steps = [line for line in metrics if line["kind"] == "step"]
+    stages = breakdown.stages(metrics)
+    summary: dict[str, Any] = {
+        **record.summary(),
+        **overlap_summary(steps),
+        **observed,
+        "seconds": stages,
+    }
     folder.write_json(folder.summary, summary)
     reward_plot(metrics, folder.plot, title=folder.path.name)
     decode = functools.partial(runtime.codec.decode, skip_special_tokens=False)
     report = write_report(folder.path, decode=decode)
-    trained = (one for one in read_trajectories(folder.trajectories) if one["split"] == "train")
-    for name, extreme in best_and_worst(trained).items():
-        print_line(console, outline(extreme, title=name))
+
+    trajectories = read_trajectories(folder.trajectories)
+    trained = (line for line in trajectories if line["split"] == "train")
+    for name, trajectory in best_and_worst(trained).items():
+        print_line(console, outline(trajectory, title=name))
     print_line(console, describe_summary(summary))
-    if warnings := format_warnings(observed["warnings"]):
+    warnings = format_warnings(observed["warnings"])
+    if warnings:
         print_line(console, warnings)
-    print_line(
-        console,
-        f"{format_breakdown(stages)}\nrun folder:   {folder.path}\nreward plot: "
-        f" {folder.plot}\nHTML report:  {report}",
-    )
+    lines = [
+        format_breakdown(stages),
+        f"run folder:   {folder.path}",
+        f"reward plot:  {folder.plot}",
+        f"HTML report:  {report}",
+    ]
+    print_line(console, "\n".join(lines))
     return summary
 
 
 def describe_summary(summary: Mapping[str, Any]) -> str:
     """Return the main results of a run, in a few lines."""
-    steps = (
+    first_line = (
         f"after {counted(summary['steps'], 'step')}, {duration(summary['train_seconds'])} of"
         " training"
     )
-    heldout = _heldout(summary)
-    dropped = ", ".join(f"{k} {v}" for k, v in summary["dropped"].items()) or "none"
-    return (
-        f"{f'{heldout} {steps}' if heldout else steps}\ntrajectories: {summary['started']} started"
-        f" = {summary['trained']} trained + dropped ({dropped})\nlearner idle"
-        f" {summary['learner_idle_share']:.0%} of the time, tokens on average"
-        f" {summary['staleness_mean']:.2g} versions old, at most {summary['staleness_max']}\ntoken"
-        f" drift {summary['token_drift']}, largest rollout/learner log-prob gap"
-        f" {summary['max_logprob_gap']:.1e}, recompilations after warm-up"
-        f" {summary['recompilations_after_warmup']}{_not_compared(summary)}"
-    )
+    accuracies = []
+    for key in ("heldout_accuracy_before", "heldout_accuracy_after"):
+        if summary[key] is not None:
+            accuracies.append(f"{summary[key]:.1%}")
+    if accuracies:
+        first_line = f"held-out accuracy: {' -> '.join(accuracies)} {first_line}"
 
+    dropped = ", ".join(f"{reason} {count}" for reason, count in summary["dropped"].items())
+    lines = [
+        first_line,
+        (
+            f"trajectories: {summary['started']} started = {summary['trained']} trained + dropped"
+            f" ({dropped or 'none'})"
+        ),
+        (
+            f"learner idle {summary['learner_idle_share']:.0%} of the time, tokens on average"
+            f" {summary['staleness_mean']:.2g} versions old, at most {summary['staleness_max']}"
+        ),
+        (
+            f"token drift {summary['token_drift']}, largest rollout/learner log-prob gap"
+            f" {summary['max_logprob_gap']:.1e}, recompilations after warm-up"
+            f" {summary['recompilations_after_warmup']}"
+        ),
+    ]
 
-def _heldout(summary: Mapping[str, Any]) -> str:
-    """Return how the accuracy on held-out rows changed; empty if there are none."""
-    measured = [summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]]
-    shares = [f"{value:.1%}" for value in measured if value is not None]
-    return f"held-out accuracy: {' -> '.join(shares)}" if shares else ""
-
-
-def _not_compared(summary: Mapping[str, Any]) -> str:
-    """Return a line on steps that learned without a comparison of engine and learner; nothing without any."""
-    missed = summary["steps_not_compared"]
-    if not missed:
-        return ""
-    return (
-        f"\nengine and learner were compared in {summary['steps_compared']} of"
-        f" {summary['steps_compared'] + missed} steps: the others had only tokens of older weights"
-        " (docs/agreement.md)"
-    )
+    not_compared = summary["steps_not_compared"]
+    if not_compared:
+        lines.append(
+            f"engine and learner were compared in {summary['steps_compared']} of"
+            f" {summary['steps_compared'] + not_compared} steps: the others had only tokens of"
+            " older weights (docs/agreement.md)"
+        )
+    return "\n".join(lines)

@@ -162,7 +162,7 @@ async def train(
         data = _read(config)
         if resume:
             done = nothing_to_do(
-                folder, complete_steps(folder / "checkpoints"), data.steps, further=_further(config)
+                folder, complete_steps(folder / "checkpoints"), data.steps, advice=_further(config)
             )
             if done is not None:
                 print_line(console, done.message)

@@ -90,7 +90,9 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
     )
     client = await fleet(engines[0], buffers[0])
     try:
-        assert await join_hosts(client, registry=HostRegistry(store), others=1) == ["host-1"]
+        assert await join_hosts(client, registry=HostRegistry(store), other_processes=1) == [
+            "host-1"
+        ]
         for number, kept in enumerate(buffers):
             kept.put(1, f"parameters of process {number}")
         await client.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
@@ -120,7 +122,7 @@ async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
         with pytest.raises(
             BackendError, match="the engine of process 3 could not start: MemoryError: 2 GB"
         ):
-            await join_hosts(client, registry=HostRegistry(store), others=1)
+            await join_hosts(client, registry=HostRegistry(store), other_processes=1)
     finally:
         await client.close()
         await asyncio.to_thread(other.close)
@@ -209,11 +211,11 @@ async def test_every_process_has_the_same_models_or_the_run_ends_with_the_name_o
     store = Store()
     content = named_content(config("zero"), LEARNER_MODELS)
     publish_own_models(config("one"), registry=HostRegistry(store), number=1)
-    await require_equal_models(content, registry=HostRegistry(store), others=1)
+    await require_equal_models(content, registry=HostRegistry(store), other_processes=1)
     publish_own_models(config("two"), registry=HostRegistry(store), number=2)
     with pytest.raises(ModelError, match="process 2 .* model.path"):
-        await require_equal_models(content, registry=HostRegistry(store), others=2)
+        await require_equal_models(content, registry=HostRegistry(store), other_processes=2)
     with pytest.raises(ModelError, match="gone"):
         publish_own_models(config("gone"), registry=HostRegistry(store), number=2)
     with pytest.raises(ModelError, match="process 2 cannot read its models"):
-        await require_equal_models(content, registry=HostRegistry(store), others=2)
+        await require_equal_models(content, registry=HostRegistry(store), other_processes=2)

@@ -58,7 +58,7 @@ async def test_files_that_are_not_the_learners_are_refused_before_the_engine_tak
         file.rename(file.with_name(file.name.replace("v1-", "v2-")))
     paths = files.write(tiny_params(1), 2)
     update = WeightUpdate(version=2, kind="safetensors", payload=paths, digests=files.digests)
-    assert len(paths) > 1 and not list(folder.glob("*.begun"))
+    assert len(paths) > 1 and not list(folder.glob("*.incomplete"))
     shutil.copytree(folder, tmp_path / "whole")
     backend = JetStreamBackend(TINY, tiny_params(), SHAPES)
     await backend.start()

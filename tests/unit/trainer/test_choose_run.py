@@ -160,7 +160,7 @@ def test_a_run_that_is_asked_to_resume_has_nothing_to_do_if_it_has_ended(
 ):
     if summary:
         (tmp_path / "summary.json").write_text(json.dumps(summary))
-    done = nothing_to_do(tmp_path, [4, 8], steps, further="set trainer.steps", **asked)
+    done = nothing_to_do(tmp_path, [4, 8], steps, advice="set trainer.steps", **asked)
     assert (done is not None) == is_done
     if done is not None:
         assert done.summary == summary and "nothing to do" in done.message
@@ -170,4 +170,4 @@ def test_a_run_that_is_asked_to_resume_has_nothing_to_do_if_it_has_ended(
 
 
 def test_a_run_without_a_checkpoint_has_everything_to_do(tmp_path: Path):
-    assert nothing_to_do(tmp_path, [], 8, further="") is None
+    assert nothing_to_do(tmp_path, [], 8, advice="") is None
