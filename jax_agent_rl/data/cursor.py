@@ -1,4 +1,4 @@
-"""Order of training rows: reshuffled each epoch, or that of the files; mixed by weight, exactly resumable.
+"""Order of training rows: shuffled each epoch or that of the files, mixed by weight, resumable.
 
 Every draw has a number, and all of the order is computed from the number and the seed::
 
@@ -11,7 +11,7 @@ consecutive groups as may be held::
     groups 0 1 2 3 4, two held      window [3 0]     window [4 1]     window [2]
     rows of the epoch               3 0 0 3 3 0 …    1 4 1 1 4 …      2 2 2 …
 
-A position means something only in the order that it was taken in, so it is kept with the
+A position means something only in the order that it belongs to, so it is saved with the
 fingerprints of the rows and with all that the order depends on.
 """
 
@@ -29,7 +29,7 @@ from jax_agent_rl.utils.fingerprints import fingerprint
 
 T = TypeVar("T")
 _BLOCK = 1024
-"""Draws of a mixture that are shuffled together."""
+"""Number of draws of a mixture that are shuffled together."""
 
 
 @runtime_checkable
@@ -47,21 +47,18 @@ class GroupedRows(Protocol):
 
 @runtime_checkable
 class FingerprintedRows(Protocol):
-    """Rows that know their own fingerprint.
-
-    Attributes:
-        fingerprint: of the rows, in order.
-    """
+    """Rows that know their fingerprint, which depends on their order."""
 
     fingerprint: str
 
 
 @dataclass(frozen=True)
 class Mixture(Generic[T]):
-    """Sources that are drawn from by weight, each shuffled by itself and begun again when it is exhausted.
+    """Sources that are drawn from by weight.
 
-    Of 1024 consecutive draws (from a multiple of 1024 on), each source gets its share, rounded up
-    or down at random so that the share is exact on average. Their order is random.
+    Each is shuffled by itself, and begins again when it is exhausted. Of 1024 consecutive draws
+    (from a multiple of 1024 on), each source gets its share, rounded up or down at random so that
+    the share is exact on average. Their order is random.
 
     Attributes:
         parts: rows of each source.
@@ -78,9 +75,10 @@ class DataCursor(Generic[T]):
     >>> cursor = DataCursor(["a", "b", "c"], seed=0)
     >>> first = cursor.next_rows(4)                  # three of epoch 0, one of epoch 1
     >>> state = cursor.state()
-    >>> sorted(first[:3]), {key: state[key] for key in ("drawn", "rows", "weights", "seed", "shuffle", "again")}
-    (['a', 'b', 'c'], {'drawn': 4, 'rows': [3], 'weights': [1.0], 'seed': 0, 'shuffle': True,
-    'again': []})
+    >>> sorted(first[:3])
+    ['a', 'b', 'c']
+    >>> {key: state[key] for key in ("drawn", "rows", "weights", "seed", "shuffle", "again")}
+    {'drawn': 4, 'rows': [3], 'weights': [1.0], 'seed': 0, 'shuffle': True, 'again': []}
 
     Every draw has a number, by which it can be repeated after a restart.
 
@@ -97,14 +95,14 @@ class DataCursor(Generic[T]):
 
     def __init__(self, rows: Sequence[T] | Mixture[T], *, seed: int, shuffle: bool = True) -> None:
         mixture = rows if isinstance(rows, Mixture) else Mixture((rows,), (1.0,))
-        self._parts, self._weights = mixture.parts, mixture.weights
-        self._blocks = _Blocks(self._weights, seed)
+        self._parts = mixture.parts
+        self._weights = mixture.weights
         self._seed = seed
-        alone = len(self._parts) == 1
-        self._orders = [
-            _EpochOrder(part, seed, () if alone else (number,))
-            for number, part in enumerate(self._parts)
-        ]
+        self._blocks = _Blocks(self._weights, seed)
+        self._orders = []
+        for number, part in enumerate(self._parts):
+            key = (number,) if len(self._parts) > 1 else ()
+            self._orders.append(_EpochOrder(part, seed, key))
         self._shuffle = shuffle
         self._drawn = 0
         self._again: list[int] = []
@@ -128,12 +126,23 @@ class DataCursor(Generic[T]):
         else:
             number = self._drawn
             self._drawn += 1
-        source, turn = self._blocks.locate(number) if len(self._parts) > 1 else (0, number)
+
+        source, turn = 0, number
+        if len(self._parts) > 1:
+            source, turn = self._blocks.locate(number)
         rows = self._parts[source]
-        return number, rows[self._orders[source].index(turn) if self._shuffle else turn % len(rows)]
+        if self._shuffle:
+            index = self._orders[source].index(turn)
+        else:
+            index = turn % len(rows)
+        return number, rows[index]
 
     def state(self, *, again: Iterable[int] = ()) -> dict[str, Any]:
-        """Return the state for :meth:`restore`, as JSON; ``again`` are numbers of draws to repeat first."""
+        """Return the state for :meth:`restore`, as JSON.
+
+        Args:
+            again: numbers of draws to repeat first.
+        """
         return {
             "drawn": self._drawn,
             "rows": [len(part) for part in self._parts],
@@ -149,28 +158,29 @@ class DataCursor(Generic[T]):
         """Continue where a cursor over the same rows in the same order stood.
 
         Args:
-            state: see :meth:`state`.
+            state: from :meth:`state`.
             accepted: keys of the configuration that may differ.
 
         Raises:
             CheckpointError: the rows of a source, its weight, the seed or the kind of order is
                 another now.
         """
-        now = self.state()
-        for name, key, what in _ORDER:
-            if (
-                key in accepted or state.get(name, now[name]) == now[name]
-            ):  # older checkpoints lack some
+        current = self.state()
+        for name, key, what in _ORDER_KEYS:
+            if name not in state:  # of an earlier version
+                continue
+            if key in accepted or state[name] == current[name]:
                 continue
             raise CheckpointError(
-                f"the checkpoint was made with {what} = {state[name]}, now {now[name]}; restore the"
-                " old value or start a new run (or accept another order of rows: --accept-change"
-                f" {key})"
+                f"the checkpoint was made with {what} = {state[name]}, now {current[name]}; restore"
+                " the old value or start a new run (or accept another order of rows:"
+                f" --accept-change {key})"
             )
-        self._drawn, self._again = state["drawn"], list(state["again"])
+        self._drawn = state["drawn"]
+        self._again = list(state["again"])
 
 
-_ORDER = (
+_ORDER_KEYS = (
     ("rows", "data.train", "the numbers of rows in data.train"),
     ("fingerprints", "data.train", "other rows in data.train, with the fingerprints"),
     ("weights", "data.train", "the weights of data.train"),
@@ -182,7 +192,7 @@ _ORDER = (
         "other windows (data.shuffle_row_groups, row groups of files), fingerprints",
     ),
 )
-"""What the order depends on: name in the state, key of the configuration, and words."""
+"""What the order depends on: name in the state, key of the configuration, words for a message."""
 
 
 class _EpochOrder:
@@ -190,47 +200,68 @@ class _EpochOrder:
 
     Args:
         rows: the source.
-        seed: of the run.
         key: distinguishes the source from others of a mixture.
     """
 
     def __init__(self, rows: Sequence[Any], seed: int, key: tuple[int, ...]) -> None:
-        groups, held = (
-            (rows.row_groups, rows.held) if isinstance(rows, GroupedRows) else ((len(rows),), 1)
-        )
-        self._rows, self._seed, self._key = len(rows), seed, key
-        self._sizes, self._held = np.asarray(groups), held
-        self._begins = np.cumsum([0, *groups[:-1]])
-        self.windows = fingerprint([list(map(int, groups)), held]) if len(groups) > held else None
+        groups: Sequence[int] = (len(rows),)
+        held = 1
+        if isinstance(rows, GroupedRows):
+            groups = rows.row_groups
+            held = rows.held
+        self._row_count = len(rows)
+        self._seed = seed
+        self._key = key
+        self._held = held
+        self._group_sizes = np.asarray(groups)
+        self._group_begins = np.cumsum([0, *groups[:-1]])
+        self.windows: str | None = None
         """Fingerprint of the groups that are shuffled together; None if the rows are shuffled as a
         whole."""
+        if len(groups) > held:
+            self.windows = fingerprint([[int(size) for size in groups], held])
+
         self._epoch = -1
-        self._windows: list[np.ndarray] = []  # groups of each, in this epoch
-        self._ends = np.empty(0, np.int64)  # positions, in this epoch
-        self._shuffled: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        # Of this epoch: the groups of each window, and the position after its last row.
+        self._windows: list[np.ndarray] = []
+        self._window_ends = np.empty(0, np.int64)
+        # The rows of one window, in their order.
+        self._window = -1
+        self._window_rows = np.empty(0, np.int64)
 
     def index(self, turn: int) -> int:
         """Return the row of a draw."""
-        epoch, position = divmod(turn, self._rows)
+        epoch, position = divmod(turn, self._row_count)
         if epoch != self._epoch:
-            self._begin(epoch)
-        window = int(np.searchsorted(self._ends, position, side="right"))
-        if self._shuffled[0] != window:
-            chosen = self._windows[window]
-            rows = np.concatenate(
-                [self._begins[g] + np.arange(int(self._sizes[g])) for g in chosen]
-            )
-            key = (*self._key, window) if len(self._windows) > 1 else self._key
-            self._shuffled = window, rows[self._generator(epoch, *key).permutation(len(rows))]
-        return int(self._shuffled[1][position - (self._ends[window - 1] if window else 0)])
+            self._begin_epoch(epoch)
+        window = int(np.searchsorted(self._window_ends, position, side="right"))
+        if self._window != window:
+            self._begin_window(window)
+        window_begin = self._window_ends[window - 1] if window else 0
+        return int(self._window_rows[position - window_begin])
 
-    def _begin(self, epoch: int) -> None:
-        groups = np.arange(len(self._sizes))
+    def _begin_epoch(self, epoch: int) -> None:
+        groups = np.arange(len(self._group_sizes))
         if len(groups) > self._held:
             groups = self._generator(epoch, *self._key).permutation(len(groups))
-        self._windows = [groups[at : at + self._held] for at in range(0, len(groups), self._held)]
-        self._ends = np.cumsum([self._sizes[window].sum() for window in self._windows])
-        self._epoch, self._shuffled = epoch, (-1, self._shuffled[1])
+        self._windows = []
+        for begin in range(0, len(groups), self._held):
+            self._windows.append(groups[begin : begin + self._held])
+        self._window_ends = np.cumsum([self._group_sizes[window].sum() for window in self._windows])
+        self._epoch = epoch
+        self._window = -1
+
+    def _begin_window(self, window: int) -> None:
+        rows_of_groups = []
+        for group in self._windows[window]:
+            size = int(self._group_sizes[group])
+            rows_of_groups.append(self._group_begins[group] + np.arange(size))
+        rows = np.concatenate(rows_of_groups)
+
+        key = (*self._key, window) if len(self._windows) > 1 else self._key
+        order = self._generator(self._epoch, *key).permutation(len(rows))
+        self._window = window
+        self._window_rows = rows[order]
 
     def _generator(self, epoch: int, *key: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence([self._seed, epoch], spawn_key=key))
@@ -243,30 +274,31 @@ class _Blocks:
         self._ends = np.cumsum(weights) / sum(weights)
         self._ends[-1] = 1.0  # whatever it was rounded to
         self._seed = seed
-        self._before = [
-            np.zeros(len(weights), np.int64)
-        ]  # draws from each source before each block
-        self._block: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        # Number of draws from each source in all blocks before a block, by block.
+        self._draws_before = [np.zeros(len(weights), np.int64)]
+        # The sources of one block's draws.
+        self._block = -1
+        self._block_sources = np.empty(0, np.int64)
 
     def locate(self, number: int) -> tuple[int, int]:
         """Return the source of a draw, and how many draws from it came before."""
-        block, place = divmod(number, _BLOCK)
-        while len(self._before) <= block:
-            drawn = np.bincount(self._sources(len(self._before) - 1), minlength=len(self._ends))
-            self._before.append(self._before[-1] + drawn)
+        block, position = divmod(number, _BLOCK)
+        while len(self._draws_before) <= block:
+            sources = self._sources(len(self._draws_before) - 1)
+            draws = np.bincount(sources, minlength=len(self._ends))
+            self._draws_before.append(self._draws_before[-1] + draws)
+
         sources = self._sources(block)
-        source = int(sources[place])
-        return source, int(
-            self._before[block][source] + np.count_nonzero(sources[:place] == source)
-        )
+        source = int(sources[position])
+        in_block = np.count_nonzero(sources[:position] == source)
+        return source, int(self._draws_before[block][source] + in_block)
 
     def _sources(self, block: int) -> np.ndarray:
         """Return the source of each draw of a block: systematic sampling, then shuffled."""
-        if self._block[0] != block:
+        if self._block != block:
             random = np.random.default_rng([self._seed, block])
             points = (np.arange(_BLOCK) + random.random()) / _BLOCK
-            self._block = (
-                block,
-                random.permutation(np.searchsorted(self._ends, points, side="right")),
-            )
-        return self._block[1]
+            sources = np.searchsorted(self._ends, points, side="right")
+            self._block = block
+            self._block_sources = random.permutation(sources)
+        return self._block_sources

@@ -2,9 +2,9 @@
 
 ::
 
-    data.train ──► find_files (globs, Hub) ──► JsonLines, ParquetRows ──► Dataset ──► DataCursor, agents
-                                               read by ``reader``,           └─► RowsWithoutPrompts ──► checks of a run
-                                               all rows checked once
+    data.train ─► find_files ─► JsonLines, ParquetRows ─┬─► Dataset ─► DataCursor, agents
+                  globs, Hub    read by ``reader``,     │
+                                all rows checked once   └─► RowsWithoutPrompts ─► checks of a run
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import glob
 import itertools
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -34,32 +34,30 @@ _HUB = re.compile(
     r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/\w+/[\w.-]+|[\w.-]+))?(?:/(?P<files>.+))?"
 )
 _CHUNK = 1024
-"""Rows of a file in memory that are shuffled together with row groups of Parquet files."""
+"""Number of rows of a JSON Lines file that are shuffled as a unit, as row groups of Parquet are."""
 
 
-def _add(content: RowFingerprint, row: Row, checked: Row, place: str) -> None:
-    """Add a row as it was read to a fingerprint, and the images, videos and task that it names."""
+def _add_to_fingerprint(fingerprint: RowFingerprint, row: Row, checked: Row, location: str) -> None:
+    """Add a row as it was read, and the images, videos and task that it names."""
     task = task_folder(checked)
-    is_task = (
-        task is not None and (task / "task.toml").is_file()
-    )  # other agents may mean something else by it
+    if task is not None and not (task / "task.toml").is_file():
+        task = None  # agents of other kinds may mean something else by it
     try:
-        content.add(row, media_files(checked), task if is_task else None)
+        fingerprint.add(row, media_files(checked), task)
     except OSError as error:
-        raise DataError(f"{place}: a file that the row names cannot be read: {error}") from None
+        raise DataError(f"{location}: a file that the row names cannot be read: {error}") from None
 
 
 class JsonLines:
     """The rows of a ``.jsonl`` file, in memory.
 
     Args:
-        file: the file.
         checks: applied to every row.
-        content: takes the rows as they are read.
-        limit: how many rows are used from the start; None: all.
+        fingerprint: takes the rows as they are read.
+        limit: number of rows that are used from the start; None: all.
 
     Attributes:
-        row_groups: rows of each part of the file that is shuffled as a unit.
+        row_groups: number of rows of each part of the file that is shuffled as a unit.
         modalities: kinds of media in its prompts.
 
     Raises:
@@ -67,17 +65,24 @@ class JsonLines:
     """
 
     def __init__(
-        self, file: Path, checks: RowChecks, content: RowFingerprint, *, limit: int | None = None
+        self,
+        file: Path,
+        checks: RowChecks,
+        fingerprint: RowFingerprint,
+        *,
+        limit: int | None = None,
     ) -> None:
         self._rows: list[LocatedRow] = []
-        for place, row in itertools.islice(read_row_file(file), limit):
-            checked = checks.read(row, place, file.parent)
-            _add(content, row, checked, place)
-            self._rows.append(LocatedRow(place, checked))
-        self.modalities = frozenset[str]().union(*(media_kinds(row) for _, row in self._rows))
-        self.row_groups = [
-            min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)
-        ]
+        kinds: set[str] = set()
+        for location, row in itertools.islice(read_row_file(file), limit):
+            checked = checks.read(row, location, file.parent)
+            _add_to_fingerprint(fingerprint, row, checked, location)
+            self._rows.append(LocatedRow(location, checked))
+            kinds |= media_kinds(checked)
+        self.modalities = frozenset(kinds)
+
+        count = len(self._rows)
+        self.row_groups = [min(_CHUNK, count - begin) for begin in range(0, count, _CHUNK)]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -87,25 +92,24 @@ class JsonLines:
 
     def without_prompts(self) -> Iterator[LocatedRow]:
         """Yield every row without what only agents read."""
-        for place, row in self._rows:
-            yield LocatedRow(
-                place, {column: value for column, value in row.items() if column not in _LARGE}
-            )
+        for location, row in self._rows:
+            columns = {name: value for name, value in row.items() if name not in _PROMPT_COLUMNS}
+            yield LocatedRow(location, columns)
 
 
-_LARGE = ("prompt", "images", "videos")
-"""Columns that no check of a whole data set needs again."""
+_PROMPT_COLUMNS = ("prompt", "images", "videos")
+"""Large columns, which no check of a whole data set needs again."""
 
 
 class RowGroups:
-    """The row groups in memory, as compact Arrow tables; the one used longest ago makes room for the next.
+    """A cache of row groups as compact Arrow tables; the least recently used one is dropped first.
 
     Args:
-        held: how many there may be.
+        capacity: number of row groups.
     """
 
-    def __init__(self, held: int) -> None:
-        self._held = held
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._tables: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
 
     def __len__(self) -> int:
@@ -113,11 +117,10 @@ class RowGroups:
 
     def read(self, file: ParquetFile, group: int) -> pyarrow.Table:
         """Return a row group, from memory if it is there."""
-        key = file.path, group
+        key = (file.path, group)
         if key not in self._tables:
-            while (
-                len(self._tables) >= self._held
-            ):  # before the next is read, or there would be one more
+            # Before the next is read, or there would be one more in memory.
+            while len(self._tables) >= self._capacity:
                 self._tables.popitem(last=False)
             self._tables[key] = file.read_group(group)
         self._tables.move_to_end(key)
@@ -128,14 +131,13 @@ class ParquetRows:
     """The rows of a Parquet file. All are checked once, when it is opened.
 
     Args:
-        file: the file.
         checks: applied to every row.
-        groups: holds its row groups, and those of other files.
-        content: takes the rows as they are read.
-        limit: how many rows are used from the start; None: all.
+        groups: holds row groups of this file and of others.
+        fingerprint: takes the rows as they are read.
+        limit: number of rows that are used from the start; None: all.
 
     Attributes:
-        row_groups: rows of each group.
+        row_groups: number of rows of each group.
         modalities: kinds of media in its prompts.
 
     Raises:
@@ -147,21 +149,22 @@ class ParquetRows:
         file: Path,
         checks: RowChecks,
         groups: RowGroups,
-        content: RowFingerprint,
+        fingerprint: RowFingerprint,
         *,
         limit: int | None = None,
     ) -> None:
         self._file = ParquetFile(file)
         self._checks = checks
         self._groups = groups
-        self._used = _used_of(self._file.group_sizes, limit)
-        self._length = sum(self._used)
-        self.row_groups = [used for used in self._used if used]
+        self._used_sizes = _limit_sizes(self._file.group_sizes, limit)
+        self._length = sum(self._used_sizes)
+        self.row_groups = [size for size in self._used_sizes if size]
+
         kinds: set[str] = set()
-        for group, used in enumerate(self._used):
-            for place, row in self._placed(group, 0, used):
-                checked = self._checks.read(row, place, file.parent)
-                _add(content, row, checked, place)
+        for group, size in enumerate(self._used_sizes):
+            for location, row in self._unchecked_rows(group, 0, size):
+                checked = self._checks.read(row, location, file.parent)
+                _add_to_fingerprint(fingerprint, row, checked, location)
                 kinds |= media_kinds(checked)
         self.modalities = frozenset(kinds)
 
@@ -171,33 +174,36 @@ class ParquetRows:
     def __getitem__(self, number: int) -> Row:
         begins = self._file.group_begins
         group = int(np.searchsorted(begins, number, side="right")) - 1
-        ((place, row),) = self._placed(group, number - begins[group], 1)
-        return self._checks.read(row, place, self._file.path.parent)
+        ((location, row),) = self._unchecked_rows(group, number - begins[group], 1)
+        return self._checks.read(row, location, self._file.path.parent)
 
     def without_prompts(self) -> Iterator[LocatedRow]:
         """Yield every row without what only agents read, a group at a time."""
-        columns = [column for column in self._file.columns if column not in _LARGE]
-        for group, used in enumerate(self._used):
-            if used:
-                table = self._file.read_group(group, columns).slice(0, used)
-                yield from self._file.rows(table, self._file.group_begins[group])
+        columns = [column for column in self._file.columns if column not in _PROMPT_COLUMNS]
+        for group, size in enumerate(self._used_sizes):
+            if size:
+                rows = self._file.read_group(group, columns).slice(0, size)
+                yield from self._file.rows(rows, self._file.group_begins[group])
 
-    def _placed(self, group: int, begin: int, count: int) -> Iterator[LocatedRow]:
-        """Yield ``count`` rows of a group from the ``begin``-th on, unchecked."""
+    def _unchecked_rows(self, group: int, begin: int, count: int) -> Iterator[LocatedRow]:
+        """Yield ``count`` rows of a group from the ``begin``-th on."""
         if not count:
             return
-        table = self._groups.read(self._file, group).slice(begin, count)
-        yield from self._file.rows(table, self._file.group_begins[group] + begin)
+        rows = self._groups.read(self._file, group).slice(begin, count)
+        yield from self._file.rows(rows, self._file.group_begins[group] + begin)
 
 
-def _used_of(sizes: Sequence[int], limit: int | None) -> list[int]:
-    """Return how many rows of each row group are used if ``limit`` are in all."""
-    used = []
-    left = sum(sizes) if limit is None else limit
+def _limit_sizes(sizes: Sequence[int], limit: int | None) -> list[int]:
+    """Return how many rows of each row group are used if ``limit`` are used in all."""
+    if limit is None:
+        return list(sizes)
+    used_sizes = []
+    remaining = limit
     for size in sizes:
-        used.append(min(size, left))
-        left -= used[-1]
-    return used
+        used_size = min(size, remaining)
+        used_sizes.append(used_size)
+        remaining -= used_size
+    return used_sizes
 
 
 Part = JsonLines | ParquetRows
@@ -207,7 +213,7 @@ class Dataset(Sequence[Row]):
     """Rows in the order of their files; see :func:`open_dataset`.
 
     Args:
-        parts: the files.
+        parts: the rows of each file.
         held: number of row groups that may be in memory at a time.
         fingerprint: of the rows, whatever files they are in.
     """
@@ -215,11 +221,15 @@ class Dataset(Sequence[Row]):
     def __init__(self, parts: Sequence[Part], held: int, fingerprint: str) -> None:
         self.parts = tuple(parts)
         self.fingerprint = fingerprint
-        self.row_groups: list[int] = [size for part in self.parts for size in part.row_groups]
-        streamed = sum(len(part.row_groups) for part in self.parts if isinstance(part, ParquetRows))
-        self.held = (
-            held if streamed > held else len(self.row_groups)
-        )  # what fits is shuffled as a whole
+
+        self.row_groups: list[int] = []
+        streamed_groups = 0
+        for part in self.parts:
+            self.row_groups += part.row_groups
+            if isinstance(part, ParquetRows):
+                streamed_groups += len(part.row_groups)
+        # What fits into memory is shuffled as a whole.
+        self.held = held if streamed_groups > held else len(self.row_groups)
         self._ends = np.cumsum([len(part) for part in self.parts])
 
     def __len__(self) -> int:
@@ -231,12 +241,14 @@ class Dataset(Sequence[Row]):
     def __getitem__(self, number: slice) -> list[Row]: ...
     def __getitem__(self, number: int | slice) -> Row | list[Row]:
         if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
+            return [self[index] for index in range(*number.indices(len(self)))]
         if not -len(self) <= number < len(self):
             raise IndexError(f"there is no row {number} of {len(self)}")
+
         number %= len(self)
-        at = int(np.searchsorted(self._ends, number, side="right"))
-        return self.parts[at][number - (int(self._ends[at - 1]) if at else 0)]
+        index = int(np.searchsorted(self._ends, number, side="right"))
+        begin = int(self._ends[index - 1]) if index else 0
+        return self.parts[index][number - begin]
 
     @property
     def modalities(self) -> frozenset[str]:
@@ -245,31 +257,28 @@ class Dataset(Sequence[Row]):
 
 
 class RowsWithoutPrompts(Collection[Row]):
-    """The rows of several data sets, without the columns that only agents read (prompts, images, videos).
+    """The rows of several data sets without prompts, images and videos, which only agents read.
 
     Iterating over them takes little memory, and less time than over the rows.
-
-    Args:
-        datasets: the data sets.
     """
 
     def __init__(self, *datasets: Dataset) -> None:
         self._datasets = datasets
 
     def __len__(self) -> int:
-        return sum(map(len, self._datasets))
+        return sum(len(dataset) for dataset in self._datasets)
 
     def __iter__(self) -> Iterator[Row]:
         return (row for _, row in self.located())
 
     def located(self) -> Iterator[LocatedRow]:
-        """Yield the rows with their places, for messages."""
+        """Yield the rows with their locations, for messages."""
         for dataset in self._datasets:
             for part in dataset.parts:
                 yield from part.without_prompts()
 
     def __contains__(self, row: object) -> bool:
-        return any(row == each for each in self)
+        return any(row == other_row for other_row in self)
 
 
 def open_dataset(
@@ -285,48 +294,67 @@ def open_dataset(
 
     Args:
         sources: as in ``data.train``.
-        checks: names that rows may use; default any.
-        limit: how many rows are used from the start; None: all.
+        checks: names that rows may use; None: any.
+        limit: number of rows that are used from the start; None: all.
         row_groups: number of Parquet row groups in memory at a time.
 
     Raises:
         DataError: a file is missing, unreadable or empty, or a row lacks a field or has an invalid
             one; names the file, the row and the fix.
     """
-    groups, left, parts, content = RowGroups(row_groups), limit, [], RowFingerprint()
+    checks = checks or RowChecks()
     sources = [
         source if isinstance(source, DataSource) else DataSource(path=str(source))
         for source in sources
     ]
-    for file in (file for source in sources for file in find_files(source)):
-        if left == 0:
+    groups = RowGroups(row_groups)
+    fingerprint = RowFingerprint()
+    parts: list[Part] = []
+    remaining = limit
+    for file in _files_of(sources):
+        if remaining == 0:
             break
-        part = _open(file, checks or RowChecks(), groups, content, left)
+        part = _open_file(file, checks, groups, fingerprint, remaining)
         if not part:
             raise DataError(f"{file} holds no rows")
-        left = left and left - len(part)
+        if remaining is not None:
+            remaining -= len(part)
         parts.append(part)
-    return Dataset(parts, row_groups, content.value())
+    return Dataset(parts, row_groups, fingerprint.value())
+
+
+def _files_of(sources: Iterable[DataSource]) -> Iterator[Path]:
+    """Yield the files of sources. A source is looked for when its first file is needed."""
+    for source in sources:
+        yield from find_files(source)
 
 
 def evaluation_sources(config: Config, data: str | None) -> tuple[DataSource, ...]:
-    """Return the sources of an evaluation: ``--data``, or ``data.eval``; raise ConfigError if there are none."""
-    named = (DataSource(path=data),) if data else config.data.eval
-    if named is None:
+    """Return the sources of an evaluation: ``--data``, or ``data.eval``.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    sources = (DataSource(path=data),) if data else config.data.eval
+    if sources is None:
         raise ConfigError(
             "no rows to evaluate: data.eval is not set; give --data FILE (.jsonl or .parquet)"
         )
-    return named
+    return sources
 
 
 def collection_sources(config: Config, data: str | None) -> tuple[DataSource, ...]:
-    """Return the sources of a collection: ``--data``, or ``data.train``; raise ConfigError if there are none."""
-    named = (DataSource(path=data),) if data else config.data.train
-    if not all(source.path for source in named):
+    """Return the sources of a collection: ``--data``, or ``data.train``.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    sources = (DataSource(path=data),) if data else config.data.train
+    if not all(source.path for source in sources):
         raise ConfigError(
             "no rows are named; give --data FILE (.jsonl or .parquet), or set data.train"
         )
-    return named
+    return sources
 
 
 def is_downloaded(source: DataSource) -> bool:
@@ -340,9 +368,9 @@ def find_files(source: DataSource) -> list[Path]:
     Raises:
         DataError: there is none, or the Hub cannot be reached.
     """
-    file = Path(source.path).expanduser()
-    if hub := _hub_dataset(source.path):
-        repository, revision, pattern = hub
+    hub_dataset = _hub_dataset(source.path)
+    if hub_dataset:
+        repository, revision, pattern = hub_dataset
         return dataset_files(
             repository,
             revision,
@@ -355,6 +383,8 @@ def find_files(source: DataSource) -> list[Path]:
         raise DataError(
             f"data source {source}: name and split select files of Hub datasets; remove them"
         )
+
+    file = Path(source.path).expanduser()
     if file.is_file():
         return [file]
     if file.is_dir():
@@ -362,10 +392,10 @@ def find_files(source: DataSource) -> list[Path]:
             f"dataset {source.path!r} is a folder; name its files, e.g. {str(file / '*.parquet')!r}"
         )
     if glob.has_magic(source.path):
-        if found := sorted(
-            Path(name) for name in glob.glob(str(file), recursive=True) if Path(name).is_file()
-        ):
-            return found
+        paths = [Path(name) for name in glob.glob(str(file), recursive=True)]
+        files = [path for path in paths if path.is_file()]
+        if files:
+            return sorted(files)
         raise DataError(f"no file matches {source.path!r}; correct data.train / data.eval")
     raise DataError(
         f"dataset file {source.path!r} does not exist; correct data.train / data.eval, or write a"
@@ -377,18 +407,25 @@ def find_files(source: DataSource) -> list[Path]:
 def _hub_dataset(path: str) -> tuple[str, str | None, str | None] | None:
     """Return repository, revision and glob of a path that names a dataset of the Hub."""
     if path.startswith("hf://"):
-        if found := _HUB.fullmatch(path):
-            return found["id"], found["revision"], found["files"]
-        raise DataError(
-            f"{path!r} names no dataset; write hf://datasets/owner/name[@revision][/GLOB]"
-        )
-    named = None if path.endswith(SUFFIXES) or glob.has_magic(path) else hub_name(path)
-    return named and (*named, None)
+        match = _HUB.fullmatch(path)
+        if match is None:
+            raise DataError(
+                f"{path!r} names no dataset; write hf://datasets/owner/name[@revision][/GLOB]"
+            )
+        return match["id"], match["revision"], match["files"]
+
+    if path.endswith(SUFFIXES) or glob.has_magic(path):
+        return None
+    name = hub_name(path)
+    if name is None:
+        return None
+    repository, revision = name
+    return repository, revision, None
 
 
-def _open(
-    file: Path, checks: RowChecks, groups: RowGroups, content: RowFingerprint, limit: int | None
+def _open_file(
+    file: Path, checks: RowChecks, groups: RowGroups, fingerprint: RowFingerprint, limit: int | None
 ) -> Part:
     if file.suffix == ".parquet":
-        return ParquetRows(file, checks, groups, content, limit=limit)
-    return JsonLines(file, checks, content, limit=limit)
+        return ParquetRows(file, checks, groups, fingerprint, limit=limit)
+    return JsonLines(file, checks, fingerprint, limit=limit)

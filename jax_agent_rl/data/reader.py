@@ -1,29 +1,32 @@
-"""The one reader of row files: a JSON Lines file and a Parquet file of the same rows give equal rows.
+"""The one reader of row files: JSON Lines and Parquet files of the same rows give equal rows.
 
 ::
 
     FILE.jsonl ───► a line ─────► json ───────────┐
-                                                  ├──► plain_row ──► (place, row) ──► data sets, sft and dpo, view
-    FILE.parquet ─► a few rows ─► Arrow values ───┘
+                                                  ├──► plain_row ──► LocatedRow ──► data sets,
+    FILE.parquet ─► a few rows ─► Arrow values ───┘                                 sft, dpo, view
 
 Parquet has one type per column, so it writes a null wherever a row lacks what another row has. JSON
 has objects, lists, text, numbers, true and false, and Parquet has more. A row holds what JSON can
 hold, by these rules:
 
-==========================================  ==========================================================================
-in the file                                 in the row
-==========================================  ==========================================================================
-null as a column or as a value of an        absent: nobody can tell it from Parquet's padding. To
-pass a null on object, written or padded                   purpose, write the object as JSON text
-null in a list                              None: lists are not padded a number without a fraction
-int, up to 2**53: Parquet makes 1 of ``[1, 2.5]`` a 1.0 decimal
-int, or the nearest float map                                         object, its keys as text date,
-time, timestamp                       text, as ISO 8601 writes it duration
-number of seconds UUID                                        text bytes
-text if they are UTF-8; images and videos of the prompt stay bytes
-==========================================  ==========================================================================
+====================================  =========================================================
+in the file                           in the row
+====================================  =========================================================
+null as a column or as a value of an  absent: nobody can tell it from Parquet's padding. To pass
+object, written or padded             a null on purpose, write the object as JSON text
+null in a list                        None: lists are not padded
+a number without a fraction           int, up to 2**53: Parquet makes 1 of ``[1, 2.5]`` a 1.0
+decimal                               int, or the nearest float
+map                                   object, its keys as text
+date, time, timestamp                 text, as ISO 8601 writes it
+duration                              number of seconds
+UUID                                  text
+bytes                                 text if they are UTF-8; images and videos of the prompt
+                                      stay bytes
+====================================  =========================================================
 
-What a row cannot hold is an error that names the file, the row, the place in the row and the value:
+What a row cannot hold is an error that names the file, the row, the path in the row and the value:
 NaN and infinity, halves of surrogate pairs, other bytes, a key twice in one object.
 """
 
@@ -71,40 +74,43 @@ _NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 
 
 class LocatedRow(NamedTuple):
-    """A row, and where it stands, for messages: ``rows.jsonl, line 3``."""
+    """A row and its location for messages, such as ``rows.jsonl, line 3``."""
 
-    place: str
+    location: str
     row: Row
 
 
 def read_row_file(file: Path, wanted: Collection[int] | None = None) -> Iterator[LocatedRow]:
-    """Yield every row of a file, in order; a few are in memory at a time, however many the file has.
+    """Yield every row of a file, in order.
+
+    A few rows are in memory at a time, however many the file has.
 
     Args:
-        file: the file.
-        wanted: indices of the rows to yield, from 0; the others are not converted, nor checked.
+        wanted: indices of the rows to yield, from 0; other rows are neither converted nor checked.
+            None: all.
 
     Raises:
-        DataError: the file cannot be read, or a row cannot be held; names the place and the value.
+        DataError: the file cannot be read, or a row cannot be held; names the location and the
+            value.
     """
     match file.suffix:
         case ".jsonl":
             yield from read_json_lines(file, wanted)
         case ".parquet":
             yield from ParquetFile(file).read_rows(wanted)
-        case other:
+        case suffix:
             raise DataError(
-                f"{file}: files ending in {other!r} are not read; use {' or '.join(SUFFIXES)}"
+                f"{file}: files ending in {suffix!r} are not read; use {' or '.join(SUFFIXES)}"
             )
 
 
 @contextmanager
-def located(place: str) -> Iterator[None]:
-    """Put the place of a row in front of a DataError about it."""
+def located(location: str) -> Iterator[None]:
+    """Put the location of a row in front of a DataError about it."""
     try:
         yield
     except DataError as error:
-        raise DataError(f"{place}: {error}") from error.__cause__
+        raise DataError(f"{location}: {error}") from error.__cause__
 
 
 # --- JSON Lines -----------------------------------------------------------------------------------
@@ -115,41 +121,41 @@ def read_json_lines(file: Path, wanted: Collection[int] | None = None) -> Iterat
     index = 0
     try:
         for number, (_, line) in enumerate(read_lines(file, MAX_LINE_BYTES), 1):
-            place = f"{file}, line {number}"
+            location = f"{file}, line {number}"
             if line is None:
                 raise DataError(
-                    f"{place}: has more than {MAX_LINE_BYTES} bytes; write one row per line"
+                    f"{location}: has more than {MAX_LINE_BYTES} bytes; write one row per line"
                 )
             if not line.strip():
                 continue
             if wanted is None or index in wanted:
-                yield LocatedRow(place, plain_row(_parse(line, place, is_first=number == 1), place))
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                yield LocatedRow(location, plain_row(_parse(line, location), location))
             index += 1
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from None
 
 
-def _parse(line: bytes, place: str, *, is_first: bool) -> Any:
-    """Return what a line holds; the first may begin with a byte order mark."""
-    if is_first:
-        line = line.removeprefix(codecs.BOM_UTF8)
+def _parse(line: bytes, location: str) -> Any:
+    """Return the JSON value of a line."""
     try:
         return decode_json(
             line,
             max_values=MAX_LINE_BYTES,
             max_nesting=MAX_DEPTH + 2,
-            # plain_row refuses them with their place in the row, and of Parquet alike.
+            # plain_row refuses them with their path in the row, and those of Parquet alike.
             non_finite=True,
             lone_surrogates=True,
             unique_keys=True,
         )
     except TooDeepError:
         raise DataError(
-            f"{place}: not valid JSON: inside more than {MAX_DEPTH} objects and lists; write it as"
-            " JSON text"
+            f"{location}: not valid JSON: inside more than {MAX_DEPTH} objects and lists; write it"
+            " as JSON text"
         ) from None
     except ValueError as error:
-        raise DataError(f"{place}: {error}: {line[:80]!r}") from None
+        raise DataError(f"{location}: {error}: {line[:80]!r}") from None
 
 
 # --- Parquet --------------------------------------------------------------------------------------
@@ -158,13 +164,9 @@ def _parse(line: bytes, place: str, *, is_first: bool) -> Any:
 class ParquetFile:
     """A Parquet file, read by row groups.
 
-    Args:
-        path: the file.
-
     Attributes:
-        path: likewise.
-        columns: their names.
-        group_sizes: rows of each row group.
+        columns: names of the columns.
+        group_sizes: number of rows of each row group.
         group_begins: index of each group's first row.
 
     Raises:
@@ -178,8 +180,10 @@ class ParquetFile:
         with self._reading():
             self._metadata = pyarrow.parquet.read_metadata(path)
             self.columns: list[str] = self._metadata.schema.to_arrow_schema().names
-        if (twice := _first_repeated(self.columns)) is not None:
-            raise DataError(f"{path}: two columns are called {twice!r}; rename one")
+        repeated = _first_repeated(self.columns)
+        if repeated is not None:
+            raise DataError(f"{path}: two columns are called {repeated!r}; rename one")
+
         self.group_sizes = [
             self._metadata.row_group(number).num_rows
             for number in range(self._metadata.num_row_groups)
@@ -187,29 +191,38 @@ class ParquetFile:
         self.group_begins: list[int] = np.cumsum([0, *self.group_sizes])[:-1].tolist()
 
     def read_group(self, group: int, columns: Collection[str] | None = None) -> pyarrow.Table:
-        """Return a row group, or some of its columns, as the file holds them; raise DataError if it cannot be read."""
+        """Return a row group, or some of its columns, as the file holds them.
+
+        Raises:
+            DataError: it cannot be read.
+        """
         import pyarrow.parquet
 
-        chosen = None if columns is None else list(columns)
+        names = None if columns is None else list(columns)
         with (
             self._reading(),
             pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata) as file,
         ):
-            return file.read_row_group(group, columns=chosen)
+            return file.read_row_group(group, columns=names)
 
     def read_rows(self, wanted: Collection[int] | None = None) -> Iterator[LocatedRow]:
-        """Yield rows of the file, see :func:`read_row_file`; row groups may be as large as the file."""
-        for begin, table in self._parts(wanted):
-            chosen = (
-                None
-                if wanted is None
-                else [index for index in range(table.num_rows) if begin + index in wanted]
-            )
-            if chosen != []:
-                yield from self.rows(table, begin, chosen)
+        """Yield rows of the file, see :func:`read_row_file`.
 
-    def _parts(self, wanted: Collection[int] | None) -> Iterator[tuple[int, pyarrow.Table]]:
-        """Yield a few rows at a time, each time with the index of the first; omit groups without a wanted row."""
+        Row groups may be as large as the file.
+        """
+        for begin, table in self._batches(wanted):
+            if wanted is None:
+                yield from self.rows(table, begin)
+                continue
+            indices = [index for index in range(table.num_rows) if begin + index in wanted]
+            if indices:
+                yield from self.rows(table, begin, indices)
+
+    def _batches(self, wanted: Collection[int] | None) -> Iterator[tuple[int, pyarrow.Table]]:
+        """Yield a few rows at a time, with the index of the first.
+
+        Groups without a wanted row are left out.
+        """
         import pyarrow.parquet
 
         # Buffered, a column is read page by page; otherwise all of it that is in a row group is in
@@ -229,32 +242,33 @@ class ParquetFile:
                     begin += batch.num_rows
 
     def rows(
-        self, table: pyarrow.Table, begin: int, chosen: Iterable[int] | None = None
+        self, table: pyarrow.Table, begin: int, indices: Iterable[int] | None = None
     ) -> Iterator[LocatedRow]:
         """Yield the rows of a part of the file.
 
         Args:
-            table: the part, from :meth:`read_group`.
-            begin: index in the file of its first row.
-            chosen: indices in the part; None: all.
+            table: a part of the file, from :meth:`read_group`.
+            begin: index in the file of the table's first row.
+            indices: rows of the table to yield; None: all.
 
         Raises:
             DataError: a row cannot be held.
         """
-        columns = [
-            (name, _Column(values))
+        columns = {
+            name: _Column(values)
             for name, values in zip(table.column_names, table.columns, strict=True)
-        ]
-        for index in range(table.num_rows) if chosen is None else chosen:
-            place = f"{self.path}, row {begin + index + 1}"
+        }
+        if indices is None:
+            indices = range(table.num_rows)
+        for index in indices:
+            location = f"{self.path}, row {begin + index + 1}"
             raw: Row = {}
-            name = ""
-            try:
-                for name, column in columns:
+            for name, column in columns.items():
+                try:
                     raw[name] = column.value(index)
-            except _UnusableError as error:
-                raise error.inside(name).at(place) from None
-            yield LocatedRow(place, plain_row(raw, place))
+                except _UnusableError as error:
+                    raise error.inside(name).at(location) from None
+            yield LocatedRow(location, plain_row(raw, location))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -273,13 +287,12 @@ class _Column:
         self._values = values
         self._converted: list[Any] | None = None
         if _is_converted(values.type):
-            with suppress(
-                ValueError
-            ):  # text that is no UTF-8; the row with it is named when it is converted
+            # A ValueError is text that is no UTF-8. Converted one by one, the row with it is named.
+            with suppress(ValueError):
                 self._converted = values.to_pylist()
 
     def value(self, index: int) -> Any:
-        """Return the value of a row; raises :class:`_UnusableError` if there is none."""
+        """Return the value of a row; raise :class:`_UnusableError` if it has none."""
         if self._converted is not None:
             return self._converted[index]
         return _python_value(self._values[index])
@@ -291,8 +304,9 @@ def _is_converted(kind: pyarrow.DataType) -> bool:
 
     if types.is_struct(kind):
         fields = [kind.field(index) for index in range(kind.num_fields)]
-        names = [field.name for field in fields]
-        return _first_repeated(names) is None and all(_is_converted(field.type) for field in fields)
+        if _first_repeated([field.name for field in fields]) is not None:
+            return False
+        return all(_is_converted(field.type) for field in fields)
     if _is_list(kind) or types.is_dictionary(kind):
         return _is_converted(kind.value_type)
     is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
@@ -308,14 +322,13 @@ def _is_text(kind: pyarrow.DataType) -> bool:
 def _is_list(kind: pyarrow.DataType) -> bool:
     from pyarrow import types
 
-    is_any = (
-        types.is_list,
-        types.is_large_list,
-        types.is_fixed_size_list,
-        types.is_list_view,
-        types.is_large_list_view,
+    return (
+        types.is_list(kind)
+        or types.is_large_list(kind)
+        or types.is_fixed_size_list(kind)
+        or types.is_list_view(kind)
+        or types.is_large_list_view(kind)
     )
-    return any(is_kind(kind) for is_kind in is_any)
 
 
 def _python_value(scalar: pyarrow.Scalar) -> Any:
@@ -330,8 +343,8 @@ def _python_value(scalar: pyarrow.Scalar) -> Any:
     if _is_list(kind):
         return _python_list(scalar.values)
     if types.is_struct(kind):
-        names = [kind.field(index).name for index in range(kind.num_fields)]
-        return _python_object((name, scalar[index]) for index, name in enumerate(names))
+        fields = ((kind.field(index).name, scalar[index]) for index in range(kind.num_fields))
+        return _python_object(fields)
     if types.is_map(kind):
         return _python_object((_map_key(entry[0]), entry[1]) for entry in scalar.values)
     if _is_text(kind):
@@ -344,25 +357,25 @@ def _python_value(scalar: pyarrow.Scalar) -> Any:
 
 
 def _python_list(scalars: Iterable[pyarrow.Scalar]) -> list[Any]:
-    found = []
+    values = []
     for index, scalar in enumerate(scalars):
         try:
-            found.append(_python_value(scalar))
+            values.append(_python_value(scalar))
         except _UnusableError as error:
             raise error.inside(index) from None
-    return found
+    return values
 
 
-def _python_object(pairs: Iterable[tuple[str, pyarrow.Scalar]]) -> Row:
-    found: Row = {}
-    for key, scalar in pairs:
-        if key in found:
-            raise _UnusableError(f"an object with the key {key!r} twice; rename one", found)
+def _python_object(fields: Iterable[tuple[str, pyarrow.Scalar]]) -> Row:
+    values: Row = {}
+    for key, scalar in fields:
+        if key in values:
+            raise _UnusableError(f"an object with the key {key!r} twice; rename one", values)
         try:
-            found[key] = _python_value(scalar)
+            values[key] = _python_value(scalar)
         except _UnusableError as error:
             raise error.inside(key) from None
-    return found
+    return values
 
 
 def _map_key(scalar: pyarrow.Scalar) -> str:
@@ -371,27 +384,27 @@ def _map_key(scalar: pyarrow.Scalar) -> str:
 
 
 def _time_text(scalar: pyarrow.Scalar) -> str:
-    """Return a date, a time or both as ISO 8601 writes them, with the nanoseconds that Python's types leave out."""
+    """Return a date, a time or both as ISO 8601 writes them.
+
+    The nanoseconds are included, which Python's types leave out.
+    """
     import pyarrow
     from pyarrow import types
 
     kind = scalar.type
     nanoseconds = 0
     if not types.is_date(kind) and kind.unit == "ns":
-        coarser = (
-            pyarrow.timestamp("us", tz=kind.tz)
-            if types.is_timestamp(kind)
-            else pyarrow.time64("us")
-        )
+        if types.is_timestamp(kind):
+            coarser_kind = pyarrow.timestamp("us", tz=kind.tz)
+        else:
+            coarser_kind = pyarrow.time64("us")
         microseconds, nanoseconds = divmod(scalar.value, 1000)
-        scalar = pyarrow.scalar(microseconds, pyarrow.int64()).cast(coarser)
+        scalar = pyarrow.scalar(microseconds, pyarrow.int64()).cast(coarser_kind)
+
     try:
         time = scalar.as_py()
-    except (
-        ValueError,
-        OverflowError,
-        LookupError,
-    ) as error:  # a year or a time zone that Python does not have
+    except (ValueError, OverflowError, LookupError) as error:
+        # A year or a time zone that Python does not have.
         raise _UnusableError(
             f"no {kind} that can be read ({error}); correct it", scalar.value
         ) from None
@@ -409,8 +422,7 @@ class _UnusableError(Exception):
     """A value that no row can hold.
 
     Args:
-        problem: what it is, after "is", and what to do.
-        value: the value.
+        problem: what the value is, to follow "is", and what to do.
 
     Attributes:
         path: keys and indices that lead to it.
@@ -423,43 +435,43 @@ class _UnusableError(Exception):
         self.path: list[str | int] = []
 
     def inside(self, key: str | int) -> _UnusableError:
-        """Return this error of a value that stands under a key or an index."""
+        """Return this error of a value that is under a key or an index."""
         self.path.insert(0, key)
         return self
 
-    def at(self, place: str) -> DataError:
-        """Return the error of the row that stands at a place."""
-        path = "".join(_step(key) for key in self.path).removeprefix(".")
-        return DataError(f"{place}: {path} = {self.value!r:.80} is {self.problem}")
+    def at(self, location: str) -> DataError:
+        """Return the error of the row at a location."""
+        path = "".join(_path_step(key) for key in self.path).removeprefix(".")
+        return DataError(f"{location}: {path} = {self.value!r:.80} is {self.problem}")
 
 
-def _step(key: str | int) -> str:
-    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+def _path_step(key: str | int) -> str:
+    if isinstance(key, str) and key.isidentifier():
+        return f".{key}"
+    return f"[{key!r}]"
 
 
-def plain_row(raw: Any, place: str) -> Row:
+def plain_row(raw: Any, location: str) -> Row:
     """Return a row as every reader sees it, by the rules of this module.
 
     Args:
         raw: as json or pyarrow read it.
-        place: where it stands.
 
     Raises:
         DataError: it is no object, or holds something that a row cannot hold.
     """
     if not isinstance(raw, dict):
-        raise DataError(f"{place}: must be an object, got {type(raw).__name__}")
+        raise DataError(f"{location}: must be an object, got {type(raw).__name__}")
     row: Row = {}
-    column = ""
-    try:
-        for column, value in raw.items():
-            if value is None:
-                continue
-            is_media = column in _MEDIA_COLUMNS
-            media_keys = _MEDIA_KEYS if column == "prompt" else _NO_KEYS
+    for column, value in raw.items():
+        if value is None:
+            continue
+        is_media = column in _MEDIA_COLUMNS
+        media_keys = _MEDIA_KEYS if column == "prompt" else _NO_KEYS
+        try:
             row[_text(column)] = _plain(value, 1, keeps_bytes=is_media, media_keys=media_keys)
-    except _UnusableError as error:
-        raise error.inside(column).at(place) from None
+        except _UnusableError as error:
+            raise error.inside(column).at(location) from None
     return row
 
 
@@ -470,7 +482,7 @@ def _plain(value: Any, depth: int, *, keeps_bytes: bool, media_keys: frozenset[s
         value: as json or pyarrow read it.
         depth: number of objects and lists around it.
         keeps_bytes: whether bytes are an image or a video.
-        media_keys: keys under which they are.
+        media_keys: keys whose bytes are images or videos.
 
     Raises:
         _UnusableError: there is no rule for it.
@@ -497,30 +509,28 @@ def _plain(value: Any, depth: int, *, keeps_bytes: bool, media_keys: frozenset[s
 def _plain_list(
     value: list[Any], depth: int, *, keeps_bytes: bool, media_keys: frozenset[str]
 ) -> list[Any]:
-    if {int}.issuperset(map(type, value)):  # token ids, of which there are many
-        return value
+    if {int}.issuperset(map(type, value)):
+        return value  # token ids, of which there are many
     items = []
-    try:
-        for item in value:
+    for index, item in enumerate(value):
+        try:
             items.append(_plain(item, depth + 1, keeps_bytes=keeps_bytes, media_keys=media_keys))
-    except _UnusableError as error:
-        raise error.inside(len(items)) from None
+        except _UnusableError as error:
+            raise error.inside(index) from None
     return items
 
 
 def _plain_object(value: Row, depth: int, *, keeps_bytes: bool, media_keys: frozenset[str]) -> Row:
-    found: Row = {}
-    key = ""
-    try:
-        for key, item in value.items():
-            if item is not None:
-                is_media = keeps_bytes or key in media_keys
-                found[_text(key)] = _plain(
-                    item, depth + 1, keeps_bytes=is_media, media_keys=media_keys
-                )
-    except _UnusableError as error:
-        raise error.inside(key) from None
-    return found
+    items: Row = {}
+    for key, item in value.items():
+        if item is None:
+            continue
+        is_media = keeps_bytes or key in media_keys
+        try:
+            items[_text(key)] = _plain(item, depth + 1, keeps_bytes=is_media, media_keys=media_keys)
+        except _UnusableError as error:
+            raise error.inside(key) from None
+    return items
 
 
 def _text(value: str) -> str:

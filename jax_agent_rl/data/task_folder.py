@@ -1,4 +1,4 @@
-"""Where a row names the folder of its task: agents read the folder, a dataset's fingerprint covers its files.
+"""The folder of a row's task: agents read it, and a dataset's fingerprint covers its files.
 
 Agents import this without the libraries that read datasets.
 """
@@ -11,7 +11,11 @@ from typing import Any
 
 
 def task_folder(row: Mapping[str, Any]) -> Path | None:
-    """Return the task folder that a row names, as agents of class ``CommandAgent`` read it; None if it names none."""
-    extra = row.get("extra_info")
-    task = extra.get("task") if isinstance(extra, Mapping) else None
-    return Path(task).expanduser() if task and isinstance(task, str) else None
+    """Return the task folder that a row names for a ``CommandAgent``; None if it names none."""
+    extra_info = row.get("extra_info")
+    if not isinstance(extra_info, Mapping):
+        return None
+    task = extra_info.get("task")
+    if not isinstance(task, str) or not task:
+        return None
+    return Path(task).expanduser()

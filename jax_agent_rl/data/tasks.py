@@ -1,4 +1,4 @@
-"""The built-in tasks: questions about a small shop, which are the quickstart's, and arithmetic with a calculator.
+"""The built-in tasks: questions about a small shop (quickstart), and arithmetic with a calculator.
 
 Questions about the shop take one tool call, or two dependent ones.
 
@@ -28,6 +28,7 @@ the call to other operations, and to make it reliably when sampling.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ from jax_agent_rl.utils.files import make_folder
 
 SYSTEM = "Answer with the tools calculator, price and weight."
 TABLES = {"price": PRICES, "weight": WEIGHTS}
-SHOWN = ("mug", "fan")
+EXAMPLE_ITEMS = ("mug", "fan")
 """The items of the prompt's worked questions."""
 HELDOUT_SHARE = 0.25
 """Share of the other items that only held-out questions name."""
@@ -57,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question about the shop; ``calls`` are those that answer it, the last one's result is the answer."""
+    """A question about the shop, and the calls that answer it: the last result is the answer."""
 
     kind: str
     text: str
@@ -73,9 +74,10 @@ def prepare_shop(
     agent_name: str = "tool_agent",
     calls: str = "python",
 ) -> tuple[Path, Path, Path]:
-    """Write ``train.jsonl``, ``heldout.jsonl`` (disjoint questions) and ``demonstrations.jsonl``; return their paths.
+    """Write ``train.jsonl``, ``heldout.jsonl`` and ``demonstrations.jsonl``; return their paths.
 
-    Demonstrations are the training questions with their answers, rows of ``jax-agent-rl sft``.
+    Training and held-out questions are disjoint. Demonstrations are the training questions with
+    their answers, rows of ``jax-agent-rl sft``.
 
     Args:
         out: folder to write to.
@@ -85,46 +87,58 @@ def prepare_shop(
         agent_name: agent loop of the rows.
         calls: how prompts and demonstrations write calls, a name in :data:`CALL_FORMATS`.
     """
-    write = CALL_FORMATS[calls]
+    write_call = CALL_FORMATS[calls]
     make_folder(out)
     rng = random.Random(seed)
-    items = [item for item in PRICES if item not in SHOWN]
+    items = [item for item in PRICES if item not in EXAMPLE_ITEMS]
     rng.shuffle(items)
-    kept = round(len(items) * HELDOUT_SHARE)
+    heldout_items = round(len(items) * HELDOUT_SHARE)
     seen: set[str] = set()
-    files = (out / "heldout.jsonl", out / "train.jsonl")
-    for file, count, named in zip(
-        files, (heldout, train), (items[:kept], items[kept:]), strict=True
-    ):
-        questions = _questions(rng, named, seen)
-        chosen = [next(questions) for _ in range(count)]
-        write_rows(file, [_row(question, agent_name, write) for question in chosen])
-    demonstrations = out / "demonstrations.jsonl"
-    rows = [{"prompt": _prompt(one, write), "completion": _answered(one, write)} for one in chosen]
-    write_rows(demonstrations, rows)
-    return files[1], files[0], demonstrations
+    # Held-out questions come first: training questions are drawn from what they leave.
+    heldout_stream = _questions(rng, items[:heldout_items], seen)
+    heldout_questions = list(itertools.islice(heldout_stream, heldout))
+    training_stream = _questions(rng, items[heldout_items:], seen)
+    training_questions = list(itertools.islice(training_stream, train))
+
+    heldout_file = out / "heldout.jsonl"
+    write_rows(heldout_file, [_row(q, agent_name, write_call) for q in heldout_questions])
+    training_file = out / "train.jsonl"
+    write_rows(training_file, [_row(q, agent_name, write_call) for q in training_questions])
+
+    demonstrations = []
+    for question in training_questions:
+        prompt = _prompt(question, write_call)
+        completion = _answer_messages(question, write_call)
+        demonstrations.append({"prompt": prompt, "completion": completion})
+    demonstrations_file = out / "demonstrations.jsonl"
+    write_rows(demonstrations_file, demonstrations)
+    return training_file, heldout_file, demonstrations_file
 
 
 def _questions(rng: random.Random, items: Sequence[str], seen: set[str]) -> Iterator[Question]:
     """Yield distinct questions without end: a sum or a difference, then one of each other kind."""
     while True:
         for kind in (rng.choice(("sum", "difference")), "product", "price", "weight"):
-            while (question := _question(rng, kind, items))[1] in seen:
-                pass
-            seen.add(question[1])
+            question = _question(rng, kind, items)
+            while question.text in seen:
+                question = _question(rng, kind, items)
+            seen.add(question.text)
             yield question
 
 
 def _question(rng: random.Random, kind: str, items: Sequence[str]) -> Question:
     match kind:
         case "sum":
-            a, b = rng.randint(1000, 9999), rng.randint(1000, 9999)
+            a = rng.randint(1000, 9999)
+            b = rng.randint(1000, 9999)
             return _arithmetic(kind, f"What is {a} plus {b}?", f"{a} + {b}", a + b)
         case "difference":
-            a, b = rng.randint(1000, 9999), rng.randint(100, 999)
+            a = rng.randint(1000, 9999)
+            b = rng.randint(100, 999)
             return _arithmetic(kind, f"What is {a} minus {b}?", f"{a} - {b}", a - b)
         case "product":
-            a, b = rng.randint(112, 999), rng.randint(12, 98)
+            a = rng.randint(112, 999)
+            b = rng.randint(12, 98)
             return _arithmetic(kind, f"What is {a} × {b}?", f"{a} * {b}", a * b)
         case _:
             return _lookup(kind, rng.randint(12, 98), rng.choice(items))
@@ -135,64 +149,63 @@ def _arithmetic(kind: str, text: str, expression: str, result: int) -> Question:
 
 
 def _lookup(kind: str, count: int, item: str) -> Question:
-    one = TABLES[kind][item]
-    lookup = Call(kind, {"item": item}, one)
-    product = Call("calculator", {"expression": f"{count} * {one}"}, count * one)
+    value = TABLES[kind][item]
+    lookup = Call(kind, {"item": item}, value)
+    product = Call("calculator", {"expression": f"{count} * {value}"}, count * value)
     return Question(kind, f"What is the {kind} of {count} × {item}?", (lookup, product))
 
 
 def _python_call(call: Call) -> str:
     """Format a call in agent.tool_format ``pythonic``."""
-    return f"[{call.tool}({', '.join(f'{key}={json.dumps(value)}' for key, value in call.arguments.items())})]"
+    arguments = [f"{key}={json.dumps(value)}" for key, value in call.arguments.items()]
+    return f"[{call.tool}({', '.join(arguments)})]"
 
 
 def _json_call(call: Call) -> str:
     """Format a call in agent.tool_format ``hermes``."""
-    return (
-        f"<tool_call>\n{json.dumps({'name': call.tool, 'arguments': call.arguments})}\n</tool_call>"
-    )
+    text = json.dumps({"name": call.tool, "arguments": call.arguments})
+    return f"<tool_call>\n{text}\n</tool_call>"
 
 
 WriteCall = Callable[[Call], str]
 CALL_FORMATS: dict[str, WriteCall] = {"python": _python_call, "json": _json_call}
 
 
-_WORKED = (
+_EXAMPLES = (
     _lookup("weight", 12, "fan"),
     _arithmetic("sum", "What is 46 plus 27?", "46 + 27", 73),
     _lookup("price", 64, "mug"),
 )
 
 
-def _row(question: Question, agent_name: str, write: WriteCall) -> dict[str, Any]:
+def _row(question: Question, agent_name: str, write_call: WriteCall) -> dict[str, Any]:
     results = [str(call.result) for call in question.calls]
     return {
         "data_source": f"shop/{question.kind}",
         "agent_name": agent_name,
-        "prompt": _prompt(question, write),
+        "prompt": _prompt(question, write_call),
         "reward_model": {"ground_truth": results[-1]},
         "extra_info": {"results": results},
     }
 
 
-def _prompt(question: Question, write: WriteCall) -> list[Message]:
-    worked = [message for one in _WORKED for message in (_asked(one), *_answered(one, write))]
-    return [{"role": "system", "content": SYSTEM}, *worked, _asked(question)]
+def _prompt(question: Question, write_call: WriteCall) -> list[Message]:
+    messages = [{"role": "system", "content": SYSTEM}]
+    for example in _EXAMPLES:
+        messages.append({"role": "user", "content": example.text})
+        messages += _answer_messages(example, write_call)
+    messages.append({"role": "user", "content": question.text})
+    return messages
 
 
-def _asked(question: Question) -> Message:
-    return {"role": "user", "content": question.text}
-
-
-def _answered(question: Question, write: WriteCall) -> list[Message]:
-    """Return the calls that answer a question, each with its result, and the answer, as the policy should."""
+def _answer_messages(question: Question, write_call: WriteCall) -> list[Message]:
+    """Return what the policy should say to a question: calls, each with its result, and answer."""
     messages = []
     for call in question.calls:
-        messages += [
-            {"role": "assistant", "content": write(call)},
-            {"role": "tool", "content": str(call.result)},
-        ]
-    return [*messages, {"role": "assistant", "content": f"= {question.calls[-1].result}"}]
+        messages.append({"role": "assistant", "content": write_call(call)})
+        messages.append({"role": "tool", "content": str(call.result)})
+    messages.append({"role": "assistant", "content": f"= {question.calls[-1].result}"})
+    return messages
 
 
 # --- calculator -----------------------------------------------------------------------------------
@@ -227,11 +240,14 @@ def prepare_calculator(
     """Write the rows of the calculator task, as :func:`prepare_shop` does."""
     make_folder(out)
     questions = _operations(random.Random(seed))
-    rows = [_calculator_row(*next(questions), agent_name) for _ in range(train + heldout)]
-    files = (out / "train.jsonl", out / "heldout.jsonl")
-    for file, part in zip(files, (rows[heldout:], rows[:heldout]), strict=True):
-        write_rows(file, part)
-    return files
+    rows = []
+    for question, answer in itertools.islice(questions, heldout + train):
+        rows.append(_calculator_row(question, answer, agent_name))
+    training_file = out / "train.jsonl"
+    write_rows(training_file, rows[heldout:])
+    heldout_file = out / "heldout.jsonl"
+    write_rows(heldout_file, rows[:heldout])
+    return training_file, heldout_file
 
 
 def _operations(rng: random.Random) -> Iterator[tuple[str, int]]:
@@ -239,7 +255,8 @@ def _operations(rng: random.Random) -> Iterator[tuple[str, int]]:
     seen = set()
     while True:
         for phrasings, first, second, compute in OPERATIONS:
-            a, b = rng.randint(*first), rng.randint(*second)
+            a = rng.randint(*first)
+            b = rng.randint(*second)
             question = rng.choice(phrasings).format(a=a, b=b)
             if (a, b) not in seen:
                 seen.add((a, b))
