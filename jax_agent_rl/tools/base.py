@@ -29,8 +29,8 @@ class ToolResponse:
 
     Attributes:
         text: what the model reads.
-        image: images (PIL) for a multi-modal model, in the order shown, before the text. If the
-            model or engine accepts none, the call fails with a message.
+        image: images (PIL) for a multi-modal model, which reads them in this order, before the
+            text. If the model or engine accepts none, the call fails with a message.
         video: videos, likewise (each a sequence of frames, or whatever the engine accepts).
         reward: reward of the call, for the reward function, never shown to the model. Any number
             that float32 holds, NumPy's included; a bool is 1 or 0. Stored as a float.
@@ -47,30 +47,31 @@ class ToolResponse:
     @property
     def media(self) -> dict[str, tuple[Any, ...]]:
         """Images and videos by kind, without empty kinds."""
-        return {
-            kind: tuple(items)
-            for kind, items in (("image", self.image), ("video", self.video))
-            if items
-        }
+        media: dict[str, tuple[Any, ...]] = {}
+        if self.image:
+            media["image"] = tuple(self.image)
+        if self.video:
+            media["video"] = tuple(self.video)
+        return media
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise TypeError(f"ToolResponse.text must be str, got {type(self.text).__name__}")
-        for kind in ("image", "video"):
-            if not isinstance(getattr(self, kind), tuple | list):
+        for kind, items in (("image", self.image), ("video", self.video)):
+            if not isinstance(items, tuple | list):
                 raise TypeError(
-                    f"ToolResponse.{kind} must be a tuple or list, got"
-                    f" {type(getattr(self, kind)).__name__}"
+                    f"ToolResponse.{kind} must be a tuple or list, got {type(items).__name__}"
                 )
-        # Normalized here, so that all readers get plain floats.
+
+        # Normalize here, so that all readers get plain floats.
         object.__setattr__(self, "reward", as_score(self.reward, "a tool's reward"))
         if not isinstance(self.metrics, Mapping):
             raise ValueError(
                 f"a tool's metrics must be a mapping of finite numbers, got {self.metrics!r}"
             )
-        metrics = {
-            key: as_float(value, f"a tool's metric {key!r}") for key, value in self.metrics.items()
-        }
+        metrics = {}
+        for key, value in self.metrics.items():
+            metrics[key] = as_float(value, f"a tool's metric {key!r}")
         object.__setattr__(self, "metrics", metrics)
 
 
@@ -82,7 +83,7 @@ ToolResult = str | float | Mapping[str, Any] | list[Any] | ToolResponse | tuple[
     {...}, [...]                    as JSON
     ToolResponse(...)
     (one of these,)
-    (one of these, reward)          reward None: none of its own
+    (one of these, reward)          reward None: the default
     (one of these, reward, metrics)
 
 Only a tuple is unpacked. A list is a result like any other: ``["Paris", 2]`` has no reward.
@@ -96,15 +97,15 @@ def as_response(result: ToolResult) -> ToolResponse:
         TypeError: it is not a :data:`ToolResult`, e.g. None.
         ValueError: its reward is no number that float32 holds, or a metric is not finite.
     """
-    match result:
-        case tuple((response, *rest)) if len(rest) <= 2:
-            named = zip(("reward", "metrics"), rest, strict=False)
-            return replace(
-                _single_response(response),
-                **{name: value for name, value in named if value is not None},
-            )
-        case _:
-            return _single_response(result)
+    if not isinstance(result, tuple) or not 1 <= len(result) <= 3:
+        return _single_response(result)
+
+    response = _single_response(result[0])
+    if len(result) >= 2 and result[1] is not None:
+        response = replace(response, reward=result[1])
+    if len(result) == 3 and result[2] is not None:
+        response = replace(response, metrics=result[2])
+    return response
 
 
 def _single_response(result: object) -> ToolResponse:
@@ -127,8 +128,8 @@ class BaseTool(ABC):
     """Base class of tools; ``@function_tool`` makes one from a function.
 
     Args:
-        name: its name for the model.
-        description: its description for the model.
+        name: name that the model calls it by.
+        description: what the model reads about it.
         parameters: JSON Schema of the arguments, an ``object``. Arguments it does not name are
             refused unless it sets ``additionalProperties``.
 
@@ -188,7 +189,7 @@ class BaseTool(ABC):
         """
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:
-        """Score the whole trajectory at its end, from the tool's state of it.
+        """Score the whole trajectory at its end, from the state that the tool keeps of it.
 
         Returns:
             A finite number, passed to the reward function as ``extra_info["tool_scores"][name]``;
@@ -206,24 +207,33 @@ class BaseTool(ABC):
 
         Args:
             config: the entry's ``config``: keyword arguments of the constructor.
-            schema: the entry's ``tool_schema["function"]``, whose parts are keyword arguments too;
-                None: the class defines its own schema.
+            schema: the entry's ``tool_schema["function"]``, whose parts are keyword arguments as
+                well; None: the class defines its own schema.
         """
         return cls(**config, **(schema or {}))
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Free the resources of ``create`` and ``execute``. The default takes no arguments and does nothing."""
+        """Free the resources of ``create`` and ``execute``.
+
+        The default takes no arguments and does nothing.
+        """
         if release_kwargs:
             raise TypeError(
                 f"tool {self.name!r} takes no release_kwargs, got {sorted(release_kwargs)}"
             )
 
     def waits_for(self, instance_id: str) -> str | None:
-        """Return what a call is waiting for, to explain its timeout; None (the default): it is running."""
+        """Return what a call is waiting for, to explain its timeout.
+
+        None, the default, says that it is running.
+        """
         return None
 
     async def close(self) -> None:
-        """Free what the tool holds for all trajectories, at the end of the run. The default does nothing."""
+        """Free what the tool holds for all trajectories, at the end of the run.
+
+        The default does nothing.
+        """
         return None
 
 
@@ -238,54 +248,54 @@ nothing."""
 
 
 def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: Decode) -> str:
-    """Return ``text`` itself if it has at most ``limit`` tokens, else as much of it as fits with a marker.
+    """Return ``text`` if it has at most ``limit`` tokens, else what fits of it and a marker.
 
     Lone surrogates, which no tokenizer accepts, become question marks.
 
     Args:
         text: the tool result.
-        limit: maximum number of returned tokens, including the marker (omitted if the limit is too
-            small for it).
+        limit: maximum number of returned tokens, including the marker, which is left out if the
+            limit is too small for it.
         side: the side that is cut: ``left`` keeps the end, ``right`` the beginning, ``middle``
             both.
         encode: text to ids, without special tokens added.
         decode: ids to text.
     """
     text = replace_lone_surrogates(text)
-    short = (
-        _keep(text, limit * CHARS_PER_TOKEN, side) if len(text) > limit * CHARS_PER_TOKEN else text
-    )
-    ids = encode(short)
-    if len(ids) <= limit and short is text:
+    max_chars = limit * CHARS_PER_TOKEN
+    is_cut = len(text) > max_chars
+    ids = encode(_cut_text(text, max_chars, side) if is_cut else text)
+    if len(ids) <= limit and not is_cut:
         return text
+
+    marker = MARKER
     marker_tokens = len(encode(MARKER))
-    marker = MARKER if 2 * marker_tokens <= limit else ""
-    keep = min(len(ids), limit - (marker_tokens if marker else 0))
+    if 2 * marker_tokens > limit:
+        marker = ""
+        marker_tokens = 0
+    num_kept = min(len(ids), limit - marker_tokens)
     while True:
-        head, tail = _split(keep, side)
+        num_head, num_tail = _split(num_kept, side)
         # A cut through a multi-byte character decodes to replacement characters, which are removed.
-        start, end = (
-            decode(ids[:head]).rstrip("\ufffd"),
-            decode(ids[len(ids) - tail :]).lstrip("\ufffd"),
-        )
-        result = start + marker + end
-        excess = (
-            len(encode(result)) - limit
-        )  # > 0 if the pieces have more tokens apart than together
+        head = decode(ids[:num_head]).rstrip("\ufffd")
+        tail = decode(ids[len(ids) - num_tail :]).lstrip("\ufffd")
+        result = head + marker + tail
+        # The pieces may have more tokens apart than together.
+        excess = len(encode(result)) - limit
         if excess <= 0:
             return result
-        keep = max(0, keep - excess)
+        num_kept = max(0, num_kept - excess)
 
 
-def _split(keep: int, side: Side) -> tuple[int, int]:
-    """Return how many of ``keep`` are at the beginning and at the end."""
+def _split(count: int, side: Side) -> tuple[int, int]:
+    """Return how many of so many units stay at the beginning, and how many at the end."""
     if side == "left":
-        return 0, keep
+        return 0, count
     if side == "right":
-        return keep, 0
-    return keep - keep // 2, keep // 2
+        return count, 0
+    return count - count // 2, count // 2
 
 
-def _keep(text: str, chars: int, side: Side) -> str:
-    head, tail = _split(chars, side)
-    return text[:head] + text[len(text) - tail :]
+def _cut_text(text: str, max_chars: int, side: Side) -> str:
+    num_head, num_tail = _split(max_chars, side)
+    return text[:num_head] + text[len(text) - num_tail :]

@@ -1,4 +1,4 @@
-"""A calculator a policy can be trained on: exact, strict about what it reads, and impossible to hang.
+"""A calculator a policy can be trained on: exact, strict about what it reads, never hanging.
 
 Grammar, with Python's precedence (``-2 ** 2`` is -4, ``**`` groups to the right)::
 
@@ -62,14 +62,20 @@ def evaluate(expression: str) -> Fraction:
 
 
 def format_number(value: Fraction) -> str:
-    """Format integers as integers; else six decimals (six significant digits below 1), trailing zeros dropped."""
+    """Format integers as integers, and other numbers with six decimals.
+
+    Below 1, six significant digits count instead. Trailing zeros are dropped.
+    """
     if value.denominator == 1:
         return str(value.numerator)
     if abs(value) < 1:
         return f"{float(value):.6g}"
-    scaled = round(abs(value) * 10**6)
-    text = f"{scaled // 10**6}.{scaled % 10**6:06d}".rstrip("0").rstrip(".")
-    return "-" + text if value < 0 else text
+
+    millionths = round(abs(value) * 10**6)
+    text = f"{millionths // 10**6}.{millionths % 10**6:06d}".rstrip("0").rstrip(".")
+    if value < 0:
+        text = "-" + text
+    return text
 
 
 class _Parser:
@@ -89,21 +95,29 @@ class _Parser:
 
     @property
     def _next(self) -> str:
-        return self._tokens[self._position] if self._position < len(self._tokens) else ""
+        """The next token; empty at the end."""
+        if self._position >= len(self._tokens):
+            return ""
+        return self._tokens[self._position]
 
     def _take(self) -> str:
         self._position += 1
         return self._tokens[self._position - 1]
 
     def _unexpected(self) -> ToolError:
-        what = f"unexpected token {self._next!r}" if self._next else "unexpected end"
-        return ToolError(f"{what} in {self._expression!r}")
+        problem = "unexpected end"
+        if self._next:
+            problem = f"unexpected token {self._next!r}"
+        return ToolError(f"{problem} in {self._expression!r}")
 
     def _sum(self) -> Fraction:
         value = self._product()
         while self._next in ("+", "-"):
-            sign = 1 if self._take() == "+" else -1
-            value = _checked(value + sign * self._product())
+            operator = self._take()
+            operand = self._product()
+            if operator == "-":
+                operand = -operand
+            value = _checked(value + operand)
         return value
 
     def _product(self) -> Fraction:
@@ -118,7 +132,10 @@ class _Parser:
         if self._depth > MAX_DEPTH:
             raise ToolError(f"the expression is nested deeper than {MAX_DEPTH}")
         if self._next in ("+", "-"):
-            value = -self._unary() if self._take() == "-" else self._unary()
+            operator = self._take()
+            value = self._unary()
+            if operator == "-":
+                value = -value
         else:
             value = self._power()
         self._depth -= 1
@@ -153,8 +170,12 @@ _PRODUCTS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Compute ``base ** exponent``: exact for integers, and refused beforehand if the result would be too long."""
-    if base.denominator == exponent.denominator == 1 and exponent >= 0:
+    """Compute ``base ** exponent``, exactly for integers.
+
+    Refuse it beforehand if the result would be too long.
+    """
+    are_integers = base.denominator == 1 and exponent.denominator == 1
+    if are_integers and exponent >= 0:
         if abs(base) >= 2 and exponent * math.log10(abs(base)) >= MAX_DIGITS:
             raise _too_long()
         return base**exponent.numerator
