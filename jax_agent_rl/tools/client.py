@@ -1,14 +1,16 @@
-"""Client of a tool server, a trajectory's environment on it, and the batching of requests in lockstep.
+"""Client of a tool server, a trajectory's environment on it, and requests in lockstep.
 
 ``POST /get_observation``, with one entry per trajectory in each list; an observation is text, or
 ``{obs, reward?, metrics?, image?, audio?}``::
 
-    {trajectory_ids, actions, extra_fields, finish, is_last_step}  ──►  {observations, dones, valids}
+    {trajectory_ids, actions, extra_fields, finish, is_last_step}
+        ──►  {observations, dones, valids}
 
 When requests are sent::
 
     async     each action is a request of its own, sent at once
-    sync      Lockstep: actions wait until every trajectory in flight has finished its turn, then go out as one batch
+    sync      Lockstep: actions wait until every trajectory in flight has finished its turn, then
+              go out as one batch
 
               A generates ─────► action ┐
               B generates ─► action     ├─► one request ─► observations ─► A, B generate
@@ -44,7 +46,7 @@ class ServerAction:
     """Action of one trajectory.
 
     Attributes:
-        trajectory_id: id of the trajectory, and so of its environment.
+        trajectory_id: names the environment as well.
         text: the model's text, up to the end of the action.
         extra_fields: fields of the dataset row, unseen by the model.
         finish: close the environment.
@@ -80,7 +82,11 @@ class ServerObservation:
 
 
 class ToolServerClient:
-    """Client of one tool server, whose ``url`` ends with :data:`PATH` (see :func:`observation_url`)."""
+    """Client of one tool server.
+
+    Args:
+        service: its ``url`` ends with :data:`PATH`, see :func:`observation_url`.
+    """
 
     def __init__(self, service: JsonService):
         self._service = service
@@ -89,10 +95,11 @@ class ToolServerClient:
     async def get_observation(
         self, actions: Sequence[ServerAction], *, repeatable: bool = False
     ) -> list[ServerObservation | ToolServerError]:
-        """Run one action of each of several trajectories; an unusable entry becomes an error of its own.
+        """Run one action of each of several trajectories.
 
-        A server that takes too long gives observations with the error ``timeout``, for the model to
-        read. For ``repeatable`` see :meth:`~jax_agent_rl.utils.network.JsonService.post`.
+        An unusable entry of the answer becomes an error of that trajectory alone. A server that
+        takes too long gives observations with the error ``timeout``, for the model to read. For
+        ``repeatable`` see :meth:`~jax_agent_rl.utils.network.JsonService.post`.
 
         Raises:
             ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
@@ -131,7 +138,11 @@ class ToolServerClient:
             raise ToolServerError(f"{self._service.url}: closing {trajectory_id} took too long")
 
     async def check(self) -> None:
-        """Check the server's ``GET /health``; raise :class:`ConfigError` if it is not healthy, or not there."""
+        """Check the server's ``GET /health``.
+
+        Raises:
+            ConfigError: it is not healthy, or not there.
+        """
         try:
             await self._service.ping(self._service.url.removesuffix(PATH) + "/health")
         except (ToolServerError, TimeoutError) as error:
@@ -140,14 +151,17 @@ class ToolServerClient:
             await self.close()  # a run may still end before its first trajectory
 
     async def complete(self, work: Awaitable[None]) -> None:
-        """Await work on this server that goes on if the waiting is cancelled, but not beyond :meth:`close`."""
+        """Await work on this server.
+
+        If the caller is cancelled, the work goes on, but not beyond :meth:`close`.
+        """
         task = asyncio.ensure_future(work)
         self._detached.add(task)
         task.add_done_callback(self._detached.discard)
         await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Give detached work :data:`CLOSE_SECONDS`, cancel the rest, and disconnect."""
+        """Give detached work :data:`CLOSE_SECONDS`, cancel what still runs, and disconnect."""
         if self._detached:
             _, pending = await asyncio.wait(self._detached, timeout=CLOSE_SECONDS)
             for task in pending:
@@ -199,41 +213,46 @@ def _observations(answer: Any, count: int, url: str) -> list[ServerObservation |
     lengths = {name: len(values) for name, values in vars(frame).items()}
     if set(lengths.values()) != {count}:
         raise ToolServerError(f"{url} gave a wrong answer: {lengths} entries for {count} actions")
-    rows = zip(frame.observations, frame.dones, frame.valids, strict=True)
-    return [_observation(content, done, valid, url) for content, done, valid in rows]
+
+    observations = []
+    for content, done, valid in zip(frame.observations, frame.dones, frame.valids, strict=True):
+        observations.append(_observation(content, done, valid, url))
+    return observations
 
 
 def _observation(
     content: Any, done: bool, valid: bool, url: str
 ) -> ServerObservation | ToolServerError:
+    fields = {"obs": content} if isinstance(content, str) else content
     try:
-        detailed = _Detailed.model_validate(
-            {"obs": content} if isinstance(content, str) else content
-        )
+        detailed = _Detailed.model_validate(fields)
     except ValidationError as error:
         return ToolServerError(f"{url} gave a wrong observation: {describe_first(error)}")
+
+    text = replace_lone_surrogates(detailed.obs)
+    error_kind = None
     # verl-tool's tools report the answer that ends a trajectory as an invalid action; it is not a
     # mistake.
-    answered = done and content == ""
-    text, kind = (
-        replace_lone_surrogates(detailed.obs),
-        None if valid or answered else "invalid_action",
-    )
-    images = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
+    is_answer = done and content == ""
+    if not valid and not is_answer:
+        error_kind = "invalid_action"
+        text = text or NO_TOOL
+
     media: dict[str, tuple[Any, ...]] = {}
     try:
         if detailed.audio:
             raise ValueError("the tool returned audio, which cannot be shown here")
-        if images:
-            media = {"image": read_images(images)}
+        if isinstance(detailed.image, str):
+            media["image"] = read_images([detailed.image])
+        elif detailed.image:
+            media["image"] = read_images(detailed.image)
     except ValueError as error:
-        text, kind = f"Error: {error}.", "raised"
-    if kind == "invalid_action" and not text:
-        text = NO_TOOL
+        text = f"Error: {error}."
+        error_kind = "raised"
     return ServerObservation(
         text=text,
         done=done,
-        error=kind,
+        error=error_kind,
         reward=detailed.reward or 0.0,
         metrics=detailed.metrics,
         media=media,
@@ -248,12 +267,14 @@ Result = ServerObservation | ToolServerError
 class Lockstep:
     """Sends the actions of all members together, once none of them is still generating.
 
-    member    consumes: an observation.   produces: an action.   waits for: the slowest member's
-    turn, then the tools. batch     consumes: actions.          produces: results.     waits for:
-    the tool server.
+    ::
+
+                  consumes         produces     waits for
+        member    an observation   an action    the slowest member's turn, then the tools
+        batch     actions          results      the tool server
 
     Args:
-        send_batch: delivers actions; one result each.
+        send_batch: delivers actions; returns one result for each.
     """
 
     def __init__(self, send_batch: Callable[[Sequence[ServerAction]], Awaitable[Sequence[Result]]]):
@@ -271,7 +292,7 @@ class Lockstep:
         self._send_if_complete()
 
     async def send(self, action: ServerAction) -> ServerObservation:
-        """Send a member's action and return its observation, once the whole batch has been answered."""
+        """Send a member's action; return its observation once the whole batch is answered."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting[future] = action
         self._send_if_complete()
@@ -284,13 +305,14 @@ class Lockstep:
         return result
 
     def _send_if_complete(self) -> None:
-        if self._waiting and len(self._waiting) == self._members:
-            batch, self._waiting = self._waiting, {}
-            # A task of its own: a member that is cancelled must not take the others' results with
-            # it.
-            task = asyncio.create_task(self._deliver(batch))
-            self._batches.add(task)
-            task.add_done_callback(self._batches.discard)
+        if not self._waiting or len(self._waiting) != self._members:
+            return
+        batch = self._waiting
+        self._waiting = {}
+        # In its own task: a member that is cancelled must not take the others' results with it.
+        task = asyncio.create_task(self._deliver(batch))
+        self._batches.add(task)
+        task.add_done_callback(self._batches.discard)
 
     async def _deliver(self, batch: Mapping[asyncio.Future[Result], ServerAction]) -> None:
         try:
@@ -298,10 +320,8 @@ class Lockstep:
         except ToolServerError as error:
             results = [ToolServerError(str(error)) for _ in batch]
         except BaseException as error:  # no member may wait forever
-            results = [
-                ToolServerError(f"the batch was lost: {type(error).__name__}: {error}")
-                for _ in batch
-            ]
+            message = f"the batch was lost: {type(error).__name__}: {error}"
+            results = [ToolServerError(message) for _ in batch]
             raise
         finally:
             for future, result in zip(batch, results, strict=True):
@@ -310,14 +330,15 @@ class Lockstep:
 
 
 class ToolEnvironment:
-    """An async context manager; the environment is closed exactly once, also when the trajectory fails.
+    """The environment of one trajectory, an async context manager.
+
+    It is closed exactly once, also when the trajectory fails.
 
     Args:
         server: closes environments.
         send: delivers actions.
-        trajectory_id: whose environment it is.
-        modalities: kinds of media its agent can show the model; an observation with others becomes
-            an error.
+        modalities: kinds of media its agent can show the model; an observation with other kinds
+            becomes an error.
 
     Attributes:
         close_failures: 1 if closing it on the server failed, else 0.
@@ -359,11 +380,12 @@ class ToolEnvironment:
         Raises:
             ToolServerError: the server gave no observation.
         """
-        self._used = True  # before sending: the server may know of it although the answer is lost
-        sent = ServerAction(trajectory_id=self._id, text=text, extra_fields=extra_fields)
+        # Before sending: the server may know of the environment although its answer is lost.
+        self._used = True
+        action = ServerAction(trajectory_id=self._id, text=text, extra_fields=extra_fields)
         with span("tool", name) as traced:
             traced.set(arguments={"action": text})
-            observation = self._check_media(await self._send(sent))
+            observation = self._check_media(await self._send(action))
             traced.set(observation=observation.text, tool_error=observation.error)
         return observation
 
