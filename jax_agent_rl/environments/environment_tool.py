@@ -231,7 +231,7 @@ class EnvironmentTool(FunctionTool):
     """
 
     def __init__(self, function: Callable[..., Any], leases: EnvironmentLeases):
-        super().__init__(function, given=("env",))
+        super().__init__(function, supplied_parameters=("env",))
         if "env" not in inspect.signature(function).parameters:
             raise ToolDefinitionError(
                 f"tool function {function.__qualname__} must take its environment as env"

@@ -49,7 +49,7 @@ class FunctionTool(BaseTool):
             of it, instead of the derived one. Parameters of the function that it does not name are
             left to ``execute_kwargs``.
         threads: where a synchronous function runs.
-        given: parameters that a subclass passes, no part of the schema.
+        supplied_parameters: parameters that a subclass passes, which are no part of the schema.
 
     Raises:
         ToolDefinitionError: not a function; no or unsupported annotation, ``*args``, ``**kwargs``,
@@ -67,7 +67,7 @@ class FunctionTool(BaseTool):
         description: str | None = None,
         schema: Mapping[str, Any] | BaseModel | None = None,
         threads: DaemonThreads = THREADS,
-        given: Collection[str] = (),
+        supplied_parameters: Collection[str] = (),
     ):
         if not (inspect.isfunction(function) or inspect.ismethod(function)):
             raise ToolDefinitionError(
@@ -76,21 +76,27 @@ class FunctionTool(BaseTool):
         self.function = function
         self._threads = threads
         self._is_async = inspect.iscoroutinefunction(function)
-        summary, documented = _parse_docstring(inspect.getdoc(function) or "")
-        annotations, documented = (
-            {key: value for key, value in part.items() if key not in given}
-            for part in (_annotations(function), documented)
-        )
+
+        summary, descriptions = _parse_docstring(inspect.getdoc(function) or "")
+        annotations = _annotations(function)
+        for parameter in supplied_parameters:
+            annotations.pop(parameter, None)
+            descriptions.pop(parameter, None)
+
         declared: dict[str, Any] = {"name": function.__name__, "description": summary}
         if schema is None:
-            declared["parameters"] = _parameters(function, annotations, documented, given)
+            declared["parameters"] = _parameters(
+                function, annotations, descriptions, supplied_parameters
+            )
         else:
             declared |= _check_schema(schema, function, name)
         parameters = declared["parameters"]
-        named = annotations.keys() & parameters.get("properties", {}).keys()
-        self._converters = {
-            key: convert for key in named if (convert := make_converter(annotations[key]))
-        }
+
+        self._converters: dict[str, Callable[[Any], Any]] = {}
+        for parameter in annotations.keys() & parameters.get("properties", {}).keys():
+            converter = make_converter(annotations[parameter])
+            if converter is not None:
+                self._converters[parameter] = converter
         super().__init__(
             name=declared["name"] if name is None else name,
             description=declared["description"] if description is None else description,
@@ -104,12 +110,14 @@ class FunctionTool(BaseTool):
     async def execute(
         self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any
     ) -> ToolResult:
-        converters = self._converters
-        kwargs = {
-            key: converters[key](v) if key in converters else v for key, v in arguments.items()
-        }
+        kwargs = dict(arguments)
+        for parameter, convert in self._converters.items():
+            if parameter in kwargs:
+                kwargs[parameter] = convert(kwargs[parameter])
         call = functools.partial(self.function, **kwargs, **execute_kwargs)
-        return await call() if self._is_async else await self._threads.run(call, name=self.name)
+        if self._is_async:
+            return await call()
+        return await self._threads.run(call, name=self.name)
 
 
 @overload
@@ -141,9 +149,12 @@ def function_tool(
             raise ToolDefinitionError(
                 f"@function_tool is given two names, {function!r} and {name!r}; give one"
             )
-        function, name = None, function
+        name = function
+        function = None
     make = functools.partial(FunctionTool, name=name, description=description, schema=schema)
-    return make if function is None else make(function)
+    if function is None:
+        return make
+    return make(function)
 
 
 def _check_schema(
@@ -151,8 +162,9 @@ def _check_schema(
 ) -> Mapping[str, Any]:
     """Return the ``function`` of an explicit schema, checked against the function it describes."""
     where = _where(function)
-    given = schema.model_dump(exclude_none=True) if isinstance(schema, BaseModel) else schema
-    declared = unwrap_function(given, f"{where}: schema")
+    if isinstance(schema, BaseModel):
+        schema = schema.model_dump(exclude_none=True)
+    declared = unwrap_function(schema, f"{where}: schema")
     if name is not None and declared.get("name", name) != name:
         raise ToolDefinitionError(
             f"{where} is called {name!r}, and {declared['name']!r} in its schema; give one name"
@@ -163,12 +175,16 @@ def _check_schema(
             f"{where}: parameters must be a schema of type object, got {parameters!r:.100}"
         )
     check_parameters(parameters, f"{where}: the parameters")
-    taken = inspect.signature(function).parameters.values()
-    unknown = sorted(
-        parameters.get("properties", {}).keys()
-        - {p.name for p in taken if p.kind is not p.POSITIONAL_ONLY}
-    )
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
+
+    takes_any = False
+    names = set()
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_any = True
+        if parameter.kind is not parameter.POSITIONAL_ONLY:
+            names.add(parameter.name)
+    unknown = sorted(parameters.get("properties", {}).keys() - names)
+    if unknown and not takes_any:
         raise ToolDefinitionError(f"{where}: its schema names {unknown}, which it does not take")
     return declared
 
@@ -188,14 +204,14 @@ def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
 def _parameters(
     function: Callable[..., Any],
     annotations: Mapping[str, Any],
-    documented: Mapping[str, str],
-    given: Collection[str],
+    descriptions: Mapping[str, str],
+    supplied_parameters: Collection[str],
 ) -> dict[str, Any]:
-    """Build the ``parameters`` schema of a function, without those ``given``."""
+    """Build the ``parameters`` schema of a function, without those that a subclass supplies."""
     properties: dict[str, Any] = {}
     required = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if name in given:
+        if name in supplied_parameters:
             continue
         if parameter.kind in (
             parameter.VAR_POSITIONAL,
@@ -214,11 +230,13 @@ def _parameters(
             properties[name] = json_schema(annotations[name])
         except TypeError as error:
             raise ToolDefinitionError(f"{_where(function)}: parameter {name!r}: {error}") from None
-        if name in documented:
-            properties[name]["description"] = documented[name]
+        if name in descriptions:
+            properties[name]["description"] = descriptions[name]
         if parameter.default is parameter.empty:
             required.append(name)
-    if unknown := sorted(documented.keys() - properties.keys()):
+
+    unknown = sorted(descriptions.keys() - properties.keys())
+    if unknown:
         raise ToolDefinitionError(
             f"{_where(function)}: its docstring describes {unknown}, which it does not take"
         )
@@ -237,29 +255,38 @@ _ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a cleaned Google-style docstring into its free text and the ``Args:`` descriptions by name."""
+    """Split a cleaned Google-style docstring.
+
+    Returns:
+        Its free text, and the descriptions of its ``Args:`` by name.
+    """
     summary: list[str] = []
-    described: dict[str, list[str]] = {}
-    section, indent, current = "", 0, ""
+    entries: dict[str, list[str]] = {}
+    section = ""
+    entry_indent = 0
+    name = ""
     for line in text.splitlines():
         header = _SECTION.match(line)
-        # A section may stand on one line, as in "Returns: its price."; in the description that is a
-        # sentence.
+        # A section may stand on one line, as in "Returns: its price."; within the free text, that
+        # is a sentence.
         if header and (section or not header[2]):
             section = header[1]
-            indent = 0
-            current = ""
+            entry_indent = 0
+            name = ""
         elif not section:
             summary.append(line)
         elif section in ("Args", "Arguments", "Parameters") and line.strip():
-            width = len(line) - len(line.lstrip())
-            indent = indent or width
-            entry = _ENTRY.match(line.strip()) if width <= indent else None
+            indent = len(line) - len(line.lstrip())
+            if not entry_indent:
+                entry_indent = indent
+            entry = None
+            if indent <= entry_indent:  # deeper lines continue the entry above
+                entry = _ENTRY.match(line.strip())
             if entry:
-                current = entry[1]
-                described[current] = [entry[2]]
-            elif current:
-                described[current].append(line.strip())
-    return "\n".join(summary).strip(), {
-        name: " ".join(lines).strip() for name, lines in described.items()
-    }
+                name = entry[1]
+                entries[name] = [entry[2]]
+            elif name:
+                entries[name].append(line.strip())
+
+    descriptions = {name: " ".join(lines).strip() for name, lines in entries.items()}
+    return "\n".join(summary).strip(), descriptions
