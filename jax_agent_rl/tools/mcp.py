@@ -1,10 +1,12 @@
-"""Tools of MCP servers (Model Context Protocol), over stdio or streamable HTTP, by the ``mcp`` package.
+"""Tools of MCP servers (Model Context Protocol), by the ``mcp`` package.
 
-::
+It speaks with them over stdio or streamable HTTP::
 
-    MCPConnection ── one task owns the session: connects, waits, closes (the package requires one task for all three)
+    MCPConnection ── one task owns the session: connects, waits, closes
+        │            (the package requires one task for all three)
         ▲ call(name, arguments): any number concurrently, each with a timeout
-        │   the session is lost ──► the call fails with a message for the model; the next call reconnects
+        │   the session is lost ──► the call fails with a message for the model;
+        │                           the next call reconnects
     MCPTool … MCPTool       one per tool of the server, shared by all trajectories
 """
 
@@ -39,10 +41,12 @@ class MCPServerConfig:
     """How to reach a server: ``url``, or ``command`` to start it.
 
     Attributes:
-        url: of a streamable HTTP endpoint.
+        url: a streamable HTTP endpoint.
         headers: HTTP headers to send, e.g. ``Authorization``.
-        command, args, env, cwd: the program that speaks MCP on its standard input and output. Of the environment, it
-            inherits only what locates programs and homes; ``env`` adds to that.
+        command: the program that speaks MCP on its standard input and output.
+        args: its arguments.
+        env: added to its environment, which otherwise has only what locates programs and homes.
+        cwd: its working directory; None: this process's.
     """
 
     url: str | None = None
@@ -62,14 +66,18 @@ class MCPServerConfig:
         if not isinstance(settings, Mapping):
             raise ConfigError(f"{where} must be a mapping, got {settings!r:.100}")
         known = {"url", "headers", "command", "args", "env", "cwd", "auth_token"}
-        if unknown := sorted(settings.keys() - known):
+        unknown = sorted(settings.keys() - known)
+        if unknown:
             raise ConfigError(f"{where} has unknown keys {unknown}; there are {sorted(known)}")
         if (settings.get("url") is None) == (settings.get("command") is None):
             raise ConfigError(f"{where} needs either url or command")
-        plain = {key: value for key, value in settings.items() if key not in ("auth_token", "args")}
-        if token := settings.get("auth_token"):
-            plain["headers"] = {**settings.get("headers", {}), "Authorization": f"Bearer {token}"}
-        return cls(**plain, args=tuple(map(str, settings.get("args") or ())))
+
+        fields = dict(settings)
+        fields["args"] = tuple(map(str, settings.get("args") or ()))
+        token = fields.pop("auth_token", None)
+        if token:
+            fields["headers"] = {**settings.get("headers", {}), "Authorization": f"Bearer {token}"}
+        return cls(**fields)
 
     def __str__(self) -> str:
         return self.url or " ".join([self.command or "", *self.args])
@@ -80,9 +88,8 @@ class MCPConnection:
 
     Args:
         name: name of the server, for messages.
-        server: how to reach it.
         timeout: time limit of a call, in seconds.
-        connect_timeout: time limit of connecting, in seconds; None: the same.
+        connect_timeout: time limit of connecting, in seconds; None: ``timeout``.
         rate: how often calls start; None: as they come.
 
     Raises:
@@ -226,11 +233,10 @@ class MCPConnection:
                 await stop.wait()
         except BaseException as error:
             if not ready.done():
-                ready.set_exception(
-                    error
-                    if isinstance(error, Exception)
-                    else RuntimeError("connecting was cancelled")
-                )
+                failure: Exception = RuntimeError("connecting was cancelled")
+                if isinstance(error, Exception):
+                    failure = error
+                ready.set_exception(failure)
                 ready.exception()  # marks it as retrieved, even if nothing awaits it any more
             elif isinstance(error, Exception):
                 logger.warning(
@@ -258,9 +264,12 @@ class MCPConnection:
 
     async def _close(self) -> None:
         """End the owner task; cancel it if it does not end by itself."""
-        owner, self._owner, self._client = self._owner, None, None
+        owner = self._owner
+        self._owner = None
+        self._client = None
         if owner is None:
             return
+
         self._stop.set()
         await asyncio.wait({owner}, timeout=self._timeout)
         if not owner.done():
@@ -269,11 +278,9 @@ class MCPConnection:
 
 
 class MCPTool(BaseTool):
-    """One tool of a server. Any state is the server's; trajectories share the session.
+    """One tool of a server; name, description and parameters are as the server declares them.
 
-    Args:
-        connection: connection to its server.
-        name, description, parameters: as the server declares them.
+    Any state is the server's; trajectories share the session.
     """
 
     stateful = False  # not per trajectory: repeated calls would affect all trajectories
@@ -315,15 +322,16 @@ class MCPTool(BaseTool):
 
 
 def as_tool_response(result: CallToolResult) -> ToolResponse:
-    """Convert a call's result to text and images; the text of embedded resources is shown, links are named.
+    """Convert a call's result to text and images.
 
-    Other content (audio, binary files) is only mentioned by kind.
+    The text has the text of embedded resources, and names links. Other content (audio, binary
+    files) is only mentioned by kind.
 
     Raises:
         ToolError: the server reports an error, or an image cannot be decoded.
     """
     images = [block.data for block in result.content if block.type == "image"]
-    text = result_text(result, shown=("image",))
+    text = result_text(result, omitted_kinds=("image",))
     if result.is_error:
         raise ToolError(text or "the tool failed without saying why")
     try:
@@ -332,8 +340,12 @@ def as_tool_response(result: CallToolResult) -> ToolResponse:
         raise ToolError(f"the server sent an image that cannot be read: {error}") from None
 
 
-def result_text(result: CallToolResult, *, shown: Collection[str]) -> str:
-    """Return what a call's result says; kinds of content that are ``shown`` otherwise are left out."""
+def result_text(result: CallToolResult, *, omitted_kinds: Collection[str]) -> str:
+    """Return what a call's result says.
+
+    Args:
+        omitted_kinds: kinds of content that are not mentioned, as the caller passes them on.
+    """
     texts: list[str] = []
     for block in result.content:
         match block.type:
@@ -342,9 +354,11 @@ def result_text(result: CallToolResult, *, shown: Collection[str]) -> str:
             case "resource":
                 texts.append(_resource_text(block.resource))
             case "resource_link":
-                about = f": {block.description}" if block.description else ""
-                texts.append(f"[resource {block.name} at {block.uri}{about}]")
-            case kind if kind not in shown:
+                link = f"resource {block.name} at {block.uri}"
+                if block.description:
+                    link += f": {block.description}"
+                texts.append(f"[{link}]")
+            case kind if kind not in omitted_kinds:
                 texts.append(f"[{kind} content, which is not shown]")
     if not result.content and result.structured_content is not None:
         texts.append(json.dumps(result.structured_content, ensure_ascii=False))
@@ -352,9 +366,8 @@ def result_text(result: CallToolResult, *, shown: Collection[str]) -> str:
 
 
 def _resource_text(resource: Any) -> str:
-    text = getattr(
-        resource, "text", None
-    )  # of the two kinds of contents, one has text and the other a blob
+    # Of the two kinds of contents, one has a text and the other a blob.
+    text = getattr(resource, "text", None)
     if isinstance(text, str):
         return text
     kind = resource.mime_type or "binary"

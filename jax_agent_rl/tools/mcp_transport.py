@@ -1,8 +1,9 @@
-"""Transports of MCP servers whose messages are bounded; the package ``mcp`` bounds only events of a stream.
+"""Transports of MCP servers whose messages are bounded.
 
-::
+The package ``mcp`` bounds only the events of a stream::
 
-    HTTP     httpx2 client ──► answers are not compressed, and at most MAX_MESSAGE_BYTES long, as each event is
+    HTTP     httpx2 client ──► answers that are not compressed; each, and each event of a stream,
+                               has at most MAX_MESSAGE_BYTES
     stdio    a process ──► lines of at most MAX_MESSAGE_BYTES; a longer one ends the session
 """
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 16 << 20
 """Limit of one message of a server: images included, no model reads more."""
 MAX_MESSAGE_VALUES = 100_000
-"""Limit of its values: the package takes ten microseconds for each."""
+"""Limit of the values of one message: the package takes ten microseconds for each."""
 _STOP_SECONDS = 2.0
 """Time for a process to end after its input ends, and again after SIGTERM."""
 
@@ -39,7 +40,6 @@ async def http_transport(
     """Connect to a streamable HTTP endpoint.
 
     Args:
-        url: of the endpoint.
         headers: sent with every request.
         timeout: seconds to connect and to send; calls have time limits of their own.
     """
@@ -68,7 +68,8 @@ async def _bound(response: httpx2.Response) -> None:
         require_identity(response.headers)
     except UnreadableAnswerError as error:
         problem = f"the server {error}"
-    is_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+    content_type = response.headers.get("content-type", "").lower()
+    is_stream = content_type.startswith("text/event-stream")
     inner: Any = response.stream
 
     class Bounded(httpx2.AsyncByteStream):
@@ -112,12 +113,10 @@ class _MessageSize:
 async def stdio_transport(
     command: str, args: tuple[str, ...], *, env: Mapping[str, str], cwd: str | None
 ) -> AsyncGenerator[TransportStreams, None]:
-    """Start a program that speaks MCP on its standard input and output, and end it in the end.
+    """Start a program that speaks MCP on its standard input and output, and end it at the exit.
 
     Args:
-        command: the program.
-        args: its arguments.
-        env: added to what locates programs and homes.
+        env: added to its environment, which otherwise has only what locates programs and homes.
         cwd: its working directory; None: this process's.
 
     Raises:
@@ -211,8 +210,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     finally:  # also if the event loop ends meanwhile
         if process.returncode is None:
             _signal_group(process, signal.SIGKILL)
-        # Whoever inherited the pipes may hold them open for ever; asyncio has no public way to let
-        # go of them.
+        # A child process that inherited the pipes may hold them open for ever; asyncio has no
+        # public way to close them on this side.
         transport = getattr(process, "_transport", None)
         if transport is not None:
             transport.close()

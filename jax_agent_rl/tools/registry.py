@@ -1,20 +1,25 @@
-"""The tools of a run: unique by name, chosen per sample, from a Python file or module and a YAML file.
+"""The tools of a run: unique by name, chosen per sample.
 
-``tools.function_tool_path`` names the first; ``tools.tool_config_path`` the second, in verl's
-schema::
+``tools.function_tool_path`` names a Python file or module that defines some;
+``tools.tool_config_path`` names a YAML file in verl's schema::
 
     tools:
-      - class_name: my_project.tools.Gsm8kTool          # or my_tools.py:Gsm8kTool
-        config: {type: native, tolerance: 0.01}         # keyword arguments of the class
-        tool_schema:                                    # optional, if the class has a schema of its own
+      # A class; verl's own classes run as they are, see tools.verl.
+      - class_name: my_project.tools.Gsm8kTool      # or my_tools.py:Gsm8kTool
+        config: {type: native, tolerance: 0.01}     # keyword arguments of the class
+        tool_schema:                                # optional if the class defines a schema
           type: function
           function: {name: …, description: …, parameters: {type: object, properties: …}}
-                                                        # verl's own classes run as they are, see tools.verl
-      - class_name: weather                             # of an installed package, see utils.plugins
-      - config: {type: mcp, timeout: 20, rate_limit: 5} # every tool of some MCP servers, see tools.mcp; calls a second
+
+      # A tool of an installed package, see utils.plugins.
+      - class_name: weather
+
+      # Every tool of some MCP servers, see tools.mcp. rate_limit: calls a second.
+      - config: {type: mcp, timeout: 20, rate_limit: 5}
         mcp:
-          mcp_servers_config_path: mcp_servers.json     # or servers: {name: {url: …} | {command: …, args: […]}}
-          tool_selected_list: [search]                  # optional
+          mcp_servers_config_path: mcp_servers.json
+          # or servers: {name: {url: …} | {command: …, args: […]}}
+          tool_selected_list: [search]              # optional
 """
 
 from __future__ import annotations
@@ -41,8 +46,8 @@ _ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
 _MCP_KEYS = {"mcp_servers_config_path", "servers", "tool_selected_list"}
 _MCP_CONFIG_KEYS = {"type", "timeout", "rate_limit"}
 _MCP_CLASSES = "verl.tools.mcp_"
-"""Beginning of the classes that verl's own MCP entries name; they only call a server, as is done
-here without them."""
+"""Beginning of the classes that verl's own MCP entries name. They only call a server, which
+:mod:`~jax_agent_rl.tools.mcp` does without them."""
 _MCP_TIMEOUT = 30.0
 
 
@@ -51,7 +56,7 @@ class ToolRegistry:
 
     def __init__(self, tools: Iterable[BaseTool] = ()):
         self._tools: dict[str, BaseTool] = {}
-        self._places: dict[str, str] = {}
+        self._origins: dict[str, str] = {}  # where each tool was defined, for messages
         for tool in tools:
             self.add(tool, place="ToolRegistry(...)")
 
@@ -72,13 +77,15 @@ class ToolRegistry:
         known = self._tools.setdefault(tool.name, tool)
         if known is not tool:
             raise ToolDefinitionError(
-                f"two tools are called {tool.name!r}: one in {self._places[tool.name]}, one in"
+                f"two tools are called {tool.name!r}: one in {self._origins[tool.name]}, one in"
                 f" {place}; rename one"
             )
-        self._places.setdefault(tool.name, place)
+        self._origins.setdefault(tool.name, place)
 
     def load(self, path: str) -> None:
-        """Add every tool object at the top level of a Python file or module, imported ones included.
+        """Add every tool object at the top level of a Python file or module.
+
+        Imported ones are included.
 
         Raises:
             ConfigError: it cannot be imported.
@@ -87,6 +94,7 @@ class ToolRegistry:
         """
         with verl_modules():
             module = load_user_module(path, key="tools.function_tool_path")
+        # By identity: a module may give one tool several names.
         tools = {id(value): value for value in vars(module).values() if isinstance(value, BaseTool)}
         if not tools:
             raise ToolDefinitionError(
@@ -97,14 +105,18 @@ class ToolRegistry:
             self.add(tool, place=path)
 
     def select(self, names: Sequence[str] | None = None) -> Mapping[str, BaseTool]:
-        """Return the tools of one sample, those of the row's ``extra_info.tool_selection``; None selects all.
+        """Return the tools of one sample.
+
+        Args:
+            names: the row's ``extra_info.tool_selection``; None selects all.
 
         Raises:
             DataError: a name is unknown.
         """
         if names is None:
             return MappingProxyType(self._tools)
-        if unknown := [name for name in names if name not in self._tools]:
+        unknown = [name for name in names if name not in self._tools]
+        if unknown:
             raise DataError(
                 f"extra_info.tool_selection names unknown tools {unknown}; there are"
                 f" {list(self._tools)}"
@@ -151,12 +163,15 @@ def _is_mcp(entry: Any, place: str) -> bool:
     """Validate an entry's keys; return whether it names MCP servers."""
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{place} must be a mapping, got {entry!r:.100}")
-    if unknown := sorted(entry.keys() - _ENTRY_KEYS):
+    unknown = sorted(entry.keys() - _ENTRY_KEYS)
+    if unknown:
         raise ConfigError(f"{place} has unknown keys {unknown}; there are {sorted(_ENTRY_KEYS)}")
     config = entry.get("config") or {}
     if not isinstance(config, Mapping):
         raise ConfigError(f"{place}: config must be a mapping, got {config!r:.100}")
-    kind = config.get("type", "mcp" if "mcp" in entry else "native")
+
+    default_kind = "mcp" if "mcp" in entry else "native"
+    kind = config.get("type", default_kind)
     if kind not in ("native", "mcp"):
         raise ConfigError(f"{place}: config.type={kind!r} must be native or mcp")
     if (kind == "mcp") != isinstance(entry.get("mcp"), Mapping):
@@ -167,34 +182,42 @@ def _is_mcp(entry: Any, place: str) -> bool:
 
 
 def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
-    cls = _import_class(entry.get("class_name"), place)
-    config, schema = entry.get("config") or {}, entry.get("tool_schema")
+    """Build the tool of an entry that names a class, or a tool of an installed package."""
+    cls = _import_tool(entry.get("class_name"), place)
+    config = entry.get("config") or {}
+    schema = entry.get("tool_schema")
     if isinstance(cls, BaseTool):
         if config.keys() - {"type"} or schema is not None:
             raise ToolDefinitionError(
                 f"{place}: {entry['class_name']} is complete; remove config and tool_schema"
             )
         return cls
-    function = None if schema is None else unwrap_function(schema, f"{place}: tool_schema")
+
+    function = None
+    if schema is not None:
+        function = unwrap_function(schema, f"{place}: tool_schema")
     try:
         if issubclass(cls, BaseTool):
-            tool = cls.from_config(
-                {key: value for key, value in config.items() if key != "type"}, function
-            )
+            arguments = dict(config)
+            arguments.pop("type", None)
+            tool = cls.from_config(arguments, function)
         else:
             tool = VerlTool.make(cls, config, schema)
     except ToolDefinitionError as error:
         raise ToolDefinitionError(f"{place}: {error}") from None
     except Exception as error:
+        source = f"config {config}"
+        if schema is not None:
+            source += " and its tool_schema"
         raise ToolDefinitionError(
-            f"{place}: {entry['class_name']} could not be built from config {config}"
-            f"{'' if schema is None else ' and its tool_schema'}: {type(error).__name__}: {error}"
+            f"{place}: {entry['class_name']} could not be built from {source}:"
+            f" {type(error).__name__}: {error}"
         ) from error
     check_parameters(tool.parameters, f"{place}: the parameters of {tool.name!r}")
     return tool
 
 
-def _import_class(name: Any, place: str) -> type | BaseTool:
+def _import_tool(name: Any, place: str) -> type | BaseTool:
     """Import ``package.module.Class``, ``file.py:Class`` or the tool of an installed package."""
     if not isinstance(name, str) or not name:
         raise ConfigError(
@@ -204,7 +227,8 @@ def _import_class(name: Any, place: str) -> type | BaseTool:
         cls = find_class(name, "tools", where=place)
     if isinstance(cls, BaseTool):
         return cls
-    if not (isinstance(cls, type) and (issubclass(cls, BaseTool) or is_verl_tool(cls))):
+    is_tool_class = isinstance(cls, type) and (issubclass(cls, BaseTool) or is_verl_tool(cls))
+    if not is_tool_class:
         raise ToolDefinitionError(
             f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool or of verl's (found"
             f" {cls!r:.80})"
@@ -217,10 +241,12 @@ async def _add_servers(
 ) -> None:
     """Connect to the servers of an entry and add their tools."""
     mcp = entry["mcp"]
-    if unknown := sorted(mcp.keys() - _MCP_KEYS):
+    unknown = sorted(mcp.keys() - _MCP_KEYS)
+    if unknown:
         raise ConfigError(f"{place}: mcp has unknown keys {unknown}; there are {sorted(_MCP_KEYS)}")
     config = entry.get("config") or {}
-    if unknown := sorted(config.keys() - _MCP_CONFIG_KEYS):
+    unknown = sorted(config.keys() - _MCP_CONFIG_KEYS)
+    if unknown:
         raise ConfigError(
             f"{place}: an MCP entry's config has unknown keys {unknown}; there are"
             f" {sorted(_MCP_CONFIG_KEYS)}"
@@ -232,22 +258,25 @@ async def _add_servers(
             " (config.type: native)"
         )
     timeout = _positive(config, "timeout", place) or _MCP_TIMEOUT
-    limit = _positive(config, "rate_limit", place)
-    rate = None if limit is None else RateLimit(limit)
-    wanted = mcp.get("tool_selected_list")
-    missing = set(wanted or ())
+    calls_per_second = _positive(config, "rate_limit", place)
+    rate = None
+    if calls_per_second is not None:
+        rate = RateLimit(calls_per_second)  # one limit for all servers of the entry
+
+    selected = mcp.get("tool_selected_list")
+    missing = set(selected or ())
     for name, settings in _read_servers(mcp, path, place).items():
-        server = MCPServerConfig.from_mapping(settings, where=f"{place}, server {name!r}")
+        server_place = f"{place}, server {name!r}"
+        server = MCPServerConfig.from_mapping(settings, where=server_place)
         connection = await stack.enter_async_context(
             MCPConnection(name, server, timeout=timeout, rate=rate)
         )
         for tool in await connection.tools():
-            if wanted is None or tool.name in wanted:
-                check_parameters(
-                    tool.parameters, f"{place}, server {name!r}: the parameters of {tool.name!r}"
-                )
-                registry.add(tool, place=f"{place}, server {name!r}")
-                missing.discard(tool.name)
+            if selected is not None and tool.name not in selected:
+                continue
+            check_parameters(tool.parameters, f"{server_place}: the parameters of {tool.name!r}")
+            registry.add(tool, place=server_place)
+            missing.discard(tool.name)
     if missing:
         raise ConfigError(
             f"{place}: tool_selected_list names {sorted(missing)}, which no server has"
@@ -267,9 +296,11 @@ def _positive(config: Mapping[str, Any], key: str, place: str) -> float | None:
 def _read_servers(mcp: Mapping[str, Any], path: Path, place: str) -> Mapping[str, Any]:
     """Return the servers by name, from the entry itself or from a JSON file with ``mcpServers``."""
     servers = mcp.get("servers")
-    if (file_name := mcp.get("mcp_servers_config_path")) is not None:
+    file_name = mcp.get("mcp_servers_config_path")
+    if file_name is not None:
         file = Path(file_name).expanduser()
-        file = file if file.is_file() else path.parent / file_name
+        if not file.is_file():
+            file = path.parent / file_name
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

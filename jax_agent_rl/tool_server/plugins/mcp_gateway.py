@@ -86,7 +86,7 @@ def _observation(result: CallToolResult) -> ToolObservation:
         elif item.type == "audio":
             audio.append(f"data:{item.mime_type};base64,{item.data}")
 
-    text = result_text(result, shown=("image", "audio"))
+    text = result_text(result, omitted_kinds=("image", "audio"))
     return ToolObservation(
         text=f"\n<tool_response>\n{text}\n</tool_response>\n",
         image=images,
