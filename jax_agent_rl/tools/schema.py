@@ -1,7 +1,7 @@
-"""Schemas of tools: from Python annotations to JSON Schema, and from a model's arguments to Python values.
+"""Schemas of tools: annotations to JSON Schema, and a model's arguments to Python values.
 
-The mapping is that of ``transformers.utils.get_json_schema`` (chat templates are written for it),
-plus enums::
+Annotations are mapped as by ``transformers.utils.get_json_schema``, for which chat templates are
+written, and enums in addition::
 
     str, int, float, bool    string, integer, number, boolean
     list[T], list            array (items: T)
@@ -17,8 +17,8 @@ Arguments are validated strictly, except for quotes: text that the schema refuse
 of the literal in it (``"3"``, ``"true"``, ``"[1, 2]"``) if the schema takes that, and ``3.0`` for
 an integer is 3. ``"null"`` and ``"None"`` are null where null is allowed and text is not (formats
 without quotes write it so). Nothing else is guessed: the model reads what was wrong.
-:func:`convert_arguments` is that one conversion: of the replies that agents and clients of the
-endpoint get, and of the arguments that tools are called with. It asks a validator of JSON Schema at
+:func:`convert_arguments` is the one conversion, for the replies that agents and clients of the
+endpoint get and for the arguments that tools are called with. It asks a validator of JSON Schema at
 every step, so unions, references and enums are converted as they are validated.
 """
 
@@ -56,55 +56,76 @@ def json_schema(annotation: Any) -> Schema:
         return {"type": _PLAIN[annotation]}
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return _choices(member.value for member in annotation)
-    origin, arguments = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+
+    origin = typing.get_origin(annotation) or annotation
+    arguments = typing.get_args(annotation)
+    schema: Schema
     if origin is list:
-        return {"type": "array", **({"items": json_schema(arguments[0])} if arguments else {})}
+        schema = {"type": "array"}
+        if arguments:
+            schema["items"] = json_schema(arguments[0])
+        return schema
     if origin is dict:
-        if arguments and arguments[0] is not str:
-            raise TypeError(f"keys of a JSON object are strings, got dict[{arguments[0]!r}, ...]")
-        return {
-            "type": "object",
-            **({"additionalProperties": json_schema(arguments[1])} if arguments else {}),
-        }
+        schema = {"type": "object"}
+        if arguments:
+            key_type = arguments[0]
+            if key_type is not str:
+                raise TypeError(f"keys of a JSON object are strings, got dict[{key_type!r}, ...]")
+            schema["additionalProperties"] = json_schema(arguments[1])
+        return schema
     if origin is Literal:
         return _choices(arguments)
     if origin in (Union, types.UnionType):
         return _union(arguments)
     if origin is Annotated:
-        described = [extra for extra in arguments[1:] if isinstance(extra, str)]
-        return json_schema(arguments[0]) | ({"description": described[0]} if described else {})
+        schema = json_schema(arguments[0])
+        for metadata in arguments[1:]:
+            if isinstance(metadata, str):
+                schema["description"] = metadata
+                break
+        return schema
     raise TypeError(f"{annotation!r} has no JSON Schema; use {_SUPPORTED}")
 
 
 def _choices(values: Iterable[Any]) -> Schema:
     """Return an ``enum`` with the type(s) of its values; None among them makes it nullable."""
-    values = list(values)
-    if unsupported := [v for v in values if v is not None and type(v) not in _PLAIN]:
+    is_nullable = False
+    choices = []
+    for value in values:
+        if value is None:
+            is_nullable = True
+        else:
+            choices.append(value)
+
+    unsupported = [value for value in choices if type(value) not in _PLAIN]
+    if unsupported:
         raise TypeError(f"choices must be str, int, float, bool or None, got {unsupported!r}")
-    kinds = list(dict.fromkeys(_PLAIN[type(v)] for v in values if v is not None))
-    schema: Schema = {
-        "type": kinds[0] if len(kinds) == 1 else kinds,
-        "enum": [v for v in values if v is not None],
-    }
-    return schema | ({"nullable": True} if None in values else {})
+    kinds = list(dict.fromkeys(_PLAIN[type(value)] for value in choices))
+    schema: Schema = {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": choices}
+    if is_nullable:
+        schema["nullable"] = True
+    return schema
 
 
 def _union(arguments: tuple[Any, ...]) -> Schema:
-    options = [json_schema(a) for a in arguments if a is not type(None)]
+    options = [json_schema(option) for option in arguments if option is not type(None)]
+    schema: Schema
     if len(options) == 1:
         schema = options[0]
     elif all(list(option) == ["type"] and isinstance(option["type"], str) for option in options):
         schema = {"type": [option["type"] for option in options]}
     else:
         schema = {"anyOf": options}
-    return schema | ({"nullable": True} if type(None) in arguments else {})
+    if type(None) in arguments:
+        schema["nullable"] = True
+    return schema
 
 
 def make_converter(annotation: Any) -> Callable[[Any], Any] | None:
-    """Return the conversion of a valid JSON value to an annotation's type (enum members, floats); None: no conversion.
+    """Return the conversion of a valid JSON value to an annotation's type: enum members, floats.
 
-    An annotation without a JSON Schema has none: its tool has an explicit schema, of plain JSON
-        values.
+    None for an annotation without a JSON Schema: its tool has an explicit schema, and takes plain
+    JSON values.
     """
     try:
         json_schema(annotation)
@@ -119,13 +140,15 @@ def make_converter(annotation: Any) -> Callable[[Any], Any] | None:
 def unwrap_function(schema: object, where: str) -> Mapping[str, Any]:
     """Return the ``function`` of ``{type: function, function: {name, description, parameters}}``.
 
-    ``where`` describes the schema in the message.
+    Args:
+        where: names the schema in the message.
 
     Raises:
-        ToolDefinitionError: it has another form.
+        ToolDefinitionError: the schema has another form.
     """
     if isinstance(schema, Mapping) and schema.get("type", "function") == "function":
-        if isinstance(function := schema.get("function"), Mapping):
+        function = schema.get("function")
+        if isinstance(function, Mapping):
             return function
     raise ToolDefinitionError(
         f"{where} must be {{type: function, function: {{…}}}}, got {schema!r:.100}"
@@ -133,11 +156,16 @@ def unwrap_function(schema: object, where: str) -> Mapping[str, Any]:
 
 
 def check_parameters(parameters: Mapping[str, Any], what: str) -> None:
-    """Raise :class:`ToolDefinitionError`, which begins with ``what``, unless ``parameters`` is a valid JSON Schema."""
-    from jsonschema import (
-        Draft202012Validator,
-        SchemaError,
-    )  # here: importing it takes longer than the whole package
+    """Check that a tool's parameters are a valid JSON Schema.
+
+    Args:
+        what: names the parameters in messages.
+
+    Raises:
+        ToolDefinitionError: they are not, or refer to something outside the schema.
+    """
+    # Importing it takes longer than importing the whole package.
+    from jsonschema import Draft202012Validator, SchemaError
 
     try:
         Draft202012Validator.check_schema(parameters)
@@ -154,6 +182,7 @@ def check_parameters(parameters: Mapping[str, Any], what: str) -> None:
 
 
 def _references(schema: Any) -> Iterator[str]:
+    """Yield the references in a schema and its parts."""
     if isinstance(schema, Mapping):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]
@@ -169,8 +198,9 @@ def _resolves(schema: Mapping[str, Any], reference: str) -> bool:
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012
 
+    resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
     try:
-        Registry().resolver_with_root(DRAFT202012.create_resource(schema)).lookup(reference)
+        resolver.lookup(reference)
     except Unresolvable:
         return False
     return True
@@ -178,8 +208,9 @@ def _resolves(schema: Mapping[str, Any], reference: str) -> bool:
 
 # --- arguments ------------------------------------------------------------------------------------
 
-_SHOWN_PROBLEMS = 3
-_SHOWN_CHARS = 200
+_MAX_PROBLEMS = 3
+"""Maximum problems that one message tells the model of."""
+_MAX_PROBLEM_CHARS = 200
 
 
 def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,37 +224,41 @@ def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
     Raises:
         ToolArgumentError: describes the first few problems to the model.
     """
-    from jsonschema import (
-        Draft202012Validator,
-    )  # here: importing it takes longer than the whole package
+    # Importing it takes longer than importing the whole package.
+    from jsonschema import Draft202012Validator
     from referencing.exceptions import Unresolvable
 
     if not isinstance(arguments, Mapping):
         raise ToolArgumentError(
             f"arguments must be a JSON object, got {_clip(json.dumps(arguments))}"
         )
-    schema = _closed(_object_schema(parameters))
+
+    schema = _refusing_unknown_names(_object_schema(parameters))
     try:
         converted = _Converter(schema).convert(dict(arguments))
         errors = list(Draft202012Validator(schema).iter_errors(converted))
     except _TooComplexError as error:
         raise ToolArgumentError(str(error)) from None
-    except OverflowError:  # of a whole number that no float can hold, where floats are compared
+    except OverflowError:  # a whole number that no float can hold was compared with a float
         raise ToolArgumentError("a number is larger than any float; send a smaller one") from None
     except (Unresolvable, RecursionError) as error:
         raise ToolArgumentError(
             f"the tool's schema cannot be followed: {_clip(str(error))}"
         ) from None
+
     if errors:
         errors.sort(key=lambda error: str(error.json_path))
-        raise ToolArgumentError("; ".join(_describe(error) for error in errors[:_SHOWN_PROBLEMS]))
+        problems = [_describe(error) for error in errors[:_MAX_PROBLEMS]]
+        raise ToolArgumentError("; ".join(problems))
     return converted
 
 
 def convert_arguments(
     parameters: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call as the types that a tool's schema names; what does not fit is left as it is.
+    """Return the arguments of a call as the types that a tool's schema names.
+
+    What does not fit is left as it is.
 
     Args:
         parameters: the tool's object schema, maybe of a client of the endpoint. One that cannot be
@@ -233,13 +268,13 @@ def convert_arguments(
     from jsonschema.exceptions import UnknownType
     from referencing.exceptions import Unresolvable
 
-    # Nobody has checked the schema: whoever wrote it then reads the arguments as the model wrote
-    # them.
+    # Nobody has checked a client's schema. Where it is wrong, the client gets the arguments as the
+    # model wrote them.
     wrong_schema = (Unresolvable, UnknownType, TypeError, ValueError, AttributeError, LookupError)
-    unfit = (*wrong_schema, _TooComplexError, RecursionError, OverflowError)
+    too_complex = (_TooComplexError, RecursionError, OverflowError)
     try:
         return _Converter(_object_schema(parameters)).convert(dict(arguments))
-    except unfit as error:
+    except (*wrong_schema, *too_complex) as error:
         logger.debug(
             "arguments are left as they are, as their schema cannot be followed: %s", error
         )
@@ -247,27 +282,31 @@ def convert_arguments(
 
 
 def _describe(error: Any) -> str:
-    where = ".".join(str(part) for part in error.absolute_path)
-    return (f"argument {where}: " if where else "") + _clip(error.message)
+    message = _clip(error.message)
+    path = ".".join(str(part) for part in error.absolute_path)
+    if not path:
+        return message
+    return f"argument {path}: {message}"
 
 
 def _clip(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
+    if len(text) <= _MAX_PROBLEM_CHARS:
+        return text
+    return text[:_MAX_PROBLEM_CHARS] + "…"
 
 
-def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _refusing_unknown_names(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return an object schema that refuses names it does not list, unless it says otherwise."""
-    if (
-        schema.get("additionalProperties") is not None
-        or schema.get("unevaluatedProperties") is not None
-    ):
-        return dict(schema)
+    refusing = dict(schema)
+    for key in ("additionalProperties", "unevaluatedProperties"):
+        if schema.get(key) is not None:
+            return refusing
     if _APPLICATORS.isdisjoint(schema):
-        return {**schema, "additionalProperties": False}
-    return {
-        **schema,
-        "unevaluatedProperties": False,
-    }  # which sees the names in references and unions
+        refusing["additionalProperties"] = False
+    else:
+        # Unlike additionalProperties, it sees the names in references and unions.
+        refusing["unevaluatedProperties"] = False
+    return refusing
 
 
 _APPLICATORS = frozenset(
@@ -317,7 +356,7 @@ def _object_schema(parameters: Any) -> Any:
 def _nullable_to_null(schema: Any) -> Any:
     """Convert OpenAPI's ``nullable`` (in prompts) to JSON Schema's null (for validators).
 
-    A schema of plain types stays where it is, as references may lead into it.
+    A schema of plain types is not moved into an ``anyOf``, as references may lead into it.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -333,11 +372,15 @@ def _nullable_to_null(schema: Any) -> Any:
             plain[key] = {name: _nullable_to_null(value) for name, value in plain[key].items()}
     if schema.get("nullable") is not True:
         return plain
-    types = plain.get("type")
-    types = [types] if isinstance(types, str) else types
-    if not isinstance(types, list) or not _BEYOND_TYPE.isdisjoint(plain):
+
+    type_names = plain.get("type")
+    if isinstance(type_names, str):
+        type_names = [type_names]
+    if not isinstance(type_names, list) or not _BEYOND_TYPE.isdisjoint(plain):
         return {"anyOf": [plain, {"type": "null"}]}
-    plain["type"] = [*types, *({"null"} - set(types))]
+    if "null" not in type_names:
+        type_names = [*type_names, "null"]
+    plain["type"] = type_names
     if isinstance(plain.get("enum"), list) and None not in plain["enum"]:
         plain["enum"] = [*plain["enum"], None]
     return plain
@@ -349,7 +392,7 @@ can branch at every level, so that it would take for ever to try all ways."""
 _NULL_WORDS = ("null", "None")
 _BOOLEAN_WORDS = ("true", "false")
 _OF_THE_VALUE_ITSELF = ("type", "enum", "const", "required")
-"""Keywords that decide what a text means, besides the schemas of what is in it."""
+"""Keywords that decide what a text means, besides the schemas of its parts."""
 _BOUNDS = (
     "minimum",
     "maximum",
@@ -360,7 +403,7 @@ _BOUNDS = (
     "minItems",
     "maxItems",
 )
-"""Further ones, by which the options of a union differ. Patterns are left out: whoever asks chooses
+"""Further keywords, by which the options of a union differ. Patterns are left out: a client chooses
 them, and they can take for ever."""
 
 
@@ -373,9 +416,6 @@ class _Converter:
 
     Of a union, the first option counts that takes the value as it is, else the first that takes one
     of its readings.
-
-    Args:
-        root: the schema.
     """
 
     def __init__(self, root: Any) -> None:
@@ -386,46 +426,49 @@ class _Converter:
         self._root = root
         self._references = Registry().resolver_with_root(DRAFT202012.create_resource(root))
         self._is_valid = lambda schema, value: Draft202012Validator(schema).is_valid(value)
-        self._left = 0  # comparisons
+        self._comparisons_left = 0
 
     def convert(self, value: Any) -> Any:
-        """Return the value by the whole schema.
+        """Return the value, converted by the whole schema.
 
         Raises:
-            _TooComplexError: they branch too often.
+            _TooComplexError: value and schema branch too often.
             Unresolvable: the schema refers to something outside itself.
-            UnknownType: it names a type that there is not.
+            UnknownType: it names a type that does not exist.
         """
-        self._left = CONVERSIONS_PER_VALUE * (10 + _count(value))
-        return self._convert(self._root, value, with_literals=True)[0]
+        self._comparisons_left = CONVERSIONS_PER_VALUE * (10 + _count_values(value))
+        converted, _ = self._convert(self._root, value, with_literals=True)
+        return converted
 
     def _convert(self, schema: Any, value: Any, *, with_literals: bool) -> tuple[Any, bool]:
-        """Return a value by a schema, and whether it fits now.
+        """Return a value, converted by a schema, and whether it fits now.
 
         Args:
-            schema: the schema.
-            value: any JSON.
             with_literals: text may be read as the literal in it; else whole numbers alone are
                 converted.
         """
-        self._left -= 1
-        if self._left < 0:
+        self._comparisons_left -= 1
+        if self._comparisons_left < 0:
             raise _TooComplexError(
                 "the arguments fit the tool's schema in too many ways to try; nest them less"
             )
-        as_it_is, fits = self._convert_reading(schema, value, with_literals=with_literals)
+
+        converted, fits = self._convert_reading(schema, value, with_literals=with_literals)
         if fits or not with_literals or not isinstance(value, str):
-            return as_it_is, fits
-        of_the_type = None
-        for literal in _literals(value):
-            converted, fits = self._convert_reading(schema, literal, with_literals=True)
-            if fits:
-                return converted, True
-            if of_the_type is None and self._has_type(schema, literal):
-                of_the_type = converted
+            return converted, fits
+
         # An object that lacks something is better than the text of it: a message can then name what
         # it lacks.
-        return (as_it_is if of_the_type is None else of_the_type), False
+        first_of_type = None
+        for literal in _literals(value):
+            converted_literal, fits = self._convert_reading(schema, literal, with_literals=True)
+            if fits:
+                return converted_literal, True
+            if first_of_type is None and self._has_type(schema, literal):
+                first_of_type = converted_literal
+        if first_of_type is not None:
+            converted = first_of_type
+        return converted, False
 
     def _has_type(self, schema: Any, value: Any) -> bool:
         """Return whether a value is of the type that a schema names itself."""
@@ -439,33 +482,40 @@ class _Converter:
         """Return one reading of a value by a schema and its parts, and whether it fits."""
         if not isinstance(schema, Mapping):
             return value, schema is not False
-        itself = {key: schema[key] for key in _OF_THE_VALUE_ITSELF if key in schema}
-        fits = not itself or self._is_valid(itself, value)
+        own_keywords = {key: schema[key] for key in _OF_THE_VALUE_ITSELF if key in schema}
+        fits = not own_keywords or self._is_valid(own_keywords, value)
         bounds = {key: schema[key] for key in _BOUNDS if key in schema}
         if bounds:
             fits = self._is_valid(bounds, value) and fits
-        if isinstance(value, float) and value.is_integer() and fits and itself:
-            if not self._is_valid(itself, value + 0.5):
-                value = int(value)  # only whole numbers are allowed
+
+        is_whole_float = isinstance(value, float) and value.is_integer()
+        if is_whole_float and fits and own_keywords:
+            # Where a half more is refused, only whole numbers are allowed.
+            if not self._is_valid(own_keywords, value + 0.5):
+                value = int(value)
+
         parts: list[Any] = list(schema.get("allOf", ()))
         if "$ref" in schema:
             parts.append(self._references.lookup(schema["$ref"]).contents)
         if "if" in schema:
             _, holds = self._convert(schema["if"], value, with_literals=False)
-            parts.append(schema.get("then" if holds else "else", True))
+            branch = "then" if holds else "else"
+            parts.append(schema.get(branch, True))
         if isinstance(value, dict):
-            parts += [
-                part for name, part in schema.get("dependentSchemas", {}).items() if name in value
-            ]
+            for name, part in schema.get("dependentSchemas", {}).items():
+                if name in value:
+                    parts.append(part)
         for part in parts:
             value, part_fits = self._convert(part, value, with_literals=with_literals)
             fits = fits and part_fits
+
         if isinstance(value, dict):
             value, parts_fit = self._convert_object(schema, value, with_literals=with_literals)
             fits = fits and parts_fit
         elif isinstance(value, list):
             value, parts_fit = self._convert_list(schema, value, with_literals=with_literals)
             fits = fits and parts_fit
+
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 value, option_fits = self._convert_by_union(
@@ -477,9 +527,12 @@ class _Converter:
     def _convert_by_union(
         self, options: Sequence[Any], value: Any, *, with_literals: bool
     ) -> tuple[Any, bool]:
-        for literally in dict.fromkeys((False, with_literals)):
+        passes = [False]
+        if with_literals:
+            passes.append(True)
+        for reads_literals in passes:
             for option in options:
-                converted, fits = self._convert(option, value, with_literals=literally)
+                converted, fits = self._convert(option, value, with_literals=reads_literals)
                 if fits:
                     return converted, True
         return value, False
@@ -488,38 +541,46 @@ class _Converter:
         self, schema: Mapping[str, Any], value: dict[str, Any], *, with_literals: bool
     ) -> tuple[dict[str, Any], bool]:
         properties = schema.get("properties", {})
-        others = schema.get("additionalProperties", True)
+        additional = schema.get("additionalProperties", True)
         converted = {}
         fits = True
         for name, item in value.items():
-            part = properties[name] if name in properties else others
-            converted[name], part_fits = self._convert(part, item, with_literals=with_literals)
-            fits = fits and part_fits
+            item_schema = properties[name] if name in properties else additional
+            converted[name], item_fits = self._convert(
+                item_schema, item, with_literals=with_literals
+            )
+            fits = fits and item_fits
         return converted, fits
 
     def _convert_list(
         self, schema: Mapping[str, Any], value: list[Any], *, with_literals: bool
     ) -> tuple[list[Any], bool]:
-        first = schema.get("prefixItems", ())
-        others = schema.get("items", True)
+        prefix = schema.get("prefixItems", ())
+        following = schema.get("items", True)
         converted = []
         fits = True
-        for number, item in enumerate(value):
-            part = first[number] if number < len(first) else others
-            new_item, part_fits = self._convert(part, item, with_literals=with_literals)
-            converted.append(new_item)
-            fits = fits and part_fits
+        for index, item in enumerate(value):
+            item_schema = prefix[index] if index < len(prefix) else following
+            converted_item, item_fits = self._convert(
+                item_schema, item, with_literals=with_literals
+            )
+            converted.append(converted_item)
+            fits = fits and item_fits
         return converted, fits
 
 
-def _count(value: Any) -> int:
-    """Return how many values there are in a value, itself included; text may hold as many as it has characters."""
+def _count_values(value: Any) -> int:
+    """Return how many values there are in a value, itself included.
+
+    Text, which may be read as a literal, counts as many as it has characters.
+    """
     if isinstance(value, str):
         return 1 + len(value)
-    items = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    )
-    return 1 + sum(map(_count, items))
+    if isinstance(value, Mapping):
+        return 1 + sum(map(_count_values, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(_count_values, value))
+    return 1
 
 
 def _literals(text: str) -> Iterator[Any]:
