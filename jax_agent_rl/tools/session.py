@@ -1,14 +1,15 @@
-"""The tools of one trajectory: created, called, released; every failure becomes a message for the model.
+"""The tools of one trajectory: created, called, released.
 
-::
+Every failure becomes a message for the model::
 
-    async with ToolSession(tools, instance_id, limits=…, …) as session:      create(…) of every tool
+    async with ToolSession(tools, instance_id, …) as session:          create(…) of every tool
         record = await session.call("calculator", {"expression": "1 + 1"})
                  │ unknown name · create failed ─┐
                  │ check_arguments ──────────────┤
-                 │ tool.execute, with a timeout ─┼──► ToolCallRecord(observation="Error: …", error=kind)
-                 │ as_response · truncate ───────┘
-                                                                             release(…) of every tool, always
+                 │ tool.execute, with a timeout ─┼──► ToolCallRecord(observation="Error: …",
+                 │ as_response · truncate ───────┘                   error=kind)
+                                                                       release(…) of every tool,
+                                                                       always
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ToolSession:
         kwargs: the row's ``extra_info.tools_kwargs``: ``{tool: {"create_kwargs": {…}, …}}``.
         timeout: time limit of create, of each call and of release, in seconds.
         max_response_length: token limit of one observation.
-        truncate_side: the side cut off a longer one.
+        truncate_side: the side that a longer observation is cut on.
         encode: text to token ids, by the policy's tokenizer.
         decode: token ids to text, by the same tokenizer.
         modalities: kinds of media the model and the engine accept, of ``image`` and ``video``.
@@ -75,8 +76,8 @@ class ToolSession:
         self._id = instance_id
         self._kwargs = kwargs
         self._timeout = timeout
-        self._limit = max_response_length
-        self._side: Side = truncate_side
+        self._max_response_length = max_response_length
+        self._truncate_side: Side = truncate_side
         self._encode = encode
         self._decode = decode
         self._modalities = modalities
@@ -102,9 +103,8 @@ class ToolSession:
         """Run one call; never raise for a mistake of the tool or the model.
 
         Args:
-            name: the tool.
             arguments: as the model wrote them.
-            call_id: the model's own id of the call, kept in the record.
+            call_id: the id that the model gave the call, kept in the record.
         """
         with span("tool", name) as traced:
             record = await self._call(name, arguments, call_id)
@@ -112,50 +112,49 @@ class ToolSession:
         return record
 
     async def _call(self, name: str, arguments: Any, call_id: str | None) -> ToolCallRecord:
-        began = time.perf_counter()
-        response, error = ToolResponse(), None
+        start_time = time.perf_counter()
+        error_kind = None
         try:
             response = await self._execute(name, arguments)
-        except ToolError as failure:
-            response, error = (
-                ToolResponse(text=f"Error: {failure}"),
-                _KINDS.get(type(failure), "raised"),
-            )
-        except Exception as failure:
-            kind = f"tool {name!r} raised {type(failure).__name__} at {error_place(failure)}"
+        except ToolError as error:
+            response = ToolResponse(text=f"Error: {error}")
+            error_kind = _KINDS.get(type(error), "raised")
+        except Exception as error:
+            error_type = type(error).__name__
             self._failures.report(
-                kind, f"{self._id}: tool {name!r} raised {describe_error(failure)}", error=failure
+                f"tool {name!r} raised {error_type} at {error_place(error)}",
+                f"{self._id}: tool {name!r} raised {describe_error(error)}",
+                error=error,
             )
-            response, error = (
-                ToolResponse(text=f"Error: {name} raised {type(failure).__name__}: {failure}"),
-                "raised",
-            )
+            response = ToolResponse(text=f"Error: {name} raised {error_type}: {error}")
+            error_kind = "raised"
         return ToolCallRecord(
             name=name,
             arguments=arguments if isinstance(arguments, Mapping) else None,
             observation=self.shorten(response.text),
-            error=error,
+            error=error_kind,
             reward=response.reward,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - start_time,
             call_id=call_id,
             media=response.media,
         )
 
     def is_stateful(self, name: str) -> bool:
-        """Return whether the tool keeps state of this trajectory; False if there is no such tool."""
+        """Return whether the tool keeps state of this trajectory; False if it does not exist."""
         return name in self._tools and self._tools[name].stateful
 
     async def calc_rewards(self) -> dict[str, float]:
-        """Return each tool's score of the whole trajectory, by name; call it once, at the end of the conversation.
+        """Return each tool's score of the whole trajectory, by name.
 
-        A failing tool has no score; the failure is logged and counted as
-        ``tool/<name>/calc_reward_errors``.
+        Call it once, at the end of the conversation. A failing tool has no score; the failure is
+        logged and counted as ``tool/<name>/calc_reward_errors``.
         """
         scores: dict[str, float] = {}
         for name in self._created:
             if name in self._broken:
                 continue
-            tool, kwargs = self._tools[name], self._kwargs_for(name, "calc_reward_kwargs")
+            tool = self._tools[name]
+            kwargs = self._kwargs_for(name, "calc_reward_kwargs")
             try:
                 score = await self._in_time(
                     lambda tool=tool, kwargs=kwargs: tool.calc_reward(self._id, **kwargs),
@@ -165,14 +164,18 @@ class ToolSession:
                 if score is not None:
                     scores[name] = as_score(score, "a tool's reward")
             except Exception as error:
-                self._tell(f"tool {name!r} could not score a trajectory", error)
-                self._count(name, "calc_reward_errors", 1)
+                self._report(f"tool {name!r} could not score a trajectory", error)
+                self._add_metric(name, "calc_reward_errors", 1)
         return scores
 
     def shorten(self, text: str) -> str:
         """Truncate an observation to the token limit."""
         return truncate_text(
-            text, self._limit, self._side, encode=self._encode, decode=self._decode
+            text,
+            self._max_response_length,
+            self._truncate_side,
+            encode=self._encode,
+            decode=self._decode,
         )
 
     async def _execute(self, name: str, arguments: Any) -> ToolResponse:
@@ -182,35 +185,39 @@ class ToolSession:
             raise ToolNotFoundError(f"there is no tool {name[:100]!r}; available tools: {known}")
         if name in self._broken:
             raise ToolError(f"{name} is not available: {self._broken[name]}")
+
         try:
-            checked = check_arguments(tool.parameters, arguments)
+            valid_arguments = check_arguments(tool.parameters, arguments)
         except ToolArgumentError as error:
             raise ToolArgumentError(f"wrong arguments for {name}: {error}") from None
+
         kwargs = self._kwargs_for(name, "execute_kwargs")
-        answer = await self._in_time(
-            lambda: tool.execute(self._id, checked, **kwargs),
+        result = await self._in_time(
+            lambda: tool.execute(self._id, valid_arguments, **kwargs),
             name,
             f"{name} did not answer",
             waits_for=tool.waits_for,
         )
-        response = as_response(answer)
-        if unseen := sorted(response.media.keys() - set(self._modalities)):
-            kind = f"tool {name!r} returned {' and '.join(unseen)}"
+
+        response = as_response(result)
+        unsupported = sorted(response.media.keys() - set(self._modalities))
+        if unsupported:
+            kinds = " and ".join(unsupported)
+            problem = f"tool {name!r} returned {kinds}"
             self._failures.report(
-                kind, f"{kind}, which this model, its chat template or its engine cannot take"
+                problem, f"{problem}, which this model, its chat template or its engine cannot take"
             )
-            raise ToolError(
-                f"{name} returned {' and '.join(unseen)} data, which cannot be shown here"
-            )
+            raise ToolError(f"{name} returned {kinds} data, which cannot be shown here")
         try:
             check_media(response.media)
         except ValueError as error:
             raise ToolError(f"{name} returned something that cannot be shown: {error}") from None
+
         for key, value in response.metrics.items():
-            self._count(name, key, value)
+            self._add_metric(name, key, value)
         return response
 
-    def _count(self, name: str, key: str, value: float) -> None:
+    def _add_metric(self, name: str, key: str, value: float) -> None:
         key = f"tool/{name}/{key}"
         self.metrics[key] = self.metrics.get(key, 0.0) + value
 
@@ -224,14 +231,15 @@ class ToolSession:
                 f"{name} was not created",
             )
         except Exception as error:
-            self._tell(f"tool {name!r} could not be created", error)
+            self._report(f"tool {name!r} could not be created", error)
             self._broken[name] = str(error)
 
     async def _release_all(self) -> None:
         """Release what was created, last first; one failure does not affect the others."""
         while self._created:
             name = self._created.pop()
-            tool, kwargs = self._tools[name], self._kwargs_for(name, "release_kwargs")
+            tool = self._tools[name]
+            kwargs = self._kwargs_for(name, "release_kwargs")
             try:
                 await self._in_time(
                     lambda tool=tool, kwargs=kwargs: tool.release(self._id, **kwargs),
@@ -239,12 +247,12 @@ class ToolSession:
                     f"{name} was not released",
                 )
             except Exception as error:
-                self._tell(f"tool {name!r} could not be released", error)
+                self._report(f"tool {name!r} could not be released", error)
 
-    def _tell(self, what: str, error: Exception) -> None:
+    def _report(self, problem: str, error: Exception) -> None:
         self._failures.report(
-            f"{what} at {error_place(error)}",
-            f"{self._id}: {what}: {describe_error(error)}",
+            f"{problem} at {error_place(error)}",
+            f"{self._id}: {problem}: {describe_error(error)}",
             error=error,
         )
 
@@ -255,34 +263,36 @@ class ToolSession:
         self,
         call: Callable[[], Awaitable[Any]],
         name: str,
-        failed: str,
+        failure: str,
         *,
         waits_for: Callable[[str], str | None] = lambda instance_id: None,
     ) -> Any:
         """Call a tool's code, and raise ToolTimeoutError on timeout.
 
         Args:
-            call: calls it.
-            name: the tool's.
-            failed: says what a timeout means, e.g. ``add did not answer``.
+            call: calls the tool's code.
+            name: the tool's name.
+            failure: says what a timeout means, e.g. ``add did not answer``.
             waits_for: says what the tool was waiting for.
         """
 
         def late() -> ToolTimeoutError:
+            message = f"{failure} within {self._timeout:g} seconds"
             reason = waits_for(self._id)
             if reason:
-                message = f"{failed} within agent.tool_timeout={self._timeout:g} seconds: {reason}"
-                self._failures.report(f"{failed} in time", message)
-            return ToolTimeoutError(
-                f"{failed} within {self._timeout:g} seconds{f': {reason}' if reason else ''}"
-            )
+                message += f": {reason}"
+                self._failures.report(
+                    f"{failure} in time",
+                    f"{failure} within agent.tool_timeout={self._timeout:g} seconds: {reason}",
+                )
+            return ToolTimeoutError(message)
 
         return await in_time(
             call,
             self._timeout,
             what=f"tool {name!r}",
             late=late,
-            error=lambda problem: ToolError(f"{failed}: it {problem}"),
+            error=lambda problem: ToolError(f"{failure}: it {problem}"),
         )
 
 

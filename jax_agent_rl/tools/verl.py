@@ -1,17 +1,18 @@
-"""Tool classes written for verl, unchanged: ``__init__(config, tool_schema)``, ``create() -> (id, ToolResponse)``.
+"""Tool classes written for verl, unchanged.
 
-:func:`verl_modules` lets such classes import what they need of verl while they are loaded. A verl that can be imported
-is used itself. Where there is none, or packages that all of verl needs are missing, these modules
-stand in::
+They have ``__init__(config, tool_schema)`` and ``create() -> (id, ToolResponse)``.
+:func:`verl_modules` lets such classes import what they need of verl while they are loaded. A verl
+that can be imported is used itself. Where there is none, or packages that all of verl needs are
+missing, these modules stand in::
 
     verl.tools.base_tool       BaseTool, and the schemas and ToolResponse it imports itself
     verl.tools.schemas         OpenAIFunctionToolSchema and its parts, ToolResponse
     verl.tools.function_tool   function_tool
-    verl.utils.rollout_trace   rollout_trace_op, which traces nothing here: sessions trace every call
+    verl.utils.rollout_trace   rollout_trace_op, which does nothing: sessions trace every call
 
-and every other module comes from verl's own files, if they are there: its GSM8K tool needs neither
-Ray nor PyTorch. A folder that only has the name, such as a clone beside the configuration, is no
-verl: the package is the folder in it.
+Every other module comes from verl's own files, if they are there: its GSM8K tool needs neither Ray
+nor PyTorch. A folder that only has the name, such as a clone beside the configuration, is no verl:
+the package is the folder in it.
 
 :class:`VerlTool` runs an instance of such a class, for all trajectories.
 """
@@ -106,6 +107,7 @@ class VerlBaseTool:
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None):
         self.config = config
+        # Set it first: the default get_openai_tool_schema returns the attribute.
         self.tool_schema: OpenAIFunctionToolSchema | None = tool_schema
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         if self.tool_schema is None:
@@ -164,65 +166,73 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
 
 @contextmanager
 def verl_modules() -> Iterator[type[BaseModel]]:
-    """Make ``verl`` importable within the context, at least its tool interface; yield its ``OpenAIFunctionToolSchema``.
+    """Make ``verl``, or at least its tool interface, importable within the context.
+
+    Yields:
+        Its ``OpenAIFunctionToolSchema``.
 
     Raises:
-        ConfigError: leaving the context with one about a module of verl that is missing; says what
-            to install.
+        ConfigError: the context was left with a ConfigError about a missing module of verl; says
+            what to install.
     """
-    before = set(sys.modules)
+    modules_before = set(sys.modules)
     package = _find_package()
-    failure = _import_whole(package)
-    if failure is None:
+    problem = _import_verl(package)
+    if problem is None:
         yield sys.modules["verl.tools.schemas"].OpenAIFunctionToolSchema
         return
-    made = {name: ModuleType(name) for name in _MODULES}
-    for name, module in made.items():
-        vars(module).update(_MODULES[name], __path__=_own_files(package, name))
+
+    stand_ins = {name: ModuleType(name) for name in _MODULES}
+    for name, module in stand_ins.items():
+        vars(module).update(_MODULES[name], __path__=_package_path(package, name))
         parent, _, leaf = name.rpartition(".")
         if parent:
-            setattr(made[parent], leaf, module)
-    sys.modules.update(made)
+            setattr(stand_ins[parent], leaf, module)
+    sys.modules.update(stand_ins)
     try:
         yield OpenAIFunctionToolSchema
     except ConfigError as error:
         cause = error.__cause__
-        if (
-            isinstance(cause, ModuleNotFoundError)
-            and (cause.name or "").partition(".")[0] == "verl"
-        ):
-            raise ConfigError([f"{problem}; {failure}" for problem in error.problems]) from cause
-        raise
+        if not isinstance(cause, ModuleNotFoundError):
+            raise
+        missing_package, _, _ = (cause.name or "").partition(".")
+        if missing_package != "verl":
+            raise
+        raise ConfigError([f"{message}; {problem}" for message in error.problems]) from cause
     finally:
-        _forget_modules(before)
+        _forget_modules(modules_before)
 
 
 def _find_package() -> Path | None:
-    """Return the folder of a verl that is installed or on the path; None for a folder without ``__init__.py``."""
+    """Return the folder of a verl that is installed or on the path.
+
+    A folder without ``__init__.py`` is none.
+    """
     spec = importlib.machinery.PathFinder.find_spec("verl")
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).parent
 
 
-def _import_whole(package: Path | None) -> str | None:
+def _import_verl(package: Path | None) -> str | None:
     """Import verl itself; return why it cannot be used, as advice, or None if it can."""
     if "verl.tools.schemas" in sys.modules:
         return None
     if package is None:
         clone = Path("verl")
-        found = ""
+        hint = ""
         if (clone / "verl" / "__init__.py").is_file():
-            found = f"The folder {clone.resolve()} is a clone of it, so PYTHONPATH={clone} has it. "
+            hint = f"The folder {clone.resolve()} is a clone of it, so PYTHONPATH={clone} has it. "
         return (
-            f"verl is not installed, only its tool interface is built in. {found}Of its versions,"
+            f"verl is not installed, only its tool interface is built in. {hint}Of its versions,"
             " 0.7.1 is the last with tool classes of its own: pip install --no-deps verl==0.7.1"
         )
-    before = set(sys.modules)
+
+    modules_before = set(sys.modules)
     try:
         importlib.import_module("verl.tools.schemas")
     except Exception as error:  # whatever is raised where a part of what verl needs is missing
-        _forget_modules(before)
+        _forget_modules(modules_before)
         return (
             f"{package} has no such module (as a whole it cannot be imported:"
             f" {type(error).__name__}: {error})"
@@ -230,35 +240,39 @@ def _import_whole(package: Path | None) -> str | None:
     return None
 
 
-def _own_files(package: Path | None, module: str) -> list[str]:
-    """Return where further modules of a module that stands in are looked for."""
+def _package_path(package: Path | None, module: str) -> list[str]:
+    """Return the ``__path__`` of a stand-in: verl's own folder of that name, if there is one."""
     if package is None:
         return []
     folder = package.joinpath(*module.split(".")[1:])
-    return [str(folder)] if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return [str(folder)]
 
 
-def _forget_modules(before: set[str]) -> None:
+def _forget_modules(modules_before: set[str]) -> None:
     """Forget the modules of verl that were imported since."""
     for name in list(sys.modules):
-        if name.partition(".")[0] == "verl" and name not in before:
+        if name.partition(".")[0] == "verl" and name not in modules_before:
             del sys.modules[name]
 
 
 def is_verl_tool(cls: object) -> bool:
-    """Return whether ``cls`` has the methods of verl's tools; it need not extend their base class."""
-    methods = ("create", "execute", "calc_reward", "release")
-    return isinstance(cls, type) and all(
-        inspect.iscoroutinefunction(inspect.getattr_static(cls, m, None)) for m in methods
-    )
+    """Return whether ``cls`` has the methods of verl's tools; it need not extend their base."""
+    if not isinstance(cls, type):
+        return False
+    for name in ("create", "execute", "calc_reward", "release"):
+        if not inspect.iscoroutinefunction(inspect.getattr_static(cls, name, None)):
+            return False
+    return True
 
 
 class VerlTool(BaseTool):
     """An instance of a verl class as a tool of this package.
 
     verl calls ``create`` in two ways, with the row's ``create_kwargs`` as keyword arguments or as
-    one argument of that name; the class gets those that its signature takes. It may return ``(id,
-    ToolResponse)`` or the id alone, and the id may be its own. Metrics and rewards that are no
+    one argument of that name; the class gets what its signature takes. It may return ``(id,
+    ToolResponse)`` or the id alone, and the id may be another one. Metrics and rewards that are no
     numbers are left out.
 
     Args:
@@ -270,8 +284,8 @@ class VerlTool(BaseTool):
     """
 
     def __init__(self, tool: Any):
-        needed = inspect.signature(tool.execute).parameters.get("agent_data")
-        if needed is not None and needed.default is needed.empty:
+        agent_data = inspect.signature(tool.execute).parameters.get("agent_data")
+        if agent_data is not None and agent_data.default is agent_data.empty:
             raise ToolDefinitionError(
                 f"{type(tool).__name__}.execute requires agent_data, which only verl's loop has;"
                 " give it a default"
@@ -282,7 +296,7 @@ class VerlTool(BaseTool):
             name=tool.name, description=function.get("description", ""), parameters=parameters
         )
         self.wrapped = tool
-        self._ids: dict[str, str] = {}
+        self._instance_ids: dict[str, str] = {}  # the class's ids, by ours
 
     @classmethod
     def make(
@@ -292,26 +306,35 @@ class VerlTool(BaseTool):
 
         Args:
             tool: the class.
-            config: the entry's ``config``, whole.
+            config: the entry's ``config``, with its ``type``.
             schema: the entry's ``tool_schema``.
         """
-        with verl_modules() as schemas:
-            return cls(
-                tool(
-                    config=dict(config),
-                    tool_schema=None if schema is None else schemas.model_validate(schema),
-                )
-            )
+        with verl_modules() as schema_class:
+            tool_schema = None
+            if schema is not None:
+                tool_schema = schema_class.model_validate(schema)
+            return cls(tool(config=dict(config), tool_schema=tool_schema))
 
     async def create(self, instance_id: str, **create_kwargs: Any) -> None:
-        taken = inspect.signature(self.wrapped.create).parameters
-        any_keyword = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-        kwargs = dict(create_kwargs) if any_keyword or "create_kwargs" not in taken else {}
-        more = {"instance_id": instance_id, "create_kwargs": create_kwargs}
-        kwargs |= {name: value for name, value in more.items() if any_keyword or name in taken}
+        parameters = inspect.signature(self.wrapped.create).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        kwargs: dict[str, Any] = {}
+        if takes_any or "create_kwargs" not in parameters:
+            kwargs.update(create_kwargs)
+        if takes_any or "create_kwargs" in parameters:
+            kwargs["create_kwargs"] = create_kwargs
+        if takes_any or "instance_id" in parameters:
+            kwargs["instance_id"] = instance_id
         created = await self.wrapped.create(**kwargs)
-        name, answer = created[:2] if isinstance(created, tuple) else (created, None)
-        self._ids[instance_id] = instance_id if name is None else name
+
+        if isinstance(created, tuple):
+            wrapped_id, answer = created[:2]
+        else:
+            wrapped_id = created
+            answer = None
+        if wrapped_id is None:
+            wrapped_id = instance_id
+        self._instance_ids[instance_id] = wrapped_id
         if answer is not None and not answer.is_empty():
             logger.warning(
                 "what %s.create returned is not shown to the model, as in verl: %.200r",
@@ -323,24 +346,31 @@ class VerlTool(BaseTool):
         self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any
     ) -> ToolResult:
         result = await self.wrapped.execute(
-            self._ids[instance_id], dict(arguments), **execute_kwargs
+            self._instance_ids[instance_id], dict(arguments), **execute_kwargs
         )
-        response, reward, metrics = (
-            (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
-        )
-        if isinstance(response, BaseModel):  # this module's, or that of a verl that is installed
-            shown = response.model_dump(include={"text", "image", "video"}, exclude_none=True)
-            response = ToolResponse(**shown)
-        numbers = {
-            key: v for key, v in (metrics or {}).items() if isinstance(v, bool) or is_number(v)
-        }
+        if not isinstance(result, tuple):
+            result = (result,)
+        response, reward, metrics = (*result, None, None)[:3]
+        if isinstance(response, BaseModel):  # this module's, or an installed verl's
+            fields = response.model_dump(include={"text", "image", "video"}, exclude_none=True)
+            response = ToolResponse(**fields)
+        numbers = {key: value for key, value in (metrics or {}).items() if _is_number(value)}
         return response, reward, numbers
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:
-        score = await self.wrapped.calc_reward(self._ids[instance_id], **calc_reward_kwargs)
+        wrapped_id = self._instance_ids[instance_id]
+        score = await self.wrapped.calc_reward(wrapped_id, **calc_reward_kwargs)
         # verl's own search tool returns what it found; verl's loop asks no tool for this.
-        return float(score) if isinstance(score, bool) or is_number(score) else None
+        if not _is_number(score):
+            return None
+        return float(score)
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        if (name := self._ids.pop(instance_id, None)) is not None:  # None: create failed
-            await self.wrapped.release(name, **release_kwargs)
+        wrapped_id = self._instance_ids.pop(instance_id, None)
+        if wrapped_id is not None:  # else create failed
+            await self.wrapped.release(wrapped_id, **release_kwargs)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number; true and false count, as 1 and 0."""
+    return isinstance(value, bool) or is_number(value)
