@@ -1,9 +1,11 @@
-"""Requests on their way in, translated for vLLM, and out: outputs become chunks of ids, log-probs and versions.
+"""Requests on their way into vLLM, and its outputs on their way back.
+
+Requests are checked and translated; outputs become chunks of ids, log-probs and versions.
 
 Of images and videos, vLLM expects one placeholder per item and expands it itself. It would silently
-change a prompt whose placeholders are expanded already: replace the first of a run by a whole run,
-and take the rest for text, or for the next item. So runs are folded before vLLM gets them, and the
-ids that it expands them to are compared with the request's.
+change a prompt whose placeholders are expanded already: it would replace the first placeholder of a
+run by a complete run, and take the others for text, or for the next item. So runs are folded before
+vLLM gets them, and the ids that it expands them to are compared with the request's.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from jax_agent_rl.utils.media import FRAMES_PER_SECOND, as_frames, as_image
 
 
 class RequestAdmission:
-    """Refuses what vLLM would refuse late, unclearly, or with a crash (an id outside the vocabulary).
+    """Refuses what vLLM would refuse late, unclearly, or with a crash.
+
+    An id outside the vocabulary would crash it.
 
     Args:
-        settings: of the engine.
         vocabulary: size of the model's vocabulary.
         eos_ids: ids that end a generation.
         decode_text: ids to text; without it requests with stop strings are refused.
@@ -60,37 +63,43 @@ class RequestAdmission:
         """Check a request, and return its initial state.
 
         Args:
-            request: the request.
             running: ids of the running requests.
 
         Raises:
             PromptTooLongError: no room for one sampled id.
             BackendError: a duplicate id, or something this engine cannot do.
         """
-        limit, name = self._settings.max_model_len, f"request {request.request_id!r}"
-        if len(request.prompt_ids) >= limit:
+        name = f"request {request.request_id!r}"
+        max_model_len = self._settings.max_model_len
+        prompt_len = len(request.prompt_ids)
+        if prompt_len >= max_model_len:
             raise PromptTooLongError(
-                f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in"
-                f" rollout.max_model_len={limit}; shorten the prompt or raise rollout.max_model_len"
+                f"{name}: a prompt of {prompt_len} ids leaves no room in"
+                f" rollout.max_model_len={max_model_len}; shorten the prompt or raise"
+                " rollout.max_model_len"
             )
         if request.request_id in running:
             raise BackendError(
                 f"{name} is already running; request ids must be unique while they run"
             )
-        if not all(0 <= i < self._vocabulary for i in request.prompt_ids):
+        if not all(0 <= token_id < self._vocabulary for token_id in request.prompt_ids):
             raise BackendError(f"{name}: prompt ids must be in [0, {self._vocabulary})")
+
         if request.sampling.stop and self._decode_text is None:
             raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
-        if request.sampling.grammar is not None and not self._grammars:
-            raise BackendError(f"{name} has a grammar, which this engine cannot follow")
-        if request.sampling.grammar is not None and request.resumed:
-            raise BackendError(
-                f"{name} resumes an output under a grammar, which vLLM begins anew only"
-            )
-        for kind, items in request.multi_modal.items():
-            if len(items) > (allowed := self._settings.multi_modal.get(kind, 0)):
+        if request.sampling.grammar is not None:
+            if not self._grammars:
+                raise BackendError(f"{name} has a grammar, which this engine cannot follow")
+            if request.resumed:
                 raise BackendError(
-                    f"{name} has {len(items)} of kind {kind!r}, this engine takes {allowed}: "
+                    f"{name} resumes an output under a grammar, which vLLM begins anew only"
+                )
+
+        for kind, items in request.multi_modal.items():
+            max_items = self._settings.multi_modal.get(kind, 0)
+            if len(items) > max_items:
+                raise BackendError(
+                    f"{name} has {len(items)} of kind {kind!r}, this engine takes {max_items}: "
                     f"raise rollout.vllm.multi_modal.{kind}"
                 )
         if request.lora is not None and request.lora not in self._settings.adapters:
@@ -98,16 +107,19 @@ class RequestAdmission:
             raise BackendError(
                 f"{name}: no LoRA adapter {request.lora!r}; there are {known} (rollout.adapters)"
             )
+
         return RunningRequest(
             request,
-            max_tokens=min(request.sampling.max_tokens, limit - len(request.prompt_ids)),
+            max_tokens=min(request.sampling.max_tokens, max_model_len - prompt_len),
             eos_ids=self._eos_ids,
             seed=0,  # vLLM draws
             decode_text=self._decode_text,
         )
 
     async def check_grammar(self, request: GenerateRequest) -> None:
-        """Check that a request's grammar, if it has one, can be compiled: vLLM does it without limits.
+        """Check that a request's grammar, if it has one, can be compiled within limits.
+
+        vLLM compiles grammars without limits.
 
         Raises:
             BackendError: it cannot.
@@ -129,15 +141,15 @@ class RequestAdmission:
         return {"prompt_token_ids": folded, "multi_modal_data": vllm_media(request)}
 
     def adapter(self, request: GenerateRequest) -> Any:
-        """Return vLLM's ``LoRARequest``, None for the plain model. Adapters are numbered in order of their names."""
+        """Return vLLM's ``LoRARequest``, None for the plain model."""
         if request.lora is None:
             return None
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
-        number = 1 + list(self._settings.adapters).index(request.lora)
-        return LoRARequest(
-            request.lora, number, str(Path(self._settings.adapters[request.lora]).expanduser())
-        )
+        adapters = self._settings.adapters
+        number = 1 + list(adapters).index(request.lora)
+        folder = Path(adapters[request.lora]).expanduser()
+        return LoRARequest(request.lora, number, str(folder))
 
 
 def vllm_sampling(run: RunningRequest, *, tpu: bool = False) -> dict[str, Any]:
@@ -148,7 +160,6 @@ def vllm_sampling(run: RunningRequest, *, tpu: bool = False) -> dict[str, Any]:
     which ids are kept.
 
     Args:
-        run: the request.
         tpu: for the TPU plugin, which refuses seeds of requests, and reports no log-probs unless
             one more than the sampled id's is requested.
     """
@@ -176,27 +187,27 @@ def fold(
 ) -> list[int]:
     """Fold the first runs of a placeholder, as many as there are items, to one id each.
 
-    Later ones are kept: they are text, as a model may sample any id.
+    Later runs stay as they are: they are text, as a model may sample any id.
 
     Args:
         ids: the prompt.
         counts: number of items by kind.
-        placeholders: ids by kind.
+        placeholders: placeholder ids by kind.
 
     >>> fold([1, 7, 7, 7, 2, 7, 7], {"image": 1}, {"image": 7})
     [1, 7, 2, 7, 7]
     """
-    left = {placeholders[kind]: count for kind, count in counts.items()}
+    items_left = {placeholders[kind]: count for kind, count in counts.items()}
     folded: list[int] = []
-    run: int | None = None
-    for i in ids:
-        if i == run:
+    run_id: int | None = None  # the placeholder whose run is being folded
+    for token_id in ids:
+        if token_id == run_id:
             continue
-        run = None
-        if left.get(i, 0) > 0:
-            left[i] -= 1
-            run = i
-        folded.append(i)
+        run_id = None
+        if items_left.get(token_id, 0) > 0:
+            items_left[token_id] -= 1
+            run_id = token_id
+        folded.append(token_id)
     return folded
 
 
@@ -206,13 +217,16 @@ def vllm_media(request: GenerateRequest) -> dict[str, list[Any]]:
     Raises:
         BackendError: an item is not an image or a video.
     """
+    media: dict[str, list[Any]] = {}
     try:
-        return {
-            kind: [_timed(as_frames(item)) if kind == "video" else as_image(item) for item in items]
-            for kind, items in request.multi_modal.items()
-        }
+        for kind, items in request.multi_modal.items():
+            if kind == "video":
+                media[kind] = [_timed(as_frames(item)) for item in items]
+            else:
+                media[kind] = [as_image(item) for item in items]
     except ValueError as error:
         raise BackendError(f"request {request.request_id!r}: {error}") from None
+    return media
 
 
 def _timed(frames: Any) -> tuple[Any, dict[str, Any]]:
@@ -229,30 +243,30 @@ def _timed(frames: Any) -> tuple[Any, dict[str, Any]]:
 def check_conditioned(
     request: GenerateRequest, ids: Sequence[int], placeholders: Mapping[str, int]
 ) -> None:
-    """Check that vLLM conditions on the ids of a multi-modal request; those of text reach it unchanged.
+    """Check that vLLM conditions on the ids of a multi-modal request.
+
+    The ids of other requests reach it unchanged.
 
     Args:
-        request: the request.
         ids: the prompt as vLLM expanded it.
-        placeholders: ids by kind.
+        placeholders: placeholder ids by kind.
 
     Raises:
         TokenDriftError: it does not; names the number of placeholders on each side.
     """
     if not request.multi_modal or tuple(ids) == request.prompt_ids:
         return
-    counts = {
-        kind: (request.prompt_ids.count(placeholders[kind]), list(ids).count(placeholders[kind]))
-        for kind in request.multi_modal
-    }
-    numbers = ", ".join(
-        f"{ours} {kind} placeholders where vLLM has {theirs}"
-        for kind, (ours, theirs) in counts.items()
-    )
+
+    differences = []
+    for kind in request.multi_modal:
+        ours = request.prompt_ids.count(placeholders[kind])
+        theirs = list(ids).count(placeholders[kind])
+        differences.append(f"{ours} {kind} placeholders where vLLM has {theirs}")
     raise TokenDriftError(
         f"request {request.request_id!r}: vLLM would condition on {len(ids)} ids, the request has"
-        f" {len(request.prompt_ids)} ({numbers}); each placeholder must stand as often as the model"
-        " reads its item (ChatCodec.expand_media), with the same model.max_pixels on both sides"
+        f" {len(request.prompt_ids)} ({', '.join(differences)}); each placeholder must stand as"
+        " often as the model reads its item (ChatCodec.expand_media), with the same"
+        " model.max_pixels on both sides"
     )
 
 
@@ -290,9 +304,9 @@ class LiveRequest:
     def take(self, output: Any, spans: Sequence[Span]) -> TokenChunk | None:
         """Return the chunk that a vLLM ``RequestOutput`` adds; None if there is none.
 
-        vLLM does not say what a grammar excluded, so all ids under one count as constrained; nor
-        can it continue an output within one. So its ids come in one chunk at the end, and none if
-        it was aborted: it begins anew.
+        vLLM does not say what a grammar excluded, so all ids under a grammar count as constrained.
+        Nor can it continue an output within a grammar. So the ids of such a request come in one
+        chunk at the end; an aborted one returns no ids and begins anew.
 
         Args:
             output: with new tokens only.
@@ -301,47 +315,53 @@ class LiveRequest:
         Raises:
             BackendError: vLLM reports an error or omits log-probs.
         """
-        run, completion = self.run, output.outputs[0]
+        run = self.run
+        completion = output.outputs[0]
         self.left_engine = output.finished
         ids = list(completion.token_ids)
         log_probs = _log_probs(run.request.request_id, ids, completion.logprobs)
-        start = len(run.token_ids)
-        versions = expand_versions(spans, start, len(ids))
-        taken = 0
+        versions = expand_versions(spans, len(run.token_ids), len(ids))
+        num_accepted = 0
         for token, log_prob, version in zip(ids, log_probs, versions, strict=True):
-            taken += run.accept(np.array([token]), np.array([log_prob]), version)
+            num_accepted += run.accept(np.array([token]), np.array([log_prob]), version)
+
         if output.finished and run.stop_reason is None:
             run.stop_reason = self._reason(completion.finish_reason)
         if run.stop_reason is not None:
             if output.prompt_token_ids is not None:
                 self.prompt_ids = output.prompt_token_ids
             run.cached_tokens = output.num_cached_tokens or 0
-        if (
-            completion.routed_experts is not None
-        ):  # of all positions fed, with the last output alone
+        if completion.routed_experts is not None:
+            # The last output alone reports them, for all positions that were fed.
             routed = RoutedExperts.of(
                 run.request.routed_experts_prompt_start, completion.routed_experts
             )
             run.routed = routed.until(len(run.request.prompt_ids) + len(run.token_ids) - 1)
+
         if run.request.sampling.grammar is not None:
-            return self._constrained_whole() if self.finished else None
-        if not taken and run.stop_reason is None:
+            if self.finished:
+                return self._constrained_chunk()
             return None
+        if num_accepted == 0 and run.stop_reason is None:
+            return None
+        final = None
+        if run.stop_reason is not None:
+            final = run.output([*self.prompt_ids, *run.token_ids])
         return TokenChunk(
-            token_ids=tuple(ids[:taken]),
-            log_probs=tuple(log_probs[:taken]),
-            policy_versions=tuple(versions[:taken]),
-            final=(
-                run.output([*self.prompt_ids, *run.token_ids])
-                if run.stop_reason is not None
-                else None
-            ),
+            token_ids=tuple(ids[:num_accepted]),
+            log_probs=tuple(log_probs[:num_accepted]),
+            policy_versions=tuple(versions[:num_accepted]),
+            final=final,
         )
 
-    def _constrained_whole(self) -> TokenChunk:
+    def _constrained_chunk(self) -> TokenChunk:
+        """Return the complete output of a finished request under a grammar as one chunk."""
         run = self.run
         if run.stop_reason is StopReason.ABORTED:
-            run.token_ids, run.log_probs, run.versions, run.routed = [], [], [], None
+            run.token_ids = []
+            run.log_probs = []
+            run.versions = []
+            run.routed = None
         run.constrained = [True] * len(run.token_ids)
         final = run.output([*self.prompt_ids, *run.token_ids])
         return TokenChunk(
@@ -375,23 +395,22 @@ def _log_probs(request_id: str, ids: Sequence[int], reported: Sequence[Any] | No
 def expand_versions(spans: Sequence[Span], start: int, count: int) -> list[int]:
     """Return the versions of output tokens ``start .. start + count``.
 
-    Args:
-        spans: from vLLM.
-        start: index of the first token.
-        count: number of tokens.
-
     >>> expand_versions([(1, 0), (2, 5)], start=3, count=4)
     [1, 1, 2, 2]
 
     Raises:
         ValueError: a token lies before the first span.
     """
-    starts = [first for _, first in spans]
+    starts = [span_start for _, span_start in spans]
     if count and (not spans or starts[0] > start):
         raise ValueError(
             f"tokens {start}..{start + count} lie before the first version span {list(spans[:1])}"
         )
-    return [spans[bisect_right(starts, index) - 1][0] for index in range(start, start + count)]
+    versions = []
+    for index in range(start, start + count):
+        version, _ = spans[bisect_right(starts, index) - 1]
+        versions.append(version)
+    return versions
 
 
 class Usage:
@@ -403,21 +422,24 @@ class Usage:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._inside: dict[int, RunningRequest] = {}
-        self._since = 0.0
-        self._busy = 0.0
-        self._generated = self._prefilled = self._cached = self._finished = 0
+        self._running: dict[int, RunningRequest] = {}
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
+        self._generated = 0
+        self._prefilled = 0
+        self._cached = 0
+        self._finished = 0
         self.weight_update_seconds = 0.0
 
     def begin(self, run: RunningRequest) -> None:
-        if not self._inside:
-            self._since = self._clock()
-        self._inside[id(run)] = run
+        if not self._running:
+            self._busy_since = self._clock()
+        self._running[id(run)] = run
 
     def end(self, run: RunningRequest) -> None:
-        del self._inside[id(run)]
-        if not self._inside:
-            self._busy += self._clock() - self._since
+        del self._running[id(run)]
+        if not self._running:
+            self._busy_seconds += self._clock() - self._busy_since
         self._generated += len(run.token_ids)
         if run.stop_reason is not None:
             self._finished += 1
@@ -425,13 +447,17 @@ class Usage:
             self._prefilled += len(run.request.prompt_ids) - run.cached_tokens
 
     def metrics(self) -> BackendMetrics:
-        running = self._clock() - self._since if self._inside else 0.0
+        generated = self._generated
+        for run in self._running.values():
+            generated += len(run.token_ids)
+        busy_seconds = self._busy_seconds
+        if self._running:
+            busy_seconds += self._clock() - self._busy_since
         return BackendMetrics(
-            generated_tokens=self._generated
-            + sum(len(run.token_ids) for run in self._inside.values()),
+            generated_tokens=generated,
             prefill_tokens=self._prefilled,
             cached_tokens=self._cached,
             requests_finished=self._finished,
-            busy_seconds=self._busy + running,
+            busy_seconds=busy_seconds,
             weight_update_seconds=self.weight_update_seconds,
         )
