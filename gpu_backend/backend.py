@@ -3,12 +3,14 @@
 ::
 
     this process, asyncio                                       child process(es)
-    generate()/stream() ── add_request ──►  AsyncLLM  ──zmq──►  engine core: scheduler ──► worker(s): model
-        ▲                                      │
-        └── LiveRequest.take ◄── collector ◄───┘   one per request; outputs carry the version of their weights
-                 │
-               delivery: suspended while new weights are loaded and verified by a probe, and, in a pause, until
-               resume. Tokens sampled during the probe wait for it; if it fails, their requests fail, too.
+    generate()/stream() ── add_request ──►  AsyncLLM  ──zmq──►  engine core: scheduler
+        ▲                                      │                    └──► worker(s): model
+        │                                      │
+        └── LiveRequest.take ◄── collector ◄───┘   one per request; outputs carry the version
+                 │                                 of their weights
+               delivery: suspended while new weights are loaded and verified by a probe, and, in a
+               pause, until resume. Tokens sampled during the probe wait for it; if it fails, their
+               requests fail as well.
 
 Nothing here depends on the device: :class:`Capabilities` declares what a platform cannot do.
 """
@@ -57,6 +59,7 @@ from jax_agent_rl.rollout.protocol import (
 from jax_agent_rl.types import PauseMode, TokenOutput, TokenScores
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.services import ENGINE_START_SECONDS, start_service
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +68,6 @@ class VllmBackend:
     """One vLLM engine.
 
     Args:
-        settings: of the engine.
         version: policy version of the weights in ``settings.model``.
         decode_text: ids to text; without it requests with stop strings are refused.
         tokenizer_eos_ids: ids that end a generation if the model's files name none.
@@ -88,7 +90,7 @@ class VllmBackend:
         self._start = start
         self._started: StartedEngine | None = None
         self._engine: Any = None
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, LiveRequest] = {}  # running requests by id
         self._usage = Usage()
         self._change = asyncio.Lock()  # one pause, update or sleep at a time
         self._delivery = asyncio.Event()
@@ -100,7 +102,12 @@ class VllmBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        platform = self._started.platform if self._started is not None else "other"
+        platform = "other"
+        payloads = frozenset({FILES})
+        if self._started is not None:
+            platform = self._started.platform
+            # A broadcast needs a sender, which RayBackend has: it adds the kind.
+            payloads = self._updater.kinds - {BROADCAST}
         return Capabilities(
             max_model_len=self._settings.max_model_len,
             max_concurrent=self._settings.max_num_seqs,
@@ -118,10 +125,7 @@ class VllmBackend:
             sleep=self._settings.sleep and platform == "cuda",
             precision=served_precision(self._settings, self._started),
             weight_dtype=weight_dtype(self._settings, self._started),
-            # What is broadcast needs a sender beside it: RayBackend has one.
-            weight_payloads=(
-                self._updater.kinds - {BROADCAST} if self._started else frozenset({FILES})
-            ),
+            weight_payloads=payloads,
         )
 
     @property
@@ -139,6 +143,7 @@ class VllmBackend:
         """
         if self._started is not None:
             raise BackendError("the backend was already started")
+
         check_installation()
         checkpoint = Checkpoint.read(model_folder(self._settings.model, weights=True))
         checkpoint.check_media(self._settings.multi_modal)
@@ -154,13 +159,14 @@ class VllmBackend:
             ended=self._ended,
             error=BackendError,
         )
+
         self._engine = started.engine
+        is_tpu = started.platform == "tpu"
+        why_fixed = None
+        if is_tpu:
+            why_fixed = await ask_workers(started.engine)
         self._updater = WeightUpdater(
-            started.engine,
-            checkpoint,
-            self._settings,
-            started.platform,
-            fixed=await ask_workers(started.engine) if started.platform == "tpu" else None,
+            started.engine, checkpoint, self._settings, started.platform, why_fixed=why_fixed
         )
         self._admission = RequestAdmission(
             self._settings,
@@ -168,7 +174,7 @@ class VllmBackend:
             eos_ids=checkpoint.eos_token_ids or self._tokenizer_eos_ids,
             decode_text=self._decode_text,
             placeholders=checkpoint.placeholders,
-            grammars=started.platform != "tpu" and self._settings.has_tokenizer,
+            grammars=not is_tpu and self._settings.has_tokenizer,
         )
         await self._engine.update_weight_version(str(self._version))
         self._started = started
@@ -180,15 +186,20 @@ class VllmBackend:
         self._delivery.set()
         if self._started is None:
             return
+
+        # vLLM would leave the callers of running requests waiting.
         await asyncio.gather(*(live.submitted.wait() for live in self._live.values()))
-        for live in self._live.values():  # vLLM would leave their callers waiting
+        for live in self._live.values():
             if live.collector is not None:
                 live.collector.put(BackendClosedError("the backend was closed"))
         await asyncio.to_thread(self._engine.shutdown)
         self._ended.set()
+
         # vLLM's destructor must not run as late as interpreter exit, and the engine is part of
         # reference cycles.
-        self._engine = self._updater.engine = self._started.engine = None
+        self._engine = None
+        self._updater.engine = None
+        self._started.engine = None
         gc.collect()
 
     # --- requests ---------------------------------------------------------------------------------
@@ -239,11 +250,12 @@ class VllmBackend:
         return True
 
     async def _submit(self, live: LiveRequest) -> None:
+        """Hand a request to vLLM."""
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-        from vllm.sampling_params import (
+        from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
             RequestOutputKind,
             StructuredOutputsParams,
-        )  # pyright: ignore[reportMissingImports]
+        )
 
         request = live.run.request
         assert self._started is not None
@@ -254,9 +266,11 @@ class VllmBackend:
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
         try:
             await self._admission.check_grammar(request)
+            # On a thread: images take time to convert.
+            prompt = await asyncio.to_thread(self._admission.prompt, request)
             live.collector = await self._engine.add_request(
                 request.request_id,
-                await asyncio.to_thread(self._admission.prompt, request),
+                prompt,
                 params,
                 lora_request=self._admission.adapter(request),
                 priority=request.priority,
@@ -268,9 +282,10 @@ class VllmBackend:
             live.submitted.set()
 
     def _spans(self, live: LiveRequest, output: Any) -> list[Span]:
-        """Return which version sampled which token: vLLM reports it with the last output, and keeps it until then.
+        """Return which version sampled which token.
 
-        The version at the time an output is *read* would be wrong: unread outputs queue up.
+        vLLM reports it with the last output, and keeps it until then. The version at the time an
+        output is *read* would be wrong: unread outputs queue up.
         """
         reported = output.outputs[0].weight_versions
         if reported is not None:
@@ -291,9 +306,9 @@ class VllmBackend:
             await self._engine.abort(live.collector.request_id, internal=True)
 
     def _translate(self, error: Exception, request: GenerateRequest) -> BackendError:
-        from vllm.v1.engine.exceptions import (
+        from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
             EngineDeadError,
-        )  # pyright: ignore[reportMissingImports]
+        )
 
         if isinstance(error, BackendError):
             return error
@@ -304,12 +319,13 @@ class VllmBackend:
         return BackendError(f"request {request.request_id!r}: vLLM refused or lost it: {error}")
 
     def _death(self) -> str:
+        """Describe why the engine died."""
         assert self._started is not None
-        cause = (
-            root_cause(self._started.log)
-            or "its process ended without a message (killed? out of memory?)"
-        )
-        return f"the vLLM engine died: {cause}; start a new one (its log: {self._started.log.file})"
+        log = self._started.log
+        cause = root_cause(log)
+        if cause is None:
+            cause = "its process ended without a message (killed? out of memory?)"
+        return f"the vLLM engine died: {cause}; start a new one (its log: {log.file})"
 
     def _check_running(self) -> None:
         """Raise unless the engine runs; it may hold wrong weights, and take new ones."""
@@ -343,7 +359,10 @@ class VllmBackend:
             await self._resume_unless_paused()
 
     async def _stop(self, mode: str) -> None:
-        """Pause vLLM. If that fails or is cancelled, vLLM may have paused nevertheless: resume it."""
+        """Pause vLLM.
+
+        If that fails or is cancelled, vLLM may have paused nevertheless: resume it.
+        """
         try:
             await self._engine.pause_generation(mode=mode, clear_cache=False)
         except BaseException:
@@ -352,11 +371,11 @@ class VllmBackend:
             raise
 
     async def _resume_unless_paused(self) -> None:
-        if (
-            self._paused or self._failure is not None
-        ):  # wrong weights stay paused until a whole update succeeds
+        # Wrong weights stay paused until a whole update succeeds.
+        if self._paused or self._failure is not None:
             return
-        self._delivery.set()  # first: a cancellation in the next line comes after vLLM has resumed
+        # Before the call: if it is cancelled, vLLM has resumed nevertheless.
+        self._delivery.set()
         await self._engine.resume_generation()
 
     async def update_weights(self, update: WeightUpdate) -> None:
@@ -374,12 +393,13 @@ class VllmBackend:
                     f"a partial update cannot repair this engine: {self._failure}"
                 )
             probe = await asyncio.to_thread(self._updater.check, update, served=self._version)
-            begin = time.perf_counter()
+
+            start_time = time.perf_counter()
             if not self._paused:
                 await self._stop("keep")
             self._delivery.clear()
             try:
-                await self._take(update, probe)
+                await self._load_and_verify(update, probe)
             except BaseException as error:
                 await self._refuse_to_serve(update, error)
                 if isinstance(error, WeightUpdateError) or not isinstance(error, Exception):
@@ -387,14 +407,17 @@ class VllmBackend:
                 raise WeightUpdateError(
                     f"weights of version {update.version} could not be loaded: {error}"
                 ) from error
-            self._version, self._failure = update.version, None
-            await self._resume_unless_paused()
-            self._usage.weight_update_seconds += time.perf_counter() - begin
 
-    async def _take(self, update: WeightUpdate, probe: Any) -> None:
+            self._version = update.version
+            self._failure = None
+            await self._resume_unless_paused()
+            self._usage.weight_update_seconds += time.perf_counter() - start_time
+
+    async def _load_and_verify(self, update: WeightUpdate, probe: LogprobProbe | None) -> None:
         await self._updater.load(update)
         if probe is None:
             return
+        # The probe is a request: the engine must run for it, while delivery is suspended.
         await self._engine.resume_generation()
         try:
             await self._updater.verify(probe, f"probe-{update.version}")
@@ -408,8 +431,10 @@ class VllmBackend:
         )
         logger.error("the vLLM engine stops serving: %s", self._failure)
         self._delivery.set()
+        if self._engine.errored:
+            return
         collectors = [live.collector for live in self._live.values() if live.collector is not None]
-        for collector in () if self._engine.errored else collectors:
+        for collector in collectors:
             await self._engine.abort(collector.request_id, internal=True)
 
     async def reset_prefix_cache(self) -> None:
@@ -418,15 +443,15 @@ class VllmBackend:
 
     async def sleep(self) -> None:
         async with self._change:
-            self._need_sleep()
+            self._check_can_sleep()
             await self._engine.sleep(level=1, mode="abort")
 
     async def wake(self) -> None:
         async with self._change:
-            self._need_sleep()
+            self._check_can_sleep()
             await self._engine.wake_up()
 
-    def _need_sleep(self) -> None:
+    def _check_can_sleep(self) -> None:
         self._check_running()
         if not self.capabilities.sleep:
             raise NotImplementedError("sleep needs CUDA and rollout.sleep_during_update=true")
@@ -438,19 +463,19 @@ class VllmBackend:
             self._check_serving()
         except BackendError as error:
             return Health(ok=False, detail=str(error), policy_version=self._version)
-        running = sum(1 for live in self._live.values() if live.run.token_ids)
+        num_sampling = sum(1 for live in self._live.values() if live.run.token_ids)
         return Health(
             ok=True,
             policy_version=self._version,
-            running=running,
-            waiting=len(self._live) - running,
+            running=num_sampling,
+            waiting=len(self._live) - num_sampling,
         )
 
     async def metrics(self) -> BackendMetrics:
         return self._usage.metrics()
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
-        """Return a sample of every tensor as it is served; empty where tensors cannot be read back whole."""
+        """Return a sample of every served tensor; empty where complete tensors cannot be read."""
         return await self._updater.tensor_samples()
 
     async def replica_samples(self) -> Sequence[Mapping[str, TensorSample]]:

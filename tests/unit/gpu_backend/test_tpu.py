@@ -167,7 +167,7 @@ def test_parts_of_a_model_and_models_that_stay_are_refused(checkpoint: Checkpoin
     assert updater.kinds == {"safetensors"}
     with pytest.raises(WeightUpdateError, match="whole updates only"):
         updater.check(update(checkpoint, partial=True), served=0)
-    fixed = WeightUpdater(None, checkpoint, SETTINGS, "tpu", fixed="they stay")
+    fixed = WeightUpdater(None, checkpoint, SETTINGS, "tpu", why_fixed="they stay")
     assert not fixed.kinds
     with pytest.raises(WeightUpdateError, match="they stay"):
         fixed.check(update(checkpoint), served=0)
