@@ -34,7 +34,11 @@ _SHARED_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Log:
-    """One engine's part of a log file that earlier engines, and earlier runs, also wrote to."""
+    """One engine's part of a log file that earlier engines, and earlier runs, also wrote to.
+
+    Attributes:
+        begin: position of its first byte in the file.
+    """
 
     file: Path
     begin: int = 0
@@ -57,10 +61,15 @@ def start_engine(settings: VllmSettings) -> StartedEngine:
         BackendError: anything else that kept it from starting.
     """
     folder = Path(tempfile.mkdtemp(prefix="vllm-"))
-    log_file = Path(settings.log_file) if settings.log_file else folder / "vllm.log"
+    log_file = folder / "vllm.log"
+    if settings.log_file:
+        log_file = Path(settings.log_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    log = Log(log_file, log_file.stat().st_size if log_file.exists() else 0)
+    log = Log(log_file)
+    if log_file.exists():
+        log = Log(log_file, begin=log_file.stat().st_size)
     log_config = write_log_config(log_file.absolute(), folder / "logging.json")
+
     cpus = sorted(os.sched_getaffinity(0))
     with _environment(environment(settings, cpus=cpus, log_config=log_config)):
         try:
@@ -79,25 +88,28 @@ def _start(settings: VllmSettings, log: Log) -> StartedEngine:
     from vllm.platforms import current_platform as current  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-    platform = (
-        "cpu"
-        if current.is_cpu()
-        else "cuda"
-        if current.is_cuda()
-        else "tpu"
-        if current.is_tpu()
-        else "other"
-    )
+    platform: Platform
+    if current.is_cpu():
+        platform = "cpu"
+    elif current.is_cuda():
+        platform = "cuda"
+    elif current.is_tpu():
+        platform = "tpu"
+    else:
+        platform = "other"
+
     if platform == "tpu":
         check_tpu_settings(settings)
     if platform == "cpu" and settings.tensor_parallel_size == 1:
-        # With it, the CPU build runs the model in a third process that polls shared memory on a
-        # core of its own. The engine core stays in a child process either way: AsyncLLM always
-        # makes one.
+        # With multiprocessing, the CPU build runs the model in a third process that polls shared
+        # memory on a core of its own. The engine core stays in a child process either way:
+        # AsyncLLM always makes one.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
     arguments = settings.engine_arguments(platform)
-    if grammars := arguments.get("structured_outputs_config"):
-        arguments["structured_outputs_config"] = StructuredOutputsConfig(**grammars)
+    grammar_config = arguments.get("structured_outputs_config")
+    if grammar_config:
+        arguments["structured_outputs_config"] = StructuredOutputsConfig(**grammar_config)
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     return StartedEngine(engine=engine, platform=platform, log=log)
 
@@ -132,12 +144,12 @@ def check_tpu_settings(settings: VllmSettings) -> None:
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables while the child processes start, then restore the environment."""
-    before = dict(os.environ)
+    names_before = set(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name in os.environ.keys() - before.keys():
+        for name in os.environ.keys() - names_before:
             del os.environ[name]
 
 
@@ -145,9 +157,7 @@ def explain(settings: VllmSettings, error: Exception, log: Log) -> ConfigError |
     """Return an error that names the root cause (from vLLM's log), the values and the fix.
 
     Args:
-        settings: of the engine.
         error: what vLLM raised.
-        log: its log.
     """
     cause = str(error)
     if _GENERAL in cause or not cause:
@@ -175,24 +185,42 @@ def root_cause(log: Log) -> str | None:
     """Return the last exception in an engine's log that does not just report an earlier one."""
     if not log.file.is_file():
         return None
-    found = None
-    for line in log.file.read_bytes()[log.begin :].decode(errors="replace").splitlines():
-        if (match := _CAUSE.search(line)) and _GENERAL not in line:
-            found = f"{match[1].rpartition('.')[2]}: {match[2]}"
-    return found
+    text = log.file.read_bytes()[log.begin :].decode(errors="replace")
+    cause = None
+    for line in text.splitlines():
+        if _GENERAL in line:
+            continue
+        match = _CAUSE.search(line)
+        if match:
+            _, _, error_name = match[1].rpartition(".")
+            cause = f"{error_name}: {match[2]}"
+    return cause
 
 
 def served_precision(settings: VllmSettings, started: StartedEngine | None) -> str:
-    """Return the dtype of weights and activations; that of ``dtype: auto`` is known once vLLM has started."""
-    model = getattr(started.engine, "model_config", None) if started is not None else None
-    return settings.dtype if model is None else str(model.dtype).removeprefix("torch.")
+    """Return the dtype of weights and activations.
+
+    What ``dtype: auto`` means is known once vLLM has started.
+    """
+    model = _model_config(started)
+    if model is None:
+        return settings.dtype
+    return str(model.dtype).removeprefix("torch.")
 
 
 def weight_dtype(settings: VllmSettings, started: StartedEngine | None) -> str:
-    """Return ``Capabilities.weight_dtype``: the model's dtype, unless a quantization rounds what it is given."""
-    model = getattr(started.engine, "model_config", None) if started is not None else None
-    return (
-        "float32"
-        if model is None or model.quantization is not None
-        else served_precision(settings, started)
-    )
+    """Return ``Capabilities.weight_dtype``.
+
+    It is the model's dtype, unless a quantization rounds the weights that it is given.
+    """
+    model = _model_config(started)
+    if model is None or model.quantization is not None:
+        return "float32"
+    return served_precision(settings, started)
+
+
+def _model_config(started: StartedEngine | None) -> Any:
+    """Return vLLM's ``ModelConfig``; None before the start and after the end."""
+    if started is None:
+        return None
+    return getattr(started.engine, "model_config", None)

