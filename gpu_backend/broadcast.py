@@ -1,9 +1,11 @@
-"""Weights from the learner's device to vLLM's workers on other hosts: by NCCL between GPUs, by gloo between CPUs.
+"""Weights from the learner's device to vLLM's workers on other hosts.
 
-::
+They travel by NCCL between GPUs, and by gloo between CPUs::
 
-    learner   sending(update) ──► address and names of the tensors, to the engine ──► receive(…) in each worker
-                  └────────────── each tensor, in order, broadcast ───────────────────────┘ ──► load_weights
+    learner   sending(update) ──► address and names of the tensors ──► engine
+                  │                                                      │
+                  │                                                receive(…) in each worker
+                  └────────────── each tensor, in order, broadcast ──────┘ ──► load_weights
 
 A group of processes lasts for one update of one engine: an engine that died, or that is not there
 yet, holds nobody up. Engines are served one after the other, because NCCL's groups on one device
@@ -27,16 +29,18 @@ import torch
 from torch.distributed import (
     BroadcastOptions,
     ProcessGroupGloo,
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]  # its documented place, which __all__ leaves out
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]  # documented, though not in __all__
 )
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import WeightUpdate
 
-JOIN_SECONDS, TRANSFER_SECONDS = 120.0, 600.0
+JOIN_SECONDS = 120.0
+TRANSFER_SECONDS = 600.0
 _ARRIVALS = "arrivals"
 _POLL_SECONDS = 0.01
-_one_at_a_time = threading.Lock()
+_transfer_lock = threading.Lock()
+"""Held while tensors are sent: NCCL's groups on one device must not overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +48,9 @@ class Announcement:
     """What a worker needs to join.
 
     Attributes:
-        host, port: where the group meets.
-        receivers: workers of the engine.
+        host: address where the group meets.
+        port: port where it meets.
+        receivers: number of workers of the engine.
         backend: ``nccl`` or ``gloo``.
         tensors: dtype and shape of each tensor by name, in the order in which they are sent.
     """
@@ -65,20 +70,19 @@ async def sending(
 
     Args:
         update: of kind ``broadcast``: Hugging Face names to arrays of this process on one device.
-        receivers: workers of the engine.
+        receivers: number of workers of the engine.
         host: address of this machine that the engine reaches.
 
     Raises:
         WeightUpdateError: not all workers came, or one was lost.
     """
     sender = await asyncio.to_thread(_Sender, update.payload, receivers, host)
-    running = asyncio.create_task(asyncio.to_thread(sender.run))
-    running.add_done_callback(
-        lambda task: task.cancelled() or task.exception()
-    )  # where nobody waits for it any more
+    transfer = asyncio.create_task(asyncio.to_thread(sender.run))
+    # Retrieve its exception, also where nobody waits for the task any more.
+    transfer.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         yield replace(update, payload=sender.announcement)
-        await running
+        await transfer
     finally:
         sender.cancelled.set()  # it stops waiting for receivers
 
@@ -87,8 +91,8 @@ class _Sender:
     """Rank 0 of a group.
 
     Args:
-        arrays: those of the update; any that support DLPack.
-        receivers: workers of the engine.
+        arrays: the update's; any that support DLPack.
+        receivers: number of workers of the engine.
         host: address to listen at.
     """
 
@@ -105,37 +109,38 @@ class _Sender:
             master_listen_fd=listener.detach(),
             timeout=timedelta(seconds=JOIN_SECONDS),
         )
-        described = {
-            name: (str(t.dtype).removeprefix("torch."), tuple(t.shape))
-            for name, t in self._tensors.items()
-        }
-        on_gpu = any(tensor.is_cuda for tensor in self._tensors.values())
-        backend = "nccl" if on_gpu else "gloo"
+
+        backend = "gloo"
+        tensors = {}
+        for name, tensor in self._tensors.items():
+            if tensor.is_cuda:
+                backend = "nccl"
+            tensors[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         self.announcement = Announcement(
-            host=host, port=port, receivers=receivers, backend=backend, tensors=described
+            host=host, port=port, receivers=receivers, backend=backend, tensors=tensors
         )
 
     def run(self) -> None:
         """Wait for all receivers, then send everything."""
-        where, receivers = (
-            f"{self.announcement.host}:{self.announcement.port}",
-            self.announcement.receivers,
-        )
+        host = self.announcement.host
+        receivers = self.announcement.receivers
         deadline = time.monotonic() + JOIN_SECONDS
-        while (arrived := self._store.add(_ARRIVALS, 0)) < receivers:
+        while True:
+            arrived = self._store.add(_ARRIVALS, 0)
+            if arrived >= receivers:
+                break
             if self.cancelled.wait(_POLL_SECONDS):
                 return
             if time.monotonic() > deadline:
                 raise WeightUpdateError(
-                    f"{arrived} of {receivers} workers of the engine came to {where} for new"
-                    f" weights within {JOIN_SECONDS:g} s; is the address within reach of the"
-                    " engine's node?"
+                    f"{arrived} of {receivers} workers of the engine came to"
+                    f" {host}:{self.announcement.port} for new weights within {JOIN_SECONDS:g} s;"
+                    " is the address within reach of the engine's node?"
                 )
-        with _one_at_a_time:
+
+        with _transfer_lock:
             try:
-                group = _join(
-                    self._store, 0, receivers + 1, self.announcement.backend, self.announcement.host
-                )
+                group = _join(self._store, 0, receivers + 1, self.announcement.backend, host)
                 for tensor in self._tensors.values():
                     _broadcast(group, tensor)
             except RuntimeError as error:
@@ -150,19 +155,28 @@ def receive(announcement: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
     Args:
         announcement: the fields of :class:`Announcement`.
     """
-    host, port, backend = announcement["host"], announcement["port"], announcement["backend"]
-    limit = timedelta(seconds=JOIN_SECONDS)
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-    rank = store.add(_ARRIVALS, 1)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        address = probe.getsockname()[0]  # of this machine, from which the other one is reached
-    group = _join(store, rank, announcement["receivers"] + 1, backend, address)
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if backend == "nccl"
-        else torch.device("cpu")
+    host = announcement["host"]
+    port = announcement["port"]
+    backend = announcement["backend"]
+    store = TCPStore(
+        host,
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=JOIN_SECONDS),
     )
+    rank = store.add(_ARRIVALS, 1)
+
+    # Connecting a datagram socket sends nothing, and shows which address of this machine the
+    # sender is reached from.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
+        connection.connect((host, port))
+        address = connection.getsockname()[0]
+    group = _join(store, rank, announcement["receivers"] + 1, backend, address)
+
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
     for name, (dtype, shape) in announcement["tensors"].items():
         tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
         _broadcast(group, tensor)
@@ -178,7 +192,8 @@ def _join(store: TCPStore, rank: int, size: int, backend: str, address: str) -> 
         settings = ProcessGroupNCCL.Options()
         settings._timeout = limit
         return ProcessGroupNCCL(store, rank, size, settings)
-    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # torch's stub lacks it
+    # torch's stub lacks these options.
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = limit
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     return ProcessGroupGloo(store, rank, size, options)
@@ -186,7 +201,7 @@ def _join(store: TCPStore, rank: int, size: int, backend: str, address: str) -> 
 
 def _broadcast(group: Any, tensor: torch.Tensor) -> None:
     options = BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    group.broadcast(
-        [tensor.reshape(-1).view(torch.uint8)], options
-    ).wait()  # bytes: gloo lacks some types
+    options.rootRank = 0
+    options.rootTensor = 0
+    data = tensor.reshape(-1).view(torch.uint8)  # gloo lacks some types
+    group.broadcast([data], options).wait()

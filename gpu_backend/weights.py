@@ -30,9 +30,10 @@ class Family:
     Attributes:
         fused: vLLM's module name to the Hugging Face modules stacked in it, in order of rows.
         transposed: modules whose ``weight`` Hugging Face stores as [in, out] and vLLM as [out, in].
-        aliases: how names begin in some folders and in published ones, by which updates call every
-            tensor.
-        prefixes: how those begin in vLLM; the first that fits is replaced.
+        aliases: beginning of names in some folders to their beginning in published checkpoints, by
+            whose names updates call every tensor.
+        prefixes: beginning of published names to their beginning in vLLM; the first that fits is
+            replaced.
         experts: vLLM's module with the stacks of all experts, in place of Hugging Face's
             ``experts``.
         media: kinds of multi-modal input; ``config.json`` names each kind's placeholder in
@@ -55,8 +56,8 @@ _GPT2 = Family(
 )
 _QWEN_VL = Family(
     fused=_FUSED,
-    # Two generations of names are in use: some versions of transformers since 4.52 wrote another
-    # than is published.
+    # Two generations of names are in use: some versions of transformers since 4.52 wrote other
+    # names than published checkpoints have.
     aliases={"model.language_model.": "model.", "model.visual.": "visual."},
     prefixes={
         "visual.": "visual.",
@@ -72,16 +73,18 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": _LLAMA,
     "Qwen3MoeForCausalLM": Family(fused=_FUSED, experts="experts.routed_experts"),
     "Gemma3ForCausalLM": _LLAMA,
-    "Glm4ForCausalLM": Family(
-        fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}
-    ),  # gate and up are one on both sides
+    # Gate and up are one matrix on both sides.
+    "Glm4ForCausalLM": Family(fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}),
     "GPT2LMHeadModel": _GPT2,
     "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
 }
 
 
 class Placement(NamedTuple):
-    """Where one tensor lies: rows ``first .. first + rows`` of vLLM's ``parameter``, or of its slice ``expert``."""
+    """Where one tensor lies in vLLM's model.
+
+    It is in rows ``first .. first + rows`` of ``parameter``, or of its slice ``expert``.
+    """
 
     parameter: str
     first: int
@@ -133,25 +136,28 @@ class Checkpoint:
             raise ConfigError(
                 f"{config_file}: quantised weights cannot be trained; use the unquantised model"
             )
+
         family = FAMILIES[names[0]]
         shapes: dict[str, tuple[int, ...]] = {}
         files = sorted(folder.glob("*.safetensors"))
-        try:
-            for file in files:
-                shapes |= {
-                    _renamed(n, family.aliases): shape for n, shape in read_header(file)[0].items()
-                }
-        except WeightUpdateError as error:
-            raise ConfigError(str(error)) from error
+        for file in files:
+            try:
+                file_shapes, _ = read_header(file)
+            except WeightUpdateError as error:
+                raise ConfigError(str(error)) from error
+            for name, shape in file_shapes.items():
+                shapes[_renamed(name, family.aliases)] = shape
         if not shapes:
             raise ConfigError(
                 f"{folder} holds no *.safetensors; convert the model's weights to safetensors"
             )
+
         is_tied = config.get("tie_word_embeddings", False) or names[0] == "GPT2LMHeadModel"
-        try:
-            is_tied = is_tied and not has_own_head(files)  # vLLM unties a head that differs
-        except ModelError as error:
-            raise ConfigError(str(error)) from error
+        if is_tied:
+            try:
+                is_tied = not has_own_head(files)  # vLLM unties a head that differs
+            except ModelError as error:
+                raise ConfigError(str(error)) from error
         return cls(
             family=family,
             shapes=shapes,
@@ -160,22 +166,24 @@ class Checkpoint:
             placeholders={kind: _placeholder(config, config_file, kind) for kind in family.media},
         )
 
-    def check_media(self, wanted: Collection[str]) -> None:
+    def check_media(self, kinds: Collection[str]) -> None:
         """Check that the model takes these kinds of input.
 
         Raises:
-            ConfigError: it does not; or it takes some and none is wanted, when vLLM would not load
-                its vision tower.
+            ConfigError: it does not; or it takes some kinds and none is named, and vLLM would not
+                load its vision tower.
         """
-        if unknown := sorted(set(wanted) - self.placeholders.keys()):
+        unknown = sorted(set(kinds) - self.placeholders.keys())
+        if unknown:
             raise ConfigError(
                 f"rollout.vllm.multi_modal names {unknown}, which this model does not take; remove"
                 " them"
             )
-        if self.placeholders and not wanted:
+        if self.placeholders and not kinds:
+            first_kind = next(iter(self.placeholders))
             raise ConfigError(
                 f"this model takes {' and '.join(self.placeholders)} input; say how much of it with"
-                f" e.g. rollout.vllm.multi_modal.{next(iter(self.placeholders))}=1"
+                f" e.g. rollout.vllm.multi_modal.{first_kind}=1"
             )
 
     def check(self, update: Shapes, *, partial: bool) -> None:
@@ -189,17 +197,18 @@ class Checkpoint:
             raise WeightUpdateError(
                 f"the update holds {len(unknown)} tensors the model does not have: {unknown[:3]}"
             )
-        wrong = [
-            n
-            for n in sorted(update)
-            if n in self.shapes and tuple(update[n]) != tuple(self.shapes[n])
-        ]
-        if wrong:
-            name = wrong[0]
+
+        misshapen = []
+        for name in sorted(update.keys() & self.shapes.keys()):
+            if tuple(update[name]) != tuple(self.shapes[name]):
+                misshapen.append(name)
+        if misshapen:
+            name = misshapen[0]
             raise WeightUpdateError(
-                f"{len(wrong)} tensors have another shape, e.g. {name}: {list(update[name])}, "
+                f"{len(misshapen)} tensors have another shape, e.g. {name}: {list(update[name])}, "
                 f"served is {list(self.shapes[name])}"
             )
+
         missing = sorted(self.shapes.keys() - update.keys() - self.optional)
         if missing and not partial:
             raise WeightUpdateError(
@@ -210,53 +219,90 @@ class Checkpoint:
             raise WeightUpdateError("the update holds no tensor")
 
     def placements(self) -> dict[str, Placement]:
-        """Return where every tensor lies after loading (on one device; tensor-parallel ranks hold slices of it)."""
-        return {
-            n: _place(n, self.shapes, self.family) for n in self.shapes if n not in self.optional
-        }
+        """Return where every tensor lies after loading, on one device.
+
+        Tensor-parallel ranks hold slices of it.
+        """
+        placements = {}
+        for name in self.shapes:
+            if name not in self.optional:
+                placements[name] = _place(name, self.shapes, self.family)
+        return placements
 
 
 def _placeholder(config: Mapping[str, Any], file: Path, kind: str) -> int:
-    if type(placeholder := config.get(f"{kind}_token_id")) is not int:
+    placeholder = config.get(f"{kind}_token_id")
+    if type(placeholder) is not int:
         raise ConfigError(f"{file} names no {kind}_token_id; download the model again")
     return placeholder
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """Return those of ``generation_config.json`` (which lists all) if it has any, else of ``config.json``."""
-    file = folder / "generation_config.json"
-    generation = json.loads(file.read_text()) if file.is_file() else {}
-    language = config.get("text_config", config)
-    eos = generation.get("eos_token_id", config.get("eos_token_id", language.get("eos_token_id")))
-    return frozenset() if eos is None else frozenset(eos if isinstance(eos, list) else [eos])
+    """Return the ids that end a generation, from the first file that names some.
+
+    ``generation_config.json`` comes before ``config.json``, as it lists all of them.
+    """
+    sources = [config, config.get("text_config", config)]
+    generation_file = folder / "generation_config.json"
+    if generation_file.is_file():
+        sources.insert(0, json.loads(generation_file.read_text()))
+    for source in sources:
+        if "eos_token_id" not in source:
+            continue
+        eos_ids = source["eos_token_id"]
+        if eos_ids is None:
+            return frozenset()
+        if isinstance(eos_ids, list):
+            return frozenset(eos_ids)
+        return frozenset({eos_ids})
+    return frozenset()
+
+
+_EXPERT_STACKS = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
+"""vLLM's stack of all experts' matrices, by Hugging Face's module of one expert."""
 
 
 def _place(name: str, shapes: Shapes, family: Family) -> Placement:
-    parts, rows = name.split("."), shapes[name][0]
-    module, kind = (parts[-2], parts[-1]) if len(parts) > 1 else ("", name)
-    full = _renamed(name, family.prefixes).split(".")
-    if family.experts and len(parts) > 4 and parts[-4] == "experts":
-        stack, first = {"gate_proj": ("w13", 0), "up_proj": ("w13", rows), "down_proj": ("w2", 0)}[
-            module
-        ]
-        parameter = ".".join([*full[:-4], family.experts, f"{stack}_{kind}"])
-        return Placement(parameter=parameter, first=first, rows=rows, expert=int(parts[-3]))
+    """Return where a tensor lies after loading."""
+    rows = shapes[name][0]
+    parts = name.split(".")  # e.g. model.layers.0.self_attn.q_proj.weight
+    module = parts[-2] if len(parts) > 1 else ""
+    kind = parts[-1]
+    vllm_parts = _renamed(name, family.prefixes).split(".")
+
+    # e.g. model.layers.0.mlp.experts.7.up_proj.weight
+    is_expert = len(parts) > 4 and parts[-4] == "experts"
+    if family.experts and is_expert:
+        stack = _EXPERT_STACKS[module]
+        first = rows if module == "up_proj" else 0  # gate lies above up
+        return Placement(
+            parameter=".".join([*vllm_parts[:-4], family.experts, f"{stack}_{kind}"]),
+            first=first,
+            rows=rows,
+            expert=int(parts[-3]),
+        )
+
     for fused, members in family.fused.items():
-        if module in members:
-            before = members[: members.index(module)]
-            siblings = (".".join([*parts[:-2], member, kind]) for member in before)
-            first = sum(shapes[sibling][0] for sibling in siblings)
-            return Placement(parameter=".".join([*full[:-2], fused, kind]), first=first, rows=rows)
+        if module not in members:
+            continue
+        first = 0
+        for member in members[: members.index(module)]:
+            sibling = ".".join([*parts[:-2], member, kind])
+            first += shapes[sibling][0]
+        parameter = ".".join([*vllm_parts[:-2], fused, kind])
+        return Placement(parameter=parameter, first=first, rows=rows)
+
     transposed = module in family.transposed and kind == "weight"
-    rows = shapes[name][1] if transposed else rows
-    return Placement(parameter=".".join(full), first=0, rows=rows, transposed=transposed)
+    if transposed:
+        rows = shapes[name][1]
+    return Placement(parameter=".".join(vllm_parts), first=0, rows=rows, transposed=transposed)
 
 
 def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
     """Replace the beginning of a name by the first of ``prefixes`` that fits."""
-    for theirs, ours in prefixes.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
+    for prefix, replacement in prefixes.items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
     return name
 
 
@@ -283,14 +329,17 @@ def read_update(paths: Sequence[str]) -> tuple[Shapes, LogprobProbe | None]:
     shapes: dict[str, tuple[int, ...]] = {}
     probe = None
     for path in paths:
-        added, metadata = read_header(Path(path))
-        if twice := sorted(shapes.keys() & added.keys()):
+        file_shapes, metadata = read_header(Path(path))
+        duplicates = sorted(shapes.keys() & file_shapes.keys())
+        if duplicates:
             raise WeightUpdateError(
-                f"{twice[0]} stands in two files of the update, the second is {path}"
+                f"{duplicates[0]} stands in two files of the update, the second is {path}"
             )
-        shapes |= added
+        shapes |= file_shapes
+        if probe is not None:
+            continue
         try:
-            probe = probe or LogprobProbe.from_metadata(metadata)
+            probe = LogprobProbe.from_metadata(metadata)
         except (ValueError, KeyError, TypeError) as error:
             raise WeightUpdateError(f"the probe in {path} is damaged: {error}") from error
     return shapes, probe

@@ -2,10 +2,12 @@
 
 vLLM imports this module in every worker before it builds the model. :class:`InPlaceTransferEngine`
 then takes the weights of vLLM's own calls (``start_weight_update``, ``update_weights``,
-``finish_weight_update``).
-:class:`WeightExtension` is mixed into the worker class for what those do not offer, and called by name through
-``collective_rpc``.
+``finish_weight_update``). :class:`WeightExtension` is mixed into the worker class for what those do
+not offer, and called by name through ``collective_rpc``.
 """
+
+# pyright: reportMissingImports=false
+# vLLM is not installed where types are checked.
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
-from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
-from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import (
     WeightTransferEngineFactory,
-)  # pyright: ignore[reportMissingImports]
-from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+)
+from vllm.platforms import current_platform
 
 from gpu_backend import broadcast, updates
 from gpu_backend.settings import TRANSFER
@@ -39,13 +41,13 @@ class InPlaceInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class InPlaceUpdateInfo(WeightTransferUpdateInfo):
-    """One part of an update.
+    """One part of an update: ``paths``, ``handles`` or ``broadcast``.
 
     Attributes:
-        paths: safetensors files; or, instead:
+        paths: safetensors files.
         handles: tensors in the memory of a GPU of this machine, by name; see
             ``gpu_backend.updates.plain_handle``.
-        device_uuid: that GPU; or, instead:
+        device_uuid: the GPU of the handles.
         broadcast: fields of a :class:`~gpu_backend.broadcast.Announcement`.
     """
 
@@ -76,8 +78,10 @@ class InPlaceTransferEngine(WeightTransferEngine[InPlaceInitInfo, InPlaceUpdateI
     def receive_weights(self, update_info: InPlaceUpdateInfo) -> None:
         if update_info.broadcast:
             tensors = broadcast.receive(update_info.broadcast)
+        elif update_info.handles:
+            tensors = _open_handles(update_info)
         else:
-            tensors = _opened(update_info) if update_info.handles else _tensors(update_info.paths)
+            tensors = _read_files(update_info.paths)
         with torch.no_grad():
             self.model.load_weights(tensors)
 
@@ -92,10 +96,10 @@ class WeightExtension:
     """Methods added to vLLM's worker. ``self`` is the worker."""
 
     def replace_tpu_weights(self, paths: Sequence[str]) -> None:
-        """Replace the parameters of a TPU worker, whose plugin does nothing in ``update_weights``."""
+        """Replace the parameters of a TPU worker, whose ``update_weights`` does nothing."""
         worker: Any = self
         with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-            updates.replace_weights(worker.model_runner, _tensors(paths))
+            updates.replace_weights(worker.model_runner, _read_files(paths))
         worker.synchronize_device()
 
     def why_not_replaceable(self) -> str | None:
@@ -113,32 +117,36 @@ class WeightExtension:
             placements: tensor name to (parameter, first row, rows, transposed, expert or None).
         """
         worker: Any = self
-        parameters = _plain_names(worker.model_runner.get_model())
-        return [
-            name
-            for name, tensor in _tensors(paths)
-            if name in placements and not _holds(parameters, placements[name], tensor)
-        ]
+        parameters = _named_parameters(worker.model_runner.get_model())
+        missing = []
+        for name, tensor in _read_files(paths):
+            if name in placements and not _holds(parameters, placements[name], tensor):
+                missing.append(name)
+        return missing
 
     def sample_tensors(self, placements: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
-        """Return a :class:`~jax_agent_rl.models.tensors.TensorSample` of each served tensor, as JSON.
+        """Return a sample of each served tensor, as JSON.
+
+        See :class:`~jax_agent_rl.models.tensors.TensorSample`.
 
         Args:
             placements: as :meth:`weights_not_landed` takes them.
         """
         worker: Any = self
-        parameters = _plain_names(worker.model_runner.get_model())
+        parameters = _named_parameters(worker.model_runner.get_model())
         samples = {}
-        for name, (parameter, first, rows, transposed, expert) in placements.items():
-            whole = parameters[parameter] if expert is None else parameters[parameter][expert]
-            served = whole[first : first + rows]
+        for name, placement in placements.items():
+            parameter_name, _, _, transposed, _ = placement
+            served = _served_rows(parameters[parameter_name], placement)
             dtype = str(served.dtype).removeprefix("torch.")
-            wide = (served.T if transposed else served).detach().float().cpu().numpy()
-            samples[name] = replace(TensorSample.of(wide), dtype=dtype).to_json()
+            if transposed:
+                served = served.T
+            values = served.detach().float().cpu().numpy()
+            samples[name] = replace(TensorSample.of(values), dtype=dtype).to_json()
         return samples
 
 
-def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_files(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor, mapped from the file (shared memory: nothing is read twice)."""
     for path in paths:
         with safe_open(path, framework="pt") as file:
@@ -146,64 +154,83 @@ def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _opened(update: InPlaceUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+def _open_handles(update: InPlaceUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor, in the memory of the GPU that holds it; ``load_weights`` copies."""
-    uuids = [
-        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
-    ]
+    uuids = []
+    for number in range(torch.cuda.device_count()):
+        uuids.append(str(torch.cuda.get_device_properties(number).uuid))
     if update.device_uuid not in uuids:
         raise ValueError(
             f"this worker does not see the learner's GPU {update.device_uuid}, but {uuids}; let"
             " CUDA_VISIBLE_DEVICES name it, too"
         )
+    device = uuids.index(update.device_uuid)
     for name, handle in update.handles.items():
-        yield name, rebuild_cuda_tensor(*rebuild_arguments(handle, uuids.index(update.device_uuid)))
+        yield name, rebuild_cuda_tensor(*rebuild_arguments(handle, device))
 
 
 def rebuild_arguments(handle: Sequence[Any], device: int) -> tuple[Any, ...]:
-    """Return the arguments of ``rebuild_cuda_tensor``; the inverse of ``gpu_backend.updates.plain_handle``.
+    """Return the arguments of ``rebuild_cuda_tensor`` from ``gpu_backend.updates.plain_handle``.
 
     Args:
-        handle: plain values.
+        handle: what ``plain_handle`` returned.
         device: number of the tensor's GPU in this process.
     """
-    size, stride, offset, dtype, *storage = handle
-    kind, whole = getattr(torch, dtype), torch.storage.TypedStorage
-    return torch.Tensor, torch.Size(size), tuple(stride), offset, whole, kind, device, *storage
+    size, stride, offset, dtype_name, *storage = handle
+    return (
+        torch.Tensor,
+        torch.Size(size),
+        tuple(stride),
+        offset,
+        torch.storage.TypedStorage,
+        getattr(torch, dtype_name),
+        device,
+        *storage,
+    )
 
 
-def _plain_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's parameters by their plain names; adapters wrap layers and rename them."""
+def _named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's parameters by name, without what adapters insert into the names."""
     return {name.replace(".base_layer.", "."): tensor for name, tensor in model.named_parameters()}
 
 
+def _served_rows(parameter: torch.Tensor, placement: Sequence[Any]) -> torch.Tensor:
+    """Return the rows of a parameter that a placement describes, in vLLM's layout."""
+    _, first, rows, _, expert = placement
+    if expert is not None:
+        parameter = parameter[expert]
+    return parameter[first : first + rows]
+
+
 def _holds(
-    parameters: Mapping[str, torch.Tensor], place: Sequence[Any], tensor: torch.Tensor
+    parameters: Mapping[str, torch.Tensor], placement: Sequence[Any], tensor: torch.Tensor
 ) -> bool:
-    name, first, rows, transposed, expert = place
-    if name not in parameters:
+    """Return whether the model has a tensor of the files where it should lie."""
+    parameter_name, _, _, transposed, _ = placement
+    if parameter_name not in parameters:
         return False
-    parameter = parameters[name] if expert is None else parameters[name][expert]
-    served = parameter[first : first + rows]
-    expected = (tensor.T if transposed else tensor).to(dtype=served.dtype, device=served.device)
+    served = _served_rows(parameters[parameter_name], placement)
+    if transposed:
+        tensor = tensor.T
+    expected = tensor.to(dtype=served.dtype, device=served.device)
     return served.shape == expected.shape and bool(torch.equal(served, expected))
 
 
 def _keep_weights_plain() -> None:
     """Keep vLLM from packing matrices for its CPU kernels, which drops the originals.
 
-    Nothing could be copied into packed ones. It has to happen before the model is built, and only
-    in worker processes: therefore at import of this module.
+    Nothing could be copied into packed matrices. It has to happen before the model is built, and
+    only in worker processes: therefore at import of this module.
     """
-    from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
         CPUUnquantizedExperts,
-    )  # pyright: ignore[reportMissingImports]
+    )
 
-    def plain(layer: Any, remove_weight: bool) -> None:
+    def keep_linear(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    def plain_experts(self: Any, layer: Any) -> None:
+    def keep_experts(self: Any, layer: Any) -> None:
         if str(layer.activation.value) != "silu" or hasattr(layer, "w13_bias"):
             raise RuntimeError(
                 f"experts with {layer.activation} or a bias are unknown to gpu_backend/worker.py"
@@ -213,9 +240,9 @@ def _keep_weights_plain() -> None:
         raise RuntimeError(
             "this vLLM packs CPU weights in a way gpu_backend/worker.py does not know"
         )
-    utils.dispatch_cpu_unquantized_gemm = plain
+    utils.dispatch_cpu_unquantized_gemm = keep_linear
     kernel: Any = CPUUnquantizedExperts
-    kernel.process_weights_after_loading = plain_experts
+    kernel.process_weights_after_loading = keep_experts
     kernel.apply = _apply_experts
 
 
@@ -232,7 +259,7 @@ def _apply_experts(
     """Send each token through its experts, on plain matrices; one product per expert in use.
 
     Args:
-        self: vLLM's kernel.
+        self: vLLM's kernel, whose method this becomes.
         output: [N, D], written.
         hidden_states: [N, D].
         w1: [E, 2F, D], gate above up.
