@@ -392,7 +392,7 @@ def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
 
 
 def _load(runner: Any, model: Any, tensors: Iterator[tuple[str, Any]]) -> None:
-    """Call the model's loader, of which the plugin has two kinds."""
+    """Call the model's loader; the plugin has two kinds of loaders."""
     if any(cls.__name__ == "LoadableWithIterator" for cls in type(model).__mro__):
         model.load_weights(tensors)
         return

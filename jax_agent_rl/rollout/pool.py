@@ -142,7 +142,7 @@ class ServerPool:
         """Start the first servers side by side, by name, and the watchdog.
 
         Raises:
-            Exception: the first server's that failed; all are closed again.
+            Exception: the error of the first server that failed; all are closed again.
             ConfigError: they have different weights.
         """
         servers = [AsyncServer(make(), name=name) for name, make in factories.items()]

@@ -20,7 +20,7 @@ class ProxyBackend(ABC):
     """Forwards the calls of a backend.
 
     Args:
-        name: of the engine, for messages.
+        name: names the engine in messages.
     """
 
     def __init__(self, name: str) -> None:

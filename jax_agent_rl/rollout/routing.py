@@ -152,7 +152,7 @@ class Balancer:
 
     A new session goes where the longest prefix of its prompt was computed lately, unless that
     server is clearly busier than the least busy one. This pays off where prompts share long
-    prefixes, as those of a group do.
+    prefixes, as the prompts of a group do.
 
     Args:
         max_sessions: sessions remembered; the least recently used is forgotten.

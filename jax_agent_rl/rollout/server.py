@@ -349,9 +349,9 @@ class StallDetector:
         """Return whether the engine has stalled.
 
         Args:
-            server: the server of the engine.
-            counters: its counters; None if it did not report them.
-            now: seconds.
+            server: the key under which the engine's earlier counters are remembered.
+            counters: the engine's counters; None if it did not report them.
+            now: the time, in seconds.
             busy: it has requests.
             updating: it is taking weights.
         """

@@ -202,11 +202,13 @@ class MCPConnection:
 
     async def _open(self) -> Client:
         self._stop = asyncio.Event()
-        ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(ready, self._stop), name=f"mcp-{self.name}")
+        client_future: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(
+            self._own(client_future, self._stop), name=f"mcp-{self.name}"
+        )
         try:
             async with asyncio.timeout(self._connect_timeout):
-                return await asyncio.shield(ready)
+                return await asyncio.shield(client_future)
         except ImportError:
             raise
         except asyncio.CancelledError:  # of the call that wanted the session
@@ -225,19 +227,20 @@ class MCPConnection:
                 f" {type(cause).__name__}: {cause}"
             ) from None
 
-    async def _own(self, ready: asyncio.Future[Client], stop: asyncio.Event) -> None:
+    async def _own(self, client_future: asyncio.Future[Client], stop: asyncio.Event) -> None:
         """Own one session, from connecting to closing, in one task."""
         try:
             async with self._make_client() as client:
-                ready.set_result(client)
+                client_future.set_result(client)
                 await stop.wait()
         except BaseException as error:
-            if not ready.done():
+            if not client_future.done():
                 failure: Exception = RuntimeError("connecting was cancelled")
                 if isinstance(error, Exception):
                     failure = error
-                ready.set_exception(failure)
-                ready.exception()  # marks it as retrieved, even if nothing awaits it any more
+                client_future.set_exception(failure)
+                # Mark it as retrieved, even if nothing awaits it any more.
+                client_future.exception()
             elif isinstance(error, Exception):
                 logger.warning(
                     "the session with the MCP server %s ended: %s", self.name, _innermost(error)

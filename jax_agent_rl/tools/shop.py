@@ -43,7 +43,7 @@ def weight(item: str) -> str:
     return _look_up(WEIGHTS, item)
 
 
-def _look_up(table: dict[str, int], item: str) -> str:
-    if item not in table:
+def _look_up(catalogue: dict[str, int], item: str) -> str:
+    if item not in catalogue:
         raise ToolError(f"no item {item!r:.40}")
-    return str(table[item])
+    return str(catalogue[item])

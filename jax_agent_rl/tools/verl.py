@@ -305,9 +305,9 @@ class VerlTool(BaseTool):
         """Build the tool of an entry of ``tools.tool_config_path``.
 
         Args:
-            tool: the class.
+            tool: the verl class.
             config: the entry's ``config``, with its ``type``.
-            schema: the entry's ``tool_schema``.
+            schema: the entry's ``tool_schema``; None: the class makes its schema.
         """
         with verl_modules() as schema_class:
             tool_schema = None

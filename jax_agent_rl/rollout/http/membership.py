@@ -218,7 +218,7 @@ async def command_run(
     """Send a command to a running run and return its answer.
 
     Args:
-        folder: the run folder.
+        folder: the run's folder.
         path: ``engines``, ``engines/add`` or ``engines/remove``.
         body: the body to post; None sends a GET.
 

@@ -98,7 +98,6 @@ class UpdateRequest(_Request):
 
     Attributes:
         keep: whether the files of the upload are kept for deltas.
-        probe: see :class:`~jax_agent_rl.utils.weight_transfer.LogprobProbe`.
     """
 
     version: Annotated[int, Field(ge=0, lt=2**53)]

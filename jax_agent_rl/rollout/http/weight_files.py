@@ -157,7 +157,7 @@ class SharedDir:
         return Path(inner), status.st_size
 
     def _walk(self, folders: Sequence[str], path: str) -> int:
-        """Return a descriptor of a folder below the root, no component of which is a link."""
+        """Return a descriptor of a folder below the root, which is reached without links."""
         if ".." in folders:
             raise self._elsewhere(path)
         try:

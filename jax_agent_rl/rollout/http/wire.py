@@ -258,10 +258,13 @@ def decode_media(media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...
 
     decoded: dict[str, tuple[Any, ...]] = {}
     for kind, items in media.items():
-        if kind == "video":
-            decoded[kind] = tuple([open_image(frame) for frame in item] for item in items)
-        else:
-            decoded[kind] = tuple(open_image(item) for item in items)
+        opened_items: list[Any] = []
+        for item in items:
+            if kind == "video":
+                opened_items.append([open_image(frame) for frame in item])
+            else:
+                opened_items.append(open_image(item))
+        decoded[kind] = tuple(opened_items)
 
     # Decode the pixels only now that all sizes are known to be allowed.
     for image in opened:
