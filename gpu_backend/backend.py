@@ -306,6 +306,7 @@ class VllmBackend:
             await self._engine.abort(live.collector.request_id, internal=True)
 
     def _translate(self, error: Exception, request: GenerateRequest) -> BackendError:
+        """Return the error that a request ends with where vLLM raised this one."""
         from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
             EngineDeadError,
         )
@@ -414,6 +415,7 @@ class VllmBackend:
             self._usage.weight_update_seconds += time.perf_counter() - start_time
 
     async def _load_and_verify(self, update: WeightUpdate, probe: LogprobProbe | None) -> None:
+        """Load weights into the paused engine, and compare its log-probs with the learner's."""
         await self._updater.load(update)
         if probe is None:
             return
@@ -425,6 +427,7 @@ class VllmBackend:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
 
     async def _refuse_to_serve(self, update: WeightUpdate, error: BaseException) -> None:
+        """End all requests, and serve nothing until a whole update succeeds."""
         self._failure = (
             f"weights of version {update.version} were loaded wrongly: {error!r}; send a whole"
             " update"

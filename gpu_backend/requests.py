@@ -230,6 +230,7 @@ def vllm_media(request: GenerateRequest) -> dict[str, list[Any]]:
 
 
 def _timed(frames: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a video's frames, and what vLLM's processor has to know of their times."""
     count = len(frames)
     return frames, {
         "fps": FRAMES_PER_SECOND,

@@ -228,6 +228,7 @@ class Balancer:
         return None
 
     def _set_in_flight(self, server: str, in_flight: int) -> None:
+        """Record how many requests a server has."""
         self._in_flight[server] = in_flight
         if len(self._load_heap) <= 8 * len(self._in_flight):
             heapq.heappush(self._load_heap, (in_flight, self._added_at[server], server))

@@ -101,6 +101,7 @@ class AsyncServer:
 
     @contextlib.asynccontextmanager
     async def _until_abandoned(self) -> AsyncIterator[None]:
+        """Raise ``EngineDiedError`` in the context once the server is abandoned."""
         if self._abandoned:
             raise EngineDiedError(self._abandoned)
         deadline = asyncio.timeout(None)
@@ -205,6 +206,7 @@ class AsyncServer:
             self.updating = False
 
     async def _update_paused(self, update: WeightUpdate, mode: PauseMode | None) -> None:
+        """Take weights in a pause of this mode; None: without a pause."""
         if mode is None:
             await self.backend.update_weights(update)
             return
@@ -216,6 +218,7 @@ class AsyncServer:
                 await self.backend.resume()
 
     def _gentlest_pause(self) -> PauseMode | None:
+        """Return the mode that disturbs running requests least; None if there is none."""
         capabilities = self.backend.capabilities
         modes = [PauseMode.ABORT, PauseMode.WAIT]
         if capabilities.in_flight_update:

@@ -204,6 +204,7 @@ class _Detailed(BaseModel):
 
 
 def _observations(answer: Any, count: int, url: str) -> list[ServerObservation | ToolServerError]:
+    """Return the observations of an answer; raise ToolServerError if it has another form."""
     try:
         frame = _Answer.model_validate(answer)
     except ValidationError as error:
@@ -223,6 +224,7 @@ def _observations(answer: Any, count: int, url: str) -> list[ServerObservation |
 def _observation(
     content: Any, done: bool, valid: bool, url: str
 ) -> ServerObservation | ToolServerError:
+    """Return one observation; an unusable one becomes an error."""
     fields = {"obs": content} if isinstance(content, str) else content
     try:
         detailed = _Detailed.model_validate(fields)
@@ -305,6 +307,7 @@ class Lockstep:
         return result
 
     def _send_if_complete(self) -> None:
+        """Send the waiting actions if no member is still generating."""
         if not self._waiting or len(self._waiting) != self._members:
             return
         batch = self._waiting
@@ -390,6 +393,7 @@ class ToolEnvironment:
         return observation
 
     def _check_media(self, observation: ServerObservation) -> ServerObservation:
+        """Turn an observation with media that cannot be shown into an error."""
         unseen = sorted(observation.media.keys() - self._modalities)
         if not unseen:
             return observation

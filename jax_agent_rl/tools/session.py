@@ -179,6 +179,7 @@ class ToolSession:
         )
 
     async def _execute(self, name: str, arguments: Any) -> ToolResponse:
+        """Run one call; raise ToolError for a mistake of the tool or the model."""
         tool = self._tools.get(name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
@@ -222,6 +223,7 @@ class ToolSession:
         self.metrics[key] = self.metrics.get(key, 0.0) + value
 
     async def _create(self, name: str) -> None:
+        """Create a tool; one that fails is unavailable to the trajectory."""
         self._created.append(name)
         kwargs = self._kwargs_for(name, "create_kwargs")
         try:

@@ -146,6 +146,7 @@ class RemoteBackend(ProxyBackend):
             await self._session.close()
 
     async def _greet(self) -> Mapping[str, Any]:
+        """Return the server's answer to the handshake, once it listens."""
         deadline = time.monotonic() + self._start_seconds
         while True:
             try:
@@ -290,6 +291,7 @@ class RemoteBackend(ProxyBackend):
     # --- HTTP -------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> Any:
+        """Return the answer to ``GET /v1/{path}``, about the server's state."""
         with self._loss_is_an_error():
             get = self._client().get(f"{self.url}/v1/{path}", allow_redirects=False)
             async with get as response:
@@ -399,6 +401,7 @@ class RemoteBackend(ProxyBackend):
 
     @contextlib.contextmanager
     def _loss_is_an_error(self) -> Iterator[None]:
+        """Raise the errors of a backend where the server is lost, or was closed here."""
         try:
             yield
         except UnreadableAnswerError as error:

@@ -246,6 +246,7 @@ class RolloutServer:
         return handler
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """Answer ``/v1/generate``: one line with the output, or a line for each chunk."""
         body = await read_json(request)
         if not isinstance(body, dict):
             raise Refused(422, "the body is not a JSON object")
@@ -316,6 +317,7 @@ class RolloutServer:
     # --- weights ----------------------------------------------------------------------------------
 
     async def _receive(self, request: web.Request) -> web.Response:
+        """Store one file of an upload."""
         upload = request.match_info["upload"]
         name = request.match_info["name"]
         digest = request.headers.get(wire.DIGEST_HEADER, "")
@@ -330,6 +332,7 @@ class RolloutServer:
         return web.json_response({"size": size})
 
     async def _update_weights(self, body: requests.UpdateRequest) -> None:
+        """Let the backend take weights from where the request says they are."""
         self._updating += 1
         try:
             payload: str | list[str] | None = None
