@@ -183,6 +183,7 @@ class RequestQueue:
         self._push(home, entry)
         patience = None
         if home is not None:
+            # The server may hang: after several times the expected wait, any server will do.
             prefill, wait = self._costs_of_moving(request, len(self._queues[home]))
             seconds = prefill + max(_PATIENCE * wait, _MIN_PATIENCE_SECONDS)
             patience = loop.call_later(seconds, self._let_move, home, entry)
