@@ -1,4 +1,4 @@
-"""The base class and the value types of all configuration sections, and the conditions under which keys are used.
+"""The base class and value types of configuration sections, and conditions of keys.
 
 A condition annotates a field; on a section it applies to all of its keys::
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -56,15 +56,15 @@ class OrInstalled:
     """Annotates a choice (a ``Literal``) to which installed packages may add names.
 
     Args:
-        kind: of what they register.
+        kind: what the packages register, such as ``metric_sinks``.
     """
 
     def __init__(self, kind: Kind) -> None:
         self._kind: Kind = kind
-        self._own: tuple[str, ...] = ()
+        self._built_in: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        self._own = get_args(source)
+        self._built_in = get_args(source)
         return core_schema.no_info_after_validator_function(
             self._check, core_schema.str_schema(strict=True)
         )
@@ -72,21 +72,24 @@ class OrInstalled:
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         return {
             "anyOf": [
-                {"type": "string", "enum": list(self._own)},
+                {"type": "string", "enum": list(self._built_in)},
                 {"type": "string", "format": INSTALLED_FORMAT},
             ]
         }
 
     def _check(self, value: str) -> str:
-        if value in self._own:
+        if value in self._built_in:
             return value
-        if value in (known := installed(self._kind)):
+
+        installed_names = installed(self._kind)
+        if value in installed_names:
             return InstalledName(value)
-        names = [*self._own, *sorted(known)]
-        *others, last = map(repr, names)
+
+        names = [*self._built_in, *sorted(installed_names)]
+        *first_names, last_name = map(repr, names)
         raise ValueError(
-            f"no such name; {did_you_mean(value, names)}choose {', '.join(others)} or {last}"
-            " (installed packages may register more, in the entry-point group"
+            f"no such name; {did_you_mean(value, names)}choose {', '.join(first_names)} or"
+            f" {last_name} (installed packages may register more, in the entry-point group"
             f" jax_agent_rl.{self._kind})"
         )
 
@@ -102,33 +105,42 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse booleans where a number is expected: pydantic, like Python, takes them for 1 and 0."""
+    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse booleans where a number is expected.
+
+        Pydantic, like Python, would take them for 1 and 0.
+        """
+        if not _contains_bool(value):
+            return value
+
         assert info.field_name is not None
         annotation = cls.model_fields[info.field_name].annotation
-        if (
-            _holds_bool(value)
-            and _mentions(annotation, (int, float))
-            and not _mentions(annotation, (bool, Any))
-        ):
+        takes_number = _mentions(annotation, (int, float))
+        takes_bool = _mentions(annotation, (bool, Any))
+        if takes_number and not takes_bool:
             raise ValueError("true and false are no numbers; give a number")
         return value
 
     def changed(self, key: str) -> bool:
         """Return whether a key differs from its default."""
-        return getattr(self, key) != type(self).model_fields[key].get_default(
-            call_default_factory=True
-        )
+        default = type(self).model_fields[key].get_default(call_default_factory=True)
+        return getattr(self, key) != default
 
 
-def _holds_bool(value: Any) -> bool:
-    return (
-        isinstance(value, bool) or isinstance(value, (list, tuple)) and any(map(_holds_bool, value))
-    )
+def _contains_bool(value: Any) -> bool:
+    """Return whether a value is a boolean, or a list with one in it at any depth."""
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, (list, tuple)):
+        return any(map(_contains_bool, value))
+    return False
 
 
 def _mentions(annotation: Any, types: tuple[Any, ...]) -> bool:
-    return annotation in types or any(_mentions(part, types) for part in get_args(annotation))
+    """Return whether a type annotation is, or has among its arguments, one of these types."""
+    if annotation in types:
+        return True
+    return any(_mentions(argument, types) for argument in get_args(annotation))
 
 
 # --- conditions -----------------------------------------------------------------------------------
@@ -174,7 +186,9 @@ class Condition(ABC):
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
         """Add the condition to the key's JSON Schema."""
         schema = handler(core_schema)
-        words = f"{schema[SCHEMA_KEY]} and {self.words()}" if SCHEMA_KEY in schema else self.words()
+        words = self.words()
+        if SCHEMA_KEY in schema:  # a second condition of the same key
+            words = f"{schema[SCHEMA_KEY]} and {words}"
         return {**schema, SCHEMA_KEY: words}
 
 
@@ -184,30 +198,30 @@ class WhenKey(Condition):
     Args:
         path: path of the other key, from the root.
         values: accepted values; none: the key is set, that is not null, false, 0 or empty.
-        plugins: what an installed package registers may use the key, too.
+        plugins: whether plugins of installed packages may also use the key. It is then unknown
+            whether the condition holds while one of them is selected.
     """
 
     def __init__(self, path: str, *values: Any, plugins: bool = False) -> None:
-        self.path, self.values, self.plugins = path, values, plugins
+        self.path = path
+        self.values = values
+        self.plugins = plugins
 
     def holds(self, config: Section, facts: Facts) -> bool | None:
         value = value_at(config, self.path)
         if not self.values:
             return bool(value)
-        if self.plugins and any(
-            isinstance(x, InstalledName) for x in (value if isinstance(value, tuple) else [value])
-        ):
+
+        selected = value if isinstance(value, tuple) else (value,)
+        if self.plugins and any(isinstance(item, InstalledName) for item in selected):
             return None
-        return (
-            not set(self.values).isdisjoint(value)
-            if isinstance(value, tuple)
-            else value in self.values
-        )
+        return any(item in self.values for item in selected)
 
     def words(self) -> str:
-        return f"with {self.path}" + (
-            f"={' or '.join(map(_yaml, self.values))}" if self.values else ""
-        )
+        if not self.values:
+            return f"with {self.path}"
+        choices = " or ".join(map(_yaml, self.values))
+        return f"with {self.path}={choices}"
 
     def instead(self, config: Section, facts: Facts) -> str:
         return f"{self.path} is {_yaml(value_at(config, self.path))}"
@@ -224,7 +238,11 @@ class Unless(WhenKey):
 
 
 class SwitchedOff(WhenKey):
-    """A switch is off: the keys that it disables may stay in the configuration. The condition is not shown."""
+    """A switch is off.
+
+    The keys that the switch disables may stay in the configuration. The documentation does not
+    mention the condition.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(path, False)
@@ -243,11 +261,14 @@ class UsedByAgents(Condition):
         self.names = names
 
     def holds(self, config: Section, facts: Facts) -> bool | None:
-        return None if facts.agents is None else not facts.agents.isdisjoint(self.names)
+        if facts.agents is None:
+            return None
+        return not facts.agents.isdisjoint(self.names)
 
     def words(self) -> str:
-        *others, last = self.names
-        return f"by {', '.join(others)} and {last}" if others else f"by {last}"
+        if len(self.names) == 1:
+            return f"by {self.names[0]}"
+        return f"by {', '.join(self.names[:-1])} and {self.names[-1]}"
 
     def instead(self, config: Section, facts: Facts) -> str:
         which = "it" if len(self.names) == 1 else "one of them"
@@ -287,36 +308,55 @@ class Either(Condition):
         self.parts = parts
 
     def holds(self, config: Section, facts: Facts) -> bool | None:
-        each = [part.holds(config, facts) for part in self.parts]
-        return True if True in each else None if None in each else False
+        answers = [part.holds(config, facts) for part in self.parts]
+        if True in answers:
+            return True
+        if None in answers:
+            return None
+        return False
 
     def words(self) -> str:
-        return " or ".join(words for part in self.parts if (words := part.words()))
+        words = [part.words() for part in self.parts]
+        return " or ".join(filter(None, words))
 
     def instead(self, config: Section, facts: Facts) -> str:
-        return " and ".join(words for part in self.parts if (words := part.instead(config, facts)))
+        situations = [part.instead(config, facts) for part in self.parts]
+        return " and ".join(filter(None, situations))
 
 
 class Both(Condition):
     """Each of several conditions holds."""
 
     def __init__(self, *parts: Condition) -> None:
-        self.parts = tuple(
-            one for part in parts for one in (part.parts if isinstance(part, Both) else (part,))
-        )
+        flat: list[Condition] = []  # `a & b & c` is one condition of three parts
+        for part in parts:
+            if isinstance(part, Both):
+                flat += part.parts
+            else:
+                flat.append(part)
+        self.parts = tuple(flat)
 
     def holds(self, config: Section, facts: Facts) -> bool | None:
-        each = [part.holds(config, facts) for part in self.parts]
-        return False if False in each else None if None in each else True
+        answers = [part.holds(config, facts) for part in self.parts]
+        if False in answers:
+            return False
+        if None in answers:
+            return None
+        return True
 
     def words(self) -> str:
-        first, *rest = (part.words() for part in self.parts)
-        glue = " " if first.startswith("by ") and rest[0].startswith("with ") else " and "
-        return first + glue + " and ".join(rest)
+        first, *further = [part.words() for part in self.parts]
+        joint = " and "
+        if first.startswith("by ") and further[0].startswith("with "):
+            joint = " "  # "by tool_agent with agent.x=1"
+        return first + joint + " and ".join(further)
 
     def instead(self, config: Section, facts: Facts) -> str:
-        failed = (part for part in self.parts if part.holds(config, facts) is False)
-        return " and ".join(part.instead(config, facts) for part in failed)
+        situations = []
+        for part in self.parts:
+            if part.holds(config, facts) is False:
+                situations.append(part.instead(config, facts))
+        return " and ".join(situations)
 
 
 def unused(config: Section, facts: Facts = Facts()) -> Iterator[str]:
@@ -326,41 +366,71 @@ def unused(config: Section, facts: Facts = Facts()) -> Iterator[str]:
 
 def conditions(section: type[Section]) -> Mapping[str, tuple[Condition, ...]]:
     """Return the conditions of each field of a section."""
-    return {
-        name: tuple(item for item in info.metadata if isinstance(item, Condition))
-        for name, info in section.model_fields.items()
-    }
+    by_field = {}
+    for name, info in section.model_fields.items():
+        by_field[name] = tuple(item for item in info.metadata if isinstance(item, Condition))
+    return by_field
 
 
 def value_at(config: Section, path: str) -> Any:
     """Return the value of a key, or None where its section is null."""
     value: Any = config
     for name in path.split("."):
-        value = None if value is None else getattr(value, name)
+        if value is None:
+            return None
+        value = getattr(value, name)
     return value
 
 
 def _unused(
-    config: Section, section: Section, facts: Facts, prefix: str, above: tuple[Condition, ...]
+    config: Section,
+    section: Section,
+    facts: Facts,
+    prefix: str,
+    section_conditions: tuple[Condition, ...],
 ) -> Iterator[str]:
-    for name, own in conditions(type(section)).items():
+    """Yield a message for each key of ``section`` that is set although nothing uses it.
+
+    Args:
+        config: the whole tree, in which conditions look up other keys.
+        prefix: path of the section with a dot at its end; empty at the root.
+        section_conditions: conditions of the section and of those it lies in.
+    """
+    for name, key_conditions in conditions(type(section)).items():
         if not section.changed(name):
             continue
-        path, value, wanted = prefix + name, getattr(section, name), above + own
-        failed = next((one for one in wanted if one.holds(config, facts) is False), None)
-        optional = (
-            type(section).model_fields[name].default is None
-        )  # giving such a section is a choice, as of a key
-        if isinstance(value, Section) and not (optional and failed):
-            yield from _unused(config, value, facts, path + ".", wanted)
-        elif failed:
-            shown = "" if isinstance(value, Section) else f"={_yaml(value)}"
-            reset = f", or its section ({prefix[:-1]}=null)" if failed in above else ""
-            why = failed.instead(config, facts)
-            yield (
-                f"{path}{shown} is used only {failed.words()}; {why}; remove it, or reset it"
-                f" ({path}=null){reset}"
-            )
+        path = prefix + name
+        value = getattr(section, name)
+        all_conditions = section_conditions + key_conditions
+        failed = _first_failed(all_conditions, config, facts)
+
+        # A section that may be null is refused as a whole: giving it is a choice, as with a key.
+        # Any other section is there always, so each of its changed keys gets its own message.
+        is_optional = type(section).model_fields[name].default is None
+        if isinstance(value, Section) and not (is_optional and failed):
+            yield from _unused(config, value, facts, f"{path}.", all_conditions)
+            continue
+        if failed is None:
+            continue
+
+        assignment = path if isinstance(value, Section) else f"{path}={_yaml(value)}"
+        or_section = ""
+        if failed in section_conditions:
+            or_section = f", or its section ({prefix[:-1]}=null)"
+        yield (
+            f"{assignment} is used only {failed.words()}; {failed.instead(config, facts)}; remove"
+            f" it, or reset it ({path}=null){or_section}"
+        )
+
+
+def _first_failed(
+    candidates: Iterable[Condition], config: Section, facts: Facts
+) -> Condition | None:
+    """Return the first condition that is known not to hold; None if there is none."""
+    for condition in candidates:
+        if condition.holds(config, facts) is False:
+            return condition
+    return None
 
 
 def _yaml(value: Any) -> str:
