@@ -1,5 +1,6 @@
-"""Documentation of all keys, from the JSON Schema of the models: as Markdown (``docs/config.md``) and for editors.
+"""Documentation of all keys: as Markdown (``docs/config.md``) and as a schema for editors.
 
+Both are made from the JSON Schema of the models, whose types are put into words:
 ``{"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}], "default": null}`` is ``integer
 >= 1, or null``. The first line of a recipe names its schema: ``# yaml-language-server:
 $schema=schema.json`` (VS Code, Neovim, JetBrains).
@@ -26,21 +27,24 @@ _NUMBER_LIMITS = (
     ("exclusiveMaximum", "<"),
 )
 _NAMES = {"string": "text", "boolean": "true or false"}
-_HEAD = """\
+_PAGE_HEAD = """\
 # Configuration keys
 
-Generated from the configuration's code by `jax-agent-rl config reference > docs/config.md`; do not edit it.
+Generated from the configuration's code by `jax-agent-rl config reference > docs/config.md`; do not
+edit it.
 
-A key is set in the YAML file or on the command line (`rollout.group_size=16`). `jax-agent-rl config explain KEY` prints
-the same in a terminal, `jax-agent-rl config show FILE` prints a file with every default filled in, and the first line
-of each recipe in `configs/` lets an editor complete and check keys (`# yaml-language-server: $schema=…`).
+A key is set in the YAML file or on the command line (`rollout.group_size=16`). `jax-agent-rl config
+explain KEY` prints the same in a terminal, `jax-agent-rl config show FILE` prints a file with every
+default filled in, and the first line of each recipe in `configs/` lets an editor complete and check
+keys (`# yaml-language-server: $schema=…`).
 
-"Used only …" is the condition under which a key has an effect; otherwise, any value but the default is refused. A
-condition on a section applies to all of its keys. The agents of a run are known once its rows are read: `train` and
-`doctor` then check the keys of agents; other commands do not, since they may run with other rows.
+"Used only …" is the condition under which a key has an effect; otherwise, any value but the default
+is refused. A condition on a section applies to all of its keys. The agents of a run are known once
+its rows are read: `train` and `doctor` then check the keys of agents; other commands do not, since
+they may run with other rows.
 """
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-_BASE = {
+_BASE_KEY_SCHEMA = {
     "type": "string",
     "description": (
         "Another YAML file, from this one's folder; this one then says only what differs."
@@ -80,31 +84,42 @@ class KeyInfo:
 
 
 def list_keys(model: type[BaseModel]) -> dict[str, KeyInfo]:
-    """Return every key and section of a tree by path, in the order of the code, sections before their keys."""
+    """Return every key and section of a tree by path.
+
+    They are in the order of the code, sections before their keys.
+    """
     schema = model.model_json_schema()
     return {key.path: key for key in _walk(schema, schema.get("$defs", {}), "")}
 
 
 def describe_type(schema: Schema) -> str:
     """Describe what a JSON Schema allows: ``integer >= 1, or null``; ``a | b`` for a choice."""
-    choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if choices:
-        return " | ".join(map(str, choices))
+    if schema.get("enum"):
+        return " | ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
     if "anyOf" in schema:
-        return ", or ".join(describe_type(option) for option in schema["anyOf"])
+        return ", or ".join(map(describe_type, schema["anyOf"]))
+
     kind = schema.get("type", "anything")
     if isinstance(kind, list):
-        return ", or ".join(describe_type({**schema, "type": one}) for one in kind)
+        alternatives = [{**schema, "type": alternative} for alternative in kind]
+        return ", or ".join(map(describe_type, alternatives))
     if kind == "array":
         return _describe_list(schema)
-    if kind == "object" and schema.get("additionalProperties", True) is True:
-        return "mapping"
     if kind == "object":
-        names = describe_type(schema.get("propertyNames", {}) | {"type": "string"})
-        return f"mapping of {names} to {describe_type(schema['additionalProperties'])}"
+        values = schema.get("additionalProperties", True)
+        if values is True:
+            return "mapping"
+        names = schema.get("propertyNames", {}) | {"type": "string"}
+        return f"mapping of {describe_type(names)} to {describe_type(values)}"
     if schema.get("format") == INSTALLED_FORMAT:
         return "a name that an installed package registers"
-    limits = [f"{sign} {schema[name]:g}" for name, sign in _NUMBER_LIMITS if name in schema]
+
+    limits = []
+    for name, sign in _NUMBER_LIMITS:
+        if name in schema:
+            limits.append(f"{sign} {schema[name]:g}")
     return f"{_NAMES.get(kind, kind)} {' and '.join(limits)}".strip()
 
 
@@ -116,8 +131,10 @@ def find(name: str, keys: Mapping[str, KeyInfo]) -> list[KeyInfo]:
     """
     if name in keys:
         return [keys[name]]
-    if ends := [key for path, key in keys.items() if path.endswith(f".{name}")]:
-        return ends
+    matches = [key for path, key in keys.items() if path.endswith(f".{name}")]
+    if matches:
+        return matches
+
     guesses = nearest_keys(name, keys)
     guess = f"did you mean {', '.join(guesses[:4])}? " if guesses else ""
     raise ConfigError(
@@ -127,7 +144,7 @@ def find(name: str, keys: Mapping[str, KeyInfo]) -> list[KeyInfo]:
 
 def reference(trees: Sequence[tuple[str, str, type[BaseModel]]]) -> str:
     """Return the Markdown page; ``trees`` are (title, introduction, model)."""
-    parts = [_HEAD]
+    parts = [_PAGE_HEAD]
     for title, introduction, model in trees:
         parts += [f"## {title}\n", f"{introduction}\n", *_tables(list_keys(model))]
     return "\n".join(parts)
@@ -139,7 +156,7 @@ def editor_schema(model: type[BaseModel], *, title: str) -> dict[str, Any]:
     Nothing is required in it: missing keys may stand in the file's ``base`` or on the command line.
     """
     schema = _without(model.model_json_schema(), {"title", "required", SCHEMA_KEY})
-    schema["properties"] = {"base": _BASE} | schema["properties"]
+    schema["properties"] = {"base": _BASE_KEY_SCHEMA} | schema["properties"]
     return {"$schema": DRAFT, "title": title} | schema
 
 
@@ -148,8 +165,9 @@ def _tables(keys: dict[str, KeyInfo]) -> Iterator[str]:
     yield from _table("", keys)
     for key in keys.values():
         if key.is_section:
+            default = " Default: null." if key.default else ""
             yield f"### `{key.path}`\n"
-            yield f"{_described(key)}{' Default: null.' if key.default else ''}\n"
+            yield f"{_describe(key)}{default}\n"
             yield from _table(key.path, keys)
 
 
@@ -160,11 +178,11 @@ def _table(section: str, keys: dict[str, KeyInfo]) -> Iterator[str]:
     lines = ["| Key | Type | Default | What it does |", "| --- | --- | --- | --- |"]
     for key in rows:
         default = f"`{key.default}`" if key.default is not None else "required"
-        lines.append(f"| `{key.path}` | {_markdown(key.type)} | {default} | {_described(key)} |")
+        lines.append(f"| `{key.path}` | {_markdown(key.type)} | {default} | {_describe(key)} |")
     yield "\n".join(lines) + "\n"
 
 
-def _described(key: KeyInfo) -> str:
+def _describe(key: KeyInfo) -> str:
     """Return what a key does, and its condition."""
     condition = f" Used only {key.used_only}." if key.used_only else ""
     return _markdown(key.description + condition)
@@ -173,7 +191,8 @@ def _described(key: KeyInfo) -> str:
 def _markdown(text: str) -> str:
     """Escape what starts a tag or ends a table cell, except in `literals`."""
     parts = text.split("`")
-    parts[::2] = [part.replace("<", "&lt;").replace("|", "\\|") for part in parts[::2]]
+    for index in range(0, len(parts), 2):  # every other part lies between backquotes
+        parts[index] = parts[index].replace("<", "&lt;").replace("|", "\\|")
     return "`".join(parts)
 
 
@@ -211,42 +230,44 @@ def _describe_list(schema: Schema) -> str:
         return f"[{', '.join(map(describe_type, schema['prefixItems']))}]"
     if "items" not in schema:
         return "list"
-    least = f", at least {schema['minItems']}" if "minItems" in schema else ""
-    return f"list of {describe_type(schema['items'])}{least}"
+    minimum = f", at least {schema['minItems']}" if "minItems" in schema else ""
+    return f"list of {describe_type(schema['items'])}{minimum}"
 
 
 def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Iterator[KeyInfo]:
     required = schema.get("required", ())
     for name, field in schema["properties"].items():
-        inner, optional = _section(field, definitions)
-        description = field.get("description", "")
-        if inner is None:
-            type_ = describe_type(field)
-            default = (
-                None if name in required else json.dumps(field.get("default", {}))
-            )  # only mappings have a factory
-        else:
-            type_, default = ("section, or null", "null") if optional else ("section", None)
-            description = " ".join((description or inner.get("description", "")).split()).replace(
-                "``", "`"
-            )
         path = f"{prefix}{name}"
-        yield KeyInfo(
-            path=path,
-            type=type_,
-            default=default,
-            description=description,
-            used_only=field.get(SCHEMA_KEY, ""),
-            is_section=inner is not None,
-        )
-        if inner is not None:
-            yield from _walk(inner, definitions, path + ".")
+        section, is_optional = _find_section(field, definitions)
+        if section is None:
+            default = None
+            if name not in required:
+                default = json.dumps(field.get("default", {}))  # only mappings have a factory
+            yield KeyInfo(
+                path=path,
+                type=describe_type(field),
+                default=default,
+                description=field.get("description", ""),
+                used_only=field.get(SCHEMA_KEY, ""),
+            )
+        else:
+            docstring = field.get("description", "") or section.get("description", "")
+            yield KeyInfo(
+                path=path,
+                type="section, or null" if is_optional else "section",
+                default="null" if is_optional else None,
+                description=" ".join(docstring.split()).replace("``", "`"),
+                used_only=field.get(SCHEMA_KEY, ""),
+                is_section=True,
+            )
+            yield from _walk(section, definitions, f"{path}.")
 
 
-def _section(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, bool]:
+def _find_section(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, bool]:
     """Return the section a field holds, if any, and whether it may be null."""
     options = field.get("anyOf", [field])
-    named = [option["$ref"] for option in options if "$ref" in option]
-    if not named:
+    references = [option["$ref"] for option in options if "$ref" in option]
+    if not references:
         return None, False
-    return definitions[named[0].rpartition("/")[2]], len(options) > 1
+    name = references[0].rpartition("/")[2]
+    return definitions[name], len(options) > 1
