@@ -1,4 +1,7 @@
-"""Configuration trees from YAML files, their bases and ``a.b=c`` overrides; errors name the path and the fix."""
+"""Configuration trees from YAML files, their bases and ``a.b=c`` overrides.
+
+Errors name the path of the key, its value and the fix.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from jax_agent_rl.config.recipes import find_config, recipe_files
 from jax_agent_rl.config.reference import KeyInfo, list_keys
+from jax_agent_rl.config.roots import command_of, meant_command
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.utils.wrong_values import OUR_CHECKS, describe_value, place_of
@@ -25,16 +29,16 @@ _keys = functools.cache(list_keys)
 
 
 def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the nested mapping in a YAML file, over that of the file its key ``base`` names.
+    """Read the nested mapping in a YAML file, merged over the file that its key ``base`` names.
 
     Args:
         path: a file or the name of a recipe, see :func:`~jax_agent_rl.config.recipes.find_config`.
-            A ``base`` is relative to the folder of the file that names it, or a recipe, too.
+            A ``base`` is a recipe as well, or a path from the folder of the file that names it.
 
     Raises:
         ConfigError: the file is missing or no mapping, or ``base`` leads in a circle.
     """
-    path = _existing_file(path)
+    path = _find_file(path)
     if path in _readers:
         raise ConfigError(
             f"{path}: base leads back to the file itself, by {', '.join(map(str, _readers))}"
@@ -71,23 +75,26 @@ MAX_CONFIG_BYTES = 4 * MAX_CHARACTERS
 """Limit of a configuration's file: a character takes up to four bytes."""
 
 
-def _existing_file(path: Path) -> Path:
-    """Return the file that a path or a recipe's name stands for; raise ConfigError if there is none."""
+def _find_file(path: Path) -> Path:
+    """Return the file that a path or a recipe's name stands for.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     try:
-        found = find_config(path)
-        if found.is_file():
-            return found
-        is_folder = found.is_dir()
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # too long a name, one with a NUL, a folder that must not be read
+        file = find_config(path)
+        if file.is_file():
+            return file
+        is_folder = file.is_dir()
+    except (OSError, ValueError) as error:
+        # The name is too long or has a NUL character, or its folder may not be read.
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
     if is_folder:
         raise ConfigError(
             f"{str(path)!r} is a folder, not a configuration; name a YAML file, e.g."
             f" {path}/config.yaml"
         )
+
     recipes = recipe_files()
     guess = did_you_mean(str(path).removesuffix(".yaml"), recipes)
     names = ", ".join(recipes)
@@ -115,24 +122,32 @@ def build_tree(
     Raises:
         ConfigError: with all problems at once.
     """
-    given = tree
-    tree = copy.deepcopy(dict(tree))
-    problems = [problem for item in overrides if (problem := _apply_override(tree, item))]
-    _drop_nulls(tree, model)
+    merged = copy.deepcopy(dict(tree))
+    problems = []
+    for override in overrides:
+        problem = _apply_override(merged, override)
+        if problem is not None:
+            problems.append(problem)
+    _drop_nulls(merged, model)
+
     try:
-        made = model.model_validate(tree)
+        config = model.model_validate(merged)
     except ValidationError as error:
-        _require_its_command(given, model, file)
-        raise ConfigError(problems + _explain_all(error, model, tree)) from None
+        _require_its_command(tree, model, file)
+        raise ConfigError(problems + _explain_all(error, model, merged)) from None
     if problems:
         raise ConfigError(problems)
-    return made
+    return config
 
 
 def load_tree(
     model: type[Tree], path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()
 ) -> Tree:
-    """Read a YAML file, if any, apply overrides and validate; raise :class:`ConfigError` with all problems at once."""
+    """Read a YAML file, if any, apply overrides and validate.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
     if path is None:
         return build_tree(model, {}, overrides)
     return build_tree(model, read_tree(Path(path)), overrides, file=Path(path))
@@ -142,43 +157,42 @@ def _require_its_command(
     tree: Mapping[str, Any], model: type[BaseModel], file: Path | None
 ) -> None:
     """Raise ConfigError if a tree that is not valid is the configuration of another command."""
-    from jax_agent_rl.config.roots import (
-        command_of,
-        meant_command,
-    )  # which name the models that are read here
-
     command = meant_command(tree, model)
     if command is None:
         return
     if command == "train" and tree.get("distill"):
         command = "distill"
     name = "this" if file is None else str(file)
+    argument = "FILE" if file is None else str(file)
+    expected_command = command_of(model)
     raise ConfigError(
-        f"{name} is a configuration of `{command}`, not of `{command_of(model)}`: run jax-agent-rl"
-        f" {command} {'FILE' if file is None else file}, or give a configuration of"
-        f" `{command_of(model)}` (jax-agent-rl config reference lists its keys)"
+        f"{name} is a configuration of `{command}`, not of `{expected_command}`: run jax-agent-rl"
+        f" {command} {argument}, or give a configuration of `{expected_command}` (jax-agent-rl"
+        " config reference lists its keys)"
     )
 
 
 def valid_keys(model: type[BaseModel]) -> dict[str, str]:
-    """Return every path that takes a value, with its description; a section that may be null is one of them."""
-    return {
-        key.path: key.description
-        for key in _keys(model).values()
-        if not key.is_section or key.default
-    }
+    """Return every path that takes a value, with its description.
+
+    A section that may be null is one of them.
+    """
+    descriptions = {}
+    for key in _keys(model).values():
+        if not key.is_section or key.default is not None:
+            descriptions[key.path] = key.description
+    return descriptions
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees section by section; ``over`` wins."""
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two trees section by section; ``changes`` wins."""
     merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = (
-            _merge(below, value)
-            if isinstance(below, Mapping) and isinstance(value, Mapping)
-            else value
-        )
+    for key, value in changes.items():
+        base_value = merged.get(key)
+        if isinstance(base_value, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge(base_value, value)
+        else:
+            merged[key] = value
     return merged
 
 
@@ -187,27 +201,30 @@ def _drop_nulls(tree: dict[str, Any], model: type[BaseModel], prefix: str = "") 
     for name, value in list(tree.items()):
         if isinstance(value, dict):
             _drop_nulls(value, model, f"{prefix}{name}.")
-        elif value is None and (key := _keys(model).get(f"{prefix}{name}")) and not key.nullable:
-            del tree[name]
+        elif value is None:
+            key = _keys(model).get(f"{prefix}{name}")
+            if key is not None and not key.nullable:
+                del tree[name]
 
 
-def _apply_override(tree: dict[str, Any], item: str) -> str | None:
+def _apply_override(tree: dict[str, Any], override: str) -> str | None:
     """Set one ``a.b=c`` in place; return the problem, if any."""
-    key, equals, text = item.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        return f"override {item!r}: write key.path=value"
+    path, equals, text = override.partition("=")
+    *sections, name = path.strip().split(".")
+    if not equals or not all(sections) or not name:
+        return f"override {override!r}: write key.path=value"
     try:
         value = load_yaml(text)
     except yaml.YAMLError as error:
-        return f"override {item!r}: the value is not valid YAML ({error})"
-    node = tree
-    for part in parts[:-1]:
-        child = node.setdefault(part, {})
+        return f"override {override!r}: the value is not valid YAML ({error})"
+
+    parent = tree
+    for section in sections:
+        child = parent.setdefault(section, {})
         if not isinstance(child, dict):
-            return f"override {item!r}: {part!r} is a value, not a section"
-        node = child
-    node[parts[-1]] = value
+            return f"override {override!r}: {section!r} is a value, not a section"
+        parent = child
+    parent[name] = value
     return None
 
 
@@ -215,9 +232,8 @@ def _explain_all(
     error: ValidationError, model: type[BaseModel], tree: Mapping[str, Any]
 ) -> list[str]:
     """Return a line for each wrong key: its path, its value, and what to write."""
-    lines: dict[
-        str, None
-    ] = {}  # of a choice between types, each has its own error about the same key
+    # Pydantic reports an error for every type of a union, which are all explained by one line.
+    lines: dict[str, None] = {}
     for problem in error.errors(include_url=False):
         for line in _explain(problem, model, tree):
             lines[line] = None
@@ -229,26 +245,26 @@ def _explain(
 ) -> list[str]:
     """Translate one error; a check between keys may have found several things."""
     path = place_of(problem)
-    said = describe_value(problem)
+    message = describe_value(problem)
     key = _key_at(problem["loc"], model)
+
     if problem["type"] == "extra_forbidden":
         guess = _nearest(path, model)
-        return [f"{path}: {said}" + (f"; did you mean {guess}?" if guess else "")]
-    if not path:
-        return said.split("\n")
+        suggestion = f"; did you mean {guess}?" if guess else ""
+        return [f"{path}: {message}{suggestion}"]
+    if not path:  # the checks of the whole tree, one line each
+        return message.split("\n")
     if problem["type"] == "missing":
-        return [
-            f"{path}: {said}"
-            + ("" if key is None or key.path != path else f"; {_what_to_write(key)}")
-        ]
-    if problem["type"] in OUR_CHECKS:
-        if isinstance(
-            problem["input"], Mapping
-        ):  # a check of the whole section, which names its keys
-            return [f"{path}: {said}"]
-        return [f"{path}={shown(problem['input'])}: {said}"]
-    if key is None:
-        return [f"{path}={shown(problem['input'])}: {said}"]
+        fix = ""
+        if key is not None and key.path == path:
+            fix = f"; {_what_to_write(key)}"
+        return [f"{path}: {message}{fix}"]
+
+    is_our_check = problem["type"] in OUR_CHECKS
+    if is_our_check and isinstance(problem["input"], Mapping):
+        return [f"{path}: {message}"]  # a check of a section, whose message names the keys
+    if is_our_check or key is None:
+        return [f"{path}={shown(problem['input'])}: {message}"]
     return [f"{key.path}={shown(_value_in(tree, key.path, problem))}: {_what_to_write(key)}"]
 
 
@@ -264,7 +280,10 @@ def _what_to_write(key: KeyInfo) -> str:
 
 
 def _key_at(location: Sequence[int | str], model: type[BaseModel]) -> KeyInfo | None:
-    """Return the key in which a problem is: further parts of its place are items, or types that were tried."""
+    """Return the key in which a problem is; None if it is in none.
+
+    Further parts of the location are items of a list, or the types of a union that were tried.
+    """
     keys = _keys(model)
     for end in range(len(location), 0, -1):
         path = ".".join(map(str, location[:end]))
@@ -274,7 +293,10 @@ def _key_at(location: Sequence[int | str], model: type[BaseModel]) -> KeyInfo | 
 
 
 def _value_in(tree: Mapping[str, Any], path: str, problem: Mapping[str, Any]) -> Any:
-    """Return the value that was given for a key; of one that a model filled in, what it was checked with."""
+    """Return the value that the tree has for a key.
+
+    A key that a model filled in is not in the tree; its value is the one that was checked.
+    """
     value: Any = tree
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:

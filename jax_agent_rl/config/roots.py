@@ -1,4 +1,4 @@
-"""The kinds of configuration there are, by the command that takes one, and which of them a file is."""
+"""The kinds of configuration, each by the command that takes it, and which kind a file is."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROOTS: Mapping[str, str] = {
     "tool-server": "jax_agent_rl.config.commands:ToolServerSettings",
     "tinker-server": "jax_agent_rl.config.commands:TinkerServerSettings",
 }
-"""The root section of each kind of configuration. ``train`` is a run's, which most commands take.
+"""The root section of each kind of configuration, as ``module:class``.
+
+``train`` is the configuration of a run, which most commands take.
 """
 
-
 RECORDED_COMMAND = "command"
-"""The key under which the run folders of ``sft`` and ``dpo`` keep their command beside its
-configuration."""
+"""The key under which run folders of ``sft`` and ``dpo`` record their command, beside its keys."""
 
 
 def root_model(command: str) -> type[BaseModel]:
@@ -34,29 +34,35 @@ def root_model(command: str) -> type[BaseModel]:
 
 def command_of(model: type[BaseModel]) -> str | None:
     """Return the kind of configuration with this root; None for another tree."""
-    return next((name for name in ROOTS if root_model(name) is model), None)
+    for command in ROOTS:
+        if root_model(command) is model:
+            return command
+    return None
 
 
 def meant_command(tree: Mapping[str, Any], model: type[BaseModel]) -> str | None:
-    """Return the kind of configuration that a tree is, if it is clearly another than the one of ``model``.
+    """Return the command whose configuration a tree is, if it is clearly not that of ``model``.
 
-    A tree is of the kind that knows most of its keys. What any kind could be is of none: a key may
-    be misspelt.
+    A tree belongs to the command that knows most of its keys. None if no other command knows
+    clearly more of them than the command of ``model``: a key may just be misspelt.
     """
-    given = command_of(model)
-    if given is None:
+    expected = command_of(model)
+    if expected is None:
         return None
-    recorded = tree.get(RECORDED_COMMAND)  # as a run folder keeps it
-    if recorded in ROOTS:
-        return None if recorded == given else recorded
-    unknown = {name: _unknown(tree, root_model(name)) for name in ROOTS}
-    best = min(ROOTS, key=lambda name: unknown[name])
-    if 2 * unknown[best] >= unknown[given]:
+
+    recorded = tree.get(RECORDED_COMMAND)
+    if recorded in ROOTS:  # the file was read from a run folder
+        return None if recorded == expected else recorded
+
+    unknown_keys = {name: _count_unknown(tree, root_model(name)) for name in ROOTS}
+    best = min(ROOTS, key=lambda name: unknown_keys[name])
+    if 2 * unknown_keys[best] >= unknown_keys[expected]:
         return None
-    is_variant = issubclass(model, root_model(best)) or issubclass(root_model(best), model)
-    if (
-        is_variant and tree.keys() <= model.model_fields.keys()
-    ):  # dpo of sft: a key too many in a section of both
+
+    # dpo is a variant of sft: a key too many in a section of both does not tell them apart.
+    best_model = root_model(best)
+    is_variant = issubclass(model, best_model) or issubclass(best_model, model)
+    if is_variant and tree.keys() <= model.model_fields.keys():
         return None
     return best
 
@@ -66,8 +72,8 @@ def _known_keys(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(list_keys(model))
 
 
-def _unknown(tree: Mapping[str, Any], model: type[BaseModel]) -> int:
-    """Return how many keys of a tree a root does not know."""
+def _count_unknown(tree: Mapping[str, Any], model: type[BaseModel]) -> int:
+    """Return how many keys of a tree a root section does not have."""
     known = _known_keys(model)
     sections = {path.rpartition(".")[0] for path in known}
     count = 0
@@ -77,14 +83,14 @@ def _unknown(tree: Mapping[str, Any], model: type[BaseModel]) -> int:
         for name, value in section.items():
             path = f"{prefix}{name}"
             if path not in known:
-                count += _size(value)
+                count += _count_keys(value)
             elif isinstance(value, Mapping) and path in sections:
                 pending.append((f"{path}.", value))
     return count
 
 
-def _size(value: Any) -> int:
-    """Return the number of keys in a value; 1 for one that is no section."""
+def _count_keys(value: Any) -> int:
+    """Return the number of keys in a value; 1 for a value that is not a section."""
     if not isinstance(value, Mapping) or not value:
         return 1
-    return sum(map(_size, value.values()))
+    return sum(map(_count_keys, value.values()))
