@@ -1,10 +1,11 @@
-"""What a resumed run may change: every key is one that defines what is trained, or one that may change.
+"""The keys that a resumed run may change, and those that it may not.
 
 A checkpoint holds the configuration it was trained with, and fingerprints of what its keys name
 (``runtime.identity``). When a run resumes, both are compared with the new ones::
 
     DEFINES      another value is refused, with the key, the old and the new value
-    BY_CONTENT   likewise, but what the key names is compared, not its name: a model or a file may have moved
+    BY_CONTENT   likewise, but compared is what the key names, such as a model or a file, which
+                 may have moved
     MAY_CHANGE   another value is taken, and recorded
 
 A refused change can be accepted by name (``--accept-change KEY``). A new key goes into one of the
@@ -28,10 +29,11 @@ from jax_agent_rl.validation import did_you_mean
 
 
 def _paths(sections: Mapping[str, str]) -> frozenset[str]:
-    """Return the paths of keys that are given as names by section."""
+    """Return the paths of keys that are given as names, separated by spaces, by section."""
     paths = set()
     for section, names in sections.items():
-        paths |= {f"{section}.{name}" if section else name for name in names.split()}
+        prefix = f"{section}." if section else ""
+        paths |= {prefix + name for name in names.split()}
     return frozenset(paths)
 
 
@@ -123,7 +125,7 @@ BY_CONTENT = _paths(
         "environments": "path",
     }
 )
-"""Keys that name models, rows and code, which define what is trained, too."""
+"""Keys that name models, rows and code, which also define what is trained."""
 
 MAY_CHANGE: Mapping[str, frozenset[str]] = {
     "how long the run is, what it keeps and shows": _paths(
@@ -223,9 +225,10 @@ class Difference:
 
     Attributes:
         key: its path, or that of its section if one side has none.
-        old: what the checkpoint was trained with.
-        new: what is configured.
-        what: what differs in that which the key names; empty if its value is compared.
+        old: the value that the checkpoint was trained with.
+        new: the configured value.
+        what: the difference in the model, file or code that the key names; empty if the value of
+            the key itself differs.
     """
 
     key: str
@@ -235,12 +238,13 @@ class Difference:
 
     def __str__(self) -> str:
         if not self.what:
-            return f"{self.key} was {_text(self.old)}, is {_text(self.new)}"
-        moved = "" if self.old == self.new else f", was {_text(self.old)}"
-        return f"{self.key}: {self.what} (is {_text(self.new)}{moved})"
+            return f"{self.key} was {_shorten(self.old)}, is {_shorten(self.new)}"
+        previous = "" if self.old == self.new else f", was {_shorten(self.old)}"
+        return f"{self.key}: {self.what} (is {_shorten(self.new)}{previous})"
 
 
-def _text(value: Any) -> str:
+def _shorten(value: Any) -> str:
+    """Return a value as JSON; a long one without its middle."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 120 else f"{text[:80]} … {text[-30:]}"
 
@@ -248,28 +252,38 @@ def _text(value: Any) -> str:
 def value_differences(
     model: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any], *, may_change: bool
 ) -> list[Difference]:
-    """Compare the values of two configurations, as JSON; those of :data:`BY_CONTENT` are left out.
+    """Compare the values of two configurations, as JSON; keys in :data:`BY_CONTENT` are left out.
 
     Args:
         model: the root section.
-        old: the recorded one; a key that it lacks is newer than it, and had its default.
-        new: the configured one.
-        may_change: look at the keys that may change, instead of those that define.
+        old: the recorded configuration. A key that it lacks is newer, and had its default.
+        new: the configuration of the run that resumes.
+        may_change: compare the keys that may change, instead of the keys that define.
     """
-    allowed = frozenset[str]().union(*MAY_CHANGE.values())
-    found: dict[str, Difference] = {}
+    changeable = frozenset[str]().union(*MAY_CHANGE.values())
+    differences: dict[str, Difference] = {}
     for key in _keys(model).values():
-        if key.is_section or key.path in BY_CONTENT or (key.path in allowed) is not may_change:
+        if key.is_section or key.path in BY_CONTENT:
             continue
-        before, now = _lookup(old, key), _lookup(new, key)
-        if before == now:
+        if (key.path in changeable) is not may_change:
             continue
-        section = before.null_section or now.null_section
+
+        old_entry = _lookup(old, key)
+        new_entry = _lookup(new, key)
+        if old_entry == new_entry:
+            continue
+
+        # A section that one side lacks is one difference, however many keys it has.
+        section = old_entry.null_section or new_entry.null_section
         if section:
-            found[section] = Difference(key=section, old=_at(old, section), new=_at(new, section))
+            differences[section] = Difference(
+                key=section, old=_value_at(old, section), new=_value_at(new, section)
+            )
         else:
-            found[key.path] = Difference(key=key.path, old=before.value, new=now.value)
-    return list(found.values())
+            differences[key.path] = Difference(
+                key=key.path, old=old_entry.value, new=new_entry.value
+            )
+    return list(differences.values())
 
 
 def defining_values(config: BaseModel, names: Collection[str]) -> dict[str, Any]:
@@ -277,47 +291,49 @@ def defining_values(config: BaseModel, names: Collection[str]) -> dict[str, Any]
 
     Args:
         config: a whole configuration.
-        names: keys, or sections of keys, that are looked at.
+        names: keys, or sections whose keys are meant.
     """
     tree = config.model_dump(mode="json")
-    chosen = {
-        path: key
-        for path, key in _keys(type(config)).items()
-        if path in DEFINES and is_named(path, names)
-    }
-    return {path: _lookup(tree, key).value for path, key in chosen.items()}
+    values = {}
+    for path, key in _keys(type(config)).items():
+        if path in DEFINES and is_named(path, names):
+            values[path] = _lookup(tree, key).value
+    return values
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Entry:
     """The value of a key; ``null_section`` is the path of a section above it that is null."""
 
     value: Any
     null_section: str = ""
 
 
-def _lookup(tree: Mapping[str, Any], key: KeyInfo) -> _Found:
+def _lookup(tree: Mapping[str, Any], key: KeyInfo) -> _Entry:
+    """Return what a tree has for a key: its default if the tree lacks it."""
     node: Any = tree
     path = ""
     for name in key.path.split("."):
         path = f"{path}.{name}" if path else name
-        if isinstance(node, Mapping) and name in node:
-            node = node[name]
-        else:
-            return _Found(_default(key))
+        if not isinstance(node, Mapping) or name not in node:
+            return _Entry(_default(key))
+        node = node[name]
         if node is None and path != key.path:
-            return _Found(None, path)
-    return _Found(node)
+            return _Entry(None, path)
+    return _Entry(node)
 
 
 def _default(key: KeyInfo) -> Any:
     return None if key.default is None else json.loads(key.default)
 
 
-def _at(tree: Mapping[str, Any], path: str) -> Any:
+def _value_at(tree: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a path; None if the tree has none."""
     node: Any = tree
     for name in path.split("."):
-        node = node.get(name) if isinstance(node, Mapping) else None
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(name)
     return node
 
 
@@ -345,7 +361,10 @@ def is_named(key: str, names: Collection[str]) -> bool:
 
 def unclassified(model: type[BaseModel]) -> Iterator[str]:
     """Yield the keys of a tree that are in none of the sets, or in several."""
-    sets = (DEFINES, BY_CONTENT, *MAY_CHANGE.values())
+    classes = (DEFINES, BY_CONTENT, *MAY_CHANGE.values())
     for key in _keys(model).values():
-        if not key.is_section and sum(key.path in each for each in sets) != 1:
+        if key.is_section:
+            continue
+        memberships = sum(key.path in paths for paths in classes)
+        if memberships != 1:
             yield key.path
