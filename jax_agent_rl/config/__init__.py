@@ -1,15 +1,23 @@
 """The configuration: one frozen tree, loaded from YAML plus ``a.b=c`` overrides.
 
 ``load("configs/quickstart.yaml", ["learner.learning_rate=1e-5"])`` returns a :class:`Config` or
-raises one
-:class:`~jax_agent_rl.errors.ConfigError` that lists *every* problem with its path and, for an unknown key, the
-nearest valid name. Every key is read somewhere; a key that does nothing must not exist.
+raises one :class:`~jax_agent_rl.errors.ConfigError` that lists *every* problem with its path and,
+for an unknown key, the nearest valid name. Every key is read somewhere; a key that does nothing
+must not exist.
 
-``run`` the root, checks between sections, ``load`` · ``commands`` the roots of other commands ·
-``task, agent, rollout, engines, algorithm, kl, learner, trainer`` the sections (``task``: model,
-data, reward, tools; ``kl``: with ``distill``) · ``base, loading`` what sections consist of and when
-a key is used, YAML and overrides · ``reference`` documentation of all keys · ``overrides_script,
-from_verl`` configurations from verl's
+===================================  =============================================================
+``run``                              the root, the checks between sections, ``load``
+``commands``, ``roots``              the roots of other commands; which command a file is for
+``task``, ``agent``, ``rollout``,    the sections (``task``: model, data, reward and tools; ``kl``:
+``engines``, ``algorithm``, ``kl``,  also ``distill``)
+``learner``, ``trainer``
+``base``                             what sections consist of, and the conditions of keys
+``loading``, ``recipes``             YAML files, overrides, and recipes by name
+``reference``                        the documentation of all keys
+``resume``                           which keys a resumed run may change
+``overrides_script``, ``from_verl``  configurations imported from verl
+``verl_keys``
+===================================  =============================================================
 """
 
 from jax_agent_rl.config.agent import AgentConfig, EndpointConfig, ServerToolConfig, ToolFormatName

@@ -1,6 +1,6 @@
-"""The roots of other commands than ``train``: ``tool-server``, ``tinker-server``, ``sft`` and ``dpo``.
+"""The root sections of ``tool-server``, ``tinker-server``, ``sft`` and ``dpo``.
 
-The latter two train on given conversations and preferences.
+``sft`` and ``dpo`` train on given conversations and preferences.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class McpSettings(Section):
 
 
 def _when_tool(name: str) -> Condition:
-    """Return the condition that this tool is served, or custom tools, which may read any setting."""
+    """Return the condition that this tool is served, or custom tools, which may read any key."""
     return WhenKey("tools", name) | WhenKey("tool_path")
 
 
@@ -214,17 +214,14 @@ class ToolServerSettings(Section):
         problems = []
         if len(set(self.tools)) < len(self.tools) or not self.tools:
             problems.append(f"tools={list(self.tools)} must name at least one tool, and each once")
-        needs = {
-            "search": ("search.corpus", self.search.corpus),
-            "sql": ("sql.databases", self.sql.databases),
-            "page": ("page.root", self.page.root),
-            "mcp": ("mcp.servers", self.mcp.servers),
-        }
-        problems += [
-            f"tools has {name!r}, so {key} must be set"
-            for name, (key, value) in needs.items()
-            if name in self.tools and not value
-        ]
+        for tool, key, value in (
+            ("search", "search.corpus", self.search.corpus),
+            ("sql", "sql.databases", self.sql.databases),
+            ("page", "page.root", self.page.root),
+            ("mcp", "mcp.servers", self.mcp.servers),
+        ):
+            if tool in self.tools and not value:
+                problems.append(f"tools has {tool!r}, so {key} must be set")
         if self.step_seconds <= self.limits.wall_seconds:
             problems.append(
                 f"step_seconds={self.step_seconds:g} must be more than"
@@ -431,17 +428,17 @@ class SftConfig(Section):
     trainer: EpochsConfig = Field(default_factory=EpochsConfig)
 
     @model_validator(mode="after")
-    def _used(self) -> SftConfig:
-        found = [*unused(self), *self.learner.problems("learner")]
-        if weighted := [
-            source.path for source in (*self.data.train, *(self.data.eval or ())) if source.weight
-        ]:
-            found.append(
+    def _consistent(self) -> SftConfig:
+        problems = [*unused(self), *self.learner.problems("learner")]
+        sources = (*self.data.train, *(self.data.eval or ()))
+        weighted = [source.path for source in sources if source.weight]
+        if weighted:
+            problems.append(
                 f"data gives a weight to {weighted}, but every row is used once per epoch;"
                 " remove it"
             )
-        if found:
-            raise ValueError("\n".join(found))
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
 
@@ -462,5 +459,6 @@ class PreferenceConfig(Section):
 class DpoConfig(SftConfig):
     """Direct preference optimization: the mean loss of a batch's pairs."""
 
-    data: ConversationsConfig  # pyright: ignore[reportIncompatibleVariableOverride]  # pairs have no roles to choose
+    # Pairs have no roles to choose.
+    data: ConversationsConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     dpo: PreferenceConfig = Field(default_factory=PreferenceConfig)
