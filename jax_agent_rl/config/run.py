@@ -1,4 +1,4 @@
-"""A whole run: the root of the configuration tree, the checks between its sections and of its rows, and loading."""
+"""A whole run: the root of the configuration tree, its loading, and checks across sections."""
 
 from __future__ import annotations
 
@@ -69,21 +69,29 @@ class Config(Section):
 
     @property
     def replays_supports(self) -> bool:
-        """True if training samples from parts of the vocabulary, over which the learner then normalizes."""
+        """Whether training samples from a part of the vocabulary at each position.
+
+        The learner then normalizes over the same part.
+        """
         return self.rollout.restricts_sampling or self.agent.constrain_tool_calls
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, tree: Any) -> Any:
-        """Take ``rollout.group_size`` from ``agent.n`` if not set; add correction for stale tokens, teachers' KL."""
+        """Fill in what other keys imply.
+
+        These are the correction for stale tokens, the KL to teachers, and ``rollout.group_size``,
+        whose other name is ``agent.n``.
+        """
         if not isinstance(tree, Mapping):
             return tree
         tree = with_teachers(with_correction(tree))
-        sections = {
-            "tool_config": {},
-            **tree,
-        }  # validated even if not given: the environment may hold some of it
-        agent, rollout = sections.get("agent"), sections.get("rollout") or {}
+
+        # tool_config is validated even if the tree lacks it: the environment may set its keys.
+        sections = {"tool_config": {}, **tree}
+
+        agent = sections.get("agent")
+        rollout = sections.get("rollout") or {}
         n = agent.get("n") if isinstance(agent, Mapping) else None
         if n is None or not isinstance(rollout, Mapping):
             return sections
@@ -92,8 +100,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         """Refuse inconsistencies, all at once."""
-        if found := [problem for check in CHECKS for problem in check(self)]:
-            raise ValueError("\n".join(found))
+        problems = []
+        for check in CHECKS:
+            problems += check(self)
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
 
@@ -101,8 +112,8 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply ``a.b=c`` overrides and validate.
 
     Args:
-        path: the YAML file. With a key ``base``, the path of another (from its folder), it says
-            only what differs.
+        path: the YAML file. With a key ``base``, the path of another file from its folder, it has
+            only what differs from that file.
         overrides: ``key.path=value``; the value is parsed as YAML (``true``, ``1e-5``, ``[1, 2]``,
             ``null``).
 
@@ -113,17 +124,20 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
 
 
 def build(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Validate a nested mapping plus overrides into a :class:`Config`; raise :class:`ConfigError`."""
+    """Validate a nested mapping plus overrides.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
     return build_tree(Config, tree, overrides)
 
 
 def _group_problems(config: Config) -> Iterator[str]:
-    rollout, agent, algorithm, learner = (
-        config.rollout,
-        config.agent,
-        config.algorithm,
-        config.learner,
-    )
+    rollout = config.rollout
+    agent = config.agent
+    algorithm = config.algorithm
+    learner = config.learner
+
     if agent.history_window is not None and rollout.strategy.name == "treerl":
         yield (
             "agent.history_window does not go with rollout.strategy.name=treerl, which finds its"
@@ -149,109 +163,117 @@ def _group_problems(config: Config) -> Iterator[str]:
 
 def _schedule_problems(config: Config) -> Iterator[str]:
     steps = config.trainer.steps
-    policy_steps = steps - config.critic.critic_warmup
+    steps_of_policy = steps - config.critic.critic_warmup
     for name, optimizer, total in (
-        ("learner", config.learner, policy_steps),
+        ("learner", config.learner, steps_of_policy),
         ("critic", config.critic, steps),
     ):
-        kind, warm_up = optimizer.lr_scheduler_type, optimizer.lr_warmup_steps
+        schedule = optimizer.lr_scheduler_type
+        warmup = optimizer.lr_warmup_steps
         yield from optimizer.problems(name)
-        if kind != "constant" and warm_up >= total:
+        if schedule != "constant" and warmup >= total:
             yield (
-                f"{name}.lr_scheduler_type={kind} has no steps left:"
-                f" {name}.lr_warmup_steps={warm_up} of {total} (trainer.steps, for the policy less"
+                f"{name}.lr_scheduler_type={schedule} has no steps left:"
+                f" {name}.lr_warmup_steps={warmup} of {total} (trainer.steps, for the policy less"
                 " critic.critic_warmup); lower it, or raise trainer.steps"
             )
 
 
 def _length_problems(config: Config) -> Iterator[str]:
-    agent, longest = config.agent, config.rollout.max_model_len
-    if agent.max_model_len is not None and agent.max_model_len > longest:
+    agent = config.agent
+    engine_length = config.rollout.max_model_len
+    if agent.max_model_len is not None and agent.max_model_len > engine_length:
         yield (
             f"agent.max_model_len={agent.max_model_len} is more than the engine's"
-            f" rollout.max_model_len={longest}; raise the latter"
+            f" rollout.max_model_len={engine_length}; raise the latter"
         )
-    if (evaluated := agent.max_prompt_length + (agent.val_max_response_length or 0)) > longest:
+
+    eval_length = agent.max_prompt_length + (agent.val_max_response_length or 0)
+    if eval_length > engine_length:
         yield (
-            f"agent.max_prompt_length + agent.val_max_response_length = {evaluated} does not fit "
-            f"rollout.max_model_len={longest}; raise the latter or lower the former"
+            f"agent.max_prompt_length + agent.val_max_response_length = {eval_length} does not fit"
+            f" rollout.max_model_len={engine_length}; raise the latter or lower the former"
         )
-    need = agent.max_prompt_length + agent.max_response_length
+
+    train_length = agent.max_prompt_length + agent.max_response_length
     if agent.history_window is not None:  # a response may be longer than any of its contexts
-        need = min(need, longest)
-    if need > longest:
+        train_length = min(train_length, engine_length)
+    if train_length > engine_length:
         yield (
-            f"agent.max_prompt_length + agent.max_response_length = {need} does not fit "
-            f"rollout.max_model_len={longest}; raise the latter or lower the former"
+            f"agent.max_prompt_length + agent.max_response_length = {train_length} does not fit"
+            f" rollout.max_model_len={engine_length}; raise the latter or lower the former"
         )
-    if need > config.learner.pack_length:
+    if train_length > config.learner.pack_length:
         yield (
-            f"agent.max_prompt_length + agent.max_response_length = {need} does not fit one packed"
-            f" row; set learner.pack_length >= {need}"
+            f"agent.max_prompt_length + agent.max_response_length = {train_length} does not fit one"
+            f" packed row; set learner.pack_length >= {train_length}"
         )
 
 
 def _logprob_problems(config: Config) -> Iterator[str]:
-    rollout, learner = config.rollout, config.learner
     if not config.agent.mask_observations and config.algorithm.rollout_correction.bypass_mode:
         yield (
             "agent.mask_observations=false trains on observations, of which the engine has no"
             " log-probs: set algorithm.rollout_correction.bypass_mode=false"
         )
-    if learner.lora and learner.lora.quantize != "none" and rollout.backend != "jetstream":
+
+    lora = config.learner.lora
+    backend = config.rollout.backend
+    if lora is not None and lora.quantize != "none" and backend != "jetstream":
         yield (
-            f"learner.lora.quantize={learner.lora.quantize} trains on quantized weights, which"
-            f" rollout.backend={rollout.backend} would not start from; set"
+            f"learner.lora.quantize={lora.quantize} trains on quantized weights, which"
+            f" rollout.backend={backend} would not start from; set"
             " rollout.backend=jetstream, or quantize=none"
         )
 
 
 def _adapter_problems(config: Config) -> Iterator[str]:
-    adapter, known = config.agent.adapter, config.rollout.adapters
-    if adapter is not None and config.rollout.backend != "remote" and adapter not in known:
+    adapter = config.agent.adapter
+    rollout = config.rollout
+    # The servers of a remote backend may have adapters that the configuration does not name.
+    if adapter is not None and rollout.backend != "remote" and adapter not in rollout.adapters:
         yield (
-            f"agent.adapter={adapter!r} is not in rollout.adapters, which has {sorted(known)}; add"
-            " its folder there"
+            f"agent.adapter={adapter!r} is not in rollout.adapters, which has"
+            f" {sorted(rollout.adapters)}; add its folder there"
         )
     if config.agent.role_adapters:
         yield from _role_adapter_problems(config)
 
 
 def _role_adapter_problems(config: Config) -> Iterator[str]:
-    rollout, roles = config.rollout, config.agent.role_adapters
-    if both := sorted(roles.keys() & config.agent.role_models.keys()):
+    agent = config.agent
+    ambiguous_roles = sorted(agent.role_adapters.keys() & agent.role_models.keys())
+    if ambiguous_roles:
         yield (
-            f"agent.role_adapters and agent.role_models both name {both}; a role is played by one"
-            " of them"
+            f"agent.role_adapters and agent.role_models both name {ambiguous_roles}; a role is"
+            " played by one of them"
         )
     if config.learner.lora is None:
         yield (
             "agent.role_adapters trains LoRA adapters; set learner.lora, e.g. learner.lora.rank=16"
         )
-    for key, value, fits in (
+
+    rollout = config.rollout
+    engine_factory = rollout.jetstream.engine_factory
+    adv_estimator = config.algorithm.adv_estimator
+    for key, value, is_compatible in (
         ("rollout.backend", rollout.backend, rollout.backend == "jetstream"),
         ("rollout.placement", rollout.placement, rollout.placement == "colocated"),
         ("rollout.deterministic", rollout.deterministic, not rollout.deterministic),
-        (
-            "rollout.jetstream.engine_factory",
-            rollout.jetstream.engine_factory,
-            not rollout.jetstream.engine_factory,
-        ),
+        ("rollout.jetstream.engine_factory", engine_factory, not engine_factory),
         ("rollout.adapters", dict(rollout.adapters), not rollout.adapters),
-        (
-            "algorithm.adv_estimator",
-            config.algorithm.adv_estimator,
-            config.algorithm.adv_estimator != "gae",
-        ),
+        ("algorithm.adv_estimator", adv_estimator, adv_estimator != "gae"),
     ):
-        if not fits:
+        if not is_compatible:
             yield f"agent.role_adapters does not go with {key}={value}; leave one of them out"
 
 
 def _deterministic_problems(config: Config) -> Iterator[str]:
-    rollout, engine = config.rollout, config.rollout.jetstream
+    rollout = config.rollout
+    engine = rollout.jetstream
     if not rollout.deterministic:
         return
+
     if rollout.backend != "jetstream":
         yield (
             "rollout.deterministic needs the learner and the engine in one program, but"
@@ -271,10 +293,10 @@ def _deterministic_problems(config: Config) -> Iterator[str]:
             f" top_k={rollout.top_k} and min_p={rollout.min_p:g} sample from some; set top_p=1,"
             " top_k=0 and min_p=0, or deterministic=false"
         )
-    spread = (
+    uses_several_devices = (
         config.learner.mesh != MeshConfig() or engine.mesh.devices > 1 or engine.device_offset > 0
     )
-    if spread or config.algorithm.rollout_correction.bypass_mode:
+    if uses_several_devices or config.algorithm.rollout_correction.bypass_mode:
         yield (
             "rollout.deterministic runs on one device and compares the learner's own log-probs:"
             " remove learner.mesh, rollout.jetstream.mesh and device_offset, and"
@@ -284,9 +306,11 @@ def _deterministic_problems(config: Config) -> Iterator[str]:
 
 def _placement_problems(config: Config) -> Iterator[str]:
     """Yield inconsistencies of the engines' placement with the backend and ``trainer.mode``."""
-    rollout, mode = config.rollout, config.trainer.mode
-    where, backend = rollout.placement, rollout.backend
-    if where == "colocated":
+    rollout = config.rollout
+    placement = rollout.placement
+    mode = config.trainer.mode
+    is_remote = rollout.backend == "remote"
+    if placement == "colocated":
         if rollout.sleep_during_update and mode != "sync":
             yield (
                 "rollout.sleep_during_update: with rollout.placement=colocated and"
@@ -294,35 +318,38 @@ def _placement_problems(config: Config) -> Iterator[str]:
                 " trainer.mode=sync, rollout.placement=hybrid, or"
                 " rollout.sleep_during_update=false"
             )
-    elif backend == "remote":
+    elif is_remote:
         yield (
-            f"rollout.placement={where} places engines that the run starts, but"
+            f"rollout.placement={placement} places engines that the run starts, but"
             " rollout.backend=remote runs where its servers are; remove rollout.placement, or set"
             " rollout.backend=jetstream or vllm"
         )
     elif rollout.deterministic:
         yield (
             "rollout.deterministic shares one program with the learner, but"
-            f" rollout.placement={where} runs engines in other processes; set"
+            f" rollout.placement={placement} runs engines in other processes; set"
             " rollout.placement=colocated, or rollout.deterministic=false"
         )
-    if rollout.sleep_during_update and (where == "separate" or backend == "remote"):
+    if rollout.sleep_during_update and (placement == "separate" or is_remote):
         yield "rollout.sleep_during_update: no engine shares the learner's devices; remove it"
-    key, mesh = "rollout.jetstream.mesh", rollout.jetstream.mesh
-    devices, is_open = mesh.devices, mesh.data is None or mesh.tensor is None
-    if backend == "vllm":
-        key, devices, is_open = (
-            "rollout.vllm.tensor_parallel_size",
-            rollout.vllm.tensor_parallel_size,
-            False,
-        )
-    if rollout.gpus_per_engine not in (0, devices) and (
-        rollout.gpus_per_engine % devices or not is_open
-    ):
-        yield (
-            f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs,"
-            " or 0 for CPUs"
-        )
+    yield from _gpu_count_problems(rollout)
+
+
+def _gpu_count_problems(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.backend == "vllm":
+        key = "rollout.vllm.tensor_parallel_size"
+        devices = rollout.vllm.tensor_parallel_size
+        may_grow = False
+    else:
+        mesh = rollout.jetstream.mesh
+        key = "rollout.jetstream.mesh"
+        devices = mesh.devices
+        may_grow = mesh.data is None or mesh.tensor is None  # the engine fills the devices it has
+
+    gpus = rollout.gpus_per_engine
+    is_enough = gpus in (0, devices) or (may_grow and gpus % devices == 0)
+    if not is_enough:
+        yield (f"rollout.gpus_per_engine={gpus}: set {devices}, which {key} needs, or 0 for CPUs")
 
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
@@ -340,8 +367,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     distill_problems,
     _deterministic_problems,
 )
-"""Each yields the inconsistencies of one kind, within a section or between several, each with its
-fix."""
+"""Each yields the inconsistencies of one kind, within a section or across several, with fixes."""
 
 
 # --- rows that name no agent ----------------------------------------------------------------------
@@ -350,17 +376,22 @@ PLAIN_AGENT = "single_turn_agent"  # generates once and calls no tools
 
 
 def default_agent(agent: AgentConfig, tool_config: ToolClientConfig) -> str:
-    """Return the agent loop of rows without ``agent_name``: the named default, or what the enabled tools imply."""
+    """Return the agent loop of rows without ``agent_name``.
+
+    It is the one that the configuration names, or that the enabled tools imply.
+    """
     if agent.default_agent:
         return agent.default_agent
     if agent.enable_search:
         return "search_agent"
     if tool_config.enabled:
         return "text_tool_agent"
-    return "server_tool_agent" if agent.enable_agent and agent.tool_server_url else PLAIN_AGENT
+    if agent.enable_agent and agent.tool_server_url:
+        return "server_tool_agent"
+    return PLAIN_AGENT
 
 
-_KEYS_OF_AGENTS = {
+_TOOL_KEYS = {
     "tools.function_tool_path": "agent.default_agent=tool_agent",
     "tools.tool_config_path": "agent.default_agent=tool_agent",
     "tool_config.server_url": "tool_config.enabled=true",
@@ -372,70 +403,79 @@ _KEYS_OF_AGENTS = {
     "extra_info.environment_kwargs": "agent.default_agent=environment_agent",
     "extra_info.interaction_kwargs": "agent.default_agent=interaction_agent",
 }
-"""Keys of the configuration, and fields of rows, that plain generation does not read, with what
-selects an agent."""
+"""What plain generation does not read -> the setting that selects an agent which does.
+
+The keys are keys of the configuration, and ``extra_info.*`` fields of rows.
+"""
 
 
 def report_idle_tools(
     config: Config, rows: Collection[Mapping[str, Any]]
 ) -> tuple[str, str] | None:
-    """Report rows that run as plain generation although the configuration or the rows ask for tools.
+    """Report rows that run as plain generation although the configuration, or they, ask for tools.
 
     With ``agent.default_agent`` set, plain generation is taken as intended.
 
     Returns:
         The observation and its fix; None if nothing is wrong.
     """
-    unnamed = [row for row in rows if not row.get("agent_name")]
-    if (
-        not unnamed
-        or config.agent.default_agent
-        or default_agent(config.agent, config.tool_config) != PLAIN_AGENT
-    ):
+    plain_rows = [row for row in rows if not row.get("agent_name")]
+    if not plain_rows or config.agent.default_agent:
         return None
-    fields = {
-        key for row in unnamed for key, value in (row.get("extra_info") or {}).items() if value
-    }
+    if default_agent(config.agent, config.tool_config) != PLAIN_AGENT:
+        return None
 
-    def is_set(key: str) -> bool:
-        section, _, field = key.partition(".")
-        return field in fields if section == "extra_info" else bool(value_at(config, key))
+    row_fields = set()
+    for row in plain_rows:
+        for field, value in (row.get("extra_info") or {}).items():
+            if value:
+                row_fields.add(f"extra_info.{field}")
 
-    idle = {key: fix for key, fix in _KEYS_OF_AGENTS.items() if is_set(key)}
+    idle = {}
+    for key, fix in _TOOL_KEYS.items():
+        if key.startswith("extra_info."):
+            is_set = key in row_fields
+        else:
+            is_set = bool(value_at(config, key))
+        if is_set:
+            idle[key] = fix
     if not idle:
         return None
-    seen = (
-        f"{len(unnamed)} of {len(rows)} rows have no agent_name, so they run as {PLAIN_AGENT} and"
-        f" never use {', '.join(idle)}"
+
+    observation = (
+        f"{len(plain_rows)} of {len(rows)} rows have no agent_name, so they run as {PLAIN_AGENT}"
+        f" and never use {', '.join(idle)}"
     )
     fixes = " or ".join(dict.fromkeys(idle.values()))
-    return (
-        seen,
-        (
-            f"set {fixes}, or agent_name in the rows; if that is intended, set"
-            f" agent.default_agent={PLAIN_AGENT}"
-        ),
+    fix = (
+        f"set {fixes}, or agent_name in the rows; if that is intended, set"
+        f" agent.default_agent={PLAIN_AGENT}"
     )
+    return observation, fix
 
 
 def uses_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> bool:
-    """Return whether trajectories are expected to call tools: functions are configured, or rows use a tool server.
+    """Return whether trajectories are expected to call tools.
 
-    Environment steps need not be tool calls.
+    They are if tools are configured, or if rows use a tool server. Environment steps need not be
+    tool calls.
     """
+    if config.tools.function_tool_path or config.tools.tool_config_path:
+        return True
+
+    agents_with_server = {"text_tool_agent", "search_agent"}
+    if config.agent.enable_agent:
+        agents_with_server.add("server_tool_agent")
     default = default_agent(config.agent, config.tool_config)
-    served = {"text_tool_agent", "search_agent"} | (
-        {"server_tool_agent"} if config.agent.enable_agent else set()
-    )
-    named = {row.get("agent_name") or default for row in rows}
-    return bool(config.tools.function_tool_path or config.tools.tool_config_path or named & served)
+    selected_agents = {row.get("agent_name") or default for row in rows}
+    return not agents_with_server.isdisjoint(selected_agents)
 
 
 def has_own_devices(config: Config) -> bool:
     """Return whether engines compute without taking time from the learner."""
     rollout = config.rollout
-    beside = (
-        rollout.backend == "jetstream"
-        and rollout.jetstream.device_offset >= config.learner.mesh.devices
-    )
-    return rollout.placement != "colocated" or rollout.backend == "remote" or beside
+    if rollout.placement != "colocated" or rollout.backend == "remote":
+        return True
+    if rollout.backend != "jetstream":
+        return False
+    return rollout.jetstream.device_offset >= config.learner.mesh.devices
