@@ -20,7 +20,10 @@ _BUILT_IN = Unless("rollout.jetstream.engine_factory")
 
 
 class EngineMeshConfig(Section):
-    """Devices of the jetstream engines of one process: ``data`` engines of ``expert`` x ``tensor`` devices each."""
+    """Devices of the jetstream engines of one process.
+
+    There are ``data`` engines of ``expert`` x ``tensor`` devices each.
+    """
 
     data: Positive | None = Field(
         default=None,
@@ -48,12 +51,12 @@ class EngineMeshConfig(Section):
 
     @property
     def engine_devices(self) -> int:
-        """Number of devices of one engine; at least so many if ``tensor`` is null."""
+        """Number of devices of one engine; the minimum if ``expert`` or ``tensor`` is null."""
         return (self.expert or 1) * (self.tensor or 1)
 
     @property
     def devices(self) -> int:
-        """Number of devices of all engines; at least so many if ``data`` or ``tensor`` are null."""
+        """Number of devices of all engines; the minimum if a field is null."""
         return (self.data or 1) * self.engine_devices
 
 
@@ -171,28 +174,22 @@ VLLM_ARGUMENTS_SET: Mapping[str, str] = {
     "limit_mm_per_prompt": "rollout.vllm.multi_modal",
     "mm_processor_kwargs": "model.max_pixels",
     "enable_sleep_mode": "rollout.sleep_during_update",
-    **dict.fromkeys(
-        (
-            *("enable_prefix_caching", "scheduling_policy", "logprobs_mode", "generation_config"),
-            *(
-                "skip_tokenizer_init",
-                "worker_extension_cls",
-                "disable_log_stats",
-                "enable_log_requests",
-            ),
-            *(
-                "use_tqdm_on_load",
-                "mm_device_do_normalize",
-                "weight_transfer_config",
-                "moe_backend",
-            ),
-            *("structured_outputs_config", "trust_remote_code"),
-        ),
-        "",
-    ),
+    "enable_prefix_caching": "",
+    "scheduling_policy": "",
+    "logprobs_mode": "",
+    "generation_config": "",
+    "skip_tokenizer_init": "",
+    "worker_extension_cls": "",
+    "disable_log_stats": "",
+    "enable_log_requests": "",
+    "use_tqdm_on_load": "",
+    "mm_device_do_normalize": "",
+    "weight_transfer_config": "",
+    "moe_backend": "",
+    "structured_outputs_config": "",
+    "trust_remote_code": "",
 }
-"""Arguments of vLLM's engine that are decided elsewhere: by another key, or (empty) by the backend.
-"""
+"""Argument of vLLM's engine -> the key that sets it; empty if the backend does."""
 
 
 class VllmConfig(Section):
@@ -264,19 +261,17 @@ class VllmConfig(Section):
 
     @field_validator("engine_args")
     @classmethod
-    def _decided_nowhere_else(cls, value: dict[str, Any]) -> dict[str, Any]:
-        taken = {
-            name: (
-                f"set {key}"
-                if (key := VLLM_ARGUMENTS_SET[name])
-                else "the backend depends on its own value"
-            )
-            for name in value
-            if name in VLLM_ARGUMENTS_SET
-        }
-        if taken:
-            fixes = "; ".join(f"{name}: {fix}" for name, fix in taken.items())
-            raise ValueError(
-                f"names arguments that are decided elsewhere ({fixes}); remove {', '.join(taken)}"
-            )
-        return value
+    def _refuse_arguments_set_elsewhere(cls, value: dict[str, Any]) -> dict[str, Any]:
+        refused = [name for name in value if name in VLLM_ARGUMENTS_SET]
+        if not refused:
+            return value
+
+        fixes = []
+        for name in refused:
+            key = VLLM_ARGUMENTS_SET[name]
+            fix = f"set {key}" if key else "the backend depends on its own value"
+            fixes.append(f"{name}: {fix}")
+        raise ValueError(
+            f"names arguments that are decided elsewhere ({'; '.join(fixes)}); remove"
+            f" {', '.join(refused)}"
+        )

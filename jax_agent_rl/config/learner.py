@@ -1,4 +1,4 @@
-"""The ``learner`` section: the optimizer step (the critic has one, too), LoRA, and device meshes."""
+"""The ``learner`` section: optimizers, LoRA, packed rows, and device meshes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from jax_agent_rl.config.base import (
 
 
 class MeshConfig(Section):
-    """Learner mesh. Its size is at most the number of devices, and exactly that with several processes."""
+    """Learner mesh.
+
+    Its size is at most the number of devices, and exactly that with several processes.
+    """
 
     data: Positive = Field(default=1, description="Data-parallel replicas.")
     fsdp: Positive = Field(default=1, description="Shards of every parameter (and of the batch).")
@@ -38,7 +41,10 @@ class MeshConfig(Section):
 
 
 class MultihostConfig(Section):
-    """Several processes (hosts) with one learner, started with the same config except for ``process_id``."""
+    """Several processes (hosts) with one learner.
+
+    They are started with the same configuration except for ``process_id``.
+    """
 
     coordinator: str | None = Field(
         default=None,
@@ -59,7 +65,8 @@ class MultihostConfig(Section):
 
     @model_validator(mode="after")
     def _process_id_in_range(self) -> MultihostConfig:
-        number, count = self.process_id, self.num_processes
+        number = self.process_id
+        count = self.num_processes
         if number is not None and count is not None and number >= count:
             raise ValueError(
                 f"learner.multihost.process_id={number} is not below"
@@ -73,7 +80,10 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 class LoraConfig(Section):
-    """Low-rank adapters in place of full training; see PEFT's ``LoraConfig`` for the fields' meaning."""
+    """Low-rank adapters in place of full training.
+
+    The fields mean the same as in PEFT's ``LoraConfig``.
+    """
 
     rank: Positive = Field(default=16, description="Rank r of the adapters.")
     alpha: float = Field(default=32.0, gt=0, description="Adapters are scaled by alpha / rank.")
@@ -150,17 +160,23 @@ class OptimizerSection(Section):
         return 0.0
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield the keys of the section ``name`` that are set although its optimizer or schedule does not read them."""
-        kind = self.lr_scheduler_type
-        if kind == "constant" and self.changed("min_lr_ratio"):
+        """Yield the keys of the section that are set although nothing reads them.
+
+        Optimizers and schedules read different keys.
+
+        Args:
+            name: path of the section, ``learner`` or ``critic``.
+        """
+        schedule = self.lr_scheduler_type
+        if schedule == "constant" and self.changed("min_lr_ratio"):
             yield (
                 f"{name}.min_lr_ratio is read only with {name}.lr_scheduler_type linear, cosine or"
-                f" wsd, which is {kind!r}; remove it or change that"
+                f" wsd, which is {schedule!r}; remove it or change that"
             )
-        if kind != "wsd" and self.changed("lr_decay_ratio"):
+        if schedule != "wsd" and self.changed("lr_decay_ratio"):
             yield (
                 f"{name}.lr_decay_ratio is read only with {name}.lr_scheduler_type=wsd, which is"
-                f" {kind!r}; remove it"
+                f" {schedule!r}; remove it"
             )
         if not self.weight_decay and self.changed("no_weight_decay"):
             yield (
@@ -168,8 +184,9 @@ class OptimizerSection(Section):
                 " remove it"
             )
         if self.optimizer == "adafactor":
-            for key in filter(self.changed, ("adam_b1", "adam_b2", "adam_eps")):
-                yield f"{name}.{key} is not read by {name}.optimizer=adafactor; remove it"
+            for key in ("adam_b1", "adam_b2", "adam_eps"):
+                if self.changed(key):
+                    yield f"{name}.{key} is not read by {name}.optimizer=adafactor; remove it"
 
 
 class RowsConfig(OptimizerSection):
@@ -226,12 +243,13 @@ class RowsConfig(OptimizerSection):
 
     @model_validator(mode="after")
     def _context_shards_divide_rows(self) -> Self:
-        rest = -self.pack_length % self.mesh.context
-        if rest:
+        missing_tokens = -self.pack_length % self.mesh.context
+        if missing_tokens:
+            next_length = self.pack_length + missing_tokens
             raise ValueError(
                 f"learner.pack_length={self.pack_length} is not divisible by"
                 f" learner.mesh.context={self.mesh.context}; set"
-                f" learner.pack_length={self.pack_length + rest}, or lower learner.mesh.context"
+                f" learner.pack_length={next_length}, or lower learner.mesh.context"
             )
         return self
 

@@ -79,7 +79,10 @@ class ArpoConfig(Section):
 
 
 class StrategyConfig(Section):
-    """Where the trajectories of a group start: at the prompt, or at a turn or token of another one."""
+    """Where the trajectories of a group start.
+
+    They start at the prompt, or at a turn or token of another trajectory.
+    """
 
     name: Literal["chain", "tree_grpo", "treerl", "arpo"] = Field(
         default="chain",
@@ -292,107 +295,122 @@ class RolloutConfig(Section):
 
     @property
     def restricts_sampling(self) -> bool:
-        """True if top-p, top-k or min-p leave training a part of the vocabulary to sample from."""
+        """Whether top_p, top_k or min_p exclude token ids from sampling in training."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 def rollout_problems(config: Config) -> Iterator[str]:
     """Yield every inconsistency of the section, each with its fix."""
     rollout = config.rollout
-    if (least := rollout.min_group_size) is not None and least > rollout.group_size:
+    engine = rollout.jetstream
+    min_group_size = rollout.min_group_size
+    if min_group_size is not None and min_group_size > rollout.group_size:
         yield (
-            f"rollout.min_group_size={least} is more than rollout.group_size={rollout.group_size};"
-            " lower it, or leave it out"
+            f"rollout.min_group_size={min_group_size} is more than"
+            f" rollout.group_size={rollout.group_size}; lower it, or leave it out"
         )
-    custom_engine = rollout.backend == "jetstream" and rollout.jetstream.engine_factory is not None
-    if rollout.adapters and (
-        custom_engine or (rollout.backend == "jetstream" and rollout.deterministic)
-    ):
-        key = (
-            "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine_factory"
+
+    is_jetstream = rollout.backend == "jetstream"
+    is_custom_engine = is_jetstream and engine.engine_factory is not None
+    if rollout.adapters and is_jetstream and rollout.deterministic:
+        yield "rollout.adapters cannot be served with rollout.deterministic; remove one of them"
+    elif rollout.adapters and is_custom_engine:
+        yield (
+            "rollout.adapters cannot be served with rollout.jetstream.engine_factory; remove one"
+            " of them"
         )
-        yield f"rollout.adapters cannot be served with {key}; remove one of them"
+
     if (rollout.backend == "remote") != bool(rollout.urls):
         yield (
             f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend"
             " remote needs addresses of rollout servers, and other backends take none"
         )
-    if twice := sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
-        yield f"rollout.urls names {', '.join(twice)} more than once; a server is one address"
-    if rollout.deterministic and (count := rollout.jetstream.num_speculative_tokens):
+    repeated_urls = sorted({url for url in rollout.urls if rollout.urls.count(url) > 1})
+    if repeated_urls:
         yield (
-            f"rollout.jetstream.num_speculative_tokens={count} needs programs besides the one of "
-            "rollout.deterministic; set one of them to 0 or false"
+            f"rollout.urls names {', '.join(repeated_urls)} more than once; a server is one address"
         )
-    if custom_engine:
-        yield from _engine_problems(rollout)
-    if (tokens := rollout.jetstream.kv_cache_tokens) is not None and tokens < rollout.max_model_len:
+
+    if rollout.deterministic and engine.num_speculative_tokens > 0:
         yield (
-            f"rollout.jetstream.kv_cache_tokens={tokens} holds no context of rollout.max_model_len="
-            f"{rollout.max_model_len}; raise it, or lower rollout.max_model_len"
+            f"rollout.jetstream.num_speculative_tokens={engine.num_speculative_tokens} needs"
+            " programs besides the one of rollout.deterministic; set one of them to 0 or false"
         )
+    if is_custom_engine:
+        yield from _custom_engine_problems(rollout)
+    cache_tokens = engine.kv_cache_tokens
+    if cache_tokens is not None and cache_tokens < rollout.max_model_len:
+        yield (
+            f"rollout.jetstream.kv_cache_tokens={cache_tokens} holds no context of"
+            f" rollout.max_model_len={rollout.max_model_len}; raise it, or lower"
+            " rollout.max_model_len"
+        )
+
     if isinstance(rollout.backend, InstalledName):
-        for key, value in (
-            ("adapters", sorted(rollout.adapters)),
-            ("placement", rollout.placement),
-        ):
-            if value not in ([], "colocated"):
-                yield (
-                    f"rollout.{key}={value} does not go with rollout.backend={rollout.backend};"
-                    " remove it"
-                )
+        refused = {}
+        if rollout.adapters:
+            refused["adapters"] = sorted(rollout.adapters)
+        if rollout.placement != "colocated":
+            refused["placement"] = rollout.placement
+        for key, value in refused.items():
+            yield (
+                f"rollout.{key}={value} does not go with rollout.backend={rollout.backend};"
+                " remove it"
+            )
+    yield from _transport_problems(rollout)
+
+
+def _transport_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Yield inconsistencies of how weights reach the engines."""
     weight_dir = rollout.weight_dir
-    if rollout.weight_transport == "tensorstore" and (
-        rollout.backend != "remote" or weight_dir is None
-    ):
+    reads_shards = rollout.backend == "remote" and weight_dir is not None
+    if rollout.weight_transport == "tensorstore" and not reads_shards:
         yield (
             f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and"
             f" rollout.weight_dir={weight_dir}: it is for remote servers that see a folder or"
             " bucket; set rollout.weight_dir, or rollout.weight_transport=files"
         )
-    if rollout.weight_transport == "broadcast" and (rollout.backend, rollout.placement) != (
-        "vllm",
-        "separate",
-    ):
+    joins_broadcast = rollout.backend == "vllm" and rollout.placement == "separate"
+    if rollout.weight_transport == "broadcast" and not joins_broadcast:
         yield (
             f"rollout.weight_transport=broadcast with rollout.backend={rollout.backend} and"
             f" rollout.placement={rollout.placement}: it is for vllm engines in Ray actors; set"
             " rollout.placement=separate, or rollout.weight_transport=files"
         )
-    # A rollout server with a jetstream engine reads from buckets.
-    if (
-        "://" in (weight_dir or "")
-        and rollout.weight_transport == "files"
-        and rollout.backend != "jetstream"
-    ):
+    # With backend jetstream the configuration is that of a rollout server, which reads buckets.
+    writes_files = rollout.weight_transport == "files" and rollout.backend != "jetstream"
+    if writes_files and weight_dir is not None and "://" in weight_dir:
         yield (
             f"rollout.weight_dir={weight_dir} is no folder of this machine; set"
             " rollout.weight_transport=tensorstore, which writes to buckets"
         )
 
 
-def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
+def _custom_engine_problems(rollout: RolloutConfig) -> Iterator[str]:
     """Yield what an engine from ``engine_factory`` cannot do."""
-    where = f"rollout.jetstream.engine_factory={rollout.jetstream.engine_factory}"
+    setting = f"rollout.jetstream.engine_factory={rollout.jetstream.engine_factory}"
     if rollout.temperature != 1 or rollout.eval_temperature not in (0, 1):
         yield (
-            f"{where} reports log-probs of the raw logits, but"
+            f"{setting} reports log-probs of the raw logits, but"
             f" rollout.temperature={rollout.temperature:g} and"
             f" eval_temperature={rollout.eval_temperature:g}; set temperature to 1 and"
             " eval_temperature to 0 or 1"
         )
     if rollout.restricts_sampling:
         yield (
-            f"{where} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and"
+            f"{setting} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and"
             " rollout.min_p=0"
         )
     if rollout.deterministic:
-        yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"
+        yield (
+            f"{setting} is not the learner's program; remove it, or set rollout.deterministic=false"
+        )
 
 
 def strategy_problems(config: Config) -> Iterator[str]:
     """Yield every inconsistency of ``rollout.strategy``, with its fix."""
-    strategy, adv_estimator = config.rollout.strategy, config.algorithm.adv_estimator
+    strategy = config.rollout.strategy
+    adv_estimator = config.algorithm.adv_estimator
     if strategy.name == "chain":
         if adv_estimator in ("tree_grpo", "treerl", "arpo"):
             yield (
@@ -407,31 +425,40 @@ def strategy_problems(config: Config) -> Iterator[str]:
             " prompt; set rollout.strategy.name=chain, or another estimator (tree_grpo, treerl,"
             " arpo)"
         )
-    yield from _size_problems(strategy, config.rollout.group_size)
+    yield from _group_size_problems(strategy, config.rollout.group_size)
 
 
-def _size_problems(strategy: StrategyConfig, group_size: int) -> Iterator[str]:
-    grpo, rl, arpo = strategy.tree_grpo, strategy.treerl, strategy.arpo
-    if strategy.name == "tree_grpo" and grpo.k > 1 + grpo.l * grpo.n:
-        yield (
-            f"rollout.strategy.tree_grpo.k={grpo.k} leaves are to be kept of each tree, but it has"
-            f" only 1 + l * n = {1 + grpo.l * grpo.n}; lower k, or raise n or l"
-        )
-    if strategy.name == "tree_grpo" and group_size != grpo.m * grpo.k:
-        yield (
-            f"rollout.strategy=tree_grpo makes groups of m * k = {grpo.m} * {grpo.k} ="
-            f" {grpo.m * grpo.k} trajectories, rollout.group_size is {group_size}; set"
-            f" rollout.group_size={grpo.m * grpo.k}"
-        )
-    size = rl.m * (1 + rl.l * rl.n * rl.t)
-    if strategy.name == "treerl" and group_size != size:
-        yield (
-            f"rollout.strategy=treerl makes groups of m * (1 + l * n * t) = {rl.m} * (1 + {rl.l} *"
-            f" {rl.n} * {rl.t}) = {size} trajectories, rollout.group_size is {group_size}; set"
-            f" rollout.group_size={size}"
-        )
-    if strategy.name == "arpo" and arpo.initial_rollouts >= group_size:
-        yield (
-            f"rollout.strategy.arpo.initial_rollouts={arpo.initial_rollouts} leaves nothing of "
-            f"rollout.group_size={group_size} to branch; lower it (half is usual)"
-        )
+def _group_size_problems(strategy: StrategyConfig, group_size: int) -> Iterator[str]:
+    """Yield sizes of the chosen strategy's trees that do not make up a group."""
+    if strategy.name == "tree_grpo":
+        tree = strategy.tree_grpo
+        leaves = 1 + tree.l * tree.n
+        if tree.k > leaves:
+            yield (
+                f"rollout.strategy.tree_grpo.k={tree.k} leaves are to be kept of each tree, but it"
+                f" has only 1 + l * n = {leaves}; lower k, or raise n or l"
+            )
+        size = tree.m * tree.k
+        if group_size != size:
+            yield (
+                f"rollout.strategy=tree_grpo makes groups of m * k = {tree.m} * {tree.k} = {size}"
+                f" trajectories, rollout.group_size is {group_size}; set rollout.group_size={size}"
+            )
+
+    if strategy.name == "treerl":
+        tree = strategy.treerl
+        size = tree.m * (1 + tree.l * tree.n * tree.t)
+        if group_size != size:
+            yield (
+                f"rollout.strategy=treerl makes groups of m * (1 + l * n * t) = {tree.m} * (1 +"
+                f" {tree.l} * {tree.n} * {tree.t}) = {size} trajectories, rollout.group_size is"
+                f" {group_size}; set rollout.group_size={size}"
+            )
+
+    if strategy.name == "arpo":
+        initial_rollouts = strategy.arpo.initial_rollouts
+        if initial_rollouts >= group_size:
+            yield (
+                f"rollout.strategy.arpo.initial_rollouts={initial_rollouts} leaves nothing of"
+                f" rollout.group_size={group_size} to branch; lower it (half is usual)"
+            )

@@ -1,4 +1,4 @@
-"""The ``trainer`` and ``trace`` sections: how rollout and learner overlap, checkpoints, metrics and traces."""
+"""The ``trainer`` and ``trace`` sections: how rollout and learner overlap, and what is recorded."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ class TrainerConfig(Section):
     @property
     def staleness_bound(self) -> int:
         """``max_staleness``, resolved."""
-        return _DEFAULT_STALENESS[self.mode] if self.max_staleness is None else self.max_staleness
+        if self.max_staleness is None:
+            return _DEFAULT_STALENESS[self.mode]
+        return self.max_staleness
 
     @field_validator("logger", mode="before")
     @classmethod
@@ -202,24 +204,32 @@ class TraceConfig(Section):
 
 def trainer_problems(config: Config) -> Iterator[str]:
     """Yield every inconsistency of the section, each with its fix."""
-    trainer = config.trainer
-    mode, fixed = trainer.mode, _DEFAULT_STALENESS[trainer.mode]
-    if mode != "fully_async" and trainer.max_staleness not in (None, fixed):
+    mode = config.trainer.mode
+    max_staleness = config.trainer.max_staleness
+    default = _DEFAULT_STALENESS[mode]  # which the modes but fully_async cannot change
+    if mode != "fully_async" and max_staleness not in (None, default):
         yield (
-            f"trainer.max_staleness={trainer.max_staleness}: with trainer.mode={mode} it is"
-            f" {fixed}; leave it out, or set trainer.mode=fully_async"
+            f"trainer.max_staleness={max_staleness}: with trainer.mode={mode} it is"
+            f" {default}; leave it out, or set trainer.mode=fully_async"
         )
 
 
 def with_correction(sections: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add token-level importance weights to an unvalidated tree with stale tokens and no correction of its own."""
-    trainer, algorithm = sections.get("trainer"), sections.get("algorithm") or {}
+    """Add token-level importance weights to an unvalidated tree that trains on stale tokens.
+
+    A tree with a correction of its own is returned as it is.
+    """
+    trainer = sections.get("trainer")
+    algorithm = sections.get("algorithm") or {}
     if not isinstance(trainer, Mapping) or not isinstance(algorithm, Mapping):
         return sections
-    stale = trainer.get("max_staleness")
-    if trainer.get("mode", "sync") == "sync" or stale == 0 or "rollout_correction" in algorithm:
+
+    has_stale_tokens = trainer.get("mode", "sync") != "sync" and trainer.get("max_staleness") != 0
+    if not has_stale_tokens or "rollout_correction" in algorithm:
         return sections
     loss = algorithm.get("policy_loss")
-    if isinstance(loss, Mapping) and loss.get("loss_mode") == "decoupled":  # it brings its own
-        return sections
-    return {**sections, "algorithm": {**algorithm, "rollout_correction": {"rollout_is": "token"}}}
+    if isinstance(loss, Mapping) and loss.get("loss_mode") == "decoupled":
+        return sections  # this loss has importance weights of its own
+
+    correction = {"rollout_is": "token"}
+    return {**sections, "algorithm": {**algorithm, "rollout_correction": correction}}
