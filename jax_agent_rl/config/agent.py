@@ -1,4 +1,4 @@
-"""The ``agent`` section: limits of agent loops, `server_tool_agent`, the OpenAI-compatible endpoint.
+"""The ``agent`` section: limits of agent loops, `server_tool_agent`, and the endpoint.
 
 The keys of `server_tool_agent` are named as in verl-tool's ``AgentActorConfig``, so that command
 lines can be reused.
@@ -57,14 +57,19 @@ _TOOL_RESULTS = UsedByAgents(
 _MAX_TEXT_BYTES = 2**20
 
 
-def _named_text(value: str) -> str:
-    """Return the text in a file, or the value itself if it names none; raise ValueError for one that is no text."""
+def _text_or_file(value: str) -> str:
+    """Return the text of the file that a value names, or the value itself if it names none.
+
+    Raises:
+        ValueError: the file cannot be read as text.
+    """
     try:
         path = Path(value).expanduser()
         if not value or not path.is_file():
             return value
-    except (OSError, ValueError, RuntimeError):  # no name of a file
+    except (OSError, ValueError, RuntimeError):  # the value cannot be the name of a file
         return value
+
     try:
         return read_regular_file(path, _MAX_TEXT_BYTES).decode()
     except (OSError, ValueError) as error:
@@ -74,7 +79,10 @@ def _named_text(value: str) -> str:
 
 
 class ServerToolConfig(Section):
-    """Keys of `server_tool_agent`; `n`, `max_model_len` and `val_max_response_length` apply to every agent."""
+    """Keys of `server_tool_agent`.
+
+    `n`, `max_model_len` and `val_max_response_length` apply to every agent.
+    """
 
     enable_agent: Annotated[bool, _SERVER_TOOL | WhenKey("agent.tool_server_url")] = Field(
         default=True,
@@ -225,8 +233,8 @@ class ServerToolConfig(Section):
         """Split a text, or the file it names, at commas."""
         if not isinstance(value, str):
             return value
-        text = _named_text(value)
-        return tuple(token for part in text.split(",") if (token := part.strip()))
+        tokens = [part.strip() for part in _text_or_file(value).split(",")]
+        return tuple(filter(None, tokens))
 
     @field_validator("mtrl_sep")
     @classmethod
@@ -236,7 +244,7 @@ class ServerToolConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _turns(self) -> Self:
+    def _turn_limits_ascend(self) -> Self:
         if self.min_turns > self.max_turns:
             raise ValueError(
                 f"min_turns={self.min_turns} is more than max_turns={self.max_turns}; raise the"
@@ -246,14 +254,13 @@ class ServerToolConfig(Section):
 
     def for_validation(self) -> Self:
         """Return these settings with the overrides for evaluations applied."""
-        named = {
-            "max_turns": self.val_max_turns,
-            "max_response_length": self.val_max_response_length,
-        }
-        changed = {key: value for key, value in named.items() if value is not None}
-        if "max_turns" in changed:
-            changed["min_turns"] = min(self.min_turns, changed["max_turns"])
-        return self.model_copy(update=changed)
+        update = {}
+        if self.val_max_response_length is not None:
+            update["max_response_length"] = self.val_max_response_length
+        if self.val_max_turns is not None:
+            update["max_turns"] = self.val_max_turns
+            update["min_turns"] = min(self.min_turns, self.val_max_turns)
+        return self.model_copy(update=update)
 
 
 class EndpointConfig(Section):
@@ -332,7 +339,7 @@ class CommandConfig(Section):
         default=1024, description="Memory of all processes of a program together."
     )
     processes: Positive = Field(
-        default=64, description="Most processes and threads at the same time."
+        default=64, description="Maximum number of processes and threads at the same time."
     )
     disk_mb: Positive = Field(
         default=64, description="Size of the working folder (it is in memory)."
@@ -345,10 +352,11 @@ class CommandConfig(Section):
         ),
     )
     workspace_entries: Annotated[Positive, Unless("agent.command.container")] = Field(
-        default=4096, description="Number of files, folders and links in it."
+        default=4096,
+        description="Maximum number of files, folders and links that are handed to the tests.",
     )
     max_running: Positive = Field(
-        default=16, description="Most programs at the same time; further ones wait."
+        default=16, description="Maximum number of concurrent programs; further ones wait."
     )
 
 

@@ -1,4 +1,7 @@
-"""The ``algorithm`` and ``critic`` sections, and the combinations of their keys that are refused. Names follow verl."""
+"""The ``algorithm`` and ``critic`` sections, and the combinations of their keys that are refused.
+
+Names follow verl.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,21 @@ AdvEstimator = Annotated[Literal[
     "none",
 ], OrInstalled("advantages")]  # fmt: skip
 LossMode = Annotated[Literal[
-    "vanilla", "decoupled", "gspo", "geo_mean", "cispo", "gpg", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
-    "dro",
+    "vanilla", "decoupled", "gspo", "geo_mean", "cispo", "gpg", "sapo", "clip_cov", "kl_cov",
+    "dppo_tv", "dppo_kl", "dro",
 ], OrInstalled("losses")]  # fmt: skip
 LossAggMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]  # fmt: skip
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
 RejectionRule = Literal[
-    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
-    "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
 FilterAction = Literal["off", "mask", "drop"]
 Bounds = tuple[float, float]
@@ -147,7 +156,10 @@ class PolicyLossConfig(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """Correction for rollouts whose log-probs differ from the learner's: another engine, or older weights."""
+    """Correction for rollouts whose log-probs differ from the learner's.
+
+    They come from another engine, or from older weights.
+    """
 
     rollout_is: Literal["none", "token", "sequence"] = Field(
         default="none", description="Level of the importance weights."
@@ -181,7 +193,10 @@ class RolloutCorrectionConfig(Section):
 
 
 class FiltersConfig(Section):
-    """Trajectories to exclude from training. mask: the reward still counts in the baseline of its group; drop: not."""
+    """Trajectories to exclude from training.
+
+    mask: the reward still counts in the baseline of its group. drop: it does not.
+    """
 
     void_turn: FilterAction = Field(
         default="off",
@@ -355,31 +370,37 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_group(self) -> bool:
-        """True if the estimator compares within a group, so that a group of one has no advantages."""
+        """Whether the estimator compares within a group: a group of one has no advantages then."""
         return self.adv_estimator not in WITHOUT_GROUP_BASELINE
 
     @property
     def compares_totals(self) -> bool:
-        """Whether groups of equal total rewards have no advantages: no parts or turns are compared one by one."""
+        """Whether groups of equal total rewards have no advantages.
+
+        They may have some if the estimator compares parts of the reward, or turns, one by one.
+        """
         return self.needs_group and self.adv_estimator not in ("gdpo", "gigpo", "mt_grpo")
 
     @property
     def filters_zero_variance(self) -> bool:
         """Resolved ``filter_zero_variance``."""
-        return (
-            self.compares_totals if self.filter_zero_variance is None else self.filter_zero_variance
-        )
+        if self.filter_zero_variance is None:
+            return self.compares_totals
+        return self.filter_zero_variance
 
     @property
     def filters_by_accuracy(self) -> bool:
-        """Resolved ``filter_metric``: whether groups are filtered by right and wrong, else by what was earned."""
+        """Resolved ``filter_metric``: whether groups are filtered by accuracy, else by reward."""
         if self.filter_metric is not None:
             return self.filter_metric == "accuracy"
         return self.filter_zero_variance is True
 
 
 class CriticConfig(OptimizerSection):
-    """The value model of adv_estimator gae: the policy's architecture with a scalar head, and its own optimizer."""
+    """The value model of adv_estimator gae.
+
+    It has the policy's architecture with a scalar head, and an optimizer of its own.
+    """
 
     learning_rate: float = Field(
         default=1e-5, gt=0, description="Peak learning rate of the critic's AdamW."
@@ -397,7 +418,8 @@ class CriticConfig(OptimizerSection):
 
 def algorithm_problems(config: Config) -> Iterator[str]:
     """Yield every inconsistency of the section, each with its fix."""
-    algorithm, max_response_length = config.algorithm, config.agent.max_response_length
+    algorithm = config.algorithm
+    max_response_length = config.agent.max_response_length
     yield from _advantage_problems(algorithm)
     yield from _loss_problems(algorithm)
     yield from _correction_problems(algorithm)
@@ -432,10 +454,12 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             f" algorithm.adv_estimator={algorithm.adv_estimator} filters no groups by itself; set"
             " algorithm.filter_zero_variance=true, or remove filter_metric"
         )
-    drops = "drop" in (getattr(algorithm.filters, name) for name in FILTER_NAMES)
-    if algorithm.max_resample_rounds and not (
-        algorithm.filters_zero_variance or algorithm.needs_group or drops
-    ):
+
+    filter_actions = [getattr(algorithm.filters, name) for name in FILTER_NAMES]
+    may_lose_groups = (
+        algorithm.filters_zero_variance or algorithm.needs_group or "drop" in filter_actions
+    )
+    if algorithm.max_resample_rounds and not may_lose_groups:
         yield (
             f"algorithm.max_resample_rounds={algorithm.max_resample_rounds}, but no group is"
             " filtered that could be replaced; set algorithm.filter_zero_variance=true, or"
@@ -444,14 +468,15 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    mode, agg = algorithm.policy_loss.loss_mode, algorithm.loss_agg_mode
-    if mode == "geo_mean" and agg != "seq-mean-token-mean":
+    loss_mode = algorithm.policy_loss.loss_mode
+    loss_agg_mode = algorithm.loss_agg_mode
+    if loss_mode == "geo_mean" and loss_agg_mode != "seq-mean-token-mean":
         yield (
             "policy_loss.loss_mode=geo_mean is one loss per sequence,"
-            f" algorithm.loss_agg_mode={agg} weighs tokens; set"
+            f" algorithm.loss_agg_mode={loss_agg_mode} weighs tokens; set"
             " algorithm.loss_agg_mode=seq-mean-token-mean"
         )
-    if agg == "seq-mean-token-sum-norm" and algorithm.loss_scale_factor is None:
+    if loss_agg_mode == "seq-mean-token-sum-norm" and algorithm.loss_scale_factor is None:
         yield (
             "algorithm.loss_agg_mode=seq-mean-token-sum-norm divides by a constant; set"
             " algorithm.loss_scale_factor (agent.max_response_length is usual)"
@@ -460,25 +485,28 @@ def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction = algorithm.rollout_correction
-    rules, bounds = correction.rollout_rs, correction.rollout_rs_threshold
-    if len(bounds) != len(rules) and not (len(bounds) == 1 and rules):
+    rules = correction.rollout_rs
+    thresholds = correction.rollout_rs_threshold
+    if rules and len(thresholds) == 1:  # one threshold for all rules
+        thresholds = thresholds * len(rules)
+    if len(thresholds) != len(rules):
         yield (
-            f"algorithm.rollout_correction has {len(rules)} rollout_rs rules and {len(bounds)}"
-            " rollout_rs_threshold values; give one per rule, or one for all"
+            f"algorithm.rollout_correction has {len(rules)} rollout_rs rules and"
+            f" {len(thresholds)} rollout_rs_threshold values; give one per rule, or one for all"
         )
-    for rule, bound in zip(
-        rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False
-    ):
-        yield from _bound_problems(rule, bound)
-    limit = correction.rollout_is_threshold
-    low, high = limit if isinstance(limit, tuple) else (0.0, limit)
+    for rule, threshold in zip(rules, thresholds, strict=False):
+        yield from _threshold_problems(rule, threshold)
+
+    is_threshold = correction.rollout_is_threshold
+    low, high = is_threshold if isinstance(is_threshold, tuple) else (0.0, is_threshold)
     if not 0 <= low < high:
         yield (
-            f"algorithm.rollout_correction.rollout_is_threshold={limit}: must be positive, or [low,"
-            " high] ascending"
+            f"algorithm.rollout_correction.rollout_is_threshold={is_threshold}: must be positive,"
+            " or [low, high] ascending"
         )
-    active = correction.rollout_is != "none" or bool(rules)
-    if correction.bypass_mode and active:
+
+    corrects = correction.rollout_is != "none" or bool(rules)
+    if correction.bypass_mode and corrects:
         yield (
             "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as the old"
             " ones, so rollout_is and rollout_rs would compare them with themselves; drop one or"
@@ -493,12 +521,17 @@ def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def _bound_problems(rule: str, bound: float | Bounds) -> Iterator[str]:
-    place = f"algorithm.rollout_correction.rollout_rs_threshold={bound} for {rule}"
-    if isinstance(bound, tuple):
-        if not rule.endswith("k1"):
-            yield f"{place}: only k1 rules have a lower bound; give one number"
-        elif not 0 < bound[0] < bound[1]:
-            yield f"{place}: must be [low, high] ratios, 0 < low < high"
-    elif bound <= (1 if rule.endswith("k1") else 0):
-        yield f"{place}: must be above {1 if rule.endswith('k1') else 0}"
+def _threshold_problems(rule: str, threshold: float | Bounds) -> Iterator[str]:
+    setting = f"algorithm.rollout_correction.rollout_rs_threshold={threshold} for {rule}"
+    bounds_ratio = rule.endswith("k1")  # other rules bound an estimate of the divergence
+    if isinstance(threshold, tuple):
+        low, high = threshold
+        if not bounds_ratio:
+            yield f"{setting}: only k1 rules have a lower bound; give one number"
+        elif not 0 < low < high:
+            yield f"{setting}: must be [low, high] ratios, 0 < low < high"
+        return
+
+    minimum = 1 if bounds_ratio else 0
+    if threshold <= minimum:
+        yield f"{setting}: must be above {minimum}"

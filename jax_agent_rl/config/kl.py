@@ -1,4 +1,7 @@
-"""The ``algorithm.kl`` section, the distance to a reference model, and ``distill``, teachers that take its place."""
+"""The sections ``algorithm.kl``, the distance to a reference model, and ``distill``.
+
+The teachers of ``distill`` take the place of the reference model.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ _ADAPTIVE = WhenKey("algorithm.kl.controller", "adaptive")
 
 
 class KLConfig(Section):
-    """KL divergence from the reference policy: the model the run started from, or the teachers of `distill`."""
+    """KL divergence from the reference policy.
+
+    The reference is the model the run started from, or the teachers of `distill`.
+    """
 
     where: Literal["none", "reward", "advantage", "loss"] = Field(
         default="none",
@@ -103,19 +109,33 @@ class TeacherConfig(Section):
 
 
 def first_teacher(data_sources: Iterable[Sequence[str]], row: Mapping[str, Any]) -> int | None:
-    """Return the number of the first teacher whose ``data_sources`` fit a row; None if none do."""
+    """Return the index of the first teacher whose ``data_sources`` fit a row; None if none do.
+
+    Args:
+        data_sources: patterns of each teacher.
+        row: a row of the dataset.
+    """
     source = str(row.get("data_source"))
-    fits = (any(fnmatchcase(source, pattern) for pattern in patterns) for patterns in data_sources)
-    return next((number for number, one in enumerate(fits) if one), None)
+    for index, patterns in enumerate(data_sources):
+        for pattern in patterns:
+            if fnmatchcase(source, pattern):
+                return index
+    return None
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """Return teachers as a list of mappings; a text is a teacher's path."""
     items = value if isinstance(value, (list, tuple)) else [value]
-    return [{"path": item} if isinstance(item, str) else item for item in items]
+    teachers = []
+    for item in items:
+        teachers.append({"path": item} if isinstance(item, str) else item)
+    return teachers
 
 
-_TEACHER = [{"type": "string"}, {"type": "object"}]
+_TEACHER_SCHEMAS = [{"type": "string"}, {"type": "object"}]
+_TEACHERS_SCHEMA = {
+    "anyOf": [*_TEACHER_SCHEMAS, {"type": "array", "items": {"anyOf": _TEACHER_SCHEMAS}}]
+}
 
 
 class DistillConfig(Section):
@@ -128,8 +148,8 @@ class DistillConfig(Section):
 
     teachers: Annotated[
         tuple[TeacherConfig, ...],
-        BeforeValidator(_listed),
-        WithJsonSchema({"anyOf": [*_TEACHER, {"type": "array", "items": {"anyOf": _TEACHER}}]}),
+        BeforeValidator(_as_list),
+        WithJsonSchema(_TEACHERS_SCHEMA),
     ] = Field(
         min_length=1,
         description=(
@@ -142,30 +162,34 @@ class DistillConfig(Section):
 
 
 def with_teachers(sections: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill an unvalidated tree with the ``algorithm`` of on-policy distillation, where it has ``distill`` only."""
-    algorithm = sections.get("algorithm") or {}
-    kl = algorithm.get("kl") or {} if isinstance(algorithm, Mapping) else None
-    if sections.get("distill") is None or not isinstance(kl, Mapping) or kl.get("where") == "none":
+    """Add the ``algorithm`` of on-policy distillation to an unvalidated tree with ``distill``.
+
+    Keys of the tree stay as they are.
+    """
+    if sections.get("distill") is None:
         return sections
-    exact = bool(kl.get("top_k"))
-    kl = {"where": "loss" if exact else "advantage", "coef": 1.0, **kl}
-    if not exact:
+    algorithm = sections.get("algorithm") or {}
+    if not isinstance(algorithm, Mapping):
+        return sections
+    kl = algorithm.get("kl") or {}
+    if not isinstance(kl, Mapping) or kl.get("where") == "none":
+        return sections
+
+    is_exact = bool(kl.get("top_k"))  # computed over the likeliest ids instead of estimated
+    kl = {"where": "loss" if is_exact else "advantage", "coef": 1.0, **kl}
+    if not is_exact:
         kl = {"estimator": "k1+" if kl["where"] == "loss" else "k1", **kl}
-    # Groups of equal rewards have a gradient, too: the teacher's.
-    return {
-        **sections,
-        "algorithm": {
-            "adv_estimator": "none",
-            "filter_zero_variance": False,
-            **algorithm,
-            "kl": kl,
-        },
+    defaults = {
+        "adv_estimator": "none",
+        "filter_zero_variance": False,  # groups of equal rewards have the teacher's gradient
     }
+    return {**sections, "algorithm": {**defaults, **algorithm, "kl": kl}}
 
 
 def kl_problems(config: Config) -> Iterator[str]:
     """Yield every inconsistency of the KL with itself and the advantages, each with its fix."""
-    kl, adv_estimator = config.algorithm.kl, config.algorithm.adv_estimator
+    kl = config.algorithm.kl
+    adv_estimator = config.algorithm.adv_estimator
     if kl.where in ("reward", "advantage") and kl.estimator.endswith("+"):
         yield (
             f"algorithm.kl.estimator={kl.estimator} differs from {kl.estimator[:-1]} in its"
@@ -188,29 +212,33 @@ def kl_problems(config: Config) -> Iterator[str]:
 
 def distill_problems(config: Config) -> Iterator[str]:
     """Yield every inconsistency of the teachers, each with its fix."""
-    distill, kl, rollout = config.distill, config.algorithm.kl, config.rollout
+    distill = config.distill
     if distill is None:
         return
-    if kl.where == "none":
+    if config.algorithm.kl.where == "none":
         yield (
             "distill.teachers, but algorithm.kl.where=none compares with none; set it to advantage"
             " or loss"
         )
-    served = [teacher.url for teacher in distill.teachers if teacher.url is not None]
-    if served and (rollout.temperature != 1 or config.replays_supports):
-        part = " from some of them" if config.replays_supports else ""
+
+    # A server scores at temperature 1 over the whole vocabulary, whatever the policy samples from.
+    temperature = config.rollout.temperature
+    urls = [teacher.url for teacher in distill.teachers if teacher.url is not None]
+    if urls and (temperature != 1 or config.replays_supports):
+        subset = " from some of them" if config.replays_supports else ""
         yield (
-            f"distill.teachers: {served[0]} gives log-probs of temperature 1 over all ids, but the"
-            f" policy samples with rollout.temperature={rollout.temperature:g}{part}; set"
+            f"distill.teachers: {urls[0]} gives log-probs of temperature 1 over all ids, but the"
+            f" policy samples with rollout.temperature={temperature:g}{subset}; set"
             " rollout.temperature=1 without top_p, top_k, min_p and agent.constrain_tool_calls, or"
             " put the teacher on the learner's devices (remove its url)"
         )
-    seen: set[str] = set()
-    for number, teacher in enumerate(distill.teachers):
-        if not set(teacher.data_sources) - seen:
+
+    earlier_sources: set[str] = set()
+    for index, teacher in enumerate(distill.teachers):
+        if earlier_sources.issuperset(teacher.data_sources):
             yield (
-                f"distill.teachers[{number}] ({teacher.path}) teaches no row: the teachers before"
+                f"distill.teachers[{index}] ({teacher.path}) teaches no row: the teachers before"
                 f" it have its data_sources {list(teacher.data_sources)}; name others, or order the"
                 " special before the general"
             )
-        seen.update(teacher.data_sources)
+        earlier_sources.update(teacher.data_sources)

@@ -1,4 +1,4 @@
-"""What is trained on what: the policy, its rows, how trajectories are scored, and the tools that agents use.
+"""The task: the policy, its rows, how trajectories are scored, and the tools that agents use.
 
 The keys of ``tool_config`` are named as in the ToolClient, so that command lines carry over.
 """
@@ -51,15 +51,14 @@ class ModelConfig(ModelPathConfig):
     @property
     def pixels(self) -> tuple[int, int] | None:
         """``(min_pixels, max_pixels)``; None leaves both to the model's processor files."""
-        return (
-            None
-            if self.min_pixels is None or self.max_pixels is None
-            else (self.min_pixels, self.max_pixels)
-        )
+        if self.min_pixels is None or self.max_pixels is None:
+            return None
+        return self.min_pixels, self.max_pixels
 
     @model_validator(mode="after")
-    def _bounds(self) -> Self:
-        low, high = self.min_pixels, self.max_pixels
+    def _pixel_bounds_ascend(self) -> Self:
+        low = self.min_pixels
+        high = self.max_pixels
         if (low is None) != (high is None):
             raise ValueError(f"min_pixels={low}, max_pixels={high}: set both or neither")
         if low is not None and high is not None and low > high:
@@ -89,40 +88,49 @@ class DataSource(Section):
     )
 
     def __str__(self) -> str:
-        chosen = ", ".join(
-            f"{key}={value}" for key, value in (("name", self.name), ("split", self.split)) if value
-        )
-        return f"{self.path} ({chosen})" if chosen else self.path
+        details = []
+        if self.name:
+            details.append(f"name={self.name}")
+        if self.split:
+            details.append(f"split={self.split}")
+        return f"{self.path} ({', '.join(details)})" if details else self.path
 
     @model_serializer
-    def _short(self) -> str | dict[str, Any]:
-        given = {
-            key: value
-            for key in type(self).model_fields
-            if (value := getattr(self, key)) is not None
-        }
-        return given if len(given) > 1 else self.path
+    def _serialize(self) -> str | dict[str, Any]:
+        """Return the keys that are set; the path alone if it is the only one."""
+        keys = {}
+        for key in type(self).model_fields:
+            value = getattr(self, key)
+            if value is not None:
+                keys[key] = value
+        return keys if len(keys) > 1 else self.path
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """Return sources as a list of mappings; a text is a source's path."""
     items = value if isinstance(value, (list, tuple)) else [value]
     if not items or not all(isinstance(item, (str, Mapping, DataSource)) for item in items):
         raise ValueError(
             "give a file, a glob, a Hub dataset, or a list of these and of mappings with a path"
         )
-    return [{"path": item} if isinstance(item, str) else item for item in items]
+    sources = []
+    for item in items:
+        sources.append({"path": item} if isinstance(item, str) else item)
+    return sources
 
 
 _ONE_SOURCE = [{"type": "string"}, {"type": "object"}]
 _SOURCES = [*_ONE_SOURCE, {"type": "array", "items": {"anyOf": _ONE_SOURCE}}]
 DataSources = Annotated[
-    tuple[DataSource, ...], BeforeValidator(_listed), WithJsonSchema({"anyOf": _SOURCES})
+    tuple[DataSource, ...], BeforeValidator(_as_list), WithJsonSchema({"anyOf": _SOURCES})
 ]
 
 
 class DataConfig(Section):
-    """Rows: JSON Lines or Parquet with `prompt`, `agent_name`, `data_source`, `reward_model.ground_truth`."""
+    """Rows in JSON Lines or Parquet.
+
+    Columns are `prompt`, `agent_name`, `data_source` and `reward_model.ground_truth`.
+    """
 
     train: DataSources = Field(
         description=(
@@ -156,12 +164,11 @@ class DataConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _weights(self) -> Self:
-        given = [source.weight is not None for source in self.train]
-        if any(given) and not all(given):
-            missing = [source.path for source in self.train if source.weight is None]
+    def _weights_are_complete(self) -> Self:
+        unweighted = [source.path for source in self.train if source.weight is None]
+        if unweighted and len(unweighted) < len(self.train):
             raise ValueError(
-                f"data.train gives a weight to some sources, but not to {missing}; set it"
+                f"data.train gives a weight to some sources, but not to {unweighted}; set it"
                 " there, too"
             )
         if any(source.weight is not None for source in self.eval or ()):
@@ -251,7 +258,7 @@ class RewardConfig(Section):
 # --- what agents use ------------------------------------------------------------------------------
 
 _TEXT_TOOL = UsedByAgents("text_tool_agent")
-_ENVIRONMENT = {
+_ENVIRONMENT_VARIABLES = {
     "enabled": "ENABLE_TOOLS",
     "server_url": "TOOL_SERVER_URL",
     "max_tool_turns": "MAX_TOOL_TURNS",
@@ -274,7 +281,9 @@ class ToolsConfig(Section):
 
 
 class ToolClientConfig(Section):
-    """`tool_config`: the ToolClient of `text_tool_agent`, in which text between <tool> and </tool> is code.
+    """`tool_config`: the ToolClient of `text_tool_agent`.
+
+    Text between <tool> and </tool> is code, which a tool server runs.
 
     The environment variables ENABLE_TOOLS, TOOL_SERVER_URL and MAX_TOOL_TURNS set ``enabled``,
     ``server_url`` and ``max_tool_turns`` unless the configuration does.
@@ -318,18 +327,31 @@ class ToolClientConfig(Section):
     def _from_environment(cls, tree: Any) -> Any:
         if not isinstance(tree, Mapping):
             return tree
-        return {
-            key: os.environ[name] for key, name in _ENVIRONMENT.items() if os.environ.get(name)
-        } | dict(tree)
+        from_environment = {}
+        for key, variable in _ENVIRONMENT_VARIABLES.items():
+            value = os.environ.get(variable)
+            if value:
+                from_environment[key] = value
+        return from_environment | dict(tree)
 
     def changed(self, key: str) -> bool:
-        """Return whether a key differs from its default and from the environment's value, which is for any run."""
-        given = os.environ.get(_ENVIRONMENT.get(key, ""), "")
-        return super().changed(key) and str(getattr(self, key)).lower() != given.lower()
+        """Return whether a key differs from its default and from its environment variable.
+
+        The environment is the same for all runs, also for those that do not use the key.
+        """
+        if not super().changed(key):
+            return False
+        variable = _ENVIRONMENT_VARIABLES.get(key)
+        if variable is None:
+            return True
+        return str(getattr(self, key)).lower() != os.environ.get(variable, "").lower()
 
 
 class SearchConfig(Section):
-    """`search`: the retrieval server of `search_agent`, in which text between <search> and </search> is a query."""
+    """`search`: the retrieval server of `search_agent`.
+
+    Text between <search> and </search> is a query.
+    """
 
     server_url: str | None = Field(
         default=None, description="Address of a server that accepts {queries, topk, return_scores}."
@@ -362,7 +384,10 @@ class InteractionsConfig(Section):
 
 
 class EnvironmentsConfig(Section):
-    """Environments of rows with agent_name `environment_agent`; `extra_info.environment_kwargs.name` selects one."""
+    """Environments of rows with agent_name `environment_agent`.
+
+    `extra_info.environment_kwargs.name` selects one.
+    """
 
     path: str | None = Field(
         default=None, description="Python file or module with @register_environment classes."
