@@ -1,7 +1,8 @@
-"""Overrides of verl, verl-tool and AgentFly as a configuration of ours: ``jax-agent-rl import-config verl run.sh``.
+"""Translation of overrides of verl, verl-tool and AgentFly into a configuration.
 
-The tables of ``verl_keys`` map keys whose values carry over and explain those without a
-counterpart; ``_derive`` translates those that need more. docs/moving/verl.md shows the same tables.
+``jax-agent-rl import-config verl run.sh`` prints it. The tables of ``verl_keys`` map keys whose
+values carry over, and explain keys without a counterpart; ``_derive`` translates keys that need
+more. docs/moving/verl.md shows the same tables.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import os.path
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,13 +43,13 @@ _SIDES = {"left": "right", "right": "left", "middle": "middle"}  # verl names th
 
 @dataclass
 class Imported:
-    """A configuration and what did not fit into it.
+    """A configuration, and the overrides that did not fit into it.
 
     Attributes:
-        values: value by key of ours.
-        sources: for each of them where it came from, as a comment.
-        leftovers: sorts ``unknown``, ``no meaning``, ``choice``, ``no effect`` -> lines ``where:
-            key=value: reason``.
+        values: values by key of this project.
+        sources: for each key in ``values``, the origin of its value, which becomes a comment.
+        leftovers: overrides that were not translated, as lines ``where: key=value: reason``, by
+            sort: ``unknown``, ``no meaning``, ``choice`` or ``no effect``.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -58,87 +59,111 @@ class Imported:
     @property
     def defaults(self) -> list[str]:
         """Lines about verl's defaults that were written because ours differ."""
-        return [
-            f"{key}={_flow(self.values[key])}"
-            for key, source in self.sources.items()
-            if source == _DEFAULT
-        ]
+        lines = []
+        for key, source in self.sources.items():
+            if source == _DEFAULT:
+                lines.append(f"{key}={_to_flow_yaml(self.values[key])}")
+        return lines
 
     def put(self, key: str, value: Any, source: str) -> None:
-        """Set a key of ours."""
-        self.values[key], self.sources[key] = value, source
+        """Set a key of this project."""
+        self.values[key] = value
+        self.sources[key] = source
 
     def leave(self, sort: str, line: str) -> None:
-        """Note what was not translated."""
+        """Note an override that was not translated."""
         self.leftovers.setdefault(sort, []).append(line)
 
 
-def import_verl(given: Mapping[str, Override]) -> Imported:
+def import_verl(overrides: Mapping[str, Override]) -> Imported:
     """Translate overrides of verl, verl-tool or AgentFly.
 
     Raises:
         ConfigError: no model or no rows are named, or what was translated is not valid together.
     """
-    made = Imported()
-    known = {key: one.value for key, one in given.items() if not one.unresolved}
-    for key, one in given.items():
-        if key in ("trainer.default_local_dir", "trainer.experiment_name"):
-            continue  # see _complete
-        line = f"{one.where}: {key}={one.value}"
-        ours = _same(key, given)
-        if one.unresolved:
-            reason = f"the file does not define {', '.join(one.unresolved)}"
-            sort, explained = ("choice", line) if ours else _reason(key, line)
-            made.leave(sort, f"{explained}: {reason}" if sort == "choice" else explained)
-            if ours in ("model.path", "data.train", "data.eval"):
-                made.put(ours, one.value, key)
-            continue
-        if one.value is None:
-            continue  # verl's way to leave a key unset
-        if key == CONFIG_NAME:
-            file = f"{one.value}.yaml"
-            if not (
-                file in _DEFAULT_FILES
-                or any(other.where.startswith(f"{file}:") for other in given.values())
-            ):
-                made.leave(
-                    "choice", f"{line}: the script changes {file}; give that file before the script"
-                )
-            continue
-        try:
-            derived = _derive(key, one.value, known)
-        except (TypeError, AttributeError, ValueError, ZeroDivisionError, IndexError):
-            made.leave("choice", f"{line}: not a value that verl documents")
-            continue
-        if derived is not None:
-            for name, value in derived.items():
-                (
-                    made.leave("choice", f"{line}: {value}")
-                    if name == "choice"
-                    else made.put(name, value, key)
-                )
-        elif ours:
-            made.put(ours, one.value, key)
-        else:
-            made.leave(*_reason(key, line))
-    _complete(made, given)
-    _drop_refused(made)
-    return made
+    imported = Imported()
+    resolved = {key: other.value for key, other in overrides.items() if not other.unresolved}
+    for key in overrides:
+        _translate(key, overrides, resolved, imported)
+    _complete(imported, overrides)
+    _drop_refused(imported)
+    return imported
 
 
-def _same(key: str, given: Mapping[str, Override]) -> str | None:
-    """Return our key for one of verl's or verl-tool's whose value carries over."""
+def _translate(
+    key: str,
+    overrides: Mapping[str, Override],
+    resolved: Mapping[str, Any],
+    imported: Imported,
+) -> None:
+    """Put one override into the configuration, or leave it with a reason.
+
+    Args:
+        key: the key of the override.
+        overrides: all overrides; the meaning of some depends on others.
+        resolved: the values of all overrides that are resolved.
+        imported: changed in place.
+    """
+    if key in ("trainer.default_local_dir", "trainer.experiment_name"):
+        return  # see _complete
+
+    override = overrides[key]
+    line = f"{override.where}: {key}={override.value}"
+    our_key = _our_key(key, overrides)
+    if override.unresolved:
+        reason = f"the file does not define {', '.join(override.unresolved)}"
+        sort, explained = ("choice", line) if our_key else _explain(key, line)
+        imported.leave(sort, f"{explained}: {reason}" if sort == "choice" else explained)
+        if our_key in ("model.path", "data.train", "data.eval"):
+            imported.put(our_key, override.value, key)  # a path, for the user to complete
+        return
+    if override.value is None:
+        return  # verl's way to leave a key unset
+    if key == CONFIG_NAME:
+        file = f"{override.value}.yaml"
+        was_read = any(other.where.startswith(f"{file}:") for other in overrides.values())
+        if file not in _DEFAULT_FILES and not was_read:
+            imported.leave(
+                "choice", f"{line}: the script changes {file}; give that file before the script"
+            )
+        return
+
+    try:
+        derived = _derive(key, override.value, resolved)
+    except (TypeError, AttributeError, ValueError, ZeroDivisionError, IndexError):
+        imported.leave("choice", f"{line}: not a value that verl documents")
+        return
+    if derived is not None:
+        for name, value in derived.items():
+            if name == "choice":
+                imported.leave("choice", f"{line}: {value}")
+            else:
+                imported.put(name, value, key)
+    elif our_key:
+        imported.put(our_key, override.value, key)
+    else:
+        imported.leave(*_explain(key, line))
+
+
+def _our_key(key: str, overrides: Mapping[str, Override]) -> str | None:
+    """Return this project's key for one of verl or verl-tool whose value carries over."""
     name = key.removeprefix(AGENT)
     if key.startswith(AGENT) and name in AgentConfig.model_fields:
         return f"agent.{name}"
-    holder, _, argument = key.rpartition(".")
-    if holder == "data.apply_chat_template_kwargs":
-        return f"{SAME[holder]}.{argument}"
-    on_vllm = f"{ROLLOUT}name" in given and given[f"{ROLLOUT}name"].value == "vllm"
-    return SAME.get(key) or AGENTFLY.get(key) or (VLLM.get(key) if on_vllm else None)
+
+    section, _, argument = key.rpartition(".")
+    if section == "data.apply_chat_template_kwargs":
+        return f"{SAME[section]}.{argument}"
+
+    our_key = SAME.get(key) or AGENTFLY.get(key)
+    if our_key is None and f"{ROLLOUT}name" in overrides:
+        if overrides[f"{ROLLOUT}name"].value == "vllm":
+            our_key = VLLM.get(key)
+    return our_key
 
 
-def _reason(key: str, line: str) -> tuple[str, str]:
+def _explain(key: str, line: str) -> tuple[str, str]:
+    """Return the sort of leftover that a key is, and its line with the reason."""
     for sort, patterns in (("choice", CHOICES), ("no meaning", NO_MEANING)):
         for pattern, reason in patterns.items():
             if re.fullmatch(pattern, key):
@@ -146,48 +171,64 @@ def _reason(key: str, line: str) -> tuple[str, str]:
     return "unknown", line
 
 
-def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return our keys for one whose value changes, None for others; under ``choice`` stands what to decide."""
+def _derive(key: str, value: Any, verl: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return this project's keys and values for a key of verl whose value changes.
+
+    Args:
+        key: the key of verl.
+        value: its value.
+        verl: the values of all keys of verl that are resolved.
+
+    Returns:
+        Values by key, and under ``choice`` what the user has to decide. Empty if the key needs
+        nothing here. None if its value does not change, or the key is unknown.
+    """
     leaf = key.rpartition(".")[2]
+
+    # --- rows, rewards and sampling
     match = re.fullmatch(r"(.*overlong_buffer(?:_cfg)?\.)(enable|len|penalty_factor|log)", key)
     if match and leaf != "len":
-        return {}
-    if match and given.get(f"{match[1]}enable", False):
-        factor = given.get(f"{match[1]}penalty_factor", 1.0)
+        return {}  # read with the length
+    if match and verl.get(f"{match[1]}enable", False):
         return {
             "algorithm.shaping.overlong_buffer": value,
-            "algorithm.shaping.overlong_factor": factor,
+            "algorithm.shaping.overlong_factor": verl.get(f"{match[1]}penalty_factor", 1.0),
         }
-    if key == f"{ROLLOUT}name":
-        other = {
-            "choice": "set rollout.backend (jetstream, vllm, remote); jetstream is the default"
-        }
-        return {"rollout.backend": "vllm"} if value == "vllm" else other
-    if key == f"{TURNS}enable":
-        named = f"{ROLLOUT}agent.default_agent_loop" in given
-        unnamed = (
-            "rows without an agent_name are plain generation; for tools, set"
-            " agent.default_agent=tool_agent"
-        )
-        return {"choice": unnamed} if value and not named else {}
     if key == "data.prompt_key":
         return {} if value == "prompt" else {"choice": "rename the rows' column to prompt"}
     if key.endswith("custom_reward_function.name") and value == "compute_score":
         return {}
+    if key == f"{ROLLOUT}name":
+        if value == "vllm":
+            return {"rollout.backend": "vllm"}
+        return {"choice": "set rollout.backend (jetstream, vllm, remote); jetstream is the default"}
     if key == f"{ROLLOUT}top_k":
         return {"rollout.top_k": max(value, 0)}
     if key == f"{ROLLOUT}val_kwargs.temperature":
-        return (
-            {"rollout.eval_temperature": value}
-            if given.get(f"{ROLLOUT}val_kwargs.do_sample")
-            else {}
-        )
+        if not verl.get(f"{ROLLOUT}val_kwargs.do_sample"):
+            return {}
+        return {"rollout.eval_temperature": value}
+    if key == f"{ROLLOUT}val_kwargs.do_sample":
+        return {}  # read with the temperature
+
+    # --- turns and tools
+    if key == f"{TURNS}enable":
+        if not value or f"{ROLLOUT}agent.default_agent_loop" in verl:
+            return {}
+        return {
+            "choice": (
+                "rows without an agent_name are plain generation; for tools, set"
+                " agent.default_agent=tool_agent"
+            )
+        }
     if key == f"{TURNS}tool_response_truncate_side":
         return {"agent.tool_response_truncate_side": _SIDES.get(value, value)}
     if key == f"{AGENT}tool_server_url":
         return {"agent.tool_server_url": str(value).removesuffix("/get_observation")}
+
+    # --- the learner and its losses
     if key == f"{ACTOR}ppo_mini_batch_size":
-        batch = given.get("data.train_batch_size", 1024)
+        batch = verl.get("data.train_batch_size", 1024)
         if batch % value:
             return {
                 "choice": f"{batch} prompts are not a multiple of it; set learner.num_minibatches"
@@ -201,170 +242,220 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
         return {"algorithm.policy_loss.loss_mode": value.replace("-", "_")}
     if key == f"{ACTOR}use_token_level_loss":
         return {"algorithm.loss_agg_mode": "token-mean" if value else "seq-mean-token-mean"}
-    if key in (f"{ACTOR}use_kl_loss", "algorithm.use_kl_in_reward"):
-        return _kl(given, key) if value else {}
-    if (
-        key in (f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type", "algorithm.kl_penalty")
-        or "kl_ctrl." in key
-    ):
-        return {}  # read with the switches above; without them, verl does not use them either
-    if key in (f"{ROLLOUT}val_kwargs.do_sample", "algorithm.norm_adv_by_std_in_grpo"):
-        return {}  # read with the keys that it changes
     if key in (f"{MODEL}lora_rank", f"{MODEL}lora_alpha", f"{MODEL}target_modules"):
-        lora = given.get(f"{MODEL}lora_rank", 0) > 0 and not (
-            leaf == "target_modules" and value == "all-linear"
-        )
-        ours = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets"}[leaf]
-        return {f"learner.lora.{ours}": value} if lora else {}
+        if verl.get(f"{MODEL}lora_rank", 0) <= 0:
+            return {}
+        if leaf == "target_modules" and value == "all-linear":
+            return {}  # the default
+        our_name = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets"}[leaf]
+        return {f"learner.lora.{our_name}": value}
+
+    # --- the algorithm
+    if key in (f"{ACTOR}use_kl_loss", "algorithm.use_kl_in_reward"):
+        return _derive_kl(verl, key) if value else {}
+    if key in (f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type", "algorithm.kl_penalty"):
+        return {}  # read with the switches above; without them, verl does not use them either
+    if "kl_ctrl." in key:
+        return {}  # likewise
     if key == "algorithm.adv_estimator":
-        scaled = given.get("algorithm.norm_adv_by_std_in_grpo", True)
-        return {"algorithm.adv_estimator": "dr_grpo" if value == "grpo" and not scaled else value}
+        divides_by_std = verl.get("algorithm.norm_adv_by_std_in_grpo", True)
+        is_dr_grpo = value == "grpo" and not divides_by_std
+        return {"algorithm.adv_estimator": "dr_grpo" if is_dr_grpo else value}
+    if key == "algorithm.norm_adv_by_std_in_grpo":
+        return {}  # read with the estimator
     if key.startswith("algorithm.filter_groups."):
-        return _filter_groups(given) if leaf == "enable" else {}
-    if key in ("trainer.test_freq", "trainer.save_freq"):
-        ours = "trainer.eval_every" if leaf == "test_freq" else "trainer.checkpoint_every"
-        return {ours: max(value, 0)}
+        return _derive_filter(verl) if leaf == "enable" else {}
+
+    # --- the training loop
+    if key == "trainer.test_freq":
+        return {"trainer.eval_every": max(value, 0)}
+    if key == "trainer.save_freq":
+        return {"trainer.checkpoint_every": max(value, 0)}
     if key == "trainer.logger":
-        known = [name for name in value if name in ("tensorboard", "wandb", "trackio")]
-        rest = [name for name in value if name not in (*known, "console")]
-        return {"trainer.logger": known} | (
-            {"choice": f"there is no logger {', '.join(rest)}"} if rest else {}
-        )
+        return _derive_logger(value)
     if key == "trainer.remove_previous_ckpt_in_save":
         return {"trainer.keep_checkpoints": 1} if value else {}
-    if key == "trainer.total_epochs" and "trainer.total_training_steps" in given:
+    if key == "trainer.total_epochs" and "trainer.total_training_steps" in verl:
         return {}
     return None
 
 
-def _kl(given: Mapping[str, Any], switch: str) -> dict[str, Any]:
+def _derive_kl(verl: Mapping[str, Any], switch: str) -> dict[str, Any]:
     """Return the section ``algorithm.kl`` for the switch that is on."""
-    if given.get(f"{ACTOR}use_kl_loss") and given.get("algorithm.use_kl_in_reward"):
+    if verl.get(f"{ACTOR}use_kl_loss") and verl.get("algorithm.use_kl_in_reward"):
         return {"choice": "verl adds both; set algorithm.kl.where to loss or to reward"}
+
     if switch.endswith("use_kl_loss"):
-        where, coef = "loss", given.get(f"{ACTOR}kl_loss_coef", 0.001)
-        estimator = given.get(f"{ACTOR}kl_loss_type", "low_var_kl")
+        where = "loss"
+        coef = verl.get(f"{ACTOR}kl_loss_coef", 0.001)
+        estimator = verl.get(f"{ACTOR}kl_loss_type", "low_var_kl")
     else:
-        where, coef = "reward", given.get("algorithm.kl_ctrl.kl_coef", 0.001)
-        estimator = given.get("algorithm.kl_penalty", "kl")
+        where = "reward"
+        coef = verl.get("algorithm.kl_ctrl.kl_coef", 0.001)
+        estimator = verl.get("algorithm.kl_penalty", "kl")
     if not coef:
         return {}  # a weight of zero: no second copy of the model is needed
-    base = estimator.removesuffix("+")
-    name = _KL.get(base, base) + estimator[len(base) :]
-    made = {"algorithm.kl.where": where, "algorithm.kl.coef": coef, "algorithm.kl.estimator": name}
-    if where == "reward" and given.get("algorithm.kl_ctrl.type") == "adaptive":
-        made["algorithm.kl.controller"] = "adaptive"
-        made["algorithm.kl.target"] = given.get("algorithm.kl_ctrl.target_kl", 0.1)
-        made["algorithm.kl.horizon"] = given.get("algorithm.kl_ctrl.horizon", 10000)
-    return made
+
+    base_name = estimator.removesuffix("+")
+    suffix = estimator[len(base_name) :]
+    derived = {
+        "algorithm.kl.where": where,
+        "algorithm.kl.coef": coef,
+        "algorithm.kl.estimator": _KL.get(base_name, base_name) + suffix,
+    }
+    if where == "reward" and verl.get("algorithm.kl_ctrl.type") == "adaptive":
+        derived["algorithm.kl.controller"] = "adaptive"
+        derived["algorithm.kl.target"] = verl.get("algorithm.kl_ctrl.target_kl", 0.1)
+        derived["algorithm.kl.horizon"] = verl.get("algorithm.kl_ctrl.horizon", 10000)
+    return derived
 
 
-def _filter_groups(given: Mapping[str, Any]) -> dict[str, Any]:
-    if not given["algorithm.filter_groups.enable"]:
+def _derive_filter(verl: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the filter of groups for the section ``algorithm.filter_groups``."""
+    if not verl["algorithm.filter_groups.enable"]:
         return {"algorithm.filter_zero_variance": False}
-    made: dict[str, Any] = {"algorithm.filter_zero_variance": True}
+
+    derived: dict[str, Any] = {"algorithm.filter_zero_variance": True}
     choices = []
-    metric = given.get("algorithm.filter_groups.metric")
+    metric = verl.get("algorithm.filter_groups.metric")
     if metric in ACCURACY_PARTS:
-        made["algorithm.filter_metric"] = "accuracy"
+        derived["algorithm.filter_metric"] = "accuracy"
     elif metric in ("score", "seq_reward", "seq_final_reward"):
-        made["algorithm.filter_metric"] = "reward"
+        derived["algorithm.filter_metric"] = "reward"
     elif metric is not None:
         choices.append(
             f"groups are not filtered by {metric}; set algorithm.filter_metric to accuracy or"
             " reward"
         )
-    batches = given.get("algorithm.filter_groups.max_num_gen_batches", 0)
+
+    batches = verl.get("algorithm.filter_groups.max_num_gen_batches", 0)
     if batches < 1:
         choices.append("verl generates without limit; set algorithm.max_resample_rounds")
     else:
-        made["algorithm.max_resample_rounds"] = batches - 1
+        derived["algorithm.max_resample_rounds"] = batches - 1  # the first is no resampling
+
     if choices:
-        made["choice"] = "; ".join(choices)
-    return made
+        derived["choice"] = "; ".join(choices)
+    return derived
 
 
-def _complete(made: Imported, given: Mapping[str, Override]) -> None:
-    """Add the run folder, lengths that follow from others, and verl's defaults that differ."""
-    named = given.get("trainer.default_local_dir") or given.get("trainer.experiment_name")
-    if named and not named.unresolved:
-        folder = named.key.endswith("local_dir")
-        made.put("run_dir", str(named.value) if folder else f"runs/{named.value}", named.key)
+def _derive_logger(value: str | Sequence[str]) -> dict[str, Any]:
+    """Return the loggers that exist here; the console is always written to."""
+    names = [value] if isinstance(value, str) else value
+    loggers = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
+    unknown = [name for name in names if name not in (*loggers, "console")]
+    derived: dict[str, Any] = {"trainer.logger": loggers}
+    if unknown:
+        derived["choice"] = f"there is no logger {', '.join(unknown)}"
+    return derived
+
+
+def _complete(imported: Imported, overrides: Mapping[str, Override]) -> None:
+    """Add the run folder, lengths that follow from others, and verl's defaults that differ.
+
+    Raises:
+        ConfigError: the model or the rows are not named.
+    """
+    run = overrides.get("trainer.default_local_dir") or overrides.get("trainer.experiment_name")
+    if run is None:
+        imported.put("run_dir", "runs/imported", "a name of the importer's")
+    elif run.unresolved:
+        imported.put("run_dir", "runs/imported", "a name of the importer's")
+        imported.leave("choice", f"{run.where}: {run.key}={run.value}: set run_dir")
+    elif run.key.endswith("local_dir"):
+        imported.put("run_dir", str(run.value), run.key)
     else:
-        made.put("run_dir", "runs/imported", "a name of the importer's")
-        if named:
-            made.leave("choice", f"{named.where}: {named.key}={named.value}: set run_dir")
-    longest = sum(
-        made.values.get(f"agent.max_{part}_length", 512) for part in ("prompt", "response")
-    )
-    made.values.setdefault("rollout.max_model_len", longest)
-    made.sources.setdefault(
-        "rollout.max_model_len", "max_prompt_length + max_response_length, as in verl"
-    )
-    made.put(
-        "learner.pack_length", longest, "max_prompt_length + max_response_length, which must fit"
-    )
-    missing = [key for key in ("model.path", "data.train") if key not in made.values]
-    if missing:
-        theirs = {"model.path": f"{MODEL}path", "data.train": "data.train_files"}
-        raise ConfigError(
-            [f"{key}: the overrides lack {theirs[key]}; add it to the file" for key in missing]
+        imported.put("run_dir", f"runs/{run.value}", run.key)
+
+    total_length = 0
+    for key in ("agent.max_prompt_length", "agent.max_response_length"):
+        length = imported.values.get(key)
+        total_length += length if isinstance(length, (int, float)) else 512  # verl's default
+    if "rollout.max_model_len" not in imported.values:
+        imported.put(
+            "rollout.max_model_len",
+            total_length,
+            "max_prompt_length + max_response_length, as in verl",
         )
+    imported.put(
+        "learner.pack_length",
+        total_length,
+        "max_prompt_length + max_response_length, which must fit",
+    )
+
+    problems = []
+    for key, verl_key in (("model.path", f"{MODEL}path"), ("data.train", "data.train_files")):
+        if key not in imported.values:
+            problems.append(f"{key}: the overrides lack {verl_key}; add it to the file")
+    if problems:
+        raise ConfigError(problems)
+
     for key, value in DEFAULTS.items():
-        if key in made.values or (
-            key == "learner.num_minibatches" and f"{ACTOR}ppo_mini_batch_size" in given
-        ):
+        if key in imported.values:
             continue
         if key == "learner.num_minibatches":
-            batch = made.values["rollout.prompts_per_step"]
-            value = max(batch // 256, 1) if isinstance(batch, int) else value
-        made.put(key, value, _DEFAULT)
+            if f"{ACTOR}ppo_mini_batch_size" in overrides:
+                continue  # it could not be translated, which is a leftover
+            batch = imported.values["rollout.prompts_per_step"]
+            if isinstance(batch, int):
+                value = max(batch // 256, 1)  # verl's mini-batches have 256 prompts
+        imported.put(key, value, _DEFAULT)
 
 
-def _drop_refused(made: Imported) -> None:
+def _drop_refused(imported: Imported) -> None:
     """Remove keys that the configuration refuses, with its reason, until it is valid.
 
     Raises:
         ConfigError: a problem names no key that was translated.
     """
     while True:
+        assignments = [f"{key}={_to_flow_yaml(value)}" for key, value in imported.values.items()]
         try:
-            build({}, [f"{key}={_flow(value)}" for key, value in made.values.items()])
+            build({}, assignments)
             return
         except ConfigError as error:
-            refused = {
-                m[0]: p
-                for p in error.problems
-                if (m := re.match(r"[\w.]+", p)) and m[0] in made.values
-            }
+            refused = {}
+            for problem in error.problems:
+                match = re.match(r"[\w.]+", problem)
+                if match and match[0] in imported.values:
+                    refused[match[0]] = problem
             if not refused:
                 raise
-            for key, problem in refused.items():
-                del made.values[key]
-                source = made.sources.pop(key)
-                if source != _DEFAULT:
-                    made.leave(
-                        "no effect" if " is used only " in problem else "choice",
-                        f"{source}: {problem}",
-                    )
+
+        for key, problem in refused.items():
+            del imported.values[key]
+            source = imported.sources.pop(key)
+            if source != _DEFAULT:
+                sort = "no effect" if " is used only " in problem else "choice"
+                imported.leave(sort, f"{source}: {problem}")
 
 
-def _flow(value: Any) -> str:
+def _to_flow_yaml(value: Any) -> str:
     """Write a value as YAML on one line."""
     text = json.dumps(value, ensure_ascii=False)
     return text if printable(text, one_line=True) == text else json.dumps(value)
 
 
-def as_yaml(made: Imported) -> str:
-    """Write the configuration section by section; a comment beside each line says where it came from."""
+def as_yaml(imported: Imported) -> str:
+    """Write the configuration section by section.
+
+    A comment beside each value names its source.
+    """
     order = {key: index for index, key in enumerate(valid_keys(Config))}
     lines: list[str] = []
-    above: list[str] = []
-    for key in sorted(made.values, key=lambda key: order.get(key, len(order))):
+    previous_sections: list[str] = []
+    for key in sorted(imported.values, key=lambda key: order.get(key, len(order))):
         *sections, leaf = key.split(".")
-        for depth in range(len(os.path.commonprefix([sections, above])), len(sections)):
-            lines += ([""] if depth == 0 and lines else []) + [f"{'  ' * depth}{sections[depth]}:"]
-        above = sections
-        source = printable(made.sources[key], one_line=True)
-        lines.append(f"{'  ' * len(sections)}{leaf}: {_flow(made.values[key])}  # {source}")
+
+        # Open the sections that the line above is not in.
+        shared = len(os.path.commonprefix([sections, previous_sections]))
+        for depth in range(shared, len(sections)):
+            if depth == 0 and lines:
+                lines.append("")
+            lines.append(f"{'  ' * depth}{sections[depth]}:")
+        previous_sections = sections
+
+        value = _to_flow_yaml(imported.values[key])
+        source = printable(imported.sources[key], one_line=True)
+        lines.append(f"{'  ' * len(sections)}{leaf}: {value}  # {source}")
     return "\n".join(lines) + "\n"

@@ -412,7 +412,7 @@ The keys are keys of the configuration, and ``extra_info.*`` fields of rows.
 def report_idle_tools(
     config: Config, rows: Collection[Mapping[str, Any]]
 ) -> tuple[str, str] | None:
-    """Report rows that run as plain generation although the configuration, or they, ask for tools.
+    """Report rows that generate plainly although the configuration or the rows ask for tools.
 
     With ``agent.default_agent`` set, plain generation is taken as intended.
 

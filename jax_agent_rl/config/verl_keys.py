@@ -1,4 +1,7 @@
-"""Keys of verl, verl-tool and AgentFly: those with the same value here, without a meaning, and that need a decision."""
+"""Keys of verl, verl-tool and AgentFly, and what becomes of them here.
+
+Some carry over with their value, some have no meaning here, and some need a decision.
+"""
 
 from __future__ import annotations
 
@@ -99,21 +102,25 @@ NO_MEANING: Mapping[str, str] = {
         "a row's agent_name, or agent.default_agent, selects the agent; the model's chat template"
         " applies"
     ),
-    r".*\.(use_dynamic_bsz|log_prob_use_dynamic_bsz|\w*max_token_len_per_gpu|log_prob_micro_batch_size(_per_gpu)?)": (
-        "rows are packed to learner.pack_length"
-    ),
-    r".*(\.|_)(param_offload|optimizer_offload|grad_offload|use_torch_compile|strategy|forward_prefetch)": (
-        "JAX compiles and shards the learner's step"
-    ),
-    rf"{ROLLOUT}(mode|free_cache_engine|enable_chunked_prefill|calculate_log_probs|dtype|load_format|layered_summon)": (
-        "the engine always works asynchronously, prefills in chunks and reports log-probs"
-    ),
+    (
+        r".*\.(use_dynamic_bsz|log_prob_use_dynamic_bsz|\w*max_token_len_per_gpu"
+        r"|log_prob_micro_batch_size(_per_gpu)?)"
+    ): "rows are packed to learner.pack_length",
+    (
+        r".*(\.|_)(param_offload|optimizer_offload|grad_offload|use_torch_compile|strategy"
+        r"|forward_prefetch)"
+    ): "JAX compiles and shards the learner's step",
+    (
+        rf"{ROLLOUT}(mode|free_cache_engine|enable_chunked_prefill|calculate_log_probs|dtype"
+        r"|load_format|layered_summon)"
+    ): "the engine always works asynchronously, prefills in chunks and reports log-probs",
     r"reward\.(num_workers|reward_manager\.name)": (
         "functions are called by their parameters, in reward.workers processes"
     ),
-    r"trainer\.(val_before_train|default_hdfs_dir|balance_batch|\w+_data_dir|log_val_generations)": (
-        "a run evaluates first if data.eval is set, and keeps trajectories in its folder"
-    ),
+    (
+        r"trainer\.(val_before_train|default_hdfs_dir|balance_batch|\w+_data_dir"
+        r"|log_val_generations)"
+    ): "a run evaluates first if data.eval is set, and keeps trajectories in its folder",
 }
 """Pattern of verl's keys -> why there is no such key here."""
 
@@ -129,9 +136,9 @@ CHOICES: Mapping[str, str] = {
     rf"{TURNS}max_tool_response_length": (
         "verl counts characters; set agent.max_tool_response_length in tokens"
     ),
-    "|".join(
-        map(re.escape, VLLM)
-    ): "a setting of vLLM's engine: set rollout.backend=vllm and its key in rollout.vllm",
+    "|".join(map(re.escape, VLLM)): (
+        "a setting of vLLM's engine: set rollout.backend=vllm and its key in rollout.vllm"
+    ),
     rf"{ACTOR}clip_ratio": "set algorithm.clip_ratio_low and algorithm.clip_ratio_high",
     rf"{ACTOR}optim\.lr_warmup_steps_ratio": "set learner.lr_warmup_steps in training steps",
     r"trainer\.total_epochs": "set trainer.steps = epochs * rows / rollout.prompts_per_step",
@@ -175,4 +182,4 @@ DEFAULTS: Mapping[str, Any] = {
     "critic.adam_b2": 0.999,
     "critic.weight_decay": 0.01,
 }
-"""Our key -> verl's default, where ours differs and results would, too."""
+"""Key of this project -> verl's default, where the defaults differ and so would results."""

@@ -86,6 +86,17 @@ def test_a_reward_file_is_taken_and_another_name_in_it_is_left(tmp_path: Path):
     assert "custom_reward_function.name=score" in left and "name the function compute_score" in left
 
 
+def test_one_logger_may_be_named_without_a_list(tmp_path: Path):
+    made = import_verl(overrides(tmp_path, MODEL_AND_ROWS + "trainer.logger=wandb\n"))
+    assert made.values["trainer.logger"] == ["wandb"] and "choice" not in made.leftovers
+
+
+def test_a_length_that_is_no_number_is_left(tmp_path: Path):
+    made = import_verl(overrides(tmp_path, MODEL_AND_ROWS + "data.max_prompt_length=abc\n"))
+    (left,) = made.leftovers["choice"]
+    assert "data.max_prompt_length" in left and "'abc'" in left
+
+
 def test_verls_newer_place_of_the_reward_file_is_known(tmp_path: Path):
     text = MODEL_AND_ROWS + "reward.custom_reward_function.path=my/reward.py\n"
     assert import_verl(overrides(tmp_path, text)).values["reward.path"] == "my/reward.py"
