@@ -48,9 +48,8 @@ from jax_agent_rl.types import digest_ids
 from jax_agent_rl.utils.hub import model_folder, read_pretrained, require_model_file
 
 MAX_VARIANTS = 32
-"""Variants of a codec with other arguments for the template that are kept: requests may name any.
-"""
-_TAIL_IDS = 256  # last ids of a context in which the beginning of a turn mostly lies
+"""Number of variants of a codec that are cached, since requests may name any template arguments."""
+_TAIL_IDS = 256  # the beginning of a turn mostly lies in this many last ids of its context
 
 
 class ChatCodec:
@@ -58,10 +57,10 @@ class ChatCodec:
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer with a chat template.
-        tool_format: how tool calls are written, ``agent.tool_format``; ``auto`` finds it in the
-            chat template. If that is of an unknown format, only agents without tools can be run.
-        tool_prompt: ``agent.tool_prompt``.
-        eos_token_ids: ids that end a generation; default the tokenizer's EOS.
+        tool_format: how tool calls are written (``agent.tool_format``). ``auto`` finds it in the
+            chat template; if the template has none that is known, only agents without tools run.
+        tool_prompt: how prompts describe tools (``agent.tool_prompt``).
+        eos_token_ids: ids that end a generation; None: the tokenizer's EOS.
         media: how many ids an image or a video takes; None: one.
         template_kwargs: further arguments of the chat template, such as ``enable_thinking``
             (``agent.chat_template_kwargs``).
@@ -85,27 +84,29 @@ class ChatCodec:
                 "the tokenizer has no chat template; choose an instruction-tuned model"
             )
         self._tokenizer = tokenizer
-        template = str(tokenizer.chat_template)
-        self._no_format: ConfigError | None = None
-        try:
-            self._format = (
-                detect_format(template) if tool_format == "auto" else get_format(tool_format)
-            )
-        except ConfigError as error:
-            if tool_format != "auto":
-                raise
-            self._no_format, self._format = error, get_format("hermes")
-        self.eos_token_ids = tuple(
-            eos_token_ids if eos_token_ids is not None else [tokenizer.eos_token_id]
-        )
+        self._unknown_format: ConfigError | None = None
+        if tool_format == "auto":
+            try:
+                self._format = detect_format(str(tokenizer.chat_template))
+            except ConfigError as error:
+                # Raised when tools are used; agents without tools can be run with any format.
+                self._unknown_format = error
+                self._format = get_format("hermes")
+        else:
+            self._format = get_format(tool_format)
+
+        if eos_token_ids is None:
+            eos_token_ids = [tokenizer.eos_token_id]
+        self.eos_token_ids = tuple(eos_token_ids)
         self._control = ControlTokens(tokenizer)
         self._tool_prompt: ToolPrompt = tool_prompt
         self._media = media
         self._modalities: frozenset[str] | None = None
         self._variants: OrderedDict[str, ChatCodec] = OrderedDict()
-        self._grammar_compilers: list[
-            GrammarCompiler
-        ] = []  # one, made when it is first used, of all variants
+
+        # Holds one compiler once it is used. A list, because variants are shallow copies that are
+        # to share it.
+        self._grammar_compilers: list[GrammarCompiler] = []
         try:
             self._use_template(check_template_kwargs(template_kwargs or {}))
         except ValueError as error:
@@ -117,7 +118,7 @@ class ChatCodec:
         self._boundary = TurnBoundary(self._template, self._control, call_end=self._format.call_end)
 
     def with_template_kwargs(self, kwargs: Mapping[str, Any] | None) -> ChatCodec:
-        """Return a codec of the same tokenizer that gives these arguments to the chat template, besides its own.
+        """Return a codec that also gives these arguments to the chat template.
 
         Raises:
             ValueError: the template cannot be given them, see :func:`check_template_kwargs`.
@@ -129,7 +130,7 @@ class ChatCodec:
         variant = self._variants.pop(key, None)
         if variant is None:
             variant = copy.copy(self)
-            variant.__dict__.pop("_turns", None)  # which is of the template
+            variant.__dict__.pop("_turns", None)  # a cached property that depends on the template
             variant._modalities = None
             variant._use_template(merged)
         self._variants[key] = variant
@@ -147,15 +148,12 @@ class ChatCodec:
         pixels: Pixels | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatCodec:
-        """Load the codec of a Hugging Face model folder.
+        """Load the codec of a Hugging Face model folder; for the other arguments see the class.
 
         Args:
-            path: the folder, or a model's name on the hub.
-            tool_format: see the class.
-            tool_prompt: see the class.
-            pixels: ``model.min_pixels`` and ``max_pixels``; images and frames are counted as scaled
-                to so many.
-            template_kwargs: see the class.
+            path: the folder, or a model's name on the Hub.
+            pixels: the bounds ``model.min_pixels`` and ``max_pixels`` to which images and frames
+                are scaled before their ids are counted.
 
         Raises:
             ModelError: tokenizer files are missing or unreadable.
@@ -194,28 +192,27 @@ class ChatCodec:
         Args:
             messages: the conversation.
             tools: schemas that the template shows.
-            continue_last: the last message is the beginning of the turn to be sampled
-                (:meth:`encode_prefill`).
+            continue_last: whether the last message is the beginning of the turn to be sampled, see
+                :meth:`encode_prefill`.
 
         Raises:
             TemplateError: the template refuses the conversation.
         """
         if continue_last:
-            return self.encode_prompt(messages[:-1], tools) + self.encode_prefill(
-                messages[-1], tools
-            )
-        messages, tools, mark = self._marked(messages, tools)
-        return self._control.encode_rendered(
-            self._template.render(messages, tools, generation_prompt=True), mark
-        )
+            prompt_ids = self.encode_prompt(messages[:-1], tools)
+            return prompt_ids + self.encode_prefill(messages[-1], tools)
+
+        messages, tools, mark = self._mark(messages, tools)
+        text = self._template.render(messages, tools, generation_prompt=True)
+        return self._control.encode_rendered(text, mark)
 
     def encode_prefill(
         self, message: Message, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Return the ids of an assistant message that the model is to continue, for after the generation prompt.
+        """Return the ids of the beginning of an assistant turn, which the model is to continue.
 
-        They are those of :meth:`encode_turn` up to the end of the message's text, without white
-        space behind it.
+        They follow the generation prompt, and are the ids of :meth:`encode_turn` up to the end of
+        the message's text, without the white space behind it.
 
         Raises:
             TemplateError: as :meth:`encode_turn`; or the message calls tools, or the template
@@ -230,28 +227,32 @@ class ChatCodec:
         try:
             return self._prefill_ids(message, tools)
         except TemplateError:
-            apart = _with_reasoning_apart(message)
-            if apart is None:
+            split_message = _split_reasoning(message)
+            if split_message is None:
                 raise
-            return self._prefill_ids(apart, tools)
+            return self._prefill_ids(split_message, tools)
 
     def _prefill_ids(self, message: Message, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        said = message["content"].rstrip()
-        text, mark = self._turn_text(message, tools)
-        marked = self._control.mark_message({"role": "assistant", "content": said}, mark)["content"]
-        end = text.rfind(marked)
-        if said and end < 0:
+        content = message["content"].rstrip()
+        turn_text, mark = self._render_turn(message, tools)
+        if not content:
+            return []
+
+        marked_message = self._control.mark_message({"role": "assistant", "content": content}, mark)
+        marked_content = marked_message["content"]
+        start = turn_text.rfind(marked_content)
+        if start < 0:
             raise TemplateError(
-                f"the chat template rewrites the text to be continued: {said[-80:]!r}"
+                f"the chat template rewrites the text to be continued: {content[-80:]!r}"
             )
-        return self._control.encode_rendered(text[: end + len(marked)], mark) if said else []
+        return self._control.encode_rendered(turn_text[: start + len(marked_content)], mark)
 
     def encode_turn(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Return the ids of an assistant message as the model would have sampled them, with the id that ends its turn.
+        """Return the ids of an assistant message as the model would have sampled them.
 
-        Where the generation prompt opens a think block, the turn begins with ``reasoning_content``
-        and closes it. A template that ends a turn by opening the next message (GLM's) gives no id
-        for that; :meth:`encode_append` does.
+        The last one is the id that ends the turn. Where the generation prompt opens a think block,
+        the turn begins with ``reasoning_content`` and closes the block. A template that ends a turn
+        by opening the next message (GLM's) gives no id for the end; :meth:`encode_append` does.
 
         Args:
             message: with ``content``, ``tool_calls``, or what else the template shows of it.
@@ -261,34 +262,41 @@ class ChatCodec:
             TemplateError: the template refuses the message, or writes a turn otherwise than it asks
                 for one.
         """
-        text, mark = self._turn_text(message, tools)
+        text, mark = self._render_turn(message, tools)
         ids = self._control.encode_rendered(text, mark)
-        ends = {*self.eos_token_ids, *self._boundary.ends}
-        last = next((number for number, token in enumerate(ids) if token in ends), None)
-        return ids if last is None else ids[: last + 1]
+        end_ids = {*self.eos_token_ids, *self._boundary.ends}
+        for index, token in enumerate(ids):
+            if token in end_ids:
+                return ids[: index + 1]
+        return ids
 
-    def _turn_text(self, message: Message, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """Return what the template writes of an assistant message after the generation prompt, and the mark in it."""
-        (message,), tools, mark = self._marked([message], tools)
-        begin = self._template.render([ASKED], tools, generation_prompt=True)
+    def _render_turn(self, message: Message, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """Return what the template writes of an assistant message after the generation prompt.
+
+        Also return the mark that breaks the control tokens in it.
+        """
+        (message,), tools, mark = self._mark([message], tools)
+        prompt = self._template.render([ASKED], tools, generation_prompt=True)
         text = self._template.render([ASKED, message], tools, generation_prompt=False)
-        if text.startswith(begin):
-            return text.removeprefix(begin), mark
-        for tags in ALL_THINK_TAGS:
-            header, tag, block = begin.rpartition(tags[0])
-            if not tag or not text.startswith(header):
+        if text.startswith(prompt):
+            return text.removeprefix(prompt), mark
+
+        # The generation prompt may begin a think block, or give an empty one, which the template
+        # leaves out of a message.
+        for opening, closing in ALL_THINK_TAGS:
+            header, found_opening, block = prompt.rpartition(opening)
+            if not found_opening or not text.startswith(header):
                 continue
-            # The generation prompt begins a think block, or gives an empty one, which the template
-            # leaves out here.
-            said = text.removeprefix(header)
-            if tags[1] in block:
-                return said, mark
-            if said.startswith(tag):
-                return said.removeprefix(tag), mark
-            return f"{message.get('reasoning_content') or ''}{tags[1]}\n\n{said}", mark
+            turn = text.removeprefix(header)
+            if closing in block:
+                return turn, mark
+            if turn.startswith(opening):
+                return turn.removeprefix(opening), mark
+            reasoning = message.get("reasoning_content") or ""
+            return f"{reasoning}{closing}\n\n{turn}", mark
         raise TemplateError(
             f"the chat template writes an assistant turn as {text[-80:]!r}, which does not begin as"
-            f" its generation prompt ends: {begin[-40:]!r}"
+            f" its generation prompt ends: {prompt[-40:]!r}"
         )
 
     def encode_append(
@@ -298,57 +306,67 @@ class ChatCodec:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Return the ids to insert after a sampled turn: its boundary, new messages, the next generation prompt.
+        """Return the ids to insert after a sampled turn.
 
-        Text of control tokens in the new messages is tokenized as plain text, as in
-        :meth:`encode_prompt`. An end of turn that the model wrote itself is not written again, be
-        it another one than the template's.
+        They are the boundary of the turn, the new messages, and the next generation prompt. Text of
+        control tokens in the new messages is tokenized as plain text, as in :meth:`encode_prompt`.
+        An end of turn that the model wrote itself is not written again, even if it differs from the
+        template's.
 
         Args:
             sampled_ids: the assistant turn. If it does not end with an end-of-turn id (it was cut),
                 one is inserted.
             messages: ``tool`` or ``user`` messages. For templates that show which call a result
-                answers, a ``tool`` message without a ``tool_call_id`` is given one of its own. One
-                with ``media`` (kinds of images and videos, in order) shows these before its text,
-                each as one placeholder of the template's.
+                answers, a ``tool`` message without a ``tool_call_id`` gets an id. A message with
+                ``media`` (kinds of images and videos, in order) shows them before its text, each as
+                one placeholder of the template.
             tools: as in :meth:`encode_prompt`; templates may refer to them.
 
         Raises:
             TemplateError: the template refuses the messages after an assistant turn.
         """
-        messages, tools, mark = self._marked(messages, tools)
+        messages, tools, mark = self._mark(messages, tools)
         addition = self._boundary.addition(messages, _with_call_ids(messages, sampled_ids), tools)
         ids = self._control.encode_rendered(addition, mark)
-        end = sampled_ids[-1] if sampled_ids else None
-        if end not in self.eos_token_ids or not ids:
+        sampled_end = sampled_ids[-1] if sampled_ids else None
+        if sampled_end not in self.eos_token_ids or not ids:
             return ids
-        written_twice = ids[0] == end or (
-            ids[0] in self._boundary.ends and end not in self._boundary.openings
-        )
-        return ids[1:] if written_twice else ids
+
+        # An end that opens the next message is followed by the end of the turn, if there is one.
+        boundary = self._boundary
+        ends_again = ids[0] in boundary.ends and sampled_end not in boundary.openings
+        if ids[0] == sampled_end or ends_again:
+            return ids[1:]
+        return ids
 
     def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
-        """Return whether ids made by :meth:`encode_append` take the place of the last sampled one.
+        """Return whether ids made by :meth:`encode_append` take the place of the last sampled id.
 
         They do when the model stopped at a token that opens another message than the one which
-        follows, as GLM does with ``<|observation|>`` before a user's turn: left there, it would
+        follows, as GLM does with ``<|observation|>`` before a user's turn: if it stayed, it would
         make an observation of what the user says.
         """
-        if len(sampled_ids) < 2 or sampled_ids[-1] not in self.eos_token_ids or not appended_ids:
+        if len(sampled_ids) < 2 or not appended_ids:
             return False
+        sampled_end = sampled_ids[-1]
         boundary = self._boundary
-        return (
-            sampled_ids[-1] in boundary.openings
-            and appended_ids[0] in boundary.openings | boundary.ends
-        )
+        if sampled_end not in self.eos_token_ids or sampled_end not in boundary.openings:
+            return False
+        return appended_ids[0] in boundary.openings | boundary.ends
 
     def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
-        """Repeat each media placeholder as often as the model reads it for its item; items are in their order.
+        """Repeat each media placeholder as often as the model reads it for its item.
+
+        Args:
+            ids: with one placeholder for each item.
+            media: items by kind, in the order of their placeholders.
 
         Raises:
             TemplateError: an item cannot be shown, or the numbers of placeholders and items differ.
         """
-        return self._media.expand(ids, media) if self._media and media else list(ids)
+        if not self._media or not media:
+            return list(ids)
+        return self._media.expand(ids, media)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of plain text; control tokens are neither added nor recognised."""
@@ -361,24 +379,30 @@ class ChatCodec:
         """
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _marked(
+    def _mark(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Message], list[Mapping[str, Any]], str]:
-        """Return normal messages and tools without whole control tokens, and the mark that breaks those.
+        """Normalize messages, and break the control tokens in them and in tools.
+
+        Returns:
+            The messages, the tools, and the mark that stands within each broken control token.
 
         Raises:
             ConfigError: there are tools, but the tool-call format is unknown.
-            TemplateError: a message is none.
+            TemplateError: a message is not valid.
         """
         self._require_format(tools)
         messages = normalize_messages(messages)
         mark = unused_word("mark", messages, tools)
-        marked: list[Message] = [self._control.mark_message(message, mark) for message in messages]
-        return marked, self._control.mark(list(tools), mark), mark
+        marked_messages: list[Message] = []
+        for message in messages:
+            marked_messages.append(self._control.mark_message(message, mark))
+        marked_tools = self._control.mark(list(tools), mark)
+        return marked_messages, marked_tools, mark
 
     def _require_format(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        if tools and self._no_format:
-            raise self._no_format
+        if tools and self._unknown_format:
+            raise self._unknown_format
 
     # --- ids to text ------------------------------------------------------------------------------
 
@@ -392,9 +416,8 @@ class ChatCodec:
     def modalities(self) -> frozenset[str]:
         """Kinds of media (``image``, ``video``) that the chat template can show in a tool result."""
         if self._modalities is None:
-            self._modalities = frozenset(
-                kind for kind in ("image", "video") if self._template.shows(kind)
-            )
+            kinds = filter(self._template.shows, ("image", "video"))
+            self._modalities = frozenset(kinds)
         return self._modalities
 
     @functools.cached_property
@@ -410,7 +433,7 @@ class ChatCodec:
     @property
     def tool_format(self) -> str:
         """Name of the tool-call format; ``unknown`` if only agents without tools can be run."""
-        return "unknown" if self._no_format else self._format.name
+        return "unknown" if self._unknown_format else self._format.name
 
     def parse_reply(
         self,
@@ -421,31 +444,31 @@ class ChatCodec:
     ) -> Reply:
         """Parse a sampled assistant turn into reasoning, text and calls, in order.
 
-        Special tokens are no part of text and reasoning; they are of what is written of calls.
+        Special tokens are left out of text and reasoning; a call keeps them as it was written.
 
         Args:
             sampled_ids: the turn.
             tools: schemas of the tools it may call, by which arguments are converted.
-            context_ids: what it was sampled after, which may have opened a think block; None: a
-                prompt that ends with the template's own generation prompt.
+            context_ids: the ids the turn was sampled after, which may have opened a think block.
+                None: a prompt that ends with the template's generation prompt.
         """
         self._require_format(tools)
-        thinking = bool(self._boundary.think_tag) or None
         if context_ids is not None:
             thinking = bool(self.thinking_after(context_ids))
+        else:
+            thinking = True if self._boundary.think_tag else None
         ids = self._without_end(sampled_ids)
         text = self.decode(ids, skip_special_tokens=False)
         reply = self._format.parse(text, tools, thinking=thinking)
+
         if not self._special_ids.isdisjoint(ids):
             reply = reply.with_text(self.without_special_tokens)
-        return (
-            reply.with_calls(functools.partial(_typed, tools))
-            if tools and reply.tool_calls
-            else reply
-        )
+        if tools and reply.tool_calls:
+            reply = reply.with_calls(functools.partial(_convert_arguments, tools))
+        return reply
 
     def growing_reply(self, context_ids: Sequence[int]) -> GrowingReply:
-        """Return the reader of a turn without tools that is sampled after a context, for while it is."""
+        """Return a reader for a turn without tools that reads while the turn is sampled."""
         thinking = bool(self.thinking_after(context_ids))
         if self._format.scanner is not None:
             scan = self._format.scanner.start(thinking=thinking)
@@ -460,43 +483,52 @@ class ChatCodec:
         )
 
     def thinking_after(self, context_ids: Sequence[int]) -> str:
-        """Return the opening tag of the think block in which a turn begins after a context; "" if it begins in none."""
+        """Return the opening tag of the think block in which a turn after a context begins.
+
+        It is empty if the turn begins outside of one.
+        """
         header = self._boundary.header
         tail = self.decode(context_ids[-_TAIL_IDS:], skip_special_tokens=False)
-        if (
-            header and header not in tail and len(context_ids) > _TAIL_IDS
-        ):  # the text to be continued is long
+        if header and header not in tail and len(context_ids) > _TAIL_IDS:
+            # The turn to be continued is long, so its header is further in front.
             tail = self.decode(context_ids, skip_special_tokens=False)
-        if not header or header not in tail:  # a prompt that was rendered elsewhere
+
+        if not header or header not in tail:  # the prompt was rendered elsewhere
             tail = tail.rstrip()
-            return next((tag for tag in _THINK_OPENINGS if tail.endswith(tag)), "")
-        begun = tail.rpartition(header)[2]
-        if not ends_thinking(begun, thinking=False):
+            for opening in _THINK_OPENINGS:
+                if tail.endswith(opening):
+                    return opening
             return ""
-        return max(_THINK_OPENINGS, key=begun.rfind)
+
+        turn_beginning = tail.rpartition(header)[2]
+        if not ends_thinking(turn_beginning, thinking=False):
+            return ""
+        return max(_THINK_OPENINGS, key=turn_beginning.rfind)
 
     def turn_text(self, sampled_ids: Sequence[int], context_ids: Sequence[int]) -> str:
         """Return a sampled turn as text for people, reward functions and reports.
 
-        It is what was decoded, and its reasoning always stands between think tags: a block that the
-        prompt opened begins with its tag, and so does reasoning that the model marks with special
+        It is the decoded text, with reasoning always between think tags. Their opening tag is added
+        where the prompt opened the block, and both where the model marks reasoning with special
         tokens (Harmony's channels, ``[THINK]``), which decoding leaves out.
         """
         sampled_ids = self._without_end(sampled_ids)
-        opened = self.thinking_after(context_ids)
-        text = self.decode(sampled_ids)
         if not self._marks_thinking_specially:
-            return opened + text
-        parts: list[str] = []
+            return self.thinking_after(context_ids) + self.decode(sampled_ids)
+
+        opening, closing = THINK_TAGS
+        texts: list[str] = []
         for part in self.parse_reply(sampled_ids, context_ids=context_ids).parts:
-            if part.kind == "reasoning":
-                parts.append(THINK_TAGS[0] + part.text + (THINK_TAGS[1] if part.is_closed else ""))
+            if part.kind != "reasoning":
+                texts.append(self.without_special_tokens(part.text))
+            elif part.is_closed:
+                texts.append(opening + part.text + closing)
             else:
-                parts.append(self.without_special_tokens(part.text))
-        return "".join(parts)
+                texts.append(opening + part.text)
+        return "".join(texts)
 
     def without_special_tokens(self, text: str) -> str:
-        """Return text in which special tokens were written out, without these."""
+        """Return text without the special tokens that are written out in it."""
         return self._special.sub("", text)
 
     @functools.cached_property
@@ -512,9 +544,10 @@ class ChatCodec:
     @functools.cached_property
     def _marks_thinking_specially(self) -> bool:
         """Whether decoding leaves out what tells reasoning from text."""
-        special = set(self._tokenizer.all_special_tokens)
-        tags = {tag for tags in ALL_THINK_TAGS for tag in tags}
-        return self._format.name == "harmony" or not tags.isdisjoint(special)
+        if self._format.name == "harmony":
+            return True
+        special_tokens = set(self._tokenizer.all_special_tokens)
+        return any(not special_tokens.isdisjoint(tags) for tags in ALL_THINK_TAGS)
 
     def _without_end(self, sampled_ids: Sequence[int]) -> list[int]:
         ids = list(sampled_ids)
@@ -527,16 +560,16 @@ class ChatCodec:
     def turn_grammar(
         self, *, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, answer: Any = None
     ) -> str:
-        """Return the checked grammar of a turn: calls of tools, or an answer in JSON, whichever are given.
+        """Return the checked grammar of a turn: calls of tools, an answer in JSON, or either.
 
         Args:
             tools: schemas of the tools that may be called.
             several: whether there may be more than one call.
-            answer: JSON schema of an answer.
+            answer: JSON schema of an answer; None: calls only.
 
         Raises:
-            GrammarError: there is none for the tool-call format, or a schema is wrong; says which
-                part.
+            GrammarError: there is no grammar for the tool-call format, or a schema is wrong; the
+                message says which part.
         """
         syntax = self._call_syntax
         if tools and syntax is None:
@@ -549,11 +582,15 @@ class ChatCodec:
         return grammar
 
     def free_turn_grammar(self, *, tools: Sequence[Mapping[str, Any]], several: bool = True) -> str:
-        """Return the checked grammar of a turn of any text, with one call or ``several`` that fit these schemas.
+        """Return the checked grammar of a turn of any text, in which calls fit these schemas.
+
+        Args:
+            tools: schemas of the tools that may be called.
+            several: whether there may be more than one call.
 
         Raises:
-            GrammarError: there is none for the tool-call format, or a schema is wrong; says which
-                part.
+            GrammarError: there is no grammar for the tool-call format, or a schema is wrong; the
+                message says which part.
         """
         if self._call_syntax is None:
             raise GrammarError(f"there is no grammar of calls in the format {self.tool_format!r}")
@@ -563,8 +600,13 @@ class ChatCodec:
 
     @property
     def _call_syntax(self) -> CallSyntax | None:
-        fits = (s for s in self._format.syntaxes if not s.needs or s.needs in self._control.ids)
-        return None if self._no_format else next(fits, None)
+        """The first syntax of the tool-call format whose tokens the tokenizer has."""
+        if self._unknown_format:
+            return None
+        for syntax in self._format.syntaxes:
+            if not syntax.needs or syntax.needs in self._control.ids:
+                return syntax
+        return None
 
     @functools.cached_property
     def _turns(self) -> TurnGrammar:
@@ -582,63 +624,73 @@ class ChatCodec:
         return self._grammar_compilers[0]
 
     def grammar_compiler(self, *, eos_ids: Sequence[int], vocab_size: int) -> GrammarCompiler:
-        """Return a compiler of grammars for a model of ``vocab_size`` ids, whose outputs end with ``eos_ids``."""
+        """Return a compiler of grammars for a model.
+
+        Args:
+            eos_ids: ids that end an output of the model.
+            vocab_size: number of ids for which the model has logits.
+        """
         return GrammarCompiler(self._tokenizer, eos_ids=eos_ids, vocab_size=vocab_size)
 
 
 _THINK_OPENINGS = tuple(opening for opening, _ in ALL_THINK_TAGS)
 
 
-def _with_reasoning_apart(message: Message) -> Message | None:
-    """Return a message whose text begins with a think block with that as its reasoning; None: it has no such text.
+def _split_reasoning(message: Message) -> Message | None:
+    """Return a message with the think block at its beginning as its reasoning.
 
-    Templates that know reasoning (Qwen3's) write such a block in a form of their own.
+    Templates that know reasoning (Qwen3's) write such a block in a form of their own. None if the
+    text does not begin with a closed think block, or ends with it.
     """
     content = message["content"]
     blocks = think_blocks(content, thinking=False)
-    if not blocks or blocks[0].start or not blocks[0].is_closed:
+    if not blocks or blocks[0].start > 0 or not blocks[0].is_closed:
         return None
-    said = content[blocks[0].end :].lstrip()
-    return (
-        {**message, "content": said, "reasoning_content": blocks[0].text.strip()} if said else None
-    )
+    answer = content[blocks[0].end :].lstrip()
+    if not answer:
+        return None
+    return {**message, "content": answer, "reasoning_content": blocks[0].text.strip()}
 
 
-def _typed(tools: Sequence[Mapping[str, Any]], call: ToolCall) -> ToolCall:
-    """Return a call with its arguments converted by the schema of its tool, if there is one of that name."""
+def _convert_arguments(tools: Sequence[Mapping[str, Any]], call: ToolCall) -> ToolCall:
+    """Return a call with its arguments converted by the schema of its tool, if it is known."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == call.name:
-            return replace(
-                call, arguments=convert_arguments(function.get("parameters") or {}, call.arguments)
-            )
+            parameters = function.get("parameters") or {}
+            return replace(call, arguments=convert_arguments(parameters, call.arguments))
     return call
 
 
 def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> list[Message]:
-    """Give tool results ids that differ within a turn and, derived from the sampled ids, between turns."""
-    return [
-        (
-            {"tool_call_id": digest_ids([*sampled_ids, index])[:CALL_ID_LENGTH], **message}
-            if message["role"] == "tool"
-            else message
-        )
-        for index, message in enumerate(messages)
-    ]
+    """Give an id to tool results that have none.
+
+    Ids differ within a turn and, derived from the sampled ids, between turns.
+    """
+    with_ids = []
+    for index, message in enumerate(messages):
+        if message["role"] == "tool":
+            call_id = digest_ids([*sampled_ids, index])[:CALL_ID_LENGTH]
+            message = {"tool_call_id": call_id, **message}
+        with_ids.append(message)
+    return with_ids
 
 
 def _eos_ids(folder: Path, tokenizer: Any) -> list[int]:
     """Return the EOS ids of the generation config, else the model config, else the tokenizer."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
+        if not file.is_file():
+            continue
         try:
-            content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            content = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ModelError(
                 f"{file} is not valid JSON ({error}); download the model again"
             ) from None
-        if isinstance(content, dict) and (eos := content.get("eos_token_id")) is not None:
-            return list(eos) if isinstance(eos, list) else [eos]
+        eos_ids = content.get("eos_token_id") if isinstance(content, dict) else None
+        if eos_ids is not None:
+            return list(eos_ids) if isinstance(eos_ids, list) else [eos_ids]
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"{folder} names no eos_token_id, so no turn would ever end; add it to"
