@@ -414,7 +414,7 @@ class ChatCodec:
 
     @property
     def modalities(self) -> frozenset[str]:
-        """Kinds of media (``image``, ``video``) that the chat template can show in a tool result."""
+        """Kinds of media (``image``, ``video``) that the template can show in a tool result."""
         if self._modalities is None:
             kinds = filter(self._template.shows, ("image", "video"))
             self._modalities = frozenset(kinds)

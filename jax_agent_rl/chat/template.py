@@ -1,11 +1,12 @@
-r"""One model's chat template: messages in the shape it accepts, and the text it writes between two turns.
+r"""One model's chat template: messages in its shape, and the text it writes between two turns.
 
 That text is found with an *anchor*: a short fixed conversation that ends with an assistant turn
 holding a unique word. The anchor is rendered together with the new messages, and everything after
-the word is the addition::
+the word is the *addition*::
 
-    user: question   assistant: WORD   tool: 42   ──►   …WORD<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n…
-                                                             └─ the addition, from the end of the turn on
+    user: question   assistant: WORD   tool: 42
+    ──►  …WORD<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n…
+              └─ the addition, from the end of the turn on
 
 Whatever a template rewrites before the word (strips ``<think>``, injects dates) does not affect the
 addition. It begins with a control token that either *ends* the turn, as ``<|im_end|>`` always does,
@@ -29,7 +30,7 @@ from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, ends_thinking
 from jax_agent_rl.errors import TemplateError
 
 ToolPrompt = Literal["template", "none"]
-_PROBE = "PROBE5d2e81"
+_UNIQUE_TEXT = "PROBE5d2e81"  # no template has it, so it is found again in what a template renders
 
 RESERVED_KWARGS = frozenset(
     {
@@ -51,8 +52,7 @@ RESERVED_KWARGS = frozenset(
         "truncation",
     }
 )
-"""Arguments of ``apply_chat_template`` that are not the template's own: a conversation decides
-them, not a setting."""
+"""Arguments of ``apply_chat_template`` that a conversation decides, not a setting."""
 MAX_KWARGS_CHARS = 4096
 
 
@@ -82,12 +82,14 @@ def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
 def _in_parts(message: Message) -> Message:
     """Return a message with its content in parts, as multi-modal templates take it."""
     content = message.get("content") or ""
-    text = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    parts = [*({"type": kind} for kind in message.get("media", ())), *text]
-    return {key: value for key, value in message.items() if key != "media"} | {"content": parts}
+    text_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    media_parts = [{"type": kind} for kind in message.get("media", ())]
+    without_media = {key: value for key, value in message.items() if key != "media"}
+    return without_media | {"content": [*media_parts, *text_parts]}
 
 
 def _with_arguments_as_text(message: Message) -> Message:
+    """Return a message with the arguments of its calls as JSON text."""
     calls = []
     for call in message["tool_calls"]:
         arguments = call["function"]["arguments"]
@@ -143,22 +145,28 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses it.
         """
-        tools = tools if self._tool_prompt == "template" else ()
+        if self._tool_prompt != "template":
+            tools = ()
         if tools and not self._has_tools_section:
-            messages, tools = self._with_tools_as_text(messages, tools), ()
-        adapted = [
-            _in_parts(m) if self._needs_parts or m.get("media") else m for m in self.adapt(messages)
-        ]
+            messages = self._with_tools_as_text(messages, tools)
+            tools = ()
+        shown_tools = list(tools) or None
+
+        adapted = self.adapt(messages)
+        for index, message in enumerate(adapted):
+            if self._needs_parts or message.get("media"):
+                adapted[index] = _in_parts(message)
         try:
-            return self._apply(adapted, list(tools) or None, generation_prompt=generation_prompt)
+            return self._apply(adapted, shown_tools, generation_prompt=generation_prompt)
         except TemplateError:
-            if not any(_reasons_and_speaks_before_a_call(message) for message in adapted):
+            if not any(map(_has_reasoning_text_and_calls, adapted)):
                 raise
-        adapted = [
-            _with_text_as_reasoning(m) if _reasons_and_speaks_before_a_call(m) else m
-            for m in adapted
-        ]
-        return self._apply(adapted, list(tools) or None, generation_prompt=generation_prompt)
+
+        # The template may refuse reasoning beside text: render again with both as reasoning.
+        for index, message in enumerate(adapted):
+            if _has_reasoning_text_and_calls(message):
+                adapted[index] = _with_text_as_reasoning(message)
+        return self._apply(adapted, shown_tools, generation_prompt=generation_prompt)
 
     def _apply(
         self,
@@ -179,23 +187,23 @@ class ChatTemplate:
                 **self._kwargs,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-            roles = [m["role"] for m in messages]
+            roles = [message["role"] for message in messages]
             raise TemplateError(
                 f"the chat template refuses a conversation of roles {roles}: {error}"
             ) from error
 
     @functools.cached_property
     def _needs_parts(self) -> bool:
-        """Return whether the template reads content in parts only.
+        """Whether the template reads content in parts only.
 
         Raises:
-            TemplateError: it leaves out content in parts, too.
+            TemplateError: it leaves out content in parts as well.
         """
-        asked = {"role": "user", "content": _PROBE}
-        with suppress(TemplateError):  # wants other roles, too, or parts
-            if _PROBE in self._apply([asked]):
+        question = {"role": "user", "content": _UNIQUE_TEXT}
+        with suppress(TemplateError):  # a template may refuse text, or a question alone
+            if _UNIQUE_TEXT in self._apply([question]):
                 return False
-        if _PROBE in self._apply([_in_parts(asked)]):
+        if _UNIQUE_TEXT in self._apply([_in_parts(question)]):
             return True
         raise TemplateError(
             "the chat template leaves out what a user says; choose another model or repair its"
@@ -208,39 +216,49 @@ class ChatTemplate:
         Without tool calls in the template they become text; without a ``tool`` role, adjacent
         results become one user message.
         """
-        messages = [_with_reasoning_under_all_names(message) for message in messages]
-        if any(message.get("tool_calls") for message in messages):
-            if self._call_form == "none":
-                messages = [
-                    self._with_calls_as_text(m) if m.get("tool_calls") else m for m in messages
-                ]
-            elif self._call_form == "text":
-                messages = [
-                    _with_arguments_as_text(m) if m.get("tool_calls") else m for m in messages
-                ]
-        if self._has_tool_role:
-            return list(messages)
         adapted: list[Message] = []
-        joining = False
+        for message in messages:
+            message = _with_reasoning_under_all_names(message)
+            if message.get("tool_calls"):
+                message = self._adapt_calls(message)
+            adapted.append(message)
+        if self._has_tool_role:
+            return adapted
+        return self._results_as_user_messages(adapted)
+
+    def _adapt_calls(self, message: Message) -> Message:
+        if self._call_form == "none":
+            return self._with_calls_as_text(message)
+        if self._call_form == "text":
+            return _with_arguments_as_text(message)
+        return message
+
+    def _results_as_user_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with adjacent tool results joined into one user message."""
+        adapted: list[Message] = []
+        joins_previous = False
         for message in messages:
             if message["role"] != "tool":
                 adapted.append(message)
-                joining = False
+                joins_previous = False
                 continue
-            text, media = (
-                self._format.tool_result(message["content"]),
-                list(message.get("media", ())),
-            )
-            if joining:
-                before = adapted.pop()
-                text, media = f"{before['content']}\n{text}", [*before.get("media", ()), *media]
-            adapted.append({"role": "user", "content": text} | ({"media": media} if media else {}))
-            joining = True
+
+            text = self._format.tool_result(message["content"])
+            media = list(message.get("media", ()))
+            if joins_previous:
+                previous = adapted.pop()
+                text = f"{previous['content']}\n{text}"
+                media = [*previous.get("media", ()), *media]
+            user_message: Message = {"role": "user", "content": text}
+            if media:
+                user_message["media"] = media
+            adapted.append(user_message)
+            joins_previous = True
         return adapted
 
     @functools.cached_property
     def _call_form(self) -> Literal["object", "text", "none"]:
-        """How the template takes the arguments of earlier calls; ``none``: it leaves such calls out.
+        """How the template takes the arguments of earlier calls; ``none``: it leaves calls out.
 
         Found by rendering a call in both forms. Most templates write an object, as JSON or in a
         notation of their own; one that concatenates text fails with an object, and one that prints
@@ -248,9 +266,9 @@ class ChatTemplate:
         """
         if not self._mentions_tool_calls:
             return "none"
-        leaves_out = False
+        leaves_out_calls = False
         for form in ("object", "text"):
-            call = _calling_message([_RESULT], _PROBE)
+            call = _calling_message([_RESULT], _UNIQUE_TEXT)
             if form == "text":
                 call = _with_arguments_as_text(call)
             for conversation in ([ASKED, call, _RESULT], [ASKED, call]):
@@ -258,62 +276,78 @@ class ChatTemplate:
                     text = self._apply(conversation, generation_prompt=False)
                 except TemplateError:
                     continue
-                if _PROBE in text and f"'{_PROBE}'" not in text:
+                if _UNIQUE_TEXT not in text:
+                    leaves_out_calls = True
+                elif f"'{_UNIQUE_TEXT}'" not in text:  # which would be Python's notation
                     return form
-                leaves_out = leaves_out or _PROBE not in text
-        return "none" if leaves_out else "object"
+        return "none" if leaves_out_calls else "object"
 
     def shows(self, kind: str) -> bool:
         """Return whether the template can show an ``image`` or a ``video`` in a tool result.
 
-        Tested by rendering: it must write a special token for it, keep the text and not print the
-            message's parts.
+        Tested by rendering: the template must write a special token for it, keep the text and not
+        print the message's parts.
         """
-        question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-        result = {"role": "tool", "content": _PROBE, "name": "f", "tool_call_id": "0" * 9}
+        question = {"role": "user", "content": "q"}
+        answer = {"role": "assistant", "content": "a"}
+        result = {
+            "role": "tool",
+            "content": _UNIQUE_TEXT,
+            "name": "f",
+            "tool_call_id": "0" * CALL_ID_LENGTH,
+        }
+        result_with_media = {**result, "media": [kind]}
         try:
             plain = self.render([question, answer, result], (), generation_prompt=False)
-            shown = self.render(
-                [question, answer, {**result, "media": [kind]}], (), generation_prompt=False
-            )
+            text = self.render([question, answer, result_with_media], (), generation_prompt=False)
         except TemplateError:
             return False
-        special = self._tokenizer.get_added_vocab()
-        more = any(shown.count(token) > plain.count(token) for token in special if token)
-        return more and shown.count(_PROBE) == 1 and "'type'" not in shown and '"type"' not in shown
+
+        keeps_text = text.count(_UNIQUE_TEXT) == 1
+        prints_parts = "'type'" in text or '"type"' in text
+        if not keeps_text or prints_parts:
+            return False
+        tokens = filter(None, self._tokenizer.get_added_vocab())
+        return any(text.count(token) > plain.count(token) for token in tokens)
 
     def _with_calls_as_text(self, message: Message) -> Message:
-        if (write := self._format.write) is None:
+        """Return a message with its calls in its text, in the notation of the tool-call format."""
+        write = self._format.write
+        if write is None:
             raise TemplateError(
                 "the chat template shows no tool calls of earlier turns, and agent.tool_format="
                 f"{self._format.name} cannot write them as text; set it to hermes or text_tag"
             )
-        calls = [
-            write(call["function"]["name"], call["function"]["arguments"])
-            for call in message["tool_calls"]
-        ]
-        text = "\n".join([message["content"], *calls] if message["content"] else calls)
-        return {key: value for key, value in message.items() if key != "tool_calls"} | {
-            "content": text
-        }
+        texts = [message["content"]] if message["content"] else []
+        for call in message["tool_calls"]:
+            function = call["function"]
+            texts.append(write(function["name"], function["arguments"]))
+        without_calls = {key: value for key, value in message.items() if key != "tool_calls"}
+        return without_calls | {"content": "\n".join(texts)}
 
     def _with_tools_as_text(
         self, messages: Sequence[Message], tools: Sequence[Mapping]
     ) -> list[Message]:
+        """Return messages whose system message, or first user message, describes the tools."""
         section = self._format.system_section(tools)
         messages = list(messages)
         if messages and messages[0]["role"] == "system":
             messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{section}"}
             return messages
+
         with_system = [{"role": "system", "content": section}, *messages]
-        with suppress(TemplateError):
+        with suppress(TemplateError):  # raised by a template that has no system role
             self.render(with_system, (), generation_prompt=False)
             return with_system
-        first = next(i for i, m in enumerate(messages) if m["role"] == "user")
-        asked = messages[first]["content"]
+
+        index = next(i for i, message in enumerate(messages) if message["role"] == "user")
+        question = messages[index]["content"]
         text = f"{section}\n\n"
-        shown = text + asked if isinstance(asked, str) else [{"type": "text", "text": text}, *asked]
-        messages[first] = {**messages[first], "content": shown}
+        if isinstance(question, str):
+            content = text + question
+        else:
+            content = [{"type": "text", "text": text}, *question]
+        messages[index] = {**messages[index], "content": content}
         return messages
 
 
@@ -324,7 +358,7 @@ def _with_reasoning_under_all_names(message: Message) -> Message:
     return {**message, **dict.fromkeys(REASONING_FIELDS, reasoning)}
 
 
-def _reasons_and_speaks_before_a_call(message: Message) -> bool:
+def _has_reasoning_text_and_calls(message: Message) -> bool:
     return bool(
         message.get("tool_calls") and message.get("reasoning_content") and message.get("content")
     )
@@ -335,7 +369,7 @@ def _with_text_as_reasoning(message: Message) -> Message:
     return {**message, "content": "", **dict.fromkeys(REASONING_FIELDS, reasoning)}
 
 
-CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
+CALL_ID_LENGTH = 9  # Mistral's templates demand so many letters and digits
 ASKED = {"role": "user", "content": "question"}
 _ANSWER = {"role": "assistant", "content": "answer"}
 _RESULT = {"role": "tool", "content": "result", "name": "f", "tool_call_id": "0" * CALL_ID_LENGTH}
@@ -358,7 +392,7 @@ class TurnBoundary:
         self._template = template
         self._control = control
         self._call_end = call_end
-        self._anchor_of: dict[tuple[str, ...], int] = {}
+        self._known_anchors: dict[tuple[str, ...], int] = {}  # by the roles that follow a turn
 
     def addition(
         self,
@@ -376,35 +410,39 @@ class TurnBoundary:
         Raises:
             TemplateError: the template refuses the messages, or leaves one out.
         """
-        key = tuple(message["role"] for message in messages)
+        roles = tuple(message["role"] for message in messages)
         word = unused_word("anchor", messages, tools)
         anchors = ((self._plain_anchor, messages), (self._calling_anchor, with_call_ids))
-        known = self._anchor_of.get(key)
+
+        # An anchor that worked for these roles goes first, and is not checked again.
+        known = self._known_anchors.get(roles)
+        order = [0, 1] if known != 1 else [1, 0]
         problems = []
-        for number in sorted(
-            range(len(anchors)), key=lambda number: number != known
-        ):  # the known one first
-            anchor, following = anchors[number]
+        for index in order:
+            anchor, following = anchors[index]
             try:
-                if number != known:
-                    _check_keeps(anchor, following, tools, word)
+                if index != known:
+                    _require_all_messages(anchor, following, tools, word)
                 addition = anchor(following, tools, word)
             except TemplateError as error:
                 problems.append(str(error))
                 continue
-            self._anchor_of[key] = number
+            self._known_anchors[roles] = index
             return addition
         raise TemplateError("; ".join(problems))
 
     @functools.cached_property
     def ends(self) -> frozenset[int]:
         """Ids that the template ends a turn with, whatever follows it."""
-        asked, said = {"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}
-        pairs = [([asked], [asked, _ANSWER]), ([ASKED, said], [ASKED, said, ASKED])]
-        calling = [ASKED, _calling_message([_RESULT], _WORD)]
-        ids = [self._common_end(last, followed) for last, followed in pairs]
-        ids.append(self._common_end(calling, [*calling, _RESULT], before_another=True))
-        return frozenset(i for i in ids if i is not None)
+        question = [{"role": "user", "content": _WORD}]
+        answer = [ASKED, {"role": "assistant", "content": _WORD}]
+        call = [ASKED, _calling_message([_RESULT], _WORD)]
+        ids = {
+            self._common_end(question, [*question, _ANSWER]),
+            self._common_end(answer, [*answer, ASKED]),
+            self._common_end(call, [*call, _RESULT], before_another=True),
+        }
+        return frozenset(token for token in ids if token is not None)
 
     @functools.cached_property
     def openings(self) -> frozenset[int]:
@@ -422,7 +460,7 @@ class TurnBoundary:
 
     @functools.cached_property
     def generation_prompt(self) -> str:
-        """What the template writes between a question and the assistant's turn; "" if it refuses one."""
+        """The text between a question and the assistant's turn; "" if the template refuses one."""
         try:
             return self.addition([ASKED], [ASKED]).rpartition(ASKED["content"])[2]
         except TemplateError:
@@ -430,36 +468,41 @@ class TurnBoundary:
 
     @functools.cached_property
     def header(self) -> str:
-        """The part of the generation prompt that opens the assistant's turn, without a think block; "" if unknown."""
+        """The part of the generation prompt that opens the assistant's turn; "" if unknown.
+
+        It has no think block.
+        """
         prompt = self.generation_prompt
-        for begin, _ in ALL_THINK_TAGS:
-            prompt = prompt.partition(begin)[0]
+        for opening, _ in ALL_THINK_TAGS:
+            prompt = prompt.partition(opening)[0]
         tokens = list(self._control.all(prompt))
         return prompt[tokens[-1].start() :] if tokens else prompt
 
     @functools.cached_property
     def think_tag(self) -> str:
-        """The tag of a think block that the generation prompt leaves open, in which every turn then begins; or ""."""
+        """The opening tag of a think block that the generation prompt leaves open; or "".
+
+        Every turn then begins in the block.
+        """
         prompt = self.generation_prompt
-        return (
-            max((begin for begin, _ in ALL_THINK_TAGS), key=prompt.rfind)
-            if ends_thinking(prompt)
-            else ""
-        )
+        if not ends_thinking(prompt):
+            return ""
+        return max((opening for opening, _ in ALL_THINK_TAGS), key=prompt.rfind)
 
     def thinking(self, template: str) -> Thinking | None:
-        """Return the reasoning that a turn begins with, or may begin with; ``template`` is the template's source."""
-        if self.think_tag:
-            return Thinking(
-                tags=next(tags for tags in ALL_THINK_TAGS if tags[0] == self.think_tag), opened=True
-            )
-        shown = (
-            tags
-            for tags in ALL_THINK_TAGS
-            if tags[0] in template and tags[1] not in self.generation_prompt
-        )
-        tags = next(shown, None)
-        return Thinking(tags=tags) if tags else None
+        """Return the reasoning that a turn begins with, or may begin with; None: there is none.
+
+        Args:
+            template: the source of the template.
+        """
+        for tags in ALL_THINK_TAGS:
+            if tags[0] == self.think_tag:
+                return Thinking(tags=tags, opened=True)
+        for tags in ALL_THINK_TAGS:
+            opening, closing = tags
+            if opening in template and closing not in self.generation_prompt:
+                return Thinking(tags=tags)
+        return None
 
     def _common_end(
         self, last: Sequence[Message], followed: Sequence[Message], *, before_another: bool = False
@@ -469,89 +512,94 @@ class TurnBoundary:
         Args:
             last: a conversation that ends with the word.
             followed: the same conversation, continued.
-            before_another: count it only if another control token follows at once: after a call
-                Gemma 4 opens the result with the same token whether or not there is one yet.
+            before_another: whether the word stands in a call. The token then counts only if another
+                control token follows at once, or nothing: after a call Gemma 4 opens the result
+                with the same token whether or not there is a result yet.
         """
-        found = []
+        tokens = []
         for messages in (last, followed):
             try:
-                _, written, text = self._template.render(
-                    messages, (), generation_prompt=False
-                ).rpartition(_WORD)
+                text = self._template.render(messages, (), generation_prompt=False)
             except TemplateError:
                 return None
-            token = self._control.first(self._after_call(text) if before_another else text)
-            if not written or token is None:
+            _, word, addition = text.rpartition(_WORD)
+            if before_another:
+                addition = self._after_call(addition)
+            token = self._control.first(addition)
+            if not word or token is None:
                 return None
-            rest = token.string[token.end() :].lstrip()
-            if (
-                before_another
-                and rest
-                and not ((following := self._control.first(rest)) and following.start() == 0)
-            ):
-                return None
-            found.append(token.group())
-        return self._control.ids[found[0]] if found[0] == found[1] else None
+
+            following_text = addition[token.end() :].lstrip()
+            if before_another and following_text:
+                following_token = self._control.first(following_text)
+                if following_token is None or following_token.start() > 0:
+                    return None
+            tokens.append(token.group())
+        return self._control.ids[tokens[0]] if tokens[0] == tokens[1] else None
 
     def _plain_anchor(
         self, messages: Sequence[Message], tools: Sequence[Mapping], word: str
     ) -> str:
         """Return the text after an assistant turn without calls."""
         anchor = [ASKED, {"role": "assistant", "content": word}]
-        before, found, after = self._template.render(
-            [*anchor, *messages], tools, generation_prompt=True
-        ).rpartition(word)
-        if not found or word in before:
+        text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
+        if text.count(word) != 1:
             raise TemplateError("the chat template does not write an assistant turn exactly once")
-        return after
+        return text.partition(word)[2]
 
     def _calling_anchor(
         self, messages: Sequence[Message], tools: Sequence[Mapping], word: str
     ) -> str:
-        """Return the text after an assistant turn with calls, for templates that require one before a tool result."""
+        """Return the text after an assistant turn with calls.
+
+        For templates that require such a turn before a tool result.
+        """
         results = [message for message in messages if message["role"] == "tool"]
         anchor = [ASKED, _calling_message(results or [_RESULT], word)]
         text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
-        rest = self._after_call(text[text.rindex(word) :] if word in text else "")
-        if (end := self._control.first(rest)) is None:
+
+        following_text = self._after_call(text.rpartition(word)[2]) if word in text else ""
+        turn_end = self._control.first(following_text)
+        if turn_end is None:
             raise TemplateError(
                 "the chat template does not mark the end of an assistant turn that calls a tool"
             )
-        return rest[end.start() :]
+        return following_text[turn_end.start() :]
 
-    def _after_call(self, rest: str) -> str:
-        """Skip the text that closes a call, which the model writes itself, unlike the end of the turn."""
-        if (end := self._call_end) and end in rest:
-            return rest[rest.index(end) + len(end) :]
-        return rest
+    def _after_call(self, text: str) -> str:
+        """Skip the text that closes a call.
+
+        The model writes it itself, unlike the end of the turn.
+        """
+        if not self._call_end or self._call_end not in text:
+            return text
+        return text.partition(self._call_end)[2]
 
 
 def _calling_message(results: Sequence[Message], word: str) -> dict[str, Any]:
     """Return an assistant message with the calls that these results answer."""
-    calls = [
-        {
-            "id": result["tool_call_id"],
-            "type": "function",
-            "function": {"name": result.get("name", "f"), "arguments": {"a": word}},
-        }
-        for result in results
-    ]
+    calls = []
+    for result in results:
+        function = {"name": result.get("name", "f"), "arguments": {"a": word}}
+        calls.append({"id": result["tool_call_id"], "type": "function", "function": function})
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _check_keeps(
+def _require_all_messages(
     anchor: Anchor, messages: Sequence[Message], tools: Sequence[Mapping], word: str
 ) -> None:
-    """Check with marked contents that an anchor makes the template write every message.
+    """Check with unique contents that an anchor makes the template write every message.
 
     Raises:
         TemplateError: a message is left out, as some templates do with a tool result without a
             call.
     """
-    kept = unused_word("kept", messages, tools)
-    marked = [{**message, "content": f"{kept}{index}"} for index, message in enumerate(messages)]
-    text = anchor(marked, tools, word)
-    for message in marked:
+    stem = unused_word("kept", messages, tools)
+    numbered: list[Message] = []
+    for index, message in enumerate(messages):
+        numbered.append({**message, "content": f"{stem}{index}"})
+    text = anchor(numbered, tools, word)
+    for message in numbered:
         if message["content"] not in text:
             raise TemplateError(
                 f"the chat template leaves out a message of role {message['role']!r}"

@@ -32,7 +32,7 @@ def written_after_turn(codec: ChatCodec, role: str) -> str:
     its call.
     """
     said: dict = {"role": "assistant", "content": WORD}
-    if calls := codec._boundary._anchor_of.get((role,)) == 1:
+    if calls := codec._boundary._known_anchors.get((role,)) == 1:
         said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     messages = [{"role": "user", "content": "q"}, said, NEW[role]]
     rest = codec._template.render(messages, (), generation_prompt=True).rpartition(WORD)[2]
