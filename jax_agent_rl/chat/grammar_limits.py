@@ -1,4 +1,4 @@
-"""How much work a grammar is: told from its text first, then found out in a process that can be killed.
+"""Limits of the work that a grammar makes: estimated from its text, then tried in a child process.
 
 llguidance writes repetitions out when it compiles: ``maxItems: 10**7`` takes four gigabytes, a
 ``multipleOf`` of a prime of seven digits half a minute. ``allOf`` multiplies the alternatives of
@@ -6,18 +6,19 @@ its parts. The library cannot be interrupted, and its own limits count neither. 
 
 ::
 
-    weighed, in linear time ──► too much: refused, with the keyword, its value and the limit
+    weighed, in linear time    ──► too heavy: refused, with the keyword, its value and the limit
             │
             ▼
-    compiled by a child, within limits of time and memory ──► over one: the child is killed, the grammar refused
+    compiled by a child,       ──► over a limit: the child is killed, the grammar refused
+    within limits of time and memory
             │
             ▼
     compiled here, once (jax_agent_rl.chat.grammar)
 
 A unit of weight is about ten microseconds of compilation, measured on one keyword after the other
 (``maxItems: 10000`` takes 0.2 s, ``multipleOf: 9973`` 0.1 s, 1,000 optional properties 0.3 s,
-10,000 values 0.1 s). There are two children, so that what is heavy, or turns out to be, does not
-hold up the rest.
+10,000 values 0.1 s). There are two children, so that grammars which are heavy, or turn out to be,
+do not hold up light ones.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from enum import Enum, auto
@@ -52,12 +54,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_WEIGHT = 20_000
-"""Limit of a grammar."""
+"""Maximum weight of a grammar."""
 LIGHT_WEIGHT = 2000
-"""Weight up to which the child for light grammars has a first try; twenty tools of ten parameters
-weigh half."""
+"""Weight up to which the child for light grammars tries first.
+
+Twenty tools of ten parameters weigh half as much.
+"""
 LIGHT_SECONDS = 1.0
-"""Time limit of that try: what takes longer goes on to the other child."""
+"""Time limit of that try: a grammar that takes longer goes on to the other child."""
 MAX_LENGTH = 1_000_000
 """Characters of a grammar."""
 MAX_DEPTH = 64
@@ -73,8 +77,10 @@ CHECK_SECONDS = 5.0
 CHECK_BYTES = 256 << 20
 """Memory that compiling a grammar may take."""
 MASK_SECONDS = 0.25
-"""CPU time of finding the first characters, which an engine does for every token; 0.02 with 1,000
-properties."""
+"""CPU time of finding the first characters, which an engine does for every token.
+
+It is 0.02 with 1,000 properties.
+"""
 WAIT_SECONDS = 30.0
 """Time limit of waiting for a child."""
 MAX_WAITING = 256
@@ -82,7 +88,7 @@ MAX_WAITING = 256
 MAX_WAITING_HEAVY = 8
 """Heavy grammars that are being checked or wait for it."""
 MAX_CHECKED = 1024
-"""Grammars of which it is remembered what came out: codec and engine both ask."""
+"""Number of grammars whose results are cached: codec and engine both ask."""
 UNIT_BYTES = 2000
 """Memory of a unit of weight."""
 MAX_SYMBOLS = 60_000
@@ -103,7 +109,8 @@ def weigh_grammar(text: str) -> int:
     """Return the weight of a grammar.
 
     Raises:
-        GrammarError: it is too large, or a part of it is; names what, its value and the limit.
+        GrammarError: it is too large, or a part of it is; the message names the part, its value and
+            the limit.
     """
     if len(text) > MAX_LENGTH:
         raise GrammarError(
@@ -124,7 +131,7 @@ def weigh_grammar(text: str) -> int:
 def check_grammar(text: str) -> int:
     """Check that a grammar can be compiled within the limits; return about how many bytes it takes.
 
-    It blocks for up to some seconds, so call it from a thread. What came out is remembered.
+    It blocks for up to some seconds, so call it from a thread. Results are cached.
 
     Raises:
         GrammarError: it is too large, or cannot be compiled.
@@ -144,7 +151,7 @@ def check_grammar(text: str) -> int:
 
 
 def parser_limits() -> LLParserLimits:
-    """Return the limits that llguidance has itself, for the children and here."""
+    """Return llguidance's own limits, which hold for the children and this process alike."""
     import llguidance
 
     return llguidance.LLParserLimits(
@@ -161,7 +168,9 @@ _THREADS = DaemonThreads(kind="grammar", error=BackendError)
 
 
 async def in_grammar_thread(function: Callable[[], T]) -> T:
-    """Call what checks or compiles a grammar in a thread of its own, so that nothing else waits for it.
+    """Call a function that checks or compiles a grammar in a thread of its own.
+
+    Nothing else then waits for it.
 
     Raises:
         BackendError: too many such threads are at work though nobody waits for them any more.
@@ -179,10 +188,8 @@ def _check(text: str) -> int | str:
         weight = weigh_grammar(text)
         size = None
         if weight <= LIGHT_WEIGHT:
-            try:
+            with suppress(WorkerTimeoutError):  # it only seemed to be light
                 size = _LIGHT.check(text)
-            except WorkerTimeoutError:
-                size = None  # it only seemed to be light
         if size is None:
             size = _HEAVY.check(text)
     except GrammarBusyError:
@@ -214,19 +221,22 @@ class _Part:
     is_lark: bool = True
 
 
-_SCHEMA = re.compile(r'"(?:[^"\\\n]|\\.)*+"|/(?:[^/\\\n]|\\.)++/|(%json\s*)')
+_SCHEMA_KEYWORD = re.compile(r'"(?:[^"\\\n]|\\.)*+"|/(?:[^/\\\n]|\\.)++/|(%json\s*)')
 
 
 def _parts(text: str) -> Iterator[_Part]:
-    """Yield the parts of a grammar, whose texts together are its own."""
-    begin = 0
+    """Yield the parts of a grammar, whose texts together are the text of the grammar."""
+    part_start = 0
     position = 0
-    while (found := _SCHEMA.search(text, position)) is not None:
-        position = found.end()
-        if found[1] is None:
+    while True:
+        match = _SCHEMA_KEYWORD.search(text, position)
+        if match is None:
+            break
+        position = match.end()
+        if match[1] is None:  # a string or a pattern, in which the keyword is text
             continue
-        yield _Part(text[begin:position])
-        begin = position
+        yield _Part(text[part_start:position])
+        part_start = position
         try:
             schema, position = json.JSONDecoder().raw_decode(text, position)
         except RecursionError:
@@ -235,29 +245,32 @@ def _parts(text: str) -> Iterator[_Part]:
             ) from None
         except ValueError as error:
             raise GrammarError(f"a schema is no JSON: {error}") from None
-        yield _Part(text[begin:position], schema, is_lark=False)
-        begin = position
-    yield _Part(text[begin:])
+        yield _Part(text[part_start:position], schema, is_lark=False)
+        part_start = position
+    yield _Part(text[part_start:])
 
 
 _LARK = re.compile(
-    r'"(?:[^"\\\n]|\\.)*+"|/((?:[^/\\\n]|\\.)++)/|[{~]\s*(\d+)\s*(?:(?:,|\.\.)\s*(\d*))?|(<[^<>\s]+>)'
+    r'"(?:[^"\\\n]|\\.)*+"'
+    r"|/(?P<pattern>(?:[^/\\\n]|\\.)++)/"
+    r"|[{~]\s*(?P<min>\d+)\s*(?:(?:,|\.\.)\s*(?P<max>\d*))?"
+    r"|(?P<control><[^<>\s]+>)"
 )
 
 
 def _weigh_lark(text: str) -> int:
     """Return the weight of a grammar's text without its schemas."""
     weight = 0
-    for found in _LARK.finditer(text):
-        if found[1] is not None:
-            weight += _weigh_pattern(found[1])
-        elif found[2] is not None:
-            weight += max(_number(found[2]), _number(found[3] or "0"))
+    for match in _LARK.finditer(text):
+        if match["pattern"] is not None:
+            weight += _weigh_pattern(match["pattern"])
+        elif match["min"] is not None:
+            weight += max(_parse_count(match["min"]), _parse_count(match["max"] or "0"))
     return weight
 
 
-def _number(digits: str) -> int:
-    """Return a number of any length, as far as it matters."""
+def _parse_count(digits: str) -> int:
+    """Return a number of repetitions; one of many digits as a number over the limit."""
     return int(digits) if len(digits) < 10 else MAX_WEIGHT + 1
 
 
@@ -273,49 +286,60 @@ class _Kind(Enum):
 
 
 _KINDS = {
-    **dict.fromkeys(("enum", "const", "default", "examples", "required"), _Kind.VALUE),
-    **dict.fromkeys(
-        ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"),
-        _Kind.SCHEMAS_BY_NAME,
-    ),
+    "enum": _Kind.VALUE,
+    "const": _Kind.VALUE,
+    "default": _Kind.VALUE,
+    "examples": _Kind.VALUE,
+    "required": _Kind.VALUE,
+    "properties": _Kind.SCHEMAS_BY_NAME,
+    "patternProperties": _Kind.SCHEMAS_BY_NAME,
+    "dependentSchemas": _Kind.SCHEMAS_BY_NAME,
+    "$defs": _Kind.SCHEMAS_BY_NAME,
+    "definitions": _Kind.SCHEMAS_BY_NAME,
 }
+"""The kind of a keyword's value; of other keywords it is a schema."""
 
 
 def _weigh_schema(schema: Any) -> int:
     """Return the weight of a JSON schema, without recursion."""
     weight = 0
-    waiting: list[tuple[Any, int, _Kind]] = [(schema, 0, _Kind.SCHEMA)]
-    while waiting:
-        node, depth, kind = waiting.pop()
+    pending: list[tuple[Any, int, _Kind]] = [(schema, 0, _Kind.SCHEMA)]
+    while pending:
+        node, depth, kind = pending.pop()
         if depth > MAX_DEPTH:
             raise GrammarError(
                 f"a schema has more than {MAX_DEPTH} levels: a flatter one is needed"
             )
         weight += 1
         if isinstance(node, list):
-            waiting += [(item, depth + 1, kind) for item in node]
+            for item in node:
+                pending.append((item, depth + 1, kind))
         elif isinstance(node, dict):
             for key, value in node.items():
                 if kind is _Kind.SCHEMA:
                     weight += _weigh_keyword(key, value)
-                    waiting.append((value, depth + 1, _KINDS.get(key, _Kind.SCHEMA)))
+                    pending.append((value, depth + 1, _KINDS.get(key, _Kind.SCHEMA)))
                 elif kind is _Kind.SCHEMAS_BY_NAME:
-                    waiting.append((value, depth + 1, _Kind.SCHEMA))
+                    pending.append((value, depth + 1, _Kind.SCHEMA))
                 else:
-                    waiting.append((value, depth + 1, _Kind.VALUE))
+                    pending.append((value, depth + 1, _Kind.VALUE))
         if weight > MAX_WEIGHT:
             return weight
     return weight
 
 
 def _weigh_keyword(key: str, value: Any) -> int:
-    """Return the weight of a keyword beyond one for each value; raise GrammarError if it alone is too much."""
+    """Return the weight of a keyword, besides one for each value in it.
+
+    Raises:
+        GrammarError: the keyword alone is too heavy.
+    """
     if key in ("maxItems", "minItems", "minProperties", "maxProperties"):
-        return _count(key, value, MAX_WEIGHT // 2)
+        return _bounded_count(key, value, MAX_WEIGHT // 2)
     if key in ("maxLength", "minLength"):
-        return _count(key, value, MAX_TEXT_LENGTH) // 1000
+        return _bounded_count(key, value, MAX_TEXT_LENGTH) // 1000
     if key == "multipleOf":
-        return _count(key, _multiple(value), MAX_WEIGHT // 2)
+        return _bounded_count(key, _digits_as_number(value), MAX_WEIGHT // 2)
     if _KINDS.get(key) is _Kind.SCHEMAS_BY_NAME and isinstance(value, Mapping):
         if len(value) > MAX_PROPERTIES:
             raise GrammarError(
@@ -324,15 +348,19 @@ def _weigh_keyword(key: str, value: Any) -> int:
             )
         weight = len(value) ** 2 // 1000
         if key == "patternProperties":
-            weight += sum(_weigh_pattern(pattern) for pattern in value)
+            weight += sum(map(_weigh_pattern, value))
         return weight
     if key == "pattern" and isinstance(value, str):
         return _weigh_pattern(value)
     return 0
 
 
-def _count(key: str, value: Any, limit: int) -> int:
-    """Return a keyword's number; other values are the library's to refuse."""
+def _bounded_count(key: str, value: Any, limit: int) -> int:
+    """Return a keyword's number; 0 for other values, which llguidance refuses.
+
+    Raises:
+        GrammarError: the number is over the limit.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0
     if not 0 <= value <= limit:
@@ -342,8 +370,8 @@ def _count(key: str, value: Any, limit: int) -> int:
     return int(value)
 
 
-def _multiple(value: Any) -> Any:
-    """Return the digits of a ``multipleOf`` as a number, which the automaton counts up to."""
+def _digits_as_number(value: Any) -> Any:
+    """Return the digits of a ``multipleOf`` as a number: llguidance's automaton counts up to it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     try:
@@ -357,13 +385,13 @@ def _multiple(value: Any) -> Any:
 
 _PATTERN = re.compile(
     r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+\]|(?P<open>\()|(?P<close>\))"
-    r"|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|(?P<other>.)",
+    r"|\{(?P<min>\d+)(?:,(?P<max>\d*))?\}|(?P<other>.)",
     re.DOTALL,
 )
 
 
 def _weigh_pattern(pattern: str) -> int:
-    """Return the weight of a regular expression: its characters, as often as its counts repeat them.
+    """Return the weight of a regular expression: its characters, times their repetitions.
 
     Raises:
         GrammarError: it is too long, or repeats too much.
@@ -372,23 +400,26 @@ def _weigh_pattern(pattern: str) -> int:
         raise GrammarError(
             f"a pattern has {len(pattern)} characters: a grammar can follow {MAX_PATTERN}"
         )
-    groups: list[int] = []
-    weight = last = 0  # of the group so far, and of the last thing in it, which a count repeats
-    for found in _PATTERN.finditer(pattern):
-        if found["open"]:
-            groups.append(weight)
-            weight = last = 0
-        elif found["close"]:
-            last = weight
-            weight += groups.pop() if groups else 0
-        elif found["least"]:
-            times = max(_number(found["least"]), _number(found["most"] or "0"))
-            weight += last * max(0, times - 1)
-            last *= times
+    outer_weights: list[int] = []  # of the groups around the current one
+    weight = 0  # of the current group so far
+    last_weight = 0  # of the last item in it, which a count repeats
+    for match in _PATTERN.finditer(pattern):
+        if match["open"]:
+            outer_weights.append(weight)
+            weight = 0
+            last_weight = 0
+        elif match["close"]:
+            last_weight = weight
+            if outer_weights:
+                weight += outer_weights.pop()
+        elif match["min"]:
+            repetitions = max(_parse_count(match["min"]), _parse_count(match["max"] or "0"))
+            weight += last_weight * max(0, repetitions - 1)
+            last_weight *= repetitions
         else:
-            last = 1
             weight += 1
-        if weight + sum(groups) > MAX_WEIGHT // 2:
+            last_weight = 1
+        if weight + sum(outer_weights) > MAX_WEIGHT // 2:
             raise GrammarError(
                 f"the pattern {pattern[:80]!r} repeats too much: a grammar can follow"
                 f" {MAX_WEIGHT // 2} repetitions"
@@ -403,11 +434,11 @@ _PROGRAM = "from jax_agent_rl.chat.grammar_limits import serve_checks; serve_che
 
 
 class GrammarChild:
-    """A process that compiles one grammar after the other, to see whether this one can.
+    """A child process that compiles one grammar after the other, to see whether they can be.
 
     Args:
         seconds: time limit of a grammar.
-        max_waiting: grammars that may be with it, or wait for it.
+        max_waiting: maximum number of grammars that it compiles or that wait for it.
         program: Python source that it runs.
     """
 
@@ -444,7 +475,7 @@ class GrammarChild:
         return int(answer["bytes"])
 
     def close(self) -> None:
-        """End the process; what it is at fails."""
+        """End the process; the grammar that it compiles fails."""
         self._workers.close()
 
 
@@ -457,12 +488,12 @@ _checked_lock = threading.Lock()
 def serve_checks() -> None:
     """Compile grammars until standard input ends: the program of a child.
 
-    It has no tokenizer but bytes, so that it starts at once; what a grammar costs hardly depends on
-    that.
+    Its tokenizer knows bytes only, so that it starts at once. The cost of a grammar hardly depends
+    on the tokenizer.
     """
     limit = _memory_bytes(resident=False) + CHECK_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # Threads here have more, so what fits there fits here.
+    # A smaller stack than threads of the parent have: a grammar that fits here also fits there.
     threading.stack_size(2 << 20)
     thread = threading.Thread(target=serve, args=(_compile,))
     thread.start()
@@ -472,19 +503,19 @@ def serve_checks() -> None:
 def _compile(request: Mapping[str, Any]) -> Mapping[str, Any]:
     import llguidance
 
-    text = "".join(
-        _without_ids(part.text) if part.is_lark else part.text
-        for part in _parts(request["grammar"])
-    )
-    before = _memory_bytes(resident=True)
+    texts = []
+    for part in _parts(request["grammar"]):
+        texts.append(_without_ids(part.text) if part.is_lark else part.text)
+    text = "".join(texts)
+    initial_bytes = _memory_bytes(resident=True)
     try:
         matcher = llguidance.LLMatcher(
             llguidance.LLTokenizer("byte"), text, log_level=0, limits=parser_limits()
         )
-        began = time.thread_time()
+        start = time.thread_time()
         if not matcher.is_error():
             matcher.compute_bitmask()
-        seconds = time.thread_time() - began
+        mask_seconds = time.thread_time() - start
     except MemoryError:
         return {
             "error": (
@@ -493,25 +524,26 @@ def _compile(request: Mapping[str, Any]) -> Mapping[str, Any]:
         }
     if matcher.is_error():
         return {"error": matcher.get_error().partition("\n")[0]}
-    if seconds > MASK_SECONDS:
+    if mask_seconds > MASK_SECONDS:
         return {
             "error": (
-                f"it takes {seconds:.1f} seconds to find what a token may be: simplify its schemas"
+                f"it takes {mask_seconds:.1f} seconds to find what a token may be: simplify its"
+                " schemas"
             )
         }
-    return {"bytes": max(0, _memory_bytes(resident=True) - before)}
+    return {"bytes": max(0, _memory_bytes(resident=True) - initial_bytes)}
 
 
 def _without_ids(text: str) -> str:
-    """Replace a grammar's control tokens by one that bytes have."""
+    """Replace a grammar's control tokens by a token that the byte tokenizer has."""
 
-    def replace(found: re.Match[str]) -> str:
-        return "<[0]>" if found[4] is not None else found[0]
+    def replace(match: re.Match[str]) -> str:
+        return "<[0]>" if match["control"] is not None else match[0]
 
     return _LARK.sub(replace, text)
 
 
 def _memory_bytes(*, resident: bool) -> int:
-    """Return the memory of this process: what it holds, or all addresses."""
-    size, resident_size, *_ = Path("/proc/self/statm").read_text().split()
-    return int(resident_size if resident else size) * resource.getpagesize()
+    """Return the resident memory of this process, or the size of its address space."""
+    pages, resident_pages, *_ = Path("/proc/self/statm").read_text().split()
+    return int(resident_pages if resident else pages) * resource.getpagesize()

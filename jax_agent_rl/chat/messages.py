@@ -9,7 +9,8 @@ training and in serving::
     {"role": "assistant",
      "content": "text", or a list of parts with images and videos among them,
      "reasoning_content": "text",
-     "tool_calls": [{"id": "…", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+     "tool_calls": [{"id": "…", "type": "function",
+                     "function": {"name": "f", "arguments": {"x": 1}}}]}
     {"role": "tool", "content": …, "tool_call_id": "…", "name": "f"}
 
 A field that is null counts as absent. Fields with other names are kept: some templates read them.
@@ -40,12 +41,18 @@ ROLES = {
 """Roles that APIs know, and what chat templates call them."""
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names under which frameworks send reasoning back; the first is used here."""
+"""Names under which frameworks send reasoning back; normal messages have the first."""
 REASONING_PARTS = ("reasoning", "thinking", "redacted_thinking")
 """Kinds of content parts that hold reasoning."""
+_REWRITTEN_FIELDS = frozenset(
+    {"role", "content", "tool_calls", "function_call", "refusal", *REASONING_FIELDS}
+)
 
 ReadPart = Callable[[Any, str], Mapping[str, Any]]
-"""From a content part and its message's role to the part in normal form; raises ValueError."""
+"""Returns the normal form of a content part, given the part and its message's role.
+
+Raises ValueError.
+"""
 
 
 def normalize_messages(
@@ -57,33 +64,35 @@ def normalize_messages(
     """Return messages in the form of this module's docstring; normal messages come back unchanged.
 
     Args:
-        messages: as somebody wrote them.
-        read_part: reads parts that show something; by default images and videos are taken as they
-            are.
+        messages: the messages in any of the forms.
+        read_part: reads content parts that are not text. None: images and videos are taken as they
+            are, and other parts refused.
         roles: the roles there may be, and what they become; None: any, as some templates have roles
             of their own.
 
     Raises:
-        TemplateError: a message, a part or a tool call is none; says which.
+        TemplateError: a message, a part or a tool call is not valid; the text says which.
     """
-    normal: list[Message] = []
-    names_of_calls: dict[str, str] = {}
+    normal_messages: list[Message] = []
+    call_names: dict[str, str] = {}
     for index, message in enumerate(messages):
         try:
-            one = _normalize(message, read_part or _plain_part, roles)
+            normal = _normalize(message, read_part or _read_media_part, roles)
         except (TypeError, KeyError, ValueError) as error:
             problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
             raise TemplateError(f"messages[{index}]: {problem}") from None
-        for call in one.get("tool_calls", ()):
-            names_of_calls[call["id"]] = call["function"]["name"]
-        if one["role"] == "tool" and one.get("tool_call_id") in names_of_calls:
-            one.setdefault("name", names_of_calls[one["tool_call_id"]])
-        normal.append(one)
-    return normal
+
+        # Some templates show the name of the tool with its result.
+        for call in normal.get("tool_calls", ()):
+            call_names[call["id"]] = call["function"]["name"]
+        if normal["role"] == "tool" and normal.get("tool_call_id") in call_names:
+            normal.setdefault("name", call_names[normal["tool_call_id"]])
+        normal_messages.append(normal)
+    return normal_messages
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str | None:
-    """Return the reasoning of an assistant message as a framework writes it; None if it has none."""
+    """Return the reasoning of an assistant message in any framework's form; None if it has none."""
     for field in REASONING_FIELDS:
         if isinstance(message.get(field), str) and message[field]:
             return message[field]
@@ -100,7 +109,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str | None:
 
 
 def openai_message(message: Mapping[str, Any]) -> Message:
-    """Return a normal message as OpenAI's API has it: with the arguments of calls as JSON text."""
+    """Return a normal message in the form of OpenAI's API: with arguments of calls as JSON text."""
     if not message.get("tool_calls"):
         return dict(message)
     calls = []
@@ -111,10 +120,11 @@ def openai_message(message: Mapping[str, Any]) -> Message:
 
 
 def alternating(messages: Sequence[Mapping[str, Any]], *, opening: str) -> list[Message]:
-    """Return a conversation of texts whose roles alternate, as strict chat templates demand (Gemma, Mistral).
+    """Return a conversation of texts whose roles alternate.
 
-    System messages become one at the beginning, neighbours of one role one message, and a
-    conversation that the assistant begins gets a first message of the user.
+    Strict chat templates demand it (Gemma, Mistral). System messages become one at the beginning,
+    adjacent messages of a role become one, and a conversation that the assistant begins gets a
+    first message of the user.
 
     Args:
         messages: of roles system, user and assistant, with text as content.
@@ -147,15 +157,16 @@ def _normalize(message: Any, read_part: ReadPart, roles: Mapping[str, str] | Non
     if not isinstance(role, str) or not role:
         raise ValueError(f"needs a role, got {role!r:.80}")
     _check_values(message)
+
     role = ROLES.get(role, role)
-    replaced = ("role", "content", "tool_calls", "function_call", "refusal", *REASONING_FIELDS)
     content = message.get("content")
     if not content and role == "assistant":
         content = message.get("refusal")
-    normal: Message = {"role": role, "content": _content(content, role, read_part)}
+    normal: Message = {"role": role, "content": _normalize_content(content, role, read_part)}
     for key, value in message.items():
-        if key not in replaced and value is not None:
+        if key not in _REWRITTEN_FIELDS and value is not None:
             normal[key] = value
+
     reasoning = reasoning_of(message) if role == "assistant" else None
     if reasoning:
         normal["reasoning_content"] = reasoning
@@ -163,20 +174,25 @@ def _normalize(message: Any, read_part: ReadPart, roles: Mapping[str, str] | Non
     if not calls and message.get("function_call"):  # OpenAI's older form, of one call
         calls = [message["function_call"]]
     if calls:
-        normal["tool_calls"] = [_call(call) for call in calls]
+        normal["tool_calls"] = [_normalize_call(call) for call in calls]
+
     for key in ("name", "tool_call_id"):
         if not isinstance(normal.get(key, ""), str):
             raise TypeError(f"{key} must be text, got {normal[key]!r:.80}")
     return normal
 
 
-def _content(content: Any, role: str, read_part: ReadPart) -> str | list[Mapping[str, Any]]:
+def _normalize_content(
+    content: Any, role: str, read_part: ReadPart
+) -> str | list[Mapping[str, Any]]:
+    """Return text, or parts if some are not text; reasoning is left out."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise TypeError(f"content must be text or a list of parts, got {type(content).__name__}")
+
     normal: list[Mapping[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -193,12 +209,13 @@ def _content(content: Any, role: str, read_part: ReadPart) -> str | list[Mapping
                 normal.append({"type": "text", "text": text})
         else:
             normal.append(read_part(part, role))
+
     if all(part["type"] == "text" for part in normal):
         return "".join(part["text"] for part in normal)
     return normal
 
 
-def _plain_part(part: Any, role: str) -> Mapping[str, Any]:
+def _read_media_part(part: Any, role: str) -> Mapping[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in KINDS:
         raise ValueError(
@@ -207,10 +224,10 @@ def _plain_part(part: Any, role: str) -> Mapping[str, Any]:
     return part
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _normalize_call(call: Any) -> dict[str, Any]:
     if not isinstance(call, Mapping):
         raise TypeError(f"a tool call must be an object, got {call!r:.80}")
-    function = call.get("function") or call  # some data sets leave the object around it out
+    function = call.get("function") or call  # some data sets have the function alone
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
         raise ValueError(f"a tool call needs a name, got {dict(call)!r:.120}")
@@ -225,7 +242,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _check_values(value: Any) -> None:
-    """Raise ValueError for what no JSON can say: a lone surrogate, or a number that is not finite."""
+    """Raise ValueError for values that JSON lacks: lone surrogates, and numbers not finite."""
     if isinstance(value, str):
         if has_lone_surrogate(value):
             raise ValueError(

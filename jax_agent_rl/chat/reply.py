@@ -2,13 +2,13 @@
 
 ::
 
-    <think>plan</think>Let me see.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><tool_call>{"na</tool_call>
+    <think>plan</think>                                              reasoning "plan"
+    Let me see.                                                      text "Let me see."
+    <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>      call f(x=1)
+    <tool_call>{"na</tool_call>                                      malformed "not valid JSON: …"
 
-    reasoning "plan"  ·  text "Let me see."  ·  call f(x=1)  ·  malformed "not valid JSON: …"
-
-Agents, the endpoint, its streams, rewards, judges and simulated users all read a turn as such a
-:class:`Reply`; what they need of it (the answer, the calls in order, the reasoning) are views of
-the same parts.
+Agents, the endpoint, its streams, rewards, judges and simulated users all read a turn as a
+:class:`Reply`. The answer, the calls in order and the reasoning are views of its parts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ class ToolCall:
     """One decoded call.
 
     Attributes:
-        name: of the tool.
+        name: name of the tool.
         arguments: not validated yet. Where the tool's schema is known they are converted by it
             (formats that write values as bare text give strings), see
             :func:`jax_agent_rl.tools.schema.convert_arguments`.
-        id: what the model itself calls the call, in formats that write one; its result is answered
-            under it.
+        id: id that the model gave the call, in formats that have one; the result refers to it.
     """
 
     name: str
@@ -43,11 +42,12 @@ class ReplyPart:
     """A stretch of an assistant turn.
 
     Attributes:
-        kind: what it is.
-        text: what the model wrote: of reasoning, without the tags around it.
-        call: of kind ``call``, what it says.
-        problem: of kind ``malformed``, why it could not be decoded.
-        is_closed: of kind ``reasoning``, whether it was finished.
+        kind: ``text``, ``reasoning``, ``call`` (a decoded call) or ``malformed`` (a call that could
+            not be decoded).
+        text: what the model wrote; reasoning is without the tags around it.
+        call: the decoded call; None for other kinds.
+        problem: why a malformed call could not be decoded.
+        is_closed: whether reasoning was finished.
     """
 
     kind: PartKind
@@ -64,9 +64,9 @@ class Reply:
     Args:
         content: text of an answer.
         tool_calls: decoded calls.
-        malformed: why other calls could not be decoded.
+        malformed: for each call that could not be decoded, why.
         reasoning: text of the thinking before the answer; None: there is none.
-        parts: the turn itself, instead of all these.
+        parts: the parts, instead of all these.
 
     Attributes:
         parts: in the order in which the model wrote them.
@@ -83,10 +83,10 @@ class Reply:
         reasoning: str | None = None,
         parts: Iterable[ReplyPart] | None = None,
     ) -> None:
-        views = _parts(content, tool_calls, malformed, reasoning)
+        described_parts = tuple(_parts(content, tool_calls, malformed, reasoning))
         if parts is None:
-            parts = views
-        elif any(views):
+            parts = described_parts
+        elif described_parts:
             raise TypeError(
                 "a reply is made of its parts, or of content, calls and reasoning; give one of"
                 " the two"
@@ -100,16 +100,20 @@ class Reply:
 
     @property
     def reasoning(self) -> str | None:
-        """The text of the model's thinking; None if there is no think block. Calls in it are not calls."""
+        """The text of the model's thinking; None if there is no think block.
+
+        What looks like a call in it is not a call.
+        """
         thoughts = [part.text for part in self.parts if part.kind == "reasoning"]
         return "".join(thoughts) if thoughts else None
 
     @property
     def ends_thinking(self) -> bool:
         """Whether the turn was cut while thinking."""
-        return (
-            bool(self.parts) and self.parts[-1].kind == "reasoning" and not self.parts[-1].is_closed
-        )
+        if not self.parts:
+            return False
+        last = self.parts[-1]
+        return last.kind == "reasoning" and not last.is_closed
 
     @property
     def calls(self) -> tuple[ReplyPart, ...]:
@@ -132,14 +136,15 @@ class Reply:
 
     def with_calls(self, change: Callable[[ToolCall], ToolCall]) -> Reply:
         """Return the turn with each decoded call changed."""
-        parts = [
-            part if part.call is None else replace(part, call=change(part.call))
-            for part in self.parts
-        ]
+        parts: list[ReplyPart] = []
+        for part in self.parts:
+            if part.call is not None:
+                part = replace(part, call=change(part.call))
+            parts.append(part)
         return Reply(parts=parts)
 
     def with_text(self, change: Callable[[str], str]) -> Reply:
-        """Return the turn with its text and reasoning changed, but not what was written of calls."""
+        """Return the turn with its text and reasoning changed, but not the text of calls."""
         parts: list[ReplyPart] = []
         for part in self.parts:
             if part.kind in ("text", "reasoning"):
@@ -193,24 +198,26 @@ class ReplyBuilder:
         self._finish_part()
 
     def add_calls(self, items: Sequence[ToolCall | str], text: str) -> None:
-        """Add decoded calls, and problems of others, that the model wrote as ``text``.
+        """Add the calls that the model wrote as ``text``.
 
-        Their text is given to the first problem, which is shown to whoever has to mend it, or else
-        to the first call.
+        Args:
+            items: decoded calls, and for each call that could not be decoded, why.
+            text: becomes the text of the first problem, which is shown to whoever has to mend it,
+                or else of the first call.
         """
         self._finish_part()
-        problems = [number for number, item in enumerate(items) if isinstance(item, str)]
-        number_with_text = problems[0] if problems else 0
-        for number, item in enumerate(items):
-            written = text if number == number_with_text else ""
+        problems = [index for index, item in enumerate(items) if isinstance(item, str)]
+        index_with_text = problems[0] if problems else 0
+        for index, item in enumerate(items):
+            part_text = text if index == index_with_text else ""
             if isinstance(item, str):
-                self._parts.append(ReplyPart(kind="malformed", text=written, problem=item))
+                self._parts.append(ReplyPart(kind="malformed", text=part_text, problem=item))
             else:
-                self._parts.append(ReplyPart(kind="call", text=written, call=item))
+                self._parts.append(ReplyPart(kind="call", text=part_text, call=item))
         self.count += len(items)
 
     def copy(self) -> ReplyBuilder:
-        """Return a builder with the same parts, which goes its own way."""
+        """Return an independent builder with the same parts."""
         self._pieces = ["".join(self._pieces)]
         builder = ReplyBuilder()
         builder.count = self.count

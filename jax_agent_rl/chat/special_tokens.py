@@ -1,12 +1,14 @@
-"""Special tokens: that only a chat template's own text becomes one, and how many an image or a video takes.
+"""Control tokens, which only a chat template writes, and placeholders of images and videos.
 
 Control tokens are the tokenizer's added tokens: those that open and end turns, and those that a
 model reads as structure (``<tool_call>``, ``<think>``, ``<|image_pad|>``). Whatever a user, a tool,
 an environment or a dataset wrote may look like one, but is tokenized as ordinary text::
 
-    messages   ──► marks after every character that could begin a control token      "a<|end|>"  ──► "a<MARK|end|>"
-    template   ──► text in which an unbroken control token is the template's own     "…a<MARK|end|><|end|>…"
-    encode     ──► marks away; the template's own become their ids, the rest text
+    messages   ──► a mark after every character that could begin a control token
+                   "a<|end|>"  ──► "a<MARK|end|>"
+    template   ──► text in which an unbroken control token is the template's own
+                   "…a<MARK|end|><|end|>…"
+    encode     ──► marks removed; the template's own control tokens become their ids, all else text
 
 Ids are those of the tokenizer itself if it finds no other control tokens than the template's own,
 as in all ordinary conversations. If not, the same tokenizer is used with its control tokens under
@@ -22,17 +24,18 @@ Exceptions, all of them here:
 
 A chat template writes one placeholder for each image or video::
 
-    … <|vision_start|> <|image_pad|> <|vision_end|> …                                    what the template writes
-    … <|vision_start|> <|image_pad|> <|image_pad|> … <|image_pad|> <|vision_end|> …      what the model reads
+    written by the template   … <|vision_start|> <|image_pad|> <|vision_end|> …
+    read by the model         … <|vision_start|> <|image_pad|> … <|image_pad|> <|vision_end|> …
 
-The model reads one for each of its patches. They are written out here, once, before any engine sees
-the ids: budgets count them, and an engine that would read another number of them refuses the
+The model reads one for each patch of the item. They are written out here, once, before any engine
+sees the ids: budgets count them, and an engine that would read another number of them refuses the
 request.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import secrets
@@ -47,8 +50,11 @@ from jax_agent_rl.models.image_processor import ImageProcessor, Pixels
 from jax_agent_rl.utils.text import NEVER, any_of
 
 _ORDINARY = re.compile(
-    r"[\s▁]+|\w+|</?(?:table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|s|sub|sup|code)>"
+    r"[\s▁]+|\w+"
+    r"|</?(?:table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|s|sub|sup"
+    r"|code)>"
 )
+"""Added tokens that are pieces of ordinary text, see the module's docstring."""
 
 
 class ControlTokens:
@@ -63,44 +69,48 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.items()
-        self.ids: dict[str, int] = {
-            token.content: number for number, token in added if _is_control(token)
-        }
-        self._numbers = frozenset(self.ids.values())
-        self._own = re.compile(any_of(self.ids))
-        self._begins = re.compile(_beginning(self.ids), re.DOTALL)
-        thinking = any_of(tag for tags in ALL_THINK_TAGS for tag in tags)
-        self._begins_unless_thinking = re.compile(
-            f"(?!{thinking})(?:{_beginning(self.ids)})", re.DOTALL
-        )
+        self.ids: dict[str, int] = {}
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if _is_control(token):
+                self.ids[token.content] = token_id
+        self._id_set = frozenset(self.ids.values())
 
-    def __contains__(self, number: object) -> bool:
-        return number in self._numbers
+        beginning = _beginning(self.ids)
+        think_tags = any_of(itertools.chain.from_iterable(ALL_THINK_TAGS))
+        self._token = re.compile(any_of(self.ids))
+        self._beginning = re.compile(beginning, re.DOTALL)
+        self._beginning_but_think_tags = re.compile(f"(?!{think_tags})(?:{beginning})", re.DOTALL)
+
+    def __contains__(self, token_id: object) -> bool:
+        return token_id in self._id_set
 
     def first(self, text: str) -> re.Match[str] | None:
         """Return the first control token in a text."""
-        return self._own.search(text)
+        return self._token.search(text)
 
     def all(self, text: str) -> Iterator[re.Match[str]]:
         """Yield the control tokens in a text."""
-        return self._own.finditer(text)
+        return self._token.finditer(text)
 
     # --- text from outside ------------------------------------------------------------------------
 
     def mark_message(self, message: Message, mark: str) -> dict[str, Any]:
-        """Return a message in which no control token is left whole, but for tags around an assistant's thinking.
+        """Return a message in which no control token is whole.
 
-        ``mark`` is a word that does not occur in it, see :func:`unused_word`.
+        Tags around thinking stay whole in the content of an assistant.
+
+        Args:
+            message: a normal message.
+            mark: a word that does not occur in it, see :func:`unused_word`.
         """
         marked = self.mark(message, mark)
         if message.get("role") == "assistant" and "content" in message:
-            marked["content"] = _marked(message["content"], mark, self._begins_unless_thinking)
+            marked["content"] = _mark(message["content"], mark, self._beginning_but_think_tags)
         return marked
 
     def mark(self, value: Any, mark: str) -> Any:
-        """Return a value of texts, mappings and lists, e.g. a tool's schema, in which no control token is left."""
-        return _marked(value, mark, self._begins)
+        """Return a value, e.g. a tool's schema, in whose texts no control token is whole."""
+        return _mark(value, mark, self._beginning)
 
     # --- text to ids ------------------------------------------------------------------------------
 
@@ -115,31 +125,36 @@ class ControlTokens:
             raise TemplateError(
                 "the chat template changes the case of a message that holds a control token"
             )
-        own = self._own.findall(text)
+
         ids = self._tokenizer.encode(unmarked, add_special_tokens=False)
-        if [i for i in ids if i in self._numbers] == [self.ids[token] for token in own]:
+        control_ids = [token for token in ids if token in self._id_set]
+        template_ids = [self.ids[token] for token in self._token.findall(text)]
+        if control_ids == template_ids:
             return ids
-        secret, encode = self._under_secret_names
-        renamed = self._own.sub(lambda token: secret[token.group()], text)
+
+        # Some text looks like a control token once its mark is removed.
+        secret_names, encode = self._under_secret_names
+        renamed = self._token.sub(lambda token: secret_names[token.group()], text)
         return encode(renamed.replace(mark, ""))
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a text that holds no control token, whatever it looks like."""
         ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        if self._numbers.isdisjoint(ids):
+        if self._id_set.isdisjoint(ids):
             return ids
-        return self._under_secret_names[1](text)
+        _, encode = self._under_secret_names
+        return encode(text)
 
     @functools.cached_property
     def _under_secret_names(self) -> tuple[dict[str, str], Any]:
-        """Names of control tokens that no text from outside can hold, and the encoder that knows them by these.
+        """Names of control tokens that no text from outside can hold, and an encoder with them.
 
         Nothing but the names differs, so ordinary text has the ids it always has.
         """
         from tokenizers import Tokenizer
 
         secret = secrets.token_hex(8)
-        names = {token: f"<{secret}:{number}>" for token, number in self.ids.items()}
+        names = {token: f"<{secret}:{token_id}>" for token, token_id in self.ids.items()}
         file = json.loads(self._tokenizer.backend_tokenizer.to_str())
         for token in file["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
@@ -156,9 +171,9 @@ class ControlTokens:
 
 
 def unused_word(stem: str, *values: Any) -> str:
-    """Return the first of ``stem0x``, ``stem1x``, … that does not occur in the values, which JSON can hold.
+    """Return the first of ``stem0x``, ``stem1x``, … that does not occur in the values.
 
-    It takes time linear in their length, also if they hold thousands of such words.
+    It takes time linear in their length as JSON, even if they hold thousands of such words.
     """
     text = json.dumps(values, default=str).lower()
     numbers = set(re.findall(rf"(?={re.escape(stem)}([0-9]+)x)", text))
@@ -168,33 +183,41 @@ def unused_word(stem: str, *values: Any) -> str:
     return f"{stem}{number}x"
 
 
-def _marked(value: Any, mark: str, begins: re.Pattern[str]) -> Any:
+def _mark(value: Any, mark: str, beginning: re.Pattern[str]) -> Any:
+    """Return a value with the mark after everything in its texts that may begin a control token."""
     if isinstance(value, str):
-        return begins.sub(rf"\g<0>{mark}", value)
+        return beginning.sub(rf"\g<0>{mark}", value)
     if isinstance(value, Mapping):
-        return {
-            _marked(key, mark, begins): _marked(item, mark, begins) for key, item in value.items()
-        }
-    return (
-        [_marked(item, mark, begins) for item in value]
-        if isinstance(value, list | tuple)
-        else value
-    )
+        marked = {}
+        for key, item in value.items():
+            marked[_mark(key, mark, beginning)] = _mark(item, mark, beginning)
+        return marked
+    if isinstance(value, list | tuple):
+        return [_mark(item, mark, beginning) for item in value]
+    return value
 
 
 def _is_control(token: Any) -> bool:
-    return bool(token.content) and (token.special or not _ORDINARY.fullmatch(token.content))
+    if not token.content:
+        return False
+    return token.special or not _ORDINARY.fullmatch(token.content)
 
 
 def _beginning(tokens: Iterable[str]) -> str:
     """Return the pattern of a character that may begin a control token.
 
-    Alone, so that nothing a template cuts out between it and the rest makes a token of them. Of
-    tokens that begin like a word, only whole ones count: their first letters are everywhere.
+    It matches the character alone, whatever follows: a template may cut out text behind it, so that
+    it meets the end of a token. Where a token begins like a word, the whole token has to follow,
+    since its first letter is everywhere.
     """
-    tokens = list(tokens)
-    signs = {token[0] for token in tokens if not (token[0].isalnum() or token[0].isspace())}
-    words = [token for token in tokens if token[0] not in signs]
+    signs = set()
+    words = []
+    for token in tokens:
+        if token[0].isalnum() or token[0].isspace():
+            words.append(token)
+        else:
+            signs.add(token[0])
+
     patterns = []
     if signs:
         patterns.append(f"[{re.escape(''.join(sorted(signs)))}]")
@@ -204,36 +227,45 @@ def _beginning(tokens: Iterable[str]) -> str:
 
 
 def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename tokens in the model of a ``tokenizer.json``, and remove the merges that would form them."""
+    """Rename tokens in the model of a ``tokenizer.json``.
+
+    Merges that would form the tokens, or consume them, are removed.
+    """
     vocabulary = model.get("vocab", {})
     if isinstance(vocabulary, list):  # Unigram: pairs of a piece and its score
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
     else:
-        model["vocab"] = {names.get(piece, piece): number for piece, number in vocabulary.items()}
+        model["vocab"] = {names.get(piece, piece): index for piece, index in vocabulary.items()}
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
-        model["merges"] = [merge for merge in model["merges"] if _merged(merge).isdisjoint(names)]
+        merges = []
+        for merge in model["merges"]:
+            if names.keys().isdisjoint(_pieces(merge)):
+                merges.append(merge)
+        model["merges"] = merges
 
 
-def _merged(merge: str | Sequence[str]) -> set[str]:
+def _pieces(merge: str | Sequence[str]) -> list[str]:
+    """Return the pieces of a merge, and the piece that they become."""
     pair = merge.split(" ") if isinstance(merge, str) else list(merge)
-    return {*pair, "".join(pair)}
+    return [*pair, "".join(pair)]
 
 
-_KINDS = {  # whose placeholders stand in one run per item
+_MEDIA_KINDS = {
     "qwen2_vl": ("image", "video"),
     "qwen2_5_vl": ("image", "video"),
     "qwen3_vl": ("image",),
 }
+"""Kinds of media whose placeholders stand in one run per item, by model type."""
 
 
 class MediaTokens:
     """Placeholder counts of a Qwen-VL model.
 
     Args:
-        placeholders: id of a patch, by kind.
-        image_processor: cuts its images into patches.
+        placeholders: id that stands for a patch, by kind of media.
+        image_processor: cuts images and videos into patches.
     """
 
     def __init__(self, placeholders: Mapping[str, int], image_processor: ImageProcessor) -> None:
@@ -242,16 +274,21 @@ class MediaTokens:
 
     @classmethod
     def read(cls, folder: Path, *, pixels: Pixels | None = None) -> MediaTokens | None:
-        """Load from a Hugging Face folder; return None if its model takes no images or is not supported.
+        """Load from a Hugging Face folder.
 
-        ``pixels`` override the processor's limits.
+        Args:
+            folder: the folder of the model.
+            pixels: replace the processor's limits.
+
+        Returns:
+            None if the model takes no images, or is not supported.
 
         Raises:
             ModelError: the files that describe its processors are missing or damaged.
         """
         file = folder / "config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        kinds = _KINDS.get(config.get("model_type", ""))
+        kinds = _MEDIA_KINDS.get(config.get("model_type", ""))
         if kinds is None:
             return None
         try:
@@ -261,41 +298,50 @@ class MediaTokens:
         return cls(placeholders, ImageProcessor.read(folder, pixels=pixels))
 
     def expand(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
-        """Return ids with each item's placeholder repeated as often as the model reads it; items are in their order.
+        """Return ids with each placeholder repeated as often as the model reads it for its item.
+
+        Args:
+            ids: with one placeholder for each item.
+            media: items by kind, in the order of their placeholders.
 
         Raises:
             TemplateError: an item cannot be counted, or there are more or fewer placeholders than
                 items.
         """
-        if unread := sorted(media.keys() - self.placeholders.keys()):
+        unknown_kinds = sorted(media.keys() - self.placeholders.keys())
+        if unknown_kinds:
             raise TemplateError(
-                f"items of kind {unread} cannot be shown to this model, only"
+                f"items of kind {unknown_kinds} cannot be shown to this model, only"
                 f" {sorted(self.placeholders)}"
             )
-        kinds = {placeholder: kind for kind, placeholder in self.placeholders.items()}
-        counts = {kind: self._counts(kind, items) for kind, items in media.items()}
+
+        kind_of = {placeholder: kind for kind, placeholder in self.placeholders.items()}
+        counts = {kind: self._patch_counts(kind, items) for kind, items in media.items()}
         expanded: list[int] = []
-        for i in ids:
-            if (kind := kinds.get(i)) is None:
-                expanded.append(i)
+        for token in ids:
+            kind = kind_of.get(token)
+            if kind is None:
+                expanded.append(token)
                 continue
-            repeat = next(counts[kind], 0) if kind in counts else 0
-            if not repeat:
+            repeats = next(counts[kind], 0) if kind in counts else 0
+            if repeats == 0:
                 raise TemplateError(
                     f"the text shows more of kind {kind!r} than the {len(media.get(kind, ()))}"
                     " given"
                 )
-            expanded += [i] * repeat
-        for kind, left in counts.items():
-            if (unseen := sum(1 for _ in left)) > 0:
+            expanded += [token] * repeats
+
+        for kind, remaining in counts.items():
+            unseen = len(list(remaining))
+            if unseen > 0:
                 raise TemplateError(f"the chat template shows {unseen} of kind {kind!r} too few")
         return expanded
 
-    def _counts(self, kind: str, items: Sequence[Any]) -> Iterator[int]:
-        for number, item in enumerate(items):
+    def _patch_counts(self, kind: str, items: Sequence[Any]) -> Iterator[int]:
+        for index, item in enumerate(items):
             try:
                 yield self._image_processor.count(kind, item)
             except ValueError as error:
                 raise TemplateError(
-                    f"{kind} {number + 1} of {len(items)} cannot be shown: {error}"
+                    f"{kind} {index + 1} of {len(items)} cannot be shown: {error}"
                 ) from None

@@ -2,20 +2,20 @@
 
 ::
 
-    <think>plan</think>The answer is 4.          plan is reasoning, the rest is the answer
-    plan</think>The answer is 4.                 the prompt opened the block, in which the turn then begins
-    <think>plan                                  the turn was cut while thinking: there is no answer
-    <think>plan</think>Write </think> to stop.   the second closing tag closes nothing, so it is text
+    <think>plan</think>The answer is 4.          "plan" is reasoning, all else is the answer
+    plan</think>The answer is 4.                 likewise: the prompt opened the block
+    <think>plan                                  the turn was cut while thinking: no answer
+    <think>plan</think>Write </think> to stop.   the second closing tag closes nothing: it is text
 
 Every reader of a turn decides by :class:`ThinkState`, which is told one tag after the other: the
-scanner of tool-call formats, agents that look for markers, and whatever reads the text of a turn
+scanner of tool-call formats, agents that look for markers, and all that read the text of a turn
 (rewards, judges, simulated users).
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,16 +25,14 @@ MISTRAL_THINK_TAGS = ("[THINK]", "[/THINK]")
 GEMMA4_THINK_TAGS = ("<|channel>", "<channel|>")
 ALL_THINK_TAGS = (THINK_TAGS, SEED_THINK_TAGS, MISTRAL_THINK_TAGS, GEMMA4_THINK_TAGS)
 
-ANY_THINK_TAG = "|".join(re.escape(tag) for tags in ALL_THINK_TAGS for tag in tags)
+ANY_THINK_TAG = "|".join(map(re.escape, itertools.chain.from_iterable(ALL_THINK_TAGS)))
 """Pattern of all opening and closing tags."""
 
-_CLOSE_OF: dict[str, str] = dict(ALL_THINK_TAGS)
+_CLOSING_TAGS: dict[str, str] = dict(ALL_THINK_TAGS)  # by opening tag
 _TAG = re.compile(ANY_THINK_TAG)
 _VISIBLE = re.compile(r"\S")
 
-_CHANNEL_NAME = (  # which Gemma 4 writes after its opening tag, and is no part of the thought
-    "thought\n"
-)
+_CHANNEL_NAME = "thought\n"  # Gemma 4 writes it after its opening tag; it is no part of the thought
 
 Step = Literal["opens", "closes", "began_inside", "text"]
 
@@ -42,13 +40,12 @@ Step = Literal["opens", "closes", "began_inside", "text"]
 class ThinkState:
     """Whether a reader of a turn stands in a think block, from tag to tag.
 
-    A block ends at its own closing tag. A closing tag that nothing opened means that the turn began
-    in a block, which the prompt opened, if it is the first tag of the turn and it is not known
-    where that began; any other is text.
+    A block ends at its own closing tag. If the first tag of a turn is a closing tag, the turn began
+    in a block that the prompt opened, provided that it is not known where the turn began. Any other
+    closing tag that closes nothing is text.
 
     Args:
-        thinking: whether the turn begins in a block. None: that is not known, and its first tag
-            tells.
+        thinking: whether the turn begins in a block. None: that is not known; its first tag tells.
 
     Attributes:
         inside: whether the reader stands in a block.
@@ -56,23 +53,25 @@ class ThinkState:
 
     def __init__(self, thinking: bool | None) -> None:
         self.inside = bool(thinking)
-        self._closing: str | None = None  # of a block that began before the text: any closing tag
+        # The tag that closes the block. None for a block that the prompt opened: any tag does.
+        self._closing: str | None = None
         self._may_have_begun_inside = thinking is None
 
     def read(self, tag: str) -> Step:
         """Move past a tag, and return what it does."""
         may_have_begun_inside = self._may_have_begun_inside
         self._may_have_begun_inside = False
-        is_opening = tag in _CLOSE_OF
+        is_opening = tag in _CLOSING_TAGS
         if self.inside:
             if is_opening or self._closing not in (None, tag):
                 return "text"
             self.inside = False
             self._closing = None
             return "closes"
+
         if is_opening:
             self.inside = True
-            self._closing = _CLOSE_OF[tag]
+            self._closing = _CLOSING_TAGS[tag]
             return "opens"
         return "began_inside" if may_have_begun_inside else "text"
 
@@ -127,30 +126,37 @@ def think_blocks(text: str, *, thinking: bool | None = None) -> list[ThinkBlock]
 
 
 def outside_thinking(text: str, *, thinking: bool | None = None) -> str:
-    """Return the text with its think blocks, tags included, blanked: as long as before, so that positions hold.
+    """Return the text with its think blocks, tags included, replaced by white space.
+
+    Its length and all positions in it stay the same.
 
     Args:
         text: an assistant turn, or the part of one that was sampled last.
         thinking: see :class:`ThinkState`.
     """
     pieces: list[str] = []
-    at = 0
+    position = 0
     for block in think_blocks(text, thinking=thinking):
-        pieces.append(text[at : block.start])
+        pieces.append(text[position : block.start])
         pieces.append(_VISIBLE.sub(" ", text[block.start : block.end]))
-        at = block.end
-    pieces.append(text[at:])
+        position = block.end
+    pieces.append(text[position:])
     return "".join(pieces)
 
 
 def ends_thinking(text: str, *, thinking: bool | None = None) -> bool:
-    """Return whether a think block is open at the end of the text; arguments as in :func:`outside_thinking`."""
+    """Return whether a think block is open at the end of the text.
+
+    Args:
+        text: an assistant turn, or the part of one that was sampled last.
+        thinking: see :class:`ThinkState`.
+    """
     blocks = think_blocks(text, thinking=thinking)
     return bool(blocks) and not blocks[-1].is_closed
 
 
 def answer_of(text: str, *, thinking: bool | None = None) -> str:
-    """Return what a turn says outside its think blocks, which is all that a reader of answers may look at.
+    """Return what a turn says outside its think blocks: all that a reader of answers may look at.
 
     >>> answer_of("<think>maybe #### 18</think>I cannot tell.")
     'I cannot tell.'
@@ -161,15 +167,13 @@ def answer_of(text: str, *, thinking: bool | None = None) -> str:
         text: an assistant turn as text.
         thinking: see :class:`ThinkState`.
     """
-    return "".join(_outside(text, thinking))
-
-
-def _outside(text: str, thinking: bool | None) -> Iterator[str]:
-    at = 0
+    pieces: list[str] = []
+    position = 0
     for block in think_blocks(text, thinking=thinking):
-        yield text[at : block.start]
-        at = block.end
-    yield text[at:]
+        pieces.append(text[position : block.start])
+        position = block.end
+    pieces.append(text[position:])
+    return "".join(pieces)
 
 
 def began_inside(text: str) -> bool:
@@ -179,16 +183,18 @@ def began_inside(text: str) -> bool:
     (True, False)
     """
     first = _TAG.search(text)
-    return first is not None and first.group() not in _CLOSE_OF
+    return first is not None and first.group() not in _CLOSING_TAGS
 
 
 def with_closed_thinking(text: str) -> str:
-    """Return a turn's text with the tag that closes its last think block, if that was cut.
+    """Return a turn's text with its last think block closed, if the block was cut.
 
-    So the text of a later turn can follow, without being taken for reasoning.
+    The text of a later turn can then follow without being taken for reasoning.
     """
     blocks = think_blocks(text)
     if not blocks or blocks[-1].is_closed:
         return text
     opening = _TAG.match(text, blocks[-1].start)
-    return text + _CLOSE_OF[opening.group()] if opening else text
+    if opening is None:
+        return text
+    return text + _CLOSING_TAGS[opening.group()]

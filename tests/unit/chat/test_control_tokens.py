@@ -180,7 +180,7 @@ def test_ordinary_text_has_the_ids_it_always_had(name: str, first: str, second: 
     assert codec.encode_prompt(messages) == expected
     secret, encode = codec._control._under_secret_names
     assert (
-        encode(codec._control._own.sub(lambda token: secret[token.group()], rendered)) == expected
+        encode(codec._control._token.sub(lambda token: secret[token.group()], rendered)) == expected
     )
     assert (
         encode(first)
@@ -336,7 +336,7 @@ def test_under_secret_names_a_tokenizer_of_any_kind_writes_ordinary_text_alike(
     control = codec_of_kind(kind)._control
     secret, encode = control._under_secret_names
     rendered = f"<s>user:{text}</s><s>{text}</s>"
-    renamed = control._own.sub(lambda token: secret[token.group()], rendered)
+    renamed = control._token.sub(lambda token: secret[token.group()], rendered)
     assert encode(renamed) == codec_of_kind(kind)._tokenizer.encode(
         rendered, add_special_tokens=False
     )
