@@ -1,15 +1,17 @@
-"""What all tool-call formats share: their description, and the scanner.
+"""The description that all tool-call formats share, and their scanner.
 
 The scanner reads text, reasoning and calls of an assistant turn in one pass::
 
-    text ──► content                <think> … </think> ──► reasoning, nothing in it is a call
-    opening of a call ──► the format's reader ──► calls, or why there is none
-    a first </think> with no <think> before it: the prompt opened it, so everything so far was reasoning, unless it is
-    known that it opened none
+    text                                          ──► content
+    <think> … </think>                            ──► reasoning; nothing in it is a call
+    a first </think> without <think> before it    ──► all text so far was reasoning, in a block that
+                                                      the prompt opened, unless it is known that it
+                                                      opened none
+    opening of a call  ──► the format's reader    ──► calls, or why there is none
 
-A reader says itself where its call ends, so a tag inside a value (a closing tag in a JSON string,
-say) is no tag. Each call costs at most a few looks at the rest of the text, and :data:`MAX_CALLS`
-bounds the calls: the time is linear.
+A reader says where its call ends, so a tag inside a value (a closing tag in a JSON string, say) is
+no tag. Each call is followed by at most a few searches of the remaining text, and
+:data:`MAX_CALLS` bounds the calls: the time is linear.
 """
 
 from __future__ import annotations
@@ -63,12 +65,12 @@ class ToolFormat:
         markers: a chat template is of this format if its source has every text of one of these
             groups.
         call_end: the text that closes the last call of a turn (not the turn), "" if there is none.
-        write: a call as the model would write it, for templates that show none; None: such a
-            template cannot be used.
+        write: returns a call as the model would write it, for templates that show no calls; None:
+            such a template cannot be used.
         result: a tool result inside a user message, for templates that have no ``tool`` role;
-            ``{}`` is the result.
-        syntaxes: of calls that a request demands, see ``CallSyntax.needs``; none: such requests are
-            refused.
+            ``{}`` stands for the result.
+        syntaxes: how calls are written that a request demands, in order of preference (see
+            ``CallSyntax.needs``); none: such requests are refused.
         scanner: reads turns that are still being written; None: they are parsed anew whenever they
             grow.
     """
@@ -97,15 +99,19 @@ class ToolFormat:
 
     def matches(self, template: str) -> bool:
         """Return whether a chat template, given as source, writes calls in this format."""
-        return any(all(marker in template for marker in group) for group in self.markers)
+        for group in self.markers:
+            if all(marker in template for marker in group):
+                return True
+        return False
 
 
 LONGEST_MARK = 64
-"""Characters at the end of a growing turn that may still become a tag or another mark, or follow
-one."""
+"""Characters at the end of a growing turn that may still become part of a tag or another mark."""
 MAX_CALLS = 64
-"""Calls (decodable or not) read in one turn; a turn of more is a degenerate one, and the rest of it
-is not read."""
+"""Maximum number of calls (decodable or not) that are read in one turn.
+
+A turn of more is degenerate, and its further text is not read.
+"""
 
 
 class Read(NamedTuple):
@@ -116,19 +122,19 @@ class Read(NamedTuple):
 
 
 Reader = Callable[[str, re.Match[str]], Read | None]
-"""From the text and the match of the opening to what is there; None: it is text after all."""
+"""Reads the calls that begin at the match of an opening in a text; None: it is text after all."""
 
 
 class Scanner:
     """Parses turns of one format.
 
     Args:
-        opening: pattern of what begins a call (or a section of calls). Must not match the empty
-            string.
-        read: reads what begins there. ``Read.end`` must lie after the beginning of the opening.
+        opening: pattern of the beginning of a call (or a section of calls). Must not match the
+            empty string.
+        read: reads the calls from an opening on. ``Read.end`` must lie after the beginning of the
+            opening.
         noise: pattern of format tokens between calls that are not part of the content.
-        announces: the text of the noise after which there has to be a call; None: there is no such
-            noise.
+        announces: the noise after which there has to be a call; None: there is no such noise.
     """
 
     def __init__(
@@ -155,12 +161,12 @@ class Scanner:
 class Scan:
     """The reading of one turn, which may still grow.
 
-    What cannot change any more when the turn grows is read once: text and reasoning, but for their
-    last characters. A call, and what follows it, is read again every time, as where it ends may
+    Text and reasoning, but for their last characters, cannot change when the turn grows, and are
+    read once. A call and the text after it are read again every time, since the end of the call may
     depend on all that follows.
 
     Args:
-        scanner: of the format.
+        scanner: the scanner of the format.
         thinking: see :class:`Parse`.
     """
 
@@ -168,8 +174,8 @@ class Scan:
         self._scanner = scanner
         self._state = ThinkState(thinking)
         self._reply = ReplyBuilder()
-        self._at = 0
-        self._announced = False
+        self._position = 0  # up to which the turn was read
+        self._announced = False  # whether a call has to follow
         if self._state.inside:
             self._reply.begin_reasoning()
 
@@ -185,8 +191,8 @@ class Scan:
     def read_to_end(self, text: str) -> Reply:
         """Return the turn; nothing can be read after that."""
         self._read(text, None)
-        self._add(text[self._at :])
-        if self._announced and not self._reply.count:
+        self._add(text[self._position :])
+        if self._announced and self._reply.count == 0:
             announced = self._scanner.announces or ""
             self._reply.add_calls([f"no call after {announced}"], announced)
         return self._reply.build()
@@ -198,32 +204,40 @@ class Scan:
         return scan
 
     def _read(self, text: str, limit: int | None) -> None:
-        """Read on, in a turn that grows up to ``limit`` and no call; None: it is whole."""
-        while mark := self._scanner.marks.search(text, self._at):
+        """Read on from the current position.
+
+        Args:
+            text: the turn so far.
+            limit: read up to here, and no call, because the turn may grow. None: the turn has
+                ended.
+        """
+        while mark := self._scanner.marks.search(text, self._position):
             kind = mark.lastgroup if mark.lastgroup in ("think", "noise") else "call"
-            if limit is not None and (
-                mark.end() > limit or kind == "call" and not self._state.inside
-            ):
+            begins_call = kind == "call" and not self._state.inside
+            if limit is not None and (mark.end() > limit or begins_call):
                 limit = min(limit, mark.start())
                 break
-            before = text[self._at : mark.start()]
+
+            preceding = text[self._position : mark.start()]
             if kind == "think":
-                self._at = self._read_tag(text, before, mark)
-            elif self._state.inside:
-                self._reply.add_reasoning(before + mark.group())
-                self._at = mark.end()
+                self._position = self._read_tag(text, preceding, mark)
+            elif self._state.inside:  # a call in reasoning is reasoning
+                self._reply.add_reasoning(preceding + mark.group())
+                self._position = mark.end()
+            elif kind == "call":
+                self._reply.add_text(preceding)
+                self._position = self._read_call(text, mark)
             else:
-                self._reply.add_text(before)
-                self._at = mark.end()
-                if kind == "call":
-                    self._at = self._read_call(text, mark)
-                elif mark.group() == self._scanner.announces:
+                self._reply.add_text(preceding)
+                self._position = mark.end()
+                if mark.group() == self._scanner.announces:
                     self._announced = True
-        if limit is not None and limit > self._at:
-            sure = text[self._at : limit]
-            if not sure.isspace():  # white space may belong to a mark
-                self._add(sure)
-                self._at = limit
+
+        if limit is not None and limit > self._position:
+            final_text = text[self._position : limit]
+            if not final_text.isspace():  # white space may belong to a mark
+                self._add(final_text)
+                self._position = limit
 
     def _add(self, text: str) -> None:
         """Add text without marks."""
@@ -232,30 +246,30 @@ class Scan:
         else:
             self._reply.add_text(text)
 
-    def _read_tag(self, text: str, before: str, tag: re.Match[str]) -> int:
-        """Add the text before a think tag and what the tag does, and return where to go on.
+    def _read_tag(self, text: str, preceding: str, tag: re.Match[str]) -> int:
+        """Add the text before a think tag, apply the tag, and return where to go on.
 
         Args:
-            text: the turn.
-            before: what was not added yet.
-            tag: the tag.
+            text: the turn so far.
+            preceding: the text before the tag that was not added yet.
+            tag: the match of the tag in the turn.
         """
         was_inside = self._state.inside
         step = self._state.read(tag.group())
         if step == "opens":
-            self._reply.add_text(before)
+            self._reply.add_text(preceding)
             self._reply.begin_reasoning()
             return thought_start(text, tag)
         if step == "closes":
-            self._reply.add_reasoning(before)
+            self._reply.add_reasoning(preceding)
             self._reply.end_reasoning()
         elif step == "began_inside":
             self._reply.turn_into_reasoning(text[: tag.start()])
             self._announced = False
         elif was_inside:
-            self._reply.add_reasoning(before + tag.group())
+            self._reply.add_reasoning(preceding + tag.group())
         else:
-            self._reply.add_text(before + tag.group())
+            self._reply.add_text(preceding + tag.group())
         return tag.end()
 
     def _read_call(self, text: str, opening: re.Match[str]) -> int:
@@ -265,17 +279,19 @@ class Scan:
             problem = f"more than {MAX_CALLS} calls in one turn: the rest was not read"
             reply.add_calls([problem], text[opening.start() :])
             return len(text)
-        found = self._scanner.read(text, opening)
-        if found is None:
+        calls = self._scanner.read(text, opening)
+        if calls is None:
             reply.add_text(opening.group())
             return opening.end()
-        items = found.items[: MAX_CALLS + 1 - reply.count]
-        reply.add_calls(items, text[opening.start() : found.end])
-        return found.end
+        items = calls.items[: MAX_CALLS + 1 - reply.count]
+        reply.add_calls(items, text[opening.start() : calls.end])
+        return calls.end
 
 
 def resume_after(text: str, at: int, close: str | None, *marks: str) -> int:
-    """Return where to resume after a malformed call: after its closing tag, or before an earlier mark or thinking tag.
+    """Return where to resume after a malformed call.
+
+    It is after the closing tag of the call, or before an earlier mark or think tag.
 
     Args:
         text: the assistant turn.
@@ -284,10 +300,10 @@ def resume_after(text: str, at: int, close: str | None, *marks: str) -> int:
         marks: tags that begin something else.
     """
     tags = [re.escape(tag) for tag in (close, *marks) if tag]
-    found = re.compile("|".join([*tags, ANY_THINK_TAG])).search(text, at)
-    if found is None:
+    tag = re.compile("|".join([*tags, ANY_THINK_TAG])).search(text, at)
+    if tag is None:
         return len(text)
-    return found.end() if found.group() == close else found.start()
+    return tag.end() if tag.group() == close else tag.start()
 
 
 def skip_space(text: str, at: int) -> int:
@@ -298,7 +314,7 @@ def skip_space(text: str, at: int) -> int:
 
 
 def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
-    """Return ``(value, end, None)`` of the JSON after white space, or ``(None, start, problem)``."""
+    """Return ``(value, end, None)`` of JSON after white space, or ``(None, start, problem)``."""
     at = skip_space(text, at)
     try:
         value, end = parse_json_at(text, at)
@@ -308,20 +324,22 @@ def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
 
 
 def arguments_at(text: str, at: int, close: re.Pattern[str]) -> tuple[dict[str, Any] | str, int]:
-    """Return the arguments that stand between ``at`` and ``close``, or their problem, and where they end.
+    """Return the arguments between ``at`` and ``close``, or their problem, and where they end.
 
     Nothing between the two is a call without arguments.
     """
     if close.match(text, skip_space(text, at)):
         return {}, at
     value, end, problem = json_at(text, at)
-    return (to_arguments(value) if problem is None else problem), end
+    if problem is not None:
+        return problem, end
+    return to_arguments(value), end
 
 
 def to_arguments(value: Any) -> dict[str, Any] | str:
     """Return arguments as an object, or their problem.
 
-    Some models write them as a string of JSON; of a tool without parameters they may be null or an
+    Some models write them as a string of JSON. For a tool without parameters they may be null or an
     empty string.
     """
     if isinstance(value, str):
@@ -339,12 +357,16 @@ def to_arguments(value: Any) -> dict[str, Any] | str:
 def to_call(value: Any, *, keys: tuple[str, ...] = ("arguments",)) -> ToolCall | str:
     """Return a decoded ``{"name": …, "arguments": {…}}`` as a call, or its problem.
 
-    Of the possible ``keys`` of the arguments the first one present counts, and none means no
-    arguments.
+    Args:
+        value: decoded JSON.
+        keys: names that the arguments may have; the first one present counts, and none means no
+            arguments.
     """
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
         return f'expected an object with "name" and "{keys[0]}"'
-    arguments = to_arguments(next((value[key] for key in keys if key in value), {}))
+    arguments_value = next((value[key] for key in keys if key in value), {})
+    arguments = to_arguments(arguments_value)
     if isinstance(arguments, str):
         return arguments
-    return ToolCall(name=value["name"], arguments=arguments)
+    return ToolCall(name=name, arguments=arguments)

@@ -2,13 +2,14 @@
 
 ::
 
-    pythonic  [f(a=1, b="x"), g()]                alone in the turn or in tokens of their own (Llama 4, LFM2)
-    gemma     <start_function_call>call:f{city:<escape>Paris<escape>,days:3}<end_function_call>    (FunctionGemma)
+    pythonic  [f(a=1, b="x"), g()]
+    gemma     <start_function_call>call:f{city:<escape>Paris<escape>,days:3}<end_function_call>
     gemma4    <|tool_call>call:f{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 
-Read as literals, never evaluated: a name, a comprehension or an expression as an argument makes the
-call malformed. One parser (:class:`Literals`) reads both notations, with bounded depth in linear
-time.
+Pythonic calls are alone in the turn, or between special tokens (Llama 4, LFM2); ``gemma`` is
+FunctionGemma's format. Calls are read as literals and never evaluated: a name, a comprehension or
+an expression as an argument makes the call malformed. One parser (:class:`Literals`) reads both
+notations, with bounded depth in linear time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _SPACE = re.compile(r"\s*")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _PYTHON_STRING = re.compile(
-    r"""'''((?:[^\\']|\\.|'(?!''))*)'''|\"""((?:[^\\"]|\\.|"(?!""))*)\"""|'((?:[^\\'\n]|\\.)*)'|"((?:[^\\"\n]|\\.)*)\"""",
+    r"'''((?:[^\\']|\\.|'(?!''))*)'''"
+    r'|"""((?:[^\\"]|\\.|"(?!""))*)"""'
+    r"|'((?:[^\\'\n]|\\.)*)'"
+    r'|"((?:[^\\"\n]|\\.)*)"',
     re.DOTALL,
 )
 _ESCAPE = re.compile(
@@ -107,11 +111,11 @@ class Literals:
     def word(self, pattern: re.Pattern[str] = _WORD) -> str:
         """Read a name."""
         self._skip_space()
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             raise self.error("expected a name")
-        self.at = found.end()
-        return found.group()
+        self.at = match.end()
+        return match.group()
 
     def value(self, depth: int = 0) -> Any:
         """Read the next value.
@@ -121,8 +125,10 @@ class Literals:
         """
         if depth > MAX_DEPTH:
             raise self.error("nested too deeply")
+
         self._skip_space()
-        if (text := self._string()) is not None:
+        text = self._string()
+        if text is not None:
             return text
         if self.accept("["):
             return self.items("]", lambda: self.value(depth + 1))
@@ -130,9 +136,11 @@ class Literals:
             return self.items(")", lambda: self.value(depth + 1))
         if self.accept("{"):
             return dict(self.items("}", lambda: self._pair(depth + 1)))
-        if number := _NUMBER.match(self.text, self.at):
+        number = _NUMBER.match(self.text, self.at)
+        if number is not None:
             self.at = number.end()
-            return self._number(number.group())
+            return self._to_number(number.group())
+
         word = self.word()
         if word not in _CONSTANTS:
             raise self.error(f"{word[:40]!r} is no literal")
@@ -153,8 +161,10 @@ class Literals:
         return items
 
     def _pair(self, depth: int) -> tuple[str, Any]:
+        """Read a key and its value."""
         self._skip_space()
-        if (key := self._string()) is None:
+        key = self._string()
+        if key is None:
             if self._quote is None:
                 raise self.error("expected a string as key")
             key = self.word(_GEMMA_KEY).strip()
@@ -165,11 +175,12 @@ class Literals:
         """Read the string that begins here, if any."""
         if self._quote is not None:
             return self._quoted(self._quote)
-        found = _PYTHON_STRING.match(self.text, self.at)
-        if found is None:
+        match = _PYTHON_STRING.match(self.text, self.at)
+        if match is None:
             return None
-        self.at = found.end()
-        return _ESCAPE.sub(_escaped, next(group for group in found.groups() if group is not None))
+        self.at = match.end()
+        content = match[match.lastindex or 0]  # each kind of quotes has a group
+        return _ESCAPE.sub(_unescape, content)
 
     def _quoted(self, quote: str) -> str | None:
         if not self.text.startswith(quote, self.at):
@@ -181,9 +192,10 @@ class Literals:
         self.at = end + len(quote)
         return self.text[begin:end]
 
-    def _number(self, text: str) -> int | float:
+    def _to_number(self, text: str) -> int | float:
+        is_integer = re.fullmatch(r"[+-]?[\d_]+", text) is not None
         try:
-            number = int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
+            number = int(text) if is_integer else float(text)
         except ValueError:  # more digits than Python converts
             raise self.error("a number that is too long") from None
         if isinstance(number, float) and math.isinf(number):
@@ -191,21 +203,24 @@ class Literals:
         return number
 
     def _skip_space(self) -> None:
-        found = _SPACE.match(self.text, self.at)
-        self.at = found.end() if found else self.at
+        space = _SPACE.match(self.text, self.at)
+        if space is not None:
+            self.at = space.end()
 
 
 _GEMMA_KEY = re.compile(r"[^\s{}\[\],:<>][^{}\[\],:<>]*")
 
 
-def _escaped(found: re.Match[str]) -> str:
-    simple, two, four, eight, newline = found.groups()
+def _unescape(escape: re.Match[str]) -> str:
+    """Return the character that an escape stands for."""
+    simple, two_digits, four_digits, eight_digits, newline = escape.groups()
     if newline:
         return ""
     if simple:
         return _ESCAPED[simple]
-    code = int(two or four or eight, 16)
-    return chr(code) if code < 0x110000 and not 0xD800 <= code < 0xE000 else found.group()
+    code = int(two_digits or four_digits or eight_digits, 16)
+    is_character = code < 0x110000 and not 0xD800 <= code < 0xE000  # in Unicode, and no surrogate
+    return chr(code) if is_character else escape.group()
 
 
 _TAGS = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
@@ -214,34 +229,39 @@ _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 
 def _read_python(text: str, opening: re.Match[str]) -> Read:
     tag = opening.group()
-    close = _TAGS.get(tag)
-    source = Literals(text, opening.end() if close else text.index("[", opening.start()))
+    close = _TAGS.get(tag)  # None for a list that is alone in the turn
+    begin = opening.end() if close else text.index("[", opening.start())
+    source = Literals(text, begin)
     try:
-        calls = _calls(source)
+        calls = _read_calls(source)
     except LiteralError as error:
         return Read([str(error)], resume_after(text, opening.end(), close, *_TAGS))
+
     end = skip_space(text, source.at)
-    if close and not text.startswith(close, end):
-        return Read([f"expected {close} after the calls"], resume_after(text, end, close, *_TAGS))
-    return Read([*calls] or ["an empty list of calls"], end + len(close or ""))
+    if close is not None:
+        if not text.startswith(close, end):
+            problem = f"expected {close} after the calls"
+            return Read([problem], resume_after(text, end, close, *_TAGS))
+        end += len(close)
+    return Read([*calls] or ["an empty list of calls"], end)
 
 
-def _calls(source: Literals) -> list[ToolCall]:
+def _read_calls(source: Literals) -> list[ToolCall]:
     count = itertools.count()
 
-    def read() -> ToolCall:
+    def read_call() -> ToolCall:
         if next(count) > MAX_CALLS:
             raise source.error(f"more than {MAX_CALLS} calls")
-        return _call(source)
+        return _read_call(source)
 
     source.expect("[")
-    return source.items("]", read)
+    return source.items("]", read_call)
 
 
-def _call(source: Literals) -> ToolCall:
+def _read_call(source: Literals) -> ToolCall:
     arguments: dict[str, Any] = {}
 
-    def read() -> None:
+    def read_argument() -> None:
         key = source.word()
         source.expect("=")
         if key in arguments:
@@ -250,7 +270,7 @@ def _call(source: Literals) -> ToolCall:
 
     name = source.word(_NAME)
     source.expect("(")
-    source.items(")", read)
+    source.items(")", read_argument)
     return ToolCall(name=name, arguments=arguments)
 
 
@@ -287,14 +307,15 @@ def _gemma_reader(open_tag: str, close: str, quote: str) -> Reader:
 
 
 def _gemma_format(name: str, tags: tuple[str, str], quote: str) -> ToolFormat:
-    scanner = Scanner(re.escape(tags[0]), _gemma_reader(*tags, quote))
+    open_tag, close = tags
+    scanner = Scanner(re.escape(open_tag), _gemma_reader(open_tag, close, quote))
     return ToolFormat(
         name=name,
         parse=scanner.parse,
         scanner=scanner,
-        call_end=tags[1],
-        example=f"{tags[0]}call:NAME{{KEY:{quote}TEXT{quote},KEY:NUMBER}}{tags[1]}",
-        markers=((tags[0], quote),),
+        call_end=close,
+        example=f"{open_tag}call:NAME{{KEY:{quote}TEXT{quote},KEY:NUMBER}}{close}",
+        markers=((open_tag, quote),),
     )
 
 

@@ -1,23 +1,28 @@
-r"""Formats of special tokens around JSON arguments: Kimi K2, DeepSeek V3 and V3.1, Mistral, Harmony (gpt-oss).
+r"""Formats of special tokens around JSON arguments: Kimi K2, DeepSeek V3, Mistral, Harmony.
 
 ::
 
-    kimi          <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}
-                  <|tool_call_end|> … <|tool_calls_section_end|>            the text before the arguments is the id;
-                                                                            some models write call-NAME-0
-    deepseek_v3   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n{…}\n```
+    kimi          <|tool_calls_section_begin|>
+                  <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}
+                  <|tool_call_end|> … <|tool_calls_section_end|>
+    deepseek_v3   <｜tool▁calls▁begin｜>
+                  <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n{…}\n```
                   <｜tool▁call▁end｜> … <｜tool▁calls▁end｜>
-    deepseek_v31  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>
-                  … <｜tool▁calls▁end｜>
+    deepseek_v31  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}
+                  <｜tool▁call▁end｜> … <｜tool▁calls▁end｜>
     mistral       [TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]   or, since v11,
                   [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{…}[TOOL_CALLS] …
-    harmony       <|channel|>analysis<|message|>thinking<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
+    harmony       <|channel|>analysis<|message|>thinking<|end|>
+                  <|start|>assistant<|channel|>commentary to=functions.NAME
                   <|constrain|>json<|message|>{…}<|call|>
 
-In Harmony a turn is a row of messages, each with a channel. ``analysis`` is reasoning, ``final``
-and unaddressed ``commentary`` are content. What a header addresses is a call whatever the channel;
-text that merely looks like one inside a message is not. The recipient may stand before the channel
-(as the template writes it) or after it (as models write it).
+In Kimi K2's format the text before the arguments is the id of the call; some models write
+``call-NAME-0`` there.
+
+In Harmony (gpt-oss) a turn is a row of messages, each with a channel. ``analysis`` is reasoning,
+``final`` and unaddressed ``commentary`` are content. A message whose header names a recipient is a
+call whatever its channel; text inside a message that looks like a call is not. The recipient may
+stand before the channel (as the template writes it) or after it (as models write it).
 """
 
 from __future__ import annotations
@@ -43,17 +48,18 @@ from jax_agent_rl.chat.grammar import CallSyntax
 from jax_agent_rl.chat.reply import Reply, ReplyPart, ToolCall
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
-"""What Mistral's templates accept as an id; any other is left to the codec to invent."""
+"""Ids that Mistral's templates accept; in place of others the codec makes one up."""
 
 
 class SectionReader:
-    """Reads one call that begins with a special token, a head, JSON arguments and an end.
+    """Reads one call: a special token, a head, JSON arguments and an end.
 
     Args:
         head: pattern of the text between the opening and the arguments, with the group ``name``.
-        end: text that must follow the arguments.
-        to_call: the match of the head and the arguments as a call.
-        marks: tags that begin or end something else, for going on after a broken call.
+        end: pattern of the text that must follow the arguments.
+        to_call: makes a call of the match of the head and the arguments.
+        marks: the tag that closes a call, and then tags that begin or end something else, to find
+            where to resume after a broken call.
     """
 
     def __init__(
@@ -71,17 +77,16 @@ class SectionReader:
     def __call__(self, text: str, opening: re.Match[str]) -> Read:
         head = self._head.match(text, opening.end())
         if head is None:
-            return self._broken(
-                text, opening.end(), f"expected a tool's name after {opening.group()}"
-            )
+            problem = f"expected a tool's name after {opening.group()}"
+            return self._broken(text, opening.end(), problem)
+
         arguments, end = arguments_at(text, head.end(), self._end)
-        close = self._end.match(text, end)
         if isinstance(arguments, str):
             return self._broken(text, end, arguments)
+        close = self._end.match(text, end)
         if close is None:
-            return self._broken(
-                text, end, f"unexpected text after the arguments: {text[end : end + 40]!r}"
-            )
+            problem = f"unexpected text after the arguments: {text[end : end + 40]!r}"
+            return self._broken(text, end, problem)
         return Read([self._to_call(head, arguments)], close.end())
 
     def _broken(self, text: str, at: int, problem: str) -> Read:
@@ -98,17 +103,18 @@ def _section_format(
     markers: Sequence[str],
     syntax: CallSyntax,
 ) -> ToolFormat:
+    """Return the format of calls between the two tags of a section."""
+    begin, end = section
     noise = "|".join(map(re.escape, section))
-    scanner = Scanner(re.escape(opening), read, noise=noise, announces=section[0])
-    syntaxes = (replace(syntax, begin=section[0], end=section[1]),)
+    scanner = Scanner(re.escape(opening), read, noise=noise, announces=begin)
     return ToolFormat(
         name=name,
         parse=scanner.parse,
         scanner=scanner,
         example=example,
         markers=(tuple(markers),),
-        call_end=section[1],
-        syntaxes=syntaxes,
+        call_end=end,
+        syntaxes=(replace(syntax, begin=begin, end=end),),
     )
 
 
@@ -129,8 +135,9 @@ KIMI = _section_format(
         ("<|tool_call_end|>", "<|tool_call_begin|>", *_KIMI_SECTION),
     ),
     example=(
-        '<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"KEY":'
-        " VALUE}<|tool_call_end|><|tool_calls_section_end|>"
+        "<|tool_calls_section_begin|>"
+        '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"KEY": VALUE}'
+        "<|tool_call_end|><|tool_calls_section_end|>"
     ),
     markers=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
     syntax=CallSyntax(  # one call, as they are numbered
@@ -173,9 +180,8 @@ DEEPSEEK_V31 = _section_format(
         _DEEPSEEK_MARKS,
     ),
     example=(
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"KEY":'
-        " VALUE}<｜tool▁call▁end｜>"
-        "<｜tool▁calls▁end｜>"
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"KEY": VALUE}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
     markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
     syntax=CallSyntax(
@@ -185,36 +191,42 @@ DEEPSEEK_V31 = _section_format(
 
 _TOOL_CALLS = "[TOOL_CALLS]"
 _MISTRAL_HEAD = re.compile(
-    r"\s*(?P<name>[^\s\[\]{}<>]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+)\s*)?(?:\[ARGS\])?(?=\s*\{)"
+    r"\s*(?P<name>[^\s\[\]{}<>]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+)\s*)?(?:\[ARGS\])?"
+    r"(?=\s*\{)"
 )
 
 
-def _with_id(call: ToolCall | str, call_id: Any) -> ToolCall | str:
+def _with_mistral_id(call: ToolCall | str, call_id: Any) -> ToolCall | str:
     """Return the call under the id the model wrote, if templates accept it."""
-    valid = isinstance(call_id, str) and _MISTRAL_ID.fullmatch(call_id)
-    return replace(call, id=call_id) if valid and isinstance(call, ToolCall) else call
+    if isinstance(call, str) or not isinstance(call_id, str):
+        return call
+    if not _MISTRAL_ID.fullmatch(call_id):
+        return call
+    return replace(call, id=call_id)
 
 
 def _read_mistral(text: str, opening: re.Match[str]) -> Read:
     at = skip_space(text, opening.end())
-    if text.startswith("[", at) and not text.startswith(_TOOL_CALLS, at):
+    is_list = text.startswith("[", at) and not text.startswith(_TOOL_CALLS, at)
+    head = None if is_list else _MISTRAL_HEAD.match(text, at)
+    if is_list:
         values, end, problem = json_at(text, at)
-        if problem is None and not values:
+        if problem is None and values:
+            calls = []
+            for value in values:
+                call_id = value.get("id") if isinstance(value, dict) else None
+                calls.append(_with_mistral_id(to_call(value), call_id))
+            return Read(calls, end)
+        if problem is None:
             problem = f"no call after {_TOOL_CALLS}"
+    elif head is not None:
+        arguments, end, problem = json_at(text, head.end())
         if problem is None:
-            return Read(
-                [
-                    _with_id(to_call(v), v.get("id") if isinstance(v, dict) else None)
-                    for v in values
-                ],
-                end,
-            )
-    elif head := _MISTRAL_HEAD.match(text, at):
-        value, end, problem = json_at(text, head.end())
-        if problem is None:
-            return Read([_with_id(ToolCall(name=head["name"], arguments=value), head["id"])], end)
+            call = ToolCall(name=head["name"], arguments=arguments)
+            return Read([_with_mistral_id(call, head["id"])], end)
     else:
-        end, problem = at, f"expected a list of calls or NAME[ARGS]{{…}} after {_TOOL_CALLS}"
+        end = at
+        problem = f"expected a list of calls or NAME[ARGS]{{…}} after {_TOOL_CALLS}"
     return Read([problem], resume_after(text, end, None, _TOOL_CALLS))
 
 
@@ -238,8 +250,8 @@ MISTRAL = ToolFormat(
 )
 
 _MESSAGE = "<|message|>"
-_ENDS = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>")
-_ENDED = re.compile(r"(?:\s*<\|(?:end|call|return)\|>)+\s*")
+_END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>")
+_BETWEEN_MESSAGES = re.compile(r"(?:\s*<\|(?:end|call|return)\|>)+\s*")
 _START = re.compile(r"<\|start\|>(?:assistant)?")
 _HEADER = re.compile(r"<\|(?:start|channel|constrain)\|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -251,70 +263,76 @@ def _parse_harmony(
 ) -> Reply:
     """Parse a turn of Harmony, whose reasoning is a message of its own: no prompt opens it."""
     parts: list[ReplyPart] = []
-    calls = 0
+    call_count = 0
     at = 0
-    while at < len(text) and calls <= MAX_CALLS:
-        ended = _ENDED.match(text, at)
-        if ended:
-            at = ended.end()
+    while at < len(text) and call_count <= MAX_CALLS:
+        separator = _BETWEEN_MESSAGES.match(text, at)
+        if separator:
+            at = separator.end()
             continue
-        message_at = at
-        start = _START.match(text, at)
-        header_at = start.end() if start else at
-        body_at = text.find(_MESSAGE, header_at)
-        ends = _ENDS.search(text, header_at)
-        if body_at < 0 or ends is not None and ends.start() < body_at:
-            # Text without a header: the rest of a message that the prompt began, or of one without
-            # a form.
-            stop = ends.start() if ends else len(text)
-            parts.append(_headless(text[message_at:stop], is_header=start is not None))
-            at = stop
+
+        message_start = at
+        start_token = _START.match(text, at)
+        header_start = start_token.end() if start_token else at
+        header_end = text.find(_MESSAGE, header_start)
+        end = _END.search(text, header_start)
+        if header_end < 0 or (end is not None and end.start() < header_end):
+            # No message with a header: the end of one that the prompt began, or malformed text.
+            at = end.start() if end else len(text)
+            text_without_body = text[message_start:at]
+            parts.append(_read_without_body(text_without_body, is_header=start_token is not None))
             continue
-        header = text[header_at:body_at]
-        body_at += len(_MESSAGE)
-        channel_at = header.find("<|channel|>")
-        if start is None and channel_at > 0 and not _RECIPIENT.search(header[:channel_at]):
-            parts.append(ReplyPart(kind="text", text=header[:channel_at]))
+
+        # Text before a channel belongs to no message, unless the header names a recipient there.
+        header = text[header_start:header_end]
+        body_start = header_end + len(_MESSAGE)
+        before_channel, channel_token, _ = header.partition("<|channel|>")
+        if start_token is None and channel_token and not _RECIPIENT.search(before_channel):
+            if before_channel:
+                parts.append(ReplyPart(kind="text", text=before_channel))
+
         recipient = _RECIPIENT.search(header)
         if recipient:
-            item, at = _read_harmony(text, body_at, recipient[1])
-            written = text[message_at:at]
-            if isinstance(item, str):
-                parts.append(ReplyPart(kind="malformed", text=written, problem=item))
+            call, at = _read_harmony_call(text, body_start, recipient[1])
+            message = text[message_start:at]
+            if isinstance(call, str):
+                parts.append(ReplyPart(kind="malformed", text=message, problem=call))
             else:
-                parts.append(ReplyPart(kind="call", text=written, call=item))
-            calls += 1
+                parts.append(ReplyPart(kind="call", text=message, call=call))
+            call_count += 1
             continue
-        ends = _ENDS.search(text, body_at)
-        at = ends.start() if ends else len(text)
+
+        end = _END.search(text, body_start)
+        at = end.start() if end else len(text)
         channel = _CHANNEL.search(header)
         is_reasoning = channel is not None and channel[1] == "analysis"
         kind = "reasoning" if is_reasoning else "text"
-        parts.append(ReplyPart(kind=kind, text=text[body_at:at], is_closed=ends is not None))
+        parts.append(ReplyPart(kind=kind, text=text[body_start:at], is_closed=end is not None))
     return Reply(parts=_with_blank_lines(parts))
 
 
 def _with_blank_lines(parts: Sequence[ReplyPart]) -> Iterator[ReplyPart]:
     """Yield the parts, messages of one kind with a blank line between them."""
-    seen: set[str] = set()
+    previous_kinds: set[str] = set()
     for part in parts:
-        is_text = part.kind == "text"
-        text = part.text.strip() if is_text else part.text
-        if is_text and not text:
-            continue
+        text = part.text
+        if part.kind == "text":
+            text = text.strip()
+            if not text:
+                continue
         if part.kind in ("text", "reasoning"):
-            if part.kind in seen:
+            if part.kind in previous_kinds:
                 text = "\n\n" + text
-            seen.add(part.kind)
+            previous_kinds.add(part.kind)
         yield replace(part, text=text)
 
 
-def _headless(text: str, *, is_header: bool) -> ReplyPart:
-    """Return text that no message body follows: plain text, or a header that was cut, in which nothing is said.
+def _read_without_body(text: str, *, is_header: bool) -> ReplyPart:
+    """Return text that no message body follows as a part: plain text, or a header that was cut.
 
     Args:
-        text: up to the next message.
-        is_header: it stands where a header begins.
+        text: the text up to the next message.
+        is_header: whether it stands where a header begins; a header says nothing.
     """
     if _RECIPIENT.search(text) and _CHANNEL.search(text):
         return ReplyPart(
@@ -330,18 +348,19 @@ def _headless(text: str, *, is_header: bool) -> ReplyPart:
     return ReplyPart(kind="text", text=text)
 
 
-def _read_harmony(text: str, at: int, recipient: str) -> tuple[ToolCall | str, int]:
-    """Return the call in the message body at ``at``, or its problem, and where the message ends."""
-    arguments, end = arguments_at(text, at, _ENDS)
-    ends = _ENDS.search(text, end)
-    stop = ends.start() if ends else len(text)
-    call_end = stop
-    if ends is not None and ends.group() == "<|call|>":
-        call_end = ends.end()  # which is of the call
+def _read_harmony_call(text: str, at: int, recipient: str) -> tuple[ToolCall | str, int]:
+    """Return the call in the message body at ``at``, or its problem, and where the call ends."""
+    arguments, arguments_end = arguments_at(text, at, _END)
+    end = _END.search(text, arguments_end)
+    body_end = end.start() if end else len(text)
+    call_end = body_end
+    if end is not None and end.group() == "<|call|>":
+        call_end = end.end()  # this token is part of the call
     if isinstance(arguments, str):
         return arguments, call_end
-    if skip_space(text, end) < stop:
-        return f"unexpected text after the arguments: {text[end : end + 40]!r}", call_end
+    if skip_space(text, arguments_end) < body_end:
+        unexpected = text[arguments_end : arguments_end + 40]
+        return f"unexpected text after the arguments: {unexpected!r}", call_end
     name = recipient.removeprefix("functions.")
     return ToolCall(name=name, arguments=arguments), call_end
 
