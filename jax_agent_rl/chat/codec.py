@@ -190,7 +190,6 @@ class ChatCodec:
         tokenized as plain text.
 
         Args:
-            messages: the conversation.
             tools: schemas that the template shows.
             continue_last: whether the last message is the beginning of the turn to be sampled, see
                 :meth:`encode_prefill`.
@@ -447,7 +446,6 @@ class ChatCodec:
         Special tokens are left out of text and reasoning; a call keeps them as it was written.
 
         Args:
-            sampled_ids: the turn.
             tools: schemas of the tools it may call, by which arguments are converted.
             context_ids: the ids the turn was sampled after, which may have opened a think block.
                 None: a prompt that ends with the template's generation prompt.

@@ -100,7 +100,6 @@ class ControlTokens:
         Tags around thinking stay whole in the content of an assistant.
 
         Args:
-            message: a normal message.
             mark: a word that does not occur in it, see :func:`unused_word`.
         """
         marked = self.mark(message, mark)
@@ -277,7 +276,6 @@ class MediaTokens:
         """Load from a Hugging Face folder.
 
         Args:
-            folder: the folder of the model.
             pixels: replace the processor's limits.
 
         Returns:

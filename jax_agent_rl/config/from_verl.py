@@ -99,7 +99,6 @@ def _translate(
     """Put one override into the configuration, or leave it with a reason.
 
     Args:
-        key: the key of the override.
         overrides: all overrides; the meaning of some depends on others.
         resolved: the values of all overrides that are resolved.
         imported: changed in place.
@@ -175,8 +174,6 @@ def _derive(key: str, value: Any, verl: Mapping[str, Any]) -> dict[str, Any] | N
     """Return this project's keys and values for a key of verl whose value changes.
 
     Args:
-        key: the key of verl.
-        value: its value.
         verl: the values of all keys of verl that are resolved.
 
     Returns:

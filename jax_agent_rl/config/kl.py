@@ -113,7 +113,6 @@ def first_teacher(data_sources: Iterable[Sequence[str]], row: Mapping[str, Any])
 
     Args:
         data_sources: patterns of each teacher.
-        row: a row of the dataset.
     """
     source = str(row.get("data_source"))
     for index, patterns in enumerate(data_sources):

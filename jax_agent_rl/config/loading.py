@@ -113,7 +113,6 @@ def build_tree(
     """Validate a nested mapping plus overrides.
 
     Args:
-        model: the root section.
         tree: the nested mapping; not changed.
         overrides: ``key.path=value``, values in YAML. Here and in files, null stands for the
             default of a key that can't be null.

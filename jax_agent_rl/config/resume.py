@@ -255,7 +255,6 @@ def value_differences(
     """Compare the values of two configurations, as JSON; keys in :data:`BY_CONTENT` are left out.
 
     Args:
-        model: the root section.
         old: the recorded configuration. A key that it lacks is newer, and had its default.
         new: the configuration of the run that resumes.
         may_change: compare the keys that may change, instead of the keys that define.
@@ -290,7 +289,6 @@ def defining_values(config: BaseModel, names: Collection[str]) -> dict[str, Any]
     """Return the values of the keys in :data:`DEFINES`, as JSON, by path.
 
     Args:
-        config: a whole configuration.
         names: keys, or sections whose keys are meant.
     """
     tree = config.model_dump(mode="json")

@@ -166,7 +166,6 @@ class Scan:
     depend on all that follows.
 
     Args:
-        scanner: the scanner of the format.
         thinking: see :class:`Parse`.
     """
 
@@ -207,7 +206,6 @@ class Scan:
         """Read on from the current position.
 
         Args:
-            text: the turn so far.
             limit: read up to here, and no call, because the turn may grow. None: the turn has
                 ended.
         """
@@ -250,7 +248,6 @@ class Scan:
         """Add the text before a think tag, apply the tag, and return where to go on.
 
         Args:
-            text: the turn so far.
             preceding: the text before the tag that was not added yet.
             tag: the match of the tag in the turn.
         """
@@ -294,7 +291,6 @@ def resume_after(text: str, at: int, close: str | None, *marks: str) -> int:
     It is after the closing tag of the call, or before an earlier mark or think tag.
 
     Args:
-        text: the assistant turn.
         at: where the call broke, or where it began if a string of it may have swallowed a mark.
         close: its closing tag, if it has one.
         marks: tags that begin something else.

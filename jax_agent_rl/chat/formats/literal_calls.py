@@ -81,7 +81,6 @@ class Literals:
     """A cursor in a text.
 
     Args:
-        text: the text to read.
         at: where to begin reading.
         quote: the token around strings in Gemma's notation; None: Python's strings.
     """
