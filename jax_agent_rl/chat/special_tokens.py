@@ -10,9 +10,9 @@ an environment or a dataset wrote may look like one, but is tokenized as ordinar
                    "…a<MARK|end|><|end|>…"
     encode     ──► marks removed; the template's own control tokens become their ids, all else text
 
-Ids are those of the tokenizer itself if it finds no other control tokens than the template's own,
-as in all ordinary conversations. If not, the same tokenizer is used with its control tokens under
-secret names.
+The tokenizer itself is used if it finds no other control tokens than the template's own, as in all
+ordinary conversations. If it finds others, a copy of it is used whose control tokens have secret
+names.
 
 Exceptions, all of them here:
 

@@ -106,7 +106,7 @@ class ChatTemplate:
     * A message with ``media`` (kinds of images and videos it shows) gets its content in parts:
       these, then the text. So does every message where the template reads parts alone (SmolVLM,
       Idefics3).
-    * No tool calls in assistant turns: they are written into the turn's text, in that notation too.
+    * No tool calls in assistant turns: they are written into the turn's text, in the same notation.
     * No section for tools: the format's description goes into the system message (or the first user
       message).
     * Arguments of calls are objects; a template that concatenates them as text (DeepSeek V3) gets

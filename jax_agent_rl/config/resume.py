@@ -224,7 +224,7 @@ class Difference:
     """A key that has another value than a checkpoint was trained with.
 
     Attributes:
-        key: its path, or that of its section if one side has none.
+        key: path of the key, or of its section if one side has no section.
         old: the value that the checkpoint was trained with.
         new: the configured value.
         what: the difference in the model, file or code that the key names; empty if the value of

@@ -41,7 +41,7 @@ def command_of(model: type[BaseModel]) -> str | None:
 
 
 def meant_command(tree: Mapping[str, Any], model: type[BaseModel]) -> str | None:
-    """Return the command whose configuration a tree is, if it is clearly not that of ``model``.
+    """Return the command that a tree is for, if it is clearly not the command of ``model``.
 
     A tree belongs to the command that knows most of its keys. None if no other command knows
     clearly more of them than the command of ``model``: a key may just be misspelt.

@@ -69,8 +69,8 @@ class ModelConfig(ModelPathConfig):
 class DataSource(Section):
     """Files of rows: a file, a glob (`data/*.parquet`), or a dataset of the Hugging Face Hub.
 
-    A dataset of the Hub is `owner/name[@revision]`, of which `name` and `split` select files as in
-    `datasets.load_dataset`, or `hf://datasets/owner/name[@revision]/GLOB`.
+    A dataset of the Hub is `hf://datasets/owner/name[@revision]/GLOB`, or `owner/name[@revision]`,
+    whose files `name` and `split` select as in `datasets.load_dataset`.
     """
 
     path: str = Field(description="The file, glob or dataset.")

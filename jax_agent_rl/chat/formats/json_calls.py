@@ -1,6 +1,6 @@
 """Formats that write a call as one JSON object of name and arguments.
 
-They are those of Hermes, Llama 3, and ``<tool>`` tags::
+Hermes, Llama 3 and ``<tool>`` tags::
 
     hermes       <tool_call>{"name": …, "arguments": {…}}</tool_call>    also Qwen2.5 and Qwen3
     llama3_json  {"name": …, "parameters": {…}}; …                       alone, or after a tag
