@@ -197,10 +197,10 @@ def _markdown(text: str) -> str:
 
 
 def _without(node: Any, names: set[str]) -> Any:
-    """Return a schema without these annotations; properties of that name stay.
+    """Return a schema without these annotations.
 
-    Conditions are moved into descriptions, and each description is one line: where the source's lines
-    end says nothing.
+    Properties that happen to have one of the names stay. Conditions are moved into descriptions,
+    and each description is one line, however it is wrapped in the source.
     """
     if isinstance(node, list):
         return [_without(item, names) for item in node]
@@ -211,7 +211,7 @@ def _without(node: Any, names: set[str]) -> Any:
     for key, value in node.items():
         if key in names:
             continue
-        if key in ("properties", "$defs"):
+        if key in ("properties", "$defs"):  # maps names of the configuration, not annotations
             result[key] = {name: _without(field, names) for name, field in value.items()}
         else:
             result[key] = _without(value, names)
