@@ -294,8 +294,8 @@ class AlgorithmConfig(Section):
     shared_tokens: Annotated[Literal["hard", "soft"], _with_estimator("arpo")] = Field(
         default="hard",
         description=(
-            "arpo: advantage of tokens that several trajectories share. hard: the mean. soft: each "
-            "trajectory's own."
+            "arpo: advantage of tokens that several trajectories share. hard: the mean. soft: each"
+            " trajectory's own."
         ),
     )
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
@@ -426,8 +426,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     yield from kl_problems(config)
     if algorithm.shaping.overlong_buffer > max_response_length:
         yield (
-            f"algorithm.shaping.overlong_buffer={algorithm.shaping.overlong_buffer} is longer than "
-            f"agent.max_response_length={max_response_length}; lower it"
+            f"algorithm.shaping.overlong_buffer={algorithm.shaping.overlong_buffer} is longer than"
+            f" agent.max_response_length={max_response_length}; lower it"
         )
 
 

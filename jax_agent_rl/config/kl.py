@@ -74,8 +74,8 @@ class TeacherConfig(Section):
 
     path: str = Field(
         description=(
-            "Its weights, put on the learner's devices: a Hugging Face folder, a run folder, or "
-            "owner/name[@revision] on the Hub. With a url only its tokenizer is read."
+            "Its weights, put on the learner's devices: a Hugging Face folder, a run folder, or"
+            " owner/name[@revision] on the Hub. With a url only its tokenizer is read."
         )
     )
     url: str | None = Field(

@@ -49,8 +49,8 @@ class MultihostConfig(Section):
     coordinator: str | None = Field(
         default=None,
         description=(
-            "host:port of process 0. auto: as JAX detects it (Cloud TPU, Slurm, Kubernetes). null: "
-            "$JAX_COORDINATOR_ADDRESS; if unset, one process."
+            "host:port of process 0. auto: as JAX detects it (Cloud TPU, Slurm, Kubernetes). null:"
+            " $JAX_COORDINATOR_ADDRESS; if unset, one process."
         ),
     )
     num_processes: Positive | None = Field(

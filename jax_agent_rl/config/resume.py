@@ -84,22 +84,22 @@ DEFINES = _paths(
         "algorithm.gigpo": "gamma step_advantage_w mode similarity",
         "algorithm.gdpo": "reward_keys reward_weights",
         "algorithm.policy_loss": (
-            "loss_mode behav_imp_weight_cap tau_pos tau_neg clip_cov_ratio clip_cov_lb "
-            "clip_cov_ub kl_cov_ratio ppo_kl_coef dppo_ratio_cap dro_beta"
+            "loss_mode behav_imp_weight_cap tau_pos tau_neg clip_cov_ratio clip_cov_lb"
+            " clip_cov_ub kl_cov_ratio ppo_kl_coef dppo_ratio_cap dro_beta"
         ),
         "algorithm.kl": "where estimator top_k coef controller target horizon",
         "algorithm.rollout_correction": (
-            "rollout_is rollout_is_threshold rollout_is_batch_normalize rollout_rs "
-            "rollout_rs_threshold bypass_mode"
+            "rollout_is rollout_is_threshold rollout_is_batch_normalize rollout_rs"
+            " rollout_rs_threshold bypass_mode"
         ),
         "algorithm.filters": (
-            "void_turn void_trajectory all_tool_calls_failed overlong repetition max_repetition "
-            "final_answer"
+            "void_turn void_trajectory all_tool_calls_failed overlong repetition max_repetition"
+            " final_answer"
         ),
         "algorithm.shaping": "overlong_buffer overlong_factor repetition_factor repetition_ngram",
         "learner": (
-            f"{_OPTIMIZER} compute_dtype router_aux_loss_coef num_minibatches ppo_epochs ema_decay "
-            "freeze_vision"
+            f"{_OPTIMIZER} compute_dtype router_aux_loss_coef num_minibatches ppo_epochs ema_decay"
+            " freeze_vision"
         ),
         "learner.lora": _LORA,
         "critic": f"{_OPTIMIZER} critic_warmup cliprange_value",
@@ -161,8 +161,8 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
                 " max_in_flight_per_server adapters deterministic"
             ),
             "rollout.jetstream": (
-                "dtype max_concurrent_decodes kv_cache_tokens kv_offloading_size decode_steps "
-                "num_speculative_tokens prefill_buckets device_offset patch_buckets"
+                "dtype max_concurrent_decodes kv_cache_tokens kv_offloading_size decode_steps"
+                " num_speculative_tokens prefill_buckets device_offset patch_buckets"
             ),
             "rollout.jetstream.mesh": "data expert tensor",
             "rollout.vllm": (
@@ -184,16 +184,16 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
         {
             "rollout": "trajectory_timeout recovery_seconds wait_for_server_seconds stall_seconds",
             "agent": (
-                "tool_call_timeout tool_call_max_retries tool_timeout run_timeout rollout_mode "
-                "max_concurrent_trajectories"
+                "tool_call_timeout tool_call_max_retries tool_timeout run_timeout rollout_mode"
+                " max_concurrent_trajectories"
             ),
             "agent.endpoint": (
-                "request_timeout max_body_bytes max_concurrent_requests max_choices max_sessions "
-                "max_session_tokens max_session_pixels session_ttl"
+                "request_timeout max_body_bytes max_concurrent_requests max_choices max_sessions"
+                " max_session_tokens max_session_pixels session_ttl"
             ),
             "agent.command": (
-                "verifier_timeout cpu_seconds memory_mb processes disk_mb max_running workspace_mb "
-                "workspace_entries"
+                "verifier_timeout cpu_seconds memory_mb processes disk_mb max_running workspace_mb"
+                " workspace_entries"
             ),
             "tool_config": "max_retries retry_delay timeout max_workers request_interval",
             "search": "timeout max_retries retry_delay",

@@ -156,8 +156,8 @@ def _group_problems(config: Config) -> Iterator[str]:
         )
     if learner.num_minibatches > rollout.prompts_per_step:
         yield (
-            f"learner.num_minibatches={learner.num_minibatches} cuts the batch finer than its "
-            f"rollout.prompts_per_step={rollout.prompts_per_step} groups; lower it"
+            f"learner.num_minibatches={learner.num_minibatches} cuts the batch finer than its"
+            f" rollout.prompts_per_step={rollout.prompts_per_step} groups; lower it"
         )
 
 
