@@ -104,8 +104,8 @@ class ChatCodec:
         self._modalities: frozenset[str] | None = None
         self._variants: OrderedDict[str, ChatCodec] = OrderedDict()
 
-        # Holds one compiler once it is used. A list, because variants are shallow copies that are
-        # to share it.
+        # Holds one compiler once it is used. It is a list so that variants, which are shallow
+        # copies, share the compiler.
         self._grammar_compilers: list[GrammarCompiler] = []
         try:
             self._use_template(check_template_kwargs(template_kwargs or {}))
