@@ -1,8 +1,12 @@
-"""Environments: the interface (a world that answers and scores the policy's replies), their names and their pools.
+"""Environments: their interface, their names and their pools.
 
-Life of an instance in one trajectory::
+An environment is a world that answers and scores the policy's replies. Life of an instance in one
+trajectory::
 
-    reset(**environment_kwargs) ──► step(reply) … ──► conclude(messages, reason) ──► close(), or the next reset
+    reset(**environment_kwargs) ──► step(reply) … ──► conclude(messages, reason)
+                                                                 │
+                                                                 ▼
+                                                   close(), or the next reset
 
 The keyword arguments come from the dataset row: ``extra_info.environment_kwargs = {"name":
 "textworld", "game": …}``. An instance serves one trajectory at a time. Methods are coroutines; wrap
@@ -13,8 +17,9 @@ A pool bounds the number of instances and the time of every call::
     acquire ──► waits for one of max_instances ──► an idle instance (scope global), or a new one
                                                     │ reset, step, conclude, each in bounded time
     release ◄── scope global and nothing went wrong: idle again ◄──┤
-                else: closed                                  ◄────┘     exactly once, also on cancellation
+                otherwise: closed                             ◄────┘
 
+An instance is released exactly once, also on cancellation.
 :meth:`EnvironmentPool.lease` does both for one trajectory.
 """
 
@@ -79,9 +84,11 @@ class Observation:
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {
-        key: as_float(value, f"an environment's metric {key!r}") for key, value in metrics.items()
-    }
+    """Return the metrics as floats; raise ValueError for one that is no number."""
+    numbers = {}
+    for key, value in metrics.items():
+        numbers[key] = as_float(value, f"an environment's metric {key!r}")
+    return numbers
 
 
 class Environment(ABC):
@@ -96,12 +103,17 @@ class Environment(ABC):
 
     @property
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
-        """Tools this episode offers, in OpenAI's format, for the prompt; read after ``reset``. The default is none."""
+        """Tools this episode offers, in OpenAI's format, for the prompt.
+
+        They are read after ``reset``. By default there are none.
+        """
         return ()
 
     @abstractmethod
     async def reset(self, **environment_kwargs: Any) -> Observation:
-        """Begin an episode; its messages follow the row's prompt. Subclasses name the arguments rows may give.
+        """Begin an episode; its messages follow the row's prompt.
+
+        Subclasses name the arguments that rows may give.
 
         Raises:
             EnvironmentFailedError: there is no such episode. Any other exception counts as this
@@ -110,12 +122,17 @@ class Environment(ABC):
 
     @abstractmethod
     async def step(self, reply: Reply) -> Observation:
-        """Answer a reply: text without reasoning, and decoded calls. Those that were cut off do not get here."""
+        """Answer a reply: text without reasoning, and decoded calls.
+
+        A reply that was cut off does not get here.
+        """
 
     async def conclude(
         self, messages: Sequence[Mapping[str, Any]], reason: FinishReason
     ) -> Mapping[str, float]:
-        """Finish the episode with the whole conversation; called once when the trajectory is over, for any reason.
+        """Finish the episode with the whole conversation.
+
+        It is called once, when the trajectory is over, whatever ended it.
 
         Returns:
             ``score`` is added to the score of the last turn; other numbers become metrics. The
@@ -138,7 +155,9 @@ _Class = TypeVar("_Class", bound=type[Environment])
 
 
 def register_environment(name: str) -> Callable[[_Class], _Class]:
-    """Register an :class:`Environment` class, constructed without arguments, under the name that rows give.
+    """Register an :class:`Environment` class under the name that rows give.
+
+    It is constructed without arguments.
 
     Raises:
         ConfigError: the name is taken.
@@ -167,7 +186,8 @@ def get_environment(name: str) -> type[Environment]:
         cls = load_installed(
             "environments", name, fits=_is_environment, expected="a subclass of Environment"
         )
-        if cls is not None and name not in _ENVIRONMENTS:  # its module may have registered it
+        is_registered = name in _ENVIRONMENTS  # its module may have done so when it was imported
+        if cls is not None and not is_registered:
             register_environment(name)(cls)
     if name not in _ENVIRONMENTS:
         known = sorted({*_ENVIRONMENTS, *installed("environments")})
@@ -178,8 +198,8 @@ def get_environment(name: str) -> type[Environment]:
     return _ENVIRONMENTS[name]
 
 
-def _is_environment(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, Environment)
+def _is_environment(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Environment)
 
 
 def load_environments(path: str | None) -> None:
@@ -193,18 +213,22 @@ def load_environments(path: str | None) -> None:
 
 
 def row_environment(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of a row's environment and the arguments of its ``reset``; raise DataError if it names none."""
-    given = (row.get("extra_info") or {}).get("environment_kwargs")
-    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
+    """Return the name of a row's environment and the arguments of its ``reset``.
+
+    Raises:
+        DataError: the row names none.
+    """
+    kwargs = (row.get("extra_info") or {}).get("environment_kwargs")
+    if not isinstance(kwargs, Mapping) or not isinstance(kwargs.get("name"), str):
         raise DataError(
             "extra_info.environment_kwargs must be an object with the environment's 'name', like "
-            f"{{'name': 'textworld', 'game': …}}, got {given!r:.100}"
+            f"{{'name': 'textworld', 'game': …}}, got {kwargs!r:.100}"
         )
-    return given["name"], {key: value for key, value in given.items() if key != "name"}
+    return kwargs["name"], {key: value for key, value in kwargs.items() if key != "name"}
 
 
 def require_environment(row: Mapping[str, Any]) -> None:
-    """Refuse a row whose environment does not exist or does not take its arguments; call it before a run.
+    """Check, before a run, that a row's environment exists and takes the row's arguments.
 
     Raises:
         ConfigError: there is no such environment.
@@ -235,15 +259,22 @@ W = TypeVar("W", bound=Environment)
 
 
 async def _bounded(call: Callable[[], Awaitable[T]], where: str, timeout: float, key: str) -> T:
-    """Call code of an environment; whatever goes wrong becomes an EnvironmentFailedError that names ``where``."""
+    """Call code of an environment; any failure becomes an EnvironmentFailedError.
+
+    Args:
+        where: environment and method, for the messages.
+        key: the setting that holds ``timeout``, for the message.
+    """
+
+    def timeout_error() -> EnvironmentTimeoutError:
+        return EnvironmentTimeoutError(f"{where} did not return within {key}={timeout:g} seconds")
+
     try:
         return await in_time(
             call,
             timeout,
             what=where,
-            late=lambda: EnvironmentTimeoutError(
-                f"{where} did not return within {key}={timeout:g} seconds"
-            ),
+            late=timeout_error,
             error=lambda problem: EnvironmentFailedError(f"{where} {problem}"),
         )
     except TrajectoryError:
@@ -253,9 +284,10 @@ async def _bounded(call: Callable[[], Awaitable[T]], where: str, timeout: float,
 
 
 class LeasedEnvironment:
-    """An instance leased to one trajectory: every call is bounded, every failure loses this trajectory only.
+    """An instance leased to one trajectory.
 
-    All methods raise EnvironmentFailedError or EnvironmentTimeoutError.
+    Every call is bounded, and a failure loses this trajectory only. All methods raise
+    EnvironmentFailedError or EnvironmentTimeoutError.
     """
 
     def __init__(self, environment: Environment, name: str, timeout: float):
@@ -279,15 +311,15 @@ class LeasedEnvironment:
     ) -> Mapping[str, float]:
         async def checked() -> Mapping[str, float]:
             outcome = await self._environment.conclude(messages, reason)
+            score = as_score(outcome.get("score", 0.0), "its score")
             metrics = {key: value for key, value in outcome.items() if key != "score"}
-            return {"score": as_score(outcome.get("score", 0.0), "its score"), **_numbers(metrics)}
+            return {"score": score, **_numbers(metrics)}
 
         return await self._call("conclude", checked)
 
-    async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        return await _bounded(
-            call, f"environment {self.name!r}: {what}", self._timeout, "environments.timeout"
-        )
+    async def _call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
+        where = f"environment {self.name!r}: {method}"
+        return await _bounded(call, where, self._timeout, "environments.timeout")
 
 
 class EnvironmentPool(Generic[E]):
@@ -295,13 +327,13 @@ class EnvironmentPool(Generic[E]):
 
     Args:
         create: makes an instance.
-        name: of the environment, for messages.
+        name: the environment's name, for messages.
         scope: ``rollout`` makes an instance for each trajectory; ``global`` keeps instances and
             resets them.
-        max_instances: at the same time; more leases wait.
+        max_instances: number of instances at the same time; further leases wait.
         timeout: seconds each call may take.
-        timeout_key: its name in messages.
-        failures: told of what goes wrong after a trajectory; None: a log of its own.
+        timeout_key: the setting that holds ``timeout``, for messages.
+        failures: log of what goes wrong after a trajectory; None: a new one.
     """
 
     def __init__(
@@ -332,7 +364,9 @@ class EnvironmentPool(Generic[E]):
         """
         await self._slots.acquire()
         try:
-            return self._idle.pop() if self._idle else self._make()
+            if self._idle:
+                return self._idle.pop()
+            return self._make()
         except BaseException:
             self._slots.release()
             raise
@@ -354,7 +388,8 @@ class EnvironmentPool(Generic[E]):
         Raises:
             EnvironmentFailedError: it cannot be made.
         """
-        environment, reusable = await self.acquire(), False
+        environment = await self.acquire()
+        reusable = False
         try:
             yield LeasedEnvironment(environment, self._name, self._timeout)
             reusable = True
@@ -363,8 +398,9 @@ class EnvironmentPool(Generic[E]):
 
     async def close(self) -> None:
         """Close the idle instances; leased ones are closed when they are released."""
-        idle, self._idle = self._idle, []
-        self._scope = "rollout"
+        idle = self._idle
+        self._idle = []
+        self._scope = "rollout"  # whatever is released from now on is closed
         for environment in idle:
             await self._close(environment)
 
@@ -388,9 +424,8 @@ class EnvironmentPool(Generic[E]):
         except TrajectoryError:
             raise
         except Exception as error:
-            raise user_code_error(
-                EnvironmentFailedError, f"environment {self._name!r}: making it", error
-            ) from error
+            where = f"environment {self._name!r}: making it"
+            raise user_code_error(EnvironmentFailedError, where, error) from error
 
 
 class EnvironmentPools:
@@ -399,9 +434,10 @@ class EnvironmentPools:
     Args:
         scope: ``rollout`` makes an instance for each trajectory; ``global`` keeps instances and
             resets them.
-        max_instances: at the same time, of each environment; more leases wait.
+        max_instances: number of instances of each environment at the same time; further leases
+            wait.
         timeout: seconds each call may take.
-        failures: told of what goes wrong after a trajectory; None: a log of its own.
+        failures: log of what goes wrong after a trajectory; None: a new one for each pool.
     """
 
     def __init__(
@@ -421,7 +457,7 @@ class EnvironmentPools:
         self._pools: dict[str, EnvironmentPool[Environment]] = {}
 
     def pool(self, name: str) -> EnvironmentPool[Environment]:
-        """Return the pool of the environment called ``name``; raise ConfigError if there is none."""
+        """Return the pool of the environment ``name``; raise ConfigError if there is none."""
         if name not in self._pools:
             self._pools[name] = EnvironmentPool(get_environment(name), name=name, **self._settings)
         return self._pools[name]
