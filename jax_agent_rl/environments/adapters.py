@@ -1,12 +1,16 @@
-"""Adapters of reasoning-gym's and TextWorld's tasks; each imports its package when it is first used.
+"""Adapters of reasoning-gym's and TextWorld's tasks.
 
-reasoning-gym's are procedural: one question, one answer, checked by the task's own verifier. A row
-names the question, it does not hold it::
+Each imports its package when it is first used. reasoning-gym's tasks are procedural: one question,
+one answer, checked by the task's own verifier. A row names the question, it does not hold it::
 
-    "extra_info": {"environment_kwargs": {"name": "reasoning_gym", "dataset": "chain_sum", "seed": 0, "index": 17,
-                                          "config": {"min_terms": 2, "max_terms": 2}}}
+    "extra_info": {
+        "environment_kwargs": {
+            "name": "reasoning_gym", "dataset": "chain_sum", "seed": 0, "index": 17,
+            "config": {"min_terms": 2, "max_terms": 2}
+        }
+    }
 
-TextWorld's are games: rooms, objects, a quest, and commands in plain English. A row names a
+TextWorld's tasks are games: rooms, objects, a quest, and commands in plain English. A row names a
 compiled game (``tw-make … --output game.z8``)::
 
     "extra_info": {"environment_kwargs": {"name": "textworld", "game": "data/textworld/train-0.z8"}}
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
 
 @register_environment("reasoning_gym")
 class ReasoningGymEnvironment(Environment):
-    """One question of one of its data sets; the answer is the text in the last ``<answer>…</answer>``."""
+    """One question of a data set; the answer is the text in the last ``<answer>…</answer>``."""
 
     async def reset(
         self,
@@ -52,17 +56,17 @@ class ReasoningGymEnvironment(Environment):
         Args:
             dataset: name of the task family.
             index: number of the question.
-            seed: of the dataset. reasoning-gym adds it to ``index`` for most families, so seeds of
-                training and held-out rows must lie further apart than their indices.
+            seed: seed of the dataset. reasoning-gym adds it to ``index`` for most families, so
+                seeds of training and held-out rows must lie further apart than their indices.
             config: the family's settings (JSON text where a Parquet file cannot hold a mapping).
             partial_credit: keep scores between 0 and 1. Off by default: many verifiers give partial
                 scores to wrong answers that contain the right one, which a policy soon learns to
                 exploit.
         """
         self._partial_credit = partial_credit
-        settings = (
-            config if isinstance(config, str) else json.dumps(dict(config or {}), sort_keys=True)
-        )
+        settings = config
+        if not isinstance(settings, str):
+            settings = json.dumps(dict(settings or {}), sort_keys=True)
         self._dataset, self._entry = await in_thread(
             lambda: _question(dataset, seed, settings, index), name="question"
         )
@@ -71,22 +75,22 @@ class ReasoningGymEnvironment(Environment):
     async def step(self, reply: Reply) -> Observation:
         """Score the answer and end the episode."""
         answer = tagged(reply.content)
-        value = 0.0
+        score = 0.0
         if answer:
-            value = float(
-                await in_thread(
-                    lambda: self._dataset.score_answer(answer, self._entry), name="verifier"
-                )
+            verdict = await in_thread(
+                lambda: self._dataset.score_answer(answer, self._entry), name="verifier"
             )
-        score = value if self._partial_credit else float(value >= 1.0)
-        return Observation(
-            score=score, done=True, metrics={"reasoning_gym/answered": float(answer is not None)}
-        )
+            score = float(verdict)
+        if not self._partial_credit:
+            score = float(score >= 1.0)
+        metrics = {"reasoning_gym/answered": float(answer is not None)}
+        return Observation(score=score, done=True, metrics=metrics)
 
 
 def _question(dataset: str, seed: int, settings: str, index: int) -> tuple[Any, dict[str, Any]]:
-    source = _open_dataset(dataset, seed, settings)
-    return source, source[index]
+    """Return a dataset, which scores answers, and one of its entries."""
+    opened = _open_dataset(dataset, seed, settings)
+    return opened, opened[index]
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,7 +116,8 @@ after the other."""
 
 _MAX_COMMAND = 120
 _UNSAFE = re.compile(r"[^a-z0-9' -]")
-"""Never reaches the game's interpreter, a C library in this process that a NUL byte crashes."""
+"""Characters that never reach the game's interpreter, a C library in this process that a NUL byte
+crashes."""
 _INTERPRETER = frozenset(
     "quit q restart restore save script unscript transcript undo verbose brief superbrief notify"
     " version verify pronouns nouns yes y no oops".split()
@@ -143,9 +148,8 @@ class TextWorldEnvironment(Environment):
         self._score = 0.0
         state = await in_thread(lambda: self._start(Path(game).expanduser()), name="game start")
         self._max_score = float(state.max_score or 1)
-        return Observation.say(
-            self._with_commands(f"{state.objective}\n\n{_clean(state.description)}", state)
-        )
+        opening = f"{state.objective}\n\n{_clean(state.description)}"
+        return Observation.say(self._with_commands(opening, state))
 
     async def step(self, reply: Reply) -> Observation:
         """Play a command: the text in ``<command>…</command>``, else the last line.
@@ -154,26 +158,26 @@ class TextWorldEnvironment(Environment):
         """
         command = parse_command(reply.content)
         if not command or command.split()[0] in _INTERPRETER:
-            nothing = (
-                f"{command!r} is not a command of this game."
-                if command
-                else "Say what you want to do."
-            )
+            objection = "Say what you want to do."
+            if command:
+                objection = f"{command!r} is not a command of this game."
             return Observation.say(
-                nothing, metrics={"textworld/won": 0.0, "textworld/inadmissible": 1.0}
+                objection, metrics={"textworld/won": 0.0, "textworld/inadmissible": 1.0}
             )
-        known = command in self._admissible
+
+        is_admissible = command in self._admissible
         state, points, done = await in_thread(lambda: self._play(command), name="game step")
-        score, self._score = (points - self._score) / self._max_score, float(points)
-        return Observation.say(
-            _clean(state.feedback) if done else self._with_commands(_clean(state.feedback), state),
-            score=score,
-            done=done,
-            metrics={
-                "textworld/won": float(bool(state.won)),
-                "textworld/inadmissible": float(not known),
-            },
-        )
+        score = (points - self._score) / self._max_score
+        self._score = float(points)
+
+        text = _clean(state.feedback)
+        if not done:
+            text = self._with_commands(text, state)
+        metrics = {
+            "textworld/won": float(bool(state.won)),
+            "textworld/inadmissible": float(not is_admissible),
+        }
+        return Observation.say(text, score=score, done=done, metrics=metrics)
 
     async def close(self) -> None:
         """End the game."""
@@ -196,9 +200,11 @@ class TextWorldEnvironment(Environment):
         if self._game is not None:
             with _LOCK:
                 self._game.close()
-        self._game, self._path = None, None
+        self._game = None
+        self._path = None
 
     def _with_commands(self, text: str, state: Any) -> str:
+        """Note the commands that would do something now; list them below the text if asked to."""
         self._admissible = sorted(state.admissible_commands or ())
         if not self._show_commands:
             return text
@@ -206,14 +212,19 @@ class TextWorldEnvironment(Environment):
 
 
 def parse_command(text: str) -> str:
-    r"""Return the command of a reply: one line of lower-case ASCII letters, digits, spaces, hyphens and apostrophes.
+    r"""Return the command of a reply, empty if it has none.
+
+    It is one line of lower-case ASCII letters, digits, spaces, hyphens and apostrophes.
 
     >>> parse_command("I should leave.\n> go east")
     'go east'
     """
-    lines = [line for line in (tagged(text, "command") or text).splitlines() if line.strip()]
-    letters = _UNSAFE.sub(" ", (lines or [""])[-1].lower())
-    return " ".join(letters.split())[:_MAX_COMMAND].strip()
+    last_line = ""
+    for line in (tagged(text, "command") or text).splitlines():
+        if line.strip():
+            last_line = line
+    words = _UNSAFE.sub(" ", last_line.lower()).split()
+    return " ".join(words)[:_MAX_COMMAND].strip()
 
 
 def _load(path: Path) -> Any:
@@ -228,7 +239,8 @@ def _load(path: Path) -> Any:
         raise EnvironmentFailedError(
             f"game {str(path)!r} does not exist; make it with tw-make … --output {path}"
         )
-    wanted = textworld.EnvInfos(
+
+    infos = textworld.EnvInfos(
         objective=True,
         description=True,
         feedback=True,
@@ -238,15 +250,19 @@ def _load(path: Path) -> Any:
         won=True,
     )
     with _LOCK, warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # "not fully supported": TextWorld itself keeps the score, not the interpreter
-        return textworld.start(str(path), request_infos=wanted)
+        # "not fully supported": TextWorld itself keeps the score, not the interpreter
+        warnings.simplefilter("ignore")
+        return textworld.start(str(path), request_infos=infos)
 
 
 def _clean(text: str | None) -> str:
     """Remove the interpreter's final prompt and status line, and runs of empty lines."""
-    body = (text or "").rsplit("\n>", 1)[0].partition("Would you like to RESTART")[0]
-    lines = [line.strip() for line in body.splitlines()]
-    kept = [line for at, line in enumerate(lines) if line or (at and lines[at - 1])]
-    return "\n".join(kept).strip()
+    before_prompt = (text or "").rsplit("\n>", 1)[0]
+    body, _, _ = before_prompt.partition("Would you like to RESTART")
+
+    lines: list[str] = []
+    for line in body.splitlines():
+        line = line.strip()
+        if line or (lines and lines[-1]):  # of several empty lines, the first stays
+            lines.append(line)
+    return "\n".join(lines).strip()
