@@ -13,14 +13,14 @@
 
 The parameter ``env`` is no part of the schema. Life of a lease::
 
-    scope trajectory    first call ─► acquire ─► reset ─► call, call, …                     ─► released at the end
-    scope global        each call  ─► acquire ─► reset if it is new ─► call                 ─► released
-                                       │ waits for one of pool_size                         │
-                                                                   a call broke it: closed ◄┘
+    scope trajectory    first call ─► acquire ─► reset ─► call, call, …      ─► released at the end
+    scope global        each call  ─► acquire ─► reset if it is new ─► call  ─► released
+                                       │ waits for one of pool_size          │
+                                                    a call broke it: closed ◄┘
 
 A call breaks its environment if it is cut off by a timeout or cancelled, or raises anything but
-ToolError. Its place in the pool goes to a new one. The rest of the trajectory has none (scope
-trajectory): what it did in the old one is gone.
+ToolError. A new environment takes its place in the pool. With scope trajectory, later calls of the
+trajectory fail: what it did in the broken environment is gone.
 '''  # noqa: D214
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ _Pool = EnvironmentPool[_Instance]
 
 @dataclass
 class _Trajectory:
-    """What one trajectory has of a pool.
+    """A trajectory whose tools use the pool.
 
     Attributes:
         reset_kwargs: arguments of ``reset``.
         tools: names of the tools that have not released it.
         lock: held by the call that uses its environment.
-        lease: its environment, and the pool that it goes back to.
+        lease: its environment, and the pool that it goes back to; None before the first call and
+            after the lease ended.
         waiting: number of calls that wait for a free environment.
-        lost: why no further call gets one.
+        end_reason: why its lease ended, so that no further call gets an environment.
     """
 
     reset_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class _Trajectory:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     lease: tuple[_Pool, _Instance] | None = None
     waiting: int = 0
-    lost: str | None = None
+    end_reason: str | None = None
 
 
 class EnvironmentLeases:
@@ -114,9 +115,9 @@ class EnvironmentLeases:
         """Note that a trajectory may use a tool.
 
         Args:
-            instance_id: the trajectory.
+            instance_id: the trajectory's id.
             tool: the tool's name.
-            reset_kwargs: arguments of ``reset``, besides those of its other tools.
+            reset_kwargs: arguments of ``reset``; arguments of its other tools are added to them.
         """
         if reset_kwargs and self.shared:
             raise TypeError(
@@ -128,18 +129,25 @@ class EnvironmentLeases:
         trajectory.reset_kwargs |= reset_kwargs
 
     async def leave(self, instance_id: str, tool: str) -> None:
-        """End the trajectory's lease if this was the last of its tools; an environment still in use is closed."""
+        """End the trajectory's lease if this was the last of its tools.
+
+        An environment that a call still uses is closed.
+        """
         trajectory = self._trajectories.get(instance_id)
-        if trajectory is not None:
-            trajectory.tools.discard(tool)
-            if not trajectory.tools:
-                del self._trajectories[instance_id]
-                in_use = trajectory.lock.locked()
-                await self._end_lease(trajectory, "its trajectory is over", reusable=not in_use)
+        if trajectory is None:
+            return
+        trajectory.tools.discard(tool)
+        if trajectory.tools:
+            return
+
+        del self._trajectories[instance_id]
+        in_use = trajectory.lock.locked()
+        await self._end_lease(trajectory, "its trajectory is over", reusable=not in_use)
 
     def waits(self, instance_id: str) -> bool:
         """Return whether a call of the trajectory waits for a free environment."""
-        return instance_id in self._trajectories and self._trajectories[instance_id].waiting > 0
+        trajectory = self._trajectories.get(instance_id)
+        return trajectory is not None and trajectory.waiting > 0
 
     @asynccontextmanager
     async def lease(self, instance_id: str) -> AsyncIterator[Resettable]:
@@ -150,18 +158,21 @@ class EnvironmentLeases:
             EnvironmentFailedError: none can be made.
         """
         trajectory = self._trajectories[instance_id]
-        async with (
-            self._of_call(trajectory) if self.shared else self._of_trajectory(trajectory)
-        ) as environment:
+        if self.shared:
+            lease = self._lease_for_call(trajectory)
+        else:
+            lease = self._lease_for_trajectory(trajectory)
+        async with lease as environment:
             yield environment
 
     async def close(self) -> None:
         """Close all environments; those in use, when their lease ends."""
-        pool, self._pool = self._pool, self._new_pool()
+        pool = self._pool
+        self._pool = self._new_pool()
         await pool.close()
 
     @asynccontextmanager
-    async def _of_call(self, trajectory: _Trajectory) -> AsyncIterator[Resettable]:
+    async def _lease_for_call(self, trajectory: _Trajectory) -> AsyncIterator[Resettable]:
         pool, instance = await self._acquire(trajectory)
         reusable = False
         try:
@@ -174,33 +185,37 @@ class EnvironmentLeases:
             await pool.release(instance, reusable=reusable)
 
     @asynccontextmanager
-    async def _of_trajectory(self, trajectory: _Trajectory) -> AsyncIterator[Resettable]:
+    async def _lease_for_trajectory(self, trajectory: _Trajectory) -> AsyncIterator[Resettable]:
         async with trajectory.lock:
-            if trajectory.lost is None and trajectory.lease is None:
+            if trajectory.end_reason is None and trajectory.lease is None:
                 trajectory.lease = await self._acquire(trajectory)
-                if trajectory.lost is not None:  # it ended meanwhile, and `reset` ignored that
-                    await self._end_lease(trajectory, trajectory.lost, reusable=False)
+                if trajectory.end_reason is not None:
+                    # The trajectory ended meanwhile, and `reset` ignored the cancellation.
+                    await self._end_lease(trajectory, trajectory.end_reason, reusable=False)
             if trajectory.lease is None:
-                raise ToolError(f"its {self._name} is gone: {trajectory.lost}")
+                raise ToolError(f"its {self._name} is gone: {trajectory.end_reason}")
+
+            _, instance = trajectory.lease
             try:
-                yield trajectory.lease[1].environment
+                yield instance.environment
             except ToolError:
                 raise
             except BaseException as error:
-                await self._end_lease(
-                    trajectory, f"a call raised {type(error).__name__}: {error}", reusable=False
-                )
+                reason = f"a call raised {type(error).__name__}: {error}"
+                await self._end_lease(trajectory, reason, reusable=False)
                 raise
 
     async def _acquire(self, trajectory: _Trajectory) -> tuple[_Pool, _Instance]:
+        """Return an instance that is ready for a call, and the pool that it goes back to."""
         pool = self._pool
         trajectory.waiting += 1
         try:
             instance = await pool.acquire()
         finally:
             trajectory.waiting -= 1
+
         try:
-            if not (self.shared and instance.is_reset):
+            if not self.shared or not instance.is_reset:
                 await instance.environment.reset(**trajectory.reset_kwargs)
                 instance.is_reset = True
         except BaseException:
@@ -208,12 +223,10 @@ class EnvironmentLeases:
             raise
         return pool, instance
 
-    async def _end_lease(self, trajectory: _Trajectory, why: str, *, reusable: bool) -> None:
-        trajectory.lost = why
-        lease, trajectory.lease = (
-            trajectory.lease,
-            None,
-        )  # before anything is awaited: a lease ends once
+    async def _end_lease(self, trajectory: _Trajectory, reason: str, *, reusable: bool) -> None:
+        trajectory.end_reason = reason
+        lease = trajectory.lease
+        trajectory.lease = None  # before anything is awaited, since a lease ends once
         if lease is not None:
             pool, instance = lease
             await pool.release(instance, reusable=reusable)
@@ -224,10 +237,10 @@ class EnvironmentTool(FunctionTool):
 
     Args:
         function: see :class:`FunctionTool`; ``env`` needs no annotation.
-        leases: of its environments; other tools may share them.
+        leases: leases of its environments; other tools may share them.
 
     Raises:
-        ToolDefinitionError: there is no parameter ``env``, or as of :class:`FunctionTool`.
+        ToolDefinitionError: there is no parameter ``env``, or as for :class:`FunctionTool`.
     """
 
     def __init__(self, function: Callable[..., Any], leases: EnvironmentLeases):
@@ -253,7 +266,9 @@ class EnvironmentTool(FunctionTool):
         await super().release(instance_id, **release_kwargs)
 
     def waits_for(self, instance_id: str) -> str | None:
-        return self._leases.in_use_message if self._leases.waits(instance_id) else None
+        if not self._leases.waits(instance_id):
+            return None
+        return self._leases.in_use_message
 
     async def close(self) -> None:
         await self._leases.close()
@@ -267,17 +282,19 @@ def environment_tool(
     env_kwargs: Mapping[str, Any] | None = None,
     close_timeout: float = 30.0,
 ) -> Callable[[Callable[..., Any]], EnvironmentTool]:
-    """Return a decorator for tool functions with an environment; functions it decorates share the environments.
+    """Return a decorator for tool functions with an environment.
+
+    The functions that it decorates share the environments.
 
     Args:
         env_cls: makes an environment, with coroutines ``reset`` and ``close``.
         pool_size: maximum number of environments; further calls wait for one, within their time
             limit.
-        scope: ``trajectory``: a trajectory has one to itself from its first call to its end, reset
-            with its ``create_kwargs``. ``global``: a call has one to itself, in the state in which
-            other calls left it.
+        scope: ``trajectory``: a trajectory has an environment to itself from its first call to its
+            end, reset with its ``create_kwargs``. ``global``: a call has one to itself, in the
+            state in which other calls left it.
         env_kwargs: arguments of ``env_cls``.
-        close_timeout: seconds that closing one may take.
+        close_timeout: seconds that closing an environment may take.
 
     Raises:
         ToolDefinitionError: ``pool_size`` or ``scope`` is not one of these.
