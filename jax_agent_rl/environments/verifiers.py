@@ -1,8 +1,12 @@
-"""Tasks of verifiers' tasksets (its v1 interface), played token-exactly by our own loop instead of a harness.
+"""Tasks of verifiers' tasksets (its v1 interface), played token-exactly without a harness.
 
 A row names the task::
 
-    "extra_info": {"environment_kwargs": {"name": "verifiers", "taskset": "my_taskset", "index": 3, "config": {…}}}
+    "extra_info": {
+        "environment_kwargs": {
+            "name": "verifiers", "taskset": "my_taskset", "index": 3, "config": {…}
+        }
+    }
 
 Prompt, system prompt, toolsets (called in this process), trace stops, rewards and metrics are the
 task's. What needs a place to run commands in (containers, hooks and rewards that take a
@@ -36,7 +40,10 @@ if TYPE_CHECKING:
 
 @register_environment("verifiers")
 class VerifiersEnvironment(Environment):
-    """One task: the policy calls its tools until it answers; rewards are computed when the trajectory is over."""
+    """One task: the policy calls its tools until it answers.
+
+    Rewards are computed when the trajectory is over.
+    """
 
     def __init__(self) -> None:
         self._task: Any = None
@@ -58,28 +65,31 @@ class VerifiersEnvironment(Environment):
             config: the taskset's configuration (JSON text where a Parquet file cannot hold a
                 mapping).
         """
-        settings = (
-            config if isinstance(config, str) else json.dumps(dict(config or {}), sort_keys=True)
-        )
+        settings = config
+        if not isinstance(settings, str):
+            settings = json.dumps(dict(settings or {}), sort_keys=True)
         self._task = await in_thread(lambda: _tasks(taskset, settings)[index], name="taskset")
         _require_supported(self._task)
+
         self._trace = _new_trace(self._task)
-        for hook in _own_hooks(self._task, "setup"):
+        for hook in _overridden_hooks(self._task, "setup"):
             await hook(trace=self._trace)
         self._tools = await _start_tools(self._task)
-        messages = _opening(self._task.data)
-        for message in messages:
+
+        opening = _opening(self._task.data)
+        for message in opening:
             self._record(message)
-        return Observation(
-            messages=tuple({"role": m.role, "content": _text(m.content)} for m in messages)
-        )
+        messages = [
+            {"role": message.role, "content": _text(message.content)} for message in opening
+        ]
+        return Observation(messages=tuple(messages))
 
     async def step(self, reply: Reply) -> Observation:
         """Run the reply's tool calls; a reply without calls is the answer."""
         from verifiers.v1 import AssistantMessage, ToolMessage
         from verifiers.v1 import ToolCall as VerifiersCall
 
-        number = len(self._trace.nodes)
+        node_number = len(self._trace.nodes)
         calls: list[VerifiersCall] = []
         records: list[ToolCallRecord] = []
         for part in reply.calls:
@@ -89,28 +99,28 @@ class VerifiersEnvironment(Environment):
                     ToolCallRecord(name="", arguments=None, observation=text, error="malformed")
                 )
                 continue
-            call_id = f"call_{number}_{len(calls)}"
-            calls.append(
-                VerifiersCall(
-                    id=call_id, name=part.call.name, arguments=json.dumps(part.call.arguments)
-                )
-            )
-            records.append(replace(await self._call(part.call), call_id=call_id))
-        self._record(
-            AssistantMessage(content=reply.content, tool_calls=calls or None), sampled=True
-        )
-        if records and not calls:
+            call_id = f"call_{node_number}_{len(calls)}"
+            arguments = json.dumps(part.call.arguments)
+            calls.append(VerifiersCall(id=call_id, name=part.call.name, arguments=arguments))
+            record = await self._call(part.call)
+            records.append(replace(record, call_id=call_id))
+
+        turn = AssistantMessage(content=reply.content, tool_calls=calls or None)
+        self._record(turn, sampled=True)
+        if records and not calls:  # none could be decoded: there is no call to answer
             return Observation.say(records[0].observation)
+
         messages: list[Mapping[str, Any]] = []
         for record in records:
+            text = record.observation
             if record.call_id is not None:
                 self._record(
-                    ToolMessage(
-                        tool_call_id=record.call_id, name=record.name, content=record.observation
-                    )
+                    ToolMessage(tool_call_id=record.call_id, name=record.name, content=text)
                 )
-            named = {"name": record.name} if record.name else {}
-            messages.append({"role": "tool", "content": record.observation, **named})
+            message = {"role": "tool", "content": text}
+            if record.name:
+                message["name"] = record.name
+            messages.append(message)
         done = not records or await self._stopped()
         return Observation(messages=tuple(messages), tool_calls=tuple(records), done=done)
 
@@ -121,46 +131,53 @@ class VerifiersEnvironment(Environment):
         from verifiers.v1 import AssistantMessage
 
         if reason is FinishReason.RESPONSE_LENGTH and messages[-1]["role"] == "assistant":
-            self._record(
-                AssistantMessage(content=answer_of(str(messages[-1]["content"]))), sampled=True
-            )
+            # A turn that was cut off did not get to `step`, but rewards have to read it.
+            text = answer_of(str(messages[-1]["content"]))
+            self._record(AssistantMessage(content=text), sampled=True)
         self._trace.ok = True
         self._trace.stop(_STOP_CONDITIONS.get(reason, "agent_completed"))
-        for hook in _own_hooks(self._task, "finalize"):
+        for hook in _overridden_hooks(self._task, "finalize"):
             await hook(trace=self._trace)
         await self._task.score(self._trace)
-        parts = {
-            name: reward.score for name, reward in self._trace.rewards.items() if reward is not None
-        }
-        parts |= {name: value for name, value in self._trace.metrics.items() if value is not None}
-        return {
-            "score": self._trace.reward,
-            **{f"verifiers/{name}": value for name, value in parts.items()},
-        }
+
+        result = {"score": self._trace.reward}
+        for name, reward in self._trace.rewards.items():
+            if reward is not None:
+                result[f"verifiers/{name}"] = reward.score
+        for name, value in self._trace.metrics.items():
+            if value is not None:
+                result[f"verifiers/{name}"] = value
+        return result
 
     def _record(self, message: Any, *, sampled: bool = False) -> None:
         """Add a message to the trace that rewards read."""
         from verifiers.v1 import MessageNode
 
         nodes = self._trace.nodes
-        nodes.append(
-            MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled)
-        )
+        parent = len(nodes) - 1 if nodes else None
+        nodes.append(MessageNode(parent=parent, message=message, sampled=sampled))
 
     async def _call(self, call: ToolCall) -> ToolCallRecord:
         """Run one tool call; the model reads any failure."""
-        began, error = time.perf_counter(), None
+        start_time = time.perf_counter()
+        error_kind = None
         try:
             text = await self._execute(call)
-        except ToolNotFoundError as failure:
-            text, error = f"Error: {failure}", "unknown_tool"
-        except ToolArgumentError as failure:
-            text, error = f"Error: {failure}", "bad_arguments"
-        except Exception as failure:
-            text, error = f"Error: {call.name} raised {type(failure).__name__}: {failure}", "raised"
-        seconds = time.perf_counter() - began
+        except ToolNotFoundError as error:
+            text = f"Error: {error}"
+            error_kind = "unknown_tool"
+        except ToolArgumentError as error:
+            text = f"Error: {error}"
+            error_kind = "bad_arguments"
+        except Exception as error:
+            text = f"Error: {call.name} raised {type(error).__name__}: {error}"
+            error_kind = "raised"
         return ToolCallRecord(
-            name=call.name, arguments=call.arguments, observation=text, error=error, seconds=seconds
+            name=call.name,
+            arguments=call.arguments,
+            observation=text,
+            error=error_kind,
+            seconds=time.perf_counter() - start_time,
         )
 
     async def _execute(self, call: ToolCall) -> str:
@@ -169,19 +186,19 @@ class VerifiersEnvironment(Environment):
             raise ToolNotFoundError(
                 f"there is no tool {call.name[:100]!r}; available tools: {', '.join(self._tools)}"
             )
-        result = await tool.execute(
-            self._trace.id, check_arguments(tool.parameters, call.arguments)
-        )
-        return (
-            result
-            if isinstance(result, str)
-            else json.dumps(result, ensure_ascii=False, default=str)
-        )
+        arguments = check_arguments(tool.parameters, call.arguments)
+        result = await tool.execute(self._trace.id, arguments)
+        if isinstance(result, str):
+            return result
+        return json.dumps(result, ensure_ascii=False, default=str)
 
     async def _stopped(self) -> bool:
+        """Return whether one of the task's stop conditions holds."""
         for predicate in self._task.hooks("stop"):
             result = predicate(self._trace)
-            if await result if inspect.isawaitable(result) else result:
+            if inspect.isawaitable(result):
+                result = await result
+            if result:
                 return True
         return False
 
@@ -202,7 +219,8 @@ class _LazyTasks:
         self._loaded: list[Any] = []
 
     def __getitem__(self, index: int) -> Any:
-        self._loaded += itertools.islice(self._tasks, max(0, index + 1 - len(self._loaded)))
+        missing = max(0, index + 1 - len(self._loaded))
+        self._loaded += itertools.islice(self._tasks, missing)
         if not 0 <= index < len(self._loaded):
             raise EnvironmentFailedError(
                 f"taskset {self._name!r} has {len(self._loaded)} tasks, not number {index}"
@@ -226,8 +244,9 @@ def _new_trace(task: Any) -> Any:
     from verifiers.v1 import AgentConfig, AgentInfo, Trace, TraceTask
     from verifiers.v1.state import state_cls
 
-    about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-    return Trace(task=about, agent=AgentInfo(config=AgentConfig()), state=state_cls(type(task))())
+    trace_task = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    agent = AgentInfo(config=AgentConfig())
+    return Trace(task=trace_task, agent=agent, state=state_cls(type(task))())
 
 
 def _require_supported(task: Any) -> None:
@@ -237,23 +256,24 @@ def _require_supported(task: Any) -> None:
     from verifiers.v1.utils.decorators import discover_decorated
 
     hooks = [
-        *_own_hooks(task, "setup"),
-        *_own_hooks(task, "finalize"),
+        *_overridden_hooks(task, "setup"),
+        *_overridden_hooks(task, "finalize"),
         *task.hooks("reward"),
         *task.hooks("metric"),
     ]
     hooks += [judge.score for judge in task.plugged_judges()]
-    problems = [f"{hook.__name__} takes a runtime" for hook in hooks if _needs_runtime(hook)]
-    problems += ["it needs a container"] * bool(task.NEEDS_CONTAINER or task.data.image)
-    problems += [
-        f"it intercepts messages ({hook.__name__})"
-        for hook in discover_decorated(task, "intercept")
-    ]
-    problems += [
-        f"{stop.__name__} looks at requests"
-        for stop in task.hooks("stop")
-        if not _reads_trace(stop)
-    ]
+
+    problems = []
+    for hook in hooks:
+        if _needs_runtime(hook):
+            problems.append(f"{hook.__name__} takes a runtime")
+    if task.NEEDS_CONTAINER or task.data.image:
+        problems.append("it needs a container")
+    for hook in discover_decorated(task, "intercept"):
+        problems.append(f"it intercepts messages ({hook.__name__})")
+    for stop in task.hooks("stop"):
+        if not _reads_trace(stop):
+            problems.append(f"{stop.__name__} looks at requests")
     if task.toolsets(task.config) and state_cls(type(task)) is not State:
         problems.append("its tools share state with its rewards")
     if problems:
@@ -263,11 +283,13 @@ def _require_supported(task: Any) -> None:
         )
 
 
-def _own_hooks(task: Any, name: str) -> list[Any]:
-    """Return the task's own ``setup`` or ``finalize``, if any."""
+def _overridden_hooks(task: Any, name: str) -> list[Any]:
+    """Return the task's ``setup`` or ``finalize``, or nothing if its class does not define it."""
     from verifiers.v1 import Task
 
-    return [] if getattr(type(task), name) is getattr(Task, name) else [getattr(task, name)]
+    if getattr(type(task), name) is getattr(Task, name):
+        return []
+    return [getattr(task, name)]
 
 
 def _needs_runtime(hook: Any) -> bool:
@@ -290,8 +312,9 @@ async def _start_tools(task: Any) -> dict[str, FunctionTool]:
         await toolset.setup_task(task.data)
         for function in discover_decorated(toolset, "tool"):
             name = getattr(function, "tool_name", None) or function.__name__
-            full = f"{toolset.server_name}_{name}" if toolset.server_name else name
-            tools[full] = FunctionTool(function, name=full)
+            if toolset.server_name:
+                name = f"{toolset.server_name}_{name}"
+            tools[name] = FunctionTool(function, name=name)
     return tools
 
 
@@ -299,24 +322,28 @@ def _opening(data: Any) -> list[Any]:
     """Return system prompt and prompt as verifiers' messages."""
     from verifiers.v1 import SystemMessage, UserMessage
 
-    prompt = (
-        [UserMessage(content=data.prompt)]
-        if isinstance(data.prompt, str)
-        else list(data.prompt or ())
-    )
+    if isinstance(data.prompt, str):
+        prompt = [UserMessage(content=data.prompt)]
+    else:
+        prompt = list(data.prompt or ())
     if not prompt:
         raise EnvironmentFailedError(
             f"verifiers task {data.idx} has no prompt: its user opens the conversation"
         )
-    return [*([SystemMessage(content=data.system_prompt)] if data.system_prompt else []), *prompt]
+    if not data.system_prompt:
+        return prompt
+    return [SystemMessage(content=data.system_prompt), *prompt]
 
 
 def _text(content: Any) -> str:
     """Return message content as text; images are not supported."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    if others := [part.type for part in content if part.type != "text"]:
-        raise EnvironmentFailedError(
-            f"a message of the task holds {others[0]}, which cannot be shown here"
-        )
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type != "text":
+            raise EnvironmentFailedError(
+                f"a message of the task holds {part.type}, which cannot be shown here"
+            )
     return "\n".join(part.text for part in content)
