@@ -1,8 +1,10 @@
-"""The interface of simulated users, one conversation with a user, and the users of a run, from YAML.
+"""Simulated users: their interface, one conversation with one, and the users of a run, from YAML.
 
 Life of one conversation (``instance_id`` is the trajectory's id)::
 
-    start_interaction(id, **kwargs) ──► generate_response(id, messages, **kwargs) … ──► finalize_interaction(id)
+    start_interaction(id, **kwargs)
+      ──► generate_response(id, messages, **kwargs), for each answer
+      ──► finalize_interaction(id)
 
 ``start_interaction`` and ``finalize_interaction`` are called exactly once, the latter also when the
 trajectory fails or is cancelled. ``kwargs`` are the row's ``extra_info.interaction_kwargs`` without
@@ -35,13 +37,13 @@ if TYPE_CHECKING:
 
 
 class UserReply(NamedTuple):
-    """A user's answer; a plain ``(terminate, text, score, metadata)`` is accepted too.
+    """A user's answer; a plain ``(terminate, text, score, metadata)`` is accepted as well.
 
     Attributes:
         terminate: the conversation is over; ``text`` is not shown to the policy any more.
         text: the user's message.
         score: the score of the policy's last turn.
-        metadata: numbers among it are added to the trajectory's metrics.
+        metadata: the numbers in it are added to the trajectory's metrics.
     """
 
     terminate: bool
@@ -78,7 +80,7 @@ class BaseInteraction(ABC):
         """Answer the policy.
 
         Args:
-            instance_id: id of the trajectory.
+            instance_id: the trajectory's id.
             messages: the conversation so far; the last one is the assistant's.
             kwargs: the row's ``interaction_kwargs`` without ``name``.
         """
@@ -91,15 +93,16 @@ class BaseInteraction(ABC):
 
 
 class InteractionSession:
-    """One conversation with a user, as an async context manager: started, answered in time, always finalized.
+    """One conversation with a user, as an async context manager.
+
+    The user is started, answers in time, and is always finalized.
 
     Args:
-        user: who answers.
-        name: its name, for messages.
+        name: the user's name, for messages.
         instance_id: the trajectory's id.
         kwargs: the row's ``interaction_kwargs``, without ``name``.
         timeout: seconds each of start, one reply and finalize may take, ``interactions.timeout``.
-        failures: told of what goes wrong after a conversation; None: a log of its own.
+        failures: log of what goes wrong after a conversation; None: a new one.
     """
 
     def __init__(
@@ -132,9 +135,8 @@ class InteractionSession:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.shield(
-            self._finalize()
-        )  # a second cancellation ends the waiting, not the finalizing
+        # A second cancellation ends the waiting, not the finalizing.
+        await asyncio.shield(self._finalize())
 
     async def reply(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
         """Return the user's answer to the assistant's last message.
@@ -154,26 +156,31 @@ class InteractionSession:
             kind = f"interaction {self.name!r} could not be finalized"
             self._failures.report(kind, f"{self._id}: {error}", error=error.__cause__)
 
-    async def _in_time(self, call: Callable[[], Awaitable[Any]], what: str) -> Any:
-        """Call the user's code in a task of its own, which is abandoned if it ignores its cancellation."""
-        who = f"interaction {self.name!r}"
+    async def _in_time(self, call: Callable[[], Awaitable[Any]], action: str) -> Any:
+        """Call the user's code in a task of its own, abandoned if it ignores its cancellation."""
+        user = f"interaction {self.name!r}"
+
+        def timeout_error() -> InteractionError:
+            return InteractionError(
+                f"{user} did not {action} within interactions.timeout={self._timeout:g} seconds"
+            )
+
         try:
             return await in_time(
                 call,
                 self._timeout,
-                what=f"{who}: {what}",
-                late=lambda: InteractionError(
-                    f"{who} did not {what} within interactions.timeout={self._timeout:g} seconds"
-                ),
-                error=lambda problem: InteractionError(f"{who} {problem}"),
+                what=f"{user}: {action}",
+                late=timeout_error,
+                error=lambda problem: InteractionError(f"{user} {problem}"),
             )
         except TrajectoryError:
             raise
         except Exception as error:
-            raise user_code_error(InteractionError, f"{who}: {what}", error) from error
+            raise user_code_error(InteractionError, f"{user}: {action}", error) from error
 
 
 def _checked(answer: Any, name: str) -> UserReply:
+    """Return an answer as a UserReply; raise InteractionError if it does not have that form."""
     match answer:
         case (bool(terminate), str(text), score, Mapping() as metadata):
             try:
@@ -195,7 +202,6 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
     """Users by name.
 
     Args:
-        users: users to begin with.
         timeout: seconds a user may take for one reply, ``interactions.timeout``.
     """
 
@@ -213,12 +219,10 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
             ConfigError: the file is missing or malformed, a class cannot be found or refuses its
                 ``config``, or two users have one name.
         """
+        if path is None:
+            return cls(timeout=timeout)
         users: dict[str, BaseInteraction] = {}
-        entries = (
-            read_entries(Path(path).expanduser(), key=KEY, name="interaction")
-            if path is not None
-            else []
-        )
+        entries = read_entries(Path(path).expanduser(), key=KEY, name="interaction")
         for number, entry in enumerate(entries):
             where = f"{KEY}={path!r}, interaction[{number}]"
             name, user = _build(entry, where)
@@ -248,13 +252,16 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
 
 
 def _build(entry: Any, where: str) -> tuple[str, BaseInteraction]:
+    """Return name and user of a file's entry; ``where`` names the entry in messages."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str):
         raise ConfigError(f"{where}: must be {{name, class_name, config}}, got {entry!r:.200}")
-    if unknown := sorted(map(str, entry.keys() - _FIELDS)):
+    unknown = sorted(map(str, entry.keys() - _FIELDS))
+    if unknown:
         raise ConfigError(f"{where}: unknown fields {unknown}; there are {sorted(_FIELDS)}")
     config = entry.get("config") or {}
     if not isinstance(config, Mapping):
         raise ConfigError(f"{where}: config must be a mapping, got {config!r:.80}")
+
     cls = find_class(entry["class_name"], "interactions", where=where)
     if not isinstance(cls, type) or not issubclass(cls, BaseInteraction):
         raise ConfigError(
@@ -264,7 +271,8 @@ def _build(entry: Any, where: str) -> tuple[str, BaseInteraction]:
         user = cls(config)
     except ConfigError as error:
         raise ConfigError([f"{where}.config.{problem}" for problem in error.problems]) from None
-    default = (
-        cls.__name__.removesuffix("Interaction").lower() or cls.__name__
-    )  # gsm8k of Gsm8kInteraction
-    return str(entry.get("name") or default), user
+
+    name = entry.get("name")
+    if not name:  # Gsm8kInteraction is called gsm8k
+        name = cls.__name__.removesuffix("Interaction").lower() or cls.__name__
+    return str(name), user

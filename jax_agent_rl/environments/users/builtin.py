@@ -1,4 +1,4 @@
-"""The users that come with the package: one with the answer sheet, and one played by a language model.
+"""The users of this package: one with the answer sheet, and one played by a language model.
 
 The model is behind an OpenAI-compatible endpoint, or the run's own engine.
 """
@@ -45,11 +45,11 @@ class OpenAIChat:
     Args:
         base_url: e.g. ``http://localhost:8000/v1``.
         model: the model's name there.
-        api_key_env: environment variable with the key, if it wants one.
+        api_key_env: environment variable with the key, if the endpoint wants one.
         timeout: seconds one answer may take.
         max_retries: repetitions of a request that failed.
         retry_delay: seconds before each repetition.
-        where: what configures it, for messages.
+        where: the section that configures it, for messages.
 
     Raises:
         ConfigError: ``base_url`` is not a URL, or ``api_key_env`` names a variable that is not set.
@@ -99,6 +99,7 @@ class OpenAIChat:
             answer = await self._service.post(payload, repeatable=True)
         except TimeoutError as error:
             raise InteractionError(str(error)) from None
+
         try:
             content = answer["choices"][0]["message"]["content"]
         except (TypeError, KeyError, IndexError):
@@ -118,9 +119,7 @@ class EngineChat:
     """The engine of the run, so the policy itself, as a chat model.
 
     Args:
-        client: generates tokens.
-        codec: messages to ids and back.
-        max_model_len: maximum ids of one context.
+        max_model_len: maximum number of token ids in one context.
     """
 
     def __init__(self, client: LLMServerClient, codec: ChatCodec, *, max_model_len: int):
@@ -138,20 +137,21 @@ class EngineChat:
                 thought.
             TrajectoryError: the engine failed, or the chat template refuses the conversation.
         """
-        prompt = self._encode(messages)
-        room = self._max_model_len - len(prompt)
+        prompt_ids = self._encode(messages)
+        room = self._max_model_len - len(prompt_ids)
         if room < 1:
             raise InteractionError(
-                f"the simulated user's conversation has {len(prompt)} ids, which leaves no room in "
-                f"rollout.max_model_len={self._max_model_len}; raise it"
+                f"the simulated user's conversation has {len(prompt_ids)} ids, which leaves no room"
+                f" in rollout.max_model_len={self._max_model_len}; raise it"
             )
+
         sampling = SamplingParams(max_tokens=min(max_tokens, room), temperature=temperature)
         output = await self._client.generate(
-            request_id, prompt_ids=prompt, sampling_params=sampling
+            request_id, prompt_ids=prompt_ids, sampling_params=sampling
         )
-        reply = self._codec.parse_reply(output.token_ids, context_ids=prompt)
-        said = reply.text_of("text", "call", "malformed")
-        return _spoken(said, wrote=self._codec.decode(output.token_ids))
+        reply = self._codec.parse_reply(output.token_ids, context_ids=prompt_ids)
+        text = reply.text_of("text", "call", "malformed")
+        return _spoken(text, wrote=self._codec.decode(output.token_ids))
 
     def _encode(self, messages: Sequence[Message]) -> list[int]:
         try:
@@ -159,10 +159,10 @@ class EngineChat:
         except TemplateError:
             if messages[0]["role"] != "system":
                 raise
-        # Some templates have no system role: what it says then stands before the first message.
-        system, first, *others = messages
+        # Some templates have no system role: its text then begins the first message.
+        system, first, *later = messages
         first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
-        return self._codec.encode_prompt([first, *others])
+        return self._codec.encode_prompt([first, *later])
 
     async def close(self) -> None:
         """Do nothing: the run owns the engine."""
@@ -173,10 +173,10 @@ def _spoken(text: str, *, wrote: str) -> str:
 
     Args:
         text: what it wrote besides its thoughts.
-        wrote: all of it, for the message.
+        wrote: all that it wrote, for the message.
 
     Raises:
-        InteractionError: nothing: it was cut while thinking.
+        InteractionError: it says nothing, as it was cut off while thinking.
     """
     if not text.strip():
         raise InteractionError(
@@ -207,7 +207,8 @@ class Gsm8kInteraction(BaseInteraction):
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
-        if unknown := sorted(config.keys() - {"answer_format", "right", "wrong"}):
+        unknown = sorted(config.keys() - {"answer_format", "right", "wrong"})
+        if unknown:
             raise ConfigError(
                 f"{unknown[0]}: Gsm8kInteraction takes answer_format, right and wrong"
             )
@@ -229,11 +230,12 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 def _true_answer(kwargs: Mapping[str, Any]) -> Decimal:
-    answer = last_number(str(kwargs.get("ground_truth", "")))
+    """Return the number in ``ground_truth``; raise InteractionError if there is none."""
+    ground_truth = kwargs.get("ground_truth")
+    answer = last_number(str(ground_truth))
     if answer is None:
         raise InteractionError(
-            f"interaction_kwargs.ground_truth={kwargs.get('ground_truth')!r} holds no number to"
-            " compare with"
+            f"interaction_kwargs.ground_truth={ground_truth!r} holds no number to compare with"
         )
     return answer
 
@@ -275,9 +277,10 @@ class ModelUserConfig(Section):
 
 
 class ModelUserInteraction(BaseInteraction):
-    """The model sees the conversation with the roles exchanged. ``interaction_kwargs``: ``goal``, what the user wants.
+    """A user that a language model plays: it sees the conversation with the roles exchanged.
 
-    A conversation that the user ends scores 1, every other turn 0.
+    ``interaction_kwargs``: ``goal``, what the user wants. The turn after which the user ends the
+    conversation scores 1, every other turn 0.
 
     Raises:
         ConfigError: a wrong ``config`` mapping.
@@ -287,9 +290,10 @@ class ModelUserInteraction(BaseInteraction):
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
-        self._settings = build_tree(ModelUserConfig, config)
+        settings = build_tree(ModelUserConfig, config)
+        self._settings = settings
         self._chat: UserModel | None = None
-        if (settings := self._settings).base_url is not None:
+        if settings.base_url is not None:
             self._chat = OpenAIChat(
                 settings.base_url,
                 settings.model,
@@ -309,32 +313,32 @@ class ModelUserInteraction(BaseInteraction):
         if self._chat is None:
             raise InteractionError("the simulated user has no model: give it a base_url")
         settings = self._settings
-        turn = sum(message["role"] == "assistant" for message in messages) - 1
+        roles = [message["role"] for message in messages]
+        turn = roles.count("assistant") - 1
         text = await self._chat.complete(
             self._swap_roles(messages, kwargs.get("goal")),
             request_id=f"{instance_id}/user/{turn}",
             max_tokens=settings.max_tokens,
             temperature=settings.temperature,
         )
-        done = settings.done_phrase in text
-        return UserReply(done, text.replace(settings.done_phrase, "").strip(), float(done))
+        is_done = settings.done_phrase in text
+        text = text.replace(settings.done_phrase, "").strip()
+        return UserReply(is_done, text, score=float(is_done))
 
     async def close(self) -> None:
         if self._chat is not None:
             await self._chat.close()
 
     def _swap_roles(self, messages: Sequence[Mapping[str, Any]], goal: Any) -> list[dict[str, Any]]:
-        """Return the conversation with roles exchanged, without system messages and tool results."""
-        persona = self._settings.persona.replace("{done}", self._settings.done_phrase)
-        seen = [
-            {
-                "role": "system",
-                "content": f"{persona}\n\nThe user's goal: {goal}" if goal else persona,
-            }
-        ]
+        """Return the conversation with roles exchanged, without system and tool messages."""
+        instructions = self._settings.persona.replace("{done}", self._settings.done_phrase)
+        if goal:
+            instructions += f"\n\nThe user's goal: {goal}"
+
         exchanged = {"user": "assistant", "assistant": "user"}
+        swapped = [{"role": "system", "content": instructions}]
         for message in messages:
             role = message["role"]
             if role in exchanged and message["content"]:
-                seen.append({"role": exchanged[role], "content": message["content"]})
-        return alternating(seen, opening=GREETING)
+                swapped.append({"role": exchanged[role], "content": message["content"]})
+        return alternating(swapped, opening=GREETING)
