@@ -1,6 +1,7 @@
-"""TPU slices, which need not exist, and the layouts of a run on them: meshes, batch sizes, devices of each phase.
+"""TPU slices, which need not exist, and the layouts of a run on them.
 
-Chips are as Cloud TPU's documentation states them (docs.cloud.google.com/tpu, 2026).
+A layout is meshes, batch sizes and the devices of each phase. Chips are as Cloud TPU's
+documentation states them (docs.cloud.google.com/tpu, 2026).
 """
 
 from __future__ import annotations
@@ -87,10 +88,12 @@ CHIPS = {
             clock=1.05e9,
             hbm_bandwidth=1200e9,
             link_bandwidth=50e9,  # of 6 links (Jouppi et al. 2023, arXiv 2304.01433)
-            dcn_bandwidth=1.6e9,  # 81 Tbps between 1536 hosts (Chowdhery et al. 2022, arXiv 2204.02311, section 4)
+            # 81 Tbps between 1536 hosts (Chowdhery et al. 2022, arXiv 2204.02311, section 4)
+            dcn_bandwidth=1.6e9,
             host_bytes=int(407e9 / 4),
             hosts=((2, 2, 1),),
-            config="megacore",  # both cores of a chip are one device, as they are for JAX on a real one
+            # Both cores of a chip are one device, as they are for JAX on a real chip.
+            config="megacore",
         ),
         Chip(
             name="v5e",
@@ -127,7 +130,7 @@ CHIPS = {
         ),
     )
 }
-_QUIET = {
+_LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # only a cloud has the metadata server
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -164,7 +167,10 @@ class Slice:
                 f"topology {text!r} is not of the form v5e:4x4, v5p:4x4x4, or 2*v5e:16x16 for two"
                 " slices"
             )
-        count, name, sizes = int(match[1] or 1), match[2], match[3]
+        count = int(match[1] or 1)
+        name = match[2]
+        sizes = match[3]
+
         chip = CHIPS.get(name)
         if chip is None:
             hint = did_you_mean(name, CHIPS)
@@ -182,19 +188,22 @@ class Slice:
     @property
     def name(self) -> str:
         """The name that :meth:`parse` takes."""
-        return self._single if self.count == 1 else f"{self.count}*{self._single}"
+        if self.count == 1:
+            return self._name_of_one
+        return f"{self.count}*{self._name_of_one}"
 
     @property
-    def _single(self) -> str:
+    def _name_of_one(self) -> str:
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def larger(self) -> Slice | None:
         """The next larger slices of this generation, as many; None if these are the largest."""
-        shapes = (tuple(map(int, shape.split("x"))) for shape in SHAPES[self.chip.name])
-        return next(
-            (replace(self, shape=s) for s in shapes if math.prod(s) > math.prod(self.shape)), None
-        )
+        for sizes in SHAPES[self.chip.name]:
+            shape = tuple(map(int, sizes.split("x")))
+            if math.prod(shape) > math.prod(self.shape):
+                return replace(self, shape=shape)
+        return None
 
     @property
     def chips(self) -> int:
@@ -203,7 +212,9 @@ class Slice:
 
     @functools.cached_property
     def devices(self) -> list[Any]:
-        """Described devices, one per chip, by slice and coordinates: programs compile for them, but cannot run.
+        """Described devices, one per chip, by slice and coordinates.
+
+        Programs compile for them, but cannot run.
 
         Raises:
             ConfigError: ``libtpu`` is not installed, or knows no such slice.
@@ -213,40 +224,44 @@ class Slice:
                 "plan compiles with libtpu, which is not installed: pip install"
                 " 'jax_agent_rl[plan]'"
             )
-        for name, value in _QUIET.items():
+        for name, value in _LIBTPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        options: dict[str, Any] = {"num_slices": self.count} if self.count > 1 else {}
+
+        options: dict[str, Any] = {}
+        if self.count > 1:
+            options["num_slices"] = self.count
         if self.chip.config is not None:
             options["chip_config_name"] = self.chip.config
         if self.shape in self.chip.hosts:  # otherwise libtpu assumes hosts of four chips
             options["chips_per_host_bounds"] = (*self.shape, 1, 1)[:3]
+
         try:
             from jax.experimental import topologies
 
             expect_described_tpus()
-            return list(
-                topologies.get_topology_desc(
-                    platform="tpu", topology_name=self._single, **options
-                ).devices
+            topology = topologies.get_topology_desc(
+                platform="tpu", topology_name=self._name_of_one, **options
             )
+            return list(topology.devices)
         except ImportError as error:
             raise ConfigError(
                 f"plan needs jax.experimental.topologies ({error}): pip install 'jax>=0.10'"
             ) from None
-        except (
-            Exception
-        ) as error:  # whatever the compiler's plug-in raises: its message is the best there is
+        except Exception as error:
+            # Whatever the compiler's plug-in raises: its message is the best there is.
             raise ConfigError(f"libtpu does not give topology {self.name!r}: {error}") from error
 
     def renumbered(self, mesh: Mesh) -> Mesh:
-        """Return an engine's mesh on the chips of a lone host: libtpu compiles only for chips numbered from 0 on."""
-        shape = next((shape for shape in self.chip.hosts if math.prod(shape) >= mesh.size), None)
-        if shape is None:
-            return mesh
-        devices = np.array(replace(self, shape=shape, count=1).devices[: mesh.size]).reshape(
-            mesh.devices.shape
-        )
-        return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        """Return an engine's mesh on the chips of a lone host, or as it is if none is large enough.
+
+        libtpu compiles only for chips that are numbered from 0 on.
+        """
+        for shape in self.chip.hosts:
+            if math.prod(shape) >= mesh.size:
+                host = replace(self, shape=shape, count=1)
+                devices = np.array(host.devices[: mesh.size]).reshape(mesh.devices.shape)
+                return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        return mesh
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -254,7 +269,11 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlacement:
-    """Meshes of the learner and of each process's engines, which are alike; none where engines run elsewhere."""
+    """Meshes of the learner and of each process's engines.
+
+    Attributes:
+        engines: meshes that are alike; none where engines run elsewhere.
+    """
 
     learner: Mesh
     engines: tuple[Mesh, ...]
@@ -272,106 +291,124 @@ class DevicePlacement:
 
 
 def choose_engine_mesh(config: Config, model: DecoderConfig, slice: Slice) -> Config:
-    """Return the configuration with the engines' mesh that a run would choose, see :func:`resolve_engine_mesh`.
+    """Return the configuration with the engines' mesh that a run would choose.
 
-    Args:
-        config: configuration of the run.
-        model: its architecture.
-        slice: the slice.
+    See :func:`resolve_engine_mesh`.
     """
-    devices, rollout, mesh = slice.devices, config.rollout, config.rollout.jetstream.mesh
+    rollout = config.rollout
+    mesh = rollout.jetstream.mesh
+    devices = slice.devices
     if rollout.backend != "jetstream":
         return config
-    own = [device for device in devices if device.process_index == devices[0].process_index]
+
+    host = devices[0].process_index
+    engine_devices = [device for device in devices if device.process_index == host]
     if rollout.placement == "separate":
         if mesh.data is None and mesh.tensor is not None:
             return with_engine_mesh(config, mesh)
-        own = devices[config.learner.mesh.devices :][: mesh.devices] or own
-    return resolve_engine_mesh(config, model, devices=own, memory=slice.chip.hbm_bytes)
+        after_learner = devices[config.learner.mesh.devices :]
+        # The slice may be too small; `place_devices` says so.
+        engine_devices = after_learner[: mesh.devices] or engine_devices
+    memory = slice.chip.hbm_bytes
+    return resolve_engine_mesh(config, model, devices=engine_devices, memory=memory)
 
 
 def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
-    """Return the devices as a run would choose them; see :func:`choose_engine_mesh` for those left open.
+    """Return the devices of each phase as a run would choose them.
+
+    Axes that are left open are chosen first, see :func:`choose_engine_mesh`.
 
     Raises:
         ConfigError: a mesh does not fit the devices, or two do not go together.
     """
-    rollout, engine = config.rollout, config.rollout.jetstream
+    rollout = config.rollout
+    engine = rollout.jetstream
     if rollout.placement == "separate" and rollout.backend == "jetstream":
-        first, each, count = config.learner.mesh.devices, engine.mesh.devices, rollout.num_engines
-        if first + each * count > len(devices):
-            raise ConfigError(
-                f"learner.mesh takes {first} chips and rollout.num_engines={count} engines {each}"
-                f" each (rollout.jetstream.mesh), which is more than {len(devices)}; lower one of"
-                " them"
-            )
-        begins = range(first, first + each * count, each)
-        engines = (make_engine_mesh(engine.mesh, devices=devices[b : b + each]) for b in begins)
-        return DevicePlacement(
-            learner=make_mesh(config.learner.mesh, devices[:first]), engines=tuple(engines)
-        )
+        return _place_separately(config, devices)
+
     learner = make_mesh(config.learner.mesh, devices)
     if rollout.backend != "jetstream":
         return DevicePlacement(learner=learner, engines=())
+
     hosts: dict[int, list[Device]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
-    sampling = (
-        list(hosts.values())
-        if rollout.placement == "colocated"
-        else [hosts[devices[0].process_index]]
-    )
-    meshes = [
-        make_engine_mesh(engine.mesh, device_offset=engine.device_offset, devices=own)
-        for own in sampling
-    ]
+    if rollout.placement == "colocated":
+        sampling_hosts = list(hosts.values())
+    else:
+        sampling_hosts = [hosts[devices[0].process_index]]
+
+    meshes = []
+    for host_devices in sampling_hosts:
+        meshes.append(
+            make_engine_mesh(engine.mesh, device_offset=engine.device_offset, devices=host_devices)
+        )
     for mesh in meshes:
         check_turns(config, learner, mesh)
     return DevicePlacement(learner=learner, engines=tuple(meshes))
 
 
+def _place_separately(config: Config, devices: Sequence[Device]) -> DevicePlacement:
+    """Return the learner's devices and, behind them, each engine's."""
+    rollout = config.rollout
+    engine = rollout.jetstream
+    learner_size = config.learner.mesh.devices
+    engine_size = engine.mesh.devices
+    end = learner_size + engine_size * rollout.num_engines
+    if end > len(devices):
+        raise ConfigError(
+            f"learner.mesh takes {learner_size} chips and rollout.num_engines="
+            f"{rollout.num_engines} engines {engine_size} each (rollout.jetstream.mesh), which is"
+            f" more than {len(devices)}; lower one of them"
+        )
+
+    learner = make_mesh(config.learner.mesh, devices[:learner_size])
+    engines = []
+    for start in range(learner_size, end, engine_size):
+        engine_devices = devices[start : start + engine_size]
+        engines.append(make_engine_mesh(engine.mesh, devices=engine_devices))
+    return DevicePlacement(learner=learner, engines=tuple(engines))
+
+
 def list_idle(config: Config, slice: Slice, placement: DevicePlacement) -> list[str]:
     """Return a line, with a fix, for each phase in which chips have nothing to do."""
-    number = {device: i for i, device in enumerate(slice.devices)}
-    idle = report_idle(
+    numbers = {device: number for number, device in enumerate(slice.devices)}
+    sampling = set()
+    for mesh in placement.engines:
+        sampling.update(numbers[device] for device in mesh.devices.flat)
+    learning = {numbers[device] for device in placement.learner.devices.flat}
+    lines = report_idle(
         config,
         count=slice.chips,
-        sampling={number[device] for mesh in placement.engines for device in mesh.devices.flat},
-        learning={number[device] for device in placement.learner.devices.flat},
+        sampling=sampling,
+        learning=learning,
         hosts=max(1, len(placement.engines)),
     )
-    return [f"{line}, or add --search" for line in idle]
+    return [f"{line}, or add --search" for line in lines]
 
 
 def check_layout(config: Config, model: DecoderConfig, slice: Slice) -> DevicePlacement:
     """Return the devices of each phase, checked against the model.
 
-    Args:
-        config: configuration of the run.
-        model: its architecture.
-        slice: the slice.
-
     Raises:
         ConfigError: a mesh does not go with the devices, or does not divide the model.
     """
-    where = place_devices(choose_engine_mesh(config, model, slice), slice.devices)
-    parameter_shardings(where.learner, model.parameter_shapes())
-    for mesh in where.engines[:1]:  # the others are like it
-        engine_config(model, mesh)
-    return where
+    placement = place_devices(choose_engine_mesh(config, model, slice), slice.devices)
+    parameter_shardings(placement.learner, model.parameter_shapes())
+    if placement.engines:
+        engine_config(model, placement.engines[0])  # the other meshes are like it
+    return placement
 
 
 def learner_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterator[Choice]:
-    """Yield every mesh of all chips that the learner may take, with one copy of the model on each slice.
+    """Yield every mesh of all chips that the learner may take.
 
-    Args:
-        config: configuration of the run.
-        model: its architecture.
-        slice: the slice.
+    Each slice has one copy of the model.
     """
-    engines = config.rollout.num_engines * config.rollout.jetstream.mesh.devices
-    separate = config.rollout.placement == "separate"
-    for sizes in _factorizations((slice.chips - engines * separate) // slice.count, len(AXES)):
+    chips = slice.chips
+    if config.rollout.placement == "separate":
+        chips -= config.rollout.num_engines * config.rollout.jetstream.mesh.devices
+    for sizes in _factorizations(chips // slice.count, len(AXES)):
         mesh = {"data": slice.count, **dict(zip(AXES, sizes, strict=True))}
         if mesh["expert"] == 1 or model.experts is not None:
             yield {f"learner.mesh.{axis}": size for axis, size in mesh.items()}
@@ -384,51 +421,70 @@ def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
         return
     for first in range(1, number + 1):
         if number % first == 0:
-            yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))
+            for later in _factorizations(number // first, count - 1):
+                yield (first, *later)
 
 
 def engine_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterator[Choice]:
-    """Yield every mesh of a process's engines that share chips with the learner; otherwise the configured one.
+    """Yield every mesh of a process's engines that share chips with the learner.
 
-    The number of engines follows from their size, unless it is configured.
+    Other engines keep the configured mesh. The number of engines follows from their size, unless it
+    is configured.
     """
     if config.rollout.backend != "jetstream" or config.rollout.placement == "separate":
         yield {}
         return
     mesh = config.rollout.jetstream.mesh
-    own = sum(device.process_index == slice.devices[0].process_index for device in slice.devices)
-    own -= config.rollout.jetstream.device_offset
-    split = (
-        model.experts is not None and mesh.expert is None
-    )  # by whole experts, see resolve_engine_mesh
+    host = slice.devices[0].process_index
+    process_indices = [device.process_index for device in slice.devices]
+    chips = process_indices.count(host) - config.rollout.jetstream.device_offset
+    # A mixture is split by whole experts, see resolve_engine_mesh.
+    by_experts = model.experts is not None and mesh.expert is None
     for size in (1, 2, 4, 8):
-        one = mesh.model_copy(update={"data": 1, "expert" if split else "tensor": size})
-        sizes = {"expert": size, "tensor": 1} if split else {"tensor": size}
-        data = {} if mesh.data is None else {"data": max(1, own // one.devices)}
-        yield {
-            f"rollout.jetstream.mesh.{axis}": number for axis, number in {**data, **sizes}.items()
-        }
+        sizes: dict[str, int] = {}
+        if by_experts:
+            one_engine = mesh.model_copy(update={"data": 1, "expert": size})
+        else:
+            one_engine = mesh.model_copy(update={"data": 1, "tensor": size})
+        if mesh.data is not None:
+            sizes["data"] = max(1, chips // one_engine.devices)
+        if by_experts:
+            sizes["expert"] = size
+            sizes["tensor"] = 1
+        else:
+            sizes["tensor"] = size
+        yield {f"rollout.jetstream.mesh.{axis}": number for axis, number in sizes.items()}
 
 
 def batch_sizes(config: Config) -> Iterator[Choice]:
-    """Yield every batch size: micro-batch rows, rematerialization, and contexts that an engine decodes."""
+    """Yield every batch size: micro-batch rows, rematerialization, contexts an engine decodes."""
     slots: list[Choice] = [{}]
     if config.rollout.backend == "jetstream":
-        limit, now = config.rollout.max_in_flight, engine_shapes(config).max_concurrent_decodes
-        others = {max(1, now // 2), min(limit, 2 * now), min(limit, 4 * now)} - {now}
-        counts = (config.rollout.jetstream.max_concurrent_decodes, *sorted(others))
+        limit = config.rollout.max_in_flight
+        current = engine_shapes(config).max_concurrent_decodes
+        alternatives = {max(1, current // 2), min(limit, 2 * current), min(limit, 4 * current)}
+        alternatives.discard(current)
+        # The configured value comes first, as it is written: engines may have fewer.
+        counts = (config.rollout.jetstream.max_concurrent_decodes, *sorted(alternatives))
         slots = [{"rollout.jetstream.max_concurrent_decodes": count} for count in counts]
     for rows in ROWS:
         for remat in REMAT:
-            yield from (
-                {"learner.micro_batch_size": rows, "learner.remat": remat, **each} for each in slots
-            )
+            for slot_count in slots:
+                yield {
+                    "learner.micro_batch_size": rows,
+                    "learner.remat": remat,
+                    **slot_count,
+                }
 
 
 def as_overrides(choice: Choice, *, changing: Config | None = None) -> tuple[str, ...]:
-    """Return a choice as command-line overrides; with ``changing``, only those that change this configuration."""
+    """Return a choice as command-line overrides.
 
-    def differs(key: str, value: int | str) -> bool:
-        return changing is None or functools.reduce(getattr, key.split("."), changing) != value
-
-    return tuple(f"{key}={value}" for key, value in choice.items() if differs(key, value))
+    Args:
+        changing: leave out overrides that do not change this configuration; None: leave out none.
+    """
+    overrides = []
+    for key, value in choice.items():
+        if changing is None or functools.reduce(getattr, key.split("."), changing) != value:
+            overrides.append(f"{key}={value}")
+    return tuple(overrides)
