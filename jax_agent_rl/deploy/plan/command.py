@@ -131,7 +131,7 @@ def _search(
     from jax_agent_rl.config import build
     from jax_agent_rl.config.loading import read_tree
     from jax_agent_rl.deploy.plan.plan import check
-    from jax_agent_rl.deploy.plan.search import TRIES, Candidate, candidates, search, table, verdict
+    from jax_agent_rl.deploy.plan.search import TRIES, Candidate, candidates, layout_table, search, verdict
     from jax_agent_rl.deploy.plan.topology import Slice
 
     def compile_candidate(one: Candidate) -> PlanResult:
@@ -148,7 +148,7 @@ def _search(
     )
     console.print(text, highlight=False)
     tried = search(found, compile_candidate, capacity=slice.chip.hbm_bytes, budget=budget)
-    console.print(table(tried), "")
+    console.print(layout_table(tried), "")
     console.print(verdict(tried), "", highlight=False, soft_wrap=True, sep="\n")
     assert tried[0].plan is not None  # otherwise the search has failed
     return tried[0].plan, [one.as_json() for one in tried]

@@ -11,8 +11,8 @@ from jax_agent_rl.deploy.plan.search import (
     Candidate,
     PlanEstimate,
     candidates,
+    layout_table,
     search,
-    table,
     verdict,
 )
 from jax_agent_rl.deploy.plan.topology import AXES, GIB
@@ -82,7 +82,7 @@ def test_more_tokens_at_once_and_more_kept_of_them_take_more(found):
         }
         wanted = {"micro_batch_size": 1, "remat": "dots"} | wanted
         (size,) = {
-            one.estimate.passes
+            one.estimate.gradient_bytes
             for one in found()
             if all(getattr(one.config.learner.mesh, axis) == n for axis, n in mesh.items())
             and all(getattr(one.config.learner, key) == value for key, value in wanted.items())
@@ -165,7 +165,7 @@ def one_mesh(config):
     if config.rollout.jetstream.max_concurrent_decodes != 8:
         return None
     rows = config.learner.micro_batch_size
-    return PlanEstimate(stays=0, passes=rows, seconds=10 - rows)
+    return PlanEstimate(resident_bytes=0, gradient_bytes=rows, seconds=10 - rows)
 
 
 def test_where_a_layout_does_not_fit_smaller_ones_of_its_mesh_follow_until_one_does(searched):
@@ -185,7 +185,7 @@ def test_if_nothing_fits_that_is_said_and_what_takes_least_is_first(searched):
     ], "fuller ones are not tried"
     assert [one.plan.memory for one in made] == [100, 800]
     assert verdict(made).startswith("none of these 2 fits")
-    assert table(made).row_count == 2
+    assert layout_table(made).row_count == 2
 
 
 def test_meshes_that_the_compiler_fails_on_are_left_out_and_said(searched):
@@ -193,7 +193,7 @@ def test_meshes_that_the_compiler_fails_on_are_left_out_and_said(searched):
         mesh, rows = config.learner.mesh, config.learner.micro_batch_size
         if 4 not in (mesh.fsdp, mesh.tensor) or config.rollout.jetstream.mesh.tensor != 1:
             return None
-        return PlanEstimate(stays=0, passes=rows, seconds=10 - rows + mesh.tensor)
+        return PlanEstimate(resident_bytes=0, gradient_bytes=rows, seconds=10 - rows + mesh.tensor)
 
     made, tried = searched(
         two_meshes, off=1, budget=1, fails=lambda config: config.learner.mesh.fsdp == 4
@@ -204,7 +204,7 @@ def test_meshes_that_the_compiler_fails_on_are_left_out_and_said(searched):
     ], "no other rows, slots or remat of that mesh"
     assert [one.plan is not None for one in made] == [True, False]
     assert [one.as_json()["problem"] for one in made] == [None, "a fault of the compiler"]
-    assert list(table(made).columns[1].cells) == ["8 B", "compiler failed"]
+    assert list(layout_table(made).columns[1].cells) == ["8 B", "compiler failed"]
     with pytest.raises(
         CompilerError, match="none of 2 layouts could be compiled; of the first: a fault"
     ):
@@ -214,7 +214,7 @@ def test_meshes_that_the_compiler_fails_on_are_left_out_and_said(searched):
 def test_the_budget_counts_meshes_that_fit_and_bounds_what_is_tried(searched):
     def any_mesh(config):
         rows, tensor = config.learner.micro_batch_size, config.rollout.jetstream.mesh.tensor
-        return PlanEstimate(stays=tensor, passes=rows, seconds=10 - rows)
+        return PlanEstimate(resident_bytes=tensor, gradient_bytes=rows, seconds=10 - rows)
 
     made, tried = searched(any_mesh, off=0.1, budget=3)
     assert len(tried) == 3 and len({one.meshes for one in made}) == 3, (
