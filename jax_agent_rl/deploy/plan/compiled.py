@@ -1,9 +1,9 @@
-"""Programs of a run and the arrays beside them, and what compiling says: memory, work, exchanges, time, a profile.
+"""Programs of a run and the arrays beside them, and what compiling says of them.
 
-Ideally a program takes as long as its slowest part (products, memory, links): parts overlap
-perfectly, and everything else costs nothing. Where it is known what the model needs
-(:class:`EngineWork`), no recomputation counts; otherwise the traced products do, whose operands
-pass through memory once.
+That is memory, work, exchanges, time and a profile. Ideally a program takes as long as its slowest
+part (products, memory, links): parts overlap perfectly, and everything else costs nothing. Where it
+is known what the model needs (:class:`EngineWork`), no recomputation counts; otherwise the traced
+products do, whose operands pass through memory once.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Program:
         of: which tokens of a step these are; None if the program does not process tokens.
         calls: runs per step over all those tokens; 0 where its time does not count.
         copies: engines along the mesh's ``data``, each of which runs it on its own devices.
-        model_flops: operations that the model itself needs for a call of one copy: nothing
-            recomputed.
-        model_bytes: bytes that have to pass through its memories: weights and the visible KV, once.
-            None, as for ``model_flops``: what is counted in the trace.
-        rare_branches: what few runs need counts, too, where the program has branches.
+        model_flops: operations that the model itself needs for a call of one copy, nothing
+            recomputed; None: as many as the trace has.
+        model_bytes: bytes that have to pass through the memories for it: weights and the visible
+            KV, once; None: as many as the trace has.
+        rare_branches: where the program has branches, count the ones that few runs need.
     """
 
     name: str
@@ -74,7 +74,12 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """Arrays that stay on devices between programs: a tree of described arrays, except in the ``absent`` phases."""
+    """Arrays that stay on devices between programs.
+
+    Attributes:
+        arrays: a tree of described arrays.
+        absent: phases in which they are not there.
+    """
 
     name: str
     arrays: Any
@@ -84,9 +89,10 @@ class Resident:
     def bytes(self) -> Mapping[Device, int]:
         """Bytes on each device that holds some, without padding."""
         sums: dict[Device, int] = {}
-        for x in jax.tree.leaves(self.arrays):
-            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for device in x.sharding.device_set:
+        for array in jax.tree.leaves(self.arrays):
+            shard_shape = array.sharding.shard_shape(array.shape)
+            size = math.prod(shard_shape) * array.dtype.itemsize
+            for device in array.sharding.device_set:
                 sums[device] = sums.get(device, 0) + size
         return sums
 
@@ -109,7 +115,11 @@ class Inventory:
 
 
 class Published(NamedTuple):
-    """The parameters an engine is given, and the names of the residents that they are (none if they are copies)."""
+    """The parameters that an engine is given.
+
+    Attributes:
+        holds: names of the residents that they are; none if they are copies.
+    """
 
     params: Params
     holds: frozenset[str]
@@ -122,7 +132,11 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one chip while a program runs there; ``aliased`` outputs take the memory of arguments."""
+    """Bytes of one chip while a program runs there.
+
+    Attributes:
+        aliased: outputs that take the memory of arguments.
+    """
 
     arguments: int
     outputs: int
@@ -144,7 +158,7 @@ class Compiled:
         needs: bytes of a chip that it takes alone; if it does not fit, as far as the compiler says.
         problem: the compiler's message if it does not fit.
         work: work of all devices together.
-        exchanges: exchanges between them; empty where they are not known.
+        exchanges: exchanges between the devices; empty where they are not known.
         prediction: predicted time of a call; None if the compiler refused the program.
         seconds: duration of the compilation.
     """
@@ -164,33 +178,37 @@ class Compiled:
         return self.memory is not None or self.program.mesh.size == 1
 
     def summary(self, chip: Chip) -> str:
-        """Return what it was found to take, in a few words."""
-        took = f"compiled in {format_seconds(self.seconds)}"
+        """Return its predicted time and the time of its compilation, in a few words."""
+        compile_time = f"compiled in {format_seconds(self.seconds)}"
         if self.prediction is None:
-            return f"refused, {took}"
-        steps, predicted = self.program.loops, self.prediction.seconds
+            return f"refused, {compile_time}"
         if not self.program.calls:
-            return took
-        share = f"{ideal_seconds(self, chip).total / predicted:.0%} of the ideal"
+            return compile_time
+
+        steps = self.program.loops
+        predicted = self.prediction.seconds
+        unit = "step" if steps > 1 else "call"
+        share = ideal_seconds(self, chip).total / predicted
         return (
-            f"{format_seconds(predicted / steps)} a {'step' if steps > 1 else 'call'}, {share},"
-            f" {took}"
+            f"{format_seconds(predicted / steps)} a {unit}, {share:.0%} of the ideal,"
+            f" {compile_time}"
         )
 
     @property
     def flops(self) -> float:
         """Least operations of a call, on all chips together."""
-        one = self.work.flops if self.program.model_flops is None else self.program.model_flops
-        return one * self.program.copies
+        of_one_copy = self.program.model_flops
+        if of_one_copy is None:
+            of_one_copy = self.work.flops
+        return of_one_copy * self.program.copies
 
     @property
     def moved(self) -> float:
         """Least bytes that pass through all chips' memory in a call."""
         if self.program.model_bytes is not None:
             return self.program.model_bytes * self.program.copies
-        if (
-            not self.work.flops and self.memory
-        ):  # a program without products passes over all that it is given
+        if not self.work.flops and self.memory:
+            # A program without products passes over all that it is given.
             return (self.memory.arguments + self.memory.outputs) * self.program.mesh.size
         return self.work.bytes * self.program.copies
 
@@ -201,46 +219,52 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
     Raises:
         CompilerError: the compiler failed in another way than for want of memory.
     """
-    work, begin = count_work(program.traced.jaxpr.jaxpr, loops=program.loops), time.perf_counter()
+    work = count_work(program.traced.jaxpr.jaxpr, loops=program.loops)
+    start_time = time.perf_counter()
     try:
         executable = program.traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        problem = str(error)
+        if "RESOURCE_EXHAUSTED" not in problem:
             raise CompilerError(f"the compiler does not take {program.name}: {error}") from error
-        seconds, text = time.perf_counter() - begin, str(error)
         return Compiled(
             program=program,
             memory=None,
-            needs=needed(text),
-            problem=text,
+            needs=needed(problem),
+            problem=problem,
             work=work,
-            seconds=seconds,
+            seconds=time.perf_counter() - start_time,
         )
-    seconds = time.perf_counter() - begin
-    found, text = executable.memory_analysis(), executable.as_text()
-    assert found is not None and text is not None  # XLA's compilers give both
+    seconds = time.perf_counter() - start_time
+
+    analysis = executable.memory_analysis()
+    text = executable.as_text()
+    assert analysis is not None and text is not None  # XLA's compilers give both
     memory = Memory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        code=found.generated_code_size_in_bytes,
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
     )
+
     hlo = parse(text)
+    exchanges = collectives(hlo, program.mesh, loops=program.loops)
+    prediction = predict(
+        hlo,
+        chip,
+        program.mesh,
+        loops=program.loops,
+        grids=kernel_grids(program.traced.jaxpr),
+        rare_branches=program.rare_branches,
+    )
     return Compiled(
         program=program,
         memory=memory,
         needs=memory.total,
         work=work,
-        exchanges=tuple(collectives(hlo, program.mesh, loops=program.loops)),
-        prediction=predict(
-            hlo,
-            chip,
-            program.mesh,
-            loops=program.loops,
-            grids=kernel_grids(program.traced.jaxpr),
-            rare_branches=program.rare_branches,
-        ),
+        exchanges=tuple(exchanges),
+        prediction=prediction,
         seconds=seconds,
     )
 
@@ -248,13 +272,16 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
 def needed(text: str) -> int:
     """Return the bytes a program takes according to the compiler's refusal; 0 if it does not say.
 
-    >>> needed("RESOURCE_EXHAUSTED: … required for HLO temporaries (768.00G) exceeds available HBM (15.75G).") >> 30
+    >>> needed("… required for HLO temporaries (768.00G) exceeds available HBM (15.75G).") >> 30
     768
-    >>> needed("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm.") / 2**30
+    >>> needed("Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm.") / 2**30
     21.5
     """
-    found = re.search(r"(?:Used|temporaries \(|required [^(]*\()\s*([\d.]+)([KMGT]?)", text)
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
+    match = re.search(r"(?:Used|temporaries \(|required [^(]*\()\s*([\d.]+)([KMGT]?)", text)
+    if match is None:
+        return 0
+    power = " KMGT".index(match[2] or " ")
+    return int(float(match[1]) * 1024**power)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,40 +302,45 @@ class Seconds:
         return max(vars(self), key=lambda part: getattr(self, part))
 
 
-def ideal_seconds(one: Compiled, chip: Chip) -> Seconds:
+def ideal_seconds(compiled: Compiled, chip: Chip) -> Seconds:
     """Return the ideal time of a call; without exchanges where these are unknown."""
-    chips = one.program.mesh.size
+    link_seconds = 0.0
+    for exchange in compiled.exchanges:
+        if exchange.between_slices:
+            link_seconds += exchange.bytes / chip.dcn_bandwidth
+        else:
+            link_seconds += exchange.bytes / (RING * chip.link_bandwidth)
+
+    chips = compiled.program.mesh.size
     return Seconds(
-        products=one.flops / chips / chip.flops,
-        memory=one.moved / chips / chip.hbm_bandwidth,
-        links=sum(
-            e.bytes / (chip.dcn_bandwidth if e.between_slices else RING * chip.link_bandwidth)
-            for e in one.exchanges
-        ),
+        products=compiled.flops / chips / chip.flops,
+        memory=compiled.moved / chips / chip.hbm_bandwidth,
+        links=link_seconds,
     )
 
 
 def format_bytes(size: float) -> str:
     """Format bytes in a readable unit."""
-    return f"{size / 1024 ** unit_power(size):.3g} {UNITS[unit_power(size)]}"
+    power = unit_power(size)
+    return f"{size / 1024**power:.3g} {UNITS[power]}"
 
 
 def format_seconds(seconds: float) -> str:
     """Format a duration in a readable unit."""
-    return (
-        duration(seconds)
-        if seconds >= 10
-        else f"{seconds:.3g} s"
-        if seconds >= 1
-        else f"{seconds * 1e3:.3g} ms"
-    )
+    if seconds >= 10:
+        return duration(seconds)
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def unit_power(size: float) -> int:
-    """Return the power of 1024 of that unit."""
-    return next(
-        (power for power in range(len(UNITS) - 1) if size < 1000 * 1024**power), len(UNITS) - 1
-    )
+    """Return the power of 1024 of the unit in which a size is readable."""
+    largest = len(UNITS) - 1
+    for power in range(largest):
+        if size < 1000 * 1024**power:
+            return power
+    return largest
 
 
 # --- profiles -------------------------------------------------------------------------------------
@@ -319,69 +351,77 @@ ROWS = 25
 
 def show_profiles(compiled: Sequence[Compiled], chip: Chip, console: Console) -> None:
     """Print the profile of each program."""
-    for one in compiled:
-        name, steps, ideal = one.program.name, one.program.loops, ideal_seconds(one, chip)
-        if one.prediction is None:
+    for result in compiled:
+        name = result.program.name
+        if result.prediction is None:
             console.print(
-                f"{name} does not fit: {one.problem}",
+                f"{name} does not fit: {result.problem}",
                 "",
                 highlight=False,
                 soft_wrap=True,
                 markup=False,
             )
             continue
-        predicted, least = one.prediction.seconds, format_seconds(ideal.total / steps)
+
+        steps = result.program.loops
+        unit = "step" if steps > 1 else "call"
+        predicted = result.prediction.seconds
+        ideal = ideal_seconds(result, chip)
         console.print(
-            f"[bold]{name}[/bold]: {format_seconds(predicted / steps)} a"
-            f" {'step' if steps > 1 else 'call'}, {ideal.total / predicted:.0%} of the ideal"
-            f" ({least}, bound by {ideal.bound})",
+            f"[bold]{name}[/bold]: {format_seconds(predicted / steps)} a {unit},"
+            f" {ideal.total / predicted:.0%} of the ideal"
+            f" ({format_seconds(ideal.total / steps)}, bound by {ideal.bound})",
             highlight=False,
             soft_wrap=True,
         )
-        console.print(profile_table(one), "")
+        console.print(profile_table(result), "")
 
 
-def profile_table(one: Compiled) -> Table:
+def profile_table(compiled: Compiled) -> Table:
     """Return a table of the parts of a program that the compiler took, longest first."""
-    assert one.prediction is not None
-    whole, steps = one.prediction.seconds, one.program.loops
-    made = Table(box=None, padding=(0, 1, 0, 0))
+    assert compiled.prediction is not None
+    total = compiled.prediction.seconds
+    steps = compiled.program.loops
+
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for heading in ("time", "share", "runs"):
-        made.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("what", "operation"):
-        made.add_column(heading, overflow="fold")
-    made.add_column(
-        "where, and from where", overflow="fold", min_width=30
-    )  # a path and its line stay on one
-    shown, others = one.prediction.parts[:ROWS], one.prediction.parts[ROWS:]
-    for part in shown:
-        numbers = (
+        table.add_column(heading, overflow="fold")
+    # Wide enough for a path and its line to stay on one line.
+    table.add_column("where, and from where", overflow="fold", min_width=30)
+
+    for part in compiled.prediction.parts[:ROWS]:
+        table.add_row(
             format_seconds(part.seconds / steps),
-            f"{part.seconds / whole:.1%}",
+            f"{part.seconds / total:.1%}",
             f"{part.runs / steps:.4g}",
+            part.what,
+            part.operation,
+            "\n".join(part.source[:2]) or "(the compiler)",
         )
-        made.add_row(
-            *numbers, part.what, part.operation, "\n".join(part.source[:2]) or "(the compiler)"
+    shorter = compiled.prediction.parts[ROWS:]
+    seconds = sum(part.seconds for part in shorter)
+    if seconds:
+        table.add_row(
+            format_seconds(seconds / steps), f"{seconds / total:.1%}", "", f"{len(shorter)} others"
         )
-    if rest := sum(part.seconds for part in others):
-        made.add_row(
-            format_seconds(rest / steps), f"{rest / whole:.1%}", "", f"{len(others)} others"
-        )
-    return made
+    return table
 
 
 def profiles_as_json(compiled: Sequence[Compiled], chip: Chip) -> dict[str, Any]:
-    """Return the profiles in seconds of a call, by program; and whether the compiler took all of them."""
+    """Return the profiles by program, in seconds of a call, and whether all programs fit."""
+    profiles = {}
+    for result in compiled:
+        if result.prediction is None:
+            continue
+        profiles[result.program.name] = {
+            "ideal": ideal_seconds(result, chip).total,
+            "predicted": result.prediction.seconds,
+            "steps": result.program.loops,
+            "parts": [part._asdict() for part in result.prediction.parts],
+        }
     return {
-        "fits": all(one.memory is not None for one in compiled),
-        "profiles": {
-            one.program.name: {
-                "ideal": ideal_seconds(one, chip).total,
-                "predicted": one.prediction.seconds,
-                "steps": one.program.loops,
-                "parts": [part._asdict() for part in one.prediction.parts],
-            }
-            for one in compiled
-            if one.prediction is not None
-        },
+        "fits": all(result.memory is not None for result in compiled),
+        "profiles": profiles,
     }
