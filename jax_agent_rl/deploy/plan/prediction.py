@@ -1,14 +1,14 @@
-"""The predicted time of a compiled program, instruction by instruction as its schedule overlaps them, and its work.
+"""The predicted time of a compiled program, and its work.
 
-The compiler's text carries its own estimate of each fusion, ``estimated_cycles``. What it has no
-estimate for is priced
-here: copies and slices by the memory's bandwidth, exchanges by that of the links and their hops,
-Pallas kernels by the cost that they state and their grid's steps.
+The time is predicted instruction by instruction, as the schedule overlaps them. The compiler's text
+carries its own estimate of each fusion, ``estimated_cycles``. Instructions without an estimate are
+priced here: copies and slices by the memory's bandwidth, exchanges by the bandwidth and the hops of
+the links, Pallas kernels by the cost that they state and their grid's steps.
 
 ::
 
     computing   fusion  kernel ───────────  (wait)  fusion ─►    instructions in their order
-    memory        └──────── copy ─────────────┘                  copy-start … copy-done; kernels read there, too
+    memory        └──────── copy ─────────────┘                  copy-start … copy-done, kernels
     links              └── collective-permute ─┘                 …-start … …-done
 
 What runs between the start and the end of an asynchronous instruction hides it; what is left is a
@@ -26,9 +26,9 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from jax.core import ShapedArray
 from jax.extend import core
@@ -45,16 +45,16 @@ from jax_agent_rl.deploy.plan.hlo import (
 from jax_agent_rl.deploy.plan.topology import Chip
 
 SUSTAINED = 0.9
-"""Share of a memory's bandwidth that copies reach; libtpu's own ``optimal_seconds`` has it for v5e.
-"""
+"""Share of a memory's bandwidth that copies reach: libtpu's own ``optimal_seconds`` has it for
+v5e."""
 GRID_STEP = 0.35e-6
 """Seconds of a step of a Pallas kernel's grid beyond its work: pointers, semaphores, starts of
 copies."""
 HOP = 1e-6
 """Seconds that an exchange takes from chip to chip, however small it is."""
 LAUNCH = 1e-6
-"""Seconds of an instruction without an estimate: libtpu gives 1,800 cycles to the smallest fusions.
-"""
+"""Seconds of an instruction without an estimate, as libtpu gives 1,800 cycles to the smallest
+fusions."""
 
 _FREE = frozenset(
     "parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id"
@@ -63,7 +63,7 @@ _FREE = frozenset(
 _SLICES = frozenset(
     ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
 )
-_NEARBY = 6  # users on the way from a copy to the code that needs it: concatenations, bitcasts
+_MAX_USERS = 6  # on the way from a copy to the code that needs it: concatenations, bitcasts
 
 KernelCost = tuple[int, int, int]
 """Operations, transcendentals and bytes that a Pallas kernel states."""
@@ -109,237 +109,333 @@ def predict(
     """Predict the time of a program.
 
     Args:
-        program: the compiled program.
-        chip: the chip that it is compiled for.
-        mesh: its devices.
+        chip: the chip that the program is compiled for.
+        mesh: the program's devices.
         loops: iterations of a loop whose end is found while it runs.
         grids: see :func:`kernel_grids`.
         rare_branches: of several branches, count the longest; otherwise the shortest.
     """
-    timeline = _Timeline(program, chip, mesh, loops, grids or {}, max if rare_branches else min)
-    seconds, parts = timeline.run(program.entry)
-    return Prediction(seconds=seconds, parts=tuple(_summed(parts)))
+    timeline = _Timeline(program, chip, mesh, loops, grids or {}, rare_branches)
+    run = timeline.run(program.entry)
+    return Prediction(seconds=run.seconds, parts=tuple(_summed(run.parts)))
+
+
+class _Run(NamedTuple):
+    """One run of a computation: its seconds, and its instructions with a share in them."""
+
+    seconds: float
+    parts: list[Part]
+
+
+class _Priced(NamedTuple):
+    """An instruction's time.
+
+    Attributes:
+        memory_seconds: time in which its reads and writes occupy the memory.
+        what: see :class:`Part`.
+    """
+
+    seconds: float
+    memory_seconds: float
+    what: str
 
 
 @dataclass
 class _Timeline:
+    """Runs the computations of a program in predicted time, each of them once."""
+
     program: Hlo
     chip: Chip
     mesh: Mesh
     loops: int
     grids: Grids
-    choose: Callable[..., tuple[float, list[Part]]]
-    known: dict[str, tuple[float, list[Part]]] = field(default_factory=dict)
+    rare_branches: bool
+    runs: dict[str, _Run] = field(default_factory=dict)
 
-    def run(self, name: str) -> tuple[float, list[Part]]:
-        """Return the seconds of one run of a computation, and its instructions with a share in them."""
-        if name not in self.known:
-            self.known[name] = self._run(name)
-        return self.known[name]
+    def run(self, name: str) -> _Run:
+        """Return one run of a computation."""
+        if name not in self.runs:
+            self.runs[name] = self._run(name)
+        return self.runs[name]
 
-    def _run(self, name: str) -> tuple[float, list[Part]]:
-        now = memory_free = links_free = 0.0
-        copying: dict[str, float] = {}  # when asynchronous instructions end
-        exchanging: dict[str, float] = {}
-        timed: list[Part] = []
+    def _run(self, name: str) -> _Run:
+        now = 0.0
+        memory_free = 0.0
+        links_free = 0.0
+        copy_ends: dict[str, float] = {}  # of asynchronous instructions
+        exchange_ends: dict[str, float] = {}
+        parts: list[Part] = []
         computation = self.program.computations[name]
-        types = {each.name: each.result for each in computation}
+        types = {instruction.name: instruction.result for instruction in computation}
         users = _users(computation)
-        for each in computation:
-            kind = each.kind
+
+        for instruction in computation:
+            kind = instruction.kind
             if kind in _FREE:
                 continue
+
             if kind == "while":
-                runs = self.program.iterations(each, self.loops)
-                seconds, inner = self.run(each.called("body")[0])
-                now += runs * seconds
-                timed += [
-                    one._replace(runs=one.runs * runs, seconds=one.seconds * runs) for one in inner
-                ]
-            elif kind in ("conditional", "call"):
-                called = each.branches if kind == "conditional" else each.wrapped
-                seconds, inner = self.choose(
-                    (self.run(branch) for branch in called), key=lambda found: found[0]
-                )
-                now += seconds
-                timed += inner
-            elif kind in _SLICES:
-                if (
-                    "cross_program_prefetch_index" in each.rest
-                ):  # done beside the end of the program before
-                    continue
-                memory_free = max(memory_free, now) + self._copied(each)
-                copying[each.name] = memory_free
-            elif kind.endswith("-start"):
-                links_free = max(links_free, now) + sum(map(self._exchanged, self._exchanges(each)))
-                exchanging[each.name] = links_free
-            elif kind.endswith("-done"):
-                end = max(
-                    (x.pop(name, now) for name in each.operands for x in (copying, exchanging)),
-                    default=now,
-                )
-                if end > now:
-                    timed.append(
-                        Part(
-                            f"wait for {kind.removesuffix('-done')}",
-                            *self._place(each, users),
-                            end - now,
+                body = self.run(instruction.called("body")[0])
+                iterations = self.program.iterations(instruction, self.loops)
+                now += iterations * body.seconds
+                for part in body.parts:
+                    parts.append(
+                        part._replace(
+                            runs=part.runs * iterations, seconds=part.seconds * iterations
                         )
                     )
-                    now = end
-            else:
-                seconds, read_here, what = self._computed(each, types)
-                delay = min(read_here, seconds)
-                memory_free = max(memory_free, now) + delay
-                copying |= {name: end + delay for name, end in copying.items() if end > now}
-                now += seconds
-                if seconds:
-                    timed.append(Part(what, *self._place(each, users), seconds))
-        return now, timed
 
-    def _computed(self, each: Instruction, types: Mapping[str, str]) -> tuple[float, float, str]:
-        """Return the seconds of an instruction, those of its reads and writes in memory, and what it is."""
-        operands = [types[name] for name in each.operands if name in types]
-        in_memory = self._memory(
-            sum(x.bytes for t in (each.result, *operands) for x in arrays(t) if x.in_hbm)
-        )
-        cycles = each.number("estimated_cycles")
-        if is_exchange(each):
-            return self._exchanged((each.name, each)), 0.0, each.kind
-        if each.kind == "custom-call" and 'custom_call_target="tpu_custom_call"' in each.rest:
-            seconds, read_here = self._kernel(each, in_memory)
-            return seconds, read_here, "kernel"
-        if each.kind == "custom-call" and cycles is None:
-            return 0.0, 0.0, each.kind  # a name for memory, as ConcatBitcast, AllocateBuffer
-        hidden = [self._exchanged(found) for found in self._exchanges(each)]
+            elif kind in ("conditional", "call"):
+                branch = self._branch(instruction)
+                now += branch.seconds
+                parts += branch.parts
+
+            elif kind in _SLICES:
+                if "cross_program_prefetch_index" in instruction.rest:
+                    continue  # it runs beside the end of the previous program
+                memory_free = max(memory_free, now) + self._copy_seconds(instruction)
+                copy_ends[instruction.name] = memory_free
+
+            elif kind.endswith("-start"):
+                seconds = sum(self._wrapped_exchange_seconds(instruction))
+                links_free = max(links_free, now) + seconds
+                exchange_ends[instruction.name] = links_free
+
+            elif kind.endswith("-done"):
+                end = now
+                for operand in instruction.operands:
+                    end = max(end, copy_ends.pop(operand, now), exchange_ends.pop(operand, now))
+                if end > now:
+                    source, operation = self._place(instruction, users)
+                    awaited = kind.removesuffix("-done")
+                    parts.append(Part(f"wait for {awaited}", source, operation, end - now))
+                    now = end
+
+            else:
+                priced = self._price(instruction, types)
+                # While it reads, copies under way have to wait.
+                delay = min(priced.memory_seconds, priced.seconds)
+                memory_free = max(memory_free, now) + delay
+                for copy, end in copy_ends.items():
+                    if end > now:
+                        copy_ends[copy] = end + delay
+                now += priced.seconds
+                if priced.seconds:
+                    source, operation = self._place(instruction, users)
+                    parts.append(Part(priced.what, source, operation, priced.seconds))
+        return _Run(now, parts)
+
+    def _branch(self, instruction: Instruction) -> _Run:
+        """Return the run of a call, or of one of a conditional's branches."""
+        names = instruction.wrapped
+        if instruction.kind == "conditional":
+            names = instruction.branches
+        runs = [self.run(name) for name in names]
+        if self.rare_branches:
+            return max(runs, key=lambda run: run.seconds)
+        return min(runs, key=lambda run: run.seconds)
+
+    def _price(self, instruction: Instruction, types: Mapping[str, str]) -> _Priced:
+        """Return the time of an instruction that is neither asynchronous nor calls computations.
+
+        Args:
+            types: types of the computation's instructions, by name.
+        """
+        kind = instruction.kind
+        operands = [types[name] for name in instruction.operands if name in types]
+        size = 0.0
+        for array_type in (instruction.result, *operands):
+            size += sum(array.bytes for array in arrays(array_type) if array.in_hbm)
+        memory_seconds = self._memory_seconds(size)
+        cycles = instruction.number("estimated_cycles")
+
+        if is_exchange(instruction):
+            return _Priced(self._exchange_seconds(instruction.name, instruction), 0.0, kind)
+        if kind == "custom-call":
+            if 'custom_call_target="tpu_custom_call"' in instruction.rest:
+                return self._price_kernel(instruction, memory_seconds)
+            if cycles is None:  # a name for memory, as ConcatBitcast, AllocateBuffer
+                return _Priced(0.0, 0.0, kind)
+
         if cycles is not None:
             seconds = cycles / self.chip.clock
-            if each.kind == "copy":
-                seconds = max(seconds, in_memory)
-        elif all(x.bytes <= 4 for x in arrays(each.result)):
-            seconds = 0.0  # scalars, beside everything else
-        elif updates := self._scattered(
-            each, types
-        ):  # each is read, and where it goes is read and written
-            seconds = LAUNCH + self._memory(3 * updates)
-        else:  # gathers and updates in place touch as much as they result in, or as they are given
-            touched = min(
-                (sum(x.bytes for x in arrays(t)) for t in (each.result, *operands[1:2])),
-                default=0.0,
-            )
-            seconds = LAUNCH + self._memory(2 * touched)
-        return (
-            max([seconds, *hidden]),
-            in_memory,
-            f"{each.kind}{' with exchange' if hidden else ''}",
-        )
+            if kind == "copy":
+                seconds = max(seconds, memory_seconds)
+        else:
+            seconds = self._unestimated_seconds(instruction, operands, types)
 
-    def _kernel(self, each: Instruction, in_memory: float) -> tuple[float, float]:
-        stated = [each.number(key) for key in ("flops", "transcendentals", "bytes_accessed")]
-        if None in stated:
-            return LAUNCH + in_memory, in_memory
-        flops, transcendentals, size = (value or 0 for value in stated)
+        exchanges = self._wrapped_exchange_seconds(instruction)
+        if exchanges:
+            return _Priced(max(seconds, *exchanges), memory_seconds, f"{kind} with exchange")
+        return _Priced(seconds, memory_seconds, kind)
+
+    def _unestimated_seconds(
+        self, instruction: Instruction, operands: list[str], types: Mapping[str, str]
+    ) -> float:
+        """Return the seconds of an instruction that the compiler gives no cycles for.
+
+        Args:
+            operands: types of its operands.
+            types: types of the computation's instructions, by name.
+        """
+        if all(array.bytes <= 4 for array in arrays(instruction.result)):
+            return 0.0  # scalars, beside everything else
+        updates = self._update_bytes(instruction, types)
+        if updates:  # each is read, and where it goes is read and written
+            return LAUNCH + self._memory_seconds(3 * updates)
+
+        # Gathers and updates in place touch as much as they result in, or as they are given.
+        sizes = []
+        for array_type in (instruction.result, *operands[1:2]):
+            sizes.append(sum(array.bytes for array in arrays(array_type)))
+        return LAUNCH + self._memory_seconds(2 * min(sizes))
+
+    def _price_kernel(self, instruction: Instruction, memory_seconds: float) -> _Priced:
+        """Return the time of a Pallas kernel, by the cost that it states if it does."""
+        flops = instruction.number("flops")
+        transcendentals = instruction.number("transcendentals")
+        size = instruction.number("bytes_accessed")
+        if flops is None or transcendentals is None or size is None:
+            return _Priced(LAUNCH + memory_seconds, memory_seconds, "kernel")
+
         steps = self.grids.get((flops, transcendentals, size), 1)
-        read_here = self._memory(size)
-        return LAUNCH + max(flops / self.chip.flops, read_here, steps * GRID_STEP), read_here
+        memory_seconds = self._memory_seconds(size)
+        seconds = LAUNCH + max(flops / self.chip.flops, memory_seconds, steps * GRID_STEP)
+        return _Priced(seconds, memory_seconds, "kernel")
 
-    def _scattered(self, each: Instruction, types: Mapping[str, str]) -> float:
-        """Return the bytes of the updates of a scatter, or of those in a fusion."""
-        if each.kind == "scatter":  # n arrays, indices, n updates
-            names = each.operands[len(each.operands) // 2 + 1 :]
-            return sum(x.bytes for name in names for x in arrays(types[name]))
-        found = 0.0
-        for name in each.wrapped:
-            inside = self.program.computations.get(name, ())
-            inner = {one.name: one.result for one in inside}
-            found += sum(self._scattered(one, inner) for one in inside)
-        return found
+    def _update_bytes(self, instruction: Instruction, types: Mapping[str, str]) -> float:
+        """Return the bytes of a scatter's updates, or of all scatters in a fusion."""
+        size = 0.0
+        if instruction.kind == "scatter":  # n arrays, indices, n updates
+            operands = instruction.operands
+            for name in operands[len(operands) // 2 + 1 :]:
+                size += sum(array.bytes for array in arrays(types[name]))
+            return size
 
-    def _memory(self, size: float) -> float:
+        for name in instruction.wrapped:
+            computation = self.program.computations.get(name, ())
+            inner_types = {inner.name: inner.result for inner in computation}
+            for inner in computation:
+                size += self._update_bytes(inner, inner_types)
+        return size
+
+    def _memory_seconds(self, size: float) -> float:
         return size / (self.chip.hbm_bandwidth * SUSTAINED)
 
-    def _copied(self, each: Instruction) -> float:
-        """Return the seconds of an asynchronous copy; its result's second array is the destination, or the first."""
-        sizes = [x.bytes for x in arrays(each.result)]
-        return self._memory(min(sizes[:2], default=0.0))
+    def _copy_seconds(self, instruction: Instruction) -> float:
+        """Return the seconds of an asynchronous copy.
 
-    def _exchanges(self, each: Instruction) -> Iterator[tuple[str, Instruction]]:
-        """Yield an instruction if it exchanges, or the exchanges in the computations that it wraps."""
-        if is_exchange(each):
-            yield each.name, each
-        for name in each.wrapped:
+        The first or the second array of its result is the destination.
+        """
+        sizes = [array.bytes for array in arrays(instruction.result)]
+        return self._memory_seconds(min(sizes[:2], default=0.0))
+
+    def _wrapped_exchange_seconds(self, instruction: Instruction) -> list[float]:
+        """Return the seconds of the exchanges that an instruction is or wraps."""
+        seconds = []
+        for computation, exchange in self._exchanges(instruction):
+            seconds.append(self._exchange_seconds(computation, exchange))
+        return seconds
+
+    def _exchanges(self, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+        """Yield an instruction if it exchanges, and the exchanges in computations that it wraps.
+
+        Each comes with the name of the wrapped computation.
+        """
+        if is_exchange(instruction):
+            yield instruction.name, instruction
+        for name in instruction.wrapped:
             for inner in self.program.computations.get(name, ()):
-                yield from ((name, found) for _, found in self._exchanges(inner))
+                for _, exchange in self._exchanges(inner):
+                    yield name, exchange
 
-    def _exchanged(self, found: tuple[str, Instruction]) -> float:
-        """Return the seconds of an exchange: around a ring in both directions, or through the data centre."""
-        one = read_collective(*found, self.mesh)
-        if one.between_slices:
-            return one.bytes / self.chip.dcn_bandwidth
-        hops = max(1, one.members // 2) * (2 if one.kind == "all-reduce" else 1)
-        directions = 1 if one.kind == "collective-permute" else RING
-        return hops * HOP + one.bytes / (directions * self.chip.link_bandwidth)
+    def _exchange_seconds(self, computation: str, instruction: Instruction) -> float:
+        """Return the seconds of an exchange.
+
+        It goes around a ring in both directions, or through the data centre.
+        """
+        collective = read_collective(computation, instruction, self.mesh)
+        if collective.between_slices:
+            return collective.bytes / self.chip.dcn_bandwidth
+
+        hops = max(1, collective.members // 2)
+        if collective.kind == "all-reduce":  # reduce-scatter, then all-gather
+            hops *= 2
+        directions = RING
+        if collective.kind == "collective-permute":
+            directions = 1
+        return hops * HOP + collective.bytes / (directions * self.chip.link_bandwidth)
 
     def _place(
-        self, each: Instruction, users: Mapping[str, list[Instruction]]
+        self, instruction: Instruction, users: Mapping[str, list[Instruction]]
     ) -> tuple[tuple[str, ...], str]:
         """Return sources and operation of an instruction, or of the next that uses its result."""
-        waiting = [each]
-        for _ in range(_NEARBY):
-            for one in waiting:
-                if sources := self.program.sources(one):
-                    found = re.search(r'\bop_name="([^"]*)"', one.rest)
-                    return sources, found[1].rpartition("/")[2] if found else ""
-            waiting = [user for one in waiting for user in users[one.name]]
+        nearest = [instruction]
+        for _ in range(_MAX_USERS):
+            for candidate in nearest:
+                sources = self.program.sources(candidate)
+                if sources:
+                    match = re.search(r'\bop_name="([^"]*)"', candidate.rest)
+                    path = match[1] if match else ""
+                    return sources, path.rpartition("/")[2]
+            next_users = []
+            for candidate in nearest:
+                next_users += users[candidate.name]
+            nearest = next_users
         return (), ""
 
 
 def _users(computation: Iterable[Instruction]) -> Mapping[str, list[Instruction]]:
+    """Return the instructions that use the result of an instruction, by its name."""
     users: dict[str, list[Instruction]] = defaultdict(list)
-    for each in computation:
-        for operand in each.operands:
-            users[operand].append(each)
+    for instruction in computation:
+        for operand in instruction.operands:
+            users[operand].append(instruction)
     return users
 
 
-def _summed(timed: Iterable[Part]) -> list[Part]:
-    """Sum what has the same kind, source and operation, longest first."""
+def _summed(parts: Iterable[Part]) -> list[Part]:
+    """Sum the parts of the same kind, source and operation, longest first."""
     sums: dict[tuple[str, tuple[str, ...], str], Part] = {}
-    for one in timed:
-        before = sums.get(one[:3])
-        sums[one[:3]] = (
-            one
-            if before is None
-            else one._replace(seconds=before.seconds + one.seconds, runs=before.runs + one.runs)
-        )
+    for part in parts:
+        key = (part.what, part.source, part.operation)
+        if key in sums:
+            earlier = sums[key]
+            part = part._replace(
+                seconds=earlier.seconds + part.seconds, runs=earlier.runs + part.runs
+            )
+        sums[key] = part
     return sorted(sums.values(), key=lambda part: -part.seconds)
 
 
 def kernel_grids(traced: core.ClosedJaxpr) -> Grids:
-    """Return the steps of the grids of a traced call's Pallas kernels, by the costs that they state."""
-    found: dict[KernelCost, int] = {}
+    """Return the steps of the grids of a traced call's Pallas kernels, by their stated costs."""
+    grids: dict[KernelCost, int] = {}
     waiting = [traced.jaxpr]
     while waiting:
         for equation in waiting.pop().eqns:
             params = equation.params
-            if (
-                equation.primitive.name == "pallas_call"
-                and (stated := params["cost_estimate"]) is not None
-            ):
-                steps = math.prod(
-                    size for size in params["grid_mapping"].grid if isinstance(size, int)
-                )
-                found[
-                    int(stated.flops), int(stated.transcendentals), int(stated.bytes_accessed)
-                ] = steps
+            if equation.primitive.name == "pallas_call" and params["cost_estimate"] is not None:
+                cost = params["cost_estimate"]
+                sizes = [size for size in params["grid_mapping"].grid if isinstance(size, int)]
+                key = (int(cost.flops), int(cost.transcendentals), int(cost.bytes_accessed))
+                grids[key] = math.prod(sizes)
                 continue
             for value in params.values():
-                for inner in value if isinstance(value, tuple | list) else (value,):
-                    if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
-                        waiting.append(
-                            inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
-                        )
-    return found
+                waiting += _inner_programs(value)
+    return grids
+
+
+def _inner_programs(value: object) -> list[core.Jaxpr]:
+    """Return the programs in a parameter of an equation."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    programs = []
+    for item in values:
+        if isinstance(item, core.ClosedJaxpr):
+            programs.append(item.jaxpr)
+        elif isinstance(item, core.Jaxpr):
+            programs.append(item)
+    return programs
 
 
 # --- work -----------------------------------------------------------------------------------------
@@ -354,8 +450,8 @@ class Flops:
     Attributes:
         flops: operations of matrix products and convolutions; a multiplication and an addition are
             two.
-        bytes: their operands and results, each read or written once: the traffic if nothing stayed
-            in a cache and everything else were fused into them.
+        bytes: operands and results of these operations, each read or written once: the traffic if
+            nothing stayed in a cache and everything else were fused into them.
     """
 
     flops: float = 0.0
@@ -377,52 +473,56 @@ def count_work(jaxpr: core.Jaxpr, *, loops: int = 1) -> Flops:
 
 
 def _count_equation(equation: core.JaxprEqn, loops: int) -> Flops:
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     if name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"):
         return _count_product(equation)
     if name == "scan":
         return count_work(params["jaxpr"].jaxpr, loops=loops) * params["length"]
     if name == "while":
         return count_work(params["body_jaxpr"].jaxpr, loops=loops) * loops
-    if name == "pallas_call" and (stated := params["cost_estimate"]) is not None:
-        return Flops(flops=float(stated.flops), bytes=float(stated.bytes_accessed))
-    if name == "cond" and (platforms := params.get("branches_platforms")):
-        taken = next(at for at, names in enumerate(platforms) if names is None or PLATFORM in names)
-        return count_work(params["branches"][taken].jaxpr, loops=loops)
+    if name == "pallas_call" and params["cost_estimate"] is not None:
+        cost = params["cost_estimate"]
+        return Flops(flops=float(cost.flops), bytes=float(cost.bytes_accessed))
     if name == "cond":
-        return max(
-            (count_work(branch.jaxpr, loops=loops) for branch in params["branches"]),
-            key=lambda work: work.flops,
-        )
+        return _count_branches(params, loops)
+
     # Calls, custom derivatives and rematerialized parts have their programs among their parameters.
-    inner = (
-        value.jaxpr if isinstance(value, core.ClosedJaxpr) else value for value in params.values()
-    )
-    times = math.prod(params["mesh"].shape.values()) if name == "shard_map" else 1
-    return (
-        sum(
-            (count_work(value, loops=loops) for value in inner if isinstance(value, core.Jaxpr)),
-            Flops(),
-        )
-        * times
-    )
+    work = Flops()
+    for value in params.values():
+        if isinstance(value, core.ClosedJaxpr):
+            value = value.jaxpr
+        if isinstance(value, core.Jaxpr):
+            work += count_work(value, loops=loops)
+    if name == "shard_map":  # its program is the part of one device
+        work *= math.prod(params["mesh"].shape.values())
+    return work
+
+
+def _count_branches(params: Mapping[str, Any], loops: int) -> Flops:
+    """Count the TPU's branch of platform-dependent code, or the branch with most operations."""
+    for index, platforms in enumerate(params.get("branches_platforms") or ()):
+        if platforms is None or PLATFORM in platforms:
+            return count_work(params["branches"][index].jaxpr, loops=loops)
+    branches = [count_work(branch.jaxpr, loops=loops) for branch in params["branches"]]
+    return max(branches, key=lambda work: work.flops)
 
 
 def _count_product(equation: core.JaxprEqn) -> Flops:
     """Count a product: two operations per number of the result and number contracted for it."""
-    arrays = [
-        cast(ShapedArray, variable.aval) for variable in (*equation.invars, *equation.outvars)
-    ]
-    left, right, result = arrays[0], arrays[1], arrays[-1]
+    variables = (*equation.invars, *equation.outvars)
+    arrays = [cast(ShapedArray, variable.aval) for variable in variables]
+    left = arrays[0]
+    right = arrays[1]
+    result = arrays[-1]
     match equation.primitive.name:
         case "dot_general":
             (axes, _), _ = equation.params["dimension_numbers"]
             contracted = math.prod(left.shape[axis] for axis in axes)
         case "conv_general_dilated":
-            contracted = right.size / right.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+            output_axis = equation.params["dimension_numbers"].rhs_spec[0]
+            contracted = right.size / right.shape[output_axis]
         case _:  # ragged: each row meets one expert
             contracted = left.shape[-1]
-    return Flops(
-        flops=2.0 * result.size * contracted,
-        bytes=float(sum(x.size * x.dtype.itemsize for x in arrays)),
-    )
+    size = sum(array.size * array.dtype.itemsize for array in arrays)
+    return Flops(flops=2.0 * result.size * contracted, bytes=float(size))
