@@ -1,4 +1,4 @@
-"""A plan: a run's programs compiled for a slice, whether they fit, and the time of a step of them."""
+"""A plan: a run's programs compiled for a slice, whether they fit, and the time of a step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.runtime.engine_devices import engine_shapes
 from jax_agent_rl.utils.hub import hub_name
 
-BATCH, TEMPORARIES, CODE = "gradients and batches", "temporaries", "code"
+BATCH = "gradients and batches"
+TEMPORARIES = "temporaries"
+CODE = "code"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,8 @@ class Load:
 
     Attributes:
         parts: bytes by kind, in order.
-        refused: the compiler refused the program; then parts are as large as its message says, or
-            smaller.
+        capacity: bytes of a chip.
+        refused: the compiler refused the program, so that ``parts`` may be too small.
     """
 
     program: Program
@@ -76,9 +78,13 @@ class StepTime:
     Attributes:
         sampled: tokens sampled.
         trained: tokens in packed rows; a group's common prompt counts once with
-        ``learner.share_prefixes``. rollout, learner, weights: seconds of each part. overlapped:
-        rollout and learner work at the same time, on chips of their own. bounds: parts whose
-        seconds are a lower bound, as exchanges in one of their programs are not known.
+            ``learner.share_prefixes``.
+        rollout: seconds of sampling.
+        learner: seconds of the learner's programs.
+        weights: seconds of the publication of weights.
+        overlapped: rollout and learner work at the same time, on chips of their own.
+        bounds: parts whose seconds are a lower bound, as exchanges in one of their programs are not
+            known.
     """
 
     sampled: int
@@ -91,28 +97,33 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        both = max(self.rollout, self.learner) if self.overlapped else self.rollout + self.learner
-        return both + self.weights
+        if self.overlapped:
+            return max(self.rollout, self.learner) + self.weights
+        return self.rollout + self.learner + self.weights
 
     @property
     def waits(self) -> tuple[str, float]:
         """Which side waits, and for which share of the step."""
         if not self.overlapped:
             return "both, in turn", 1.0
-        who = "learner" if self.rollout > self.learner else "engines"
-        return who, abs(self.rollout - self.learner) / self.seconds if self.seconds else 0.0
+        side = "learner" if self.rollout > self.learner else "engines"
+        if not self.seconds:
+            return side, 0.0
+        return side, abs(self.rollout - self.learner) / self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Bytes that engines report of the draws of a step, for the learner to score what was sampled.
+    """Bytes that engines report of a step's draws, for the learner to score what was sampled.
+
+    A draw's support is the set of ids that the sampling settings left possible.
 
     Attributes:
-        masks: of supports, as they leave the engines' chips and reach the learner's: a bit for each
-            id and draw.
-        supports: of supports on their way between processes, at most; a nucleus of few ids takes
+        masks: bytes of supports as they leave the engines' chips and reach the learner's: a bit for
+            each id and draw.
+        supports: most bytes of supports on their way between processes; a nucleus of few ids takes
             much less.
-        experts: of a mixture's routes, one number for each position, layer and chosen expert.
+        experts: bytes of a mixture's routes: one number for each position, layer and chosen expert.
     """
 
     masks: int
@@ -122,17 +133,21 @@ class Replay:
     @classmethod
     def of(cls, config: Config, model: DecoderConfig) -> Replay:
         """Return the bytes of a step with trajectories of full length."""
-        rollout, agent, experts = config.rollout, config.agent, model.experts
-        members = rollout.prompts_per_step * rollout.group_size
-        draws = members * agent.max_response_length if config.replays_supports else 0
-        routes = 0
-        if experts is not None:
+        agent = config.agent
+        members = config.rollout.prompts_per_step * config.rollout.group_size
+
+        draws = 0
+        if config.replays_supports:
+            draws = members * agent.max_response_length
+        mask_bytes = 4 * mask_words(model.vocab_size)
+        base64_bytes = math.ceil(4 / 3 * mask_bytes)
+
+        route_bytes = 0
+        if model.experts is not None:
             positions = members * (agent.max_prompt_length + agent.max_response_length)
-            routes = (
-                positions * model.num_layers * experts.per_token * (2 if experts.count > 256 else 1)
-            )
-        mask = 4 * mask_words(model.vocab_size)
-        return cls(masks=draws * mask, supports=draws * math.ceil(4 / 3 * mask), experts=routes)
+            number_bytes = 2 if model.experts.count > 256 else 1
+            route_bytes = positions * model.num_layers * model.experts.per_token * number_bytes
+        return cls(masks=draws * mask_bytes, supports=draws * base64_bytes, experts=route_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +156,9 @@ class ResourcePlan:
 
     Attributes:
         compiled: programs of the run.
-        loads: the fullest chip of each.
+        loads: the fullest chip of each program.
         step: predicted time of a step.
+        utilization: share of the ideal that programs reach of which the compiler gives no time.
     """
 
     config: Config
@@ -160,18 +176,18 @@ class ResourcePlan:
 
     @property
     def host_pages(self) -> int:
-        """Bytes of KV that the engines of a host keep in its memory, on the host with most engines."""
+        """Bytes of KV that engines keep in their host's memory, on the host with most engines."""
         engines = Counter[int]()
         for mesh in self.placement.engines:
-            engines[mesh.devices.flat[0].process_index] += mesh.shape["data"]
+            host = mesh.devices.flat[0].process_index
+            engines[host] += mesh.shape["data"]
         return max(engines.values(), default=0) * engine_shapes(self.config).kv_offloading_bytes
 
     @property
     def host_memory(self) -> int:
         """Bytes of a host's memory."""
-        return self.slice.chip.host_bytes * max(
-            Counter(d.process_index for d in self.slice.devices).values()
-        )
+        chips = Counter(device.process_index for device in self.slice.devices)
+        return self.slice.chip.host_bytes * max(chips.values())
 
     @functools.cached_property
     def replay(self) -> Replay:
@@ -205,7 +221,7 @@ def check(config: Config) -> DecoderConfig:
 def inventory(
     config: Config,
     model: DecoderConfig,
-    where: DevicePlacement,
+    placement: DevicePlacement,
     *,
     only: Phase | None = None,
     renumbered: Callable[[Mesh], Mesh] = lambda mesh: mesh,
@@ -213,43 +229,45 @@ def inventory(
     """Return programs and arrays of a run.
 
     Args:
-        config: configuration of the run.
-        model: its architecture.
-        where: devices of each phase.
+        placement: devices of each phase.
         only: leave out what this phase does not need, ``learner`` or ``rollout``; None leaves out
             nothing.
-        renumbered: returns the mesh for which to compile engines whose devices are not those of the
-            learner.
+        renumbered: returns the mesh for which to compile engines whose devices are not the
+            learner's.
 
     Raises:
         ConfigError: a mesh does not divide the model, or the configuration does not go with it.
     """
-    made = Inventory()
-    published = None if only == "rollout" else add_learner(made, config, model, where.learner)
-    if where.engines and only != "learner":
-        mesh = where.engines[0]  # the others are like it
-        compiled_for = (
-            mesh if {*mesh.devices.flat} == {*where.learner.devices.flat} else renumbered(mesh)
-        )
-        shapes, there = model.parameter_shapes(), learner_shardings(model, compiled_for)
-        if (
-            published is None or config.rollout.placement == "separate"
-        ):  # from files, read for these very devices
-            published = Published(describe(shapes, there), frozenset())
-        elif len(where.engines) > 1:  # copied for each of them
-            published = Published(
-                describe(shapes, there, dtype=config.rollout.jetstream.dtype), frozenset()
-            )
-        add_engine(
-            made,
-            config,
-            model,
-            mesh,
-            published,
-            compiled_for=compiled_for,
-            engines=where.engine_count,
-        )
-    return made
+    inventory = Inventory()
+    published = None
+    if only != "rollout":
+        published = add_learner(inventory, config, model, placement.learner)
+    if not placement.engines or only == "learner":
+        return inventory
+
+    mesh = placement.engines[0]  # the other meshes are like it
+    compiled_for = mesh
+    if set(mesh.devices.flat) != set(placement.learner.devices.flat):
+        compiled_for = renumbered(mesh)
+
+    shapes = model.parameter_shapes()
+    shardings = learner_shardings(model, compiled_for)
+    if published is None or config.rollout.placement == "separate":
+        # From files, which are read for these very devices.
+        published = Published(describe(shapes, shardings), frozenset())
+    elif len(placement.engines) > 1:  # copied for each of them
+        dtype = config.rollout.jetstream.dtype
+        published = Published(describe(shapes, shardings, dtype=dtype), frozenset())
+    add_engine(
+        inventory,
+        config,
+        model,
+        mesh,
+        published,
+        compiled_for=compiled_for,
+        engines=placement.engine_count,
+    )
+    return inventory
 
 
 def make_plan(
@@ -263,9 +281,6 @@ def make_plan(
     """Compile all programs of a run.
 
     Args:
-        config: configuration of the run.
-        model: its architecture.
-        slice: the slice to plan for.
         utilization: share of the ideal that programs reach of which the compiler gives no time.
         on_progress: takes a line of progress.
 
@@ -273,101 +288,118 @@ def make_plan(
         ConfigError: the configuration does not go with the slice.
     """
     config = choose_engine_mesh(config, model, slice)
-    where = place_devices(config, slice.devices)
-    for line in list_idle(config, slice, where):
+    placement = place_devices(config, slice.devices)
+    for line in list_idle(config, slice, placement):
         on_progress(line)
+
     on_progress("tracing")
-    made = inventory(config, model, where, renumbered=slice.renumbered)
-    compiled, before = [], ""
-    for number, program in enumerate(made.programs, 1):
-        on_progress(f"compiling {program.name} ({number} of {len(made.programs)}){before}")
-        compiled.append(compile_program(program, slice.chip))
-        before = f"; {program.name}: {compiled[-1].summary(slice.chip)}"
+    parts = inventory(config, model, placement, renumbered=slice.renumbered)
+
+    compiled: list[Compiled] = []
+    previous = ""
+    for number, program in enumerate(parts.programs, 1):
+        on_progress(f"compiling {program.name} ({number} of {len(parts.programs)}){previous}")
+        result = compile_program(program, slice.chip)
+        compiled.append(result)
+        previous = f"; {program.name}: {result.summary(slice.chip)}"
+
+    step = sum_step(
+        config,
+        compiled,
+        slice.chip,
+        engines=placement.engine_count,
+        disjoint=placement.disjoint,
+        utilization=utilization,
+    )
     return ResourcePlan(
         config=config,
         model=model,
         slice=slice,
-        placement=where,
+        placement=placement,
         compiled=tuple(compiled),
-        loads=tuple(loads(made, compiled, capacity=slice.chip.hbm_bytes)),
-        step=sum_step(
-            config,
-            compiled,
-            slice.chip,
-            engines=where.engine_count,
-            disjoint=where.disjoint,
-            utilization=utilization,
-        ),
+        loads=tuple(loads(parts, compiled, capacity=slice.chip.hbm_bytes)),
+        step=step,
         utilization=utilization,
     )
 
 
 def loads(inventory: Inventory, compiled: Sequence[Compiled], *, capacity: int) -> list[Load]:
-    """Return the load of each program.
-
-    Args:
-        inventory: programs and resident arrays.
-        compiled: the inventory's programs.
-        capacity: bytes of a chip.
-    """
-    sizes = padded(inventory.residents, compiled)
-    return [_load(one, inventory.residents, sizes, capacity) for one in compiled]
+    """Return the load of each program of an inventory on a chip of ``capacity`` bytes."""
+    padding = padding_ratios(inventory.residents, compiled)
+    return [_load(result, inventory.residents, padding, capacity) for result in compiled]
 
 
 def _load(
-    one: Compiled, residents: Sequence[Resident], sizes: Mapping[str, float], capacity: int
+    compiled: Compiled, residents: Sequence[Resident], padding: Mapping[str, float], capacity: int
 ) -> Load:
-    program = one.program
-    here = set(program.mesh.devices.flat)
-    there = [r for r in residents if program.phase not in r.absent or r.name in program.holds]
+    """Return the load of one program.
 
-    def on(device: Device) -> dict[str, int]:
-        return {r.name: round(r.bytes[device] * sizes[r.name]) for r in there if device in r.bytes}
+    Args:
+        padding: see :func:`padding_ratios`.
+    """
+    program = compiled.program
+    present = []
+    for resident in residents:
+        if program.phase not in resident.absent or resident.name in program.holds:
+            present.append(resident)
 
-    staying = max((on(device) for device in here), key=lambda parts: sum(parts.values()))
-    held = sum(staying.get(name, 0) for name in program.holds)
-    if one.memory is None:
-        added = {
-            TEMPORARIES: (
-                one.needs if "temporaries (" in (one.problem or "") else max(0, one.needs - held)
-            )
-        }
-    else:
-        memory = one.memory
+    def bytes_on(device: Device) -> dict[str, int]:
+        sizes = {}
+        for resident in present:
+            if device in resident.bytes:
+                sizes[resident.name] = round(resident.bytes[device] * padding[resident.name])
+        return sizes
+
+    devices = set(program.mesh.devices.flat)
+    resident_bytes = max(map(bytes_on, devices), key=lambda sizes: sum(sizes.values()))
+    # The program's arguments are among the residents: they count once.
+    held = sum(resident_bytes.get(name, 0) for name in program.holds)
+
+    if compiled.memory is not None:
+        memory = compiled.memory
         added = {
             BATCH: max(0, memory.arguments - held) + memory.outputs - memory.aliased,
             TEMPORARIES: memory.temporaries,
             CODE: memory.code,
         }
+    elif "temporaries (" in (compiled.problem or ""):  # the message says these alone
+        added = {TEMPORARIES: compiled.needs}
+    else:
+        added = {TEMPORARIES: max(0, compiled.needs - held)}
     return Load(
-        program=program, parts=staying | added, capacity=capacity, refused=one.memory is None
+        program=program,
+        parts=resident_bytes | added,
+        capacity=capacity,
+        refused=compiled.memory is None,
     )
 
 
-def padded(residents: Sequence[Resident], compiled: Sequence[Compiled]) -> dict[str, float]:
-    """Return each resident's padded size over its plain size: chips keep arrays in tiles of 8 x 128 numbers.
+def padding_ratios(residents: Sequence[Resident], compiled: Sequence[Compiled]) -> dict[str, float]:
+    """Return each resident's padded size over its plain size, by name.
 
-    Where a program's outputs take the memory of residents, the compiler reports their size; the one
-    unknown resident among several takes what is left. 1 where no program reports it.
+    Chips keep arrays in tiles of 8 x 128 numbers. Where a program's outputs take the memory of
+    residents, the compiler reports their size; the one unknown resident among several takes what is
+    left. The ratio is 1 where no program reports it.
     """
-    plain = {r.name: max(r.bytes.values()) for r in residents}
-    known: dict[str, float] = {}
-    reported = sorted(
-        (
-            (one.program.donates, one.memory.aliased)
-            for one in compiled
-            if one.memory and one.program.donates
-        ),
-        key=lambda pair: len(pair[0]),
-    )
-    for names, total in reported:
-        unknown = [name for name in names if name not in known]
+    reports = []
+    for result in compiled:
+        if result.memory is not None and result.program.donates:
+            reports.append((result.program.donates, result.memory.aliased))
+    reports.sort(key=lambda report: len(report[0]))
+
+    padded: dict[str, float] = {}
+    for names, total in reports:
+        unknown = [name for name in names if name not in padded]
         if len(unknown) == 1:
-            known[unknown[0]] = total - sum(known[name] for name in names if name in known)
-    return {
-        name: max(1.0, known[name] / size) if name in known and size else 1.0
-        for name, size in plain.items()
-    }
+            padded[unknown[0]] = total - sum(padded[name] for name in names if name in padded)
+
+    ratios = {}
+    for resident in residents:
+        size = max(resident.bytes.values())
+        ratios[resident.name] = 1.0
+        if resident.name in padded and size:
+            ratios[resident.name] = max(1.0, padded[resident.name] / size)
+    return ratios
 
 
 def sum_step(
@@ -382,28 +414,36 @@ def sum_step(
     """Sum the programs of a run up to a step.
 
     Args:
-        config: configuration of the run.
-        compiled: its programs.
-        chip: chip of the slice.
-        engines: engines on the slice; 0 if they run elsewhere: then only the learner counts.
+        engines: number of engines on the slice; 0 if they run elsewhere: then only the learner
+            counts.
         disjoint: learner and engines share no chip.
         utilization: share of the ideal that programs reach of which the compiler gives no time.
     """
-    groups, members = config.rollout.prompts_per_step, config.rollout.group_size
-    prompt, response = config.agent.max_prompt_length, config.agent.max_response_length
-    copies = 1 if config.learner.share_prefixes else members
-    tokens: dict[Tokens | None, int] = {
+    groups = config.rollout.prompts_per_step
+    members = config.rollout.group_size
+    prompt = config.agent.max_prompt_length
+    response = config.agent.max_response_length
+    prompt_copies = 1 if config.learner.share_prefixes else members
+    tokens: dict[Tokens, int] = {
         "prompts": groups * prompt,
         "sampled": groups * members * response,
-        "trained": groups * (copies * prompt + members * response),
+        "trained": groups * (prompt_copies * prompt + members * response),
     }
-    phases: dict[Phase, float] = dict.fromkeys(("learner", "weights", "rollout"), 0.0)
-    for one in compiled:
-        program = one.program
-        calls = math.ceil(tokens[program.of] / program.tokens) if program.of else 1
-        ideal = ideal_seconds(one, chip).total / utilization
-        seconds = ideal if one.prediction is None else one.prediction.seconds
-        phases[program.phase] += calls * program.calls * seconds
+
+    phases: dict[Phase, float] = {"learner": 0.0, "weights": 0.0, "rollout": 0.0}
+    bounds: set[Phase] = set()
+    for result in compiled:
+        program = result.program
+        calls = program.calls
+        if program.of is not None:
+            calls *= math.ceil(tokens[program.of] / program.tokens)
+        if result.prediction is None:
+            seconds = ideal_seconds(result, chip).total / utilization
+        else:
+            seconds = result.prediction.seconds
+        phases[program.phase] += calls * seconds
+        if program.calls and not result.exchanges_known:
+            bounds.add(program.phase)
     return StepTime(
         sampled=tokens["sampled"],
         trained=tokens["trained"],
@@ -411,15 +451,7 @@ def sum_step(
         learner=phases["learner"],
         weights=phases["weights"],
         overlapped=disjoint and config.trainer.mode != "sync",
-        bounds=tuple(
-            sorted(
-                {
-                    one.program.phase
-                    for one in compiled
-                    if one.program.calls and not one.exchanges_known
-                }
-            )
-        ),
+        bounds=tuple(sorted(bounds)),
     )
 
 
@@ -437,10 +469,6 @@ def compile_profiled(
     """Compile the programs of a run that are of one kind, and no others.
 
     Args:
-        config: configuration of the run.
-        model: its architecture.
-        slice: the slice to compile for.
-        profile: the kind.
         on_progress: takes a line of progress.
 
     Raises:
@@ -449,16 +477,21 @@ def compile_profiled(
     on_progress("tracing")
     only = "learner" if profile == "learner" else "rollout"
     config = choose_engine_mesh(config, model, slice)
-    where = place_devices(config, slice.devices)
-    programs = inventory(config, model, where, only=only, renumbered=slice.renumbered).programs
-    chosen = [one for one in programs if profile in (one.phase, one.name.split()[0])]
-    if not chosen:
-        names = ", ".join(one.name for one in programs)
+    placement = place_devices(config, slice.devices)
+    parts = inventory(config, model, placement, only=only, renumbered=slice.renumbered)
+
+    selected = []
+    for program in parts.programs:
+        if profile in (program.phase, program.name.split()[0]):
+            selected.append(program)
+    if not selected:
+        names = ", ".join(program.name for program in parts.programs)
         raise ConfigError(
             f"--profile {profile}: this run has no such program on the slice, only {names}"
         )
+
     compiled = []
-    for one in chosen:
-        on_progress(f"compiling {one.name}")
-        compiled.append(compile_program(one, slice.chip))
+    for program in selected:
+        on_progress(f"compiling {program.name}")
+        compiled.append(compile_program(program, slice.chip))
     return compiled
