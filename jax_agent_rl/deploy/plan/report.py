@@ -1,4 +1,4 @@
-"""Reports of a plan: tables and conclusions, what to change if it does not fit, and one JSON object."""
+"""Reports of a plan: tables and conclusions, what to change if it does not fit, and its JSON."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from jax_agent_rl.deploy.plan.hlo import Collective
 from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan
 from jax_agent_rl.deploy.plan.search import estimate
 from jax_agent_rl.deploy.plan.topology import (
+    Chip,
     Slice,
     as_overrides,
     check_layout,
@@ -66,8 +67,8 @@ COLUMNS = {
     "compiled": "seconds that compiling took here",
 }
 
-_SIZES = 6  # columns of the first table, the programs' names included
-_PROGRAM = 10  # characters of a program's column: its name is broken at blanks
+_SIZE_COLUMNS = 6  # columns of the first table, the programs' names included
+_PROGRAM_WIDTH = 10  # characters of a program's column: its name is broken at blanks
 _WRAPPED = ("program", "exchanges in", "kinds")
 _MAX_HINTS = 3
 
@@ -76,164 +77,205 @@ def show(plan: ResourcePlan, console: Console, *, price: float | None = None) ->
     """Print the plan.
 
     Args:
-        plan: the plan.
-        console: where to print.
-        price: price of a chip-hour.
+        price: price of a chip-hour; None leaves out the cost.
     """
-    for made in (
+    tables = [
         *programs_tables(plan),
         exchanges_table(plan),
         *memory_tables(plan, width=console.width),
-    ):
-        if made.row_count:
-            console.print(made, "")
+    ]
+    for table in tables:
+        if table.row_count:
+            console.print(table, "")
+
     for name, meaning in COLUMNS.items():
         console.print(f"  [bold]{name}[/bold]: {meaning}", highlight=False, soft_wrap=True)
     console.print()
+
     for line in (*_describe_fit(plan), *_describe_speed(plan, price)):
         console.print(line, highlight=False, soft_wrap=True)
 
 
 def programs_tables(plan: ResourcePlan) -> tuple[Table, Table]:
     """Return tables of the programs' sizes and times, each narrow enough for 80 characters."""
-    justify = {name: "left" if name in ("program", "bound") else "right" for name in COLUMNS}
-    columns = list(justify.items())
-    sizes, times = (
-        _table(dict(chosen)) for chosen in (columns[:_SIZES], [columns[0], *columns[_SIZES:]])
-    )
-    for one, load in zip(plan.compiled, plan.loads, strict=True):
-        seconds, known, steps = (
-            ideal_seconds(one, plan.slice.chip),
-            one.exchanges_known,
-            one.program.loops,
-        )
-        ideal = format_seconds(seconds.total / steps)
-        row = [ideal, seconds.bound] if known else [f">={ideal}", ""]
-        if one.prediction is None:
-            row += ["-", "-"]
-        else:
-            row += [
-                format_seconds(one.prediction.seconds / steps),
-                f"{seconds.total / one.prediction.seconds:.0%}",
-            ]
-        counts = one.program.calls and seconds.total
-        sizes.add_row(
-            one.program.name,
-            str(one.program.mesh.size),
-            format_bytes(load.total) + ("" if load.fits else " !"),
-            f"{one.flops / 1e12:.3g}",
-            format_bytes(one.moved) if one.moved else "-",
-            format_bytes(sum(exchange.bytes for exchange in one.exchanges)) if known else "-",
-        )
+    justify = dict.fromkeys(COLUMNS, "right")
+    justify["program"] = "left"
+    justify["bound"] = "left"
+    names = list(COLUMNS)
+    sizes = _table({name: justify[name] for name in names[:_SIZE_COLUMNS]})
+    times = _table({name: justify[name] for name in (names[0], *names[_SIZE_COLUMNS:])})
+    for compiled, load in zip(plan.compiled, plan.loads, strict=True):
+        sizes.add_row(compiled.program.name, *_size_cells(compiled, load))
         times.add_row(
-            one.program.name, *(row if counts else ("-", "", "-", "-")), f"{one.seconds:.1f}"
+            compiled.program.name,
+            *_time_cells(compiled, plan.slice.chip),
+            f"{compiled.seconds:.1f}",
         )
     return sizes, times
 
 
+def _size_cells(compiled: Compiled, load: Load) -> list[str]:
+    """Return chips, memory, operations, bytes moved and bytes sent of a program."""
+    memory = format_bytes(load.total)
+    if not load.fits:
+        memory += " !"
+    moved = "-"
+    if compiled.moved:
+        moved = format_bytes(compiled.moved)
+    sent = "-"
+    if compiled.exchanges_known:
+        sent = format_bytes(sum(exchange.bytes for exchange in compiled.exchanges))
+    return [
+        str(compiled.program.mesh.size),
+        memory,
+        f"{compiled.flops / 1e12:.3g}",
+        moved,
+        sent,
+    ]
+
+
+def _time_cells(compiled: Compiled, chip: Chip) -> list[str]:
+    """Return ideal, bound, prediction and share of a program."""
+    seconds = ideal_seconds(compiled, chip)
+    if not compiled.program.calls or not seconds.total:
+        return ["-", "", "-", "-"]
+
+    steps = compiled.program.loops
+    ideal = format_seconds(seconds.total / steps)
+    bound = seconds.bound
+    if not compiled.exchanges_known:
+        ideal = f">={ideal}"
+        bound = ""
+    if compiled.prediction is None:
+        return [ideal, bound, "-", "-"]
+    predicted = compiled.prediction.seconds
+    return [ideal, bound, format_seconds(predicted / steps), f"{seconds.total / predicted:.0%}"]
+
+
 def exchanges_table(plan: ResourcePlan) -> Table:
     """Return a table of what chips send in each program, by axes of the mesh."""
-    made = _table({"exchanges in": "left", "over": "left", "sent": "right", "kinds": "left"})
-    for one in plan.compiled:
-        for axes, (size, kinds) in _sum_exchanges(one).items():
-            made.add_row(one.program.name, axes, format_bytes(size), ", ".join(kinds))
-    return made
+    table = _table({"exchanges in": "left", "over": "left", "sent": "right", "kinds": "left"})
+    for compiled in plan.compiled:
+        for axes, (size, kinds) in _sum_exchanges(compiled).items():
+            table.add_row(compiled.program.name, axes, format_bytes(size), ", ".join(kinds))
+    return table
 
 
 def memory_tables(plan: ResourcePlan, *, width: int) -> Iterator[Table]:
     """Yield tables of the memory on each program's fullest chip, by kind, all in one unit.
 
-    Programs that do not fit beside the others into ``width`` characters go into a table below.
+    A table has as many programs as fit into ``width`` characters.
     """
     power = unit_power(plan.fullest.total)
-    kinds = list(dict.fromkeys(name for load in plan.loads for name in load.parts))
+    kinds = []
+    for load in plan.loads:
+        for kind in load.parts:
+            if kind not in kinds:
+                kinds.append(kind)
     heading = f"{UNITS[power]} of a chip's {plan.fullest.capacity / 1024**power:.4g}"
-    beside = max(1, (width - max(map(len, (heading, *kinds))) - 1) // _PROGRAM)
-    beside = math.ceil(len(plan.loads) / math.ceil(len(plan.loads) / beside))
-    for begin in range(0, len(plan.loads), beside):
-        loads = plan.loads[begin : begin + beside]
-        made = Table(box=None, padding=(0, 1, 0, 0))
-        made.add_column(heading, no_wrap=True, vertical="bottom")
+
+    first_width = max(map(len, (heading, *kinds))) + 1
+    most = max(1, (width - first_width) // _PROGRAM_WIDTH)
+    table_count = math.ceil(len(plan.loads) / most)
+    per_table = math.ceil(len(plan.loads) / table_count)  # so that all are about as wide
+
+    for start in range(0, len(plan.loads), per_table):
+        loads = plan.loads[start : start + per_table]
+        table = Table(box=None, padding=(0, 1, 0, 0))
+        table.add_column(heading, no_wrap=True, vertical="bottom")
         for load in loads:
-            made.add_column(
-                load.program.name, justify="right", vertical="bottom", max_width=_PROGRAM - 1
+            table.add_column(
+                load.program.name, justify="right", vertical="bottom", max_width=_PROGRAM_WIDTH - 1
             )
         for kind in kinds:
-            made.add_row(
-                kind,
-                *(
-                    f"{load.parts[kind] / 1024**power:.2f}" if kind in load.parts else "-"
-                    for load in loads
-                ),
-            )
-        made.add_row(
-            "[bold]together[/bold]",
-            *(f"[bold]{load.total / 1024**power:.2f}[/bold]" for load in loads),
-        )
-        yield made
+            cells = []
+            for load in loads:
+                if kind in load.parts:
+                    cells.append(f"{load.parts[kind] / 1024**power:.2f}")
+                else:
+                    cells.append("-")
+            table.add_row(kind, *cells)
+        totals = [f"[bold]{load.total / 1024**power:.2f}[/bold]" for load in loads]
+        table.add_row("[bold]together[/bold]", *totals)
+        yield table
 
 
 def _table(columns: dict[str, Any]) -> Table:
-    made = Table(box=None, padding=(0, 1, 0, 0))
+    """Return an empty table, given how each column is justified."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for heading, justify in columns.items():
-        made.add_column(heading, justify=justify, no_wrap=heading not in _WRAPPED)
-    return made
+        table.add_column(heading, justify=justify, no_wrap=heading not in _WRAPPED)
+    return table
 
 
-def _sum_exchanges(one: Compiled) -> dict[str, tuple[float, list[str]]]:
+def _sum_exchanges(compiled: Compiled) -> dict[str, tuple[float, list[str]]]:
     """Return the bytes that each chip sends, and the kinds of exchanges, by axes."""
-    found: dict[str, list[Collective]] = {}
-    for exchange in one.exchanges:
-        found.setdefault("+".join(exchange.axes) or "?", []).append(exchange)
-    return {
-        axes: (sum(e.bytes for e in those), sorted({e.kind for e in those}))
-        for axes, those in found.items()
-    }
+    by_axes: dict[str, list[Collective]] = {}
+    for exchange in compiled.exchanges:
+        axes = "+".join(exchange.axes) or "?"
+        by_axes.setdefault(axes, []).append(exchange)
+
+    sums = {}
+    for axes, exchanges in by_axes.items():
+        size = sum(exchange.bytes for exchange in exchanges)
+        kinds = {exchange.kind for exchange in exchanges}
+        sums[axes] = (size, sorted(kinds))
+    return sums
 
 
 def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
+    """Yield sentences on whether the plan fits, and what to change."""
     capacity = plan.fullest.capacity
     if all(load.fits for load in plan.loads):
         free = format_bytes(capacity - plan.fullest.total)
         yield (
             f"[green]It fits[/green]: of {format_bytes(capacity)} a chip at least {free} are free."
         )
+
     by_advice: dict[tuple[str, ...], list[Load]] = {}
     for load in plan.loads:
         if not load.fits:
             by_advice.setdefault(tuple(_adviser(plan).advice(load)), []).append(load)
-    for keys, those in by_advice.items():
-        names = ", ".join(load.program.name for load in those)
-        over = format_bytes(max(0, *(load.total - capacity for load in those)))
-        verb, most = ("does not fit", "") if len(those) == 1 else ("do not fit", "up to ")
-        yield (
-            f"[red]{names} {verb}[/red]: {most}{over} too much on a chip; try {' or '.join(keys)}."
-        )
-    if pages := plan.host_pages:
+    for advice, loads in by_advice.items():
+        names = ", ".join(load.program.name for load in loads)
+        excess = format_bytes(max(0, *(load.total - capacity for load in loads)))
+        if len(loads) == 1:
+            problem = f"[red]{names} does not fit[/red]: {excess}"
+        else:
+            problem = f"[red]{names} do not fit[/red]: up to {excess}"
+        yield f"{problem} too much on a chip; try {' or '.join(advice)}."
+
+    pages = plan.host_pages
+    if pages:
         used = f"{format_bytes(pages)} of KV in a host's {format_bytes(plan.host_memory)} of memory"
         if pages > plan.host_memory:
             yield f"[red]{used} do not fit[/red]: lower rollout.jetstream.kv_offloading_size."
         else:
             yield f"The engines keep up to {used} (rollout.jetstream.kv_offloading_size)."
-    yield from (
-        f"[yellow]{line}[/yellow]." for line in list_idle(plan.config, plan.slice, plan.placement)
-    )
+
+    for line in list_idle(plan.config, plan.slice, plan.placement):
+        yield f"[yellow]{line}[/yellow]."
 
 
 def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
-    step, rollout = plan.step, plan.config.rollout
-    phases = (("rollout", step.sampled, step.rollout), ("learner", step.trained, step.learner))
-    for name, tokens, seconds in phases:
-        if seconds:
-            least, most = ("at least ", "at most ") if name in step.bounds else ("", "")
-            time, speed = format_seconds(seconds), f"{tokens / seconds:,.0f}"
-            yield f"{name}: {tokens:,} tokens in {least}{time}, {most}{speed} a second"
-    least = "at least " if step.bounds else ""
+    """Yield sentences on the time of a step, what it transfers and what it costs."""
+    step = plan.step
+    rollout = plan.config.rollout
+    if step.rollout:
+        is_bound = "rollout" in step.bounds
+        yield f"rollout: {_describe_tokens(step.sampled, step.rollout, is_bound=is_bound)}"
+    if step.learner:
+        is_bound = "learner" in step.bounds
+        yield f"learner: {_describe_tokens(step.trained, step.learner, is_bound=is_bound)}"
+
+    at_least = "at least " if step.bounds else ""
     if plan.placement.engines:
-        who, share = step.waits
-        yield f"step: {least}{format_seconds(step.seconds)}; who waits: {who}, {share:.0%} of it"
+        side, share = step.waits
+        seconds = format_seconds(step.seconds)
+        yield f"step: {at_least}{seconds}; who waits: {side}, {share:.0%} of it"
     else:
         yield f"rollout.backend={rollout.backend}: the speed of its engines is not planned here"
+
     replay = plan.replay
     if replay.masks:
         yield (
@@ -245,15 +287,17 @@ def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
             f"router replay: {format_bytes(replay.experts)} of chosen experts a step, from engines"
             " to the learner"
         )
-    if (factory := rollout.jetstream.engine_factory) is not None:
+    factory = rollout.jetstream.engine_factory
+    if factory is not None:
         yield (
             f"rollout.jetstream.engine_factory={factory}: planned as if it were the built-in engine"
         )
     if price is not None:
-        what = "cost" if plan.placement.engines else "cost of the learner"
+        label = "cost" if plan.placement.engines else "cost of the learner"
         yield (
-            f"{what}: {least}{_cost(plan, price):.3g} a step, {_cost_of_million(plan, price):.3g} a"
-            f" million trained tokens; {plan.slice.chips} chips at {price:g} an hour"
+            f"{label}: {at_least}{_cost(plan, price):.3g} a step,"
+            f" {_cost_of_million(plan, price):.3g} a million trained tokens;"
+            f" {plan.slice.chips} chips at {price:g} an hour"
         )
     yield (
         "Assumed: trajectories of full length, rows full, slots as far as trajectories and KV"
@@ -262,8 +306,20 @@ def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
     )
 
 
+def _describe_tokens(tokens: int, seconds: float, *, is_bound: bool) -> str:
+    """Return tokens, time and speed; ``is_bound`` if the seconds are a lower bound."""
+    time = format_seconds(seconds)
+    speed = f"{tokens / seconds:,.0f}"
+    if is_bound:
+        return f"{tokens:,} tokens in at least {time}, at most {speed} a second"
+    return f"{tokens:,} tokens in {time}, {speed} a second"
+
+
 def _cost(plan: ResourcePlan, price: float) -> float:
-    """Return the cost of a step at ``price`` a chip-hour; of the learner alone if engines run elsewhere."""
+    """Return the cost of a step at ``price`` a chip-hour.
+
+    It is the learner's alone if engines run elsewhere.
+    """
     return plan.step.seconds / 3600 * price * plan.slice.chips
 
 
@@ -274,14 +330,15 @@ def _cost_of_million(plan: ResourcePlan, price: float) -> float:
 
 def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]:
     """Return the whole plan, in bytes, seconds and floating point operations."""
+    programs = []
+    for compiled, load in zip(plan.compiled, plan.loads, strict=True):
+        programs.append(_program_as_json(plan, compiled, load))
 
-    def exchanged(one: Compiled) -> dict[str, float] | None:
-        return (
-            {axes: sent for axes, (sent, _) in _sum_exchanges(one).items()}
-            if one.exchanges_known
-            else None
-        )
-
+    cost = None
+    cost_of_million = None
+    if price is not None:
+        cost = _cost(plan, price)
+        cost_of_million = _cost_of_million(plan, price)
     return {
         "topology": plan.slice.name,
         "chips": plan.slice.chips,
@@ -291,33 +348,41 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
             "learner": dict(plan.placement.learner.shape),
             "engines": [dict(mesh.shape) for mesh in plan.placement.engines],
         },
-        "programs": [
-            {
-                "name": one.program.name,
-                "phase": one.program.phase,
-                "chips": one.program.mesh.size,
-                "memory": dict(load.parts),
-                "total": load.total,
-                "fits": load.fits,
-                "problem": one.problem,
-                "change": [] if load.fits else _adviser(plan).advice(load),
-                "flops": one.flops,
-                "bytes": one.moved,
-                "exchanged": exchanged(one),
-                "seconds": vars(ideal_seconds(one, plan.slice.chip)),
-                "predicted": None if one.prediction is None else one.prediction.seconds,
-                "steps": one.program.loops,
-                "compile_seconds": one.seconds,
-            }
-            for one, load in zip(plan.compiled, plan.loads, strict=True)
-        ],
+        "programs": programs,
         "host": {"pages": plan.host_pages, "memory": plan.host_memory},
         "replay": vars(plan.replay),
         "step": {**vars(plan.step), "seconds": plan.step.seconds, "waits": plan.step.waits},
         "utilization": plan.utilization,
-        "cost": None if price is None else _cost(plan, price),
-        "cost_of_million_trained_tokens": None if price is None else _cost_of_million(plan, price),
+        "cost": cost,
+        "cost_of_million_trained_tokens": cost_of_million,
         "cost_of": "step" if plan.placement.engines else "learner",
+    }
+
+
+def _program_as_json(plan: ResourcePlan, compiled: Compiled, load: Load) -> dict[str, Any]:
+    """Return one program of a plan, for JSON."""
+    exchanged = None
+    if compiled.exchanges_known:
+        exchanged = {axes: sent for axes, (sent, _) in _sum_exchanges(compiled).items()}
+    predicted = None
+    if compiled.prediction is not None:
+        predicted = compiled.prediction.seconds
+    return {
+        "name": compiled.program.name,
+        "phase": compiled.program.phase,
+        "chips": compiled.program.mesh.size,
+        "memory": dict(load.parts),
+        "total": load.total,
+        "fits": load.fits,
+        "problem": compiled.problem,
+        "change": [] if load.fits else _adviser(plan).advice(load),
+        "flops": compiled.flops,
+        "bytes": compiled.moved,
+        "exchanged": exchanged,
+        "seconds": vars(ideal_seconds(compiled, plan.slice.chip)),
+        "predicted": predicted,
+        "steps": compiled.program.loops,
+        "compile_seconds": compiled.seconds,
     }
 
 
@@ -330,28 +395,37 @@ def _adviser(plan: ResourcePlan) -> Adviser:
 
 @dataclass(frozen=True, kw_only=True)
 class Adviser:
-    """Proposes changes of a configuration, none of which the planner would refuse on the slice's devices."""
+    """Proposes changes of a configuration that the planner would accept on the slice's devices."""
 
     config: Config
     model: DecoderConfig
     slice: Slice
 
     def advice(self, load: Load) -> list[str]:
-        """Return overrides to try on a program that does not fit, largest parts of the chip's memory first."""
+        """Return overrides to try on a program that does not fit.
+
+        They begin with what makes the largest parts of the chip's memory smaller.
+        """
         parts = sorted(load.parts, key=lambda name: load.parts[name], reverse=True)
-        hints = [hint for part in parts for hint in self._hints(load, part)]
+        hints = []
+        for part in parts:
+            hints += self._hints(load, part)
         hints += [*self._adapters(), self._larger_slice()]
-        return list(dict.fromkeys(hints))[:_MAX_HINTS]
+        unique = list(dict.fromkeys(hints))
+        return unique[:_MAX_HINTS]
 
     def _hints(self, load: Load, part: str) -> Iterator[str]:
-        config, phase = self.config, load.program.phase
-        if (
-            part in (WEIGHTS, CACHE)
-            and phase == "learner"
-            and config.rollout.placement == "colocated"
-        ):
-            if config.trainer.mode == "sync" and not config.rollout.sleep_during_update:
-                yield "rollout.sleep_during_update=true"
+        """Yield overrides that make a part of a program's memory smaller."""
+        config = self.config
+        phase = load.program.phase
+        could_sleep = (
+            config.rollout.placement == "colocated"
+            and config.trainer.mode == "sync"
+            and not config.rollout.sleep_during_update
+        )
+        if part in (WEIGHTS, CACHE) and phase == "learner" and could_sleep:
+            yield "rollout.sleep_during_update=true"
+
         if part == CACHE or (part in (BATCH, TEMPORARIES) and phase == "rollout"):
             yield from self._contexts()
             yield from self._engine()
@@ -370,19 +444,29 @@ class Adviser:
         if shapes.kv_cache_tokens > shapes.max_model_len:
             half = max(shapes.max_model_len, shapes.kv_cache_tokens // 2)
             yield from self._accepted(f"rollout.jetstream.kv_cache_tokens={half}")
-        if (slots := shapes.max_concurrent_decodes) > 1:
+        slots = shapes.max_concurrent_decodes
+        if slots > 1:
             yield from self._accepted(f"rollout.jetstream.max_concurrent_decodes={slots // 2}")
 
     def _engine(self) -> Iterator[str]:
+        """Yield overrides that make an engine's arrays smaller on each chip."""
         engine = self.config.rollout.jetstream
         if engine.dtype == "float32":
             yield from self._accepted("rollout.jetstream.dtype=bfloat16")
-        data, axis = engine.mesh.data or 1, "expert" if (engine.mesh.expert or 1) > 1 else "tensor"
-        fewer = [f"rollout.jetstream.mesh.data={data // 2}"] if data > 1 else []
-        more = 2 * (getattr(engine.mesh, axis) or 1)
-        yield from self._accepted(f"rollout.jetstream.mesh.{axis}={more}", *fewer)
+
+        tensor = engine.mesh.tensor or 1
+        expert = engine.mesh.expert or 1
+        if expert > 1:
+            overrides = [f"rollout.jetstream.mesh.expert={2 * expert}"]
+        else:
+            overrides = [f"rollout.jetstream.mesh.tensor={2 * tensor}"]
+        engines = engine.mesh.data or 1
+        if engines > 1:  # fewer engines, each on more chips
+            overrides.append(f"rollout.jetstream.mesh.data={engines // 2}")
+        yield from self._accepted(*overrides)
 
     def _activations(self) -> Iterator[str]:
+        """Yield overrides that make the learner's activations smaller."""
         learner = self.config.learner
         if learner.remat != "full":
             yield from self._accepted("learner.remat=full")
@@ -390,45 +474,51 @@ class Adviser:
             yield from self._accepted("learner.compute_dtype=bfloat16")
         if learner.micro_batch_size > 1:
             yield from self._accepted(f"learner.micro_batch_size={learner.micro_batch_size // 2}")
-        need = self.config.agent.max_prompt_length + self.config.agent.max_response_length
-        if learner.pack_length > need:
-            yield from self._accepted(f"learner.pack_length={max(need, learner.pack_length // 2)}")
+        longest = self.config.agent.max_prompt_length + self.config.agent.max_response_length
+        if learner.pack_length > longest:
+            pack_length = max(longest, learner.pack_length // 2)
+            yield from self._accepted(f"learner.pack_length={pack_length}")
 
     def _mesh(self) -> Iterator[str]:
-        """Yield the slice's learner mesh that takes least memory, if it takes less than the configured one."""
-        least, best = self._estimate(self.config), None
+        """Yield the slice's learner mesh of least memory, unless it is the configured one."""
+        least = self._estimate(self.config)
+        best: str | None = None
         for choice in learner_meshes(self.config, self.model, self.slice):
-            change = as_overrides(choice, changing=self.config)
-            if (made := self._change(change)) is not None and (
-                total := self._estimate(made)
-            ) < least:
-                least, best = total, " ".join(change)
+            overrides = as_overrides(choice, changing=self.config)
+            changed = self._change(overrides)
+            if changed is None:
+                continue
+            total = self._estimate(changed)
+            if total < least:
+                least = total
+                best = " ".join(overrides)
         if best is not None:
             yield best
 
     def _adapters(self) -> Iterator[str]:
+        """Yield the override that trains adapters instead of all weights."""
         if self.config.learner.lora is None:
             yield from self._accepted("learner.lora.rank=16")
 
     def _larger_slice(self) -> str:
-        return (
-            f"a larger --topology, as {self.slice.larger.name}"
-            if self.slice.larger
-            else "a larger --topology"
-        )
+        larger = self.slice.larger
+        if larger is None:
+            return "a larger --topology"
+        return f"a larger --topology, as {larger.name}"
 
     def _accepted(self, *overrides: str) -> Iterator[str]:
+        """Yield the overrides as one hint, unless they would be refused."""
         if self._change(overrides) is not None:
             yield " ".join(overrides)
 
     def _change(self, overrides: Sequence[str]) -> Config | None:
         """Return the configuration with these overrides; None if it would be refused."""
         try:
-            made = build(self.config.model_dump(mode="json", exclude_unset=True), overrides)
-            check_layout(made, self.model, self.slice)
+            changed = build(self.config.model_dump(mode="json", exclude_unset=True), overrides)
+            check_layout(changed, self.model, self.slice)
         except ConfigError:
             return None
-        return made
+        return changed
 
     def _estimate(self, config: Config) -> float:
         return estimate(config, self.model, self.slice.chip, engines=1).total
