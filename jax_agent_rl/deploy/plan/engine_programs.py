@@ -1,4 +1,4 @@
-"""The engine's programs: the run's own engine runs over a table that records what it is asked to run."""
+"""The engine's programs: the run's engine over a table that records what it is asked to run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ from jax_agent_rl.models.parameters import PARAMETERS, Kind
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
 from jax_agent_rl.trainer.step import training_sampling
 
-WEIGHTS, CACHE = "engine weights", "KV cache"
-_WEIGHTS, _CACHE, _BOTH = frozenset({WEIGHTS}), frozenset({CACHE}), frozenset({WEIGHTS, CACHE})
+WEIGHTS = "engine weights"
+CACHE = "KV cache"
+_WEIGHTS = frozenset({WEIGHTS})
+_CACHE = frozenset({CACHE})
+_BOTH = frozenset({WEIGHTS, CACHE})
 
 
 class RecordingTable(ProgramTable):
@@ -60,27 +63,27 @@ class RecordingTable(ProgramTable):
         next_call: Callable[[], NextCall] | None = None,
     ) -> Any:
         """Record a program; see :meth:`ProgramTable.call`, but ``next_call`` is never called."""
-        program = self.recorded[key] = traced(function, donate, *args, place=place, out=out)
+        program = traced(function, donate, *args, place=place, out=out)
+        self.recorded[key] = program
 
-        def result(
-            sharding: NamedSharding, x: jax.ShapeDtypeStruct
-        ) -> jax.ShapeDtypeStruct | np.ndarray:
-            zeros = x.dtype == jnp.int32
-            return (
-                np.broadcast_to(np.zeros((), x.dtype), x.shape)
-                if zeros
-                else x.update(sharding=sharding)
-            )
+        # ``out`` has one sharding for each part of the results, which may be a tree itself.
+        def describe_part(sharding: NamedSharding, part: Any) -> Any:
+            return jax.tree.map(functools.partial(_described, sharding), part)
 
-        return jax.tree.map(
-            lambda sharding, part: jax.tree.map(functools.partial(result, sharding), part),
-            out,
-            program.out_info,
-        )
+        return jax.tree.map(describe_part, out, program.out_info)
+
+
+def _described(
+    sharding: NamedSharding, result: jax.ShapeDtypeStruct
+) -> jax.ShapeDtypeStruct | np.ndarray:
+    """Return the description of a result with its sharding; zeros for ids."""
+    if result.dtype == jnp.int32:
+        return np.broadcast_to(np.zeros((), result.dtype), result.shape)
+    return result.update(sharding=sharding)
 
 
 def add_engine(
-    made: Inventory,
+    inventory: Inventory,
     config: Config,
     model: DecoderConfig,
     mesh: Mesh,
@@ -89,67 +92,91 @@ def add_engine(
     compiled_for: Mesh,
     engines: int,
 ) -> None:
-    """Trace the largest programs of one of so many engines, which is given the published parameters.
+    """Trace the largest programs of an engine that is given the published parameters.
 
     Its arrays are counted on ``mesh``; its programs are traced for ``compiled_for``, a mesh of the
     same shape.
+
+    Args:
+        engines: number of engines that share the run's trajectories.
     """
     shapes = engine_shapes(config)
-    table, kind = RecordingTable(), JaxEngine if model.vision is None else VisionEngine
+    engine_type = JaxEngine if model.vision is None else VisionEngine
     precision: dict[str, Any] = engine_precision(config)
     precision["dtype"] = jnp.dtype(precision["dtype"])
-    engine = kind(model, shapes, **precision, mesh=compiled_for, table=table)
-    weights, cache = engine.load_params(published.params), engine.init_cache()
-    last = shapes.cache_length - shapes.decode_steps
-    slots = make_decode_batch(shapes.max_concurrent_decodes, shapes.context_pages, last)
+    table = RecordingTable()
+    engine = engine_type(model, shapes, **precision, mesh=compiled_for, table=table)
+    weights = engine.load_params(published.params)
+    cache = engine.init_cache()
+
+    # The engine runs each of its programs once, at the largest sizes.
+    last_position = shapes.cache_length - shapes.decode_steps
+    slots = make_decode_batch(shapes.max_concurrent_decodes, shapes.context_pages, last_position)
     engine.decode(weights, cache, _restricted(slots, config, model), shapes.decode_steps, 1)
     if shapes.num_speculative_tokens:
         engine.verify(weights, cache, slots, [()] * len(slots.tokens))
-    size = shapes.chunk_buckets[-1]
+    chunk_size = shapes.chunk_buckets[-1]
     chunk = Extension(
-        pages=(), start=max(0, shapes.cache_length - size), ids=np.zeros(size, np.int32)
+        pages=(),
+        start=max(0, shapes.cache_length - chunk_size),
+        ids=np.zeros(chunk_size, np.int32),
     )
     engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
     engine.copy_page(cache, 0, 0)
     if shapes.kv_offloading_bytes:
         pages = [NULL_PAGE] * MOVED_TOGETHER[-1]
         engine.overwrite_pages(cache, engine.get_pages(cache, pages), np.asarray(pages, np.int32))
-    absent: frozenset[Phase] = (
-        frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
-    )
-    made.keep(WEIGHTS, _placed(weights, mesh), absent=absent)
-    made.keep(CACHE, _placed(cache, mesh), absent=absent)
-    work, running = EngineWork(model, weights, cache), running_share(config, engines)
-    rare = config.rollout.temperature == 0  # otherwise no slot is greedy
-    for key, program in table.recorded.items():
-        needed = work.of(key)
-        for one in _engine_programs(key, program, mesh, published, shapes.decode_steps):
-            if one.of == "sampled":
-                one = replace(one, tokens=max(1, round(one.tokens * running)))
-            if needed is not None:
-                flops, size = (each * one.loops for each in needed)
-                one = replace(one, model_flops=flops, model_bytes=size, rare_branches=rare)
-            made.programs.append(one)
+
+    absent: frozenset[Phase] = frozenset()
+    if config.rollout.sleep_during_update:
+        absent = frozenset({"learner"})
+    inventory.keep(WEIGHTS, _placed(weights, mesh), absent=absent)
+    inventory.keep(CACHE, _placed(cache, mesh), absent=absent)
+
+    work = EngineWork(model, weights, cache)
+    share = running_share(config, engines)
+    has_greedy_slots = config.rollout.temperature == 0
+    for key, recorded in table.recorded.items():
+        model_work = work.of(key)
+        for program in _engine_programs(key, recorded, mesh, published, shapes.decode_steps):
+            if program.of == "sampled":
+                program = replace(program, tokens=max(1, round(program.tokens * share)))
+            if model_work is not None:
+                flops, size = model_work
+                program = replace(
+                    program,
+                    model_flops=flops * program.loops,
+                    model_bytes=size * program.loops,
+                    rare_branches=has_greedy_slots,
+                )
+            inventory.programs.append(program)
 
 
 def _placed(tree: Any, mesh: Mesh) -> Any:
     """Return described arrays on another mesh of the same shape."""
-    return jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, x.sharding.spec)), tree)
+
+    def move(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return array.update(sharding=NamedSharding(mesh, array.sharding.spec))
+
+    return jax.tree.map(move, tree)
 
 
 def running_share(config: Config, engines: int) -> float:
-    """Return the share of an engine's slots that run: there are trajectories for them, and KV cache.
+    """Return the share of an engine's slots for which there are trajectories and KV cache.
 
     Answers have their full length, and prompts are shared.
     """
-    shapes, agent = engine_shapes(config), config.agent
+    shapes = engine_shapes(config)
+    agent = config.agent
+    trajectories = config.rollout.max_in_flight / engines
     context = agent.max_prompt_length / config.rollout.group_size + agent.max_response_length / 2
-    running = min(config.rollout.max_in_flight / engines, shapes.kv_cache_tokens / context)
+    contexts_in_cache = shapes.kv_cache_tokens / context
+    running = min(trajectories, contexts_in_cache)
     return min(1.0, running / shapes.max_concurrent_decodes)
 
 
 def _restricted(slots: DecodeBatch, config: Config, model: DecoderConfig) -> DecodeBatch:
-    """Add what restricts the draws of training: top-p and the like, and the grammars of tool calls."""
+    """Add what restricts training's draws: top-p and the like, and the grammars of tool calls."""
     count = len(slots.tokens)
     if config.rollout.restricts_sampling:
         slots = replace(slots, truncation=truncation_of([training_sampling(config)] * count))
@@ -162,26 +189,29 @@ def _restricted(slots: DecodeBatch, config: Config, model: DecoderConfig) -> Dec
 def _engine_programs(
     key: tuple, program: jax.stages.Traced, mesh: Mesh, published: Published, steps: int
 ) -> Iterator[Program]:
-    """Yield the program of a key of the engine's table; nothing for what only allocates."""
+    """Yield the program of a key of the engine's table; nothing if it only allocates.
+
+    Args:
+        steps: tokens that a call of ``decode`` samples for each slot.
+    """
     rollout = functools.partial(
         Program, phase="rollout", mesh=mesh, traced=program, copies=mesh.shape["data"]
     )
     match key:
         case (str(kind), _, width, span) if kind.startswith("decode"):
-            steps = (
-                1 if kind.endswith("constrained") else steps
-            )  # a grammar needs each id before the next
-            name, tokens = f"{kind} {width} slots of {span}", width * steps
+            if kind.endswith("constrained"):
+                steps = 1  # a grammar needs each id before the next
             yield rollout(
-                name=name, holds=_BOTH, donates=_CACHE, loops=steps, tokens=tokens, of="sampled"
+                name=f"{kind} {width} slots of {span}",
+                holds=_BOTH,
+                donates=_CACHE,
+                loops=steps,
+                tokens=width * steps,
+                of="sampled",
             )
         case ("verify", *_):  # how often drafts are verified is found while a run samples
-            yield rollout(
-                name="verify drafts",
-                holds=_BOTH,
-                donates=_CACHE if len(key) == 3 else frozenset(),
-                calls=0,
-            )
+            donates = _CACHE if len(key) == 3 else frozenset()
+            yield rollout(name="verify drafts", holds=_BOTH, donates=donates, calls=0)
         case ("chunks", _, rows, size, span):
             yield rollout(
                 name=f"prefill {rows} x {size} after {span}",
@@ -189,10 +219,8 @@ def _engine_programs(
                 tokens=rows * size,
                 of="prompts",
             )
-        case (
-            "write",
-            *_,
-        ):  # this and the next three touch a few pages of the cache: they take memory, and hardly time
+        # The next four touch a few pages of the cache: they take memory, and hardly any time.
+        case ("write", *_):
             yield rollout(name="write to the cache", holds=_CACHE, donates=_CACHE, calls=0)
         case ("copy", _):
             yield rollout(name="copy a page", holds=_CACHE, donates=_CACHE, calls=0)
@@ -215,85 +243,113 @@ def _engine_programs(
 
 
 def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool = True) -> float:
-    """Return the operations of a forward pass over one context; a multiplication and an addition are two.
+    """Return the operations of a forward pass over one context.
+
+    A multiplication and an addition are two operations.
 
     Args:
-        model: the architecture.
         tokens: tokens of the pass.
         visible: positions that a token attends to on average.
         head: logits of every token are computed.
     """
-    chosen = 1.0 if model.experts is None else model.experts.per_token / model.experts.count
+    expert_share = 1.0  # of the experts, those that a token chooses
+    if model.experts is not None:
+        expert_share = model.experts.per_token / model.experts.count
+
     layer = 0.0
     for name, shape in model.layer_shapes().items():
         parameter = PARAMETERS[name]
-        if parameter.kind in (Kind.MATRIX, Kind.ROUTER):
-            layer += math.prod(shape) * (chosen if parameter.is_of_experts else 1.0)
-    spans = [
-        min(visible, model.sliding_window or visible) if model.is_windowed(i) else visible
-        for i in range(model.num_layers)
-    ]
-    attention = 4 * model.num_heads * model.head_dim * sum(spans)
-    return tokens * (
-        2 * (model.num_layers * layer + head * model.vocab_size * model.hidden_size) + attention
-    )
+        if parameter.kind not in (Kind.MATRIX, Kind.ROUTER):
+            continue
+        if parameter.is_of_experts:
+            layer += math.prod(shape) * expert_share
+        else:
+            layer += math.prod(shape)
+    weights = model.num_layers * layer
+    if head:
+        weights += model.vocab_size * model.hidden_size
+
+    visible_in_layers = sum(_visible(model, i, visible) for i in range(model.num_layers))
+    attention = 4 * model.num_heads * model.head_dim * visible_in_layers
+    return tokens * (2 * weights + attention)
+
+
+def _visible(model: DecoderConfig, layer: int, span: float) -> float:
+    """Return how many positions a layer attends to, of a context of ``span``."""
+    if model.is_windowed(layer):
+        return min(span, model.sliding_window or span)
+    return span
 
 
 class EngineWork(NamedTuple):
-    """What an engine has to compute and read, from its described arrays; all devices together."""
+    """What an engine has to compute and read, on all devices together.
+
+    Attributes:
+        weights: described arrays.
+        cache: described arrays.
+    """
 
     model: DecoderConfig
     weights: EngineParams
     cache: KVCache
 
     def of(self, key: tuple) -> tuple[float, float] | None:
-        """Return operations and bytes of a program of the engine's table, or of one step; None if it runs no model."""
+        """Return operations and bytes of a call of a program in the engine's table.
+
+        They are those of one step where a call has several; None if the program runs no model.
+        """
         if self.model.vision is not None:
             return None
         match key:
             case (str(kind), _, width, span) if kind.startswith("decode"):
-                return pass_flops(self.model, width, visible=span), self._weights(width) + self._kv(
-                    width, span
-                )
+                flops = pass_flops(self.model, width, visible=span)
+                return flops, self._weight_bytes(width) + self._kv_bytes(width, span)
             case ("chunks", _, rows, count, span):
-                flops = pass_flops(
-                    self.model, rows * count, visible=span + (count + 1) / 2, head=False
-                )
-                return flops, self._weights(rows * count, head=False) + self._kv(rows, span)
+                tokens = rows * count
+                visible = span + (count + 1) / 2
+                flops = pass_flops(self.model, tokens, visible=visible, head=False)
+                size = self._weight_bytes(tokens, head=False) + self._kv_bytes(rows, span)
+                return flops, size
         return None
 
-    def _weights(self, tokens: int, *, head: bool = True) -> float:
-        """Return the bytes of all layers' weights, of the experts that so many tokens choose, and of the head."""
-        experts, size = self.model.experts, 0.0
+    def _weight_bytes(self, tokens: int, *, head: bool = True) -> float:
+        """Return the bytes of the weights that a pass reads.
+
+        Of experts, these are the ones that so many tokens choose.
+        """
+        experts = self.model.experts
+        expert_share = 1.0
+        if experts is not None:
+            # Each token misses an expert with probability 1 - k / E.
+            expert_share = 1 - (1 - experts.per_token / experts.count) ** tokens
+
+        size = 0.0
         for layer in self.weights.layers:
             for name, weight in layer.items():
-                # Each token misses an expert with probability 1 - k / E.
-                missed = (
-                    0.0
-                    if experts is None or not name.startswith("expert")
-                    else (1 - experts.per_token / experts.count) ** tokens
-                )
-                size += _bytes(weight) * (1 - missed)
-        return size + head * _bytes(
-            self.weights.embed if self.weights.head is None else self.weights.head
-        )
+                if name.startswith("expert"):
+                    size += _bytes(weight) * expert_share
+                else:
+                    size += _bytes(weight)
+        if head and self.weights.head is not None:
+            size += _bytes(self.weights.head)
+        elif head:  # the embeddings are the head as well
+            size += _bytes(self.weights.embed)
+        return size
 
-    def _kv(self, contexts: int, span: int) -> float:
-        """Return the bytes of the visible positions; keys and values that are kept twice count once."""
+    def _kv_bytes(self, contexts: int, span: int) -> float:
+        """Return the bytes of the visible positions.
+
+        Keys and values that are kept on several devices count once.
+        """
         size = 0.0
         for number, layer in enumerate(self.cache.layers):
-            windowed = self.model.is_windowed(number)
-            visible = min(span, self.model.sliding_window or span) if windowed else span
-            kept = layer.values.shape[1] / self.model.num_kv_heads
-            size += (
-                contexts
-                * visible
-                * _bytes(layer)
-                / (layer.values.shape[0] * layer.values.shape[2])
-                / kept
-            )
+            pages, heads, page_size = layer.values.shape[:3]
+            bytes_per_position = _bytes(layer) / (pages * page_size)
+            copies = heads / self.model.num_kv_heads
+            visible = _visible(self.model, number, span)
+            size += contexts * visible * bytes_per_position / copies
         return size
 
 
 def _bytes(tree: Any) -> float:
-    return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+    return float(sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree)))
