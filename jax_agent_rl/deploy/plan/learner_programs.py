@@ -1,7 +1,7 @@
-"""The learner's programs, traced with the largest micro-batches of a run, made of trajectories that nobody sampled.
+"""The learner's programs, traced with the largest micro-batches of a run.
 
-The learner's functions are the run's own, given described arrays. The teachers of ``distill`` are
-among them.
+The micro-batches are made of trajectories that nobody sampled. The learner's functions are the
+run's own, given described arrays. The teachers of ``distill`` are among them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from jax_agent_rl.config import Config, LearnerConfig
+from jax_agent_rl.config import AlgorithmConfig, Config, LearnerConfig
 from jax_agent_rl.deploy.plan.compiled import Inventory, Program, Published
 from jax_agent_rl.deploy.plan.engine_programs import pass_flops
 from jax_agent_rl.generation import mask_words
@@ -41,13 +41,18 @@ from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Tra
 
 Arrays = Mapping[str, np.ndarray]
 
-_SAMPLED = (5, 6)
+_SAMPLED_IDS = (5, 6)
 
 
-def add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Mesh) -> Published:
+def add_learner(
+    inventory: Inventory, config: Config, model: DecoderConfig, mesh: Mesh
+) -> Published:
     """Trace the learner; return the parameters that an engine of its process is given."""
-    learner, algorithm, steps = config.learner, config.algorithm, config.trainer.steps
-    params = describe(model.parameter_shapes(), parameter_shardings(mesh, model.parameter_shapes()))
+    learner = config.learner
+    algorithm = config.algorithm
+    steps = config.trainer.steps
+    shapes = model.parameter_shapes()
+    params = describe(shapes, parameter_shardings(mesh, shapes))
     policy = Parameterization.policy(model, params, learner, mesh=mesh)
     programs = LearnerPrograms(
         model,
@@ -59,40 +64,51 @@ def add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Mes
         rate=learning_rate(learner, steps),
     )
     scores_old = not (programs.objective.on_policy or programs.objective.bypass)
-    builder = LearnerBuilder(
-        made, mesh, learner, model, learner.micro_batch_size * row_shards(mesh)
-    )
-    batches = micro_batches(config, model, rows=builder.rows, scored=scores_old)
+    rows = learner.micro_batch_size * row_shards(mesh)
+    builder = LearnerBuilder(inventory, mesh, learner, model, rows)
+    batches = micro_batches(config, model, rows=rows, scored=scores_old)
+    layout = batches["layout"]
+
     state, holds = builder.update(
         "policy", programs.policy, policy.params, policy.frozen, batches["policy"]
     )
-    weights, layout = (state.params, policy.frozen), batches["layout"]
-    with_reference, top_k = (
-        algorithm.kl.where != "none" and config.distill is None,
-        algorithm.kl.top_k > 0,
-    )
-    if with_reference:
-        made.keep("reference", policy.reference()[0])
-    if scorings := scores_old + (with_reference and not top_k):
+    weights = (state.params, policy.frozen)
+
+    has_reference = algorithm.kl.where != "none" and config.distill is None
+    scorings = 0
+    if scores_old:
+        scorings += 1
+    if has_reference:
+        reference = policy.reference()[0]
+        inventory.keep("reference", reference)
+        if not algorithm.kl.top_k:
+            scorings += 1
+    if scorings:
         builder.read("score", programs.score, weights, layout, holds, calls=scorings)
-    if with_reference and top_k:
+    if has_reference and algorithm.kl.top_k:
         builder.read("likeliest", programs.likeliest, weights, layout, holds)
     _add_teachers(builder, config, layout)
     if learner.router_aux_loss_coef:
         builder.read("route", programs.route, weights, layout, holds, calls=learner.ppo_epochs)
+
     if "critic" in batches:
-        initial, rate = jax.eval_shape(critic_params, params), learning_rate(config.critic, steps)
-        own = Parameterization.critic(model, initial, learner, mesh=mesh)
-        update = programs.critic(own, config.critic, rate=rate)
-        critic, holds_critic = builder.update(
-            "critic", update, own.params, own.frozen, batches["critic"]
+        initial = jax.eval_shape(critic_params, params)
+        critic = Parameterization.critic(model, initial, learner, mesh=mesh)
+        update = programs.critic(critic, config.critic, rate=learning_rate(config.critic, steps))
+        critic_state, critic_holds = builder.update(
+            "critic", update, critic.params, critic.frozen, batches["critic"]
         )
-        builder.read("values", programs.values, (critic.params, own.frozen), layout, holds_critic)
+        critic_weights = (critic_state.params, critic.frozen)
+        builder.read("values", programs.values, critic_weights, layout, critic_holds)
     return builder.publish(policy, state, holds)
 
 
 class LearnerBuilder(NamedTuple):
-    """Adds the learner's programs to an inventory; ``rows`` counts those of a micro-batch."""
+    """Adds the learner's programs to an inventory.
+
+    Attributes:
+        rows: rows of a micro-batch, over all shards.
+    """
 
     inventory: Inventory
     mesh: Mesh
@@ -105,7 +121,10 @@ class LearnerBuilder(NamedTuple):
         return self.rows * self.config.pack_length
 
     def flops(self, passes: int) -> float | None:
-        """Operations of so many passes over the model; a backward pass is two. Unknown with a vision tower."""
+        """Return the operations of passes over the model; a backward pass counts as two.
+
+        They are unknown with a vision tower.
+        """
         if self.model.vision is not None:
             return None
         count = self.config.pack_length
@@ -114,32 +133,41 @@ class LearnerBuilder(NamedTuple):
     def update(
         self, name: str, programs: UpdatePrograms, params: Params, frozen: Params, batch: Arrays
     ) -> tuple[TrainState, frozenset[str]]:
-        """Add a model's gradient and update; return its state, and the names of what passes over it hold."""
+        """Add a model's gradient and update.
+
+        Returns:
+            Its state, and the names of the residents that passes over it hold.
+        """
         state = jax.tree.map(place, jax.eval_shape(programs.init, params), programs.state_shardings)
-        holds = self.inventory.keep(f"{name} parameters", state.params)
-        both = holds | self.inventory.keep(f"{name} optimizer", state.opt_state)
-        reads = holds | self.inventory.keep(f"{name} frozen", frozen)
-        gradients, epochs = state.params, self.config.ppo_epochs
+        parameters = self.inventory.keep(f"{name} parameters", state.params)
+        optimizer = self.inventory.keep(f"{name} optimizer", state.opt_state)
+        frozen_parameters = self.inventory.keep(f"{name} frozen", frozen)
+        pass_holds = parameters | frozen_parameters
+        update_holds = parameters | optimizer
+
+        epochs = self.config.ppo_epochs
+        gradients = state.params  # they have the parameters' shapes
         accumulate = programs.accumulate.trace(
             state.params, frozen, gradients, self._describe_batch(batch)
         )
-        tokens = {"tokens": self.tokens, "of": "trained"}
-        passes = 3 if self.config.lora is None else 2  # frozen weights have no gradients
-        flops = self.flops(passes)
+        passes = 3
+        if self.config.lora is not None:
+            passes = 2  # frozen weights have no gradients
         self._add(
             f"{name} gradient",
             accumulate,
-            reads,
-            donates=holds,
+            pass_holds,
+            donates=parameters,
             calls=epochs,
-            model_flops=flops,
-            **tokens,
+            model_flops=self.flops(passes),
+            tokens=self.tokens,
+            of="trained",
         )
+
         apply = programs.apply.trace(state, gradients, state.updates)
-        self._add(
-            f"{name} update", apply, both, donates=both, calls=epochs * self.config.num_minibatches
-        )
-        return state, reads
+        updates = epochs * self.config.num_minibatches
+        self._add(f"{name} update", apply, update_holds, donates=update_holds, calls=updates)
+        return state, pass_holds
 
     def read(
         self,
@@ -152,68 +180,80 @@ class LearnerBuilder(NamedTuple):
     ) -> None:
         """Add a pass that changes nothing."""
         traced = program.trace(*weights, batch=self._describe_batch(batch))
-        flops = self.flops(1)
         self._add(
-            name, traced, holds, tokens=self.tokens, of="trained", calls=calls, model_flops=flops
+            name,
+            traced,
+            holds,
+            tokens=self.tokens,
+            of="trained",
+            calls=calls,
+            model_flops=self.flops(1),
         )
 
     def publish(
         self, policy: Parameterization, state: TrainState, holds: frozenset[str]
     ) -> Published:
         """Describe ``Learner.params``, or ``LeadingLearner.params`` with several processes."""
-        merged = self.config.lora is not None
-        if merged:
+        if self.config.lora is None:
+            merged = policy.merge(state.params, policy.frozen)
+        else:
             merge = policy.merge.trace(state.params, policy.frozen)
-            whole = jax.tree.map(place, merge.out_info, merge.lower().compile().output_shardings)
+            shardings = merge.lower().compile().output_shardings
+            merged = jax.tree.map(place, merge.out_info, shardings)
+            holds = frozenset()  # the merged parameters are copies
             program = Program(name="merge adapters", phase="weights", traced=merge, mesh=self.mesh)
             self.inventory.programs.append(program)
-        else:
-            whole = policy.merge(state.params, policy.frozen)
-        if len({device.process_index for device in self.mesh.devices.flat}) == 1:
-            return Published(whole, frozenset() if merged else holds)
+
+        processes = {device.process_index for device in self.mesh.devices.flat}
+        if len(processes) == 1:
+            return Published(merged, holds)
         first = SingleDeviceSharding(self.mesh.devices.flat[0])
-        return Published(jax.tree.map(lambda x: place(x, first), whole), frozenset())
+        gathered = jax.tree.map(lambda array: place(array, first), merged)
+        return Published(gathered, frozenset())
 
     def _add(
-        self, name: str, traced: jax.stages.Traced, holds: frozenset[str], **more: Any
+        self, name: str, traced: jax.stages.Traced, holds: frozenset[str], **fields: Any
     ) -> None:
+        """Add a program of the learner's phase, with further fields of :class:`Program`."""
         program = Program(
-            name=name, phase="learner", traced=traced, mesh=self.mesh, holds=holds, **more
+            name=name, phase="learner", traced=traced, mesh=self.mesh, holds=holds, **fields
         )
         self.inventory.programs.append(program)
 
     def _describe_batch(self, batch: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
-        """Describe micro-batches as ``Learner`` places them: rows sharded, scalars of the update replicated."""
-        rows, everywhere = row_sharding(self.mesh), replicated(self.mesh)
-        return {
-            name: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=rows if x.ndim > 1 else everywhere
-            )
-            for name, x in batch.items()
-        }
+        """Describe micro-batches as ``Learner`` places them.
+
+        Rows are sharded, and scalars of the update replicated.
+        """
+        rows = row_sharding(self.mesh)
+        everywhere = replicated(self.mesh)
+        described = {}
+        for name, array in batch.items():
+            sharding = rows if array.ndim > 1 else everywhere
+            described[name] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        return described
 
 
 def _add_teachers(learner: LearnerBuilder, config: Config, layout: Arrays) -> None:
     """Add each teacher without a URL, of which only ``config.json`` is read.
 
     Args:
-        learner: adds programs to the inventory.
-        config: configuration of the run.
         layout: a micro-batch that is scored.
 
     Raises:
         ModelError: a teacher's ``config.json`` is missing or of another family.
         ConfigError: the mesh does not divide a teacher.
     """
-    for teacher in config.distill.teachers if config.distill else ():
+    if config.distill is None:
+        return
+    for teacher in config.distill.teachers:
         if teacher.url is not None:
             continue
         model = load_config(teacher.path)
         shapes = model.parameter_shapes()
-        params = describe(
-            shapes, parameter_shardings(learner.mesh, shapes), dtype=config.learner.compute_dtype
-        )
-        own, programs = teacher_programs(
+        shardings = parameter_shardings(learner.mesh, shapes)
+        params = describe(shapes, shardings, dtype=config.learner.compute_dtype)
+        parameterization, programs = teacher_programs(
             model,
             params,
             algorithm=config.algorithm,
@@ -222,22 +262,24 @@ def _add_teachers(learner: LearnerBuilder, config: Config, layout: Arrays) -> No
             vocab_size=learner.model.vocab_size,
             mesh=learner.mesh,
         )
-        weights = (own.params, own.frozen)
-        holds = learner.inventory.keep(f"teacher {teacher.path}", own.params)
+
+        name = f"teacher {teacher.path}"
+        weights = (parameterization.params, parameterization.frozen)
+        holds = learner.inventory.keep(name, parameterization.params)
         program = programs.likeliest if config.algorithm.kl.top_k else programs.score
-        batch = {name: array for name, array in layout.items() if name != "routed_experts"}
-        learner._replace(model=model).read(
-            f"teacher {teacher.path}", program, weights, batch, holds
-        )
+        batch = dict(layout)
+        batch.pop("routed_experts", None)  # they are the policy's, not the teacher's
+        learner._replace(model=model).read(name, program, weights, batch, holds)
 
 
 def describe(shapes: Any, shardings: Any, *, dtype: str = "float32") -> Any:
     """Return a described array for every shape of a tree, with its sharding."""
+
+    def describe_one(shape: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
     return jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding),
-        shapes,
-        shardings,
-        is_leaf=lambda x: isinstance(x, tuple),
+        describe_one, shapes, shardings, is_leaf=lambda node: isinstance(node, tuple)
     )
 
 
@@ -250,8 +292,6 @@ def micro_batches(
     """Build the largest micro-batches; with images for a vision model.
 
     Args:
-        config: configuration of the run.
-        model: its architecture.
         rows: rows of a micro-batch, over all shards.
         scored: the run computes old log-probs before it trains.
 
@@ -259,64 +299,90 @@ def micro_batches(
         The micro-batches of ``policy`` and, if there is one, ``critic``, and the ``layout`` of
         passes that score.
     """
-    learner, algorithm = config.learner, config.algorithm
-    images = image_packing(
-        VisionProcessor.of(model, config.model.path, pixels=config.model.pixels), learner
-    )
-    group = make_group("g", (3, 4), [as_sampled(_SAMPLED)] * 2)
-    trajectories = group.trajectories
+    learner = config.learner
+    algorithm = config.algorithm
+    processor = VisionProcessor.of(model, config.model.path, pixels=config.model.pixels)
+    images = image_packing(processor, learner)
+    group = make_group("g", (3, 4), [as_sampled(_SAMPLED_IDS)] * 2)
     batch = pack(
-        trajectories,
+        group.trajectories,
         pack_length=learner.pack_length,
         share_prefixes=learner.share_prefixes,
         image_packing=images,
     )
-    with_critic = algorithm.adv_estimator == "gae"
-    if (
-        not with_critic
-    ):  # others may ask for tool calls, branches or reward parts, and all give the same terms
+
+    has_critic = algorithm.adv_estimator == "gae"
+    if not has_critic:
+        # Others may ask for tool calls, branches or reward parts, and all give the same terms.
         algorithm = algorithm.model_copy(update={"adv_estimator": "grpo"})
-    per_term, per_state = ([np.zeros(len(_SAMPLED) + n) for _ in trajectories] for n in (0, 1))
-    shape = (len(_SAMPLED), algorithm.kl.top_k)
-    candidates = [(np.zeros(shape, np.int32), np.zeros(shape, np.float32)) for _ in trajectories]
-    ref = candidates if algorithm.kl.top_k else per_term
-    scores = Scores(
-        old=per_term if scored else None,
-        ref=ref if algorithm.kl.where != "none" else None,
-        values=per_state if with_critic else None,
+    experience = build_experience(
+        [group],
+        algorithm,
+        _zero_scores(group, algorithm, scored=scored, has_critic=has_critic),
+        kl_coef=0.0,
+        masked=(),
     )
-    experience = build_experience([group], algorithm, scores, kl_coef=0.0, masked=())
     policy, critic = mini_batch_terms(experience, slice(None), algorithm, kl_coef=0.0)
     if algorithm.policy_loss.loss_mode in SELECTORS:
-        policy["chosen"] = per_term
-    made: dict[str, dict[str, np.ndarray]] = {}
-    for name, terms in (
-        ("policy", policy),
-        ("layout", {}),
-        *([("critic", critic)] if with_critic else []),
-    ):
-        own = batch.with_terms(**terms)
-        if name == "policy" and experience.candidates is not None:
-            own = own.with_candidates(*zip(*experience.candidates, strict=True))
-        first = next(own.micro_batches(rows))
-        made[name] = dict(first) if images is None else list(blanks(first, images))[-1]
-        made[name] |= _replayed(config, model, first)
+        policy["chosen"] = [np.zeros(len(_SAMPLED_IDS)) for _ in group.trajectories]
+
+    policy_batch = batch.with_terms(**policy)
+    if experience.candidates is not None:
+        policy_batch = policy_batch.with_candidates(*zip(*experience.candidates, strict=True))
+    packed = {"policy": policy_batch, "layout": batch.with_terms()}
+    if has_critic:
+        packed["critic"] = batch.with_terms(**critic)
+
+    largest: dict[str, dict[str, np.ndarray]] = {}
+    for name, packed_batch in packed.items():
+        first = next(packed_batch.micro_batches(rows))
+        if images is None:
+            arrays = dict(first)
+        else:
+            *_, arrays = blanks(first, images)  # the last has the largest image arrays
+        largest[name] = arrays | _replayed(config, model, first)
     if learner.router_aux_loss_coef and model.experts is not None:
-        made["policy"]["router_share"] = np.zeros(model.experts.count, np.float32)
-        made["policy"]["router_tokens"] = np.zeros((), np.float32)
-    return dict(made)
+        largest["policy"]["router_share"] = np.zeros(model.experts.count, np.float32)
+        largest["policy"]["router_tokens"] = np.zeros((), np.float32)
+    return dict(largest)
+
+
+def _zero_scores(
+    group: Group, algorithm: AlgorithmConfig, *, scored: bool, has_critic: bool
+) -> Scores:
+    """Return the scores that a group's experience is built from, all of them 0."""
+    terms = len(_SAMPLED_IDS)
+    per_term = [np.zeros(terms) for _ in group.trajectories]
+    per_state = [np.zeros(terms + 1) for _ in group.trajectories]
+
+    ref: Any = None
+    if algorithm.kl.where != "none":
+        ref = per_term
+        if algorithm.kl.top_k:
+            shape = (terms, algorithm.kl.top_k)
+            ref = []
+            for _ in group.trajectories:
+                ref.append((np.zeros(shape, np.int32), np.zeros(shape, np.float32)))
+    return Scores(
+        old=per_term if scored else None,
+        ref=ref,
+        values=per_state if has_critic else None,
+    )
 
 
 def _replayed(config: Config, model: DecoderConfig, batch: Arrays) -> dict[str, np.ndarray]:
-    """Return what engines report of draws, supports and experts, as arrays that take no memory here."""
-    made: dict[str, np.ndarray] = {}
+    """Return what engines report of a draw's support and experts.
+
+    The arrays take no memory here.
+    """
+    arrays: dict[str, np.ndarray] = {}
     if config.replays_supports:
         shape = (*batch["target_id"].shape, mask_words(model.vocab_size))
-        made["target_support"] = np.broadcast_to(np.uint32(0), shape)
+        arrays["target_support"] = np.broadcast_to(np.uint32(0), shape)
     if model.experts is not None:
         shape = (*batch["token_ids"].shape, model.num_layers, model.experts.per_token)
-        made["routed_experts"] = np.broadcast_to(np.int16(0), shape)
-    return made
+        arrays["routed_experts"] = np.broadcast_to(np.int16(0), shape)
+    return arrays
 
 
 def as_sampled(ids: Sequence[int]) -> TokenOutput:
@@ -331,9 +397,10 @@ def as_sampled(ids: Sequence[int]) -> TokenOutput:
 
 
 def make_group(name: str, prompt: Sequence[int], outputs: Sequence[TokenOutput]) -> Group:
-    """Return a group of one turn each, every second of which is rewarded."""
-    members = [
-        Trajectory.from_turns(
+    """Return a group with a trajectory of one turn for each output; every second is rewarded."""
+    members = []
+    for number, output in enumerate(outputs):
+        trajectory = Trajectory.from_turns(
             prompt_ids=prompt,
             turns=[Turn(output=output)],
             trajectory_id=f"{name}-{number}",
@@ -342,6 +409,5 @@ def make_group(name: str, prompt: Sequence[int], outputs: Sequence[TokenOutput])
             finish_reason=FinishReason.ANSWER,
             reward=float(number % 2),
         )
-        for number, output in enumerate(outputs)
-    ]
+        members.append(trajectory)
     return Group(group_id=name, trajectories=tuple(members))
