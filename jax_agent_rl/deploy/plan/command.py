@@ -1,9 +1,10 @@
-"""The ``plan`` command, and its compiler in a process of its own: libtpu may abort it, and memory may run out.
+"""The ``plan`` command, and its compiler in a process of its own.
 
-::
+libtpu may abort that process, and memory may run out there::
 
     command ──PlanTask──► subprocess ──► lines of progress, then the plan, or a refusal
-       ▲                      └── aborted, killed ──► CompilerError: what it was compiling, its last message
+       ▲                      └── aborted, killed ──► CompilerError: what it was compiling,
+       │                                              and its last message
        └── one for each layout of a search, so that earlier results survive
 """
 
@@ -55,7 +56,7 @@ class PlanTask:
         price: price of a chip-hour, if the cost is asked for.
         profile: kind of the programs to profile (``plan.Profile``), instead of planning the run.
         width: characters of the screen's lines.
-        colours: whether the screen has them.
+        colours: whether the screen shows colours.
     """
 
     recipe: str
@@ -96,8 +97,6 @@ def run_command(
     """Plan a run and print the result.
 
     Args:
-        task: what to plan.
-        console: where to print.
         budget: search meshes and batches until so many fit; None plans the configured ones.
         picture: image file to draw the chips' memory to.
         as_json: end with one JSON object.
@@ -113,11 +112,10 @@ def run_command(
         )
     if picture is not None:
         check_image(picture)
+
+    searched: list[dict[str, Any]] = []
     if budget is None:
-        planned, searched = (
-            plan_in_subprocess(task, lambda text: print_line(console, f"  {text}")),
-            [],
-        )
+        planned = plan_in_subprocess(task, lambda text: print_line(console, f"  {text}"))
     else:
         planned, searched = _search(task, budget, console)
     print_plan(planned, searched, console, picture=picture, as_json=as_json)
@@ -128,30 +126,45 @@ def _search(
     task: PlanTask, budget: int, console: Console
 ) -> tuple[PlanResult, list[dict[str, Any]]]:
     """Return the best layout's plan, and a JSON object for each layout tried."""
-    from jax_agent_rl.config import build
+    from jax_agent_rl.config import Config, build
     from jax_agent_rl.config.loading import read_tree
     from jax_agent_rl.deploy.plan.plan import check
-    from jax_agent_rl.deploy.plan.search import TRIES, Candidate, candidates, layout_table, search, verdict
+    from jax_agent_rl.deploy.plan.search import (
+        TRIES,
+        Candidate,
+        candidates,
+        layout_table,
+        search,
+        verdict,
+    )
     from jax_agent_rl.deploy.plan.topology import Slice
 
-    def compile_candidate(one: Candidate) -> PlanResult:
-        print_line(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
-        changed = dataclasses.replace(task, overrides=[*task.overrides, *one.changes])
+    tree = read_tree(Path(task.recipe))
+    slice = Slice.parse(task.topology)
+    model = check(build(tree, task.overrides))
+
+    def configured(overrides: Sequence[str]) -> Config:
+        return build(tree, [*task.overrides, *overrides])
+
+    def compile_layout(layout: Candidate) -> PlanResult:
+        print_line(console, f"layout: {' '.join(layout.changes) or 'as it is configured'}")
+        changed = dataclasses.replace(task, overrides=[*task.overrides, *layout.changes])
         return plan_in_subprocess(changed, lambda text: print_line(console, f"  {text}"))
 
-    tree, slice = read_tree(Path(task.recipe)), Slice.parse(task.topology)
-    model = check(build(tree, task.overrides))
-    found = candidates(lambda more: build(tree, [*task.overrides, *more]), model, slice)
-    limit = min(TRIES * budget, len(found))
-    text = (
-        f"{len(found)} layouts could do; compiling until {min(budget, limit)} fit, {limit} at most"
+    layouts = candidates(configured, model, slice)
+    limit = min(TRIES * budget, len(layouts))
+    console.print(
+        f"{len(layouts)} layouts could do; compiling until {min(budget, limit)} fit, {limit} at"
+        " most",
+        highlight=False,
     )
-    console.print(text, highlight=False)
-    tried = search(found, compile_candidate, capacity=slice.chip.hbm_bytes, budget=budget)
+    tried = search(layouts, compile_layout, capacity=slice.chip.hbm_bytes, budget=budget)
     console.print(layout_table(tried), "")
     console.print(verdict(tried), "", highlight=False, soft_wrap=True, sep="\n")
-    assert tried[0].plan is not None  # otherwise the search has failed
-    return tried[0].plan, [one.as_json() for one in tried]
+
+    best = tried[0].plan
+    assert best is not None  # otherwise the search has failed
+    return best, [layout.as_json() for layout in tried]
 
 
 def print_plan(
@@ -165,9 +178,7 @@ def print_plan(
     """Print a plan, and draw it at the end.
 
     Args:
-        planned: the plan.
         searched: a JSON object for each layout that was tried.
-        console: where to print.
         picture: image file to draw to, if any.
         as_json: print one JSON object, as the last line.
 
@@ -192,8 +203,8 @@ def check_image(file: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    kinds = Figure().canvas.get_supported_filetypes()
-    if (kind := file.suffix.removeprefix(".").lower()) not in kinds:
+    kind = file.suffix.removeprefix(".").lower()
+    if kind not in Figure().canvas.get_supported_filetypes():
         raise ConfigError(
             f"--plot {file}: {kind!r} is no image format; end it with .png, .pdf or .svg"
         )
@@ -201,26 +212,34 @@ def check_image(file: Path) -> None:
         raise ConfigError(
             f"--plot {file}: there is no folder {file.parent}; make it, or name another"
         )
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+    existing = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(f"--plot {file} cannot be written; name a file in a folder of yours")
 
 
-def _draw(made: Mapping[str, Any], file: Path) -> None:
-    """Draw a plan's memory; the file's suffix names the format."""
+def _draw(plan: Mapping[str, Any], file: Path) -> None:
+    """Draw the memory of a plan as JSON; the file's suffix names the format."""
     from matplotlib.figure import Figure
 
-    memory = {program["name"]: program["memory"] for program in made["programs"]}
+    memory = {program["name"]: program["memory"] for program in plan["programs"]}
+    kinds: list[str] = []
+    for parts in memory.values():
+        for kind in parts:
+            if kind not in kinds:
+                kinds.append(kind)
+
     figure = Figure(figsize=(10, 1.5 + 0.45 * len(memory)), layout="constrained")
     axes = figure.subplots()
-    left = [0.0] * len(memory)
-    for name in dict.fromkeys(name for parts in memory.values() for name in parts):
-        sizes = [parts.get(name, 0) / _GIB for parts in memory.values()]
-        axes.barh(list(memory), sizes, left=left, label=name)
-        left = [begin + size for begin, size in zip(left, sizes, strict=True)]
-    axes.axvline(made["capacity"] / _GIB, color="black", linestyle="--", label="capacity")
+    starts = [0.0] * len(memory)
+    for kind in kinds:
+        sizes = [parts.get(kind, 0) / _GIB for parts in memory.values()]
+        axes.barh(list(memory), sizes, left=starts, label=kind)
+        starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    axes.axvline(plan["capacity"] / _GIB, color="black", linestyle="--", label="capacity")
     axes.invert_yaxis()
     axes.set_xlabel("GiB of the fullest chip")
-    axes.set_title(f"{made['topology']}: {'fits' if made['fits'] else 'does not fit'}")
+    verdict = "fits" if plan["fits"] else "does not fit"
+    axes.set_title(f"{plan['topology']}: {verdict}")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, fontsize="small")
     with replacing(file, message="{file} could not be written ({reason})") as stream:
         figure.savefig(stream, format=file.suffix.lstrip(".") or None)
@@ -235,16 +254,16 @@ def plan_in_subprocess(
     """Compile a run's programs in a process of their own, and wait for it.
 
     Args:
-        task: what to plan.
         on_progress: takes a line of progress.
-        command: starts what answers as :func:`main` does.
+        command: starts a program that answers as :func:`main` does.
 
     Raises:
         ConfigError: the configuration does not go with the slice.
         ModelError: the model's ``config.json`` is missing or of another family.
         CompilerError: the compiler failed, or its process ended before it had an answer.
     """
-    last, planned = "starting", None
+    progress = "starting"
+    planned: PlanResult | None = None
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         _started(command, task, errors) as process,
@@ -254,19 +273,22 @@ def plan_in_subprocess(
             if not line.endswith("\n"):  # the process ended within the line
                 break
             match json.loads(line):
-                case {"progress": str(last)}:
-                    on_progress(last)
+                case {"progress": str(progress)}:
+                    on_progress(progress)
                 case {"report": report, "made": made}:
                     planned = PlanResult(report=report, made=made)
                 case {"refused": "ConfigError", "problems": problems}:
                     raise ConfigError(problems)
-                case {"refused": kind, "problems": problems}:
-                    raise (ModelError if kind == "ModelError" else CompilerError)(*problems)
+                case {"refused": "ModelError", "problems": problems}:
+                    raise ModelError(*problems)
+                case {"refused": _, "problems": problems}:
+                    raise CompilerError(*problems)
         status = process.wait()
         errors.seek(0)
         stderr = errors.read()
+
     if planned is None:
-        raise CompilerError(_explain(status, last, stderr))
+        raise CompilerError(_explain(status, progress, stderr))
     sys.stderr.write(stderr)  # warnings
     return planned
 
@@ -276,14 +298,15 @@ def _started(
     command: Sequence[str], task: PlanTask, errors: IO[str]
 ) -> Iterator[subprocess.Popen[str]]:
     """Start the process with its task; it never outlives this block."""
+    environment = own_environment()
+    environment["JAX_PLATFORMS"] = "cpu"  # it looks for no chips, and compiles for described ones
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
-        env=own_environment()
-        | {"JAX_PLATFORMS": "cpu"},  # it looks for no chips, and compiles for those described
+        env=environment,
     )
     try:
         assert process.stdin is not None
@@ -295,44 +318,47 @@ def _started(
         process.communicate()
 
 
-def _explain(status: int, last: str, stderr: str) -> str:
+def _explain(status: int, progress: str, stderr: str) -> str:
     """Explain why there is no plan, and what to do.
 
     Args:
-        status: exit status of the process.
-        last: its last line of progress.
+        status: exit status of the process; -N if signal N ended it.
+        progress: its last line of progress.
         stderr: its standard error.
     """
     if status >= 0:
         return (
-            f"planning ended with exit status {status} when it was {last}: this should not"
+            f"planning ended with exit status {status} when it was {progress}: this should not"
             f" happen\n{stderr}"
         )
     name = signal.Signals(-status).name
     if -status == signal.SIGKILL:
         return (
-            f"planning was killed ({name}) when it was {last}. A system does that where memory runs"
-            " out: plan where there is more, or take a smaller learner.micro_batch_size"
+            f"planning was killed ({name}) when it was {progress}. A system does that where memory"
+            " runs out: plan where there is more, or take a smaller learner.micro_batch_size"
         )
-    fatal = re.search(
-        r"^F\d{4} .*?\] (.+)$", stderr, re.MULTILINE
-    )  # as Abseil, which libtpu uses, writes that line
-    message = fatal[1].strip() if fatal else " ".join(stderr.split()[-30:])
+
+    # libtpu uses Abseil, which writes the line of a fatal error so.
+    fatal = re.search(r"^F\d{4} .*?\] (.+)$", stderr, re.MULTILINE)
+    if fatal is not None:
+        message = fatal[1].strip()
+    else:
+        message = " ".join(stderr.split()[-30:])
+    if not message:
+        message = "it gave no message"
+
     remedies = ["try another learner.mesh, or --search, which leaves out what fails"]
-    remedies += [
-        f"set {remedy}, here and on the slice"
-        for place, remedy in _REMEDIES.items()
-        if place in stderr
-    ]
+    for function, setting in _REMEDIES.items():
+        if function in stderr:
+            remedies.append(f"set {setting}, here and on the slice")
     return (
-        f"libtpu ended itself ({name}) when it was {last}: {message or 'it gave no message'}. That"
-        " is a fault of this compiler, and would end the run on the slice, too;"
-        f" {'; or '.join(remedies)}"
+        f"libtpu ended itself ({name}) when it was {progress}: {message}. That is a fault of this"
+        f" compiler, and would end the run on the slice, too; {'; or '.join(remedies)}"
     )
 
 
 def main() -> None:
-    """Read a :class:`PlanTask` from a line of standard input, and answer with lines, each a JSON object."""
+    """Read a :class:`PlanTask` from standard input, and answer with lines, each a JSON object."""
     quiet_logging()
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is no answer
@@ -354,15 +380,15 @@ def main() -> None:
 
 def _exit_with_parent() -> None:
     """Exit when standard input ends, as compiling takes minutes."""
-    while os.read(
-        0, 1024
-    ):  # not through sys.stdin, whose lock this thread would hold when the interpreter ends
+    # Not through sys.stdin, whose lock this thread would hold when the interpreter ends.
+    while os.read(0, 1024):
         pass
     os._exit(1)
 
 
 def _plan(task: PlanTask, on_progress: Callable[[str], None]) -> PlanResult:
-    from jax_agent_rl.config import load  # here: the parent need not load JAX
+    """Compile the programs of a task; imported here, as the parent need not load JAX."""
+    from jax_agent_rl.config import load
     from jax_agent_rl.deploy.plan.compiled import profiles_as_json, show_profiles
     from jax_agent_rl.deploy.plan.plan import check, compile_profiled, make_plan
     from jax_agent_rl.deploy.plan.report import as_json, show
@@ -371,6 +397,7 @@ def _plan(task: PlanTask, on_progress: Callable[[str], None]) -> PlanResult:
     slice = Slice.parse(task.topology)
     config = load(task.recipe, task.overrides)
     model = check(config)
+
     screen = io.StringIO()
     console = Console(file=screen, width=task.width, force_terminal=task.colours)
     if task.profile is not None:
@@ -379,6 +406,7 @@ def _plan(task: PlanTask, on_progress: Callable[[str], None]) -> PlanResult:
         )
         show_profiles(compiled, slice.chip, console)
         return PlanResult(report=screen.getvalue(), made=profiles_as_json(compiled, slice.chip))
+
     plan = make_plan(config, model, slice, utilization=task.utilization, on_progress=on_progress)
     show(plan, console, price=task.price)
     return PlanResult(report=screen.getvalue(), made=as_json(plan, price=task.price))
