@@ -1,4 +1,7 @@
-"""Well-known models by name, so that a plan needs none of their files: the shapes their ``config.json`` publishes."""
+"""Well-known models by name, so that a plan needs none of their files.
+
+Their shapes are as their ``config.json`` publishes them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ Shape = tuple[int, int, int, int, int]
 Fields = dict[str, Any]
 
 
-def _fields(family: Fields, shape: Shape, **more: Any) -> Fields:
+def _fields(family: Fields, shape: Shape, **fields: Any) -> Fields:
+    """Return a model's fields: its family's, its shape, and what it has besides or instead."""
     names = (
         "hidden_size",
         "intermediate_size",
@@ -25,7 +29,8 @@ def _fields(family: Fields, shape: Shape, **more: Any) -> Fields:
         "num_attention_heads",
         "num_key_value_heads",
     )
-    return {**family, **dict(zip(names, shape, strict=True)), **more}
+    sizes = dict(zip(names, shape, strict=True))
+    return {**family, **sizes, **fields}
 
 
 _QWEN = {
@@ -159,15 +164,15 @@ ARCHITECTURES: Mapping[str, Fields] = {
 
 @contextlib.contextmanager
 def architecture_folder(name: str) -> Iterator[Path]:
-    """Write the ``config.json`` of one of :data:`ARCHITECTURES` into a folder that is removed in the end.
+    """Write the ``config.json`` of one of :data:`ARCHITECTURES` into a temporary folder.
 
     Raises:
         ConfigError: no model of this name is known here.
     """
     fields = ARCHITECTURES.get(name.lower())
     if fields is None:
-        near = nearest(name.lower(), ARCHITECTURES)
-        guess = f"did you mean {near[0]}? " if near else ""
+        similar = nearest(name.lower(), ARCHITECTURES)
+        guess = f"did you mean {similar[0]}? " if similar else ""
         raise ConfigError(
             f"--architecture {name}: not known; {guess}there are {', '.join(ARCHITECTURES)}; of any"
             " other model set model.path to a folder with its config.json"
