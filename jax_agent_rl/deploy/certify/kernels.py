@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,49 +42,82 @@ PAGES = (32, 128)
 HEADS = (64, 128, 256)
 KINDS = ("float32", "bfloat16", "int8", "fp8")
 """Precisions of the cache. Queries of 8-bit caches are float32."""
-KV_HEADS, GROUP, SLOTS, COUNT = 2, 3, 3, 3
+KV_HEADS = 2
+GROUP = 3
+"""Queries of each key/value head."""
+SLOTS = 3
+SLOT_PAGES = 3
+"""Pages of each slot."""
 Errors = Iterator[tuple[str, float]]
-"""What was computed, and its error."""
+"""What was computed, and its error; gradients begin with ``d ``."""
+
+
+class Part(NamedTuple):
+    """A part of the check.
+
+    Attributes:
+        dtype: of the products, which decides on the limit.
+        errors: computes the kernel and its reference.
+    """
+
+    name: str
+    dtype: str
+    errors: Callable[[], Errors]
 
 
 def check_kernels(machine: Machine, record: CheckResult) -> None:
     """Compare every kernel with its reference, in all page and head sizes, forward and backward."""
-    heads = sorted({*HEADS, machine.model.head_dim})
-    parts: list[tuple[str, str, Callable[[], Errors]]] = []
-    for dtype in ("float32", "bfloat16"):
-        parts += [
-            (f"tree attention, {dtype}", dtype, functools.partial(tree_errors, dtype, heads)),
-            (f"log-probs of a head, {dtype}", dtype, functools.partial(logprob_errors, dtype)),
-            (f"experts' products, {dtype}", dtype, functools.partial(expert_errors, dtype)),
-        ]
-    if machine.platform == "cpu" and cpu_kernels.kernels_digest() is not None:
-        parts += [
-            ("C++ decode attention", "float32", functools.partial(cpu_decode_errors, heads)),
-            ("C++ products", "float32", cpu_product_errors),
-        ]
-    for kind in KINDS:
-        dtype = "bfloat16" if kind == "bfloat16" else "float32"
-        parts += [
-            (
-                f"decode attention, {kind} cache",
-                dtype,
-                functools.partial(decode_errors, machine, kind, heads),
-            ),
-            (
-                f"attention of prompt chunks, {kind} cache",
-                dtype,
-                functools.partial(chunk_errors, kind, heads),
-            ),
-        ]
-    for name, dtype, errors in parts:
-        if not record.has_time(name):
+    for part in _parts(machine):
+        if not record.has_time(part.name):
             continue
-        limit, found = LIMITS[product_precision(dtype, machine.platform)], list(errors())
-        for title, factor, backward in ((name, 1, False), (f"{name}: gradients", 4, True)):
-            if own := [(what, error) for what, error in found if what.startswith("d ") == backward]:
-                # NaN, if there is any, is the worst.
-                what, worst = max(own, key=lambda pair: np.inf if np.isnan(pair[1]) else pair[1])
-                record(title, worst, high=factor * limit, detail=f"worst of {len(own)}: {what}")
+        limit = LIMITS[product_precision(part.dtype, machine.platform)]
+        outputs = []
+        gradients = []
+        for what, error in part.errors():
+            if what.startswith("d "):
+                gradients.append((what, error))
+            else:
+                outputs.append((what, error))
+        _record_worst(record, part.name, outputs, limit)
+        _record_worst(record, f"{part.name}: gradients", gradients, 4 * limit)
+
+
+def _parts(machine: Machine) -> list[Part]:
+    """Return the parts of the check that this machine can run."""
+    partial = functools.partial
+    heads = sorted({*HEADS, machine.model.head_dim})
+    parts = []
+    for dtype in ("float32", "bfloat16"):
+        parts.append(Part(f"tree attention, {dtype}", dtype, partial(tree_errors, dtype, heads)))
+        parts.append(Part(f"log-probs of a head, {dtype}", dtype, partial(logprob_errors, dtype)))
+        parts.append(Part(f"experts' products, {dtype}", dtype, partial(expert_errors, dtype)))
+
+    if machine.platform == "cpu" and cpu_kernels.kernels_digest() is not None:
+        parts.append(Part("C++ decode attention", "float32", partial(cpu_decode_errors, heads)))
+        parts.append(Part("C++ products", "float32", cpu_product_errors))
+
+    for kind in KINDS:
+        dtype = _query_dtype(kind)
+        decode = partial(decode_errors, machine, kind, heads)
+        chunks = partial(chunk_errors, kind, heads)
+        parts.append(Part(f"decode attention, {kind} cache", dtype, decode))
+        parts.append(Part(f"attention of prompt chunks, {kind} cache", dtype, chunks))
+    return parts
+
+
+def _record_worst(
+    record: CheckResult, name: str, errors: Sequence[tuple[str, float]], limit: float
+) -> None:
+    """Record the largest error, if there are any; NaN is larger than any number."""
+    if not errors:
+        return
+    what, worst = max(errors, key=lambda pair: np.inf if np.isnan(pair[1]) else pair[1])
+    record(name, worst, high=limit, detail=f"worst of {len(errors)}: {what}")
+
+
+def _query_dtype(kind: str) -> str:
+    """Return the dtype of queries over a cache of this precision."""
+    return "bfloat16" if kind == "bfloat16" else "float32"
 
 
 # --- references, in float64 -----------------------------------------------------------------------
@@ -95,34 +128,36 @@ def attend(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return softmax(q k.T) v of one head, [n, h], and the softmax's weights [n, m]."""
     scores = np.where(visible, q @ k.T, -np.inf)
-    peak = (
-        scores.max(axis=1, keepdims=True)
-        if sink is None
-        else np.maximum(scores.max(axis=1, keepdims=True), sink)
-    )
-    weights = np.exp(scores - peak)
-    total = weights.sum(axis=1, keepdims=True) + (0 if sink is None else np.exp(sink - peak))
-    return weights / total @ v, weights / total
+    peak = scores.max(axis=1, keepdims=True)
+    if sink is not None:
+        peak = np.maximum(peak, sink)
+    exponentials = np.exp(scores - peak)
+    total = exponentials.sum(axis=1, keepdims=True)
+    if sink is not None:
+        total = total + np.exp(sink - peak)
+    weights = exponentials / total
+    return weights @ v, weights
 
 
-def relative(found: Any, wanted: np.ndarray) -> float:
-    """Return the largest difference over the largest number of ``wanted``."""
-    return float(np.abs(double(found) - wanted).max() / np.abs(wanted).max())
+def relative_error(result: Any, expected: np.ndarray) -> float:
+    """Return the largest difference over the largest number of ``expected``."""
+    return float(np.abs(double(result) - expected).max() / np.abs(expected).max())
 
 
-def double(x: Any) -> np.ndarray:
+def double(array: Any) -> np.ndarray:
     """Return an array in float64."""
-    return np.asarray(x).astype(np.float64)
+    return np.asarray(array).astype(np.float64)
 
 
-def drawn(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
     """Return normally distributed numbers."""
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.dtype(dtype))
 
 
-def stored(cached: LayerKV) -> tuple[np.ndarray, np.ndarray]:
+def contents(cached: LayerKV) -> tuple[np.ndarray, np.ndarray]:
     """Return what a cache holds: keys [.., h, positions] and values [.., positions, h]."""
-    keys, values = double(cached.keys), double(cached.values)
+    keys = double(cached.keys)
+    values = double(cached.values)
     if cached.scales is None:
         return keys, values
     scales = double(cached.scales)
@@ -133,23 +168,22 @@ def stored(cached: LayerKV) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cached_pages(kind: str, head: int, page: int) -> tuple[LayerKV, np.ndarray, np.ndarray]:
-    """Return a cache, the pages of each slot, and their positions: at a page's begin and end, and within one."""
-    count = 1 + SLOTS * COUNT
-    keys, values = drawn(1, count, KV_HEADS, head, page), drawn(2, count, KV_HEADS, page, head)
-    pages = (
-        np.random.default_rng(3)
-        .permutation(np.arange(1, count))
-        .reshape(SLOTS, COUNT)
-        .astype(np.int32)
-    )
-    return (
-        to_cache(keys, values, DTYPES.get(kind, kind)),
-        pages,
-        np.array([page, 2 * page - 1, 2 * page + 7], np.int32),
-    )
+    """Return a cache, the pages of each slot, and the position of its newest token.
+
+    The positions are the beginning of a page, the end of one, and one within.
+    """
+    count = 1 + SLOTS * SLOT_PAGES
+    keys = normal(1, count, KV_HEADS, head, page)
+    values = normal(2, count, KV_HEADS, page, head)
+    cached = to_cache(keys, values, DTYPES.get(kind, kind))
+
+    numbers = np.random.default_rng(3).permutation(np.arange(1, count))
+    pages = numbers.reshape(SLOTS, SLOT_PAGES).astype(np.int32)
+    positions = np.array([page, 2 * page - 1, 2 * page + 7], np.int32)
+    return cached, pages, positions
 
 
-def decoded(
+def decode_reference(
     q: np.ndarray,
     cached: LayerKV,
     pages: np.ndarray,
@@ -157,35 +191,34 @@ def decoded(
     sinks: Any,
     window: int | None,
 ) -> np.ndarray:
-    """Return [B, K, G, h] of slots whose tokens are in their pages."""
-    keys, values = stored(cached)
+    """Return the attention [B, K, G, h] of slots whose tokens are in their pages."""
+    keys, values = contents(cached)
     out = np.zeros(q.shape)
     for slot, head in itertools.product(range(len(q)), range(KV_HEADS)):
-        own_keys = np.concatenate([keys[page, head] for page in pages[slot]], axis=1).T
-        own_values = np.concatenate([values[page, head] for page in pages[slot]])
-        distance = positions[slot] - np.arange(len(own_keys))
-        visible = (distance >= 0) & (distance < (window or len(own_keys)))
+        slot_keys = np.concatenate([keys[page, head] for page in pages[slot]], axis=1).T
+        slot_values = np.concatenate([values[page, head] for page in pages[slot]])
+        distance = positions[slot] - np.arange(len(slot_keys))
+        visible = (distance >= 0) & (distance < (window or len(slot_keys)))
         for query in range(q.shape[2]):
             sink = None if sinks is None else float(sinks[head, query])
-            out[slot, head, query] = attend(
-                q[slot, head, query][None], own_keys, own_values, visible[None], sink
-            )[0]
+            attended, _ = attend(
+                q[slot, head, query][None], slot_keys, slot_values, visible[None], sink
+            )
+            out[slot, head, query] = attended
     return out
 
 
 def with_token(cached: LayerKV, new: LayerKV, pages: np.ndarray, positions: np.ndarray) -> LayerKV:
     """Return the cache with one position per slot written."""
+    page_size = cached.keys.shape[3]
 
-    def write(axis: int, old: jax.Array, one: jax.Array) -> np.ndarray:
+    def write(axis: int, old: jax.Array, added: jax.Array) -> np.ndarray:
         changed = np.array(old)
         for slot, position in enumerate(positions):
-            place, within = (
-                pages[slot, position // cached.keys.shape[3]],
-                position % cached.keys.shape[3],
-            )
-            changed[(place, *[slice(None)] * (axis - 1), within)] = np.asarray(one[slot]).squeeze(
-                axis - 1
-            )
+            page = pages[slot, position // page_size]
+            in_page = position % page_size
+            index = (page, *[slice(None)] * (axis - 1), in_page)
+            changed[index] = np.asarray(added[slot]).squeeze(axis - 1)
         return changed
 
     return cached.by_position(write, new)
@@ -193,47 +226,52 @@ def with_token(cached: LayerKV, new: LayerKV, pages: np.ndarray, positions: np.n
 
 def in_rows(cached: LayerKV, pages: Any, positions: Any) -> LayerKV:
     """Return the slots' pages as rows, as engines without paged kernels read them."""
-    return gather_pages(KVCache((cached,)), jnp.asarray(pages), jnp.asarray(positions) + 1).layers[
-        0
-    ]
+    cache = KVCache((cached,))
+    rows = gather_pages(cache, jnp.asarray(pages), jnp.asarray(positions) + 1)
+    return rows.layers[0]
 
 
 def decode_errors(machine: Machine, kind: str, heads: Sequence[int]) -> Errors:
     """Yield errors of one decode step's attention and of what it writes to the cache."""
-    dtype = "bfloat16" if kind == "bfloat16" else "float32"
-    for head, page, limited in itertools.product(heads, PAGES, (False, True)):
-        if limited and (head, page) != (heads[0], PAGES[0]):
-            continue
-        window, sinks = (page + 5, drawn(6, KV_HEADS, GROUP)) if limited else (None, None)
-        cached, pages, positions = cached_pages(kind, head, page)
-        q = drawn(4, SLOTS, KV_HEADS, GROUP, head, dtype=dtype) / head**0.5
-        k, v = (
-            drawn(5, SLOTS, KV_HEADS, head, dtype=dtype),
-            drawn(7, SLOTS, KV_HEADS, head, dtype=dtype),
-        )
-        written = with_token(
-            cached, to_cache(k[..., None], v[:, :, None], cached.keys.dtype), pages, positions
-        )
-        wanted = decoded(double(q), written, pages, positions, sinks, window)
+    for head, page in itertools.product(heads, PAGES):
+        yield from _decode_errors(machine, kind, head, page, windowed=False)
+        if (head, page) == (heads[0], PAGES[0]):  # once is enough
+            yield from _decode_errors(machine, kind, head, page, windowed=True)
 
-        @jax.jit
-        def run(
-            q: Any, cached: LayerKV, new: Any, sinks: Any, pages: Any = pages, at: Any = positions
-        ) -> Any:
-            decode = functools.partial(attention.decode_attention, window=window)  # noqa: B023
-            if machine.platform == "tpu":
-                return decode(q, cached, new, jnp.asarray(at), jnp.asarray(pages), sinks)
-            return decode(q, in_rows(cached, pages, at), new, jnp.asarray(at), None, sinks)
 
-        out, after = run(q, cached, (k, v), sinks)
-        kept, expected = stored(after), stored(written)
-        if machine.platform != "tpu":
-            expected = stored(
-                jax.jit(in_rows)(jax.tree.map(jnp.asarray, written), pages, positions)
-            )
-        what = f"head {head}, page {page}{', window, sinks' if limited else ''}"
-        yield what, relative(out, wanted)
-        yield f"{what}, what is written", max(map(relative, kept, expected))
+def _decode_errors(machine: Machine, kind: str, head: int, page: int, *, windowed: bool) -> Errors:
+    """Yield errors of decoding with one head and page size; ``windowed`` has attention sinks."""
+    dtype = _query_dtype(kind)
+    what = f"head {head}, page {page}"
+    window = None
+    sinks = None
+    if windowed:
+        what += ", window, sinks"
+        window = page + 5
+        sinks = normal(6, KV_HEADS, GROUP)
+    cached, pages, positions = cached_pages(kind, head, page)
+    q = normal(4, SLOTS, KV_HEADS, GROUP, head, dtype=dtype) / head**0.5
+    k = normal(5, SLOTS, KV_HEADS, head, dtype=dtype)
+    v = normal(7, SLOTS, KV_HEADS, head, dtype=dtype)
+    token = to_cache(k[..., None], v[:, :, None], cached.keys.dtype)
+    expected_cache = with_token(cached, token, pages, positions)
+    expected = decode_reference(double(q), expected_cache, pages, positions, sinks, window)
+
+    @jax.jit
+    def run(q: Any, cached: LayerKV, new: Any, sinks: Any) -> Any:
+        decode = functools.partial(attention.decode_attention, window=window)
+        if machine.platform == "tpu":
+            return decode(q, cached, new, jnp.asarray(positions), jnp.asarray(pages), sinks)
+        rows = in_rows(cached, pages, positions)
+        return decode(q, rows, new, jnp.asarray(positions), None, sinks)
+
+    out, written = run(q, cached, (k, v), sinks)
+    if machine.platform != "tpu":
+        on_device = jax.tree.map(jnp.asarray, expected_cache)
+        expected_cache = jax.jit(in_rows)(on_device, pages, positions)
+    yield what, relative_error(out, expected)
+    cache_errors = map(relative_error, contents(written), contents(expected_cache))
+    yield f"{what}, what is written", max(cache_errors)
 
 
 def cpu_decode_errors(heads: Iterable[int]) -> Errors:
@@ -241,38 +279,38 @@ def cpu_decode_errors(heads: Iterable[int]) -> Errors:
     for head, page in itertools.product(heads, PAGES):
         model = _model(head_dim=head, num_heads=KV_HEADS * GROUP, num_kv_heads=KV_HEADS)
         cached, pages, positions = cached_pages("float32", head, page)
-        qkv = drawn(8, KV_HEADS, GROUP + 2, head, SLOTS)
-        k, v = qkv[:, GROUP].transpose(2, 0, 1), qkv[:, GROUP + 1].transpose(2, 0, 1)
-        written = with_token(
-            cached, to_cache(k[..., None], v[:, :, None], jnp.dtype("float32")), pages, positions
-        )
+        qkv = normal(8, KV_HEADS, GROUP + 2, head, SLOTS)
+        k = qkv[:, GROUP].transpose(2, 0, 1)
+        v = qkv[:, GROUP + 1].transpose(2, 0, 1)
+        token = to_cache(k[..., None], v[:, :, None], jnp.dtype("float32"))
+        expected_cache = with_token(cached, token, pages, positions)
         q = double(qkv[:, :GROUP]).transpose(3, 0, 1, 2) * model.score_scale
-        wanted = decoded(q, written, pages, positions, None, None)
-        unturned = jnp.ones((head // 2, SLOTS)), jnp.zeros((head // 2, SLOTS))
+        expected = decode_reference(q, expected_cache, pages, positions, None, None)
+
+        cosines = jnp.ones((head // 2, SLOTS))
+        sines = jnp.zeros((head // 2, SLOTS))  # nothing is rotated
         run = jax.jit(functools.partial(cpu_kernels.decode_attention, model))
-        out, after = run(qkv, cached, jnp.asarray(positions), jnp.asarray(pages), unturned)
-        yield f"head {head}, page {page}", relative(out.transpose(3, 0, 1, 2), wanted)
-        yield (
-            f"head {head}, page {page}, what is written",
-            max(map(relative, stored(after), stored(written))),
+        out, written = run(
+            qkv, cached, jnp.asarray(positions), jnp.asarray(pages), (cosines, sines)
         )
+        what = f"head {head}, page {page}"
+        yield what, relative_error(out.transpose(3, 0, 1, 2), expected)
+        cache_errors = map(relative_error, contents(written), contents(expected_cache))
+        yield f"{what}, what is written", max(cache_errors)
 
 
 def cpu_product_errors() -> Errors:
     """Yield errors of the C++ products, by number of columns."""
     model = _model(activation="silu")
+    product = jax.jit(functools.partial(cpu_kernels.product, model))
+    gated_product = jax.jit(functools.partial(cpu_kernels.gated_product, model))
     for columns in (1, 8, 33):
-        weight, x = drawn(1, 2, 192, 576), drawn(2, 576, columns)
+        weight = normal(1, 2, 192, 576)
+        x = normal(2, 576, columns)
         gate, up = double(weight) @ double(x)
-        run, gated = (
-            jax.jit(functools.partial(one, model))
-            for one in (cpu_kernels.product, cpu_kernels.gated_product)
-        )
-        yield f"{columns} columns", relative(run(weight, x), np.stack([gate, up]))
-        yield (
-            f"{columns} columns, gated",
-            relative(gated(weight, x), gate / (1 + np.exp(-gate)) * up),
-        )
+        silu = gate / (1 + np.exp(-gate))
+        yield f"{columns} columns", relative_error(product(weight, x), np.stack([gate, up]))
+        yield f"{columns} columns, gated", relative_error(gated_product(weight, x), silu * up)
 
 
 def _model(**fields: Any) -> DecoderConfig:
@@ -286,53 +324,71 @@ def _model(**fields: Any) -> DecoderConfig:
 
 def chunk_errors(kind: str, heads: Iterable[int]) -> Errors:
     """Yield errors of prompt chunks over a cache."""
-    dtype, length, count = "bfloat16" if kind == "bfloat16" else "float32", 256, 48
+    length = 256
+    count = 48  # tokens of a chunk
     starts = np.array([0, 100], np.int32)
+    rows = len(starts)
+    dtype = _query_dtype(kind)
+    cache_dtype = DTYPES.get(kind, kind)
     for head, window in itertools.product(heads, (None, 60)):
-        rows = len(starts)
-        keep = DTYPES.get(kind, kind)
         cached = to_cache(
-            drawn(1, rows, KV_HEADS, head, length), drawn(2, rows, KV_HEADS, length, head), keep
+            normal(1, rows, KV_HEADS, head, length),
+            normal(2, rows, KV_HEADS, length, head),
+            cache_dtype,
         )
         new = to_cache(
-            drawn(3, rows, KV_HEADS, head, count), drawn(4, rows, KV_HEADS, count, head), keep
+            normal(3, rows, KV_HEADS, head, count),
+            normal(4, rows, KV_HEADS, count, head),
+            cache_dtype,
         )
-        q = drawn(5, KV_HEADS, GROUP, head, rows, count, dtype=dtype) / head**0.5
-        out = jax.jit(functools.partial(attention.chunk_attention, window=window))(
-            q, cached, new, starts
-        )
-        (keys, values), (own_keys, own_values), queries = stored(cached), stored(new), double(q)
-        wanted = np.zeros(queries.shape)
+        q = normal(5, KV_HEADS, GROUP, head, rows, count, dtype=dtype) / head**0.5
+        run = jax.jit(functools.partial(attention.chunk_attention, window=window))
+        out = run(q, cached, new, starts)
+
+        keys, values = contents(cached)
+        new_keys, new_values = contents(new)
+        queries = double(q)
+        expected = np.zeros(queries.shape)
         for row, kv_head in itertools.product(range(rows), range(KV_HEADS)):
             start = starts[row]
-            k = np.concatenate([keys[row, kv_head, :, :start], own_keys[row, kv_head]], axis=1).T
-            v = np.concatenate([values[row, kv_head, :start], own_values[row, kv_head]])
+            k = np.concatenate([keys[row, kv_head, :, :start], new_keys[row, kv_head]], axis=1).T
+            v = np.concatenate([values[row, kv_head, :start], new_values[row, kv_head]])
             distance = start + np.arange(count)[:, None] - np.arange(start + count)
             visible = (distance >= 0) & (distance < (window or start + count))
             for query in range(GROUP):
-                wanted[kv_head, query, :, row] = attend(
-                    queries[kv_head, query, :, row].T, k, v, visible
-                )[0].T
-        yield f"head {head}{'' if window is None else ', window'}", relative(out, wanted)
+                attended, _ = attend(queries[kv_head, query, :, row].T, k, v, visible)
+                expected[kv_head, query, :, row] = attended.T
+        yield _head_and_window(head, window), relative_error(out, expected)
+
+
+def _head_and_window(head: int, window: int | None) -> str:
+    if window is None:
+        return f"head {head}"
+    return f"head {head}, window"
 
 
 # --- learner --------------------------------------------------------------------------------------
 
 
 def tree_errors(dtype: str, heads: Iterable[int]) -> Errors:
-    """Yield errors of attention over a packed tree of a trunk and two branches, and of its gradients."""
-    count, trunk, branch = 300, 100, 200
+    """Yield errors of attention over a packed tree, and of its gradients.
+
+    The tree is a trunk with two branches.
+    """
+    count = 300
+    trunk_end = 100
+    branch_end = 200  # of the first branch; the second one ends with the row
     ends = np.full(count, count, np.int32)
-    ends[trunk:branch] = branch
+    ends[trunk_end:branch_end] = branch_end
     depths = np.arange(count, dtype=np.int32)
-    depths[branch:] -= branch - trunk
-    place = np.arange(count)
+    depths[branch_end:] -= branch_end - trunk_end
+    indices = np.arange(count)
+    heads_q = KV_HEADS * GROUP
     for head, window in itertools.product(heads, (None, 60)):
-        q, d_out = (
-            drawn(seed, 1, KV_HEADS * GROUP, count, head, dtype=dtype) / head**0.5
-            for seed in (1, 2)
-        )
-        k, v = (drawn(seed, 1, KV_HEADS, count, head, dtype=dtype) for seed in (3, 4))
+        q = normal(1, 1, heads_q, count, head, dtype=dtype) / head**0.5
+        d_out = normal(2, 1, heads_q, count, head, dtype=dtype) / head**0.5
+        k = normal(3, 1, KV_HEADS, count, head, dtype=dtype)
+        v = normal(4, 1, KV_HEADS, count, head, dtype=dtype)
         limit = None if window is None else jnp.int32(window)
         mask = TreeMask(jnp.asarray(ends[None]), jnp.asarray(depths[None]), limit)
 
@@ -341,80 +397,112 @@ def tree_errors(dtype: str, heads: Iterable[int]) -> Errors:
             out, pull = jax.vjp(lambda q, k, v: tree_attention(q, k, v, mask), q, k, v)
             return out, *pull(d_out)
 
-        visible = (place <= place[:, None]) & (place[:, None] < ends)
+        visible = (indices <= indices[:, None]) & (indices[:, None] < ends)
         if window is not None:
             visible &= depths[:, None] - depths < window
-        queries, keys, values, d = map(double, (q, k, v, d_out))
-        wanted = [np.zeros(x.shape) for x in (queries, queries, keys, values)]
-        for one in range(KV_HEADS * GROUP):
-            own, kv = queries[0, one], one // GROUP
-            out, weights = attend(own, keys[0, kv], values[0, kv], visible)
-            d_weights = d[0, one] @ values[0, kv].T
-            d_scores = weights * (d_weights - (d[0, one] * out).sum(axis=1, keepdims=True))
-            wanted[0][0, one], wanted[1][0, one] = out, d_scores @ keys[0, kv]
-            wanted[2][0, kv] += d_scores.T @ own
-            wanted[3][0, kv] += weights.T @ d[0, one]
-        what = f"head {head}{'' if window is None else ', window'}"
-        for name, found, expected in zip(
-            ("output", "d q", "d k", "d v"), run(q, k, v, d_out), wanted, strict=True
-        ):
-            yield f"{name}, {what}", relative(found, expected)
+        expected = _tree_reference(double(q), double(k), double(v), double(d_out), visible)
+        what = _head_and_window(head, window)
+        names = ("output", "d q", "d k", "d v")
+        results = run(q, k, v, d_out)
+        for name, result, reference in zip(names, results, expected, strict=True):
+            yield f"{name}, {what}", relative_error(result, reference)
+
+
+def _tree_reference(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, d_out: np.ndarray, visible: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the output of attention, and the gradients of q, k and v."""
+    out = np.zeros(q.shape)
+    d_q = np.zeros(q.shape)
+    d_k = np.zeros(k.shape)
+    d_v = np.zeros(v.shape)
+    for head in range(KV_HEADS * GROUP):
+        kv_head = head // GROUP
+        attended, weights = attend(q[0, head], k[0, kv_head], v[0, kv_head], visible)
+        d_weights = d_out[0, head] @ v[0, kv_head].T
+        projected = (d_out[0, head] * attended).sum(axis=1, keepdims=True)
+        d_scores = weights * (d_weights - projected)
+        out[0, head] = attended
+        d_q[0, head] = d_scores @ k[0, kv_head]
+        d_k[0, kv_head] += d_scores.T @ q[0, head]
+        d_v[0, kv_head] += weights.T @ d_out[0, head]
+    return out, d_q, d_k, d_v
 
 
 def logprob_errors(dtype: str) -> Errors:
-    """Yield errors of log-probs and entropies under a head of more than one block, and of their gradients."""
-    vocabulary, size, temperature = 3000, 64, 0.8
-    hidden, head = drawn(1, 2, 40, size, dtype=dtype), drawn(2, vocabulary, size, dtype=dtype) / 4
+    """Yield errors of log-probs and entropies, and of their gradients.
+
+    The head has more than one block.
+    """
+    vocabulary = 3000
+    size = 64
+    temperature = 0.8
+    hidden = normal(1, 2, 40, size, dtype=dtype)
+    head = normal(2, vocabulary, size, dtype=dtype) / 4
     ids = np.random.default_rng(3).integers(0, vocabulary, (2, 40)).astype(np.int32)
-    d_logprob, d_entropy = drawn(4, 2, 40), drawn(5, 2, 40)
+    d_logprob = normal(4, 2, 40)
+    d_entropy = normal(5, 2, 40)
 
     @jax.jit
     def run(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, ...]:
-        made: Any = jax.vjp(
+        vjp: Any = jax.vjp(
             lambda x, w: linear_logprobs(x, w, ids, ids >= 0, temperature), hidden, head
         )
-        (log_probs, entropies), pull = made
+        (log_probs, entropies), pull = vjp
         return log_probs, entropies, *pull((d_logprob, d_entropy))
 
-    x, w, chosen = double(hidden).reshape(-1, size), double(head), ids.reshape(-1)
+    x = double(hidden).reshape(-1, size)
+    w = double(head)
     scores = x @ w.T / temperature
     peak = scores.max(axis=1, keepdims=True)
-    logs = scores - peak - np.log(np.exp(scores - peak).sum(axis=1, keepdims=True))
-    entropy = -(np.exp(logs) * logs).sum(axis=1)
-    picked = np.arange(vocabulary) == chosen[:, None]
-    d_one, d_two = double(d_logprob).reshape(-1, 1), double(d_entropy).reshape(-1, 1)
-    d_scores = (
-        d_one * (picked - np.exp(logs)) - d_two * np.exp(logs) * (logs + entropy[:, None])
-    ) / temperature
-    wanted = {
-        "log-probs": logs[picked].reshape(ids.shape),
+    log_probs = scores - peak - np.log(np.exp(scores - peak).sum(axis=1, keepdims=True))
+    probs = np.exp(log_probs)
+    entropy = -(probs * log_probs).sum(axis=1)
+    is_id = np.arange(vocabulary) == ids.reshape(-1)[:, None]
+
+    by_logprob = double(d_logprob).reshape(-1, 1) * (is_id - probs)
+    by_entropy = double(d_entropy).reshape(-1, 1) * probs * (log_probs + entropy[:, None])
+    d_scores = (by_logprob - by_entropy) / temperature
+    expected = {
+        "log-probs": log_probs[is_id].reshape(ids.shape),
         "entropies": entropy.reshape(ids.shape),
         "d hidden": (d_scores @ w).reshape(hidden.shape),
         "d head": d_scores.T @ x,
     }
-    for (name, expected), found in zip(wanted.items(), run(hidden, head), strict=True):
-        yield name, relative(found, expected)
+    for (name, reference), result in zip(expected.items(), run(hidden, head), strict=True):
+        yield name, relative_error(result, reference)
 
 
 def expert_errors(dtype: str) -> Errors:
-    """Yield errors of rows times the matrices of their experts, one of which has no row, and of their gradients."""
+    """Yield errors of rows times the matrices of their experts, and of their gradients.
+
+    One expert has no row.
+    """
     sizes = np.array([100, 0, 37, 119], np.int32)
-    rows, group = int(sizes.sum()), np.repeat(np.arange(len(sizes)), sizes).astype(np.int32)
-    x, d_out = drawn(1, rows, 128, dtype=dtype), drawn(3, rows, 256, dtype=dtype)
-    weight = drawn(2, len(sizes), 256, 128, dtype=dtype)
+    rows = int(sizes.sum())
+    experts = np.repeat(np.arange(len(sizes)), sizes).astype(np.int32)  # of each row
+    x = normal(1, rows, 128, dtype=dtype)
+    weight = normal(2, len(sizes), 256, 128, dtype=dtype)
+    d_out = normal(3, rows, 256, dtype=dtype)
 
     @jax.jit
     def run(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
         out, pull = jax.vjp(
-            lambda x, w: grouped_product(x, w, jnp.asarray(sizes), jnp.asarray(group)), x, weight
+            lambda x, w: grouped_product(x, w, jnp.asarray(sizes), jnp.asarray(experts)), x, weight
         )
         return out, *pull(d_out)
 
-    one, matrices, d = double(x), double(weight), double(d_out)
-    wanted = {
-        "output": np.einsum("ni,noi->no", one, matrices[group]),
-        "d rows": np.einsum("no,noi->ni", d, matrices[group]),
-        "d matrices": np.stack([d[group == e].T @ one[group == e] for e in range(len(sizes))]),
+    inputs = double(x)
+    matrices = double(weight)[experts]
+    d = double(d_out)
+    d_matrices = []
+    for expert in range(len(sizes)):
+        of_expert = experts == expert
+        d_matrices.append(d[of_expert].T @ inputs[of_expert])
+    expected = {
+        "output": np.einsum("ni,noi->no", inputs, matrices),
+        "d rows": np.einsum("no,noi->ni", d, matrices),
+        "d matrices": np.stack(d_matrices),
     }
-    for (name, expected), found in zip(wanted.items(), run(x, weight), strict=True):
-        yield name, relative(found, expected)
+    for (name, reference), result in zip(expected.items(), run(x, weight), strict=True):
+        yield name, relative_error(result, reference)
