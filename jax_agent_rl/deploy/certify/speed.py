@@ -50,36 +50,54 @@ SLOWEST = 10.0
 DISPATCH = 0.02
 """Seconds of a call from Python, which no plan counts."""
 SPARE = 1.25
-"""Memory used over memory planned, at most; beside it, on CPUs, what Python and compilers take."""
+"""Memory used over memory planned, at most."""
 HOST_SPARE = 1 << 30
+"""Bytes that Python and compilers may take besides, on CPUs."""
 
 
 def check_peaks(machine: Machine, record: CheckResult) -> None:
     """Measure what the device reaches on a large matrix product and on a large sum."""
     chip = machine.chip
 
-    def reached(name: str, value: float, unit: str, documented: float | None) -> None:
-        known = (
-            {}
-            if documented is None
-            else {"low": PEAK_SHARE * documented, "beside": {"documented": documented}}
-        )
-        record(name, value, unit, **known)
+    def record_peak(name: str, value: float, unit: str, documented: float | None) -> None:
+        if documented is None:
+            record(name, value, unit)
+            return
+        low = PEAK_SHARE * documented
+        record(name, value, unit, low=low, beside={"documented": documented})
 
-    for dtype in dict.fromkeys(
-        (machine.alone.learner.compute_dtype, machine.alone.rollout.jetstream.dtype)
-    ):
-        reached(f"matrix product, {dtype}", machine.flops(dtype), "FLOP/s", chip and chip.flops)
-    reached("reading of memory", machine.bandwidth(), "B/s", chip and chip.hbm_bandwidth)
+    flops = None
+    bandwidth = None
+    if chip is not None:
+        flops = chip.flops
+        bandwidth = chip.hbm_bandwidth
+    dtypes = [machine.alone.learner.compute_dtype, machine.alone.rollout.jetstream.dtype]
+    for dtype in dict.fromkeys(dtypes):
+        record_peak(f"matrix product, {dtype}", machine.flops(dtype), "FLOP/s", flops)
+    record_peak("reading of memory", machine.bandwidth(), "B/s", bandwidth)
 
 
 class Timing(NamedTuple):
-    """A timed part: ``work`` of a unit in ``seconds``, and the planned and the ideal seconds."""
+    """A timed part.
+
+    Attributes:
+        title: follows the part's name.
+        work: how much was done, in ``unit``.
+        seconds: measured time.
+        planned, ideal: seconds according to ``plan``.
+    """
 
     title: str
     unit: str
     work: float
     seconds: float
+    planned: float
+    ideal: float
+
+
+class PlannedSeconds(NamedTuple):
+    """Seconds of a call according to ``plan``; both are the ideal where it predicts no time."""
+
     planned: float
     ideal: float
 
@@ -96,37 +114,62 @@ def check_speed(machine: Machine, record: CheckResult) -> None:
     for name, run in parts.items():
         if not record.has_time(name):
             continue
-        title, unit, work, seconds, planned, ideal = run(machine)
-        predicts = machine.plan.predicts
-        most = DISPATCH + planned * (FACTOR if predicts else SLOWEST)
-        record(
-            name + title,
-            work / seconds,
-            f"{unit}/s",
-            low=work / most,
-            high=FACTOR * work / planned if predicts else None,
-            beside=({"plan": work / planned} if predicts else {}) | {"ideal": work / ideal},
-            claim=PREDICTED if predicts else IDEAL,
-            detail=f"{ideal / seconds:.0%} of the ideal; {format_number(seconds, 's')} a call",
-        )
+        timing = run(machine)
+        _record_timing(record, name, timing, predicts=machine.plan.predicts)
 
 
-def _planned(machine: Machine, one: Compiled) -> tuple[float, float]:
-    """Return planned and ideal seconds of a call."""
-    learns = one.program.phase == "learner"
-    dtype = machine.alone.learner.compute_dtype if learns else machine.alone.rollout.jetstream.dtype
-    ideal = ideal_seconds(one, machine.as_chip(dtype)).total
-    return one.prediction.seconds if machine.plan.predicts and one.prediction else ideal, ideal
+def _record_timing(record: CheckResult, name: str, timing: Timing, *, predicts: bool) -> None:
+    """Record a part's speed, and its limits by the predicted or the ideal time."""
+    work = timing.work
+    ideal_speed = work / timing.ideal
+    if predicts:
+        longest = DISPATCH + FACTOR * timing.planned
+        highest = FACTOR * work / timing.planned
+        beside = {"plan": work / timing.planned, "ideal": ideal_speed}
+        claim = PREDICTED
+    else:
+        longest = DISPATCH + SLOWEST * timing.planned
+        highest = None
+        beside = {"ideal": ideal_speed}
+        claim = IDEAL
+
+    share = timing.ideal / timing.seconds
+    record(
+        name + timing.title,
+        work / timing.seconds,
+        f"{timing.unit}/s",
+        low=work / longest,
+        high=highest,
+        beside=beside,
+        claim=claim,
+        detail=f"{share:.0%} of the ideal; {format_number(timing.seconds, 's')} a call",
+    )
+
+
+def _planned(machine: Machine, compiled: Compiled) -> PlannedSeconds:
+    """Return the planned and the ideal seconds of a call."""
+    if compiled.program.phase == "learner":
+        dtype = machine.alone.learner.compute_dtype
+    else:
+        dtype = machine.alone.rollout.jetstream.dtype
+    ideal = ideal_seconds(compiled, machine.as_chip(dtype)).total
+    planned = ideal
+    if machine.plan.predicts and compiled.prediction is not None:
+        planned = compiled.prediction.seconds
+    return PlannedSeconds(planned, ideal)
 
 
 def _find(machine: Machine, prefix: str) -> Compiled:
-    if (one := machine.plan.find(prefix)) is None:
+    """Return the program whose name begins so; raise NotRunError if there is none."""
+    compiled = machine.plan.find(prefix)
+    if compiled is None:
         raise NotRunError(f"plan has no program {prefix!r} for this engine")
-    return one
+    return compiled
 
 
 def _time_weights(machine: Machine) -> Timing:
-    params, engine = machine.learner.params, machine.engine
+    params = machine.learner.params
+    engine = machine.engine
     served = engine.load_params(params)
 
     def load() -> object:
@@ -134,23 +177,27 @@ def _time_weights(machine: Machine) -> Timing:
         served = engine.load_params(params, served)
         return served
 
-    seconds, size = machine.best_seconds(load), sum(x.nbytes for x in jax.tree.leaves(params))
-    return Timing("", "B", size, seconds, *_planned(machine, _find(machine, "take weights")))
+    seconds = machine.best_seconds(load)
+    expected = _planned(machine, _find(machine, "take weights"))
+    return Timing("", "B", _nbytes(params), seconds, expected.planned, expected.ideal)
 
 
 def _time_decoding(machine: Machine) -> Timing:
-    engine, steps = machine.engine, machine.engine.shapes.decode_steps
-    weights, cache = engine.load_params(machine.learner.params), engine.init_cache()
-    count = min(
-        engine.shapes.max_concurrent_decodes, engine.shapes.pages // engine.shapes.context_pages
+    engine = machine.engine
+    shapes = engine.shapes
+    steps = shapes.decode_steps
+    weights = engine.load_params(machine.learner.params)
+    cache = engine.init_cache()
+
+    # As many slots as there are pages for contexts of full length.
+    count = min(shapes.max_concurrent_decodes, shapes.pages // shapes.context_pages)
+    pages = 1 + np.arange(count * shapes.context_pages, dtype=np.int32).reshape(count, -1)
+    slots = replace(
+        make_decode_batch(count, shapes.context_pages, shapes.cache_length - steps),
+        pages=pages,
+        remaining=np.full(count, 2 * steps, np.int32),
+        temperature=np.full(count, machine.config.rollout.temperature, np.float32),
     )
-    slots = make_decode_batch(
-        count, engine.shapes.context_pages, engine.shapes.cache_length - steps
-    )
-    pages = 1 + np.arange(count * engine.shapes.context_pages, dtype=np.int32).reshape(count, -1)
-    busy = np.full(count, 2 * steps, np.int32)
-    warm = np.full(count, machine.config.rollout.temperature, np.float32)
-    slots = replace(slots, pages=pages, remaining=busy, temperature=warm)
 
     def decode() -> object:
         nonlocal cache
@@ -158,110 +205,133 @@ def _time_decoding(machine: Machine) -> Timing:
         return sampled.ids
 
     seconds = machine.best_seconds(decode)
-    one = _find(machine, f"decode {engine.width(count)} slots")
-    title = f", {count} slots of {engine.shapes.cache_length}"
-    return Timing(title, "tokens", count * steps, seconds, *_planned(machine, one))
+    expected = _planned(machine, _find(machine, f"decode {engine.width(count)} slots"))
+    title = f", {count} slots of {shapes.cache_length}"
+    return Timing(title, "tokens", count * steps, seconds, expected.planned, expected.ideal)
 
 
 def _time_prefill(machine: Machine) -> Timing:
-    engine, size = machine.engine, machine.engine.shapes.chunk_buckets[-1]
-    weights, cache = engine.load_params(machine.learner.params), engine.init_cache()
-    size = min(size, engine.shapes.max_model_len)
-    each = -(-size // engine.shapes.page)
-    rows = min(PREFILL_ROWS, engine.shapes.pages // each)
+    engine = machine.engine
+    shapes = engine.shapes
+    weights = engine.load_params(machine.learner.params)
+    cache = engine.init_cache()
+
+    size = min(shapes.chunk_buckets[-1], shapes.max_model_len)
+    pages_per_prompt = -(-size // shapes.page)
+    rows = min(PREFILL_ROWS, shapes.pages // pages_per_prompt)
     ids = np.random.default_rng(0).integers(3, machine.model.vocab_size, size).astype(np.int32)
-    chunks = [
-        Extension(pages=[*range(1 + i * each, 1 + (i + 1) * each)], start=0, ids=ids)
-        for i in range(rows)
-    ]
+    chunks = []
+    for row in range(rows):
+        first_page = 1 + row * pages_per_prompt
+        pages = list(range(first_page, first_page + pages_per_prompt))
+        chunks.append(Extension(pages=pages, start=0, ids=ids))
 
     def prefill() -> object:
         nonlocal cache
         cache = engine.extend(weights, cache, chunks)
         return cache
 
-    seconds, chip = (
-        machine.best_seconds(prefill),
-        machine.as_chip(machine.alone.rollout.jetstream.dtype),
-    )
+    seconds = machine.best_seconds(prefill)
+    chip = machine.as_chip(machine.alone.rollout.jetstream.dtype)
     flops = rows * pass_flops(machine.model, size, visible=(size + 1) / 2, head=False)
-    ideal = max(
-        flops / chip.flops, sum(x.nbytes for x in jax.tree.leaves(weights)) / chip.hbm_bandwidth
-    )
-    one = machine.plan.find("prefill")
-    planned = ideal if one is None or not machine.plan.predicts else _planned(machine, one)[0]
+    ideal = max(flops / chip.flops, _nbytes(weights) / chip.hbm_bandwidth)
+    planned = ideal
+    compiled = machine.plan.find("prefill")
+    if compiled is not None and machine.plan.predicts:
+        planned = _planned(machine, compiled).planned
     return Timing(f", {rows} prompts of {size} ids", "tokens", rows * size, seconds, planned, ideal)
 
 
 def _time_learner(machine: Machine) -> Timing:
     groups, tokens = full_groups(machine)
     seconds = machine.best_seconds(lambda: bool(machine.learner.update(groups)), repeats=2)
-    planned = ideal = 0.0
-    for one in machine.plan.compiled:
-        if one.program.phase == "learner":
-            calls = one.program.calls * (
-                math.ceil(tokens / one.program.tokens) if one.program.of else 1
-            )
-            here = _planned(machine, one)
-            planned, ideal = planned + calls * here[0], ideal + calls * here[1]
+    planned = 0.0
+    ideal = 0.0
+    for compiled in machine.plan.compiled:
+        program = compiled.program
+        if program.phase != "learner":
+            continue
+        calls = program.calls
+        if program.of is not None:
+            calls *= math.ceil(tokens / program.tokens)
+        expected = _planned(machine, compiled)
+        planned += calls * expected.planned
+        ideal += calls * expected.ideal
     return Timing(f", updates of {tokens:,} tokens", "tokens", tokens, seconds, planned, ideal)
 
 
 def full_groups(machine: Machine) -> tuple[Sequence[Group], int]:
-    """Return groups of full length that fill a micro-batch or more, and the tokens that the learner packs of them."""
-    config, rng = machine.alone, np.random.default_rng(0)
-    members, response = config.rollout.group_size, config.agent.max_response_length
+    """Return groups of full length that fill a micro-batch or more.
+
+    Returns:
+        The groups, and the tokens that the learner packs of them.
+    """
+    config = machine.alone
+    rng = np.random.default_rng(0)
+    vocab_size = machine.model.vocab_size
+    members = config.rollout.group_size
+    response = config.agent.max_response_length
     prompt = min(config.agent.max_prompt_length, config.rollout.max_model_len - response)
-    each = prompt * (1 if config.learner.share_prefixes else members) + members * response
-    gradient = _find(machine, "policy gradient").program
-    count = min(config.rollout.prompts_per_step, -(-gradient.tokens // each))
+    prompt_copies = 1 if config.learner.share_prefixes else members
+    group_tokens = prompt * prompt_copies + members * response
+    micro_batch_tokens = _find(machine, "policy gradient").program.tokens
+    count = min(config.rollout.prompts_per_step, -(-micro_batch_tokens // group_tokens))
+
     groups = []
-    for group in range(count):
-        own = tuple(map(int, rng.integers(3, machine.model.vocab_size, prompt)))
-        outputs = [
-            rng.integers(3, machine.model.vocab_size, response).tolist() for _ in range(members)
-        ]
-        groups.append(make_group(f"g{group}", own, list(map(as_sampled, outputs))))
-    return groups, count * each
+    for number in range(count):
+        prompt_ids = rng.integers(3, vocab_size, prompt).tolist()
+        outputs = []
+        for _ in range(members):
+            outputs.append(as_sampled(rng.integers(3, vocab_size, response).tolist()))
+        groups.append(make_group(f"g{number}", tuple(prompt_ids), outputs))
+    return groups, count * group_tokens
+
+
+def _nbytes(tree: object) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(tree))
 
 
 def check_memory(machine: Machine, record: CheckResult) -> None:
     """Compare the most memory that the learner and the engine took with what ``plan`` says."""
     fullest = max(machine.plan.loads, key=lambda load: load.total)
-    peaks = [
-        (device.id, (device.memory_stats() or {}).get("peak_bytes_in_use"))
-        for device in machine.devices
-    ]
-    used = [(number, peak) for number, peak in peaks if peak is not None]
     beside = {"plan": float(fullest.total), "capacity": float(fullest.capacity)}
-    for number, peak in used:
+    devices_count_memory = False
+    for device in machine.devices:
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+        if peak is None:
+            continue
+        devices_count_memory = True
         record(
-            f"device {number}, most in use",
+            f"device {device.id}, most in use",
             peak,
             "B",
             high=SPARE * fullest.total,
             beside=beside,
             detail=f"plan's fullest program: {fullest.program.name}",
         )
-    if not used:
+    if not devices_count_memory:
         _record_host_memory(machine, record, beside)
 
 
 def _record_host_memory(machine: Machine, record: CheckResult, beside: dict[str, float]) -> None:
-    """Measure the process's own memory, as CPUs count none: what learner and engine add to the rest."""
-    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    """Measure the memory that learner and engine add to the process, as CPUs count none."""
+    reset = Path("/proc/self/clear_refs")
+    status = Path("/proc/self/status")
     if not status.is_file():
         raise NotRunError(f"the device counts no memory, and {platform.system()} has no {status}")
     groups, _ = full_groups(machine)
-    before = _status(status, "VmRSS") - sum(x.nbytes for x in jax.live_arrays())
+    baseline = _status(status, "VmRSS") - sum(array.nbytes for array in jax.live_arrays())
     reset.write_text("5")  # the high-water mark begins again
-    engine, learner = machine.engine, machine.learner
-    weights, cache = engine.load_params(learner.params), engine.init_cache()
+
+    engine = machine.engine
+    learner = machine.learner
+    weights = engine.load_params(learner.params)
+    cache = engine.init_cache()
     learner.update(groups)
     jax.block_until_ready((weights, cache))
     record(
         "the process, most in use",
-        max(0, _status(status, "VmHWM") - before),
+        max(0, _status(status, "VmHWM") - baseline),
         "B",
         high=SPARE * beside["plan"] + HOST_SPARE,
         beside=beside,
@@ -271,5 +341,7 @@ def _record_host_memory(machine: Machine, record: CheckResult, beside: dict[str,
 
 def _status(file: Path, name: str) -> int:
     """Return bytes of a line of ``/proc/self/status``."""
-    found = re.search(rf"^{name}:\s+(\d+) kB$", file.read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(rf"^{name}:\s+(\d+) kB$", file.read_text(), re.MULTILINE)
+    if match is None:
+        return 0
+    return int(match[1]) * 1024
