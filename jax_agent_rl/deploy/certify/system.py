@@ -1,4 +1,4 @@
-"""The parts of a run together: engine and learner, backends, devices, checkpoints, and a short training run."""
+"""The parts of a run together: exchanges, backends, agreement, checkpoints, and training."""
 
 from __future__ import annotations
 
@@ -75,9 +75,10 @@ QUESTIONS = (
     "How do I bake bread? List every step.",
     "Compare trains and planes for a trip of 500 km.",
 )
-"""Prompts of the agreement check: after random ids every token would be unlikely, and gaps larger.
-"""
+"""Prompts of the agreement check; after random ids every token would be unlikely, and gaps
+larger."""
 SAMPLED = 32
+"""Tokens of each answer in the agreement check."""
 
 
 # --- collectives ----------------------------------------------------------------------------------
@@ -90,7 +91,9 @@ def check_collectives(machine: Machine, record: CheckResult) -> None:
         raise NotRunError("there is one device, which exchanges nothing")
     size = 1024 if machine.platform == "cpu" else 1 << 22
     for name, mesh in _meshes(machine, devices):
-        for axis in (axis for axis in MESH_AXES if mesh.shape[axis] > 1):
+        for axis in MESH_AXES:
+            if mesh.shape[axis] == 1:
+                continue
             errors, seconds = exchange(machine, mesh, axis, size)
             kind, worst = max(errors.items(), key=lambda pair: pair[1])
             record(
@@ -109,24 +112,24 @@ def check_collectives(machine: Machine, record: CheckResult) -> None:
 
 
 def _meshes(machine: Machine, devices: Sequence[Any]) -> Iterator[tuple[str, Mesh]]:
-    """Yield a mesh along each axis, of all devices, and those of the configuration."""
-    for axis in MESH_AXES:
-        shape = [len(devices) if axis == one else 1 for one in MESH_AXES]
+    """Yield a mesh along each axis, of all devices, and the meshes of the configuration."""
+    for number, axis in enumerate(MESH_AXES):
+        shape = [1] * len(MESH_AXES)
+        shape[number] = len(devices)
         yield f"{len(devices)} devices", place_mesh(shape, devices, key=axis)
     if jax.process_count() == 1:
-        where = place_devices(machine.alone, devices)
-        yield "learner.mesh", where.learner
-        yield "rollout.jetstream.mesh", where.engines[0]
+        placement = place_devices(machine.alone, devices)
+        yield "learner.mesh", placement.learner
+        yield "rollout.jetstream.mesh", placement.engines[0]
 
 
 def exchange(machine: Machine, mesh: Mesh, axis: str, size: int) -> tuple[dict[str, float], float]:
     """Exchange numbers over an axis of a mesh.
 
     Args:
-        machine: for its clock.
-        mesh: of all devices of an exchange.
-        axis: one of its axes.
-        size: numbers of each member, a multiple of their count squared if it is a power of two.
+        mesh: all devices of an exchange.
+        axis: axis of the mesh.
+        size: least count of numbers of each member; rounded up to what can be split twice.
 
     Returns:
         The largest error of each kind of exchange, relative to the numbers, and the seconds of a
@@ -135,11 +138,15 @@ def exchange(machine: Machine, mesh: Mesh, axis: str, size: int) -> tuple[dict[s
     members = mesh.shape[axis]
     size = -(-size // members**2) * members**2
     numbers = np.random.default_rng(0).integers(-1000, 1000, (members, size)).astype(np.float32)
-    split, along = NamedSharding(mesh, PartitionSpec(axis)), PartitionSpec(axis)
-    given = jax.make_array_from_callback(numbers.shape, split, lambda index: numbers[index])
+    spec = PartitionSpec(axis)
+    operand = jax.make_array_from_callback(
+        numbers.shape, NamedSharding(mesh, spec), lambda index: numbers[index]
+    )
     ring = [(member, (member + 1) % members) for member in range(members)]
     parts = numbers.reshape(members, members, -1)
-    run = {
+
+    # Each exchange of one member's numbers, and what all members should have then.
+    exchanges = {
         "psum": (
             lambda x: jax.lax.psum(x, axis),
             np.broadcast_to(numbers.sum(axis=0), numbers.shape),
@@ -158,18 +165,20 @@ def exchange(machine: Machine, mesh: Mesh, axis: str, size: int) -> tuple[dict[s
             parts.swapaxes(0, 1),
         ),
     }
-    errors, seconds = {}, 0.0
-    for kind, (function, wanted) in run.items():
+    errors = {}
+    seconds = 0.0
+    for kind, (function, expected) in exchanges.items():
         program = jax.jit(
-            jax.shard_map(function, mesh=mesh, in_specs=along, out_specs=along, check_vma=False)
+            jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         )
-        found = program(given)
-        shards = (
-            (np.asarray(shard.data), wanted[shard.index]) for shard in found.addressable_shards
-        )
-        errors[kind] = max(float(np.abs(own - part).max()) for own, part in shards) / 1000
+        result = program(operand)
+        differences = []
+        for shard in result.addressable_shards:
+            difference = np.abs(np.asarray(shard.data) - expected[shard.index])
+            differences.append(float(difference.max()))
+        errors[kind] = max(differences) / 1000
         if kind == "psum":
-            seconds = machine.best_seconds(functools.partial(program, given))
+            seconds = machine.best_seconds(functools.partial(program, operand))
     return errors, seconds
 
 
@@ -188,57 +197,61 @@ def check_conformance(machine: Machine, record: CheckResult) -> None:
         raise NotRunError(
             "the suite's reference runs on torch: pip install 'jax_agent_rl[conformance]'"
         )
-    exact = product_precision("float32", machine.platform) == "float32"
-    missing = {
-        name: package
-        for name, package in {"ray": "ray", "vllm": "vllm"}.items()
-        if not is_installed(package)
-    }
+
+    tolerated_gap = 0.1
+    if product_precision("float32", machine.platform) == "float32":
+        tolerated_gap = 1e-3
     for name in ("jetstream", "remote", "ray", "vllm"):
-        if name in missing:
-            record.leave_out(name, f"the package {missing[name]} is not installed")
+        if name in ("ray", "vllm") and not is_installed(name):
+            record.leave_out(name, f"the package {name} is not installed")
             continue
         if not record.has_time(name):
             continue
         folder = machine.scratch / f"conformance-{name}"
         folder.mkdir()
-        options = BackendOptions(
-            folders=prepare_folders(None, folder), tolerance=1e-3 if exact else 0.1
-        )
+        options = BackendOptions(folders=prepare_folders(None, folder), tolerance=tolerated_gap)
         report = run_suite(select_backend(name, options))
-        failed = [
-            f"{one.check} ({one.claim.strip()})"
-            for one in report.results
-            if one.outcome == "failed"
-        ]
-        ran = len(report.results) - report.count("skipped")
-        detail = f"of {ran} that apply{': ' if failed else ''}{'; '.join(failed)}"
-        record(f"{name}: broken rules", len(failed), high=0, detail=detail)
+
+        broken = []
+        for result in report.results:
+            if result.outcome == "failed":
+                broken.append(f"{result.check} ({result.claim.strip()})")
+        applicable = len(report.results) - report.count("skipped")
+        detail = f"of {applicable} that apply"
+        if broken:
+            detail += f": {'; '.join(broken)}"
+        record(f"{name}: broken rules", len(broken), high=0, detail=detail)
 
 
 def check_agreement(machine: Machine, record: CheckResult) -> None:
-    """Compare the engine's log-probs with the learner's for the same weights, in every precision of the engine."""
+    """Compare the engine's log-probs with the learner's for the same weights.
+
+    This is done in every precision of the engine.
+    """
     machine.learner  # noqa: B018  # or a reason not to run
-    backends = {
-        name: _with_precision(machine.alone, settings) for name, settings in PRECISIONS.items()
-    }
+    backends = {}
+    for name, settings in PRECISIONS.items():
+        backends[name] = _with_precision(machine.alone, settings)
     if machine.config.rollout.backend == "vllm":
         backends["vLLM"] = machine.config
+
     for name, config in backends.items():
         if not record.has_time(name):
             continue
-        found, precision = asyncio.run(_sample_and_score(machine, config))
+        gap, precision = asyncio.run(_sample_and_score(machine, config))
         jax_engine = config.rollout.backend == "jetstream"
         precisions = [precision, config.learner.compute_dtype]
-        allowed = tolerance(precisions, jax_engine=jax_engine, platform=machine.platform)
+        tolerated = tolerance(precisions, jax_engine=jax_engine, platform=machine.platform)
         row = coarsest([product_precision(one, machine.platform) for one in precisions])
-        detail = f"{found.tokens} tokens; row {row} of the table"
-        gaps = {"mean": (found.mean, allowed.mean), "largest": (found.largest, allowed.token)}
-        for which, (gap, most) in gaps.items():
-            whole = found.tokens == len(QUESTIONS) * SAMPLED  # NaN counts as none
-            record(
-                f"{name}: {which} gap", gap if whole else math.nan, "nats", high=most, detail=detail
-            )
+        detail = f"{gap.tokens} tokens; row {row} of the table"
+
+        mean = gap.mean
+        largest = gap.largest
+        if gap.tokens != len(QUESTIONS) * SAMPLED:  # tokens whose gap is NaN do not count
+            mean = math.nan
+            largest = math.nan
+        record(f"{name}: mean gap", mean, "nats", high=tolerated.mean, detail=detail)
+        record(f"{name}: largest gap", largest, "nats", high=tolerated.token, detail=detail)
 
 
 def _with_precision(config: Config, settings: Mapping[str, str]) -> Config:
@@ -251,37 +264,42 @@ def _with_precision(config: Config, settings: Mapping[str, str]) -> Config:
 async def _sample_and_score(machine: Machine, config: Config) -> tuple[Comparison, str]:
     """Return the gap over freshly sampled tokens, and the engine's precision."""
     learner = machine.learner
-    (make,) = backend_factories(
+    factories = backend_factories(
         config,
         machine.codec,
         weights=lambda: (machine.model, learner.params),
         print_line=lambda line: None,
-    ).values()
-    backend: RolloutBackend = make()
+    )
+    (make_backend,) = factories.values()
+    backend: RolloutBackend = make_backend()
     async with asyncio.timeout(HANG_SECONDS):
         await backend.start()
         try:
             room = config.rollout.max_model_len - SAMPLED
-            chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-            prompts = [machine.codec.encode_prompt(chat)[-room:] for chat in chats]
             sampling = SamplingParams(
                 max_tokens=SAMPLED, ignore_eos=True, temperature=config.rollout.temperature
             )
-            requests = [
-                GenerateRequest(request_id=str(number), prompt_ids=tuple(ids), sampling=sampling)
-                for number, ids in enumerate(prompts)
-            ]
+            requests = []
+            for number, question in enumerate(QUESTIONS):
+                ids = machine.codec.encode_prompt([{"role": "user", "content": question}])
+                requests.append(
+                    GenerateRequest(
+                        request_id=str(number), prompt_ids=tuple(ids[-room:]), sampling=sampling
+                    )
+                )
             outputs: list[TokenOutput] = await asyncio.gather(*map(backend.generate, requests))
             precision = backend.capabilities.precision
         finally:
             await backend.close()
-    groups = [make_group(f"p{i}", prompts[i], [output]) for i, output in enumerate(outputs)]
-    trajectories = [t for group in groups for t in group.trajectories]
-    rollout = [np.asarray(output.log_probs) for output in outputs]
-    return (
-        compare(learner.logprobs(groups), rollout, [comparable(t, 0) for t in trajectories]),
-        precision,
-    )
+
+    groups = []
+    masks = []
+    for request, output in zip(requests, outputs, strict=True):
+        group = make_group(f"p{request.request_id}", request.prompt_ids, [output])
+        groups.append(group)
+        masks += [comparable(trajectory, 0) for trajectory in group.trajectories]
+    rollout_logprobs = [np.asarray(output.log_probs) for output in outputs]
+    return compare(learner.logprobs(groups), rollout_logprobs, masks), precision
 
 
 # --- learner --------------------------------------------------------------------------------------
@@ -289,58 +307,69 @@ async def _sample_and_score(machine: Machine, config: Config) -> tuple[Compariso
 
 def check_checkpoint(machine: Machine, record: CheckResult) -> None:
     """Save the learner, restore it, and go on from it: numbers are equal bit by bit."""
-    learner, (groups, _) = machine.learner, full_groups(machine)
+    learner = machine.learner
+    groups, _ = full_groups(machine)
     checkpointer = Checkpointer(machine.scratch / "checkpoint", keep=1)
     try:
         learner.update(groups)
-        kept = digests(learner.state)
-        size = sum(x.nbytes for x in jax.tree.leaves(learner.state))
-        begin = machine.clock()
+        saved_digests = digests(learner.state)
+        size = sum(array.nbytes for array in jax.tree.leaves(learner.state))
+        start_time = machine.clock()
         checkpointer.save(1, learner.state, {})
         checkpointer.wait()
-        written = machine.clock()
-        _, state, _ = checkpointer.restore(learner.state)
-        restored = machine.clock()
+        saved_time = machine.clock()
+        _, restored_state, _ = checkpointer.restore(learner.state)
+        restored_time = machine.clock()
     finally:
         checkpointer.close()
-    of = f"of {len(kept)}"
-    record("arrays that differ after restoring", differing(kept, digests(state)), high=0, detail=of)
-    for name, seconds in (("writing", written - begin), ("restoring", restored - written)):
-        record(name, size / seconds, "B/s", detail=f"{format_number(size, 'B')} in {seconds:.3g} s")
+
+    detail = f"of {len(saved_digests)}"
+    differing = count_differing(saved_digests, digests(restored_state))
+    record("arrays that differ after restoring", differing, high=0, detail=detail)
+    _record_transfer(record, "writing", size, saved_time - start_time)
+    _record_transfer(record, "restoring", size, restored_time - saved_time)
+
     learner.update(groups)
     uninterrupted = digests(learner.state)
-    learner.state = state
-    del state
+    learner.state = restored_state
+    del restored_state  # the update donates its arrays
     learner.update(groups)
-    record(
-        "arrays that differ one update later",
-        differing(uninterrupted, digests(learner.state)),
-        high=0,
-        detail=of,
-    )
+    differing = count_differing(uninterrupted, digests(learner.state))
+    record("arrays that differ one update later", differing, high=0, detail=detail)
+
+
+def _record_transfer(record: CheckResult, name: str, size: int, seconds: float) -> None:
+    detail = f"{format_number(size, 'B')} in {seconds:.3g} s"
+    record(name, size / seconds, "B/s", detail=detail)
 
 
 def digests(state: Any) -> list[bytes]:
-    """Return a digest of every array: copies of two states would not fit every machine."""
-    return [hashlib.sha256(np.asarray(x).tobytes()).digest() for x in jax.tree.leaves(state)]
+    """Return a digest of every array, since copies of two states would not fit every machine."""
+    values = []
+    for array in jax.tree.leaves(state):
+        values.append(hashlib.sha256(np.asarray(array).tobytes()).digest())
+    return values
 
 
-def differing(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Count the arrays that differ."""
-    return sum(x != y for x, y in zip(one, other, strict=True))
+def count_differing(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    """Count the digests that differ."""
+    count = 0
+    for digest, other in zip(first, second, strict=True):
+        if digest != other:
+            count += 1
+    return count
 
 
 def check_training(machine: Machine, record: CheckResult) -> None:
     """Train for a few steps as ``jax-agent-rl train`` does, on all hosts."""
     config = machine.config
     machine.release()
-    place = config.trainer.checkpoint_dir
-    if place is not None:  # hosts agree on a folder of this run alone
-        began = int(multihost_utils.broadcast_one_to_all(np.int64(time.time())))
-        place = f"{place.rstrip('/')}/certify-{began}"
-        config = config.model_copy(
-            update={"trainer": config.trainer.model_copy(update={"checkpoint_dir": place})}
-        )
+    checkpoint_dir = config.trainer.checkpoint_dir
+    if checkpoint_dir is not None:  # hosts agree on a folder of this run alone
+        start = int(multihost_utils.broadcast_one_to_all(np.int64(time.time())))
+        checkpoint_dir = f"{checkpoint_dir.rstrip('/')}/certify-{start}"
+        trainer = config.trainer.model_copy(update={"checkpoint_dir": checkpoint_dir})
+        config = config.model_copy(update={"trainer": trainer})
     if jax.process_index():
         follow_run(config)
         return
@@ -348,12 +377,17 @@ def check_training(machine: Machine, record: CheckResult) -> None:
         with (machine.scratch / "training.log").open("w") as log:
             summary = asyncio.run(_train(config, Console(file=log, width=120)))
     finally:
-        if place is not None:
-            epath.Path(place).rmtree(missing_ok=True)
-    lost = summary["started"] - summary["trained"] - sum(summary["dropped"].values())
+        if checkpoint_dir is not None:
+            epath.Path(checkpoint_dir).rmtree(missing_ok=True)
+    _record_training(record, config, summary)
+
+
+def _record_training(record: CheckResult, config: Config, summary: Mapping[str, Any]) -> None:
+    """Record what the summary of a training run says."""
+    accounted = summary["trained"] + sum(summary["dropped"].values())
     record(
         "trajectories unaccounted for",
-        lost,
+        summary["started"] - accounted,
         low=0,
         high=0,
         claim=ACCOUNTING,
@@ -362,15 +396,13 @@ def check_training(machine: Machine, record: CheckResult) -> None:
     record("trajectories trained on", summary["trained"], low=1, claim=ACCOUNTING)
     record("trajectories whose ids drifted", summary["token_drift"], high=0, claim=DRIFT)
     engine = config.rollout.jetstream
-    allowed = run_tolerance(
-        config, [engine.dtype, *{engine.kv_dtype, engine.quantize} & {"int8", "fp8"}]
-    )
-    gap = summary["max_logprob_gap"]
+    coarse = {engine.kv_dtype, engine.quantize} & {"int8", "fp8"}
+    tolerated = run_tolerance(config, [engine.dtype, *coarse])
     record(
         "largest log-prob gap of engine and learner",
-        gap,
+        summary["max_logprob_gap"],
         "nats",
-        high=allowed.token,
+        high=tolerated.token,
         claim=AGREEMENT,
     )
     record(
