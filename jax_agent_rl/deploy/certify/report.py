@@ -1,6 +1,6 @@
-"""What a certification measures, the claims that it compares it with, and the report: JSON, and an HTML page of it.
+"""What a certification measures, the claims that it is compared with, and the report.
 
-The page loads nothing and runs nothing.
+The report is JSON, and an HTML page of it. The page loads nothing and runs nothing.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ class Measurement:
 
     Attributes:
         name: what was measured.
-        value: the number.
-        unit: of ``value``, of the limits and of ``beside``; empty for counts and ratios.
-        claim: what it is compared with.
+        unit: unit of ``value``, of the limits and of ``beside``; empty for counts and ratios.
+        claim: the sentence that it is compared with.
         low, high: limits, inclusive; None where there is none.
         beside: other numbers for the same thing, such as the prediction of ``plan``.
         detail: where the worst value was found, or how it was measured.
@@ -65,19 +64,17 @@ class Measurement:
     @property
     def deviates(self) -> bool:
         """Whether it is outside its limits, or no number."""
-        low, high = (
-            (-math.inf if self.low is None else self.low),
-            (math.inf if self.high is None else self.high),
-        )
-        return not low <= self.value <= high
+        low = -math.inf if self.low is None else self.low
+        high = math.inf if self.high is None else self.high
+        return not low <= self.value <= high  # which holds for NaN
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; numbers that JSON lacks are null."""
-        limits = {
-            name: value
-            for name, value in (("low", self.low), ("high", self.high))
-            if value is not None
-        }
+        limits = {}
+        if self.low is not None:
+            limits["low"] = self.low
+        if self.high is not None:
+            limits["high"] = self.high
         return {
             "name": self.name,
             "value": _finite(self.value),
@@ -95,7 +92,7 @@ def _finite(value: float) -> float | None:
 
 
 class NotRunError(Exception):
-    """A check, or a part of one, cannot run on this machine."""
+    """A check cannot run on this machine."""
 
 
 class CheckOutcome(StrEnum):
@@ -115,9 +112,10 @@ class Check:
     """One check.
 
     Attributes:
-        name, title: for ``--only``, and for people.
+        name: what ``--only`` calls it.
+        title: what people call it.
         run: records measurements, or raises.
-        claim: of the documentation; measurements may name others.
+        claim: a sentence of the documentation; measurements may name others.
         seconds: budget; parts that have not begun by then are left out.
     """
 
@@ -133,13 +131,11 @@ class CheckResult:
     """The result of a check, which records its measurements here.
 
     Attributes:
-        check: the check.
         clock: seconds of a monotonic clock.
         begin: when the check began, by the clock.
-        outcome: how it ended.
         reason: the error, or why it was not run.
-        seconds: its duration.
-        measurements: its numbers, also those before an error.
+        seconds: how long the check took.
+        measurements: its numbers, also if an error followed.
         left_out: parts that were not run, and why.
     """
 
@@ -156,20 +152,19 @@ class CheckResult:
         self.begin = self.clock()
 
     def __call__(
-        self, name: str, value: float, unit: str = "", *, claim: Claim | None = None, **more: Any
+        self, name: str, value: float, unit: str = "", *, claim: Claim | None = None, **fields: Any
     ) -> None:
         """Add a :class:`Measurement`, compared with the check's claim if it names none."""
         claim = claim or self.check.claim
-        self.measurements.append(
-            Measurement(name=name, value=value, unit=unit, claim=claim, **more)
-        )
+        measurement = Measurement(name=name, value=value, unit=unit, claim=claim, **fields)
+        self.measurements.append(measurement)
 
-    def leave_out(self, part: str, why: str) -> None:
+    def leave_out(self, part: str, reason: str) -> None:
         """Record that a part of the check was not run."""
-        self.left_out.append(f"{part}: {why}")
+        self.left_out.append(f"{part}: {reason}")
 
     def has_time(self, part: str) -> bool:
-        """Whether a part may begin; if not, record that it was left out."""
+        """Return whether a part may begin; if not, record that it was left out."""
         if self.clock() - self.begin < self.check.seconds:
             return True
         self.leave_out(part, f"the {self.check.seconds:g} s of this check were used up")
@@ -185,7 +180,7 @@ class CheckResult:
             "seconds": round(self.seconds, 2),
             "claim": vars(self.check.claim),
             "left_out": list(self.left_out),
-            "measurements": [one.to_json() for one in self.measurements],
+            "measurements": [measurement.to_json() for measurement in self.measurements],
         }
 
 
@@ -197,13 +192,22 @@ def format_number(value: float, unit: str = "") -> str:
     """
     if not math.isfinite(value):
         return f"{value} {unit}".strip()
+
     if unit == "s" and abs(value) < 1:
-        value, unit = value * 1e3, "ms"
-    if unit in ("B", "B/s", "FLOP/s"):
-        power = min(5, max(0, int(math.log10(abs(value)) // 3))) if value else 0
-        value, unit = value / 1000**power, " kMGTP"[power].strip() + unit
-    number = f"{value:,.0f}" if value == int(value) and abs(value) < 1e9 else f"{value:.3g}"
-    return f"{number if abs(value) < 1000 else f'{value:,.0f}'} {unit}".strip()
+        value *= 1e3
+        unit = "ms"
+    if unit in ("B", "B/s", "FLOP/s") and value:
+        power = int(math.log10(abs(value)) // 3)
+        power = min(5, max(0, power))
+        value /= 1000**power
+        unit = " kMGTP"[power].strip() + unit
+
+    is_whole = value == int(value) and abs(value) < 1e9
+    if is_whole or abs(value) >= 1000:
+        number = f"{value:,.0f}"
+    else:
+        number = f"{value:.3g}"
+    return f"{number} {unit}".strip()
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -229,23 +233,30 @@ def as_json(
     """Return the report.
 
     Args:
-        results: of the checks so far.
-        unfinished: names of those that are still to end.
-        machine: what describes it.
+        results: results of the checks so far.
+        unfinished: names of the checks that are still to end.
+        machine: see ``Machine.describe``.
         command: the command line.
-        date: when it began, ISO 8601.
+        date: when the certification began, ISO 8601.
         seconds: how long it took.
     """
     checks = [result.to_json() for result in results]
-    found = len(list(deviations(checks)))
-    verdict = f"{found} deviation{'s' * (found != 1)}" if found else "as claimed"
+    deviating = len(list(deviations(checks)))
+    if deviating == 0:
+        verdict = "as claimed"
+    elif deviating == 1:
+        verdict = "1 deviation"
+    else:
+        verdict = f"{deviating} deviations"
+    if unfinished:
+        verdict += f", ended before {', '.join(unfinished)}"
     return {
         "certify": VERSION,
         "date": date,
         "command": command,
         "seconds": round(seconds, 1),
-        "ok": not found and not unfinished,
-        "verdict": f"{verdict}, ended before {', '.join(unfinished)}" if unfinished else verdict,
+        "ok": not deviating and not unfinished,
+        "verdict": verdict,
         "machine": dict(machine),
         "checks": checks,
     }
@@ -257,17 +268,20 @@ def write(report: Mapping[str, Any], folder: Path, *, name: str = "certify") -> 
     Raises:
         StorageError: they cannot be written.
     """
-    made = (folder / f"{name}.json", folder / f"{name}.html")
-    texts = (json.dumps(report, indent=1, allow_nan=False) + "\n", page(report))
-    for file, text in zip(made, texts, strict=True):
-        make_folder(file.parent, message=_NOT_WRITTEN)
-        write_atomically(file, text, message=_NOT_WRITTEN)
-    return made
+    json_file = folder / f"{name}.json"
+    html_file = folder / f"{name}.html"
+    json_text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    html_text = page(report)
+
+    make_folder(folder, message=_NOT_WRITTEN)
+    write_atomically(json_file, json_text, message=_NOT_WRITTEN)
+    write_atomically(html_file, html_text, message=_NOT_WRITTEN)
+    return json_file, html_file
 
 
 def page(report: Mapping[str, Any]) -> str:
     """Return the HTML page of a report."""
-    shown = {**report, "checks": [_with_limits(check) for check in report["checks"]]}
+    with_limits = {**report, "checks": [_with_limits(check) for check in report["checks"]]}
     template = files("jax_agent_rl.deploy.certify") / "page.html"
     style = files("jax_agent_rl.observe.report") / "page" / "page.css"
     environment = jinja2.Environment(
@@ -275,7 +289,7 @@ def page(report: Mapping[str, Any]) -> str:
     )
     environment.filters["number"] = _format_or_nan
     return environment.from_string(template.read_text(encoding="utf-8")).render(
-        report=shown,
+        report=with_limits,
         deviations=list(deviations(report["checks"])),
         style=style.read_text(encoding="utf-8"),
         styles=_CLASSES,
@@ -287,13 +301,14 @@ def deviations(checks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mappi
     for check in checks:
         if check["outcome"] == CheckOutcome.FAILED:
             yield f"{check['name']}: {check['reason']}", check["claim"]
-        for one in check["measurements"]:
-            if one["deviates"]:
-                text = (
-                    f"{check['name']}: {one['name']}: {_format_or_nan(one['value'], one['unit'])}"
-                    f" ({_limits(one)})"
-                )
-                yield f"{text}; {one['detail']}" if one["detail"] else text, one["claim"]
+        for measurement in check["measurements"]:
+            if not measurement["deviates"]:
+                continue
+            value = _format_or_nan(measurement["value"], measurement["unit"])
+            text = f"{check['name']}: {measurement['name']}: {value} ({_limits(measurement)})"
+            if measurement["detail"]:
+                text += f"; {measurement['detail']}"
+            yield text, measurement["claim"]
 
 
 def _format_or_nan(value: float | None, unit: str) -> str:
@@ -303,16 +318,28 @@ def _format_or_nan(value: float | None, unit: str) -> str:
 
 def _with_limits(check: Mapping[str, Any]) -> dict[str, Any]:
     """Return a check whose measurements have ``limits`` in words, empty without any."""
-    return {
-        **check,
-        "measurements": [{**one, "limits": _limits(one)} for one in check["measurements"]],
-    }
+    measurements = []
+    for measurement in check["measurements"]:
+        measurements.append({**measurement, "limits": _limits(measurement)})
+    return {**check, "measurements": measurements}
 
 
-def _limits(one: Mapping[str, Any]) -> str:
-    low, high = (
-        format_number(one[key], one["unit"]) if key in one else "" for key in ("low", "high")
-    )
+def _limits(measurement: Mapping[str, Any]) -> str:
+    """Return a measurement's limits in words, empty without any."""
+    unit = measurement["unit"]
+    low = ""
+    high = ""
+    if "low" in measurement:
+        low = format_number(measurement["low"], unit)
+    if "high" in measurement:
+        high = format_number(measurement["high"], unit)
+
+    if low and low == high:
+        return low
     if low and high:
-        return low if low == high else f"{low} to {high}"
-    return f"at least {low}" if low else f"at most {high}" if high else ""
+        return f"{low} to {high}"
+    if low:
+        return f"at least {low}"
+    if high:
+        return f"at most {high}"
+    return ""
