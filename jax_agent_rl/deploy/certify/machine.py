@@ -1,4 +1,7 @@
-"""The machine under test: its configuration, devices and peaks, and the parts of a run, built when first needed."""
+"""The machine under test: its configuration, devices and peaks, and the parts of a run.
+
+The parts are built when they are first needed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from jax_agent_rl.runtime.engine_devices import engine_shapes, resolve_engine_me
 from jax_agent_rl.runtime.engines import engine_precision, read_model
 
 SHORT = ("trainer.steps=2", "data.eval_limit=8")
-"""What makes a training run short; settings of the command line come after it."""
+"""Overrides that make a training run short; the command line's come after them."""
 KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -73,36 +76,41 @@ def load_config(
     Raises:
         ConfigError: a key or value is wrong.
     """
-    own = [f"run_dir={scratch / 'run'}", *SHORT, *overrides]
+    overrides = [f"run_dir={scratch / 'run'}", *SHORT, *overrides]
     if file is not None:
-        return load(file, own)
+        return load(file, overrides)
+
     train, heldout, _ = prepare_shop(scratch)
     tree = {
         "model": {"path": str(fetch_quickstart_model())},
         "data": {"train": str(train), "eval": str(heldout), "shuffle": False},
         "tools": {"function_tool_path": "jax_agent_rl.tools.shop"},
-        "agent": (
-            {"tool_prompt": "none", "tool_format": "pythonic", "max_prompt_length": 256}
-            | {
-                "max_response_length": 96,
-                "max_assistant_turns": 4,
-                "max_user_turns": 3,
-                "max_tool_response_length": 24,
-            }
-        ),
+        "agent": {
+            "tool_prompt": "none",
+            "tool_format": "pythonic",
+            "max_prompt_length": 256,
+            "max_response_length": 96,
+            "max_assistant_turns": 4,
+            "max_user_turns": 3,
+            "max_tool_response_length": 24,
+        },
         "rollout": {
             "prompts_per_step": 4,
             "group_size": 12,
             "max_in_flight": 48,
             "max_model_len": 352,
-        }
-        | {"temperature": 0.8, "eval_temperature": 0.8},
-        "learner": (
-            {"learning_rate": 3e-5, "lr_scheduler_type": "linear", "min_lr_ratio": 0.15}
-            | {"pack_length": 1024, "mesh": {"fsdp": devices}}
-        ),
+            "temperature": 0.8,
+            "eval_temperature": 0.8,
+        },
+        "learner": {
+            "learning_rate": 3e-5,
+            "lr_scheduler_type": "linear",
+            "min_lr_ratio": 0.15,
+            "pack_length": 1024,
+            "mesh": {"fsdp": devices},
+        },
     }
-    return build(tree, own)
+    return build(tree, overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +118,8 @@ class LocalPlan:
     """What ``plan`` says about this machine.
 
     Attributes:
-        compiled: the run's programs, compiled for its devices.
-        loads: memory of each.
+        compiled: the run's programs, compiled for this machine's devices.
+        loads: memory of each program.
         predicts: whether the compiler's estimate gives times, as libtpu's does; otherwise they are
             ideal times.
     """
@@ -121,8 +129,11 @@ class LocalPlan:
     predicts: bool
 
     def find(self, prefix: str) -> Compiled | None:
-        """Return the program whose name begins so."""
-        return next((one for one in self.compiled if one.program.name.startswith(prefix)), None)
+        """Return the program whose name begins so, or None."""
+        for compiled in self.compiled:
+            if compiled.program.name.startswith(prefix):
+                return compiled
+        return None
 
 
 class Machine:
@@ -135,24 +146,32 @@ class Machine:
     """
 
     def __init__(self, config: Config, scratch: Path, *, clock: Clock) -> None:
-        self.config, self.scratch, self.clock = config, scratch, clock
+        self.config = config
+        self.scratch = scratch
+        self.clock = clock
         self.platform = jax.default_backend()
         self.devices = jax.local_devices()
         self._peaks: dict[str, float] = {}
 
     def best_seconds(self, run: Callable[[], Any], *, repeats: int = 3) -> float:
-        """Return the shortest time of several calls after one that compiles, of fewer if they take long."""
+        """Return the shortest time of several calls, of fewer if they take long.
+
+        The call before them compiles and does not count.
+        """
         jax.block_until_ready(run())
         times: list[float] = []
         while len(times) < repeats and sum(times) < LONG_SECONDS:
-            begin = self.clock()
+            start_time = self.clock()
             jax.block_until_ready(run())
-            times.append(self.clock() - begin)
+            times.append(self.clock() - start_time)
         return min(times)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a reader has to know of the machine; no name of it, of its user or of a folder."""
-        device, versions = self.devices[0], {}
+        """Return what a reader has to know of the machine.
+
+        No name of it, of its user or of a folder is in it.
+        """
+        versions = {}
         for name in PACKAGES:
             try:
                 versions[name] = metadata.version(name)
@@ -160,7 +179,7 @@ class Machine:
                 continue
         return {
             "platform": self.platform,
-            "device": device.device_kind,
+            "device": self.devices[0].device_kind,
             "devices": len(jax.devices()),
             "hosts": jax.process_count(),
             "processor": processor(),
@@ -198,7 +217,10 @@ class Machine:
         return self._peaks["memory"]
 
     def as_chip(self, dtype: str) -> Chip:
-        """Return the device as ``plan`` describes one: a known TPU as documented, others as measured."""
+        """Return the device as ``plan`` describes one.
+
+        A known TPU is as documented, another device as measured.
+        """
         if self.chip is not None:
             return self.chip
         stats = self.devices[0].memory_stats() or {}
@@ -230,9 +252,8 @@ class Machine:
     def alone(self) -> Config:
         """The configuration with one embedded engine beside the learner."""
         config = resolve_engine_mesh(self.config, self.model)
-        config = with_engine_mesh(
-            config, config.rollout.jetstream.mesh.model_copy(update={"data": 1})
-        )
+        one_engine = config.rollout.jetstream.mesh.model_copy(update={"data": 1})
+        config = with_engine_mesh(config, one_engine)
         rollout = config.rollout.model_copy(
             update={"backend": "jetstream", "placement": "colocated"}
         )
@@ -245,12 +266,12 @@ class Machine:
                 "a learner spans all hosts, as in the training run; a slice of one host measures"
                 " this"
             )
-        made = make_learner(self.alone, self.model)
-        if not isinstance(made, Learner):
+        learner = make_learner(self.alone, self.model)
+        if not isinstance(learner, Learner):
             raise NotRunError(
                 "agent.role_adapters trains several learners at a time; leave it out to measure one"
             )
-        return made
+        return learner
 
     @functools.cached_property
     def engine(self) -> JaxEngine:
@@ -264,11 +285,12 @@ class Machine:
     def plan(self) -> LocalPlan:
         """The run's programs, compiled for this machine as ``plan`` compiles them for a slice."""
         chip = self.as_chip(self.alone.rollout.jetstream.dtype)
-        made = inventory(self.alone, self.model, place_devices(self.alone, self.devices))
-        compiled = [compile_program(program, chip) for program in made.programs]
+        placement = place_devices(self.alone, self.devices)
+        parts = inventory(self.alone, self.model, placement)
+        compiled = [compile_program(program, chip) for program in parts.programs]
         return LocalPlan(
             compiled=compiled,
-            loads=loads(made, compiled, capacity=chip.hbm_bytes),
+            loads=loads(parts, compiled, capacity=chip.hbm_bytes),
             predicts=self.platform == "tpu" and self.chip is not None,
         )
 
@@ -281,6 +303,9 @@ class Machine:
 def processor() -> str:
     """Return the CPU's name."""
     file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    if file.is_file():
+        for line in file.read_text().splitlines():
+            if line.startswith("model name"):
+                _, _, name = line.partition(":")
+                return name.strip()
+    return platform.processor() or platform.machine()
