@@ -3,8 +3,9 @@
 ``machine`` the configuration, the devices and a run's parts on them · ``kernels``, ``speed``,
 ``system`` the checks · ``report`` what they return, as JSON and HTML.
 
-A check that raises is a result, and ends no other. With several hosts, each runs the checks of its
-own devices; exchanges and the training run are of all hosts together, in the same order everywhere.
+A check that raises is a result; the other checks still run. With several hosts, each host checks
+its own devices; exchanges and the training run are of all hosts together, in the same order
+everywhere.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ CHECKS = (
     ),
     Check("training", "A short training run", system.check_training, system.ACCOUNTING, 120),
 )
-"""Checks in order: those that need the devices to themselves, those with a learner, and the
-training run."""
+"""Checks in order: first the ones that need the devices to themselves, then the ones with a
+learner, and the training run."""
 
 _STYLES = {
     CheckOutcome.AS_CLAIMED: "green",
@@ -102,7 +103,6 @@ def run_command(
         only: names of checks; empty for all.
         out: folder of the report.
         arguments: the command line, for the report.
-        console: where a line for each check is printed.
 
     Raises:
         ConfigError: the configuration is wrong, or there is no such check.
@@ -114,20 +114,21 @@ def run_command(
         scratch = Path(folder)
         config = load_config(file, overrides, scratch, devices=1)
         host = initialize(config.learner.multihost)
-        if (
-            file is None and jax.default_backend() != "cpu"
-        ):  # whose simulated devices share its cores
+        # The devices of CPUs are simulated and share the cores: one is enough.
+        if file is None and jax.default_backend() != "cpu":
             config = load_config(file, overrides, scratch, devices=jax.device_count())
         # The lines of the training run are not shown, so its warnings would stand alone.
         logging.getLogger("jax_agent_rl.agents").setLevel(logging.ERROR)
-        report, made = {}, ()
+
+        report: dict[str, Any] = {}
+        written: tuple[Path, ...] = ()
         name = "certify" if host == 0 else f"certify-host-{host}"
         command = shlex.join(arguments)
         # Written after every check, as a machine may end the process: the report then says before
-        # which one.
+        # which check.
         for report in _certify(with_resolved_model(config), checks, scratch, console, command):
-            made = write(report, out, name=name)
-    print_line(console, f"{report['verdict']}; report: {', '.join(map(str, made))}")
+            written = write(report, out, name=name)
+    print_line(console, f"{report['verdict']}; report: {', '.join(map(str, written))}")
     return report
 
 
@@ -138,39 +139,41 @@ def select_checks(only: Collection[str]) -> list[Check]:
         ConfigError: there is no check of a name.
     """
     names = [check.name for check in CHECKS]
-    if unknown := sorted(set(only) - set(names)):
+    unknown = sorted(set(only) - set(names))
+    if unknown:
         raise ConfigError(
             f"--only {' '.join(unknown)}: there is no such check; there are {', '.join(names)}"
         )
-    return [check for check in CHECKS if not only or check.name in only]
+    if not only:
+        return list(CHECKS)
+    return [check for check in CHECKS if check.name in only]
 
 
 def _certify(
     config: Config, checks: Sequence[Check], scratch: Path, console: Console, command: str
 ) -> Iterator[dict[str, Any]]:
     """Run checks, print a line for each, and yield the report so far after each."""
-    machine, date, begin = (
-        Machine(config, scratch, clock=time.perf_counter),
-        datetime.now(UTC),
-        time.perf_counter(),
-    )
-    about = machine.describe()
+    machine = Machine(config, scratch, clock=time.perf_counter)
+    date = datetime.now(UTC)
+    start_time = time.perf_counter()
+    description = machine.describe()
     console.print(
-        f"{about['devices']} x {about['device']} ({about['platform']}), {about['model']}:"
-        f" {len(checks)} checks",
+        f"{description['devices']} x {description['device']} ({description['platform']}),"
+        f" {description['model']}: {len(checks)} checks",
         highlight=False,
     )
-    results = []
+
+    results: list[CheckResult] = []
     for result in run_checks(machine, checks):
         results.append(result)
         _print_result(result, console)
         yield as_json(
             results,
             unfinished=[check.name for check in checks[len(results) :]],
-            machine=about,
+            machine=description,
             command=command,
             date=date.isoformat(timespec="seconds"),
-            seconds=time.perf_counter() - begin,
+            seconds=time.perf_counter() - start_time,
         )
 
 
@@ -180,21 +183,26 @@ def run_checks(machine: Machine, checks: Collection[Check]) -> Iterator[CheckRes
         result = CheckResult(check=check, clock=machine.clock)
         try:
             check.run(machine, result)
-            limited = any(one.limited for one in result.measurements)
-            result.outcome = CheckOutcome.AS_CLAIMED if limited else CheckOutcome.MEASURED
-            if any(one.deviates for one in result.measurements):
-                result.outcome = CheckOutcome.DEVIATES
+            result.outcome = _outcome(result)
         except NotRunError as error:
-            result.outcome, result.reason = CheckOutcome.NOT_RUN, str(error)
+            result.outcome = CheckOutcome.NOT_RUN
+            result.reason = str(error)
         except Exception as error:  # whatever this machine does to it: the other checks still run
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{where.name}, line {where.lineno} of {Path(where.filename).name}"
-            result.outcome, result.reason = (
-                CheckOutcome.FAILED,
-                f"{type(error).__name__}: {error} ({place})",
-            )
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.name}, line {frame.lineno} of {Path(frame.filename).name}"
+            result.outcome = CheckOutcome.FAILED
+            result.reason = f"{type(error).__name__}: {error} ({place})"
         result.seconds = machine.clock() - result.begin
         yield result
+
+
+def _outcome(result: CheckResult) -> CheckOutcome:
+    """Return the outcome of a check that ran to its end."""
+    if any(measurement.deviates for measurement in result.measurements):
+        return CheckOutcome.DEVIATES
+    if any(measurement.limited for measurement in result.measurements):
+        return CheckOutcome.AS_CLAIMED
+    return CheckOutcome.MEASURED
 
 
 def _print_result(result: CheckResult, console: Console) -> None:
@@ -204,12 +212,12 @@ def _print_result(result: CheckResult, console: Console) -> None:
     line.append(
         f"{len(result.measurements)} measured in {duration(result.seconds)}", style="default"
     )
-    reasons = [result.reason] if result.outcome is CheckOutcome.NOT_RUN else []
+    if result.outcome is CheckOutcome.NOT_RUN:
+        line.append(f"; {printable(result.reason)}")
     if len(result.left_out) > 1:
-        reasons.append(f"{len(result.left_out)} parts were not run, see the report")
-    else:
-        reasons += [f"without {part}" for part in result.left_out]
-    line.append("".join(f"; {printable(text)}" for text in reasons))
+        line.append(f"; {len(result.left_out)} parts were not run, see the report")
+    elif result.left_out:
+        line.append(f"; without {printable(result.left_out[0])}")
     console.print(line, soft_wrap=True)
     for text, claim in deviations([result.to_json()]):
         print_line(console, f"    {text}\n        concerns {claim['page']}: “{claim['text']}”")
