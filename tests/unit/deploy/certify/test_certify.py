@@ -488,7 +488,7 @@ def test_the_command_writes_both_files_and_its_status_says_whether_there_are_dev
     broken: bool, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if broken:
-        monkeypatch.setattr(system, "differing", lambda one, other: 1)
+        monkeypatch.setattr(system, "count_differing", lambda first, second: 1)
     arguments = [
         "certify",
         "--config",
