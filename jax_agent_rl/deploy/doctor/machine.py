@@ -1,6 +1,7 @@
-"""How checks run and report, and those of the machine: interpreter, packages, cores, memory, disk, ports, accelerators.
+"""How checks run and report, and the checks of the machine.
 
-A check that fails, raises or hangs is a finding, and hides no other.
+They look at interpreter, packages, cores, memory, disk, ports and accelerators. A check that fails,
+raises or hangs is a finding, and hides no other.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ class Finding:
 
     Attributes:
         check: name of the check.
-        status: severity.
         text: what was found and, unless ok, what to do.
     """
 
@@ -80,13 +80,13 @@ class UnmetError(Exception):
 
 
 Check = Callable[[Reporter], Awaitable[None]]
-"""Reports its findings; whatever it raises is reported, too."""
+"""Reports its findings; whatever it raises is reported as well."""
 
 
 async def run_checks(
     checks: Iterable[tuple[str, Check]], *, timeout: float
 ) -> AsyncIterator[Finding]:
-    """Yield findings in the order of the named checks, each of which may take ``timeout`` seconds."""
+    """Yield the findings of named checks in their order; each may take ``timeout`` seconds."""
     for name, check in checks:
         report = Reporter(name)
         try:
@@ -101,9 +101,8 @@ async def run_checks(
             report.fail(str(error))
         except TimeoutError:
             report.fail(f"no answer within {timeout:g} s")
-        except (
-            Exception
-        ) as error:  # raised by the user's code or the machine; the other checks still run
+        except Exception as error:
+            # Raised by the user's code or the machine; the other checks still run.
             report.fail(f"{type(error).__name__}: {error}")
         for finding in report.findings:
             yield finding
@@ -145,16 +144,21 @@ async def packages(report: Reporter) -> None:
             f"{DISTRIBUTION} is not installed, so versions are not compared; run: pip install -e ."
         )
         return
-    if wrong := list(missing(requirements, extra=None)):
-        for problem in wrong:
+    problems = list(missing(requirements, extra=None))
+    if problems:
+        for problem in problems:
             report.fail(f"{problem}; run: pip install --upgrade {DISTRIBUTION}")
         return
-    names = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
-    complete = [name for name in names if not list(missing(requirements, extra=name))]
-    versions = ", ".join(
-        f"{name} {metadata.version(name)}" for name in (DISTRIBUTION, "jax", "flax")
+
+    complete_extras = []
+    for name in metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []:
+        if not list(missing(requirements, extra=name)):
+            complete_extras.append(name)
+    versions = [f"{name} {metadata.version(name)}" for name in (DISTRIBUTION, "jax", "flax")]
+    report.ok(
+        f"{', '.join(versions)}; all requirements met; complete extras:"
+        f" {', '.join(complete_extras) or 'none'}"
     )
-    report.ok(f"{versions}; all requirements met; complete extras: {', '.join(complete) or 'none'}")
     if is_installed("jetstream"):
         report.ok("google-jetstream is installed: its Driver can run the engine")
     else:
@@ -173,51 +177,54 @@ def _requirements() -> list[str] | None:
 
 
 def missing(requirements: Sequence[str], *, extra: str | None) -> Iterator[str]:
-    """Yield what is not installed, or installed in an unsupported version, of a distribution's requirements.
+    """Yield the requirements that are not installed, or installed in an unsupported version.
 
-    With ``extra``, only those of that extra count; None: only those without one.
+    Args:
+        requirements: requirements of the distribution.
+        extra: the extra whose requirements count; None: the ones without an extra count.
     """
     for text in requirements:
         requirement = Requirement(text)
-        marker = requirement.marker
-        always, asked = (
-            marker is None or marker.evaluate({"extra": name}) for name in ("", extra or "")
-        )
-        if not asked or (extra and always):
+        if not _is_required(requirement, extra):
             continue
         if requirement.name == DISTRIBUTION:  # an extra made of others
             for inner in sorted(requirement.extras):
                 yield from missing(requirements, extra=inner)
             continue
         try:
-            found = metadata.version(requirement.name)
+            version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             yield f"{requirement.name}{requirement.specifier} is not installed"
             continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            yield f"{requirement.name} {found} is installed, {requirement.specifier} is needed"
+        if not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name} {version} is installed, {requirement.specifier} is needed"
 
 
-def require_extra(report: Reporter, extra: str, why: str) -> None:
-    """Check that the packages of an extra are installed.
+def _is_required(requirement: Requirement, extra: str | None) -> bool:
+    """Return whether an extra has this requirement of its own; None: the distribution itself."""
+    marker = requirement.marker
+    required_always = marker is None or marker.evaluate({"extra": ""})
+    if not extra:
+        return required_always
+    return marker is not None and marker.evaluate({"extra": extra}) and not required_always
 
-    Args:
-        report: takes the finding.
-        extra: name of the extra.
-        why: the setting that needs it.
-    """
+
+def require_extra(report: Reporter, extra: str, setting: str) -> None:
+    """Check that the packages of an extra, which a setting needs, are installed."""
     requirements = _requirements() or []
+    problems = "; ".join(missing(requirements, extra=extra))
     if not any(f'extra == "{extra}"' in text for text in requirements):
         report.warn(
-            f"{why} needs the extra {extra!r}, which the installed {DISTRIBUTION} does not list;"
-            " reinstall it"
+            f"{setting} needs the extra {extra!r}, which the installed {DISTRIBUTION} does not"
+            " list; reinstall it"
         )
-    elif wrong := "; ".join(missing(requirements, extra=extra)):
+    elif problems:
         report.fail(
-            f"{why} needs the extra {extra!r} ({wrong}): pip install '{DISTRIBUTION}[{extra}]'"
+            f"{setting} needs the extra {extra!r} ({problems}): pip install"
+            f" '{DISTRIBUTION}[{extra}]'"
         )
     else:
-        report.ok(f"the extra {extra!r}, for {why}, is complete")
+        report.ok(f"the extra {extra!r}, for {setting}, is complete")
 
 
 async def processors(report: Reporter) -> None:
@@ -234,37 +241,47 @@ async def processors(report: Reporter) -> None:
 
 def usable_cores() -> float:
     """Return the cores allowed by affinity and the container's quota."""
-    cores = float(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = float(len(os.sched_getaffinity(0)))
+    else:
+        cores = float(os.cpu_count() or 1)
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
-    return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
+    if quota.isdigit() and period.isdigit():
+        return min(cores, int(quota) / int(period))
+    return cores
 
 
 def usable_memory() -> int:
     """Return the bytes of memory of the machine, or of its container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read(_CGROUP / "memory.max")
-    return min(memory, int(limit)) if limit.isdigit() else memory
+    if limit.isdigit():
+        return min(memory, int(limit))
+    return memory
 
 
 def _read(file: Path) -> str:
-    return file.read_text().strip() if file.is_file() else ""
+    """Return a file's text; empty if there is no such file."""
+    if not file.is_file():
+        return ""
+    return file.read_text().strip()
 
 
 async def limits(report: Reporter) -> None:
     """Check the shell's resource limits."""
-    files, processes = (
-        resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
-    )
     unlimited = resource.RLIM_INFINITY
-    if few_files := files != unlimited and files < MIN_DESCRIPTORS:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    few_files = files != unlimited and files < MIN_DESCRIPTORS
+    few_processes = processes != unlimited and processes < MIN_PROCESSES
+    if few_files:
         report.warn(f"at most {files} open files; many connections need more: ulimit -n {1 << 16}")
-    if few_processes := processes != unlimited and processes < MIN_PROCESSES:
+    if few_processes:
         report.warn(f"at most {processes} processes; the sandbox starts many: ulimit -u {1 << 15}")
-    if not (few_files or few_processes):
-        texts = ("unlimited" if value == unlimited else str(value) for value in (files, processes))
-        report.ok("open files {}, processes {}".format(*texts))
+    if not few_files and not few_processes:
+        open_files = "unlimited" if files == unlimited else str(files)
+        started = "unlimited" if processes == unlimited else str(processes)
+        report.ok(f"open files {open_files}, processes {started}")
 
 
 async def cache_disk(report: Reporter) -> None:
@@ -276,7 +293,6 @@ def check_disk(report: Reporter, folder: Path, *, need: int, key: str) -> None:
     """Check that a folder can be written, and has the space needed.
 
     Args:
-        report: takes the finding.
         folder: need not exist yet.
         need: bytes that a run will write there.
         key: the setting that names the folder.
@@ -298,25 +314,29 @@ def check_disk(report: Reporter, folder: Path, *, need: int, key: str) -> None:
 
 async def ports(report: Reporter) -> None:
     """Check that the servers' default ports are free."""
-    if taken := [
-        f"{port} ({name})" for port, name in DEFAULT_PORTS.items() if not is_free("127.0.0.1", port)
-    ]:
+    free = []
+    in_use = []
+    for port, name in DEFAULT_PORTS.items():
+        if is_free("127.0.0.1", port):
+            free.append(f"{port} ({name})")
+        else:
+            in_use.append(f"{port} ({name})")
+    if in_use:
         report.warn(
-            f"in use: {', '.join(taken)}; fine if that is one of yours, else give another --port"
+            f"in use: {', '.join(in_use)}; fine if that is one of yours, else give another --port"
         )
     else:
-        report.ok(f"free: {', '.join(f'{port} ({name})' for port, name in DEFAULT_PORTS.items())}")
+        report.ok(f"free: {', '.join(free)}")
 
 
 def is_free(host: str, port: int) -> bool:
     """Return whether a server could listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as servers do: a closed one may linger
+    with socket.socket(family) as listener:
+        # As servers do: a closed one may linger.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            listener.bind((host, port))
         except OSError:
             return False
     return True
@@ -326,7 +346,8 @@ async def sandbox(report: Reporter) -> None:
     """Run a program in the sandbox, as a tool server does when it starts."""
     try:
         await open_sandbox("bubblewrap")
-    except ConfigError as error:  # not every run needs one; rewards that do fail their own check
+    except ConfigError as error:
+        # A warning: not every run needs a sandbox, and the check of rewards fails where one does.
         for problem in error.problems:
             report.warn(problem)
     else:
@@ -348,7 +369,12 @@ def format_counts(counts: Counter[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Devices that jax computes on: platform (``cpu``, ``gpu`` or ``tpu``), model and count."""
+    """Devices that jax computes on.
+
+    Attributes:
+        platform: ``cpu``, ``gpu`` or ``tpu``.
+        kind: the model.
+    """
 
     platform: str
     kind: str
@@ -373,15 +399,22 @@ async def accelerators(report: Reporter, *, need: int, find_idle: FindIdle) -> N
 
 
 def find_hardware(root: Path = Path("/")) -> set[str]:
-    """Return which of ``gpu`` (NVIDIA) and ``tpu`` the machine or container has, whatever is installed."""
-    found = set()
-    if any((root / "dev").glob("nvidia[0-9]*")):
-        found.add("gpu")
-    vendors = (file.read_text().strip() for file in (root / "sys/bus/pci/devices").glob("*/vendor"))
-    reachable = any((root / "dev").glob("accel[0-9]*")) or any((root / "dev/vfio").glob("[0-9]*"))
-    if reachable and _GOOGLE in vendors:
-        found.add("tpu")
-    return found
+    """Return which of ``gpu`` (NVIDIA) and ``tpu`` the machine or container has.
+
+    It does not matter what is installed.
+    """
+    hardware = set()
+    devices = root / "dev"
+    if any(devices.glob("nvidia[0-9]*")):
+        hardware.add("gpu")
+
+    has_accelerator = any(devices.glob("accel[0-9]*")) or any((devices / "vfio").glob("[0-9]*"))
+    if has_accelerator:
+        for file in (root / "sys/bus/pci/devices").glob("*/vendor"):
+            if file.read_text().strip() == _GOOGLE:
+                hardware.add("tpu")
+                break
+    return hardware
 
 
 async def find_jax_devices() -> Devices | str:
@@ -405,14 +438,16 @@ async def find_jax_devices() -> Devices | str:
             process.kill()
         await process.wait()
     if process.returncode:
-        return (err.decode(errors="replace").strip().splitlines() or ["jax.devices() failed"])[-1]
-    return Devices(**json.loads(out.decode().splitlines()[-1]))
+        lines = err.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "jax.devices() failed"
+    answer = out.decode().splitlines()[-1]
+    return Devices(**json.loads(answer))
 
 
 def compare_devices(
     report: Reporter,
-    seen: Devices | str,
-    present: set[str],
+    jax_devices: Devices | str,
+    hardware: set[str],
     *,
     need: int,
     forced: str,
@@ -421,36 +456,34 @@ def compare_devices(
     """Compare what jax sees with the hardware present.
 
     Args:
-        report: takes the findings.
-        seen: see :func:`find_jax_devices`.
-        present: see :func:`find_hardware`.
+        jax_devices: see :func:`find_jax_devices`.
+        hardware: see :func:`find_hardware`.
         need: devices that learner and engine of the configuration take in one process.
         forced: the variable JAX_PLATFORMS.
         find_idle: see :data:`FindIdle`.
     """
-    if isinstance(seen, str):
-        report.fail(seen)
+    if isinstance(jax_devices, str):
+        report.fail(jax_devices)
         return
-    report.ok(f"jax computes on {seen.count} x {seen.kind} ({seen.platform})")
-    for kind in sorted(present - {seen.platform}):
-        extra = "cuda13" if kind == "gpu" else "tpu"
-        remedy = (
-            f"unset JAX_PLATFORMS (it is {forced!r})"
-            if forced
-            else f"install it: pip install -U 'jax[{extra}]'"
-        )
+    count = jax_devices.count
+    report.ok(f"jax computes on {count} x {jax_devices.kind} ({jax_devices.platform})")
+
+    for kind in sorted(hardware - {jax_devices.platform}):
+        if forced:
+            remedy = f"unset JAX_PLATFORMS (it is {forced!r})"
+        else:
+            extra = "cuda13" if kind == "gpu" else "tpu"
+            remedy = f"install it: pip install -U 'jax[{extra}]'"
         report.warn(f"this machine has a {kind.upper()}, which jax does not use: {remedy}")
-    if seen.count < need:
+
+    if count < need:
+        remedy = "make the meshes smaller"
+        if jax_devices.platform == "cpu":
+            remedy += f", or set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
         report.fail(
-            f"learner.mesh and rollout.jetstream need {need} devices, there are {seen.count}; make"
-            " the meshes smaller"
-            + (
-                f", or set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
-                if seen.platform == "cpu"
-                else ""
-            )
-            + "; of a configuration for a TPU slice, jax-agent-rl plan tells more"
+            f"learner.mesh and rollout.jetstream need {need} devices, there are {count}; {remedy};"
+            " of a configuration for a TPU slice, jax-agent-rl plan tells more"
         )
-    elif seen.platform != "cpu":
-        for line in find_idle(seen.count):
+    elif jax_devices.platform != "cpu":
+        for line in find_idle(count):
             report.warn(line)
