@@ -1,4 +1,4 @@
-"""Checks of a configuration: what ``train`` runs before its first step, and what a run would find out late.
+"""Checks of a configuration, which a run would make before its first step, or make late.
 
 A run checks user code, tools, rows, rewards, agents and engine by itself; the doctor calls the same
 functions one by one, so that a failure hides no other. Disk, memory, prompt lengths, whether
@@ -48,21 +48,24 @@ from jax_agent_rl.utils.media import text_message
 
 MAX_PROMPTS = 1000
 """Rows whose prompts are counted; evenly spread ones of larger files."""
-_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
-"""Usual forms of an answer."""
+_ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""Usual forms of an answer; the first one is the bare answer."""
 _SHARED_MEMORY = Path("/dev/shm")
 _REMOTE_SECONDS = 3.0
 
 
 def count_devices(config: Config) -> int:
-    """Return the devices that learner and engine take in one process; several processes share the learner's mesh."""
+    """Return the devices that learner and engine take in one process.
+
+    Several processes share the learner's mesh: then it is 1.
+    """
     if config.learner.multihost.num_processes not in (None, 1):
         return 1
+    learner_devices = config.learner.mesh.devices
+    if config.rollout.backend != "jetstream" or config.rollout.placement == "separate":
+        return learner_devices
     engine = config.rollout.jetstream
-    here = config.rollout.backend == "jetstream" and config.rollout.placement != "separate"
-    return max(
-        config.learner.mesh.devices, engine.device_offset + engine.mesh.devices if here else 1
-    )
+    return max(learner_devices, engine.device_offset + engine.mesh.devices)
 
 
 @dataclass(kw_only=True)
@@ -70,10 +73,9 @@ class RunChecks:
     """Checks of a configuration; earlier ones find what later ones need.
 
     Attributes:
-        config: the configuration.
         stack: closes what checks opened.
         user_code_imported: without it, the names in rows are not all known.
-        opened_tools, codec, decoder: None until found.
+        opened_tools, codec, decoder: None until their checks have read them.
         found_rows: rows that could be read, by ``train`` and ``eval``.
     """
 
@@ -87,9 +89,14 @@ class RunChecks:
 
     def all(self) -> list[tuple[str, Check]]:
         """Return the checks with their names, in order."""
-        data: dict[str, Source] = {"train": (self.config.data.train, None)}
-        if self.config.data.eval:
-            data["eval"] = (self.config.data.eval, self.config.data.eval_limit)
+        data = self.config.data
+        sources: dict[str, Source] = {"train": (data.train, None)}
+        if data.eval:
+            sources["eval"] = (data.eval, data.eval_limit)
+        row_checks: list[tuple[str, Check]] = []
+        for name, source in sources.items():
+            check = functools.partial(self.rows, name=name, source=source)
+            row_checks.append((f"data.{name}", check))
         return [
             ("user code", self.user_code),
             ("tools", self.tools),
@@ -97,10 +104,7 @@ class RunChecks:
             ("tokenizer", self.tokenizer),
             ("other models", self.other_models),
             ("run folder", self.run_folder),
-            *(
-                (f"data.{name}", functools.partial(self.rows, name=name, source=data[name]))
-                for name in data
-            ),
+            *row_checks,
             ("keys", self.keys),
             ("prompts", self.prompts),
             ("rewards", self.rewards),
@@ -123,12 +127,12 @@ class RunChecks:
         return self.codec
 
     def _sizes(self) -> tuple[int, int]:
+        """Return the number of parameters, and the bytes of parameters and optimizer."""
         if self.decoder is None:
             raise UnmetError("the model could not be read")
         count = parameter_count(self.decoder)  # all are trained
-        return count, MASTER * count + optimizer_bytes(
-            self.config.learner, self.decoder.parameter_shapes()
-        )
+        shapes = self.decoder.parameter_shapes()
+        return count, MASTER * count + optimizer_bytes(self.config.learner, shapes)
 
     # --- code, tools, model -----------------------------------------------------------------------
 
@@ -139,29 +143,36 @@ class RunChecks:
         load_environments(config.environments.path)
         await self.stack.enter_async_context(reward_server(config))
         self.user_code_imported = True
-        paths = {"agent.module": config.agent.module, "environments.path": config.environments.path}
-        paths["reward.path"] = config.reward.path
-        report.ok(
-            "imported:"
-            f" {', '.join(f'{key}={path}' for key, path in paths.items() if path) or 'none is named'}"
-        )
+
+        paths = {
+            "agent.module": config.agent.module,
+            "environments.path": config.environments.path,
+            "reward.path": config.reward.path,
+        }
+        imported = [f"{key}={path}" for key, path in paths.items() if path]
+        report.ok(f"imported: {', '.join(imported) or 'none is named'}")
 
     async def tools(self, report: Reporter) -> None:
         """Open function tools, native tools and tools of MCP servers."""
-        self.opened_tools = tools = await self.stack.enter_async_context(
-            open_tools(self.config.tools)
-        )
-        report.ok(f"{len(tools)}: {', '.join(tools)}" if len(tools) else "none is configured")
+        tools = await self.stack.enter_async_context(open_tools(self.config.tools))
+        self.opened_tools = tools
+        if len(tools):
+            report.ok(f"{len(tools)}: {', '.join(tools)}")
+        else:
+            report.ok("none is configured")
 
     async def model(self, report: Reporter) -> None:
         """Check the model's files, family, tensor shapes, and whether it fits."""
-        rollout, path = self.config.rollout, self.config.model.path
-        self.decoder = model = check_files(path)
+        rollout = self.config.rollout
+        path = self.config.model.path
+        model = check_files(path)
+        self.decoder = model
         count, saved = self._sizes()
-        need = saved + count * (
-            MASTER + (2 if rollout.jetstream.dtype == "bfloat16" else 4)
-        )  # gradients, engine
-        memory, size = machine.usable_memory(), f"{count / 1e6:.1f} M parameters"
+        gradients = count * MASTER
+        engine_weights = count * (2 if rollout.jetstream.dtype == "bfloat16" else 4)
+        need = saved + gradients + engine_weights
+        memory = machine.usable_memory()
+        size = f"{count / 1e6:.1f} M parameters"
         report.ok(f"{path}: {model.family}, {size}, {model.num_layers} layers, files complete")
         if self.config.learner.lora is None and need > memory:
             report.warn(
@@ -176,8 +187,12 @@ class RunChecks:
             )
 
     async def tokenizer(self, report: Reporter) -> None:
-        """Check text to ids and back, that turns append without changing the prefix, and the tool-call format."""
-        self.codec = codec = open_codec(self.config)
+        """Check the way from text to ids and back, appended turns, and the tool-call format.
+
+        A turn that is appended must not change what stands before it.
+        """
+        codec = open_codec(self.config)
+        self.codec = codec
         text = "Is 12 × 34 = 408?\n\tYes – naïve café 数."
         ids = codec.encode_text(text)
         if codec.decode(ids) != text:
@@ -185,6 +200,7 @@ class RunChecks:
                 f"text changes on its way to ids and back: {text!r} becomes {codec.decode(ids)!r}"
             )
             return
+
         prompt = codec.encode_prompt([{"role": "user", "content": text}])
         result = {"role": "tool", "content": "408", "name": "f"}
         appended = codec.encode_append([*ids, codec.eos_token_ids[0]], [result])
@@ -194,18 +210,20 @@ class RunChecks:
                 " model"
             )
             return
+
         read_model(self.config, codec, [*prompt, *appended])
-        call = codec.tool_format + (
-            "" if self.config.agent.tool_format == "auto" else " (as configured)"
-        )
+        tool_format = codec.tool_format
+        if self.config.agent.tool_format != "auto":
+            tool_format += " (as configured)"
         report.ok(
-            f"text and turns are reproduced; tool calls: {call}; a turn ends with"
+            f"text and turns are reproduced; tool calls: {tool_format}; a turn ends with"
             f" {codec.eos_token_ids}"
         )
 
     async def other_models(self, report: Reporter) -> None:
         """Check the models of critic and judge, and the teachers."""
-        if path := self.config.critic.path:
+        path = self.config.critic.path
+        if path:
             report.ok(f"critic.path={path}: {load_config(path).family}")
         judge = self.config.reward.judge
         if judge and judge.model != POLICY:
@@ -215,32 +233,40 @@ class RunChecks:
 
     async def run_folder(self, report: Reporter) -> None:
         """Check the space for checkpoints and logs."""
-        need = self._sizes()[1] * (
-            self.config.trainer.keep_checkpoints + 1
-        )  # while the next one is written
+        _, checkpoint_bytes = self._sizes()
+        # One more than are kept, while the next one is written.
+        need = checkpoint_bytes * (self.config.trainer.keep_checkpoints + 1)
         machine.check_disk(report, Path(self.config.run_dir), need=need, key="run_dir")
 
     # --- rows -------------------------------------------------------------------------------------
 
     async def rows(self, report: Reporter, *, name: str, source: Source) -> None:
         """Load a file: every row well-formed, every name in it known."""
+        files, _ = source
         if not self.user_code_imported:
-            for named in source[0]:
-                find_files(named)  # a missing file is reported in any case
+            for file in files:
+                find_files(file)  # a missing file is reported in any case
             raise UnmetError("the user code, which registers agents, could not be imported")
         self.found_rows[name] = read_rows(self.config, self.opened_tools, source)
         rows = RowsWithoutPrompts(self.found_rows[name])
+
         default = default_agent(self.config.agent, self.config.tool_config)
-        agents = Counter(row.get("agent_name") or f"{default} (the default)" for row in rows)
-        sources = Counter(str(row["data_source"]) for row in rows)
-        files, counts = ", ".join(map(str, source[0])), machine.format_counts
+        agents: Counter[str] = Counter()
+        data_sources: Counter[str] = Counter()
+        unlabelled = 0
+        misplaced = 0
+        for row in rows:
+            agents[row.get("agent_name") or f"{default} (the default)"] += 1
+            data_sources[str(row["data_source"])] += 1
+            if (row.get("reward_model") or {}).get("ground_truth") is None:
+                unlabelled += 1
+            if row.get("ground_truth") is not None:
+                misplaced += 1
         report.ok(
-            f"{files}: {len(rows)} rows; agents {counts(agents)}; data sources {counts(sources)}"
+            f"{', '.join(map(str, files))}: {len(rows)} rows; agents"
+            f" {machine.format_counts(agents)}; data sources {machine.format_counts(data_sources)}"
         )
-        misplaced = sum(row.get("ground_truth") is not None for row in rows)
-        if unlabelled := sum(
-            (row.get("reward_model") or {}).get("ground_truth") is None for row in rows
-        ):
+        if unlabelled:
             report.warn(f"{unlabelled} of {len(rows)} rows have no reward_model.ground_truth")
         if misplaced:
             report.warn(
@@ -248,107 +274,131 @@ class RunChecks:
                 " function is given as ground_truth: write it into reward_model,"
                 " {'ground_truth': …}"
             )
-        if idle := report_idle_tools(self.config, rows):
-            report.warn("; ".join(idle))
+        idle_tools = report_idle_tools(self.config, rows)
+        if idle_tools:
+            report.warn("; ".join(idle_tools))
 
     async def keys(self, report: Reporter) -> None:
         """Check for keys that neither the rows' agents nor the model use."""
         has_vision = None if self.decoder is None else self.decoder.vision is not None
         facts = Facts(agents=select_agents(self.config, self._rows()), has_vision=has_vision)
-        if problems := list(unused(self.config, facts)):
+        problems = list(unused(self.config, facts))
+        if problems:
             raise ConfigError(problems)
         report.ok("all that are set are used")
 
     async def prompts(self, report: Reporter) -> None:
         """Count prompts that are too long."""
-        codec, count, limit = self._codec(), len(self._rows()), self.config.agent.max_prompt_length
-        tools = self.opened_tools if self.config.agent.tool_prompt != "none" else None
+        codec = self._codec()
+        count = len(self._rows())
+        limit = self.config.agent.max_prompt_length
+        tools = None
+        if self.config.agent.tool_prompt != "none":
+            tools = self.opened_tools
 
-        def length(row: Row) -> int:
-            agent = row.get("agent_name") or default_agent(
-                self.config.agent, self.config.tool_config
-            )
-            uses_tools = get_agent(agent).describes_tools
-            selection = (row.get("extra_info") or {}).get("tool_selection")
-            schemas = (
-                list_schemas(tools.select(selection)) if tools is not None and uses_tools else ()
-            )
-            continues = bool(row.get("continue_final_message"))
-            return len(
-                encode_prompt(
-                    codec_of_row(codec, row), row["prompt"], schemas, continue_last=continues
-                )[0]
-            )
-
-        chosen = (
-            row
-            for rows in self.found_rows.values()
-            for row in rows[:: math.ceil(count / MAX_PROMPTS)]
-        )
-        lengths = [length(row) for row in chosen if row["prompt"]]
+        lengths = []
+        for rows in self.found_rows.values():
+            for row in rows[:: math.ceil(count / MAX_PROMPTS)]:
+                if row["prompt"]:
+                    lengths.append(self._prompt_length(row, codec, tools))
         if not lengths:
             report.ok("environments write them")
             return
-        share, longest = sum(n > limit for n in lengths) / len(lengths), max(lengths)
-        described = ", with the tools they describe" if tools is not None and len(tools) else ""
-        text = (
-            f"{len(lengths)} counted{described}, the longest has {longest} ids;"
-            f" agent.max_prompt_length={limit}"
+
+        longest = max(lengths)
+        too_long = [length for length in lengths if length > limit]
+        share = len(too_long) / len(lengths)
+        text = f"{len(lengths)} counted"
+        if tools is not None and len(tools):
+            text += ", with the tools they describe"
+        text += f", the longest has {longest} ids; agent.max_prompt_length={limit}"
+        if not too_long:
+            report.ok(text)
+            return
+        text += (
+            f": {share:.1%} are longer and would be dropped; raise it to {longest}, or leave"
+            " them out"
         )
-        if share:
-            text += (
-                f": {share:.1%} are longer and would be dropped; raise it to {longest}, or leave"
-                " them out"
-            )
-        (report.fail if share > 0.5 else report.warn if share else report.ok)(text)
+        if share > 0.5:
+            report.fail(text)
+        else:
+            report.warn(text)
+
+    def _prompt_length(self, row: Row, codec: ChatCodec, tools: ToolRegistry | None) -> int:
+        """Return the number of token ids of a row's prompt.
+
+        Args:
+            tools: tools that prompts describe; None if they describe none.
+        """
+        agent = row.get("agent_name") or default_agent(self.config.agent, self.config.tool_config)
+        schemas = ()
+        if tools is not None and get_agent(agent).describes_tools:
+            selection = (row.get("extra_info") or {}).get("tool_selection")
+            schemas = list_schemas(tools.select(selection))
+        ids, *_ = encode_prompt(
+            codec_of_row(codec, row),
+            row["prompt"],
+            schemas,
+            continue_last=bool(row.get("continue_final_message")),
+        )
+        return len(ids)
 
     async def rewards(self, report: Reporter) -> None:
-        """Call each data source's function with its first row's ground truth as the answer, in the usual forms."""
-        rows, config = self._rows(), self.config
-        needed = needed_services(config, rows)
-        services = (
-            {"sandbox": await open_sandbox(config.reward.sandbox)} if "sandbox" in needed else {}
-        )
-        first: dict[str, Row] = {}
+        """Call each data source's function with its first row's ground truth as the answer."""
+        config = self.config
+        services: dict[str, Any] = {}
+        if "sandbox" in needed_services(config, self._rows()):
+            services["sandbox"] = await open_sandbox(config.reward.sandbox)
+
+        first_rows: dict[str, Row] = {}
         for dataset in self.found_rows.values():
-            for number, outline in enumerate(RowsWithoutPrompts(dataset)):
-                if outline["data_source"] not in first:
-                    first[outline["data_source"]] = dataset[number]
-        for name, row in sorted(first.items()):
+            for number, without_prompt in enumerate(RowsWithoutPrompts(dataset)):
+                data_source = without_prompt["data_source"]
+                if data_source not in first_rows:
+                    first_rows[data_source] = dataset[number]
+
+        for name, row in sorted(first_rows.items()):
             if "judge" in needed_services(config, [row]):
                 report.ok(f"{name}: asks for the judge, which starts with the run; not tried")
                 continue
-            answer, form, reward = _right_answer(row), "", 0.0
-            for form in _FORMS[:1] if answer is None else _FORMS:
-                if (reward := await self._reward(row, form.format(answer), services)) > 0:
-                    break
+            answer = _right_answer(row)
             if answer is None:
+                await self._reward(row, str(answer), services)  # it may still raise
                 report.ok(f"{name}: called; its first row holds no answer to try it with")
-            elif reward > 0:
-                text = (
-                    f"{name}: its first row's ground truth earns {reward:g} as"
-                    f" {form.format(answer)[:60]!r}"
-                )
-                sentence = f"The answer is {answer}."
-                if form == "{}" and await self._reward(row, sentence, services) <= 0:
-                    text += (
-                        f", and nothing as {sentence[:80]!r}: the answer must be all that the"
-                        " policy writes"
-                    )
-                report.ok(text)
-            else:  # no failure: the function may want a program, tool calls, or a form of its own
-                report.warn(
-                    f"{name}: its first row's ground truth {answer[:60]!r} earns nothing, neither"
-                    f" bare nor as {', '.join(form.format('…') for form in _FORMS[1:])}. Unless it"
-                    " wants another form, check data_source, which names the function, and"
-                    " reward_model.ground_truth, with which it compares"
-                )
+            else:
+                await self._try_answer(report, name, row, answer, services)
+
+    async def _try_answer(
+        self, report: Reporter, name: str, row: Row, answer: str, services: Mapping[str, Any]
+    ) -> None:
+        """Report what a right answer earns, in the first usual form that earns something."""
+        for form in _ANSWER_FORMS:
+            text = form.format(answer)
+            reward = await self._reward(row, text, services)
+            if reward > 0:
+                break
+        else:  # no failure: the function may want a program, tool calls, or a form of its own
+            other_forms = ", ".join(form.format("…") for form in _ANSWER_FORMS[1:])
+            report.warn(
+                f"{name}: its first row's ground truth {answer[:60]!r} earns nothing, neither"
+                f" bare nor as {other_forms}. Unless it wants another form, check data_source,"
+                " which names the function, and reward_model.ground_truth, with which it compares"
+            )
+            return
+
+        finding = f"{name}: its first row's ground truth earns {reward:g} as {text[:60]!r}"
+        sentence = f"The answer is {answer}."
+        if text == answer and await self._reward(row, sentence, services) <= 0:
+            finding += (
+                f", and nothing as {sentence[:80]!r}: the answer must be all that the policy writes"
+            )
+        report.ok(finding)
 
     async def _reward(self, row: Row, text: str, services: Mapping[str, Any]) -> float:
         """Return what the row's reward function pays for an answer."""
-        return (
-            await score(_answer(row, text), timeout=self.config.reward.timeout, services=services)
-        ).reward
+        timeout = self.config.reward.timeout
+        scored = await score(_answer(row, text), timeout=timeout, services=services)
+        return scored.reward
 
     # --- what a run connects to or starts ---------------------------------------------------------
 
@@ -363,14 +413,13 @@ class RunChecks:
             score=_refuse_to_score,
         )
         self.stack.push_async_callback(agents.close)
-        last = {
-            placed.row.get("agent_name") or "(the default)": placed
-            for placed in self._rows().located()
-        }
-        for name, placed in last.items():
+        last_rows = {}
+        for located in self._rows().located():
+            last_rows[located.row.get("agent_name") or "(the default)"] = located
+        for name, located in last_rows.items():
             try:
-                await agents.preflight([placed])
-                agents.collector.require_branching([placed.row])
+                await agents.preflight([located])
+                agents.collector.require_branching([located.row])
                 report.ok(f"{name}: ready")
             except ConfigError as error:
                 for problem in error.problems:
@@ -381,11 +430,13 @@ class RunChecks:
         rollout = self.config.rollout
         if rollout.placement != "colocated":
             machine.require_extra(report, "ray", f"rollout.placement={rollout.placement}")
-        if (lora := self.config.learner.lora) and lora.quantize != "none":
+        lora = self.config.learner.lora
+        if lora is not None and lora.quantize != "none":
             machine.require_extra(report, "qlora", f"learner.lora.quantize={lora.quantize}")
-        token = (
-            os.environ.get(rollout.token_env) if rollout.token_env else None
-        )  # check_engine reports a missing one
+
+        token = None
+        if rollout.token_env:
+            token = os.environ.get(rollout.token_env)  # check_engine reports a missing one
         for url in rollout.urls:
             await _check_server(report, url, token)
         check_engine(self.config)
@@ -394,13 +445,14 @@ class RunChecks:
     async def shared_memory(self, report: Reporter) -> None:
         """Check the shared memory through which weights pass to engines in other processes."""
         rollout = self.config.rollout
-        if rollout.weight_dir or (
-            rollout.backend == "jetstream" and rollout.placement == "colocated"
-        ):
+        in_this_process = rollout.backend == "jetstream" and rollout.placement == "colocated"
+        if rollout.weight_dir or in_this_process:
             return
         if not _SHARED_MEMORY.is_dir():
             raise UnmetError(f"there is no {_SHARED_MEMORY}")
-        need, free = 4 * self._sizes()[0], shutil.disk_usage(_SHARED_MEMORY).free
+        parameters, _ = self._sizes()
+        need = 4 * parameters
+        free = shutil.disk_usage(_SHARED_MEMORY).free
         text = f"{_SHARED_MEMORY}: {machine.format_gib(free)} free"
         if free >= need:
             report.ok(text)
@@ -450,7 +502,10 @@ async def _check_server(report: Reporter, url: str, token: str | None) -> None:
 
 
 def _right_answer(row: Row) -> str | None:
-    """Return a right answer by the row's ground truth; None where that is no answer, or nobody compares it."""
+    """Return a right answer by the row's ground truth.
+
+    None if the truth is no answer, as the tests of a program, or if nobody compares it.
+    """
     truth = (row.get("reward_model") or {}).get("ground_truth")
     if isinstance(truth, Mapping):
         truth = truth.get("target")
@@ -458,9 +513,10 @@ def _right_answer(row: Row) -> str | None:
         truth = truth[0]
     if row.get("agent_name") == EnvironmentAgent.name or not isinstance(truth, str | int | float):
         return None
-    return (
-        None if str(truth).lstrip().startswith(("{", "[")) else str(truth)
-    )  # the tests of a program, as JSON
+    answer = str(truth)
+    if answer.lstrip().startswith(("{", "[")):  # the tests of a program, as JSON
+        return None
+    return answer
 
 
 def _answer(row: Row, text: str) -> Trajectory:
