@@ -1,7 +1,7 @@
-"""``jax-agent-rl doctor``: checks for what would stop or spoil a run, each with what to do about it.
+"""``jax-agent-rl doctor``: checks for what would stop or spoil a run, and what to do about it.
 
-``machine`` how checks run and report, and those that need no configuration · ``run`` checks of one,
-which call what ``train`` calls before its first step.
+``machine`` how checks run and report, and the checks that need no configuration · ``run`` checks of
+a configuration, which call what ``train`` calls before its first step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from jax_agent_rl.deploy.doctor import machine
-from jax_agent_rl.deploy.doctor.machine import Finding, run_checks
+from jax_agent_rl.deploy.doctor.machine import Check, FindIdle, Finding, run_checks
 
 if TYPE_CHECKING:
     from jax_agent_rl.config import Config
@@ -24,17 +24,18 @@ TIMEOUT = 120.0
 async def examine(config: Config | None) -> AsyncIterator[Finding]:
     """Check the machine and, if given, what a configuration needs."""
     async with AsyncExitStack() as stack:
-        need, own, find_idle = (
-            1,
-            [],
-            lambda count: (),
-        )  # nothing is meant to run on the accelerators
+        devices = 1
+        find_idle: FindIdle = _none_idle
+        config_checks: list[tuple[str, Check]] = []
         if config:
             from jax_agent_rl.deploy.doctor.run import RunChecks, count_devices  # these import jax
             from jax_agent_rl.runtime.engine_devices import expect_idle
 
-            need, own = count_devices(config), RunChecks(config=config, stack=stack).all()
+            devices = count_devices(config)
             find_idle = functools.partial(expect_idle, config)
+            config_checks = RunChecks(config=config, stack=stack).all()
+
+        accelerators = functools.partial(machine.accelerators, need=devices, find_idle=find_idle)
         checks = [
             ("python", machine.interpreter),
             ("packages", machine.packages),
@@ -42,12 +43,14 @@ async def examine(config: Config | None) -> AsyncIterator[Finding]:
             ("limits", machine.limits),
             ("disk", machine.cache_disk),
             ("ports", machine.ports),
-            (
-                "accelerators",
-                functools.partial(machine.accelerators, need=need, find_idle=find_idle),
-            ),
+            ("accelerators", accelerators),
             ("sandbox", machine.sandbox),
-            *own,
+            *config_checks,
         ]
         async for finding in run_checks(checks, timeout=TIMEOUT):
             yield finding
+
+
+def _none_idle(count: int) -> tuple[str, ...]:
+    """Return nothing: without a configuration, nothing is meant to run on the accelerators."""
+    return ()
