@@ -1,4 +1,4 @@
-"""What can be told before anything is loaded: a file, a folder or a port that a command needs and cannot have.
+"""What can be told before anything is loaded: a file, folder or port that a command cannot have.
 
 Every command that loads a model, trains or listens asks here first, right after it has read its
 configuration::
@@ -48,10 +48,16 @@ class Preflight:
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:
-            raise ConfigError([line for error in self._errors for line in _lines(error)])
+            problems = []
+            for error in self._errors:
+                problems += _lines(error)
+            raise ConfigError(problems)
 
     def rows(self, sources: Iterable[DataSource] | None) -> None:
-        """Check that the files of rows are there; those of the Hub are left to the run, which downloads them."""
+        """Check that the files of rows are there.
+
+        Files of the Hub are left to the run, which downloads them.
+        """
         from jax_agent_rl.data.dataset import find_files, is_downloaded
 
         for source in sources or ():
@@ -60,11 +66,13 @@ class Preflight:
                     find_files(source)
 
     def model(self, path: str, *, tokenizer: bool = True) -> None:
-        """Check that a folder holds a model, or a run with a checkpoint; one of the Hub is left to the run.
+        """Check that a folder holds a model, or a run with a checkpoint.
+
+        A model of the Hub is left to the run.
 
         Args:
             path: as in ``model.path``.
-            tokenizer: whether its tokenizer is needed.
+            tokenizer: whether the model's tokenizer is needed.
         """
         from jax_agent_rl.runtime.choice import saved_step
 
@@ -127,15 +135,15 @@ def _lines(error: JaxAgentRLError) -> list[str]:
 def require_writable(folder: Path, *, key: str) -> None:
     """Check that a folder, which need not exist, can be made and written to.
 
-    Permissions do not tell (a file system may be read-only, the user may be root): what tells is a
-    folder that is made in the nearest one there is, and removed again.
+    Permissions do not tell: a file system may be read-only, and the user may be root. Therefore a
+    folder is made in the nearest existing one, and removed again.
 
     Raises:
         StorageError: it cannot.
     """
     nearest = folder
     try:
-        if "\0" in str(folder):  # which Path.exists takes for a folder that is not there
+        if "\0" in str(folder):  # Path.exists would say that it is not there
             raise ValueError("a name cannot hold the character NUL")
         while not nearest.exists():
             nearest = nearest.parent
@@ -156,8 +164,9 @@ def check_training(config: Config) -> None:
     checks = Preflight()
     checks.rows((*config.data.train, *(config.data.eval or ())))
     checks.model(config.model.path)
-    for teacher in config.distill.teachers if config.distill else ():
-        checks.model(teacher.path)
+    if config.distill is not None:
+        for teacher in config.distill.teachers:
+            checks.model(teacher.path)
     checks.folder(config.run_dir, key="run_dir")
     if config.trainer.checkpoint_dir is not None:
         checks.folder(config.trainer.checkpoint_dir, key="trainer.checkpoint_dir")
@@ -165,7 +174,10 @@ def check_training(config: Config) -> None:
 
 
 def joins_processes(config: Config) -> bool:
-    """Return whether other processes train the same run; then only the first one reads rows and writes records."""
+    """Return whether other processes train the same run.
+
+    Then only the first process reads rows and writes records.
+    """
     return bool(config.learner.multihost.coordinator or os.environ.get(COORDINATOR_ADDRESS))
 
 
@@ -189,8 +201,7 @@ def check_policy(
     """Check what a command needs that samples from a policy: ``eval``, ``rollout`` and the servers.
 
     Args:
-        choice: the policy.
-        config: its configuration.
+        config: configuration of the policy.
         sources: rows that are read.
         out: folder that is written.
         listens: host, port, variable of the token and the key that names it.
@@ -210,7 +221,11 @@ def check_policy(
 
 
 def check_certification(config: Config | None, *, out: Path) -> None:
-    """Check what ``certify`` needs; None: the quickstart's model and task, which it fetches and writes."""
+    """Check what ``certify`` needs.
+
+    Args:
+        config: None stands for the quickstart's model and task, which are fetched and written.
+    """
     checks = Preflight()
     if config is not None:
         checks.rows((*config.data.train, *(config.data.eval or ())))
@@ -220,7 +235,10 @@ def check_certification(config: Config | None, *, out: Path) -> None:
 
 
 def check_quickstart(config: Config) -> None:
-    """Check what ``quickstart`` needs: it fetches the model, and writes rows to the folder that it runs in."""
+    """Check what ``quickstart`` needs.
+
+    It fetches the model, and writes rows to the folder that it runs in.
+    """
     checks = Preflight()
     checks.folder(Path("data"), key="the folder for rows")
     checks.folder(config.run_dir, key="run_dir")
