@@ -1,1 +1,1 @@
-"""Before and around a run: ``plan`` for TPU slices, ``doctor`` checks, ``launch`` starts runs on GPU hosts and TPUs."""
+"""Before and around a run: ``plan`` for TPU slices, ``doctor`` and ``certify``, ``launch``."""

