@@ -52,8 +52,8 @@ Errors = Iterator[tuple[str, float]]
 """What was computed, and its error; gradients begin with ``d ``."""
 
 
-class Part(NamedTuple):
-    """A part of the check.
+class KernelCheck(NamedTuple):
+    """The comparison of one kernel with its reference.
 
     Attributes:
         dtype: of the products, which decides on the limit.
@@ -67,42 +67,50 @@ class Part(NamedTuple):
 
 def check_kernels(machine: Machine, record: CheckResult) -> None:
     """Compare every kernel with its reference, in all page and head sizes, forward and backward."""
-    for part in _parts(machine):
-        if not record.has_time(part.name):
+    for check in _kernel_checks(machine):
+        if not record.has_time(check.name):
             continue
-        limit = LIMITS[product_precision(part.dtype, machine.platform)]
+        limit = LIMITS[product_precision(check.dtype, machine.platform)]
         outputs = []
         gradients = []
-        for what, error in part.errors():
+        for what, error in check.errors():
             if what.startswith("d "):
                 gradients.append((what, error))
             else:
                 outputs.append((what, error))
-        _record_worst(record, part.name, outputs, limit)
-        _record_worst(record, f"{part.name}: gradients", gradients, 4 * limit)
+        _record_worst(record, check.name, outputs, limit)
+        _record_worst(record, f"{check.name}: gradients", gradients, 4 * limit)
 
 
-def _parts(machine: Machine) -> list[Part]:
-    """Return the parts of the check that this machine can run."""
+def _kernel_checks(machine: Machine) -> list[KernelCheck]:
+    """Return the comparisons that this machine can make."""
     partial = functools.partial
     heads = sorted({*HEADS, machine.model.head_dim})
-    parts = []
+    checks = []
     for dtype in ("float32", "bfloat16"):
-        parts.append(Part(f"tree attention, {dtype}", dtype, partial(tree_errors, dtype, heads)))
-        parts.append(Part(f"log-probs of a head, {dtype}", dtype, partial(logprob_errors, dtype)))
-        parts.append(Part(f"experts' products, {dtype}", dtype, partial(expert_errors, dtype)))
+        checks.append(
+            KernelCheck(f"tree attention, {dtype}", dtype, partial(tree_errors, dtype, heads))
+        )
+        checks.append(
+            KernelCheck(f"log-probs of a head, {dtype}", dtype, partial(logprob_errors, dtype))
+        )
+        checks.append(
+            KernelCheck(f"experts' products, {dtype}", dtype, partial(expert_errors, dtype))
+        )
 
     if machine.platform == "cpu" and cpu_kernels.kernels_digest() is not None:
-        parts.append(Part("C++ decode attention", "float32", partial(cpu_decode_errors, heads)))
-        parts.append(Part("C++ products", "float32", cpu_product_errors))
+        checks.append(
+            KernelCheck("C++ decode attention", "float32", partial(cpu_decode_errors, heads))
+        )
+        checks.append(KernelCheck("C++ products", "float32", cpu_product_errors))
 
     for kind in KINDS:
         dtype = _query_dtype(kind)
         decode = partial(decode_errors, machine, kind, heads)
         chunks = partial(chunk_errors, kind, heads)
-        parts.append(Part(f"decode attention, {kind} cache", dtype, decode))
-        parts.append(Part(f"attention of prompt chunks, {kind} cache", dtype, chunks))
-    return parts
+        checks.append(KernelCheck(f"decode attention, {kind} cache", dtype, decode))
+        checks.append(KernelCheck(f"attention of prompt chunks, {kind} cache", dtype, chunks))
+    return checks
 
 
 def _record_worst(
