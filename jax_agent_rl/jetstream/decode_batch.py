@@ -1,4 +1,7 @@
-"""Inputs of one dispatch: chunks to prefill, or a slot for each context to decode, padded to a compiled width."""
+"""Inputs of one dispatch: chunks to prefill, or a slot for each context to decode.
+
+Both are padded to a width that a program was compiled for.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from jax_agent_rl.models.vision_context import MultimodalContext
 from jax_agent_rl.types import SamplingParams
 
 MAX_STOP_IDS = 8
-PREFILL_ROWS = (
-    4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
-)
+PREFILL_ROWS = 4
+"""Chunks computed together: the products of one short chunk mostly wait for the weights."""
 ALL_ALLOWED = np.uint32(0xFFFFFFFF)
+"""Bits of 32 ids that a grammar allows."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Extension:
     adapter: int = 0
 
     def after(self, count: int) -> Extension:
-        """Return the rest once the first ``count`` ids are done."""
+        """Return what remains once the first ``count`` ids are prefilled."""
         return replace(self, start=self.start + count, ids=self.ids[count:])
 
 
@@ -53,25 +56,28 @@ class Sampled:
     Attributes:
         ids: int32 [S, W]; -1 where the slot did not run.
         log_probs: float32 [S, W].
-        kept: uint32 [ceil(V / 32), S, W], a bit for each id that was left to draw from; None if no
+        support_bits: uint32 [ceil(V / 32), S, W], a bit for each id that could be drawn; None if no
             slot was restricted.
     """
 
     ids: np.ndarray
     log_probs: np.ndarray
-    kept: np.ndarray | None = None
+    support_bits: np.ndarray | None = None
 
     @classmethod
     def of(cls, out: np.ndarray) -> Sampled:
         """Read the output of :func:`~jax_agent_rl.jetstream.programs.decode`."""
-        return cls(
-            out[0], out[1].view(np.float32), out[2:].view(np.uint32) if len(out) > 2 else None
-        )
+        support_bits = None
+        if len(out) > 2:
+            support_bits = out[2:].view(np.uint32)
+        return cls(ids=out[0], log_probs=out[1].view(np.float32), support_bits=support_bits)
 
     def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return ids [S], log-probs [S] and bits of kept ids [S, ceil(V / 32)] of one slot."""
-        kept = None if self.kept is None else self.kept[:, :, slot].T
-        return self.ids[:, slot], self.log_probs[:, slot], kept
+        """Return ids [S], log-probs [S] and support bits [S, ceil(V / 32)] of one slot."""
+        support_bits = None
+        if self.support_bits is not None:
+            support_bits = self.support_bits[:, :, slot].T
+        return self.ids[:, slot], self.log_probs[:, slot], support_bits
 
 
 @jax.tree_util.register_dataclass
@@ -113,13 +119,15 @@ class DecodeBatch:
         return self.truncation is not None or self.allowed is not None
 
 
-def truncation_of(slots: Sequence[SamplingParams]) -> Truncation | None:
+def truncation_of(samplings: Sequence[SamplingParams]) -> Truncation | None:
     """Return ``DecodeBatch.truncation`` of slots with these parameters."""
-    if not any(slot.truncated for slot in slots):
+    if not any(sampling.truncated for sampling in samplings):
         return None
-    values = [(slot.top_p, slot.top_k, slot.min_p) for slot in slots]
-    top_p, top_k, min_p = (np.array(column) for column in zip(*values, strict=True))
-    return Truncation(top_p.astype(np.float32), top_k.astype(np.int32), min_p.astype(np.float32))
+    return Truncation(
+        np.array([sampling.top_p for sampling in samplings]).astype(np.float32),
+        np.array([sampling.top_k for sampling in samplings]).astype(np.int32),
+        np.array([sampling.min_p for sampling in samplings]).astype(np.float32),
+    )
 
 
 def slots_of(
@@ -128,31 +136,33 @@ def slots_of(
     context_pages: int,
     vocab_size: int,
 ) -> DecodeBatch:
-    """Return a slot for each of some requests, without their adapters.
+    """Return a slot for each running request, without the LoRA adapters.
 
     Args:
-        runs: the requests.
-        pages: of each one's context.
-        context_pages: pages of the longest context.
-        vocab_size: the model's.
+        pages: pages of each request's context.
+        context_pages: pages of the longest context, for which every slot has room.
+        vocab_size: of the model, for the masks of grammars.
     """
     slots = make_decode_batch(len(runs), context_pages)
-    for slot, (run, own) in enumerate(zip(runs, pages, strict=True)):
-        slots.pages[slot, : len(own)] = own
+    for slot, (run, slot_pages) in enumerate(zip(runs, pages, strict=True)):
+        slots.pages[slot, : len(slot_pages)] = slot_pages
         slots.tokens[slot] = run.last_id
         slots.positions[slot] = len(run.request.prompt_ids) + len(run.token_ids) - 1
         slots.remaining[slot] = run.remaining
         slots.temperature[slot] = run.request.sampling.temperature
         slots.seed[slot] = run.seed
         slots.stop_ids[slot, : len(run.stop_ids)] = run.stop_ids
+
     if any(run.offset for run in runs):
         slots = replace(slots, offsets=np.array([run.offset for run in runs], np.int32))
+
     if any(run.grammar for run in runs):
         allowed = np.full((len(runs), mask_words(vocab_size)), ALL_ALLOWED)
         for run, row in zip(runs, allowed, strict=True):
             if run.grammar is not None:
                 run.grammar.fill_allowed(row)
         slots = replace(slots, allowed=allowed)
+
     return replace(slots, truncation=truncation_of([run.request.sampling for run in runs]))
 
 
@@ -164,7 +174,8 @@ def make_decode_batch(count: int, pages: int, position: int = 0) -> DecodeBatch:
         pages: pages each slot has room for.
         position: position of every slot.
     """
-    arrays: dict[str, Any] = dict(  # numpy, which jitted programs accept
+    # In numpy, which jitted programs accept.
+    arrays: dict[str, Any] = dict(
         pages=np.full((count, pages), NULL_PAGE, np.int32),
         tokens=np.zeros(count, np.int32),
         positions=np.full(count, position, np.int32),
@@ -179,36 +190,35 @@ def make_decode_batch(count: int, pages: int, position: int = 0) -> DecodeBatch:
 def columns_of(
     slots: DecodeBatch, ids: Sequence[Sequence[int] | np.ndarray]
 ) -> tuple[DecodeBatch, np.ndarray, np.ndarray]:
-    """Return a slot for each of several ids of each context, at consecutive positions, for kernels on CPUs.
+    """Return a slot for each of several consecutive ids of each context, for kernels on CPUs.
 
     Args:
-        slots: the contexts; ``positions`` are those of their first ids.
-        ids: of each context.
+        slots: the contexts; ``positions`` are the positions of their first ids.
+        ids: the ids of each context.
 
     Returns:
-        The slots, the context of each, int32 [n], and its place among the context's ids, int32 [n].
+        The slots, the context of each, int32 [n], and its index among the context's ids, int32 [n].
     """
-    counts = np.array([len(own) for own in ids])
+    counts = np.array([len(context_ids) for context_ids in ids])
     context = np.repeat(np.arange(len(ids)), counts)
-    place = np.arange(len(context)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first_columns = np.cumsum(counts) - counts
+    index = np.arange(len(context)) - np.repeat(first_columns, counts)
+
     columns = jax.tree.map(lambda x: x[context], slots)
-    tokens = np.concatenate([np.asarray(own, np.int32) for own in ids])
-    return (
-        replace(columns, tokens=tokens, positions=columns.positions + place.astype(np.int32)),
-        context,
-        place,
-    )
+    tokens = np.concatenate([np.asarray(context_ids, np.int32) for context_ids in ids])
+    positions = columns.positions + index.astype(np.int32)
+    return replace(columns, tokens=tokens, positions=positions), context, index
 
 
 def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
     """Append ``extra`` idle slots."""
     if not extra:
         return slots
-    optional: dict[str, Any] = {
-        name: np.zeros(extra, np.int32)
-        for name in ("offsets", "adapter")
-        if getattr(slots, name) is not None
-    }
+    optional: dict[str, Any] = {}
+    if slots.offsets is not None:
+        optional["offsets"] = np.zeros(extra, np.int32)
+    if slots.adapter is not None:
+        optional["adapter"] = np.zeros(extra, np.int32)
     if slots.truncation is not None:
         optional["truncation"] = Truncation(
             np.ones(extra, np.float32), np.zeros(extra, np.int32), np.zeros(extra, np.float32)
@@ -220,10 +230,14 @@ def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
 
 
 def batches_of(extensions: list[Extension]) -> Iterator[list[Extension]]:
-    """Yield PREFILL_ROWS at a time; one or two left over run alone, which is faster than computing padding."""
+    """Yield PREFILL_ROWS at a time; one or two left over run alone.
+
+    For so few, several programs of one row are faster than computing padding.
+    """
     for i in range(0, len(extensions), PREFILL_ROWS):
         batch = extensions[i : i + PREFILL_ROWS]
         if len(batch) > PREFILL_ROWS // 2:
             yield batch
         else:
-            yield from ([one] for one in batch)
+            for extension in batch:
+                yield [extension]

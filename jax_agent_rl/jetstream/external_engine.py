@@ -1,9 +1,8 @@
-"""User-supplied engines of JetStream's later API, such as MaxText's MaxEngine, under continuous batching.
+"""Continuous batching over user-supplied engines of JetStream's later API, such as MaxEngine.
 
 That API (JetStream 0.3.0) differs from 0.2.2's in what is used here: ``prefill`` also returns the
 first sampled id, and ``ResultTokens`` has ``log_prob``. The user describes the arguments an engine
-takes beyond it in
-:class:`ExternalEngine`; see ``third_party/jetstream.md``.
+takes beyond it in :class:`ExternalEngine`; see ``third_party/jetstream.md``.
 
 ::
 
@@ -22,8 +21,9 @@ from __future__ import annotations
 
 import heapq
 import inspect
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -87,12 +87,12 @@ def load_engine_function(where: str) -> MakeEngine:
 
 
 class ExternalEngineAdapter:
-    """An external engine as :class:`ExternalScheduler` drives it: slots, host arrays, a key per call. Not thread-safe.
+    """An external engine as :class:`ExternalScheduler` drives it, by slots and host arrays.
+
+    Every call takes its own random key. Not thread-safe.
 
     Args:
-        external: the engine and how to call it.
-        config: the model.
-        shapes: what the rollout was configured for.
+        shapes: what the rollout was configured for; the engine must be at least as large.
 
     Raises:
         ConfigError: the engine is too small, or lacks something.
@@ -121,11 +121,11 @@ class ExternalEngineAdapter:
             params: the learner's tree.
             old: ignored, so two sets of weights exist for a moment.
         """
+        # The leaves may share the learner's memory, which its next step donates. One by one, so
+        # that each is freed once it is copied.
         leaves, tree = jax.tree.flatten(self.external.to_params(params))
         for i, leaf in enumerate(leaves):
-            leaves[i] = jnp.copy(
-                leaf
-            )  # leaves may share the learner's memory, which its next step donates
+            leaves[i] = jnp.copy(leaf)
         return jax.tree.unflatten(tree, leaves)
 
     def offload_params(self, params: Any) -> Any:
@@ -139,7 +139,7 @@ class ExternalEngineAdapter:
     def prefill(
         self, params: Any, ids: np.ndarray, key: jax.Array, *, greedy: bool
     ) -> tuple[Any, Any]:
-        """Prefill one prompt, int32 [n]; return its prefix and a result with the first sampled id."""
+        """Prefill a prompt, int32 [n]; return its prefix and a result with the first sampled id."""
         padded = np.zeros(bucket(self._buckets, len(ids)), np.int32)
         padded[: len(ids)] = ids
         return self.engine.prefill(
@@ -158,7 +158,6 @@ class ExternalEngineAdapter:
         """Run every program once and check its results.
 
         Args:
-            params: the engine's.
             state: the decode state, donated.
             print_line: called with a line of progress before each program.
 
@@ -166,22 +165,21 @@ class ExternalEngineAdapter:
             ConfigError: results have no log-probs.
         """
         modes = [False] if self.external.greedy is None else [False, True]
-        jobs = [(size, greedy) for greedy in modes for size in self._buckets]
-        found: list[np.ndarray] = []
-        for number, (size, greedy) in enumerate(jobs, 1):
-            print_line(
-                f"compiling prompts of {size}{', greedy' if greedy else ''} ({number} of"
-                f" {len(jobs)})"
-            )
+        jobs = list(itertools.product(modes, self._buckets))
+        log_probs: list[np.ndarray] = []
+        for number, (greedy, size) in enumerate(jobs, 1):
+            mode = ", greedy" if greedy else ""
+            print_line(f"compiling prompts of {size}{mode} ({number} of {len(jobs)})")
             key = jax.random.key_data(jax.random.key(number))
-            prefix, first = self.prefill(
-                params, np.arange(size, dtype=np.int32) % 2, key, greedy=greedy
-            )
+            prompt = np.arange(size, dtype=np.int32) % 2
+            prefix, prefill_result = self.prefill(params, prompt, key, greedy=greedy)
             state = self.engine.insert(prefix, state, 0)
-            state, second = self.generate(params, state, key, greedy=greedy)
-            found += [log_probs for _, log_probs in read_results([first, second])]
+            state, decode_result = self.generate(params, state, key, greedy=greedy)
+            for _, result_log_probs in read_results([prefill_result, decode_result]):
+                log_probs.append(result_log_probs)
         self.engine.free_resource(0)
-        if not any(x.any() for x in found):
+
+        if not any(x.any() for x in log_probs):
             raise ConfigError(
                 f"{KEY}: the engine returns log-probs of exactly 0 for every id; switch them on"
                 " (MaxText: return_log_prob=true)"
@@ -192,10 +190,8 @@ class ExternalEngineAdapter:
     def _buckets(self) -> tuple[int, ...]:
         """Padded prompt lengths; the last holds any prompt."""
         longest = self.shapes.max_model_len - 1
-        return (
-            *(b for b in self.shapes.prefill_buckets if b < longest),
-            self.engine.max_prefill_length,
-        )
+        shorter = [size for size in self.shapes.prefill_buckets if size < longest]
+        return (*shorter, self.engine.max_prefill_length)
 
     def _sampling(self, greedy: bool) -> Mapping[str, Any]:
         arguments = self.external.greedy if greedy else self.external.sampled
@@ -203,25 +199,30 @@ class ExternalEngineAdapter:
         return arguments
 
     def _check(self) -> None:
-        engine, shapes = self.engine, self.shapes
-        slots, longest = engine.max_concurrent_decodes, engine.max_prefill_length
+        engine = self.engine
+        shapes = self.shapes
+        slots = engine.max_concurrent_decodes
         if slots < shapes.max_concurrent_decodes:
             raise ConfigError(
                 f"{KEY}: the engine has {slots} slots, but"
                 f" rollout.jetstream.max_concurrent_decodes={shapes.max_concurrent_decodes}; lower"
                 " it, or build the engine with more (MaxText: per_device_batch_size times devices)"
             )
+
+        longest = engine.max_prefill_length
         if longest < shapes.max_model_len - 1:
             raise ConfigError(
                 f"{KEY}: the engine prefills at most {longest} ids, but a context of"
                 f" rollout.max_model_len={shapes.max_model_len} is prefilled whole at every turn;"
                 f" build it for {shapes.max_model_len - 1} (MaxText: max_prefill_predict_length)"
             )
+
         if engine.samples_per_slot != 1:
             raise ConfigError(
                 f"{KEY}: the engine decodes {engine.samples_per_slot} samples per slot; it must"
                 " be 1"
             )
+
         for name in ("prefill", "generate"):
             if "rng" not in inspect.signature(getattr(engine, name)).parameters:
                 raise ConfigError(
@@ -231,7 +232,7 @@ class ExternalEngineAdapter:
 
 
 def read_results(results: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Copy JetStream's ``ResultTokens`` to the host as ids int32 [slots] and log-probs float32 [slots].
+    """Copy JetStream's ``ResultTokens`` to the host: ids int32 and log-probs float32, both [slots].
 
     Raises:
         ConfigError: there are no log-probs.
@@ -241,12 +242,14 @@ def read_results(results: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
             f"{KEY}: ResultTokens.log_prob is None; switch log-probs on (MaxText:"
             " return_log_prob=true)"
         )
+    # One transfer for all results.
     arrays = jax.device_get([(result.data, result.log_prob) for result in results])
-    columns = [result.tokens_idx[0] for result in results]
-    return [
-        (np.asarray(data)[:, column], np.asarray(log_prob, np.float32).reshape(len(data)))
-        for column, (data, log_prob) in zip(columns, arrays, strict=True)
-    ]
+    outputs = []
+    for result, (data, log_prob) in zip(results, arrays, strict=True):
+        ids = np.asarray(data)[:, result.tokens_idx[0]]
+        log_probs = np.asarray(log_prob, np.float32).reshape(len(data))
+        outputs.append((ids, log_probs))
+    return outputs
 
 
 class SlotTable:
@@ -316,7 +319,8 @@ class ExternalScheduler(Scheduler):
         Raises:
             BackendError: also if the engine cannot report log-probs of such sampling.
         """
-        sampling, name = request.sampling, f"request {request.request_id!r}"
+        sampling = request.sampling
+        name = f"request {request.request_id!r}"
         if sampling.temperature not in (0, 1) or (sampling.temperature and sampling.truncated):
             raise BackendError(
                 f"{name}: temperature={sampling.temperature}, top_p={sampling.top_p},"
@@ -327,19 +331,24 @@ class ExternalScheduler(Scheduler):
             raise BackendError(
                 f"{name}: temperature=0, but this external engine has no greedy mode"
             )
-        max_tokens = min(
-            sampling.max_tokens, self.engine.shapes.max_model_len - len(request.prompt_ids)
-        )
-        if max_tokens > (most := self.engine.external.max_new_tokens):
+
+        room = self.engine.shapes.max_model_len - len(request.prompt_ids)
+        max_tokens = min(sampling.max_tokens, room)
+        slot_room = self.engine.external.max_new_tokens
+        if max_tokens > slot_room:
             raise BackendError(
-                f"{name} may sample {max_tokens} ids, but a slot holds {most} after its prompt;"
-                " lower agent.max_response_length, or build the engine for more (MaxText:"
+                f"{name} may sample {max_tokens} ids, but a slot holds {slot_room} after its"
+                " prompt; lower agent.max_response_length, or build the engine for more (MaxText:"
                 " max_target_length - max_prefill_predict_length)"
             )
         return super().submit(request, multimodal, grammar)
 
     def step(self, *, admit: bool = True) -> Progress:
-        """Admit requests if ``admit``, decode up to ``decode_steps`` ids, and return the new ids of every request."""
+        """Admit requests, decode up to ``decode_steps`` ids, and return every request's new ids.
+
+        Args:
+            admit: False admits none.
+        """
         begin = time.perf_counter()
         progress = self._admit_slots() if admit else []
         self.counters.prefill_seconds += time.perf_counter() - begin
@@ -360,15 +369,21 @@ class ExternalScheduler(Scheduler):
         results = []
         while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
             run = self._waiting[0][1]
+            # The engine samples all slots in one mode.
             if any(_is_greedy(other) != _is_greedy(run) for other in self.running.values()):
                 break
             heapq.heappop(self._waiting)
             results.append(self._prefill(run))
             runs.append(run)
-        first = read_results(results) if results else []
-        return self._take_all(
-            (run, ids[:1], logs[:1]) for run, (ids, logs) in zip(runs, first, strict=True)
-        )
+        if not runs:
+            return []
+
+        progress: Progress = []
+        for run, (ids, log_probs) in zip(runs, read_results(results), strict=True):
+            event = self._accept(run, ids[:1], log_probs[:1])
+            if event is not None:
+                progress.append((run, event))
+        return progress
 
     def _prefill(self, run: RunningRequest) -> object:
         prompt = np.asarray(run.request.prompt_ids, np.int32)
@@ -388,26 +403,24 @@ class ExternalScheduler(Scheduler):
     def _decode(self) -> Progress:
         runs = list(self.running.values())
         steps = 1 if self._waiting else self.engine.shapes.decode_steps
+        steps = min(steps, *(run.remaining for run in runs))
         results = []
-        for _ in range(min(steps, *(run.remaining for run in runs))):
+        for _ in range(steps):
             self.cache, result = self.engine.generate(
                 self.params, self.cache, self._next_key(), greedy=_is_greedy(runs[0])
             )
             results.append(result)
         self.counters.slot_steps += len(results) * self.engine.max_concurrent_decodes
-        ids, logs = (
-            np.stack(column) for column in zip(*read_results(results), strict=True)
-        )  # [steps, slots]
-        return self._take_all((run, ids[:, run.context], logs[:, run.context]) for run in runs)
 
-    def _take_all(
-        self, sampled: Iterable[tuple[RunningRequest, np.ndarray, np.ndarray]]
-    ) -> Progress:
-        return [
-            (run, chunk)
-            for run, ids, logs in sampled
-            if (chunk := self._take(run, ids, logs)) is not None
-        ]
+        outputs = read_results(results)
+        ids = np.stack([step_ids for step_ids, _ in outputs])  # [steps, slots]
+        log_probs = np.stack([step_log_probs for _, step_log_probs in outputs])
+        progress: Progress = []
+        for run in runs:
+            event = self._accept(run, ids[:, run.context], log_probs[:, run.context])
+            if event is not None:
+                progress.append((run, event))
+        return progress
 
     def _finish(self, run: RunningRequest, new: int) -> TokenChunk:
         slot = run.context

@@ -40,38 +40,40 @@ def check_request(request: GenerateRequest, engine: JaxEngine, *, stop_strings: 
     """Refuse a request that an engine cannot serve.
 
     Args:
-        request: the request.
-        engine: the engine.
-        stop_strings: whether the text of ids is known.
+        stop_strings: whether the engine can decode ids to text, which stop strings need.
 
     Raises:
         PromptTooLongError: there is no room for one sampled id.
         BackendError: anything else.
     """
-    name, max_model_len = f"request {request.request_id!r}", engine.shapes.max_model_len
+    name = f"request {request.request_id!r}"
+    max_model_len = engine.shapes.max_model_len
     if len(request.prompt_ids) >= max_model_len:
         raise PromptTooLongError(
             f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in"
             f" rollout.max_model_len={max_model_len}; shorten the prompt or raise"
             " rollout.max_model_len"
         )
+
     if request.lora is not None and request.lora not in engine.adapters:
-        there = sorted(engine.adapters)
         raise BackendError(
-            f"{name}: no LoRA adapter {request.lora!r}; there are {there} (rollout.adapters)"
+            f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(engine.adapters)}"
+            " (rollout.adapters)"
         )
+
     if request.sampling.stop and not stop_strings:
         raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
+
     vocab_size = engine.config.vocab_size
-    if not all(0 <= i < vocab_size for i in request.prompt_ids):
-        raise BackendError(f"{name}: prompt ids must be in [0, {vocab_size})")
+    for token in request.prompt_ids:
+        if not 0 <= token < vocab_size:
+            raise BackendError(f"{name}: prompt ids must be in [0, {vocab_size})")
 
 
 class RunningRequest:
     """Mutable state of one request inside the engine thread.
 
     Args:
-        request: the request.
         max_tokens: most ids to sample: the request's limit, or less where the context ends.
         eos_ids: ids that end it with ``StopReason.EOS``.
         seed: uint32.
@@ -99,31 +101,35 @@ class RunningRequest:
         self.seed = seed
         self.multimodal = multimodal
         self.grammar = grammar
-        self.offset = (
-            multimodal.offset if multimodal else 0
-        )  # added to rotary positions after images
-        self.keys: np.ndarray | None = None  # of a prompt with images, see ImageKeys
-        self.context: int | None = None  # number in the block manager (or slot table) while it runs
+
+        # What images add to the rotary positions of the ids after them.
+        self.offset = multimodal.offset if multimodal else 0
+        # Cache keys of a prompt with images, see ImageKeys.
+        self.keys: np.ndarray | None = None
+        # Number in the block manager (or slot table) while it runs.
+        self.context: int | None = None
         self.cached_tokens = 0
         self.num_preempted = 0
+
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
-        self.constrained: list[bool] = []  # of all ids or of none
-        self.supports: list[
-            Support | None
-        ] = []  # of all ids or, if they are drawn from the whole vocabulary, of none
-        self.routed: RoutedExperts | None = (
-            None  # of positions up to the last preemption, or all at the end
-        )
+        # Of all ids or of none.
+        self.constrained: list[bool] = []
+        # Of all ids, or of none if they are drawn from the whole vocabulary.
+        self.supports: list[Support | None] = []
+        # Of positions up to the last preemption, or of all at the end.
+        self.routed: RoutedExperts | None = None
         self.stop_reason: StopReason | None = None
         self.stop_match: str | None = None
+
         sampling = request.sampling
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._decode_text = decode_text
         # A stop string of n bytes spans at most n ids with text; the margin is for ids without.
-        self._window = max((len(s.encode()) for s in sampling.stop), default=0) + 8
+        longest_stop = max((len(s.encode()) for s in sampling.stop), default=0)
+        self._window = longest_stop + 8
 
     @property
     def stop_ids(self) -> list[int]:
@@ -142,24 +148,29 @@ class RunningRequest:
 
     def tail(self, count: int) -> list[int]:
         """Return the last ``count`` ids of the context, or all."""
-        rest = max(0, count - len(self.token_ids))
-        return [
-            *self.request.prompt_ids[max(0, len(self.request.prompt_ids) - rest) :],
-            *self.token_ids[-count:],
-        ]
+        from_prompt = max(0, count - len(self.token_ids))
+        prompt_ids = self.request.prompt_ids
+        begin = max(0, len(prompt_ids) - from_prompt)
+        return [*prompt_ids[begin:], *self.token_ids[-count:]]
 
     @property
     def context_keys(self) -> np.ndarray:
         """:attr:`context_ids` as the cache tells them apart, int32: with the keys of images."""
         ids = np.asarray(self.context_ids, np.int32)
-        return ids if self.keys is None else np.concatenate([self.keys, ids[len(self.keys) :]])
+        if self.keys is None:
+            return ids
+        return np.concatenate([self.keys, ids[len(self.keys) :]])
 
     @property
     def remaining(self) -> int:
         return self.max_tokens - len(self.token_ids)
 
     def accept(
-        self, ids: np.ndarray, log_probs: np.ndarray, version: int, kept: np.ndarray | None = None
+        self,
+        ids: np.ndarray,
+        log_probs: np.ndarray,
+        version: int,
+        support_bits: np.ndarray | None = None,
     ) -> int:
         """Append sampled ids up to the one that ends the generation; return how many were appended.
 
@@ -167,49 +178,65 @@ class RunningRequest:
             ids: int32 [n].
             log_probs: float32 [n].
             version: policy version of the weights.
-            kept: uint32 [n, ceil(V / 32)], a bit for each id that was left to draw from; None: not
-                known.
+            support_bits: uint32 [n, ceil(V / 32)], a bit for each id that could be drawn; None
+                where that is not known.
         """
-        taken = 0
+        accepted = 0
         for token, log_prob in zip(ids.tolist(), log_probs.tolist(), strict=True):
             if self.stop_reason is not None:
                 break
             self.token_ids.append(token)
             self.log_probs.append(log_prob)
             self.versions.append(version)
-            taken += 1
+            accepted += 1
             self._check_stop(token)
-        if kept is not None and self.request.sampling.restricted:
-            self.supports += encode_supports(kept[:taken])
-        if (
-            self.grammar is not None and self.stop_reason is None
-        ):  # the end of an output is none of the grammar's
-            self.grammar.consume(self.token_ids[len(self.token_ids) - taken :])
-        return taken
+
+        if support_bits is not None and self.request.sampling.restricted:
+            self.supports += encode_supports(support_bits[:accepted])
+
+        # The id that ends an output is none of the grammar's.
+        if self.grammar is not None and self.stop_reason is None:
+            first = len(self.token_ids) - accepted
+            self.grammar.consume(self.token_ids[first:])
+        return accepted
 
     def _check_stop(self, token: int) -> None:
         if token in self._eos_ids:
             self.stop_reason = StopReason.EOS
-        elif token in self._stop_ids:
-            self.stop_reason, self.stop_match = StopReason.STOP, str(token)
-        elif self.request.sampling.stop and (found := self._stop_string()):
-            self.stop_reason, self.stop_match = StopReason.STOP, found
-        elif self.remaining == 0:
+            return
+        if token in self._stop_ids:
+            self.stop_reason = StopReason.STOP
+            self.stop_match = str(token)
+            return
+
+        if self.request.sampling.stop:
+            match = self._stop_string()
+            if match:
+                self.stop_reason = StopReason.STOP
+                self.stop_match = match
+                return
+
+        if self.remaining == 0:
             self.stop_reason = StopReason.LENGTH
 
     def _stop_string(self) -> str | None:
+        """Return the first of the request's stop strings in the text of the last ids, if any."""
         assert self._decode_text is not None  # refused at submission otherwise
-        tail = self._decode_text(self.token_ids[-self._window :])
-        return next((s for s in self.request.sampling.stop if s in tail), None)
+        text = self._decode_text(self.token_ids[-self._window :])
+        for stop in self.request.sampling.stop:
+            if stop in text:
+                return stop
+        return None
 
-    def keys_to_ids(self, held: np.ndarray) -> np.ndarray:
-        """Map the cached keys of this context to ids, int32; keys of other images stay as they are."""
+    def keys_to_ids(self, cached_keys: np.ndarray) -> np.ndarray:
+        """Map the cached keys of this context to ids, int32; keys of other images stay."""
         if self.keys is None:
-            return held
-        prompt = held[: len(self.keys)]
-        mine = np.asarray(self.request.prompt_ids, np.int32)[: len(prompt)]
+            return cached_keys
+        prompt = cached_keys[: len(self.keys)]
+        prompt_ids = np.asarray(self.request.prompt_ids, np.int32)[: len(prompt)]
+        is_own_key = prompt == self.keys[: len(prompt)]
         return np.concatenate(
-            [np.where(prompt == self.keys[: len(prompt)], mine, prompt), held[len(prompt) :]]
+            [np.where(is_own_key, prompt_ids, prompt), cached_keys[len(prompt) :]]
         )
 
     def output(self, context_ids: Sequence[int]) -> TokenOutput:

@@ -1,4 +1,6 @@
-"""Continuous batching over the engine's pages and slots. Plain and single-threaded: ``backend`` gives it a thread.
+"""Continuous batching over the engine's pages and slots.
+
+It is plain and single-threaded; ``backend`` gives it a thread.
 
 ::
 
@@ -74,17 +76,18 @@ class Scheduler:
         self.return_times = ReturnTimes(self.clock)
         self.block_manager = self._make_block_manager()
         self.running: dict[str, RunningRequest] = {}
-        self._waiting: list[tuple[tuple[int, int], RunningRequest]] = []
+
+        self._waiting: list[tuple[tuple[int, int], RunningRequest]] = []  # a heap, by order
         self._known: set[str] = set()
         self._arrivals = itertools.count()
         self._rng = np.random.default_rng(self.seed)
         self._image_keys = ImageKeys()
         self._eos = frozenset(self.engine.config.eos_token_ids)
         self._patience = Patience(self.clock)
-        speculates = self.engine.shapes.num_speculative_tokens > 0
-        self.speculation = (
-            Speculation(self.engine, LookupDrafter(), self.counters) if speculates else None
-        )
+
+        self.speculation: Speculation | None = None
+        if self.engine.shapes.num_speculative_tokens > 0:
+            self.speculation = Speculation(self.engine, LookupDrafter(), self.counters)
 
     def _make_block_manager(self) -> BlockManager:
         shapes = self.engine.shapes
@@ -104,10 +107,11 @@ class Scheduler:
     @property
     def started(self) -> list[str]:
         """Ids of running and preempted requests."""
-        return [
-            *self.running,
-            *(run.request.request_id for _, run in self._waiting if run.num_preempted),
-        ]
+        ids = list(self.running)
+        for _, run in self._waiting:
+            if run.num_preempted:
+                ids.append(run.request.request_id)
+        return ids
 
     def submit(
         self,
@@ -118,7 +122,6 @@ class Scheduler:
         """Queue a request; return its handle in the results of :meth:`step` and :meth:`abort`.
 
         Args:
-            request: the request.
             multimodal: its prompt with its images, if any.
             grammar: where its output begins in its grammar, if it has one.
 
@@ -126,28 +129,33 @@ class Scheduler:
             PromptTooLongError: there is no room for one sampled id.
             BackendError: the id is taken, or the engine cannot serve the request.
         """
-        limit, sampling = self.engine.shapes.max_model_len, request.sampling
+        sampling = request.sampling
         if request.request_id in self._known:
             raise BackendError(
                 f"request {request.request_id!r} is already running; request ids must be unique"
             )
         check_request(request, self.engine, stop_strings=self.decode_text is not None)
+
+        seed = sampling.seed
+        if seed is None:
+            seed = int(self._rng.integers(2**32))
+        room = self.engine.shapes.max_model_len - len(request.prompt_ids)
         run = RunningRequest(
             request,
-            max_tokens=min(sampling.max_tokens, limit - len(request.prompt_ids)),
+            max_tokens=min(sampling.max_tokens, room),
             eos_ids=self._eos,
-            seed=(sampling.seed if sampling.seed is not None else int(self._rng.integers(2**32)))
-            % 2**32,
+            seed=seed % 2**32,
             decode_text=self.decode_text,
             multimodal=multimodal,
             grammar=grammar,
             order=(request.priority, next(self._arrivals)),
         )
         if len(run.stop_ids) > MAX_STOP_IDS:
-            name = f"request {request.request_id!r}"
             raise BackendError(
-                f"{name}: at most {MAX_STOP_IDS} stop ids (EOS included), got {len(run.stop_ids)}"
+                f"request {request.request_id!r}: at most {MAX_STOP_IDS} stop ids (EOS included),"
+                f" got {len(run.stop_ids)}"
             )
+
         self._known.add(request.request_id)
         heapq.heappush(self._waiting, (run.order, run))
         if request.session_id is not None:
@@ -155,10 +163,15 @@ class Scheduler:
         return run
 
     def step(self, *, admit: bool = True) -> Progress:
-        """Admit requests (only preempted ones unless ``admit``), decode once, and return the new ids of each."""
+        """Admit requests, decode once, and return the new ids of each request.
+
+        Args:
+            admit: also admit new requests; False admits only preempted ones.
+        """
         begin = time.perf_counter()
         self._admit(new=admit)
         self.counters.prefill_seconds += time.perf_counter() - begin
+
         progress = self._decode() if self.running else []
         self._host.settle()
         self.counters.busy_seconds += time.perf_counter() - begin
@@ -166,15 +179,20 @@ class Scheduler:
 
     def abort(self, request_id: str) -> tuple[RunningRequest, TokenChunk] | None:
         """End a request with what it has; None if it is unknown."""
-        run = self.running.get(request_id)
+        run = self.running.get(request_id) or self._find_waiting(request_id)
         if run is None:
-            run = next((r for _, r in self._waiting if r.request.request_id == request_id), None)
-            if run is None:
-                return None
-            self._waiting = [item for item in self._waiting if item[1] is not run]
+            return None
+        if run.request.request_id not in self.running:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not run]
             heapq.heapify(self._waiting)
         run.stop_reason = StopReason.ABORTED
         return run, self._finish(run, 0)
+
+    def _find_waiting(self, request_id: str) -> RunningRequest | None:
+        for _, run in self._waiting:
+            if run.request.request_id == request_id:
+                return run
+        return None
 
     def set_weights(self, params: EngineParams, version: int) -> None:
         """Serve new weights from the next dispatch on, and drop KV cached under the old ones."""
@@ -183,21 +201,26 @@ class Scheduler:
         self.block_manager.reset()
 
     def sleep(self) -> None:
-        """Free device memory: drop the cache and move the weights to the host. No request may be running."""
-        self._places = jax.tree.map(lambda x: x.sharding, self.params)
+        """Free device memory: drop the cache and move the weights to the host.
+
+        No request may be running.
+        """
+        self._param_shardings = jax.tree.map(lambda x: x.sharding, self.params)
         self.params = self.engine.offload_params(self.params)
         self.cache = NO_CACHE
         self.block_manager.reset()
 
     def wake(self) -> None:
         """Undo :meth:`sleep`; shapes and shardings are unchanged, so nothing is recompiled."""
-        self.params = jax.block_until_ready(jax.device_put(self.params, self._places))
+        self.params = jax.block_until_ready(jax.device_put(self.params, self._param_shardings))
         self.cache = self.engine.init_cache()
 
     def metrics(self) -> BackendMetrics:
-        moved = {"offloaded_pages": self._host.saved, "restored_pages": self._host.restored}
         return BackendMetrics(
-            **vars(self.counters), **moved, recompilations=self.engine.table.recompilations
+            **vars(self.counters),
+            offloaded_pages=self._host.saved,
+            restored_pages=self._host.restored,
+            recompilations=self.engine.table.recompilations,
         )
 
     def health(self) -> Health:
@@ -212,17 +235,24 @@ class Scheduler:
     # --- admission --------------------------------------------------------------------------------
 
     def _admit(self, *, new: bool) -> None:
-        begin, compiling = time.perf_counter(), self.engine.table.compile_seconds
-        plan, before = AdmissionPlan(self.engine.shapes.page), self.counters.prefill_tokens
+        begin = time.perf_counter()
+        compiled_before = self.engine.table.compile_seconds
+        prefilled_before = self.counters.prefill_tokens
+
+        plan = AdmissionPlan(self.engine.shapes.page)
         while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
-            admitted = self._next_admission() if new else self._next_preempted()
-            if admitted is None:
+            admission = self._next_admission() if new else self._next_preempted()
+            if admission is None:
                 break
-            self._start(plan, *admitted)
+            run, allocation = admission
+            self._start(plan, run, allocation)
         self.cache = plan.run(self.engine, self.params, self.cache)
-        if prefilled := self.counters.prefill_tokens - before:
+
+        prefilled = self.counters.prefill_tokens - prefilled_before
+        if prefilled:
+            # Wait for the prefill: its seconds are what patience is measured in.
             jax.block_until_ready(self.cache)
-            compiling = self.engine.table.compile_seconds - compiling
+            compiling = self.engine.table.compile_seconds - compiled_before
             self._patience.add_prefill(prefilled, time.perf_counter() - begin - compiling)
 
     def _next_admission(self) -> tuple[RunningRequest, Allocation] | None:
@@ -233,36 +263,50 @@ class Scheduler:
         """
         first = self._waiting[0][1]
         cost = self._patience.cost(first.order, len(first.context_ids), len(self.running))
-        if (allocation := self._allocate(first, cost)) is not None:
+        allocation = self._allocate(first, cost)
+        if allocation is not None:
             heapq.heappop(self._waiting)
             return first, allocation
-        for order, run in sorted(self._waiting)[1:] if cost else ():
+        if not cost:
+            return None
+
+        first_priority, _ = first.order
+        for order, run in sorted(self._waiting)[1:]:
+            priority, _ = order
             holds_most = self.block_manager.holds_most(run.request.session_id, len(run.context_ids))
-            if (
-                order[0] == first.order[0]
-                and holds_most
-                and (allocation := self._allocate(run, cost)) is not None
-            ):
+            if priority != first_priority or not holds_most:
+                continue
+            allocation = self._allocate(run, cost)
+            if allocation is not None:
                 self._waiting.remove((order, run))
                 heapq.heapify(self._waiting)
                 return run, allocation
         return None
 
     def _next_preempted(self) -> tuple[RunningRequest, Allocation] | None:
-        item = min((item for item in self._waiting if item[1].num_preempted), default=None)
-        if item is None or (allocation := self._allocate(item[1], 0.0)) is None:
+        """Take the first preempted request from the queue, if there is one and it can run."""
+        preempted = [entry for entry in self._waiting if entry[1].num_preempted]
+        if not preempted:
             return None
-        self._waiting.remove(item)
+        first = min(preempted)
+        run = first[1]
+        allocation = self._allocate(run, 0.0)
+        if allocation is None:
+            return None
+        self._waiting.remove(first)
         heapq.heapify(self._waiting)
-        return item[1], allocation
+        return run, allocation
 
     def _allocate(self, run: RunningRequest, recompute_cost: float) -> Allocation | None:
         if run.multimodal is not None:
             run.keys = self._keys(run.multimodal)
-        session, adapter = run.request.session_id, run.request.lora
         allocation = self.block_manager.allocate(
-            run.context_keys, session, adapter, recompute_cost=recompute_cost
+            run.context_keys,
+            run.request.session_id,
+            run.request.lora,
+            recompute_cost=recompute_cost,
         )
+        # Pages that were evicted to the host must be copied before anything overwrites them.
         self._host.save(self.cache, self.block_manager.saved)
         return allocation
 
@@ -270,28 +314,36 @@ class Scheduler:
         """Plan the prefill of a request that got its pages."""
         run.context = allocation.context
         self.running[run.request.request_id] = run
-        new = np.asarray(run.context_ids[allocation.reused : -1], np.int32)
-        restored = (
-            self._host.read([page for page, _ in allocation.restored])
-            if allocation.restored
-            else None
-        )
-        plan.add(allocation, new, run.multimodal, self._adapter_number(run), restored)
+
+        # The first decode step feeds the last id.
+        new_ids = np.asarray(run.context_ids[allocation.reused : -1], np.int32)
+        restored = None
+        if allocation.restored:
+            restored = self._host.read([host_page for host_page, _ in allocation.restored])
+        plan.add(allocation, new_ids, run.multimodal, self._adapter_number(run), restored)
         self.block_manager.append(allocation.context, run.context_keys[allocation.reused : -1])
-        self.counters.prefill_tokens += len(new)
+
+        self.counters.prefill_tokens += len(new_ids)
         if not run.num_preempted:
             run.cached_tokens = allocation.reused
             self.counters.cached_tokens += allocation.reused
 
     def _adapter_number(self, run: RunningRequest) -> int:
-        return 0 if run.request.lora is None else 1 + self.engine.adapters.index(run.request.lora)
+        """Return the number of a request's LoRA adapter from 1 on, or 0 for the base model."""
+        if run.request.lora is None:
+            return 0
+        return 1 + self.engine.adapters.index(run.request.lora)
 
     def _make_room(self, steps: Callable[[RunningRequest], int]) -> None:
-        """Allocate pages for a dispatch, first requests first; preempt the last ones if there are too few."""
+        """Allocate pages for a dispatch, first requests first; preempt the last ones if needed.
+
+        Args:
+            steps: how many ids each request may gain.
+        """
         for run in sorted(self.running.values(), key=lambda run: run.order):
-            while run.context is not None and not self.block_manager.grow(
-                run.context, min(steps(run), run.remaining)
-            ):
+            while run.context is not None:  # it may itself be the one that is preempted
+                if self.block_manager.grow(run.context, min(steps(run), run.remaining)):
+                    break
                 self._preempt(max(self.running.values(), key=lambda run: run.order))
         self._host.save(self.cache, self.block_manager.saved)
 
@@ -306,7 +358,10 @@ class Scheduler:
         heapq.heappush(self._waiting, (run.order, run))
 
     def _keys(self, multimodal: MultimodalContext) -> np.ndarray:
-        """Return the keys of a prompt with images; a number is never reused while pages may hold it."""
+        """Return the keys of a prompt with images.
+
+        A key is never reused while pages may hold it.
+        """
         if self._image_keys.count > MAX_IMAGE_KEYS:
             self.block_manager.reset()
             self._image_keys = ImageKeys()
@@ -315,20 +370,28 @@ class Scheduler:
     # --- decoding ---------------------------------------------------------------------------------
 
     def _decode(self) -> Progress:
+        # A grammar's mask is valid for one id.
         constrained = any(run.grammar for run in self.running.values())
         steps = 1 if constrained else self.engine.shapes.decode_steps
         if self.speculation is None:
             return self._dispatch(steps, None)
+
         drafts = self.speculation.choose(list(self.running.values()))
         progress = self._dispatch(min(steps, self.speculation.steps), drafts)
-        self.speculation.measure(
-            [len(news.token_ids) for _, news in progress if isinstance(news, TokenChunk)]
-        )
+        counts = []
+        for _, event in progress:
+            if isinstance(event, TokenChunk):
+                counts.append(len(event.token_ids))
+        self.speculation.measure(counts)
         return progress
 
     def _dispatch(self, steps: int, drafts: Mapping[RunningRequest, list[int]] | None) -> Progress:
         """Verify drafts or, without them, run decode steps; return what was sampled."""
-        self._make_room(lambda run: steps if drafts is None else 1 + len(drafts[run]))
+        if drafts is None:
+            self._make_room(lambda run: steps)
+        else:
+            self._make_room(lambda run: 1 + len(drafts[run]))
+
         runs = list(self.running.values())
         slots = self._slots(runs)
         if drafts is None:
@@ -337,63 +400,74 @@ class Scheduler:
             )
             steps = int((sampled.ids >= 0).any(axis=1).sum())
         else:
-            own, steps = [drafts[run] for run in runs], 1
-            self.cache, sampled = self.engine.verify(self.params, self.cache, slots, own)
+            slot_drafts = [drafts[run] for run in runs]
+            self.cache, sampled = self.engine.verify(self.params, self.cache, slots, slot_drafts)
+            steps = 1
         self.counters.slot_steps += self.engine.width(len(runs)) * steps
-        taken = ((run, self._take(run, *sampled.of_slot(slot))) for slot, run in enumerate(runs))
-        return [(run, news) for run, news in taken if news is not None]
+
+        progress: Progress = []
+        for slot, run in enumerate(runs):
+            event = self._accept(run, *sampled.of_slot(slot))
+            if event is not None:
+                progress.append((run, event))
+        return progress
 
     def _slots(self, runs: Sequence[RunningRequest]) -> DecodeBatch:
-        """Return a slot for each of some running requests."""
+        """Return a slot for each of the running requests."""
+        shapes = self.engine.shapes
         pages = [self.block_manager.pages(run.context) for run in runs if run.context is not None]
-        slots = slots_of(
-            runs, pages, self.engine.shapes.context_pages, self.engine.config.vocab_size
-        )
+        slots = slots_of(runs, pages, shapes.context_pages, self.engine.config.vocab_size)
         if self.engine.adapters:
-            slots = replace(
-                slots, adapter=np.array([self._adapter_number(run) for run in runs], np.int32)
-            )
+            numbers = [self._adapter_number(run) for run in runs]
+            slots = replace(slots, adapter=np.array(numbers, np.int32))
         return slots
 
     def _exit_after(self, running: int) -> int:
         """Return how many finished slots end a dispatch early.
 
-        One if requests wait; otherwise a quarter, whose agents soon send their next turn, or as
-        many as let the rest run in a program of fewer slots.
+        One if requests wait. Otherwise a quarter, whose agents soon send their next turn, or as
+        many as let the others run in a program of fewer slots.
         """
         if self._waiting:
             return 1
-        fewer = max((w for w in self.engine.shapes.slot_buckets if w < running), default=0)
-        return max(1, min(running - fewer, running // 4))
+        narrower = max((w for w in self.engine.shapes.slot_buckets if w < running), default=0)
+        return max(1, min(running - narrower, running // 4))
 
-    def _take(
+    def _accept(
         self,
         run: RunningRequest,
         ids: np.ndarray,
         log_probs: np.ndarray,
-        kept: np.ndarray | None = None,
+        support_bits: np.ndarray | None = None,
     ) -> TokenChunk | BackendError | None:
-        """Append one slot's output to its request, which a stop string may end earlier."""
-        ran = ids >= 0
-        last = run.last_id
-        taken = run.accept(
-            ids[ran], log_probs[ran], self.version, None if kept is None else kept[ran]
-        )
-        if not taken:
+        """Append one slot's output to its request, which a stop string may end earlier.
+
+        Args:
+            run: the request.
+            ids: int32 [S], -1 where the slot did not run.
+            log_probs: float32 [S].
+            support_bits: see :meth:`Sampled.of_slot`.
+        """
+        was_sampled = ids >= 0
+        if support_bits is not None:
+            support_bits = support_bits[was_sampled]
+        last_id = run.last_id
+        accepted = run.accept(ids[was_sampled], log_probs[was_sampled], self.version, support_bits)
+        if not accepted:
             return None
+
         assert run.context is not None  # it ran
-        # The dispatch fed the last id and all but the newest of the new ones: their KV is cached
-        # now.
-        self.block_manager.append(run.context, [last, *run.token_ids[-taken:-1]])
-        self.counters.generated_tokens += taken
+        # The dispatch fed the last id and all but the newest of the new ones: they are cached now.
+        self.block_manager.append(run.context, [last_id, *run.token_ids[-accepted:-1]])
+        self.counters.generated_tokens += accepted
         if self.speculation is not None:
-            self.speculation.took(run, taken)
+            self.speculation.observe(run, accepted)
+
         if run.stop_reason is None:
-            return self._chunk(run, taken)
-        chunk = self._finish(run, taken)
-        if (
-            run.grammar is not None and run.grammar.error
-        ):  # the ids that end it were then the only ones allowed
+            return self._chunk(run, accepted)
+        chunk = self._finish(run, accepted)
+        # A grammar that failed allows nothing but the ids that end the output.
+        if run.grammar is not None and run.grammar.error:
             return BackendError(
                 f"request {run.request.request_id!r}: its grammar failed: {run.grammar.error}"
             )
@@ -415,27 +489,38 @@ class Scheduler:
         request = run.request
         if run.context is not None:
             run.routed = self._read_routed(run, run.context)
-            context = [*run.keys_to_ids(self.block_manager.ids(run.context)).tolist(), run.last_id]
+            cached_keys = self.block_manager.ids(run.context)
+            context_ids = [*run.keys_to_ids(cached_keys).tolist(), run.last_id]
             self.block_manager.free(run.context, session_ends=request.session_ends)
         else:
-            context = run.context_ids
+            context_ids = run.context_ids
+
         if request.session_id is not None:
-            ended = request.session_ends or run.stop_reason is StopReason.ABORTED
-            (self.return_times.forget if ended else self.return_times.leave)(request.session_id)
+            if request.session_ends or run.stop_reason is StopReason.ABORTED:
+                self.return_times.forget(request.session_id)
+            else:
+                self.return_times.leave(request.session_id)
+
         self.running.pop(request.request_id, None)
         self._known.discard(request.request_id)
         self.counters.requests_finished += 1
-        return self._chunk(run, new, run.output(context))
+        return self._chunk(run, new, run.output(context_ids))
 
     def _read_routed(self, run: RunningRequest, context: int) -> RoutedExperts | None:
-        """Return the experts of the positions that were asked for and fed; None without experts, or such positions."""
+        """Return the experts of the positions that were asked for and fed.
+
+        None without experts, or without such positions.
+        """
         start = run.routed.end if run.routed else run.request.routed_experts_prompt_start
-        end, size = self.block_manager.count(context), self.block_manager.size
+        end = self.block_manager.count(context)
         if self.engine.config.experts is None or start >= end:
             return run.routed
-        first = start // size
-        pages = self.block_manager.pages(context)[first : -(-end // size)]
-        chosen = self.engine.read_routed(self.cache, pages)[
-            start - first * size : end - first * size
-        ]
-        return join_routed(run.routed, RoutedExperts.of(start, chosen))
+
+        size = self.block_manager.size
+        first_page = start // size
+        end_page = -(-end // size)
+        pages = self.block_manager.pages(context)[first_page:end_page]
+        experts = self.engine.read_routed(self.cache, pages)
+        begin = first_page * size  # position of the first row
+        new = RoutedExperts.of(start, experts[start - begin : end - begin])
+        return join_routed(run.routed, new)
