@@ -66,7 +66,6 @@ class JaxEngine(VerifyingEngine):
     """The engine of the module docstring. Not thread-safe.
 
     Args:
-        config: the model.
         shapes: static shapes to compile for.
         dtype: of weights, activations and cache.
         kv_dtype: of keys and values instead: ``int8`` or ``fp8``.
@@ -109,26 +108,36 @@ class JaxEngine(VerifyingEngine):
         self.config = engine_config(config, self.mesh)
         self.shapes = shapes
         self.table = programs.ProgramTable() if table is None else table
-        self.dtype, self.kv_dtype = dtype, DTYPES[kv_dtype] if kv_dtype else dtype
+        self.dtype = dtype
+        self.kv_dtype = DTYPES[kv_dtype] if kv_dtype else dtype
         self.replicated = replicated(self.mesh)
         self.cache_sharding = cache_sharding(self.config, self.mesh)
         self.split = self.mesh if self.mesh.size > 1 else None
-        platform = self.mesh.devices.flat[0].platform
-        self._platform, self._quantize = platform, quantize
-        if self._suits_cpu_kernels():  # build them while weights load and prefill programs compile
+        self._platform = self.mesh.devices.flat[0].platform
+        self._quantize = quantize
+        self._compile_ahead = self._platform != "cpu" if compile_ahead is None else compile_ahead
+
+        if self._suits_cpu_kernels():
+            # Build them while weights load and prefill programs compile.
             threading.Thread(
                 target=cpu_kernels.kernels_digest, name="cpu-kernels", daemon=True
             ).start()
-        self._compile_ahead = platform != "cpu" if compile_ahead is None else compile_ahead
-        eight_bits, whole = (
-            quantize and DTYPES[quantize],
-            replica.group.mesh if replica else self.mesh,
+
+        loader = WeightLoader(
+            config,
+            self.config,
+            self.mesh if replica is None else replica.group.mesh,
+            dtype=dtype,
+            quantize=None if quantize is None else DTYPES[quantize],
+            call=self.table.call,
         )
-        load = WeightLoader(
-            config, self.config, whole, dtype=dtype, quantize=eight_bits, call=self.table.call
-        )
-        self._load = functools.partial(replica.load, load) if replica else load
-        self.offload_params = replica.offload if replica else to_host
+        if replica is None:
+            self._load = loader
+            self.offload_params = to_host
+        else:
+            self._load = functools.partial(replica.load, loader)
+            self.offload_params = replica.offload
+
         self.adapters = tuple(adapters or ())
         self._stacks: AdapterStacks | None = None
         if adapters:
@@ -142,7 +151,9 @@ class JaxEngine(VerifyingEngine):
         self._stacks = replace_adapters(self.config, self._stacks, self.adapters, adapters)
 
     def load_params(self, params: Params, old: EngineParams | None = None) -> EngineParams:
-        """Copy the learner's parameter tree into the engine's layout and precision, see :class:`WeightLoader`.
+        """Copy the learner's parameter tree into the engine's layout and precision.
+
+        See :class:`WeightLoader`.
 
         Args:
             params: the learner's tree.
@@ -156,10 +167,10 @@ class JaxEngine(VerifyingEngine):
 
     def empty_cache(self, pages: int) -> KVCache:
         """Return an empty cache of as many pages, and the null page."""
-        make = functools.partial(
+        program = functools.partial(
             empty_cache, self.config, 1 + pages, self.shapes.page, self.kv_dtype
         )
-        return self._call(("empty", pages), make, (), out=self.cache_sharding)
+        return self._call(("empty", pages), program, (), out=self.cache_sharding)
 
     def _call(
         self,
@@ -182,59 +193,73 @@ class JaxEngine(VerifyingEngine):
     ) -> KVCache:
         """Prefill ids into pages, those of each context in order."""
         waiting = [extension for extension in extensions if len(extension.ids)]
-        extend = self._extend_columns if self._prefills_columns else self._extend_chunks
-        return extend(params, cache, waiting) if waiting else cache
+        if not waiting:
+            return cache
+        if self._prefills_columns:
+            return self._extend_columns(params, cache, waiting)
+        return self._extend_chunks(params, cache, waiting)
 
     def _extend_chunks(
         self, params: EngineParams, cache: KVCache, waiting: Sequence[Extension]
     ) -> KVCache:
-        """Prefill in as many bucketed chunks as it takes; chunks of a size run several at a time."""
+        """Prefill in as many bucketed chunks as it takes; chunks of a size run together."""
         while waiting:
             by_size: dict[int, list[Extension]] = {}
             for extension in waiting:
-                by_size.setdefault(
-                    bucket(self.shapes.chunk_buckets, len(extension.ids)), []
-                ).append(extension)
-            for size, same in by_size.items():
-                same.sort(key=lambda extension: extension.start)  # similar spans together
-                for rows in batches_of(same):
-                    cache = self._prefill_chunks(params, cache, rows, size)
-            waiting = [
-                rest
-                for size, same in by_size.items()
-                for e in same
-                if len((rest := e.after(size)).ids)
-            ]
+                size = bucket(self.shapes.chunk_buckets, len(extension.ids))
+                by_size.setdefault(size, []).append(extension)
+
+            remaining = []
+            for size, extensions in by_size.items():
+                # Similar spans run together.
+                extensions.sort(key=lambda extension: extension.start)
+                for batch in batches_of(extensions):
+                    cache = self._prefill_chunks(params, cache, batch, size)
+                for extension in extensions:
+                    following = extension.after(size)
+                    if len(following.ids):
+                        remaining.append(following)
+            waiting = remaining
         return cache
 
     def _prefill_chunks(
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension], size: int
     ) -> KVCache:
         """Prefill one chunk of up to ``size`` ids for each of up to PREFILL_ROWS contexts."""
-        rows, page = 1 if len(extensions) == 1 else PREFILL_ROWS, self.shapes.page
+        page = self.shapes.page
+        rows = 1 if len(extensions) == 1 else PREFILL_ROWS
         span = bucket(self.shapes.prefill_spans, max(e.start for e in extensions))
-        tokens, starts = np.zeros((rows, size), np.int32), np.zeros(rows, np.int32)
-        before = np.full((rows, span // page), NULL_PAGE, np.int32)
-        into = np.full((rows, count_pages(size, page)), NULL_PAGE, np.int32)
-        for i, extension in enumerate(extensions):
-            tokens[i, : len(extension.ids[:size])] = extension.ids[:size]
-            starts[i] = extension.start
-            for table, first in ((before, 0), (into, extension.start // page)):
-                own = extension.pages[first : first + table.shape[1]]
-                table[i, : len(own)] = own
-        program = functools.partial(programs.compute_chunks, self.config, self.split)
+        tokens = np.zeros((rows, size), np.int32)
+        starts = np.zeros(rows, np.int32)
+        context_pages = np.full((rows, span // page), NULL_PAGE, np.int32)
+        chunk_pages = np.full((rows, count_pages(size, page)), NULL_PAGE, np.int32)
+        for row, extension in enumerate(extensions):
+            chunk = extension.ids[:size]
+            tokens[row, : len(chunk)] = chunk
+            starts[row] = extension.start
+            _fill_row(context_pages[row], extension.pages)
+            _fill_row(chunk_pages[row], extension.pages[extension.start // page :])
+
         images = self._image_inputs(extensions, rows, size)
         adapter = None
         if self._stacks is not None:
             adapter = np.zeros(rows, np.int32)
             adapter[: len(extensions)] = [extension.adapter for extension in extensions]
-        inputs = (params, cache, tokens, starts, before, into, images, self._stacks, adapter)
-        sharding = self.cache_sharding
-        new = self._call(
-            ("chunks", cache.count, rows, size, span), program, (), *inputs, out=sharding
+
+        chunks = self._call(
+            ("chunks", cache.count, rows, size, span),
+            functools.partial(programs.compute_chunks, self.config, self.split),
+            (),
+            *(params, cache, tokens, starts, context_pages, chunk_pages, images),
+            *(self._stacks, adapter),
+            out=self.cache_sharding,
         )
         return self._call(
-            ("write", cache.count, rows, size), write_pages, (0,), cache, new, into, out=sharding
+            ("write", cache.count, rows, size),
+            write_pages,
+            (0,),
+            *(cache, chunks, chunk_pages),
+            out=self.cache_sharding,
         )
 
     def _image_inputs(
@@ -245,54 +270,59 @@ class JaxEngine(VerifyingEngine):
 
     def copy_page(self, cache: KVCache, source: int, target: int) -> KVCache:
         """Copy one page over another, on the device."""
-        place = np.array([source, target], np.int32)
+        source_and_target = np.array([source, target], np.int32)
         return self._call(
-            ("copy", cache.count), copy_page, (0,), cache, place, out=self.cache_sharding
+            ("copy", cache.count),
+            copy_page,
+            (0,),
+            *(cache, source_and_target),
+            out=self.cache_sharding,
         )
 
     def read_routed(self, cache: KVCache, pages: Sequence[int]) -> np.ndarray:
-        """Return the experts chosen at the positions of some pages of a context, unsigned [positions, L, k]."""
+        """Return the experts chosen at the positions of a context's pages, [positions, L, k].
+
+        Their numbers are unsigned.
+        """
         size = self.shapes.page
         padded = _padded(pages, bucket(self.shapes.span_buckets, len(pages) * size) // size)
         key = ("routed", cache.count, len(padded))
-        chosen = self._call(key, programs.read_routed, (), cache, padded, out=self.replicated)
-        return np.asarray(chosen)[: len(pages) * size]
+        experts = self._call(key, programs.read_routed, (), cache, padded, out=self.replicated)
+        return np.asarray(experts)[: len(pages) * size]
 
     def get_pages(self, cache: KVCache, pages: Sequence[int]) -> KVCache:
         """Return copies of pages on the device, and of the null page up to a bucket."""
         padded = _padded(pages, bucket(MOVED_TOGETHER, len(pages)))
-        key, out = ("get", cache.count, len(padded)), self.cache_sharding
-        return self._call(key, get_pages, (), cache, padded, out=out)
+        key = ("get", cache.count, len(padded))
+        return self._call(key, get_pages, (), cache, padded, out=self.cache_sharding)
 
     def put_pages(self, cache: KVCache, content: KVCache, pages: Sequence[int]) -> KVCache:
         """Overwrite pages with ``content`` from the host; ``cache`` is donated."""
-        most = MOVED_TOGETHER[-1]
-        for i in range(0, len(pages), most):
-            some = pages[i : i + most]
-            padded = _padded(some, bucket(MOVED_TOGETHER, len(some)))
-            index = np.minimum(
-                i + np.arange(len(padded)), len(pages) - 1
-            )  # what goes to the null page is dropped
-            own = jax.device_put(
-                jax.tree.map(lambda x, index=index: x[index], content), self.cache_sharding
-            )
-            cache = self.overwrite_pages(cache, own, padded)
+        batch_size = MOVED_TOGETHER[-1]
+        for i in range(0, len(pages), batch_size):
+            batch = pages[i : i + batch_size]
+            padded = _padded(batch, bucket(MOVED_TOGETHER, len(batch)))
+            # Padding repeats the last page's content; what goes to the null page is dropped.
+            index = np.minimum(i + np.arange(len(padded)), len(pages) - 1)
+            batch_content = jax.tree.map(lambda x, index=index: x[index], content)
+            batch_content = jax.device_put(batch_content, self.cache_sharding)
+            cache = self.overwrite_pages(cache, batch_content, padded)
         return cache
 
     def overwrite_pages(self, cache: KVCache, content: KVCache, pages: np.ndarray) -> KVCache:
-        """Overwrite pages int32 [n] with ``content`` of as many on the device; ``cache`` is donated."""
-        key, out = ("put", cache.count, len(pages)), self.cache_sharding
-        return self._call(key, write_pages, (0,), cache, content, pages[:, None], out=out)
+        """Overwrite pages int32 [n] with as many on the device; ``cache`` is donated."""
+        key = ("put", cache.count, len(pages))
+        rows = pages[:, None]
+        return self._call(key, write_pages, (0,), cache, content, rows, out=self.cache_sharding)
 
     # --- decoding ---------------------------------------------------------------------------------
 
     def _suits_cpu_kernels(self) -> bool:
-        """Whether ``jetstream.cpu_kernels`` compute what this engine does: in float32, on one CPU."""
-        whole = (
-            self._quantize is None
-            and jnp.dtype(self.dtype) == jnp.dtype(self.kv_dtype) == jnp.float32
-        )
-        return self._platform == "cpu" and self.split is None and whole
+        """Whether ``jetstream.cpu_kernels`` can compute for this engine: in float32, on one CPU."""
+        if self._platform != "cpu" or self.split is not None or self._quantize is not None:
+            return False
+        dtypes = {jnp.dtype(self.dtype), jnp.dtype(self.kv_dtype)}
+        return dtypes == {jnp.dtype(jnp.float32)}
 
     @functools.cached_property
     def kernels(self) -> programs.Kernels:
@@ -309,42 +339,40 @@ class JaxEngine(VerifyingEngine):
         """Run up to ``steps`` decode steps.
 
         Args:
-            params: weights.
             cache: donated.
             slots: numpy arrays of up to ``max_concurrent_decodes`` slots, with pages for the
                 longest context; padded to a bucket here.
             steps: at most ``shapes.decode_steps`` are run; 1 with grammars.
             exit_after: return early once this many slots have finished.
         """
-        count, slots = len(slots.tokens), self._completed(slots)
+        count = len(slots.tokens)
+        slots = self._completed(slots)
         width = self.width(count)
         span = bucket(self._decode_spans, int(slots.positions.max()) + steps)
         # Programs for restricted slots are compiled when the first ones come: most runs have none.
         kind = _decode_kind(slots.truncation is not None, slots.allowed is not None)
-        most = self.shapes.decode_steps if slots.allowed is None else 1
-        steps = min(steps, most)
-        program = programs.decode_program(self.config, most, self.split, self.kernels)
-        limits = np.array([steps, exit_after], np.int32)
+        max_steps = self.shapes.decode_steps if slots.allowed is None else 1
+        program = programs.decode_program(self.config, max_steps, self.split, self.kernels)
+        limits = np.array([min(steps, max_steps), exit_after], np.int32)
 
         def call_of(width: int, span: int) -> tuple[tuple, tuple]:
-            """Return a program's key and arguments, cut to its shape: the next program needs only shapes."""
-            own = jax.tree.map(
-                lambda x: x[:width],
-                replace(slots, pages=slots.pages[:, : span // self.shapes.page]),
-            )
-            padded = pad_decode_batch(own, max(0, width - count))
-            return (kind, cache.count, width, span), (
-                params,
-                cache,
-                padded,
-                limits,
-                None,
-                self._stacks,
-            )
+            """Return the key and the arguments of the program of a shape.
+
+            Slots are cut to the shape: the program compiled ahead needs only shapes.
+            """
+            fitting = replace(slots, pages=slots.pages[:, : span // self.shapes.page])
+            fitting = jax.tree.map(lambda x: x[:width], fitting)
+            padded = pad_decode_batch(fitting, max(0, width - count))
+            key = (kind, cache.count, width, span)
+            return key, (params, cache, padded, limits, None, self._stacks)
 
         def next_call() -> programs.NextCall:
-            shape = None if self._compile_ahead else self._next_decode_shape(width, span)
-            return shape and call_of(*shape)
+            if self._compile_ahead:  # it was compiled already
+                return None
+            shape = self._next_decode_shape(width, span)
+            if shape is None:
+                return None
+            return call_of(*shape)
 
         key, arguments = call_of(width, span)
         shardings = (self.cache_sharding, self.replicated)
@@ -362,111 +390,144 @@ class JaxEngine(VerifyingEngine):
         return bucket(self.shapes.slot_buckets, count)
 
     def _next_decode_shape(self, width: int, span: int) -> tuple[int, int] | None:
-        """Return the decode program likely to be needed next: contexts grow, then slots fall idle."""
-        longer = [s for s in self._decode_spans if s > span]
-        fewer = [w for w in self.shapes.slot_buckets if w < width]
-        return (width, longer[0]) if longer else (fewer[-1], span) if fewer else None
+        """Return the shape likely to be needed next: contexts grow, then slots fall idle."""
+        for longer in self._decode_spans:
+            if longer > span:
+                return width, longer
+        narrower = [w for w in self.shapes.slot_buckets if w < width]
+        if narrower:
+            return narrower[-1], span
+        return None
 
     # --- compilation ------------------------------------------------------------------------------
 
     @property
     def _decode_spans(self) -> tuple[int, ...]:
-        """Context lengths that decode programs are compiled for. Kernels for CPUs read what there is."""
-        return self.shapes.span_buckets[-1:] if self._by_column else self.shapes.span_buckets
+        """Context lengths that decode programs are compiled for."""
+        if self._by_column:  # kernels for CPUs read only the positions there are
+            return self.shapes.span_buckets[-1:]
+        return self.shapes.span_buckets
 
-    def _program_shapes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """Return (slots, positions) of decode programs, and (rows, ids, positions) of those that prefill chunks."""
+    def _decode_shapes(self) -> list[tuple[int, int]]:
+        """Return the shapes of decode programs: (slots, positions)."""
+        return list(itertools.product(self.shapes.slot_buckets, self._decode_spans))
+
+    def _chunk_shapes(self) -> list[tuple[int, int, int]]:
+        """Return the shapes of programs that prefill chunks: (rows, ids, positions)."""
+        if self._prefills_columns:
+            return []
         shapes = self.shapes
-        rows = [count for count in (1, PREFILL_ROWS) if not self._prefills_columns]
-        chunks = list(itertools.product(rows, shapes.chunk_buckets, shapes.prefill_spans))
-        return list(itertools.product(shapes.slot_buckets, self._decode_spans)), chunks
+        rows = (1, PREFILL_ROWS)
+        return list(itertools.product(rows, shapes.chunk_buckets, shapes.prefill_spans))
 
     def program_keys(self) -> set[tuple]:
         """Return the keys of all programs the shapes allow, but for restricted slots."""
-        decode, prefill = self._program_shapes()
         count = 1 + self.shapes.pages
-        keys = {("copy", count)} | {("decode", count, *shape) for shape in decode}
+        keys: set[tuple] = {("copy", count)}
+        for width, span in self._decode_shapes():
+            keys.add(("decode", count, width, span))
+        for rows, size, span in self._chunk_shapes():
+            keys.add(("chunks", count, rows, size, span))
+            keys.add(("write", count, rows, size))
         if self.config.experts is not None:
-            keys |= {
-                ("routed", count, span // self.shapes.page) for span in self.shapes.span_buckets
-            }
+            for span in self.shapes.span_buckets:
+                keys.add(("routed", count, span // self.shapes.page))
         if self.shapes.kv_offloading_bytes:
-            keys |= {(name, count, moved) for name in ("get", "put") for moved in MOVED_TOGETHER}
-        keys |= self._column_keys() | self._verification_keys()
-        return keys | {
-            key
-            for r, t, s in prefill
-            for key in (("chunks", count, r, t, s), ("write", count, r, t))
-        }
+            for moved in MOVED_TOGETHER:
+                keys.add(("get", count, moved))
+                keys.add(("put", count, moved))
+        return keys | self._column_keys() | self._verification_keys()
 
     def _restricted_keys(self) -> set[tuple]:
         """Return the keys of the programs for restricted slots."""
-        kinds = [
-            _decode_kind(*which)
-            for which in itertools.product((False, True), repeat=2)
-            if any(which)
-        ]
-        shapes = itertools.product(kinds, self._program_shapes()[0])
-        return {(kind, 1 + self.shapes.pages, *shape) for kind, shape in shapes}
+        count = 1 + self.shapes.pages
+        keys: set[tuple] = set()
+        for truncated, constrained in ((False, True), (True, False), (True, True)):
+            kind = _decode_kind(truncated, constrained)
+            for width, span in self._decode_shapes():
+                keys.add((kind, count, width, span))
+        return keys
 
     def warm_up(
         self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line
     ) -> KVCache:
-        """Compile and run every program the shapes allow, but for restricted slots, if ``compile_ahead``.
+        """Compile and run every program the shapes allow, if ``compile_ahead``.
 
-        Any other program compiled from here on counts as a recompilation.
+        Programs for restricted slots are left out. Any other program compiled from here on counts
+        as a recompilation.
 
         Args:
-            params: weights.
             cache: donated.
             print_line: called with a line of progress before each program, and with a summary.
         """
         if not self._compile_ahead:
             self.table.end_warm_up(later=self.program_keys() | self._restricted_keys())
             return cache
-        decode, prefill = self._program_shapes()
-        columns, steps = self._column_widths, self.shapes.decode_steps
-        total, number = len(decode) + len(prefill) + len(columns), itertools.count(1)
-        for width, span in decode:
+
+        decode_shapes = self._decode_shapes()
+        chunk_shapes = self._chunk_shapes()
+        column_widths = self._column_widths
+        total = len(decode_shapes) + len(chunk_shapes) + len(column_widths)
+        number = itertools.count(1)
+
+        steps = self.shapes.decode_steps
+        for width, span in decode_shapes:
             print_line(
                 f"compiling decode {width} slots of {span} positions ({next(number)} of {total})"
             )
             slots = make_decode_batch(width, self.shapes.context_pages, span - steps)
             cache, _ = self.decode(params, cache, slots, steps, 1)
-        for rows, size, span in prefill:
+
+        for rows, size, span in chunk_shapes:
             print_line(
                 f"compiling prefill {rows} x {size} of {span} positions ({next(number)} of {total})"
             )
             unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
             cache = self._prefill_chunks(params, cache, [unused] * rows, size)
-        for width in columns:
+
+        for width in column_widths:
             print_line(f"compiling prefill of {width} ids ({next(number)} of {total})")
             cache = self._warm_up_columns(params, cache, width)
+
         if self.shapes.num_speculative_tokens:
             print_line("compiling verifications of drafts")
             cache = self._warm_up_verification(params, cache)
         return self._end_warm_up(cache, print_line)
 
     def _end_warm_up(self, cache: KVCache, print_line: PrintLine) -> KVCache:
+        """Compile and run the programs that move pages or read experts, and end the warm-up."""
         cache = self.copy_page(cache, NULL_PAGE, NULL_PAGE)
         if self.config.experts is not None:
             for span in self.shapes.span_buckets:
                 self.read_routed(cache, [NULL_PAGE] * (span // self.shapes.page))
-        for count in MOVED_TOGETHER if self.shapes.kv_offloading_bytes else ():
-            unused = [NULL_PAGE] * count
-            cache = self.put_pages(
-                cache, jax.tree.map(np.asarray, self.get_pages(cache, unused)), unused
-            )
+        if self.shapes.kv_offloading_bytes:
+            for count in MOVED_TOGETHER:
+                unused = [NULL_PAGE] * count
+                content = jax.tree.map(np.asarray, self.get_pages(cache, unused))
+                cache = self.put_pages(cache, content, unused)
         self.table.end_warm_up(later=self._restricted_keys())
         print_line(self.table.summary())
         return cache
 
 
+def _fill_row(row: np.ndarray, pages: Sequence[int]) -> None:
+    """Write as many pages to the beginning of a row as it has room for."""
+    fitting = pages[: len(row)]
+    row[: len(fitting)] = fitting
+
+
 def _padded(pages: Sequence[int], count: int) -> np.ndarray:
     """Append null pages up to a count."""
-    return np.array([*pages, *[NULL_PAGE] * (count - len(pages))], np.int32)
+    padded = np.full(count, NULL_PAGE, np.int32)
+    padded[: len(pages)] = pages
+    return padded
 
 
 def _decode_kind(truncated: bool, constrained: bool) -> str:
-    """Name the decode program of a batch by what restricts its slots: top-p and the like, grammars."""
-    return "decode" + " truncated" * truncated + " constrained" * constrained
+    """Name the decode program of a batch by what restricts its slots: top-p and such, grammars."""
+    kind = "decode"
+    if truncated:
+        kind += " truncated"
+    if constrained:
+        kind += " constrained"
+    return kind
