@@ -1,7 +1,8 @@
-"""The JAX engine behind JetStream's abstract ``Engine``, which its own Driver calls: one request, one greedy step.
+"""The JAX engine behind JetStream's abstract ``Engine``, which JetStream's own Driver calls.
 
-The slots of a decode state have as many pages as the longest context, side by side. Nothing else of
-the package needs google-jetstream.
+The Driver prefills one request at a time and decodes one greedy step at a time. The slots of a
+decode state have as many pages as the longest context, side by side. Nothing else of the package
+needs google-jetstream.
 
 JetStream 0.2.2 is imported without its TensorFlow dependency. ``jetstream.engine.token_utils``
 imports ``seqio`` (and through it TensorFlow, 3 GB) only for a tokenizer class that an id-in, id-out
@@ -118,32 +119,35 @@ class DriverEngine(engine_api.Engine):
         true_length: int,
     ) -> EnginePrefix:
         """Prefill a context; with ``existing_prefix`` the tokens continue it."""
+        shapes = self._engine.shapes
         ids = np.asarray(padded_tokens)[:true_length].astype(np.int32)
         if existing_prefix is None:
             start = 0
-            cache = self._engine.empty_cache(self._engine.shapes.context_pages)
+            cache = self._engine.empty_cache(shapes.context_pages)
         else:
             start = int(existing_prefix.length)
             cache = jax.tree.map(jnp.copy, existing_prefix.cache)
             ids = np.concatenate([np.asarray(existing_prefix.last_token)[None], ids])
-        if start + len(ids) > self._engine.shapes.max_model_len:
-            raise ValueError(
-                f"{start + len(ids)} ids do not fit"
-                f" max_model_len={self._engine.shapes.max_model_len}"
-            )
-        cache = self._engine.extend(
-            params, cache, [Extension(self._engine.shapes.pages_of_slot(0), start, ids[:-1])]
-        )
-        return EnginePrefix(
-            cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(start + len(ids) - 1)
-        )
+
+        end = start + len(ids)
+        if end > shapes.max_model_len:
+            raise ValueError(f"{end} ids do not fit max_model_len={shapes.max_model_len}")
+
+        # The last id is not prefilled: the first decode step feeds it.
+        extension = Extension(shapes.pages_of_slot(0), start, ids[:-1])
+        cache = self._engine.extend(params, cache, [extension])
+        return EnginePrefix(cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(end - 1))
 
     def init_decode_state(self) -> DecodeState:
         """Return a state of ``max_concurrent_decodes`` empty slots."""
         slots = self.max_concurrent_decodes
         cache = self._engine.empty_cache(slots * self._engine.shapes.context_pages)
-        tokens, positions, generated = (jnp.zeros(slots, jnp.int32) for _ in range(3))
-        return DecodeState(cache=cache, tokens=tokens, positions=positions, generated=generated)
+        return DecodeState(
+            cache=cache,
+            tokens=jnp.zeros(slots, jnp.int32),
+            positions=jnp.zeros(slots, jnp.int32),
+            generated=jnp.zeros(slots, jnp.int32),
+        )
 
     def insert(self, prefix: EnginePrefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Put a prefilled context into a slot."""
@@ -160,13 +164,12 @@ class DriverEngine(engine_api.Engine):
 
     @functools.cached_property
     def _generate_step(self) -> Any:
-        slots, length = self.max_concurrent_decodes, self._engine.shapes.cache_length
+        shapes = self._engine.shapes
+        slots = self.max_concurrent_decodes
         step_once = programs.decode_program(
             self._engine.config, 1, self._engine.split, self._engine.kernels
         )
-        pages = np.array(
-            [self._engine.shapes.pages_of_slot(slot) for slot in range(slots)], np.int32
-        )
+        pages = np.array([shapes.pages_of_slot(slot) for slot in range(slots)], np.int32)
 
         def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
             batch = DecodeBatch(
@@ -180,20 +183,19 @@ class DriverEngine(engine_api.Engine):
             )
             limits = jnp.array([1, slots + 1], jnp.int32)
             cache, out = step_once(params, state.cache, batch, limits)
-            ids, bits = out[0, 0], out[1, 0]
+            ids = out[0, 0]
+            log_prob_bits = out[1, 0]
             # JetStream's Driver keeps stepping idle slots: hold them inside their pages.
-            positions = jnp.minimum(state.positions + 1, length - 1)
+            positions = jnp.minimum(state.positions + 1, shapes.cache_length - 1)
             generated = state.generated + 1
-            data = jnp.stack([ids, jnp.ones_like(ids), generated, bits], axis=1)
-            return (
-                DecodeState(cache=cache, tokens=ids, positions=positions, generated=generated),
-                data,
-            )
+            data = jnp.stack([ids, jnp.ones_like(ids), generated, log_prob_bits], axis=1)
+            state = DecodeState(cache=cache, tokens=ids, positions=positions, generated=generated)
+            return state, data
 
         return jax.jit(step, donate_argnums=(1,))
 
     def get_prefix_destination_sharding(self) -> Any:
-        """Return the shardings of a prefix: those of the engine's cache."""
+        """Return the shardings of a prefix: the engine's."""
         shardings: Any = EnginePrefix  # a tree of shardings in place of arrays
         return shardings(
             cache=self._engine.cache_sharding,
@@ -203,7 +205,8 @@ class DriverEngine(engine_api.Engine):
 
     def get_tokenizer(self) -> Any:
         """Return empty parameters: ``build_tokenizer`` needs none."""
-        return tokenizer_pb2.TokenizerParameters()  # pyright: ignore[reportAttributeAccessIssue]  # made at import
+        # The class is made when the module is imported.
+        return tokenizer_pb2.TokenizerParameters()  # pyright: ignore[reportAttributeAccessIssue]
 
     def build_tokenizer(self, metadata: Any) -> IdTokenizer:
         """Return the tokenizer of JetStream's Driver."""
@@ -219,7 +222,7 @@ class DriverEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """A power of two, as JetStream pads prompts to those."""
+        """A power of two, as JetStream pads prompts to powers of two."""
         return 1 << (self._engine.shapes.max_model_len.bit_length() - 1)
 
     @property
@@ -233,14 +236,14 @@ class DriverEngine(engine_api.Engine):
 
 @functools.partial(jax.jit, donate_argnums=(1,))
 def _insert(prefix: EnginePrefix, state: DecodeState, slot: jax.Array) -> DecodeState:
-    first = 1 + slot * (prefix.cache.count - 1)
-    cache = jax.tree.map(
-        lambda pages, own: jax.lax.dynamic_update_slice_in_dim(pages, own[1:], first, axis=0),
-        state.cache,
-        prefix.cache,
-    )
+    first_page = 1 + slot * (prefix.cache.count - 1)
+
+    def write(pages: jax.Array, prefix_pages: jax.Array) -> jax.Array:
+        without_null_page = prefix_pages[1:]
+        return jax.lax.dynamic_update_slice_in_dim(pages, without_null_page, first_page, axis=0)
+
     return DecodeState(
-        cache=cache,
+        cache=jax.tree.map(write, state.cache, prefix.cache),
         tokens=state.tokens.at[slot].set(prefix.last_token),
         positions=state.positions.at[slot].set(prefix.length),
         generated=state.generated.at[slot].set(0),
@@ -248,7 +251,10 @@ def _insert(prefix: EnginePrefix, state: DecodeState, slot: jax.Array) -> Decode
 
 
 class IdTokenizer(tokenizer_api.Tokenizer):
-    """Stop ids for the Driver; ``encode`` and ``decode`` work if a Hugging Face tokenizer was given."""
+    """Stop ids for the Driver.
+
+    ``encode`` and ``decode`` work if a Hugging Face tokenizer was given.
+    """
 
     def __init__(self, config: DecoderConfig, tokenizer: Any = None) -> None:
         self._config = config
@@ -276,7 +282,9 @@ class IdTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        return self._config.bos_token_id if self._config.bos_token_id is not None else self.eos_id
+        if self._config.bos_token_id is None:
+            return self.eos_id
+        return self._config.bos_token_id
 
     @property
     def stop_tokens(self) -> set[int]:

@@ -1,10 +1,10 @@
-"""The engine's thread: how the asyncio side reaches it, and the requests, pauses and weight updates it serves.
+"""The engine's thread, and the state machine of requests, pauses and weight updates in it.
 
 ::
 
-    asyncio side                                      the thread
-    post(command), call(function) ──► commands ──►    each command, then one step of the core, repeatedly
-        ▲                                                │
+    asyncio side                                   the thread
+    post(command), call(function) ─► commands ─►   each command, then one step of the core, again
+        ▲                                             │
         └──── futures, one loop call a step ◄── settle, call_soon
 
 Commands run between steps, so pauses, aborts and weight updates never interrupt one. The thread
@@ -48,14 +48,18 @@ from jax_agent_rl.types import PauseMode, TokenScores
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-BURST_GAP_SECONDS = 0.001  # an idle engine starts once no request has come for this long,
-BURST_SECONDS = 0.02  # or this long after the first
+BURST_GAP_SECONDS = 0.001
+"""An idle engine starts once no request has come for this long."""
+BURST_SECONDS = 0.02
+"""An idle engine starts this long after the first request at the latest."""
 ChunkSink = asyncio.Queue[TokenChunk | Exception]
 """Output of one submission. Request ids may be reused, so they cannot identify it."""
 
 
 class EngineThread:
-    """The thread of the module docstring. All but ``settle`` and ``call_soon`` are for the asyncio side.
+    """The thread of the module docstring.
+
+    All but ``settle`` and ``call_soon`` are for the asyncio side.
 
     Args:
         on_end: called on the asyncio side when the thread ends, with the reason.
@@ -103,12 +107,11 @@ class EngineThread:
         with self._wake:  # the thread also ends under this lock, so no command comes after its end
             if self._failure:
                 raise EngineDiedError(self._failure)
-            if self.closing or self._thread is None:
-                raise BackendClosedError(
-                    "the backend is closed"
-                    if self.closing
-                    else "the backend was not started: call start()"
-                )
+            if self.closing:
+                raise BackendClosedError("the backend is closed")
+            if self._thread is None:
+                raise BackendClosedError("the backend was not started: call start()")
+
             if promise is not None:
                 self._promises.add(promise)
                 promise.add_done_callback(self._promises.discard)
@@ -184,13 +187,12 @@ class EngineThread:
         """
         while not (self.closing or self._commands):
             self._wake.wait()
+
         deadline = time.perf_counter() + BURST_SECONDS
-        while (
-            not self.closing
-            and self._wake.wait(BURST_GAP_SECONDS)
-            and time.perf_counter() < deadline
-        ):
-            pass
+        while not self.closing:
+            another_came = self._wake.wait(BURST_GAP_SECONDS)
+            if not another_came or time.perf_counter() >= deadline:
+                return
 
     def _end(self, error: BackendError) -> None:
         with self._wake:
@@ -218,7 +220,6 @@ class EngineCore:
     """The state machine of the module docstring. Everything here runs in the thread.
 
     Args:
-        thread: the thread it runs in.
         make_scheduler: makes the engine, compiled and with its first weights.
         weights: checks weight updates.
         version: policy version of the first weights.
@@ -238,7 +239,8 @@ class EngineCore:
         self.version = version
         self._sinks: dict[RunningRequest, ChunkSink] = {}
         self._drains: list[asyncio.Future[None]] = []  # callers of pause(wait)
-        self._paused = self._asleep = False
+        self._paused = False
+        self._asleep = False
         self._weights_lost: str | None = None  # why there are no weights to serve
 
     def set_up(self) -> None:
@@ -246,13 +248,13 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would do something without a command."""
-        if self._asleep or (self._paused and not self._drains):
+        if self._asleep:
             return False
-        return bool(
-            self.scheduler.started
-            if self._drains
-            else self.scheduler.running or self.scheduler.waiting
-        )
+        if self._drains:
+            return bool(self.scheduler.started)
+        if self._paused:
+            return False
+        return bool(self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> None:
         if self.has_work():
@@ -271,7 +273,8 @@ class EngineCore:
         try:
             if self._weights_lost:
                 raise EngineDiedError(self._weights_lost)
-            self._sinks[self.scheduler.submit(request, multimodal, grammar)] = sink
+            run = self.scheduler.submit(request, multimodal, grammar)
+            self._sinks[run] = sink
         except TrajectoryError as error:  # the request is at fault
             self._thread.call_soon(sink.put_nowait, error)
         except Exception as error:  # one request must not end the others
@@ -282,7 +285,11 @@ class EngineCore:
             self._thread.call_soon(sink.put_nowait, refusal)
 
     def score(self, run: Callable[[Scheduler], TokenScores]) -> TokenScores:
-        """Return what ``run`` makes of the weights that are served; raise EngineDiedError if they are lost."""
+        """Return what ``run`` scores with the served weights.
+
+        Raises:
+            EngineDiedError: the weights are lost.
+        """
         if self._weights_lost:
             raise EngineDiedError(self._weights_lost)
         return run(self.scheduler)
@@ -298,16 +305,16 @@ class EngineCore:
             self.abort(request_id)
 
     def _publish(self, progress: Progress) -> None:
-        if progress:
-            sinks = [
-                (
-                    self._sinks[run]
-                    if isinstance(event, TokenChunk) and event.final is None
-                    else self._sinks.pop(run)
-                )
-                for run, event in progress
-            ]
-            self._thread.call_soon(_deliver, sinks, [event for _, event in progress])
+        """Send chunks and errors to their sinks, in one call of the asyncio loop."""
+        if not progress:
+            return
+        sinks = []
+        events = []
+        for run, event in progress:
+            continues = isinstance(event, TokenChunk) and event.final is None
+            sinks.append(self._sinks[run] if continues else self._sinks.pop(run))
+            events.append(event)
+        self._thread.call_soon(_deliver, sinks, events)
 
     # --- pausing ----------------------------------------------------------------------------------
 
@@ -373,37 +380,40 @@ class EngineCore:
         begin = time.perf_counter()
         scheduler = self.scheduler
         try:
-            old = None if self._weights_lost else scheduler.params
-            if update.partial and old is not None:  # of adapters alone
-                params = old
+            old_params = None if self._weights_lost else scheduler.params
+            if update.partial and old_params is not None:  # of adapters alone
+                params = old_params
             else:
-                params = jax.block_until_ready(scheduler.engine.load_params(update.payload, old))
+                params = scheduler.engine.load_params(update.payload, old_params)
+                params = jax.block_until_ready(params)
             if update.adapters:
                 scheduler.engine.load_adapters(update.adapters)
         except Exception as error:
-            what = (
+            problem = (
                 f"weights of version {update.version} could not be loaded ({type(error).__name__}:"
                 f" {error})"
             )
-            on_device = (x for x in jax.tree.leaves(scheduler.params) if isinstance(x, jax.Array))
-            if not any(x.is_deleted() for x in on_device):
+            if not _any_deleted(scheduler.params):
                 raise WeightUpdateError(
-                    f"{what}; version {self.version} is still served"
+                    f"{problem}; version {self.version} is still served"
                 ) from error
-            what += (
+            problem += (
                 f" after those of version {self.version} had made room for them; send a whole"
                 " update"
             )
-            self._lose_weights(what)
-            raise WeightUpdateError(what) from error
+            self._lose_weights(problem)
+            raise WeightUpdateError(problem) from error
+
         scheduler.set_weights(params, update.version)
-        self.version, self._weights_lost = update.version, None
+        self.version = update.version
+        self._weights_lost = None
         scheduler.counters.weight_update_seconds += time.perf_counter() - begin
 
     def _lose_weights(self, why: str) -> None:
         """Stop serving until an update succeeds, and fail all requests."""
         logger.error("the engine stops serving: %s", why)
-        self._weights_lost, error = why, EngineDiedError(why)
+        self._weights_lost = why
+        error = EngineDiedError(why)
         for run, sink in self._sinks.items():
             self.scheduler.abort(run.request.request_id)
             self._thread.call_soon(sink.put_nowait, error)
@@ -413,6 +423,14 @@ class EngineCore:
         if self._weights_lost:
             return Health(ok=False, detail=self._weights_lost, policy_version=self.version)
         return self.scheduler.health()
+
+
+def _any_deleted(params: Any) -> bool:
+    """Whether any of the arrays has given up its memory; weights on the host never do."""
+    for x in jax.tree.leaves(params):
+        if isinstance(x, jax.Array) and x.is_deleted():
+            return True
+    return False
 
 
 def _deliver(sinks: Sequence[ChunkSink], events: Sequence[TokenChunk | BackendError]) -> None:
