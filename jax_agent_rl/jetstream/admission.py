@@ -1,4 +1,4 @@
-"""Copies and prefills by which waiting requests become running ones, what they cost the others, and what is kept.
+"""Admission of requests: its copies and prefills, what they cost, and whose KV is worth keeping.
 
 Keeping a waiting session's KV is a bet: memory is spent until the session returns, and what is won
 is that nothing is computed again. With ``T`` the time of return of a session that has waited ``w``
@@ -47,25 +47,36 @@ class Patience:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._ids = self._seconds = 0.0  # of recent prefills
-        self._first: tuple[Hashable, float] | None = None  # in the queue, and since when
+        # Of recent prefills.
+        self._ids = 0.0
+        self._seconds = 0.0
+        # The first request in the queue, and since when it is the first.
+        self._first: Hashable = None
+        self._first_since = 0.0
 
     def add_prefill(self, ids: int, seconds: float) -> None:
         """Learn the speed of prefills; older ones count less."""
-        self._ids, self._seconds = 0.9 * self._ids + ids, 0.9 * self._seconds + seconds
+        self._ids = 0.9 * self._ids + ids
+        self._seconds = 0.9 * self._seconds + seconds
 
     def cost(self, first: Hashable, count: int, running: int) -> float:
-        """Return what computing an id costs, in seconds of a slot; 0 if the first request has waited long enough.
+        """Return what computing an id costs, in seconds of a slot.
+
+        It is 0 once the first request has waited long enough.
 
         Args:
-            first: the first request in the queue.
+            first: identifies the first request in the queue.
             count: ids of its context.
             running: requests that a prefill stalls.
         """
-        if self._first is None or self._first[0] != first:
-            self._first = first, self._clock()
-        cost = running * self._seconds / self._ids if self._ids else 0.0
-        return cost if self._clock() - self._first[1] < count * cost else 0.0
+        if self._first is None or self._first != first:
+            self._first = first
+            self._first_since = self._clock()
+        if not self._ids:
+            return 0.0
+        cost = running * self._seconds / self._ids
+        waited = self._clock() - self._first_since
+        return cost if waited < count * cost else 0.0
 
 
 @dataclass
@@ -103,7 +114,7 @@ class AdmissionPlan:
     def add(
         self,
         allocation: Allocation,
-        new: np.ndarray,
+        new_ids: np.ndarray,
         multimodal: MultimodalContext | None = None,
         adapter: int = 0,
         restored: KVCache | None = None,
@@ -112,28 +123,41 @@ class AdmissionPlan:
 
         Args:
             allocation: the context's pages.
-            new: int32, ids after those reused.
+            new_ids: int32, the ids after the reused ones.
             multimodal: the whole context, if it has images.
-            adapter: see :class:`Extension`.
+            adapter: number of the LoRA adapter, 0 for the base model.
             restored: content of ``allocation.restored``.
         """
-        pages, first = allocation.pages, allocation.reused // self._size
-        source = None if allocation.copy is None else allocation.copy[0]
+        num_reused_pages = allocation.reused // self._size
+        reused = list(allocation.pages[:num_reused_pages])
         from_host = [page for _, page in allocation.restored]
-        reused = pages[:first] if source is None else (*pages[:first], source)
-        stage = max((self._filled.get(page, -1) + 1 for page in reused), default=0)
-        stage = max([stage, *(self._read.get(page, 0) for page in (*from_host, *pages[first:]))])
-        if source is not None:
-            self._read[source] = max(stage, self._read.get(source, 0))
-        self._filled |= dict.fromkeys((*from_host, *pages[first:]), stage)
-        while len(self._stages) <= stage:
-            self._stages.append(AdmissionStage())
-        planned = self._stages[stage]
+        written = [*from_host, *allocation.pages[num_reused_pages:]]
+        source = None
         if allocation.copy is not None:
-            planned.copies.append(allocation.copy)
+            source = allocation.copy[0]
+            reused.append(source)
+
+        # After the stages that fill what is reused, and not before those that read what is written.
+        number = 0
+        for page in reused:
+            number = max(number, self._filled.get(page, -1) + 1)
+        for page in written:
+            number = max(number, self._read.get(page, 0))
+        if source is not None:
+            self._read[source] = max(number, self._read.get(source, 0))
+        for page in written:
+            self._filled[page] = number
+
+        while len(self._stages) <= number:
+            self._stages.append(AdmissionStage())
+        stage = self._stages[number]
+        if allocation.copy is not None:
+            stage.copies.append(allocation.copy)
         if restored is not None:
-            planned.restored.append((restored, from_host))
-        planned.extensions.append(Extension(pages, allocation.reused, new, multimodal, adapter))
+            stage.restored.append((restored, from_host))
+        stage.extensions.append(
+            Extension(allocation.pages, allocation.reused, new_ids, multimodal, adapter)
+        )
 
     def run(self, engine: JaxEngine, params: EngineParams, cache: KVCache) -> KVCache:
         """Run all stages on an engine; ``cache`` is donated."""
@@ -181,23 +205,29 @@ class RecentWaits:
 
     def _index(self, waited: float) -> float:
         """Return the index; past the longest wait, as if one more session took as long again."""
-        rest = self._sorted[bisect.bisect_right(self._sorted, waited) :] - waited
-        if not len(rest):
+        num_shorter = bisect.bisect_right(self._sorted, waited)
+        remaining = self._sorted[num_shorter:] - waited
+        if not len(remaining):
             return 1 / ((len(self._waits) + 1) * waited)
-        horizons = np.maximum(rest, MIN_HORIZON * waited)[math.ceil(MIN_HORIZON * len(rest)) - 1 :]
-        returns = np.searchsorted(rest, horizons, side="right")
-        spent = np.cumsum(rest)[returns - 1] + (len(rest) + 1 - returns) * horizons
+
+        shortest = math.ceil(MIN_HORIZON * len(remaining)) - 1
+        horizons = np.maximum(remaining, MIN_HORIZON * waited)[shortest:]
+        returns = np.searchsorted(remaining, horizons, side="right")
+        # Seconds until the returns within each horizon; the others, and one wait that never ends,
+        # last as long as the horizon.
+        returned_seconds = np.cumsum(remaining)[returns - 1]
+        spent = returned_seconds + (len(remaining) + 1 - returns) * horizons
         return float(np.max(returns / spent))
 
 
 @dataclass(slots=True)
 class _Session:
-    left: float | None = None  # when it began to wait; None while it is queued or runs
-    previous: float | None = None  # its last wait
+    waits_since: float | None = None  # None while it is queued or runs
+    previous_wait: float | None = None  # seconds
 
 
 class ReturnTimes:
-    """Records when sessions leave for their tools and come back, and estimates when waiting ones will.
+    """Records when sessions leave for their tools and return, to estimate when waiting ones will.
 
     Args:
         clock: seconds.
@@ -211,16 +241,18 @@ class ReturnTimes:
 
     def leave(self, session: str) -> None:
         """Begin to wait: the session's request ended and another one will come."""
-        self._latest(session).left = self._clock()
+        self._latest(session).waits_since = self._clock()
 
     def come_back(self, session: str) -> None:
         """End the wait of a session, if it had begun: its next request is here."""
         known = self._latest(session)
-        if known.left is not None:
-            wait = self._clock() - known.left
-            self._all.add(wait)
-            self._kinds.setdefault(_kind(known.previous), RecentWaits()).add(wait)
-            known.left, known.previous = None, wait
+        if known.waits_since is None:
+            return
+        wait = self._clock() - known.waits_since
+        self._all.add(wait)
+        self._kinds.setdefault(_kind(known.previous_wait), RecentWaits()).add(wait)
+        known.waits_since = None
+        known.previous_wait = wait
 
     def forget(self, session: str) -> None:
         """Drop a session of which no further request is expected."""
@@ -235,19 +267,30 @@ class ReturnTimes:
         known = self._sessions.get(session)
         if known is None:
             return 0.0
-        if known.left is None:
+        if known.waits_since is None:
             return math.inf
-        kind = self._kinds.get(_kind(known.previous), self._all)
-        waits = kind if len(kind) >= MIN_WAITS else self._all
-        return waits.rate(self._clock() - known.left) if len(waits) >= MIN_WAITS else 0.0
+
+        waits = self._kinds.get(_kind(known.previous_wait), self._all)
+        if len(waits) < MIN_WAITS:
+            waits = self._all
+        if len(waits) < MIN_WAITS:
+            return 0.0
+        return waits.rate(self._clock() - known.waits_since)
 
     def _latest(self, session: str) -> _Session:
-        known = self._sessions[session] = self._sessions.pop(session, None) or _Session()
+        """Return a session, which is now the latest; the oldest is forgotten if there are many."""
+        known = self._sessions.pop(session, None)
+        if known is None:
+            known = _Session()
+        self._sessions[session] = known
         if len(self._sessions) > MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
+            oldest = next(iter(self._sessions))
+            del self._sessions[oldest]
         return known
 
 
-def _kind(previous: float | None) -> int | None:
+def _kind(previous_wait: float | None) -> int | None:
     """Tell waits apart by the wait before them, to a factor of four."""
-    return None if previous is None else round(math.log2(max(previous, 1e-3)) / 2)
+    if previous_wait is None:
+        return None
+    return round(math.log2(max(previous_wait, 1e-3)) / 2)

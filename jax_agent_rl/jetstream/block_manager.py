@@ -57,9 +57,8 @@ class _Page:
     children: list[_Page] = field(default_factory=list)
     ref_count: int = 0  # running contexts
     last_used: int = 0
-    sessions: set[str] = field(
-        default_factory=set
-    )  # sessions between turns whose context includes this page
+    # Sessions between turns whose context includes this page.
+    sessions: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
@@ -71,17 +70,22 @@ class _Context:
 
 
 class BlockManager:
-    """Allocates pages 1 to ``pages`` of ``size`` positions each, at most ``max_context_pages`` per context.
+    """Allocates pages 1 to ``pages`` of ``size`` positions each.
 
-    There are ``host_pages`` more on the host, from number 0 on. ``return_rate`` is
-    :meth:`ReturnTimes.rate`; without it the least recently used pages go first.
+    A context has at most ``max_context_pages``. There are ``host_pages`` more on the host, from
+    number 0 on. ``return_rate`` is :meth:`ReturnTimes.rate`; without it the least recently used
+    pages go first.
 
     >>> blocks = BlockManager(pages=8, size=4, max_context_pages=8)
     >>> first = blocks.allocate([1, 2, 3, 4, 5, 6, 7], session=None)
     >>> first.pages, first.reused, first.copy
     ((1, 2), 0, None)
-    >>> blocks.append(first.context, [1, 2, 3, 4, 5, 6])   # the first decode step feeds the last id of a prompt
-    >>> blocks.allocate([1, 2, 3, 4, 5, 9], session=None)     # shares the full page, copies one id of the other
+
+    The first decode step feeds the last id of a prompt, so the other six are cached. Another prompt
+    then shares the full page and copies one id of the second::
+
+    >>> blocks.append(first.context, [1, 2, 3, 4, 5, 6])
+    >>> blocks.allocate([1, 2, 3, 4, 5, 9], session=None)
     Allocation(context=1, pages=(1, 3), reused=5, copy=(2, 3))
     """
 
@@ -95,22 +99,23 @@ class BlockManager:
         return_rate: Callable[[str], float] = lambda session: 0.0,
     ) -> None:
         self.size = size
-        self.saved: list[
-            tuple[int, int]
-        ] = []  # pages to copy to host pages before anything is written
+        # Pages to copy to host pages before anything is written.
+        self.saved: list[tuple[int, int]] = []
         self._max_context_pages = max_context_pages
         self._total = pages
         self._return_rate = return_rate
+
         self._free = list(range(pages, 0, -1))
         self._roots: dict[str | None, _Page] = {}  # a tree per adapter, and one for the base model
         self._pages: dict[int, _Page] = {}
         self._contexts: dict[int, _Context] = {}
         self._between_turns: dict[str, list[_Page]] = {}  # session: pages of its last context
         self._idle = 0  # cached pages without references
-        self._leaves: dict[int, _Page] = {}  # those that can be evicted
+        self._leaves: dict[int, _Page] = {}  # pages that can be evicted
         self._host_free = list(range(host_pages))
         self._on_host: dict[int, _Page] = {}
-        self._clock = self._allocated = 0
+        self._clock = 0  # contexts that ended so far
+        self._allocated = 0  # contexts so far
 
     # --- contexts ---------------------------------------------------------------------------------
 
@@ -129,47 +134,57 @@ class BlockManager:
 
         Args:
             prompt: ids, or keys of a prompt with images.
-            session: the request's.
-            adapter: the request's.
+            session: whose turn it is; None for a request without a session.
+            adapter: name of the LoRA adapter; None for the base model.
             recompute_cost: what computing an id again costs all slots, in seconds of one. A waiting
                 session's pages are not taken if that is more than a slot until it returns, unless
                 the request's own session is in the cache. 0 takes any.
         """
-        ids, root = (
-            np.asarray(prompt).tolist()[:-1],
-            self._roots.setdefault(adapter, _Page(NULL_PAGE, None)),
-        )
-        shared, part, common = self._common_prefix(ids, root)
-        if part is not None and common == len(part.ids) and not part.ref_count:
-            shared, part, common = [*shared, part], None, 0  # append to it: nothing is lost
-        own, returning = (
-            len(ids) // self.size + 1 - len(shared),
-            [page for page in shared if page.on_host],
-        )
-        need = own + len(returning)
+        ids = np.asarray(prompt).tolist()[:-1]
+        root = self._roots.setdefault(adapter, _Page(NULL_PAGE, None))
+        shared, partial, common = self._common_prefix(ids, root)
+        if partial is not None and common == len(partial.ids) and not partial.ref_count:
+            # Nobody uses this page, and all of it matches: append to it instead of copying it.
+            shared = [*shared, partial]
+            partial = None
+            common = 0
+
+        num_new = len(ids) // self.size + 1 - len(shared)
+        returning = [page for page in shared if page.on_host]
+        num_needed = num_new + len(returning)
+
         protected: set[_Page] = set()
-        if need + self._growing > len(self._free) and not self.holds_most(session, len(ids)):
+        is_scarce = num_needed + self._growing > len(self._free)
+        if is_scarce and not self.holds_most(session, len(ids)):
             protected = self._protected_pages(recompute_cost)
-        if part is not None and (
-            part.on_host or not self._has_space(need, {*shared, part, *protected})
+
+        # Without space for the partly matching page and its copy, compute its ids again.
+        if partial is not None and (
+            partial.on_host or not self._has_space(num_needed, {*shared, partial, *protected})
         ):
-            part, common = None, 0  # no space for the page and its copy
-        if not self._has_space(need, {*shared, *protected}):
+            partial = None
+            common = 0
+        if not self._has_space(num_needed, {*shared, *protected}):
             return None
-        kept = [*shared, part] if part is not None else shared
-        self._reference(kept)
+
+        # Reference what is reused, so that it is not evicted to make space for the new pages.
+        reused_pages = [*shared, partial] if partial is not None else shared
+        self._reference(reused_pages)
         self._forget_session(session)
-        self._reclaim(need)
-        restored = tuple(map(self._restore, returning))
-        new = self._new_pages(shared[-1] if shared else root, own)
-        if part is not None:
-            new[0].ids = part.ids[:common]
-            self._unreference([part])
+        self._reclaim(num_needed)
+        restored = tuple(self._restore(page) for page in returning)
+        new_pages = self._new_pages(shared[-1] if shared else root, num_new)
+
+        copy = None
+        if partial is not None:
+            new_pages[0].ids = partial.ids[:common]
+            self._unreference([partial])
+            copy = (partial.number, new_pages[0].number)
+
         reused = sum(len(page.ids) for page in shared) + common
         context = self._allocated
         self._allocated += 1
-        self._contexts[context] = _Context([*shared, *new], session, reused)
-        copy = None if part is None else (part.number, new[0].number)
+        self._contexts[context] = _Context([*shared, *new_pages], session, reused)
         return Allocation(
             context=context, pages=self.pages(context), reused=reused, copy=copy, restored=restored
         )
@@ -177,32 +192,38 @@ class BlockManager:
     def holds_most(self, session: str | None, count: int) -> bool:
         """Whether the cache holds most of the ``count`` ids of a session's next context."""
         pages = self._between_turns.get(session or "", ())
-        return 2 * sum(len(page.ids) for page in pages if not page.on_host) > count
+        num_cached = sum(len(page.ids) for page in pages if not page.on_host)
+        return 2 * num_cached > count
 
     def grow(self, context: int, count: int) -> bool:
         """Allocate pages for ``count`` more ids; False if there are too few."""
-        grown = self._contexts[context]
-        need = -(-(grown.count + count) // self.size) - len(grown.pages)
-        if need > len(self._free) + self._idle:
+        growing = self._contexts[context]
+        total = -(-(growing.count + count) // self.size)
+        num_new = total - len(growing.pages)
+        if num_new > len(self._free) + self._idle:
             return False
-        self._reclaim(need)
-        grown.pages += self._new_pages(grown.pages[-1], need)
+        self._reclaim(num_new)
+        growing.pages += self._new_pages(growing.pages[-1], num_new)
         return True
 
     def append(self, context: int, ids: Sequence[int] | np.ndarray) -> None:
         """Record ids whose KV was written to the context's pages."""
-        grown, ids = self._contexts[context], np.asarray(ids).tolist()
-        while ids:
-            page = grown.pages[grown.count // self.size]
-            fitting = ids[: self.size - len(page.ids)]
+        growing = self._contexts[context]
+        remaining = np.asarray(ids).tolist()
+        while remaining:
+            page = growing.pages[growing.count // self.size]
+            fitting = remaining[: self.size - len(page.ids)]
             page.ids += fitting
-            grown.count += len(fitting)
-            ids = ids[len(fitting) :]
+            growing.count += len(fitting)
+            remaining = remaining[len(fitting) :]
 
     def ids(self, context: int) -> np.ndarray:
         """Return the context's cached ids, int32."""
-        held = self._contexts[context]
-        return np.array([i for page in held.pages for i in page.ids][: held.count], np.int32)
+        cached = self._contexts[context]
+        ids: list[int] = []
+        for page in cached.pages:
+            ids += page.ids
+        return np.array(ids[: cached.count], np.int32)
 
     def count(self, context: int) -> int:
         """Return how many ids of the context are cached."""
@@ -221,29 +242,40 @@ class BlockManager:
                 if not page.ref_count:
                     self._drop(page)
             return
+
+        # Pages that were allocated ahead hold nothing.
         while not ended.pages[-1].ids:
             self._drop(ended.pages.pop())
             if not ended.pages:
                 return
+
         self._clock += 1
         self._forget_session(ended.session)
         for page in ended.pages:
             page.last_used = self._clock
-            if ended.session is not None and not session_ends:
+        if ended.session is not None and not session_ends:
+            for page in ended.pages:
                 page.sessions.add(ended.session)
-                self._between_turns[ended.session] = ended.pages
+            self._between_turns[ended.session] = ended.pages
         self._unreference(ended.pages)
 
     def reset(self) -> None:
-        """Drop all cached KV; running contexts keep theirs, but it is no longer shared (new weights)."""
+        """Drop all cached KV, as the weights are new.
+
+        Running contexts keep theirs, but it is no longer shared.
+        """
         for context in self._contexts.values():
             context.shareable = False
         for page in [*self._pages.values(), *self._on_host.values()]:
             page.sessions.clear()
+
+        # A page takes those on the host that continue it along.
         while self._on_host:
             self._drop(next(iter(self._on_host.values())))
-        for page in [page for page in self._pages.values() if not page.ref_count]:
+        unused = [page for page in self._pages.values() if not page.ref_count]
+        for page in unused:
             self._drop(page)
+
         self._roots.clear()
         self._between_turns.clear()
         self._leaves.clear()
@@ -253,53 +285,77 @@ class BlockManager:
     @property
     def used_share(self) -> float:
         """Share of positions that hold KV, in [0, 1]."""
-        return sum(len(page.ids) for page in self._pages.values()) / (self._total * self.size)
+        used = sum(len(page.ids) for page in self._pages.values())
+        return used / (self._total * self.size)
 
     # --- pages ------------------------------------------------------------------------------------
 
     def _common_prefix(self, ids: list[int], root: _Page) -> tuple[list[_Page], _Page | None, int]:
-        """Return the full pages ``ids`` begin with, the next page if it matches in part, and how many of its ids match.
+        """Find the cached prefix of ``ids``.
 
         Contexts computed concurrently may have several pages of the same ids; all of them are
         searched.
+
+        Returns:
+            The full pages ``ids`` begin with, the next page if it matches in part, and how many of
+            its ids match.
         """
-        best, found = (0, False), root
-        places = [(root, 0)]
-        while places:
-            parent, begin = places.pop()
-            rest = ids[begin : begin + self.size]
+        # Most matching ids first; among equals a page that can be appended to.
+        best_score = (0, False)
+        best_page = root
+        matching = [(root, 0)]  # full pages that match, and how many ids they end
+        while matching:
+            parent, begin = matching.pop()
+            next_ids = ids[begin : begin + self.size]
             for page in parent.children:
-                common = (
-                    _common(page.ids, rest) if page.ids[:1] == rest[:1] else 0
-                )  # most of many differ at once
+                if page.ids[:1] != next_ids[:1]:  # most of many children differ at once
+                    continue
+                common = _common(page.ids, next_ids)
+                if not common:
+                    continue
                 if common == self.size:
-                    places.append((page, begin + self.size))
-                score = begin + common, common == len(page.ids) and not page.ref_count
-                if common and score > best:
-                    best, found = score, page
-        common, full = best[0] % self.size, []
-        part = found if common else None
-        page = found.parent if common else found
+                    matching.append((page, begin + self.size))
+                can_append = common == len(page.ids) and not page.ref_count
+                score = (begin + common, can_append)
+                if score > best_score:
+                    best_score = score
+                    best_page = page
+
+        common = best_score[0] % self.size
+        if common:
+            partial = best_page
+            page = best_page.parent
+        else:
+            partial = None
+            page = best_page
+
+        full = []
         while page is not None and page is not root:
             full.append(page)
             page = page.parent
-        return full[::-1], part, common
+        return full[::-1], partial, common
 
-    def _has_space(self, count: int, keep: set[_Page]) -> bool:
-        """Whether ``count`` pages can be allocated besides those kept, and one more for each running context."""
-        spare = (
-            len(self._free)
-            + self._idle
-            - sum(not (page.ref_count or page.on_host) for page in keep)
-        )
-        return count + self._growing <= spare
+    def _has_space(self, count: int, excluded: set[_Page]) -> bool:
+        """Whether ``count`` pages can be allocated, and one more for each running context.
+
+        Args:
+            count: pages needed.
+            excluded: pages that must not be evicted for them.
+        """
+        available = len(self._free) + self._idle
+        for page in excluded:
+            if not page.ref_count and not page.on_host:  # it is one of the idle ones
+                available -= 1
+        return count + self._growing <= available
 
     @property
     def _growing(self) -> int:
         """Running contexts that may need another page."""
-        return sum(
-            len(context.pages) < self._max_context_pages for context in self._contexts.values()
-        )
+        count = 0
+        for context in self._contexts.values():
+            if len(context.pages) < self._max_context_pages:
+                count += 1
+        return count
 
     def _protected_pages(self, recompute_cost: float) -> set[_Page]:
         """Return the pages of waiting sessions that are worth a slot until these return."""
@@ -307,21 +363,26 @@ class BlockManager:
         if not recompute_cost or self._host_free:  # they would move to the host
             return protected
         for session, pages in self._between_turns.items():
-            own = self.size * sum(len(page.sessions) == 1 for page in pages)
-            if own * recompute_cost * self._return_rate(session) > 1:
+            # What only this session waits for.
+            num_exclusive = 0
+            for page in pages:
+                if len(page.sessions) == 1:
+                    num_exclusive += 1
+            seconds = self.size * num_exclusive * recompute_cost
+            if seconds * self._return_rate(session) > 1:
                 protected.update(pages)
         return protected
 
     def _new_pages(self, parent: _Page, count: int) -> list[_Page]:
         """Allocate consecutive free pages after a referenced one."""
-        new: list[_Page] = []
+        new_pages: list[_Page] = []
         for _ in range(count):
             page = _Page(self._free.pop(), parent, ref_count=1)
             self._pages[page.number] = page
             parent.children.append(page)
-            new.append(page)
+            new_pages.append(page)
             parent = page
-        return new
+        return new_pages
 
     def _reference(self, pages: Iterable[_Page]) -> None:
         for page in pages:
@@ -333,13 +394,16 @@ class BlockManager:
     def _unreference(self, pages: Sequence[_Page]) -> None:
         for page in reversed(pages):
             page.ref_count -= 1
-            self._idle += not page.ref_count
+            if not page.ref_count:
+                self._idle += 1
             self._offer_eviction(page)
 
     def _forget_session(self, session: str | None) -> None:
-        """Drop a session from those between two turns, and host pages that were kept for it alone."""
-        for page in reversed(self._between_turns.pop(session or "", ())):
-            page.sessions.discard(session or "")
+        """End a session's wait, and drop the host pages that were held for it alone."""
+        if session is None:
+            return
+        for page in reversed(self._between_turns.pop(session, ())):
+            page.sessions.discard(session)
             if page.on_host and not (page.sessions or page.ref_count or page.children):
                 self._drop(page)
 
@@ -349,50 +413,51 @@ class BlockManager:
         """Evict pages until ``count`` are free."""
         if count <= len(self._free):
             return
-        leaves = [(self._rank(page), page.number) for page in self._leaves.values()]
-        heapq.heapify(leaves)
+        queue = [(self._rank(page), page.number) for page in self._leaves.values()]
+        heapq.heapify(queue)
         while len(self._free) < count:
-            page = self._leaves.pop(heapq.heappop(leaves)[1])
+            _, number = heapq.heappop(queue)
+            page = self._leaves.pop(number)
             parent = page.parent
             self._idle -= 1
             self._evict(page)
+            # Without its last child a page is a leaf itself.
             if parent is not None and self._offer_eviction(parent):
-                heapq.heappush(leaves, (self._rank(parent), parent.number))
+                heapq.heappush(queue, (self._rank(parent), parent.number))
 
     def _rank(self, page: _Page) -> tuple[bool, float, int]:
-        """Return the place of a page in the order of eviction, least first."""
-        returns = sum(map(self._return_rate, page.sessions))
-        return bool(page.sessions), returns * len(page.ids), page.last_used
+        """Return what orders pages by their value: the least is evicted first."""
+        returns_per_second = sum(map(self._return_rate, page.sessions))
+        return bool(page.sessions), returns_per_second * len(page.ids), page.last_used
 
     def _offer_eviction(self, page: _Page) -> bool:
         """Make a page evictable if it is an unreferenced leaf of the tree on the device."""
-        if (
-            page.parent is None
-            or page.ref_count
-            or not all(child.on_host for child in page.children)
-        ):
+        if page.parent is None or page.ref_count:
+            return False
+        if not all(child.on_host for child in page.children):
             return False
         self._leaves[page.number] = page
         return True
 
     def _evict(self, page: _Page) -> None:
-        """Move an idle page to the host, if a session waits for it and there is room; drop it otherwise."""
+        """Move an idle page to the host if a session waits for it and there is room, or drop it."""
         if not page.sessions or not self._make_host_room(self._rank(page)):
             self._drop(page)
             return
-        number = self._host_free.pop()
-        self.saved.append((page.number, number))
+        host_number = self._host_free.pop()
+        self.saved.append((page.number, host_number))
         del self._pages[page.number]
         self._free.append(page.number)
-        page.number, page.on_host = number, True
-        self._on_host[number] = page
+        page.number = host_number
+        page.on_host = True
+        self._on_host[host_number] = page
 
     def _make_host_room(self, rank: tuple[bool, float, int]) -> bool:
         """Free a host page of no higher rank; False if there is none."""
         if not self._host_free:
-            leaves = (
+            leaves = [
                 page for page in self._on_host.values() if not (page.children or page.ref_count)
-            )
+            ]
             least = min(leaves, key=self._rank, default=None)
             if least is not None and self._rank(least) <= rank:
                 self._drop(least)
@@ -400,19 +465,22 @@ class BlockManager:
 
     def _restore(self, page: _Page) -> tuple[int, int]:
         """Move a referenced page to a free one of the device; return both numbers."""
-        source = page.number
-        page.number, page.on_host = self._free.pop(), False
+        host_number = page.number
+        page.number = self._free.pop()
+        page.on_host = False
         self._pages[page.number] = page
-        del self._on_host[source]
-        self._host_free.append(source)
-        return source, page.number
+        del self._on_host[host_number]
+        self._host_free.append(host_number)
+        return host_number, page.number
 
     def _drop(self, page: _Page) -> None:
         """Free an unreferenced page and those on the host that continue it."""
-        for child in [child for child in page.children if child.on_host]:
+        on_host = [child for child in page.children if child.on_host]
+        for child in on_host:
             self._drop(child)
         for session in page.sessions:  # this is the last of their pages
             self._between_turns[session].pop()
+
         assert page.parent is not None  # not a root
         page.parent.children.remove(page)
         if page.on_host:
@@ -425,6 +493,9 @@ class BlockManager:
 
 def _common(a: list[int], b: list[int]) -> int:
     """Return the length of the common prefix."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count

@@ -1,4 +1,4 @@
-"""The static shapes an engine compiles for: a few sizes of everything, to which inputs are padded."""
+"""The static shapes an engine compiles for: a few sizes of each input, which is padded to one."""
 
 from __future__ import annotations
 
@@ -58,41 +58,52 @@ class EngineShapes:
         return self.context_pages * self.page
 
     def pages_of_slot(self, slot: int) -> range:
-        """Return the pages of a slot of a cache that has, after the null page, the longest context's for each slot."""
+        """Return the pages of a slot in a cache without a block manager.
+
+        After the null page, such a cache has as many pages for each slot as the longest context.
+        """
         first = 1 + slot * self.context_pages
         return range(first, first + self.context_pages)
 
     @property
     def slot_buckets(self) -> tuple[int, ...]:
         """Slot counts compiled for, the maximum included."""
-        return (
-            *(s for s in SLOT_COUNTS if s < self.max_concurrent_decodes),
-            self.max_concurrent_decodes,
-        )
+        smaller = [count for count in SLOT_COUNTS if count < self.max_concurrent_decodes]
+        return (*smaller, self.max_concurrent_decodes)
 
     @property
     def span_buckets(self) -> tuple[int, ...]:
-        """Context lengths compiled for: quarters of the longest of at least 64, and all, in whole pages."""
-        spans = {round_up(-(-self.cache_length * i // 4), self.page) for i in (1, 2, 3, 4)}
+        """Context lengths compiled for, in whole pages.
+
+        These are the quarters of the longest context of at least 64, and all of it; and shorter
+        ones from ``shortest_span`` on.
+        """
+        spans = set()
+        for quarters in (1, 2, 3, 4):
+            spans.add(round_up(-(-self.cache_length * quarters // 4), self.page))
+
         shorter = round_up(self.shortest_span or self.cache_length, self.page)
         quarter = min(spans)
         while shorter < quarter:
             spans.add(shorter)
             shorter *= 2
-        return tuple(sorted(span for span in spans if span >= min(64, self.cache_length)))
+
+        least = min(64, self.cache_length)
+        return tuple(sorted(span for span in spans if span >= least))
 
     @property
     def prefill_spans(self) -> tuple[int, ...]:
         """Cached positions a prompt chunk attends to: none, half of the longest context, all."""
-        return (0, *self.span_buckets[::-2][::-1])
+        every_other = self.span_buckets[::-2]  # from the longest on
+        return (0, *reversed(every_other))
 
     @property
     def chunk_buckets(self) -> tuple[int, ...]:
         """Prefill buckets that can occur: up to the first that holds a whole context."""
-        enough = next(
-            (i for i, b in enumerate(self.prefill_buckets) if b >= self.max_model_len), None
-        )
-        return self.prefill_buckets if enough is None else self.prefill_buckets[: enough + 1]
+        for i, size in enumerate(self.prefill_buckets):
+            if size >= self.max_model_len:
+                return self.prefill_buckets[: i + 1]
+        return self.prefill_buckets
 
 
 def round_up(count: int, unit: int) -> int:
@@ -101,7 +112,11 @@ def round_up(count: int, unit: int) -> int:
 
 
 def page_size(max_model_len: int) -> int:
-    """Return 32, so that last pages waste little; for long contexts 128, a TPU tile and fewer pages."""
+    """Return the positions of a page.
+
+    Short pages waste little of the last one. For long contexts a page is a TPU tile, and there are
+    fewer of them.
+    """
     return 32 if max_model_len < 1024 else 128
 
 
@@ -124,10 +139,15 @@ def prefill_buckets(max_prompt_len: int) -> tuple[int, ...]:
     >>> prefill_buckets(512), prefill_buckets(1000), prefill_buckets(30000)
     ((32, 128, 512), (32, 128, 512, 1024), (32, 128, 512, 2048))
     """
-    largest = min(round_up(max_prompt_len, 128 if max_prompt_len > 128 else 32), MAX_CHUNK)
-    return (*(size for size in (32, 128, 512) if size < largest), largest)
+    unit = 128 if max_prompt_len > 128 else 32
+    largest = min(round_up(max_prompt_len, unit), MAX_CHUNK)
+    smaller = [size for size in (32, 128, 512) if size < largest]
+    return (*smaller, largest)
 
 
-def bucket(buckets: tuple[int, ...], need: int) -> int:
-    """Return the smallest bucket >= need, or the largest."""
-    return next((b for b in buckets if b >= need), buckets[-1])
+def bucket(buckets: tuple[int, ...], needed: int) -> int:
+    """Return the smallest bucket that holds ``needed``, or the largest."""
+    for size in buckets:
+        if size >= needed:
+            return size
+    return buckets[-1]
