@@ -17,10 +17,10 @@ Decoding with Speculative Sampling".) Ours know them (:mod:`~jax_agent_rl.jetstr
 do better.
 
 A pass of more columns takes longer, so each dispatch takes as many drafted ids as promise the most
-ids per second, or
-none: by measured seconds of plain steps and of verifications, and by how often ids of each kind of
-evidence were right. That is also measured while nothing is speculated. Where losses to time spent
-on it exceed ``LOSS_SHARE``, even drafting pauses. Seconds of compilation never count.
+ids per second, or none: by measured seconds of plain steps and of verifications, and by how often
+ids of each kind of evidence were right. That is also measured while nothing is speculated. Where
+losses to time spent on it exceed ``LOSS_SHARE``, even drafting pauses. Seconds of compilation never
+count.
 
 Requests with restricted sampling take no part, nor does anyone beside them: a dispatch with one
 decodes plainly.
@@ -50,8 +50,11 @@ REFRESH_PLAIN = 50
 """Verifications after which a plain step is measured again …"""
 REFRESH_CLOSE = 10
 """… where they promise less than ``CLOSE`` times its ids per second, so that it costs little."""
-CLOSE, LEAST_GAIN = 1.25, 1.05
-"""The latter is what a verification has to promise: measured times are not exact."""
+CLOSE = 1.25
+LEAST_GAIN = 1.05
+"""Times the ids per second of a plain step that a verification must promise.
+
+Measured times are not exact."""
 EXPIRY = 100
 """Dispatches after which a measured time is forgotten: other work may have slowed it down."""
 GROWTH = 0.25
@@ -60,8 +63,16 @@ that they soon are."""
 
 
 def accepted_ids(draft: Sequence[int], drawn: Sequence[int]) -> int:
-    """Return how many drafted ids are accepted, given the draws [len(draft) + 1] at their positions and the next."""
-    return next((i for i, token in enumerate(draft) if token != drawn[i]), len(draft))
+    """Return how many drafted ids are accepted.
+
+    Args:
+        draft: the ids.
+        drawn: the draws [len(draft) + 1] at their positions and the next.
+    """
+    for i, token in enumerate(draft):
+        if token != drawn[i]:
+            return i
+    return len(draft)
 
 
 @dataclass(slots=True)
@@ -69,7 +80,7 @@ class _Pace:
     """Moving average of the seconds of a program, and the dispatch that measured it last."""
 
     seconds: float
-    at: int
+    dispatch: int
 
 
 class Acceptance:
@@ -86,12 +97,16 @@ class Acceptance:
 
     def learn(self, draft: Draft, sampled: Sequence[int]) -> None:
         """Compare a draft with the ids that followed."""
-        for token, evidence, own in zip(draft.ids, draft.evidence, sampled, strict=False):
+        for token, evidence, sampled_token in zip(draft.ids, draft.evidence, sampled, strict=False):
             right, tested = self._right_of.get(evidence, (1.0, 2.0))
             if tested > self._HALVED_AT:
-                right, tested = right / 2, tested / 2
-            self._right_of[evidence] = right + (token == own), tested + 1
-            if token != own:
+                right /= 2
+                tested /= 2
+            tested += 1
+            if token == sampled_token:
+                right += 1
+            self._right_of[evidence] = (right, tested)
+            if token != sampled_token:  # what follows was drafted in another context
                 return
 
 
@@ -99,9 +114,7 @@ class Speculation:
     """The choices of the module docstring.
 
     Args:
-        engine: verifies drafts.
-        drafter: proposes them.
-        counters: count them.
+        counters: count the drafts and their accepted ids.
         clock: seconds.
     """
 
@@ -112,51 +125,72 @@ class Speculation:
         counters: Counters,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._engine, self._drafter, self._counters, self._clock = engine, drafter, counters, clock
+        self._engine = engine
+        self._drafter = drafter
+        self._counters = counters
+        self._clock = clock
         self._acceptance = Acceptance()
         self._plain: dict[int, _Pace] = {}  # by slots
         self._verified: dict[int, _Pace] = {}  # by columns
-        self._balance = LOSS_SECONDS
-        self._dispatches = self._since_plain = 0
+        self._balance = LOSS_SECONDS  # seconds that speculation may still lose
+        self._dispatches = 0
+        self._since_plain = 0  # verifications since the last plain step
         self._gain = 1.0  # of the last choice over a plain step
         self.steps = 1  # of a plain dispatch: twice as many each time
+
         # The current dispatch:
-        self._begin = self._drafting = self._compiling = 0.0
-        self._running = self._slots = 0
+        self._begin = 0.0
+        self._drafting = 0.0  # seconds
+        self._compiling = 0.0  # seconds of compilation before it
+        self._running = 0
+        self._slots = 0
         self._columns: int | None = None
         self._proposed: dict[RunningRequest, Draft] = {}
         self._verifying: dict[RunningRequest, list[int]] = {}
 
     def choose(self, runs: Sequence[RunningRequest]) -> Mapping[RunningRequest, list[int]] | None:
-        """Return the ids to verify for each of all running requests; None to decode :attr:`steps` steps plainly."""
-        self._begin, self._compiling = self._clock(), self._engine.table.compile_seconds
-        self._running, self._slots, self._columns = len(runs), self._engine.width(len(runs)), None
-        self._drafting, self._dispatches = 0.0, self._dispatches + 1
+        """Return the ids to verify for each of all running requests.
+
+        None decodes plainly, :attr:`steps` steps.
+        """
+        self._begin = self._clock()
+        self._compiling = self._engine.table.compile_seconds
+        self._running = len(runs)
+        self._slots = self._engine.width(len(runs))
+        self._columns = None
+        self._drafting = 0.0
+        self._dispatches += 1
         self._proposed.clear()
         if any(run.request.sampling.restricted for run in runs) or self._balance < 0:
             self.steps = self._engine.shapes.decode_steps
             return None
+
         drafts = self._drafter.propose(runs, self._engine.shapes.num_speculative_tokens)
         self._proposed.update(zip(runs, drafts, strict=True))
         self._drafting = self._clock() - self._begin
-        plain = self._pace(self._plain, self._slots)
-        if plain is None or self._since_plain >= (
-            REFRESH_CLOSE if self._gain < CLOSE else REFRESH_PLAIN
-        ):
+
+        # Measure plain steps again from time to time.
+        plain_seconds = self._pace(self._plain, self._slots)
+        refresh_after = REFRESH_CLOSE if self._gain < CLOSE else REFRESH_PLAIN
+        if plain_seconds is None or self._since_plain >= refresh_after:
             self.steps = 1
             return None
-        # Every drafted id with the probability that it is taken; that never rises along a draft.
-        chances = sorted(
-            (-chance, place, slot)
-            for slot, (run, draft) in enumerate(zip(runs, drafts, strict=True))
-            for place, chance in enumerate(self._chances(draft)[: run.remaining - 1])
-        )
-        self._columns = self._best_columns(plain, [-chance for chance, _, _ in chances])
+
+        # Every drafted id with the probability that it is accepted, the most probable first. As
+        # that never rises along a draft, the first ones of this list are beginnings of drafts.
+        candidates = []
+        for slot, (run, draft) in enumerate(zip(runs, drafts, strict=True)):
+            for index, chance in enumerate(self._chances(draft)[: run.remaining - 1]):
+                candidates.append((-chance, index, slot))
+        candidates.sort()
+
+        chances = [-negative_chance for negative_chance, _, _ in candidates]
+        self._columns = self._best_columns(plain_seconds, chances)
         if self._columns is None:
             return None
         self._verifying = {run: [] for run in runs}
-        for _, place, slot in chances[: self._columns - len(runs)]:
-            self._verifying[runs[slot]].append(drafts[slot].ids[place])
+        for _, index, slot in candidates[: self._columns - len(runs)]:
+            self._verifying[runs[slot]].append(drafts[slot].ids[index])
         return self._verifying
 
     @property
@@ -164,60 +198,91 @@ class Speculation:
         """The most columns that can verify drafts of the requests chosen for, if any."""
         return max(self._engine.verified_columns(self._running), default=None)
 
-    def _best_columns(self, plain: float, chances: Sequence[float]) -> int | None:
-        """Return the columns that promise the most ids per second, None if a plain step of so many seconds does."""
+    def _best_columns(self, plain_seconds: float, chances: Sequence[float]) -> int | None:
+        """Return the columns that promise the most ids per second, None if a plain step does.
+
+        Args:
+            plain_seconds: of a plain step.
+            chances: probability that each drafted id is accepted, the highest first.
+        """
+        # Ids gained by verifying the first n drafted ids.
         gains = np.cumsum([0.0, *chances])
-        alone = self._running / plain
-        best, chosen, (smaller, seconds) = LEAST_GAIN * alone, None, (self._slots, plain)
-        for columns in self._engine.verified_columns(self._running) if len(chances) else ():
-            guess = seconds * max(1.0, columns / smaller) ** GROWTH
-            smaller, seconds = columns, self._pace(self._verified, columns) or guess
-            rate = (self._running + gains[min(columns - self._running, len(chances))]) / seconds
-            if rate > best:
-                best, chosen = rate, columns
-        self._gain = best / alone
-        return chosen
+        plain_rate = self._running / plain_seconds
+        best_rate = LEAST_GAIN * plain_rate
+        best_columns = None
+        if len(chances):
+            previous_columns, previous_seconds = self._slots, plain_seconds
+            for columns in self._engine.verified_columns(self._running):
+                seconds = self._pace(self._verified, columns)
+                if not seconds:
+                    growth = max(1.0, columns / previous_columns) ** GROWTH
+                    seconds = previous_seconds * growth
+                drafted = min(columns - self._running, len(chances))
+                rate = (self._running + gains[drafted]) / seconds
+                if rate > best_rate:
+                    best_rate = rate
+                    best_columns = columns
+                previous_columns, previous_seconds = columns, seconds
+        self._gain = best_rate / plain_rate
+        return best_columns
 
     def _chances(self, draft: Draft) -> np.ndarray:
-        """Return the probability that each drafted id is taken, with all before it."""
+        """Return the probability that each drafted id is accepted, with all before it."""
         return np.cumprod([self._acceptance.rate(evidence) for evidence in draft.evidence])
 
-    def took(self, run: RunningRequest, new: int) -> None:
+    def observe(self, run: RunningRequest, new: int) -> None:
         """Learn from the last ``new`` ids of a request."""
         if self._balance < 0:
             return
         begin = self._clock()
-        if (draft := self._proposed.pop(run, None)) is not None:
+        draft = self._proposed.pop(run, None)
+        if draft is not None:
             self._acceptance.learn(draft, run.token_ids[-new:])
         self._drafter.observe(run, new)
         self._drafting += self._clock() - begin
 
     def measure(self, counts: Sequence[int]) -> None:
-        """Learn how long the dispatch took that was chosen last, and how many ids each request got from it."""
-        seconds, verified = self._clock() - self._begin, self._columns is not None
-        self._since_plain = self._since_plain + 1 if verified else 0
-        self.steps = 1 if verified else min(2 * self.steps, self._engine.shapes.decode_steps)
-        if verified:
-            drafts = self._verifying.values()
-            self._counters.drafts += sum(map(bool, drafts))
-            self._counters.draft_tokens += sum(map(len, drafts))
+        """Learn how long the chosen dispatch took.
+
+        Args:
+            counts: how many ids each request got from it.
+        """
+        seconds = self._clock() - self._begin
+        if self._columns is None:
+            self._since_plain = 0
+            self.steps = min(2 * self.steps, self._engine.shapes.decode_steps)
+        else:
+            self._since_plain += 1
+            self.steps = 1
+            for draft in self._verifying.values():
+                if draft:
+                    self._counters.drafts += 1
+                self._counters.draft_tokens += len(draft)
             self._counters.accepted_tokens += sum(counts) - len(counts)
         if self._engine.table.compile_seconds > self._compiling or not counts:
             return
-        lost, plain = self._drafting, self._pace(self._plain, self._slots)
+
+        plain_seconds = self._pace(self._plain, self._slots)
         if self._columns is None:
             self._learn(self._plain, self._slots, seconds / max(counts))
+            lost = self._drafting
         else:
             self._learn(self._verified, self._columns, seconds)
-            lost = seconds - sum(counts) * plain / self._running if plain else 0.0
+            # Against the plain steps that would have sampled as many ids.
+            lost = 0.0
+            if plain_seconds:
+                lost = seconds - sum(counts) * plain_seconds / self._running
         self._balance = min(self._balance + LOSS_SHARE * seconds - lost, LOSS_SECONDS)
 
     def _learn(self, paces: dict[int, _Pace], key: int, seconds: float) -> None:
-        old = self._pace(paces, key)
-        paces[key] = _Pace(
-            seconds if old is None else old + 0.2 * (seconds - old), self._dispatches
-        )
+        previous = self._pace(paces, key)
+        if previous is not None:
+            seconds = previous + 0.2 * (seconds - previous)
+        paces[key] = _Pace(seconds, self._dispatches)
 
     def _pace(self, paces: dict[int, _Pace], key: int) -> float | None:
+        """Return the seconds of a program; None if they were not measured of late."""
         pace = paces.get(key)
-        return pace.seconds if pace is not None and self._dispatches - pace.at <= EXPIRY else None
+        if pace is None or self._dispatches - pace.dispatch > EXPIRY:
+            return None
+        return pace.seconds

@@ -478,7 +478,7 @@ class FakeEngine:
             self.now += self.verified
         for _ in range(count):
             run.token_ids.append(5)
-        on.took(run, count)
+        on.observe(run, count)
         on.measure([count])
         return count
 
