@@ -1,4 +1,6 @@
-"""Drafts for speculative decoding without a draft model: predictions of draws whose random numbers are known.
+"""Drafts for speculative decoding without a draft model.
+
+They are predictions of draws whose random numbers are known.
 
 An id is drawn where the running sum of the probabilities, in order of ids, passes a random number u
 in [0, 1) that seed and position fix. So what was drawn in the same context before, at other
@@ -6,7 +8,8 @@ numbers, tells what is drawn now::
 
     u       0        0.2       0.5  0.55        0.9        1
     drawn            cat            cat         dog
-    u = 0.5 draws cat for certain; u = 0.7 draws cat or dog, whichever is probable enough to reach so far
+    u = 0.5 draws cat for certain
+    u = 0.7 draws cat or dog, whichever is probable enough to reach so far
 
 Siblings of a group and earlier training steps sample the same contexts over and over.
 :class:`SuffixIndex` finds them by their last ids (Oliaro et al. 2024, "SuffixDecoding") and
@@ -92,9 +95,8 @@ class SuffixIndex:
     def __init__(self, max_ids: int = MAX_INDEXED_IDS) -> None:
         self._max_ids = max_ids
         self._following: dict[bytes, list[Draw]] = {}  # by random number
-        self._parts: deque[tuple[bytes, Sequence[Draw]]] = (
-            deque()
-        )  # draws, and their ids with those before
+        # Draws, and their ids with those before.
+        self._parts: deque[tuple[bytes, Sequence[Draw]]] = deque()
         self._count = 0
 
     def __len__(self) -> int:
@@ -118,70 +120,87 @@ class SuffixIndex:
                     del self._following[context]
 
     def draft(self, ids: Sequence[int], uniforms: Sequence[float]) -> Draft:
-        """Return an id for each random number, of the longest known suffix, as far as one is known."""
-        context, draft = np.asarray(ids[-MATCHES[0] :], np.int32).tobytes(), Draft([], [])
+        """Return an id for each random number, as far as a suffix of the context is known."""
+        context = np.asarray(ids[-MATCHES[0] :], np.int32).tobytes()
+        draft = Draft([], [])
         for number in uniforms:
-            for match in MATCHES:
-                following = self._following.get(context[-match * _BYTES :])
-                if following is not None and match * _BYTES <= len(context):
-                    break
-            else:
+            match, following = self._longest_match(context)
+            if not following:
                 break
             token, chance = predict(following, number)
+            confidence = sum(1 for bound in CHANCES if chance >= bound)
             draft.ids.append(token)
-            draft.evidence.append(f"{match} {sum(chance >= bound for bound in CHANCES)}")
+            draft.evidence.append(f"{match} {confidence}")
             context = context[-(MATCHES[0] - 1) * _BYTES :] + token.to_bytes(_BYTES, "little")
         return draft
+
+    def _longest_match(self, context: bytes) -> tuple[int, list[Draw]]:
+        """Return the length of the longest known suffix and the draws after it, if any."""
+        for match in MATCHES:
+            following = self._following.get(context[-match * _BYTES :])
+            if following is not None and match * _BYTES <= len(context):
+                return match, following
+        return 0, []
 
 
 def _contexts(part: bytes, draws: Sequence[Draw]) -> list[tuple[bytes, Draw]]:
     """Return each draw with each suffix of its context."""
     first = len(part) // _BYTES - len(draws)
-    return [
-        (part[(place - match) * _BYTES : place * _BYTES], draw)
-        for place, draw in enumerate(draws, first)
-        for match in MATCHES
-        if match <= place
-    ]
+    contexts = []
+    for position, draw in enumerate(draws, first):
+        for match in MATCHES:
+            if match <= position:
+                suffix = part[(position - match) * _BYTES : position * _BYTES]
+                contexts.append((suffix, draw))
+    return contexts
 
 
 def predict(draws: Sequence[Draw], number: float) -> tuple[int, float]:
-    """Return which id a random number draws, by other draws in the same context, and with what chance.
+    """Predict which id a random number draws, by other draws in the same context.
 
     Args:
         draws: ascending by random number, at least one.
         number: in [0, 1).
+
+    Returns:
+        The id, and its chance.
     """
-    at = bisect.bisect_left(draws, (number,))
-    below, above = draws[at - 1] if at else None, draws[at] if at < len(draws) else None
-    if below is None or above is None:
-        draw = below or above
-        assert draw is not None
-        return draw.token, _reach(draw, number, 0.0, 1.0)
+    index = bisect.bisect_left(draws, (number,))
+    if index == 0:
+        above = draws[0]
+        return above.token, _reach(above, number, 0.0, 1.0)
+    if index == len(draws):
+        below = draws[-1]
+        return below.token, _reach(below, number, 0.0, 1.0)
+
+    below = draws[index - 1]
+    above = draws[index]
     if below.token == above.token:
         return below.token, 1.0
-    low, high = _reach(below, number, 0.0, above.uniform), _reach(above, number, below.uniform, 1.0)
-    return (below.token, low) if low >= high else (above.token, high)
+    below_chance = _reach(below, number, 0.0, above.uniform)
+    above_chance = _reach(above, number, below.uniform, 1.0)
+    if below_chance >= above_chance:
+        return below.token, below_chance
+    return above.token, above_chance
 
 
 def _reach(draw: Draw, number: float, low: float, high: float) -> float:
-    """Return the chance that a draw's id is drawn at ``number``, too.
+    """Return the chance that ``number`` draws the id of a draw.
 
-    Its interval is as long as the id is probable, contains the draw's own number, and may lie
+    The id's interval is as long as the id is probable, contains the draw's own number, and may lie
     anywhere in [low, high].
     """
-    first, last = (
-        max(low, draw.uniform - draw.probability),
-        min(draw.uniform, high - draw.probability),
-    )  # its beginning
-    if last <= first:
-        return float(first <= number < first + draw.probability)
-    fitting = (
-        last - max(first, number - draw.probability)
-        if number > draw.uniform
-        else min(last, number) - first
-    )
-    return max(0.0, fitting / (last - first))
+    # Where the interval may begin.
+    first_begin = max(low, draw.uniform - draw.probability)
+    last_begin = min(draw.uniform, high - draw.probability)
+    if last_begin <= first_begin:
+        return float(first_begin <= number < first_begin + draw.probability)
+    # Beginnings whose interval contains the number.
+    if number > draw.uniform:
+        fitting = last_begin - max(first_begin, number - draw.probability)
+    else:
+        fitting = min(last_begin, number) - first_begin
+    return max(0.0, fitting / (last_begin - first_begin))
 
 
 def look_up(prompt: Sequence[int], ids: Sequence[int], count: int) -> Draft:
@@ -192,19 +211,21 @@ def look_up(prompt: Sequence[int], ids: Sequence[int], count: int) -> Draft:
         ids: the context, which begins with the prompt.
         count: most ids to draft.
     """
-    there = np.asarray(prompt, np.int32)
+    prompt_ids = np.asarray(prompt, np.int32)
     for match in PROMPT_MATCHES:
-        if match >= len(there):
+        if match >= len(prompt_ids):
             continue
-        found = np.ones(len(there) - match, bool)  # of places that something follows
+        # Whether the last ids are found at each place of the prompt that something follows.
+        matches = np.ones(len(prompt_ids) - match, bool)
         for i, token in enumerate(ids[-match:]):
-            found &= there[i : len(found) + i] == token
-        if (places := np.flatnonzero(found)).size:
+            matches &= prompt_ids[i : len(matches) + i] == token
+        places = np.flatnonzero(matches)
+        if places.size:
             begin = places[-1] + match
-            own = there[begin : begin + count].tolist()
-            return Draft(
-                own, [f"prompt {min(match + i, PROMPT_MATCHES[0])}" for i in range(len(own))]
-            )
+            drafted = prompt_ids[begin : begin + count].tolist()
+            # Each drafted id lengthens the match of the next.
+            evidence = [f"prompt {min(match + i, PROMPT_MATCHES[0])}" for i in range(len(drafted))]
+            return Draft(drafted, evidence)
     return Draft([], [])
 
 
@@ -213,44 +234,50 @@ class LookupDrafter:
 
     def __init__(self) -> None:
         self._index = SuffixIndex()
-        self._uniform, self._device = jax.jit(uniform), _host()
-        self._known: WeakKeyDictionary[RunningRequest, list[float]] = (
-            WeakKeyDictionary()
-        )  # of each id to sample
+        self._uniform = jax.jit(uniform)
+        self._device = _host()
+        # The random numbers of each id to sample, as far as they were computed.
+        self._uniforms: WeakKeyDictionary[RunningRequest, list[float]] = WeakKeyDictionary()
         self._block(0, 0)  # compile it
 
     def propose(self, runs: Sequence[RunningRequest], count: int) -> list[Draft]:
         drafts = []
         for run in runs:
-            tail, done = run.tail(MATCHES[0]), len(run.token_ids)
-            draft = self._index.draft(tail, self._numbers(run, done, done + count))
-            drafts.append(draft if draft.ids else look_up(run.request.prompt_ids, tail, count))
+            tail = run.tail(MATCHES[0])
+            begin = len(run.token_ids)
+            draft = self._index.draft(tail, self._numbers(run, begin, begin + count))
+            if not draft.ids:
+                draft = look_up(run.request.prompt_ids, tail, count)
+            drafts.append(draft)
         return drafts
 
     def observe(self, run: RunningRequest, new: int) -> None:
-        done = len(run.token_ids)
-        numbers, chances = (
-            self._numbers(run, done - new, done),
-            map(math.exp, run.log_probs[done - new :]),
-        )
-        draws = [*map(Draw, numbers, run.token_ids[done - new :], chances)]
+        end = len(run.token_ids)
+        begin = end - new
+        numbers = self._numbers(run, begin, end)
+        chances = map(math.exp, run.log_probs[begin:])
+        draws = [*map(Draw, numbers, run.token_ids[begin:], chances)]
         self._index.add(run.tail(MATCHES[0] + new), draws)
 
     def _numbers(self, run: RunningRequest, begin: int, end: int) -> list[float]:
         """Return the random numbers of ids that a request samples."""
-        known = self._known.setdefault(run, [])
-        while len(known) < end:
-            known += self._block(run.seed, len(run.request.prompt_ids) + len(known))
-        return known[begin:end]
+        numbers = self._uniforms.setdefault(run, [])
+        while len(numbers) < end:
+            numbers += self._block(run.seed, len(run.request.prompt_ids) + len(numbers))
+        return numbers[begin:end]
 
     def _block(self, seed: int, position: int) -> list[float]:
+        """Return the random numbers of a block of positions."""
         positions = np.arange(position, position + _BLOCK, dtype=np.int32)
         with jax.default_device(self._device):
             return self._uniform(np.full(_BLOCK, seed, np.uint32), positions).tolist()
 
 
 def _host() -> Any:
-    """Return the processor, where no engine's program is waited for; None if ``JAX_PLATFORMS`` leaves it out."""
+    """Return the processor, where no engine's program is waited for.
+
+    None if ``JAX_PLATFORMS`` leaves it out.
+    """
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
