@@ -1,4 +1,4 @@
-"""The KV cache on the device, in the engine's precision or in 8 bits, and movement of its pages.
+"""The KV cache on the device, in the engine's precision or in 8 bits, and how its pages move.
 
 Pages of waiting sessions that it has no room for go to host memory, and are restored bit by bit::
 
@@ -17,8 +17,7 @@ scale per head, with positions last: a TPU would pad any other axis to 128. Comm
 h, positions] apply to values [K, positions, h] and scales too.
 
 Page 0 is the null page: it is read where a row has no page, and writes to it are dropped. Work per
-layer is a jitted
-function: it is traced and lowered once for all layers, and XLA inlines it.
+layer is a jitted function: it is traced and lowered once for all layers, and XLA inlines it.
 """
 
 from __future__ import annotations
@@ -55,7 +54,10 @@ class LayerKV:
     scales: Any = None
 
     def by_position(self, function: Callable[..., Any], *others: LayerKV) -> LayerKV:
-        """Map ``function(axis, array, *others' arrays)`` over the arrays; ``axis`` is that of positions."""
+        """Map ``function(axis, array, *others' arrays)`` over the arrays.
+
+        ``axis`` is the one of positions.
+        """
         scales = None
         if self.scales is not None:
             scales = function(3, self.scales, *(other.scales for other in others))
@@ -83,13 +85,12 @@ class KVCache:
 
     def by_position(self, function: Callable[..., Any], *others: KVCache) -> KVCache:
         """Map a function over all arrays, see :meth:`LayerKV.by_position`."""
-        layer = jax.jit(lambda own, *rest: own.by_position(function, *rest))
-        routed = (
-            None
-            if self.routed is None
-            else function(2, self.routed, *(other.routed for other in others))
-        )
-        return KVCache(tuple(map(layer, self.layers, *(other.layers for other in others))), routed)
+        one_layer = jax.jit(lambda layer, *others: layer.by_position(function, *others))
+        routed = None
+        if self.routed is not None:
+            routed = function(2, self.routed, *(other.routed for other in others))
+        layers = map(one_layer, self.layers, *(other.layers for other in others))
+        return KVCache(tuple(layers), routed)
 
     @property
     def count(self) -> int:
@@ -104,18 +105,21 @@ class KVCache:
 
 def empty_cache(config: DecoderConfig, count: int, length: int, dtype: jnp.dtype) -> KVCache:
     """Return a cache of ``count`` pages of zeros, with scales for int8 or float8."""
-    heads, size = config.num_kv_heads, config.head_dim
+    heads = config.num_kv_heads
+    size = config.head_dim
 
     def layer() -> LayerKV:
+        scales = None
+        if is_quantized(dtype):
+            scales = jnp.zeros((count, heads, 2, length), jnp.float32)
         return LayerKV(
             keys=jnp.zeros((count, heads, size, length), dtype),
             values=jnp.zeros((count, heads, length, size), dtype),
-            scales=(
-                jnp.zeros((count, heads, 2, length), jnp.float32) if is_quantized(dtype) else None
-            ),
+            scales=scales,
         )
 
-    routed, experts = None, config.experts
+    routed = None
+    experts = config.experts
     if experts is not None:
         numbers = jnp.uint8 if experts.count <= 256 else jnp.uint16
         routed = jnp.zeros((count, 1, length, config.num_layers * experts.per_token), numbers)
@@ -131,17 +135,18 @@ def to_cache(keys: jax.Array, values: jax.Array, dtype: jnp.dtype) -> LayerKV:
     """Convert keys [R, K, h, T] and values [R, K, T, h] to a cache of ``dtype``."""
     if not is_quantized(dtype):
         return LayerKV(keys.astype(dtype), values.astype(dtype))
-    own_keys, own_values = quantized(keys, dtype, axis=2), quantized(values, dtype, axis=3)
-    scales = jnp.concatenate([own_keys.scale, own_values.scale.mT], axis=2)
-    return LayerKV(own_keys.numbers, own_values.numbers, scales)
+    quantized_keys = quantized(keys, dtype, axis=2)
+    quantized_values = quantized(values, dtype, axis=3)
+    scales = jnp.concatenate([quantized_keys.scale, quantized_values.scale.mT], axis=2)
+    return LayerKV(quantized_keys.numbers, quantized_values.numbers, scales)
 
 
-def from_cache(kept: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def from_cache(cached: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Invert :func:`to_cache`: return keys and values, in ``dtype`` if they are quantized."""
-    if kept.scales is None:
-        return kept.keys, kept.values
-    keys = kept.keys.astype(jnp.float32) * kept.scales[:, :, :1]
-    values = kept.values.astype(jnp.float32) * kept.scales[:, :, 1, :, None]
+    if cached.scales is None:
+        return cached.keys, cached.values
+    keys = cached.keys.astype(jnp.float32) * cached.scales[:, :, :1]
+    values = cached.values.astype(jnp.float32) * cached.scales[:, :, 1, :, None]
     return keys.astype(dtype), values.astype(dtype)
 
 
@@ -151,17 +156,22 @@ def gather_pages(cache: KVCache, pages: jax.Array, counts: jax.Array) -> KVCache
     Args:
         cache: P pages.
         pages: int32 [R, n].
-        counts: int32 [R], positions of each row's context. The rest is zeroed: stale values may be
-            NaN, which an attention weight of zero does not remove.
+        counts: int32 [R], positions of each row's context. Those after it are zeroed: stale values
+            may be NaN, which an attention weight of zero does not remove.
     """
 
     def array(axis: int, x: jax.Array) -> jax.Array:
-        found = jnp.moveaxis(x.at[pages].get(mode="clip"), 1, axis)  # [R, K, h, n, S]
-        rows = found.reshape(*found.shape[:axis], -1, *found.shape[axis + 2 :])
-        own = jnp.arange(rows.shape[axis]) < counts[:, None]
-        return jnp.where(jnp.expand_dims(own, [i for i in (1, 2, 3) if i != axis]), rows, 0)
+        gathered = jnp.moveaxis(x.at[pages].get(mode="clip"), 1, axis)  # [R, K, h, n, S]
+        rows = gathered.reshape(*gathered.shape[:axis], -1, *gathered.shape[axis + 2 :])
+        in_context = jnp.arange(rows.shape[axis]) < counts[:, None]
+        return jnp.where(jnp.expand_dims(in_context, _all_axes_but(axis)), rows, 0)
 
     return cache.by_position(array)
+
+
+def _all_axes_but(axis: int) -> list[int]:
+    """Return the axes to add to [R, positions] so that positions are at ``axis`` of four."""
+    return [i for i in (1, 2, 3) if i != axis]
 
 
 def write_pages(cache: KVCache, rows: KVCache, pages: jax.Array) -> KVCache:
@@ -189,21 +199,19 @@ def write_routed(
     """
     if cache.routed is None:
         return None
-    slots, new = (
-        jnp.arange(len(positions)),
-        jnp.concatenate(chosen, axis=1).astype(cache.routed.dtype),
-    )  # [B, L k]
+    slots = jnp.arange(len(positions))
+    experts = jnp.concatenate(chosen, axis=1).astype(cache.routed.dtype)  # [B, L k]
     if pages is None:
-        return cache.routed.at[slots, 0, positions].set(new)
+        return cache.routed.at[slots, 0, positions].set(experts)
     page = pages[slots, positions // cache.length]
     page = jnp.where(page == NULL_PAGE, cache.count, page)
-    return cache.routed.at[page, 0, positions % cache.length].set(new, mode="drop")
+    return cache.routed.at[page, 0, positions % cache.length].set(experts, mode="drop")
 
 
 def write_back(
     cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.Array, steps: int
 ) -> KVCache:
-    """Write the positions that ``steps`` decode steps may have changed from gathered rows back to the cache.
+    """Write what ``steps`` decode steps may have changed from gathered rows back to the cache.
 
     Args:
         cache: P pages.
@@ -212,18 +220,23 @@ def write_back(
         positions: int32 [R], of the first step. Pages from there on belong to one row only.
         steps: static.
     """
-    size, row_pages = cache.length, pages.shape[1]
+    size = cache.length
+    row_pages = pages.shape[1]
     count = min(row_pages, count_pages(steps, size))
     first = positions // size
+    # The window of pages lies inside the row, so it may begin before the first changed page.
     begin = jnp.minimum(first, row_pages - count)
     index = begin[:, None] + jnp.arange(count)
-    mine = jnp.where(index >= first[:, None], jnp.take_along_axis(pages, index, axis=1), NULL_PAGE)
+    is_changed = index >= first[:, None]
+    changed = jnp.where(is_changed, jnp.take_along_axis(pages, index, axis=1), NULL_PAGE)
 
     def window(axis: int, x: jax.Array) -> jax.Array:
-        part = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count * size, axis - 1)  # noqa: E731
-        return jax.vmap(part)(x, begin * size)
+        def cut(row: jax.Array, start: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(row, start, count * size, axis - 1)
 
-    return write_pages(cache, rows.by_position(window), mine)
+        return jax.vmap(cut)(x, begin * size)
+
+    return write_pages(cache, rows.by_position(window), changed)
 
 
 def align_to_pages(cache: KVCache, chunks: KVCache, starts: jax.Array, first: jax.Array) -> KVCache:
@@ -239,20 +252,23 @@ def align_to_pages(cache: KVCache, chunks: KVCache, starts: jax.Array, first: ja
         Rows of ``count_pages(T, S)`` pages; their content after a chunk is undefined.
     """
     size = cache.length
-    before = starts % size
+    offset = starts % size
 
     def array(axis: int, x: jax.Array, chunk: jax.Array) -> jax.Array:
         width = count_pages(chunk.shape[axis], size) * size
-        sides = [(0, 0)] * 4
-        sides[axis] = size, width - chunk.shape[axis]
-        shift = lambda row, by: jax.lax.dynamic_slice_in_dim(row, by, width, axis - 1)  # noqa: E731
-        shifted = jax.vmap(shift)(jnp.pad(chunk, sides), size - before)
-        sides[axis] = 0, width - size
-        held = jnp.pad(x.at[first].get(mode="clip"), sides)
-        mine = jnp.expand_dims(
-            jnp.arange(width) >= before[:, None], [i for i in (1, 2, 3) if i != axis]
-        )
-        return jnp.where(mine, shifted, held)
+
+        def cut(row: jax.Array, start: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(row, start, width, axis - 1)
+
+        padding = [(0, 0)] * 4
+        padding[axis] = (size, width - chunk.shape[axis])
+        shifted = jax.vmap(cut)(jnp.pad(chunk, padding), size - offset)
+
+        padding[axis] = (0, width - size)
+        first_page = jnp.pad(x.at[first].get(mode="clip"), padding)
+
+        in_chunk = jnp.arange(width) >= offset[:, None]
+        return jnp.where(jnp.expand_dims(in_chunk, _all_axes_but(axis)), shifted, first_page)
 
     return cache.by_position(array, chunks)
 
@@ -266,18 +282,18 @@ def count_pages(count: int, size: int) -> int:
     return -(-(count - 1) // size) + 1
 
 
-def copy_page(cache: KVCache, place: jax.Array) -> KVCache:
-    """Copy page ``place[0]`` over page ``place[1]``."""
+def copy_page(cache: KVCache, source_and_target: jax.Array) -> KVCache:
+    """Copy one page over another; their numbers are int32 [2]."""
 
     def copy(x: jax.Array) -> jax.Array:
-        page = jax.lax.dynamic_index_in_dim(x, place[0], keepdims=True)
-        return jax.lax.dynamic_update_index_in_dim(x, page, place[1], axis=0)
+        page = jax.lax.dynamic_index_in_dim(x, source_and_target[0], keepdims=True)
+        return jax.lax.dynamic_update_index_in_dim(x, page, source_and_target[1], axis=0)
 
     return jax.tree.map(copy, cache)
 
 
 MOVED_TOGETHER = (4, 32)
-"""Pages moved by a program."""
+"""Pages moved by each of the programs."""
 
 
 def get_pages(cache: KVCache, pages: jax.Array) -> KVCache:
@@ -291,8 +307,7 @@ class HostCache:
     The memory is taken when pages are first written.
 
     Args:
-        engine: moves the pages.
-        cache: the engine's, for shapes.
+        cache: the engine's; only its shapes are read.
     """
 
     def __init__(self, engine: JaxEngine, cache: KVCache) -> None:
@@ -301,37 +316,48 @@ class HostCache:
             page_bytes = sum(x.nbytes for x in jax.tree.leaves(cache)) // cache.count
             self.count = engine.shapes.kv_offloading_bytes // page_bytes
         self._engine = engine
-        empty = lambda x: np.empty((self.count, *x.shape[1:]), x.dtype)  # noqa: E731
-        self._pages = jax.tree.map(empty, cache) if self.count else None
-        self.saved = self.restored = 0  # pages so far
+        self._pages = jax.tree.map(self._empty, cache) if self.count else None
+        # Pages so far.
+        self.saved = 0
+        self.restored = 0
         self._arriving: list[tuple[list[int], KVCache]] = []
 
+    def _empty(self, x: jax.Array) -> np.ndarray:
+        return np.empty((self.count, *x.shape[1:]), x.dtype)
+
     def save(self, cache: KVCache, moves: list[tuple[int, int]]) -> None:
-        """Make the moves in a list, of a page to a host page, and empty it; they end in the background."""
+        """Copy pages to host pages, in the background.
+
+        Args:
+            cache: the engine's.
+            moves: pairs of a page and its host page; emptied.
+        """
         if not moves:
             return
         self.settle()
         self.saved += len(moves)
         for i in range(0, len(moves), MOVED_TOGETHER[-1]):
-            pages, host_pages = zip(*moves[i : i + MOVED_TOGETHER[-1]], strict=True)
+            batch = moves[i : i + MOVED_TOGETHER[-1]]
+            pages = [page for page, _ in batch]
+            host_pages = [host_page for _, host_page in batch]
             content = self._engine.get_pages(cache, pages)
             for array in jax.tree.leaves(content):
                 array.copy_to_host_async()
-            self._arriving.append((list(host_pages), content))
+            self._arriving.append((host_pages, content))
         moves.clear()
 
     def read(self, host_pages: Sequence[int]) -> KVCache:
         """Return the content of host pages."""
         self.settle()
         self.restored += len(host_pages)
-        return jax.tree.map(lambda kept: kept[list(host_pages)], self._pages)
+        index = list(host_pages)
+        return jax.tree.map(lambda pages: pages[index], self._pages)
 
     def settle(self) -> None:
         """Wait for what the last :meth:`save` began."""
         for host_pages, content in self._arriving:
-
-            def write(kept: np.ndarray, new: jax.Array, host_pages: list[int] = host_pages) -> None:
-                kept[host_pages] = np.asarray(new)[: len(host_pages)]
-
-            jax.tree.map(write, self._pages, content)
+            pages = jax.tree.leaves(self._pages)
+            for array, arrived in zip(pages, jax.tree.leaves(content), strict=True):
+                # Padding comes last.
+                array[host_pages] = np.asarray(arrived)[: len(host_pages)]
         self._arriving.clear()
