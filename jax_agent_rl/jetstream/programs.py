@@ -1,7 +1,7 @@
-"""The engine's device programs, and a table that compiles each shape once and counts recompilations.
+"""The engine's device programs, and a table that compiles each shape once.
 
 Every program has static shapes taken from a few buckets, donates the cache it changes, and crosses
-to the host once per dispatch.
+to the host once per dispatch. The table counts recompilations.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def decode(
         config: the model, with the engine's ``num_kv_heads``.
         max_steps: static size of the output, >= limits[0]; slots must have pages for as many.
         mesh: the engine's mesh, if it has more than one device.
-        kernels: what to use.
-        params: weights.
+        kernels: what computes the steps besides XLA.
         cache: all pages.
         slots: the batch.
         limits: int32 [2]: most steps to run, and the number of finished slots that ends the loop
@@ -74,8 +73,9 @@ def decode(
         then the bits of the ids they drew from. One array, because one copy to the host is cheaper
         than several.
     """
-    span, in_place = slots.pages.shape[1] * cache.length, kernels is not Kernels.NONE
-    worked = cache if in_place else gather_pages(cache, slots.pages, slots.positions)
+    span = slots.pages.shape[1] * cache.length
+    in_place = kernels is not Kernels.NONE
+    working_cache = cache if in_place else gather_pages(cache, slots.pages, slots.positions)
     started = jnp.sum(slots.remaining > 0)
 
     def go_on(carry: tuple) -> jax.Array:
@@ -84,11 +84,13 @@ def decode(
         return (step < limits[0]) & (running > 0) & (started - running < limits[1])
 
     def body(carry: tuple) -> tuple:
-        step, tokens, positions, remaining, worked, out = carry
+        step, tokens, positions, remaining, working_cache, out = carry
         running = remaining > 0
         fed = replace(slots, tokens=tokens, positions=jnp.minimum(positions, span - 1))
-        logits, worked = decode_step(config, mesh, kernels, params, worked, fed, adapters)
-        ids, logprobs, kept = sample(
+        logits, working_cache = decode_step(
+            config, mesh, kernels, params, working_cache, fed, adapters
+        )
+        ids, logprobs, support_bits = sample(
             logits,
             temperature=slots.temperature,
             seed=slots.seed,
@@ -101,9 +103,10 @@ def decode(
         new = jnp.stack(
             [jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)]
         )
-        if kept is not None:
-            new = jnp.concatenate([new, jax.lax.bitcast_convert_type(kept.T, jnp.int32)])
+        if support_bits is not None:
+            new = jnp.concatenate([new, jax.lax.bitcast_convert_type(support_bits.T, jnp.int32)])
         out = jax.lax.dynamic_update_index_in_dim(out, new, step, axis=1)
+
         stopped = jnp.any(ids[:, None] == slots.stop_ids, axis=1)
         if forced is not None:
             stopped &= forced[step] < 0
@@ -113,17 +116,17 @@ def decode(
             jnp.where(running, ids, tokens),
             positions + running,
             remaining,
-            worked,
+            working_cache,
             out,
         )
 
     words = mask_words(config.vocab_size) if slots.restricted else 0
     out = jnp.full((2 + words, max_steps, len(slots.tokens)), -1, jnp.int32)
-    carry = (jnp.int32(0), slots.tokens, slots.positions, slots.remaining, worked, out)
-    _, _, _, _, worked, out = jax.lax.while_loop(go_on, body, carry)
-    return (
-        worked if in_place else write_back(cache, worked, slots.pages, slots.positions, max_steps)
-    ), out
+    carry = (jnp.int32(0), slots.tokens, slots.positions, slots.remaining, working_cache, out)
+    _, _, _, _, working_cache, out = jax.lax.while_loop(go_on, body, carry)
+    if in_place:
+        return working_cache, out
+    return write_back(cache, working_cache, slots.pages, slots.positions, max_steps), out
 
 
 def compute_chunks(
@@ -133,13 +136,13 @@ def compute_chunks(
     cache: KVCache,
     tokens: jax.Array,
     starts: jax.Array,
-    before: jax.Array,
-    into: jax.Array,
+    context_pages: jax.Array,
+    chunk_pages: jax.Array,
     images: ImageInputs | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> KVCache:
-    """Prefill one chunk of each of R contexts, for :func:`~jax_agent_rl.jetstream.kv_cache.write_pages` to write.
+    """Prefill one chunk of each of R contexts, for ``kv_cache.write_pages`` to write.
 
     A program that both reads and writes a donated cache makes the compiler copy all of it, so these
     are two.
@@ -147,40 +150,46 @@ def compute_chunks(
     Args:
         config: the model, with the engine's ``num_kv_heads``.
         mesh: the engine's mesh, if it has more than one device.
-        params: weights.
         cache: all pages.
         tokens: int32 [R, T], padded.
         starts: int32 [R], where the chunks begin.
-        before: int32 [R, n], pages of the contexts, at least up to ``starts``.
-        into: int32 [R, m], pages the chunks touch.
+        context_pages: int32 [R, n], pages of the contexts, at least up to ``starts``.
+        chunk_pages: int32 [R, m], pages the chunks touch.
         images: the chunks' images, for vision models.
-        adapters: as ``adapter``, see :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`.
-        adapter: of each context.
+        adapters: the engine's LoRA adapters, if any.
+        adapter: int32 [R], the adapter of each context.
 
     Returns:
-        The pages ``into``.
+        The content of ``chunk_pages``.
     """
-    rows = gather_pages(cache, before, starts)
+    rows = gather_pages(cache, context_pages, starts)
     layers = prefill_chunks(config, params, rows, tokens, starts, images, mesh, adapters, adapter)
-    return chunk_pages(cache, layers, tokens, starts, into)
+    return pages_of_chunks(cache, layers, tokens, starts, chunk_pages)
 
 
-def chunk_pages(
+def pages_of_chunks(
     cache: KVCache,
     layers: list[tuple[jax.Array, LayerKV, jax.Array | None]],
     tokens: jax.Array,
     starts: jax.Array,
-    into: jax.Array,
+    chunk_pages: jax.Array,
 ) -> KVCache:
-    """Return the pages ``into`` of chunks computed by :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`."""
+    """Return the content of the pages that chunks touch.
+
+    Args:
+        cache: all pages.
+        layers: what :func:`~jax_agent_rl.jetstream.forward.prefill_chunks` computed.
+        tokens: int32 [R, T].
+        starts: int32 [R], where the chunks begin.
+        chunk_pages: int32 [R, m].
+    """
     routed = None
     if cache.routed is not None:
-        chosen = jnp.concatenate(
-            [chosen for *_, chosen in layers if chosen is not None], axis=1
-        )  # [R T, L k]
-        routed = chosen.astype(cache.routed.dtype).reshape(len(tokens), 1, tokens.shape[1], -1)
-    new = KVCache(tuple(kv for _, kv, _ in layers), routed)
-    return align_to_pages(cache, new, starts, into[:, 0])
+        experts = [chosen for *_, chosen in layers if chosen is not None]
+        joined = jnp.concatenate(experts, axis=1)  # [R T, L k]
+        routed = joined.astype(cache.routed.dtype).reshape(len(tokens), 1, tokens.shape[1], -1)
+    chunks = KVCache(tuple(kv for _, kv, _ in layers), routed)
+    return align_to_pages(cache, chunks, starts, chunk_pages[:, 0])
 
 
 def feed_columns(
@@ -193,8 +202,7 @@ def feed_columns(
     """Prefill ids with kernels for CPUs, a column for each; XLA leaves out the head.
 
     Args:
-        config: the model.
-        params: weights.
+        config: the model, with the engine's ``num_kv_heads``.
         cache: all pages.
         columns: from :func:`~jax_agent_rl.jetstream.decode_batch.columns_of`.
         adapters: the stacks ``columns.adapter`` indexes.
@@ -204,14 +212,18 @@ def feed_columns(
 
 def read_routed(cache: KVCache, pages: jax.Array) -> jax.Array:
     """Return the experts chosen at the positions of ``pages`` int32 [n], [n S, L, k]."""
-    found = cache.routed[pages]  # [n, 1, S, L k]
-    return found.reshape(-1, len(cache.layers), found.shape[-1] // len(cache.layers))
+    experts = cache.routed[pages]  # [n, 1, S, L k]
+    return experts.reshape(-1, len(cache.layers), experts.shape[-1] // len(cache.layers))
 
 
 @contextlib.contextmanager
 def cache_hits() -> Iterator[list[str]]:
-    """Yield a list that gains an event for each program this thread finds in JAX's compilation cache."""
-    events, thread = [], threading.get_ident()
+    """Yield a list of the programs that this thread finds in JAX's compilation cache.
+
+    It gains an event for each.
+    """
+    events: list[str] = []
+    thread = threading.get_ident()
 
     def listen(event: str, **_: Any) -> None:
         if event == "/jax/compilation_cache/cache_hits" and threading.get_ident() == thread:
@@ -245,15 +257,18 @@ class ProgramTable:
         Args:
             later: keys of programs that are compiled at first use and do not count.
         """
-        self._warm, self._later = True, frozenset(later)
+        self._warm = True
+        self._later = frozenset(later)
 
     def __len__(self) -> int:
         return len(self._programs)
 
     def summary(self) -> str:
         """Return a line about what was compiled."""
-        taken = f"{len(self)} engine programs in {self.compile_seconds:.1f} s"
-        return f"{taken}, {self.cache_hits} of them from the compilation cache"
+        return (
+            f"{len(self)} engine programs in {self.compile_seconds:.1f} s,"
+            f" {self.cache_hits} of them from the compilation cache"
+        )
 
     def call(
         self,
@@ -279,22 +294,25 @@ class ProgramTable:
         """
         if key not in self._programs:
             begin = time.perf_counter()
-            compiled = functools.partial(_compiled, function, donate, place=place, out=out)
+            compile_for = functools.partial(_compiled, function, donate, place=place, out=out)
             following = next_call() if next_call is not None else None
             if following is not None and following[0] not in self._programs:
+                following_key, following_args = following
                 with ThreadPoolExecutor(1) as pool:
-                    other = pool.submit(compiled, *following[1])
-                    self._add(key, *compiled(*args))
-                    self._add(following[0], *other.result())
+                    following_program = pool.submit(compile_for, *following_args)
+                    self._add(key, *compile_for(*args))
+                    self._add(following_key, *following_program.result())
             else:
-                self._add(key, *compiled(*args))
+                self._add(key, *compile_for(*args))
             self.compile_seconds += time.perf_counter() - begin
         return self._programs[key](*args)
 
     def _add(self, key: tuple, program: Callable[..., Any], hit: bool) -> None:
         self._programs[key] = program
-        self.cache_hits += hit
-        self.recompilations += self._warm and key not in self._later
+        if hit:
+            self.cache_hits += 1
+        if self._warm and key not in self._later:
+            self.recompilations += 1
 
 
 _shared: dict[tuple, Callable[..., Any]] = {}
@@ -313,12 +331,15 @@ def _compiled(
 ) -> tuple[Callable[..., Any], bool]:
     """Return the program, and whether this process or JAX's compilation cache had it."""
     key: tuple | None = None
-    if (identity := _identity(function)) is not None:
-        described = [(x.shape, x.dtype, _sharding_or(x, place)) for x in jax.tree.leaves(args)]
-        leaves, tree = jax.tree.flatten(out)
-        key = (identity, donate, tuple(described), jax.tree.structure(args), tuple(leaves), tree)
-    if (program := _shared.get(key) if key else None) is not None:
-        return program, True
+    identity = _identity(function)
+    if identity is not None:
+        arguments = tuple((x.shape, x.dtype, _sharding_or(x, place)) for x in jax.tree.leaves(args))
+        shardings, tree = jax.tree.flatten(out)
+        key = (identity, donate, arguments, jax.tree.structure(args), tuple(shardings), tree)
+        program = _shared.get(key)
+        if program is not None:
+            return program, True
+
     with cache_hits() as hits:
         program = traced(function, donate, *args, place=place, out=out).lower().compile()
     if key is not None:
@@ -329,22 +350,25 @@ def _compiled(
 
 
 def _identity(function: Callable[..., Any]) -> tuple | None:
-    """Identify a module-level function with its static arguments; None for one made at run time."""
+    """Identify a module-level function with its static arguments.
+
+    None for a function made at run time.
+    """
     if isinstance(function, functools.partial):
+        if _identity(function.func) is None:
+            return None
         static = (*function.args, *sorted(function.keywords.items()))
-        return (function.func, static) if _identity(function.func) else None
-    return (
-        (function,) if inspect.isfunction(function) and "<" not in function.__qualname__ else None
-    )
+        return (function.func, static)
+    if inspect.isfunction(function) and "<" not in function.__qualname__:
+        return (function,)
+    return None
 
 
 def _sharding_or(x: Any, place: NamedSharding) -> NamedSharding:
     """Return an argument's sharding, or ``place`` if it is on no device yet."""
-    return (
-        x.sharding
-        if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False)
-        else place
-    )
+    if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False):
+        return x.sharding
+    return place
 
 
 def traced(
@@ -354,7 +378,10 @@ def traced(
     place: NamedSharding,
     out: Any,
 ) -> jax.stages.Traced:
-    """Trace ``function(*args)`` for compilation, see :meth:`ProgramTable.call`; arguments may be shapes."""
+    """Trace ``function(*args)`` for compilation, see :meth:`ProgramTable.call`.
+
+    Arguments may be shapes.
+    """
     jitted = jax.jit(
         function,
         in_shardings=jax.tree.map(lambda x: _sharding_or(x, place), args),

@@ -1,4 +1,4 @@
-"""Passes over several ids of each context: prefill with CPU kernels, and verification (``jetstream.speculation``).
+"""Passes over several ids of each context: prefill with CPU kernels, and verification of drafts.
 
 With CPU kernels both are a decode step with a column for each id. A tool's result of a few ids then
 costs a few columns, where a prompt chunk would be padded, its pages gathered and written back; long
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,7 +45,7 @@ VERIFIED_COLUMNS = (8, *COLUMNS)
 
 
 class VerifyingEngine(abc.ABC):
-    """The part of :class:`~jax_agent_rl.jetstream.engine.JaxEngine` that prefills by column and verifies drafts."""
+    """The part of ``engine.JaxEngine`` that prefills by column and verifies drafts."""
 
     config: DecoderConfig
     shapes: EngineShapes
@@ -94,27 +93,24 @@ class VerifyingEngine(abc.ABC):
             slots.pages[slot, : len(extension.pages)] = extension.pages
             slots.positions[slot] = extension.start
         if self._stacks is not None:
-            slots = replace(
-                slots, adapter=np.array([extension.adapter for extension in extensions], np.int32)
-            )
-        columns, *_ = columns_of(slots, [extension.ids for extension in extensions])
+            adapters = [extension.adapter for extension in extensions]
+            slots = replace(slots, adapter=np.array(adapters, np.int32))
+        columns, _, _ = columns_of(slots, [extension.ids for extension in extensions])
         for i in range(0, len(columns.tokens), COLUMNS[-1]):
-            cache = self._feed(
-                params, cache, jax.tree.map(lambda x, i=i: x[i : i + COLUMNS[-1]], columns)
-            )
+            batch = jax.tree.map(lambda x, i=i: x[i : i + COLUMNS[-1]], columns)
+            cache = self._feed(params, cache, batch)
         return cache
 
     def _feed(self, params: EngineParams, cache: KVCache, columns: DecodeBatch) -> KVCache:
+        """Prefill up to ``COLUMNS[-1]`` ids, a column for each."""
         width = bucket(COLUMNS, len(columns.tokens))
-        inputs = (
-            params,
-            cache,
-            pad_decode_batch(columns, width - len(columns.tokens)),
-            self._stacks,
-        )
-        program = functools.partial(programs.feed_columns, self.config)
+        padded = pad_decode_batch(columns, width - len(columns.tokens))
         return self._call(
-            ("columns", cache.count, width), program, (1,), *inputs, out=self.cache_sharding
+            ("columns", cache.count, width),
+            functools.partial(programs.feed_columns, self.config),
+            (1,),
+            *(params, cache, padded, self._stacks),
+            out=self.cache_sharding,
         )
 
     @property
@@ -125,9 +121,8 @@ class VerifyingEngine(abc.ABC):
         return {("columns", 1 + self.shapes.pages, width) for width in self._column_widths}
 
     def _warm_up_columns(self, params: EngineParams, cache: KVCache, width: int) -> KVCache:
-        return self._feed(
-            params, cache, self._completed(make_decode_batch(width, self.shapes.context_pages))
-        )
+        idle = self._completed(make_decode_batch(width, self.shapes.context_pages))
+        return self._feed(params, cache, idle)
 
     # --- verification -----------------------------------------------------------------------------
 
@@ -139,10 +134,14 @@ class VerifyingEngine(abc.ABC):
     @property
     def _column_counts(self) -> list[int]:
         """Columns compiled for with CPU kernels."""
-        most, fewer = self._longest * self.max_concurrent_decodes, (0, *VERIFIED_COLUMNS)
-        return [
-            columns for columns, less in zip(VERIFIED_COLUMNS, fewer, strict=False) if less < most
-        ]
+        most = self._longest * self.max_concurrent_decodes
+        counts = []
+        smaller = 0
+        for columns in VERIFIED_COLUMNS:
+            if smaller < most:  # otherwise the smaller program takes all there can be
+                counts.append(columns)
+            smaller = columns
+        return counts
 
     def verified_columns(self, count: int) -> list[int]:
         """Return how many positions of ``count`` contexts the programs can feed, ascending."""
@@ -157,18 +156,21 @@ class VerifyingEngine(abc.ABC):
         slots: DecodeBatch,
         drafts: Sequence[Sequence[int]],
     ) -> tuple[KVCache, Sampled]:
-        """Draw the ids after each context and after the ids of its draft, as far as these are accepted.
+        """Draw the ids after each context and after the accepted ids of its draft.
 
         Args:
-            params: weights.
             cache: donated.
             slots: as for :meth:`JaxEngine.decode`, not restricted, with pages for the drafts.
             drafts: of each slot; all together must fit the columns of :meth:`verified_columns`.
         """
-        run = self._verify_columns if self._by_column else self._verify_chunks
-        cache, ids, log_probs = run(params, cache, self._completed(slots), drafts)
+        slots = self._completed(slots)
+        if self._by_column:
+            cache, ids, log_probs = self._verify_columns(params, cache, slots, drafts)
+        else:
+            cache, ids, log_probs = self._verify_chunks(params, cache, slots, drafts)
         for slot, draft in enumerate(drafts):
-            ids[1 + accepted_ids(draft, ids[:, slot].tolist()) :, slot] = -1
+            accepted = accepted_ids(draft, ids[:, slot].tolist())
+            ids[accepted + 1 :, slot] = -1
         return cache, Sampled(ids, log_probs)
 
     def _verify_columns(
@@ -179,22 +181,25 @@ class VerifyingEngine(abc.ABC):
         drafts: Sequence[Sequence[int]],
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """Return the cache and the draws [longest, slots]: ids and log-probs."""
-        columns, slot, place = columns_of(
-            slots, [(t, *draft) for t, draft in zip(slots.tokens, drafts, strict=True)]
+        fed = [(last_id, *draft) for last_id, draft in zip(slots.tokens, drafts, strict=True)]
+        columns, slot, index = columns_of(slots, fed)
+        count = len(slot)
+        width = bucket(VERIFIED_COLUMNS, count)
+        columns = pad_decode_batch(columns, width - count)
+        # One step, which no number of finished slots ends early.
+        limits = np.array([1, width + 1], np.int32)
+        cache, out = self._call(
+            ("verify", cache.count, width),
+            programs.decode_program(self.config, 1, self.split, self.kernels),
+            (1,),
+            *(params, cache, columns, limits, None, self._stacks),
+            out=(self.cache_sharding, self.replicated),
         )
-        width = bucket(VERIFIED_COLUMNS, len(slot))
-        columns = pad_decode_batch(columns, width - len(slot))
-        program = programs.decode_program(self.config, 1, self.split, self.kernels)
-        inputs = (params, cache, columns, np.array([1, width + 1], np.int32), None, self._stacks)
-        out = (self.cache_sharding, self.replicated)
-        cache, out = self._call(("verify", cache.count, width), program, (1,), *inputs, out=out)
         drawn = Sampled.of(np.asarray(out))
         ids = np.full((self._longest, len(drafts)), -1, np.int32)
         log_probs = np.zeros(ids.shape, np.float32)
-        ids[place, slot], log_probs[place, slot] = (
-            drawn.ids[0, : len(slot)],
-            drawn.log_probs[0, : len(slot)],
-        )
+        ids[index, slot] = drawn.ids[0, :count]
+        log_probs[index, slot] = drawn.log_probs[0, :count]
         return cache, ids, log_probs
 
     def _verify_chunks(
@@ -205,28 +210,40 @@ class VerifyingEngine(abc.ABC):
         drafts: Sequence[Sequence[int]],
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """Return the cache and the draws [longest, slots]: ids and log-probs."""
-        count, size, page = len(drafts), self._longest, self.shapes.page
-        width, span = self.width(count), bucket(self._verified_spans, int(slots.positions.max()))
+        count = len(drafts)
+        size = self._longest
+        page = self.shapes.page
+        width = self.width(count)
+        span = bucket(self._verified_spans, int(slots.positions.max()))
+
         tokens = np.zeros((width, size), np.int32)
-        for row, (first, draft) in enumerate(zip(slots.tokens, drafts, strict=True)):
-            tokens[row, : 1 + len(draft)] = first, *draft
-        into = np.full((width, count_pages(size, page)), NULL_PAGE, np.int32)
-        for row, (pages, position) in enumerate(zip(slots.pages, slots.positions, strict=True)):
-            own = pages[position // page :][: into.shape[1]]
-            into[row, : len(own)] = own
-        before = pad_decode_batch(
-            replace(slots, pages=slots.pages[:, : span // page]), width - count
+        chunk_pages = np.full((width, count_pages(size, page)), NULL_PAGE, np.int32)
+        for row, draft in enumerate(drafts):
+            tokens[row, : 1 + len(draft)] = (slots.tokens[row], *draft)
+            first_page = slots.positions[row] // page
+            pages = slots.pages[row, first_page:][: chunk_pages.shape[1]]
+            chunk_pages[row, : len(pages)] = pages
+
+        context_slots = replace(slots, pages=slots.pages[:, : span // page])
+        context_slots = pad_decode_batch(context_slots, width - count)
+        chunks, out = self._call(
+            ("verify", cache.count, width, span),
+            functools.partial(verify_chunks, self.config, self.split),
+            (),
+            *(params, cache, tokens, context_slots, chunk_pages, self._stacks),
+            out=(self.cache_sharding, self.replicated),
         )
-        program = functools.partial(verify_chunks, self.config, self.split)
-        inputs, sharding = (params, cache, tokens, before, into, self._stacks), self.cache_sharding
-        out = (sharding, self.replicated)
-        new, out = self._call(("verify", cache.count, width, span), program, (), *inputs, out=out)
-        key = ("write", cache.count, width, size)
-        cache = self._call(key, write_pages, (0,), cache, new, into, out=sharding)
+        cache = self._call(
+            ("write", cache.count, width, size),
+            write_pages,
+            (0,),
+            *(cache, chunks, chunk_pages),
+            out=self.cache_sharding,
+        )
+
         drawn = Sampled.of(np.array(out))
-        ids, log_probs = (
-            x.reshape(width, size)[:count].T.copy() for x in (drawn.ids, drawn.log_probs)
-        )
+        ids = drawn.ids.reshape(width, size)[:count].T.copy()
+        log_probs = drawn.log_probs.reshape(width, size)[:count].T.copy()
         return cache, ids, log_probs
 
     @property
@@ -236,23 +253,27 @@ class VerifyingEngine(abc.ABC):
 
     def _verification_keys(self) -> set[tuple]:
         """Return the keys of all programs the shapes allow."""
-        count, widths = 1 + self.shapes.pages, self.shapes.slot_buckets
+        count = 1 + self.shapes.pages
         if not self.shapes.num_speculative_tokens:
             return set()
         if self._by_column:
             return {("verify", count, columns) for columns in self._column_counts}
-        written = {("write", count, width, self._longest) for width in widths}
-        return written | {
-            ("verify", count, *shape) for shape in itertools.product(widths, self._verified_spans)
-        }
+        keys: set[tuple] = set()
+        for width in self.shapes.slot_buckets:
+            keys.add(("write", count, width, self._longest))
+            for span in self._verified_spans:
+                keys.add(("verify", count, width, span))
+        return keys
 
     def _warm_up_verification(self, params: EngineParams, cache: KVCache) -> KVCache:
         """Compile and run every program the shapes allow."""
-        pages = self.shapes.context_pages
         for key in sorted(self._verification_keys()):
-            if key[0] == "verify":
-                idle = make_decode_batch(key[2], pages, 0 if self._by_column else key[3])
-                cache, _ = self.verify(params, cache, idle, [()] * key[2])
+            if key[0] != "verify":
+                continue
+            width = key[2]
+            position = 0 if self._by_column else key[3]
+            idle = make_decode_batch(width, self.shapes.context_pages, position)
+            cache, _ = self.verify(params, cache, idle, [()] * width)
         return cache
 
 
@@ -263,35 +284,47 @@ def verify_chunks(
     cache: KVCache,
     tokens: jax.Array,
     slots: DecodeBatch,
-    into: jax.Array,
+    chunk_pages: jax.Array,
     adapters: AdapterStacks | None = None,
 ) -> tuple[KVCache, jax.Array]:
-    """Feed T ids of each of W contexts and draw an id after each, without restrictions, as ``programs.decode`` would.
+    """Feed T ids of each of W contexts and draw an id after each, as ``programs.decode`` would.
+
+    No slot may be restricted.
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
         mesh: the engine's mesh, if it has more than one device.
-        params: weights.
         cache: all pages.
         tokens: int32 [W, T], padded.
         slots: the contexts, with pages at least up to ``slots.positions``, where the ids begin.
-        into: int32 [W, m], pages the ids touch.
+        chunk_pages: int32 [W, m], pages the ids touch.
         adapters: the stacks ``slots.adapter`` indexes.
 
     Returns:
-        The pages ``into``, as ``programs.compute_chunks`` does, and int32 [2, 1, W T]: drawn ids
-        and the bits of their log-probs.
+        The content of ``chunk_pages``, as ``programs.compute_chunks`` does, and int32 [2, 1, W T]:
+        drawn ids and the bits of their log-probs.
     """
-    count, starts = tokens.shape[1], slots.positions
+    count = tokens.shape[1]
+    starts = slots.positions
     rows = gather_pages(cache, slots.pages, starts)
-    offsets = (adapters, slots.adapter, slots.offsets)
-    layers = prefill_chunks(config, params, rows, tokens, starts, None, mesh, *offsets)
+    layers = prefill_chunks(
+        config,
+        params,
+        rows,
+        tokens,
+        starts,
+        mesh=mesh,
+        adapters=adapters,
+        adapter=slots.adapter,
+        rope_offsets=slots.offsets,
+    )
+    hidden = layers[-1][0]
     ids, logprobs, _ = sample(
-        next_logits(config, params, layers[-1][0], mesh),
+        next_logits(config, params, hidden, mesh),
         temperature=jnp.repeat(slots.temperature, count),
         seed=jnp.repeat(slots.seed, count),
         position=(starts[:, None] + 1 + jnp.arange(count)).reshape(-1),
         mesh=mesh,
     )
     out = jnp.stack([ids, jax.lax.bitcast_convert_type(logprobs, jnp.int32)])[:, None]
-    return programs.chunk_pages(cache, layers, tokens, starts, into), out
+    return programs.pages_of_chunks(cache, layers, tokens, starts, chunk_pages), out
