@@ -27,11 +27,9 @@ from jax_agent_rl.models.tree_kernel import MASK_VALUE, TreeMask
 DEVICES = ("expert", "tensor")
 """The axes of an engine's mesh that are not 1."""
 
-_HEADS_FIRST, _HEADS_SECOND, _WHOLE = (
-    PartitionSpec(DEVICES),
-    PartitionSpec(None, DEVICES),
-    PartitionSpec(),
-)
+_HEADS_FIRST = PartitionSpec(DEVICES)
+_HEADS_SECOND = PartitionSpec(None, DEVICES)
+_REPLICATED = PartitionSpec()
 
 
 def decode_attention(
@@ -61,12 +59,22 @@ def decode_attention(
     Returns:
         [B, K, G, h], and the updated cache.
     """
-    run = functools.partial(_plain_decode if pages is None else _decode_by_kernels, window=window)
-    specs, out = (
-        (*[_HEADS_SECOND] * 3, _WHOLE, _WHOLE, _HEADS_FIRST),
+    attend = _plain_decode if pages is None else _decode_by_kernels
+    specs = {
+        "q": _HEADS_SECOND,
+        "cached": _HEADS_SECOND,
+        "new": _HEADS_SECOND,
+        "positions": _REPLICATED,
+        "pages": _REPLICATED,
+        "sinks": _HEADS_FIRST,
+    }
+    run = _on_each_device(
+        functools.partial(attend, window=window),
+        mesh,
+        tuple(specs.values()),
         (_HEADS_SECOND, _HEADS_SECOND),
     )
-    return _on_each_device(run, mesh, specs, out)(q, cached, new, positions, pages, sinks)
+    return run(q, cached, new, positions, pages, sinks)
 
 
 def chunk_attention(
@@ -93,23 +101,29 @@ def chunk_attention(
     Returns:
         [K, G, h, R, T].
     """
-    tpu, default = (
-        functools.partial(one, window=window) for one in (_chunk_by_kernel, _plain_chunk)
+    specs = {
+        "q": _HEADS_FIRST,
+        "cached": _HEADS_SECOND,
+        "new": _HEADS_SECOND,
+        "starts": _REPLICATED,
+        "sinks": _HEADS_FIRST,
+    }
+    attend = functools.partial(
+        by_platform,
+        tpu=functools.partial(_chunk_by_kernel, window=window),
+        default=functools.partial(_plain_chunk, window=window),
     )
-    run = functools.partial(by_platform, tpu=tpu, default=default)
-    specs = (_HEADS_FIRST, _HEADS_SECOND, _HEADS_SECOND, _WHOLE, _HEADS_FIRST)
-    return _on_each_device(run, mesh, specs, _HEADS_FIRST)(q, cached, new, starts, sinks)
+    run = _on_each_device(attend, mesh, tuple(specs.values()), _HEADS_FIRST)
+    return run(q, cached, new, starts, sinks)
 
 
 def _on_each_device(
     run: Callable[..., Any], mesh: Mesh | None, specs: tuple[PartitionSpec, ...], out: Any
 ) -> Callable[..., Any]:
     """Run per device of a mesh, as XLA cannot split a kernel."""
-    return (
-        run
-        if mesh is None
-        else jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
-    )
+    if mesh is None:
+        return run
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
 def _plain_decode(
@@ -123,16 +137,20 @@ def _plain_decode(
     window: int | None,
 ) -> tuple[jax.Array, LayerKV]:
     def write(axis: int, old: jax.Array, one: jax.Array) -> jax.Array:
-        at = (jnp.arange(len(positions)), *[slice(None)] * (axis - 1), positions)
-        return old.at[at].set(jnp.squeeze(one, axis))
+        index = (jnp.arange(len(positions)), *[slice(None)] * (axis - 1), positions)
+        return old.at[index].set(jnp.squeeze(one, axis))
 
     cached = cached.by_position(write, _one_position(new, cached))
-    length, scales = cached.values.shape[2], cached.scales
+    length = cached.values.shape[2]
+    scales = cached.scales
     distance = positions[:, None] - jnp.arange(length)  # [B, S]
     visible = (distance >= 0) & (distance < (window or length))
-    keys, values = (
-        x if scales is None else x.astype(q.dtype) for x in (cached.keys, cached.values)
-    )
+
+    keys = cached.keys
+    values = cached.values
+    if scales is not None:
+        keys = keys.astype(q.dtype)
+        values = values.astype(q.dtype)
     scores = jnp.einsum("bkgh,bkhs->bkgs", q, keys, preferred_element_type=jnp.float32)
     if scales is not None:
         scores = scores * scales[:, :, :1]
@@ -158,7 +176,7 @@ def _decode_by_kernels(
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Apply a softmax over the last axis of scores and a sink of each, whose weight is left out."""
+    """Apply a softmax over the last axis of scores and a sink, whose weight is left out."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     sinks = sinks.astype(jnp.float32)
@@ -185,28 +203,32 @@ def _plain_chunk(
     visible = _chunk_mask(starts, new.values.shape[2], cached.values.shape[2], window)
     keys, values = _joined(cached, new, q.dtype)
     scores = jnp.einsum("kghrt,rkhs->rkgts", q, keys, preferred_element_type=jnp.float32)
-    weights = _softmax(
-        jnp.where(visible, scores, MASK_VALUE), None if sinks is None else sinks[..., None, None]
-    )
-    weights = weights.astype(values.dtype)
-    return jnp.einsum("rkgts,rksh->kghrt", weights, values)
+    scores = jnp.where(visible, scores, MASK_VALUE)
+    weights = _softmax(scores, None if sinks is None else sinks[..., None, None])
+    return jnp.einsum("rkgts,rksh->kghrt", weights.astype(values.dtype), values)
 
 
 def _joined(cached: LayerKV, new: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Return keys [R, K, h, S + T] and values [R, K, S + T, h]."""
-    both = cached.by_position(lambda axis, old, own: jnp.concatenate([old, own], axis), new)
-    return from_cache(both, dtype)
+    joined = cached.by_position(lambda axis, old, chunk: jnp.concatenate([old, chunk], axis), new)
+    return from_cache(joined, dtype)
 
 
 def _chunk_mask(starts: jax.Array, count: int, length: int, window: int | None) -> jax.Array:
-    """Return the mask of each chunk position, bool [R, 1, 1, T, length + T]: cache below ``starts``, then the chunk."""
+    """Return the mask of each chunk position, bool [R, 1, 1, T, length + T].
+
+    It sees the cache below ``starts``, then the chunk up to itself.
+    """
     query = starts[:, None, None] + jnp.arange(count)[:, None]  # [R, T, 1]
     rows = len(starts)
-    cached = jnp.broadcast_to(jnp.arange(length), (rows, 1, length))
-    before = jnp.where(cached < starts[:, None, None], query - cached, -1)
-    within = jnp.broadcast_to(jnp.arange(count)[:, None] - jnp.arange(count), (rows, count, count))
-    distance = jnp.concatenate([before, within], axis=2)
-    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    key = jnp.broadcast_to(jnp.arange(length), (rows, 1, length))
+    cache_distance = jnp.where(key < starts[:, None, None], query - key, -1)
+    chunk_distance = jnp.arange(count)[:, None] - jnp.arange(count)
+    chunk_distance = jnp.broadcast_to(chunk_distance, (rows, count, count))
+    distance = jnp.concatenate([cache_distance, chunk_distance], axis=2)
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
     return visible[:, None, None]
 
 
@@ -219,18 +241,18 @@ def _chunk_by_kernel(
     *,
     window: int | None,
 ) -> jax.Array:
-    """Run the learner's kernel on rows of the cache followed by the chunk, with the chunk as queries.
+    """Run the learner's kernel on rows of the cache followed by the chunk, whose ids are queries.
 
     Cached positions below the chunk's start are ancestors of all of it, the others have no
     descendants.
     """
     kv_heads, group, size, rows, count = q.shape
     length = cached.values.shape[2]
-    place = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    before = jnp.where(place < starts[:, None], length + count, 0)
+    cached_positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    cached_ends = jnp.where(cached_positions < starts[:, None], length + count, 0)
     tree_mask = TreeMask(
-        subtree_end=jnp.pad(before, ((0, 0), (0, count)), constant_values=length + count),
-        positions=jnp.concatenate([place, starts[:, None] + jnp.arange(count)], axis=1),
+        subtree_end=jnp.pad(cached_ends, ((0, 0), (0, count)), constant_values=length + count),
+        positions=jnp.concatenate([cached_positions, starts[:, None] + jnp.arange(count)], axis=1),
         window=None if window is None else jnp.int32(window),
         offset=jnp.int32(length),
     )

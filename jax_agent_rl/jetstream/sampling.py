@@ -1,4 +1,4 @@
-"""Sampling on the device: temperature, top-k, top-p and a seed per request, without sorting the vocabulary.
+"""Sampling on the device: temperature, top-k, top-p and a seed per request, without a sort.
 
 Shapes: V vocabulary, B slots. Logits arrive as [V, B] (the layout the decode step computes them
 in).
@@ -7,9 +7,9 @@ On a mesh each device keeps its part of the vocabulary. Devices exchange maxima,
 [B], the sums of blocks of ids [V / 128, B], and the block that an id is drawn from [128, B]; never
 logits.
 
-Where any slot is restricted (top-k, top-p, min-p, a grammar), the ids left to each draw come back
-as bits, so that a learner can normalize over the same ones. Other batches run a program without any
-of it.
+Where any slot is restricted (top-k, top-p, min-p, a grammar), the ids that each draw could choose
+from come back as bits, so that a learner can normalize over the same ones. Other batches run a
+program without any of it.
 
 Sorting V ids per slot and step is what makes top-p slow on CPUs and TPUs alike. Instead, the
 threshold that top-k or top-p would cut at is found by bisection over the ordered integer image of
@@ -33,7 +33,7 @@ _BLOCK = 128  # ids per block of the two-level inverse CDF
 
 
 class Truncation(NamedTuple):
-    """What is left of each slot's distribution.
+    """How each slot's distribution is truncated.
 
     Attributes:
         top_p: float32 [B] in (0, 1]; 1 is off.
@@ -73,16 +73,17 @@ def sample(
 
     Returns:
         Ids int32 [B]; log-probs float32 [B] under the sampled distribution (greedy slots:
-        temperature 1); and with ``truncation`` or ``allowed`` the ids that were left to draw from,
-        a bit each, uint32 [B, ceil(V / 32)].
+        temperature 1); and with ``truncation`` or ``allowed`` a bit for each id that could be
+        drawn, uint32 [B, ceil(V / 32)].
     """
     settings = (temperature, seed, position, truncation, forced, allowed)
     if mesh is None:
         return _sample(_Shards(()), logits_VB, *settings)
-    draw = functools.partial(_sample, _Shards(DEVICES))
-    split, whole = PartitionSpec(DEVICES), PartitionSpec()
+
+    split = PartitionSpec(DEVICES)
+    whole = PartitionSpec()
     run = jax.shard_map(
-        draw,
+        functools.partial(_sample, _Shards(DEVICES)),
         mesh=mesh,
         in_specs=(split, *[whole] * len(settings)),
         out_specs=whole,
@@ -114,12 +115,15 @@ class _Shards(NamedTuple):
     def count(self) -> int:
         return jax.lax.axis_size(self.axes) if self.axes else 1
 
-    def take(self, x: jax.Array, at: jax.Array) -> jax.Array:
-        """Return x[at[b], ..., b] of an array [N, ..., B] whose N is split; ``at`` int32 [B] counts all shards' N."""
-        local = at - self.index() * len(x)
-        here = (local >= 0) & (local < len(x))
-        at = jnp.clip(local, 0, len(x) - 1).reshape((1,) * (x.ndim - 1) + (-1,))
-        return self.sum(jnp.where(here, jnp.take_along_axis(x, at, axis=0)[0], 0))
+    def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """Return x[index[b], ..., b] of an array [N, ..., B] whose N is split.
+
+        ``index`` int32 [B] counts all shards' N.
+        """
+        local = index - self.index() * len(x)
+        is_local = (local >= 0) & (local < len(x))
+        row = jnp.clip(local, 0, len(x) - 1).reshape((1,) * (x.ndim - 1) + (-1,))
+        return self.sum(jnp.where(is_local, jnp.take_along_axis(x, row, axis=0)[0], 0))
 
 
 def _sample(
@@ -138,9 +142,11 @@ def _sample(
     scaled = logits_VB / jnp.where(greedy, 1.0, temperature)
     if allowed is not None:
         allowed_VB = _unpacked(shards, allowed, len(logits_VB))
-        logits_VB, scaled = (jnp.where(allowed_VB, z, -jnp.inf) for z in (logits_VB, scaled))
+        logits_VB = jnp.where(allowed_VB, logits_VB, -jnp.inf)
+        scaled = jnp.where(allowed_VB, scaled, -jnp.inf)
     if truncation is not None:
         scaled = jnp.where(greedy, scaled, _truncate(shards, scaled, truncation))
+
     peak = shards.max(jnp.max(scaled, axis=0))
     weights = jnp.exp(scaled - peak)
     drawn, total = _inverse_cdf(shards, weights, uniform(seed, position))
@@ -153,35 +159,38 @@ def _sample(
     if forced is not None:
         ids = jnp.where(forced >= 0, forced, ids)
     log_probs = shards.take(scaled, ids) - peak - jnp.log(total)
-    unrestricted = truncation is None and allowed is None
-    return ids, log_probs, None if unrestricted else _packed(shards, scaled > -jnp.inf)
+
+    if truncation is None and allowed is None:
+        return ids, log_probs, None
+    return ids, log_probs, _packed(shards, scaled > -jnp.inf)
 
 
-def _packed(shards: _Shards, kept_VB: jax.Array) -> jax.Array:
-    """Return bits uint32 [B, ceil(V / 32)] of all devices' ids; ``kept_VB`` bool is of this device's."""
-    bits = shards.gather(_pack(kept_VB))
-    if shards.axes and len(kept_VB) % 32:  # each device's last word is padded
+def _packed(shards: _Shards, support_VB: jax.Array) -> jax.Array:
+    """Return bits uint32 [B, ceil(V / 32)] of all devices' ids.
+
+    ``support_VB`` is bool, of this device's ids.
+    """
+    bits = shards.gather(_pack(support_VB))
+    if shards.axes and len(support_VB) % 32:  # each device's last word is padded
         each = (bits[:, None] >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
-        own = each.reshape(shards.count(), -1, bits.shape[1])[:, : len(kept_VB)]
-        bits = _pack(own.reshape(-1, bits.shape[1]))
+        unpadded = each.reshape(shards.count(), -1, bits.shape[1])[:, : len(support_VB)]
+        bits = _pack(unpadded.reshape(-1, bits.shape[1]))
     return bits.T
 
 
-def _pack(kept: jax.Array) -> jax.Array:
-    """Return [N, B] as bits, uint32 [ceil(N / 32), B]."""
-    padded = jnp.pad(kept.astype(jnp.uint32), ((0, -len(kept) % 32), (0, 0))).reshape(
-        -1, 32, kept.shape[1]
-    )
-    return jnp.sum(padded << jnp.arange(32, dtype=jnp.uint32)[:, None], axis=1, dtype=jnp.uint32)
+def _pack(flags: jax.Array) -> jax.Array:
+    """Return flags [N, B] as bits, uint32 [ceil(N / 32), B]."""
+    padded = jnp.pad(flags.astype(jnp.uint32), ((0, -len(flags) % 32), (0, 0)))
+    words = padded.reshape(-1, 32, flags.shape[1])
+    return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32)[:, None], axis=1, dtype=jnp.uint32)
 
 
 def _unpacked(shards: _Shards, bits: jax.Array, vocab: int) -> jax.Array:
     """Return bits [B, n] of 32 ids each as bool [vocab, B], of this device's ``vocab`` ids."""
     each = (bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    own = jax.lax.dynamic_slice_in_dim(
-        each.reshape(len(bits), -1), shards.index() * vocab, vocab, axis=1
-    )
-    return own.T.astype(bool)
+    flags = each.reshape(len(bits), -1)
+    local = jax.lax.dynamic_slice_in_dim(flags, shards.index() * vocab, vocab, axis=1)
+    return local.T.astype(bool)
 
 
 def _softmax(shards: _Shards, scaled: jax.Array) -> jax.Array:
@@ -191,11 +200,11 @@ def _softmax(shards: _Shards, scaled: jax.Array) -> jax.Array:
 
 def _argmax(shards: _Shards, x: jax.Array) -> jax.Array:
     """Return the first of the largest, int32 [B]."""
-    largest, first = jnp.max(x, axis=0), jnp.argmax(x, axis=0).astype(jnp.int32)
+    largest = jnp.max(x, axis=0)
+    first = jnp.argmax(x, axis=0).astype(jnp.int32)
     none = jnp.iinfo(jnp.int32).max
-    return shards.min(
-        jnp.where(largest == shards.max(largest), first + shards.index() * len(x), none)
-    )
+    has_largest = largest == shards.max(largest)
+    return shards.min(jnp.where(has_largest, first + shards.index() * len(x), none))
 
 
 def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -210,38 +219,57 @@ def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
 def _inverse_cdf(
     shards: _Shards, weights: jax.Array, uniform: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the ids where the running sum of ``weights`` [V, B] passes ``uniform`` of its total, and totals [B]."""
+    """Draw ids by their weights.
+
+    Args:
+        shards: over which ids are split.
+        weights: [V, B], not normalized.
+        uniform: [B] in [0, 1).
+
+    Returns:
+        The ids where the running sum of the weights passes ``uniform`` of its total, and the
+        totals [B].
+    """
     vocab, slots = weights.shape
     blocks = jnp.pad(weights, ((0, -vocab % _BLOCK), (0, 0))).reshape(-1, _BLOCK, slots)
     block_cdf = jnp.cumsum(shards.gather(blocks.sum(axis=1)), axis=0)  # [V / _BLOCK, B]
     total = block_cdf[-1]
     target = uniform * total
+
     block = jnp.minimum(jnp.sum(block_cdf <= target, axis=0), len(block_cdf) - 1)
-    before = jnp.where(
+    sum_before = jnp.where(
         block > 0, jnp.take_along_axis(block_cdf, jnp.maximum(block - 1, 0)[None], axis=0)[0], 0.0
     )
     inside = shards.take(blocks, block)  # [_BLOCK, B]
-    offset = jnp.sum(jnp.cumsum(inside, axis=0) <= target - before, axis=0)
+    offset = jnp.sum(jnp.cumsum(inside, axis=0) <= target - sum_before, axis=0)
     # Rounding may push the target past the block's own sum; the last id with any weight is then the
     # answer.
     last = _BLOCK - 1 - jnp.argmax(inside[::-1] > 0, axis=0)
-    shard, block = block // len(blocks), block % len(blocks)  # each shard's last block is padded
-    return (shard * vocab + block * _BLOCK + jnp.minimum(offset, last)).astype(jnp.int32), total
+
+    # Each shard's last block is padded.
+    shard = block // len(blocks)
+    local_block = block % len(blocks)
+    index = shard * vocab + local_block * _BLOCK + jnp.minimum(offset, last)
+    return index.astype(jnp.int32), total
 
 
 def _truncate(shards: _Shards, scaled: jax.Array, truncation: Truncation) -> jax.Array:
-    """Set logits below min-p, then outside top-k, then outside the nucleus of the rest, to -inf."""
+    """Set logits below min-p to -inf, then those outside top-k, then those outside the nucleus."""
     top_p, top_k, min_p = truncation
     peak = shards.max(jnp.max(scaled, axis=0))
     scaled = jnp.where(scaled >= peak + jnp.log(min_p), scaled, -jnp.inf)
+
     keys = _ordered(scaled)
     k = jnp.where(top_k > 0, top_k, len(scaled) * shards.count())
-    kth = _largest_key(keys, lambda kept: shards.sum(jnp.sum(kept, axis=0)) >= k)
+    kth = _largest_key(keys, lambda above: shards.sum(jnp.sum(above, axis=0)) >= k)
     scaled = jnp.where(keys >= kth, scaled, -jnp.inf)
+
     probs = _softmax(shards, scaled)
-    nucleus = _largest_key(
-        keys, lambda kept: shards.sum(jnp.sum(jnp.where(kept, probs, 0.0), axis=0)) >= top_p
-    )
+
+    def holds_top_p(above: jax.Array) -> jax.Array:
+        return shards.sum(jnp.sum(jnp.where(above, probs, 0.0), axis=0)) >= top_p
+
+    nucleus = _largest_key(keys, holds_top_p)
     # top_p = 1 keeps everything: rounding of the mass must not cut the tail.
     return jnp.where((keys >= nucleus) | (top_p >= 1), scaled, -jnp.inf)
 
@@ -252,8 +280,8 @@ def _ordered(x: jax.Array) -> jax.Array:
     return jnp.where(bits >= 0, bits, jnp.int32(-(2**31)) - bits)
 
 
-def _largest_key(keys: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Return the largest threshold t [B] for which the monotone ``enough(keys >= t)`` holds."""
+def _largest_key(keys: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Return the largest threshold t [B] for which the monotone ``is_enough(keys >= t)`` holds."""
     slots = keys.shape[1]
     low = jnp.full((slots,), -(2**31), jnp.int32)
     high = jnp.full((slots,), 2**31 - 1, jnp.int32)
@@ -262,7 +290,7 @@ def _largest_key(keys: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> j
         low, high = bounds
         # ceil((low + high) / 2) without overflow
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
-        good = enough(keys >= middle)
-        return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
+        enough = is_enough(keys >= middle)
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     return jax.lax.fori_loop(0, 32, halve, (low, high))[0]

@@ -2,9 +2,9 @@
 
 ::
 
-    attention      key/value heads with their queries, over all devices     ─► o     ─► add up
-    feed-forward   hidden units over ``tensor``, experts over ``expert``    ─► down  ─► add up
-    vocabulary     embeddings and head over all devices                     ─► each samples its logits
+    attention      key/value heads with their queries, over all devices   ─► o     ─► add up
+    feed-forward   hidden units over ``tensor``, experts over ``expert``  ─► down  ─► add up
+    vocabulary     embeddings and head over all devices                   ─► each samples its ids
 
 If there are fewer key/value heads than devices, they are repeated. A vision tower is replicated.
 Along ``data`` there are engines, each on a mesh of its own (``jetstream.data_parallel``); only
@@ -42,7 +42,7 @@ from jax_agent_rl.models.sharding import (
 KEY = "rollout.jetstream.mesh"
 ENGINE_RULES = RULES | {"heads": DEVICES, "vocab": DEVICES}
 
-_ENGINE_AXES = {  # of what the learner keeps otherwise, see jetstream.forward.EngineParams
+_ENGINE_AXES = {  # of arrays in another layout than the learner's, see forward.EngineParams
     "qkv": ("layers", "heads", "choices", "embed"),
     "qkv_bias": ("layers", "heads", "choices"),
     "sinks": ("layers", "heads", "choices"),
@@ -61,7 +61,8 @@ def make_engine_mesh(
     Args:
         config: sizes of the axes; null is 1.
         device_offset: number of the first device.
-        devices: of the process, or described ones to compile for; None for this process's.
+        devices: all devices of the process, or described ones to compile for; None for this
+            process's.
 
     Raises:
         ConfigError: there are too few devices, or they are no block of a slice.
@@ -84,7 +85,7 @@ def split_mesh(mesh: Mesh) -> list[Mesh]:
 
 
 def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
-    """Return the model as each engine of a mesh computes it, with enough key/value heads for its devices.
+    """Return the model as each engine of a mesh computes it: with key/value heads for all devices.
 
     Raises:
         ConfigError: the devices cannot share the model evenly.
@@ -96,18 +97,19 @@ def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
             f"{KEY}.expert={expert}, but a {model.family} model has no experts; set {KEY}.tensor"
             " instead"
         )
+
     kv_heads = math.lcm(model.num_kv_heads, devices)
     if model.num_heads % kv_heads:
-        fitting = [
-            n
-            for n in range(1, model.num_heads + 1)
-            if model.num_heads % math.lcm(model.num_kv_heads, n) == 0
-        ]
+        fitting = []
+        for count in range(1, model.num_heads + 1):
+            if model.num_heads % math.lcm(model.num_kv_heads, count) == 0:
+                fitting.append(count)
         raise ConfigError(
             f"{KEY} gives an engine {devices} devices, but {model.num_heads} query heads with"
             f" {model.num_kv_heads} key/value heads can be shared evenly by {fitting} devices only"
         )
-    learner_shardings(model, mesh)  # the other dimensions
+
+    learner_shardings(model, mesh)  # raises if another dimension does not divide
     return replace(model, num_kv_heads=kv_heads)
 
 
@@ -117,31 +119,40 @@ def learner_shardings(model: DecoderConfig, mesh: Mesh) -> Params:
     Raises:
         ConfigError: a dimension does not divide.
     """
-    places = parameter_shardings(mesh, model.parameter_shapes(), rules=ENGINE_RULES, key=KEY)
-    if "vision" in places:
-        places["vision"] = jax.tree.map(lambda _: replicated(mesh), places["vision"])
-    return places
+    shardings = parameter_shardings(mesh, model.parameter_shapes(), rules=ENGINE_RULES, key=KEY)
+    if "vision" in shardings:
+        shardings["vision"] = jax.tree.map(lambda _: replicated(mesh), shardings["vision"])
+    return shardings
 
 
 def engine_shardings(params: EngineParams, mesh: Mesh) -> EngineParams:
     """Return a sharding for every array of an engine's parameters, or of their shapes."""
 
-    def one(path: tuple, x: jax.Array) -> NamedSharding:
+    def sharding_of(path: tuple, x: jax.Array) -> NamedSharding:
         names = [str(getattr(key, "name", getattr(key, "key", None))) for key in path]
         if names[0] == "vision":
             return replicated(mesh)
-        name = {"head": "lm_head"}.get(names[-1], names[-1])
-        if quantized := name in ("numbers", "scale"):
+
+        name = names[-1]
+        is_quantized = name in ("numbers", "scale")
+        if is_quantized:
             name = names[-2]
+        elif name == "head":
+            name = "lm_head"
         axes = _ENGINE_AXES.get(name) or PARAMETERS[name].axes
         spec = PartitionSpec(*(ENGINE_RULES[axis] for axis in axes if axis != "layers"))
-        return NamedSharding(mesh, split_weight(x, spec) if quantized else spec)
+        if is_quantized:
+            spec = split_weight(x, spec)
+        return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(sharding_of, params)
 
 
 def cache_sharding(model: DecoderConfig, mesh: Mesh) -> Any:
-    """Return a cache's shardings: keys, values and their scales [N, K, …] by head; chosen experts are replicated."""
-    places: Any = KVCache  # a tree of shardings in place of arrays
+    """Return a cache's shardings.
+
+    Keys, values and their scales [N, K, …] are split by head; chosen experts are replicated.
+    """
+    shardings: Any = KVCache  # a tree of shardings in place of arrays
     routed = None if model.experts is None else replicated(mesh)
-    return places(layers=NamedSharding(mesh, PartitionSpec(None, DEVICES)), routed=routed)
+    return shardings(layers=NamedSharding(mesh, PartitionSpec(None, DEVICES)), routed=routed)
