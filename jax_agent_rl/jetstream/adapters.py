@@ -31,11 +31,11 @@ FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down":
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LowRank:
-    """The adapters of one of the engine's matrices.
+    """The adapters of one of the engine's matrices, into which p of the model's are fused.
 
     Attributes:
-        a: [N, p r, D], for each of the p matrices fused into it.
-        b: of each of those [N, …, out, r], laid out as its part of the matrix, scaled.
+        a: [N, p r, D].
+        b: p arrays [N, …, out, r], laid out as their parts of the matrix, scaled.
     """
 
     a: Any
@@ -61,16 +61,19 @@ def stack_adapters(
         Arrays on the host.
     """
     rank = max(adapter.rank for adapter in adapters)
-    used = {name for adapter in adapters for name in adapter.weights}
-    kinds = [fused for fused, parts in FUSED.items() if used.intersection(parts)]
-    each = [_lay_out(config, adapter, kinds, rank) for adapter in adapters]
-    return jax.tree.map(lambda *arrays: np.stack(arrays).astype(dtype), *each)
+    adapted: set[str] = set()
+    for adapter in adapters:
+        adapted.update(adapter.weights)
+    kinds = [fused for fused, parts in FUSED.items() if adapted.intersection(parts)]
+    matrices = [_lay_out(config, adapter, kinds, rank) for adapter in adapters]
+    return jax.tree.map(lambda *arrays: np.stack(arrays).astype(dtype), *matrices)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stacks: AdapterStacks, new: AdapterStacks, index: jax.Array) -> AdapterStacks:
+    """Overwrite the adapter at an index."""
     return jax.tree.map(
-        lambda stack, one: stack.at[index].set(one.astype(stack.dtype)), stacks, new
+        lambda stack, adapter: stack.at[index].set(adapter.astype(stack.dtype)), stacks, new
     )
 
 
@@ -96,15 +99,19 @@ def replace_adapters(
         raise ValueError(
             f"no LoRA adapters {sorted(set(adapters) - set(names))}; there are {list(names)}"
         )
+
     kinds = list(stacks[0])
     rank = stacks[0][kinds[0]].b[0].shape[-1]
-    parts = {part for kind in kinds for part in FUSED[kind]}
+    parts: set[str] = set()
+    for kind in kinds:
+        parts.update(FUSED[kind])
     for adapter in adapters.values():
         if adapter.rank > rank or not parts.issuperset(adapter.weights):
             raise ValueError(
                 f"an adapter of rank {adapter.rank} for {sorted(adapter.weights)} does not fit"
                 f" adapters of rank {rank} for {sorted(parts)}; start the engine with one that does"
             )
+
     for name, adapter in adapters.items():
         new = _lay_out(config, adapter, kinds, rank)
         stacks = cast(AdapterStacks, _put(stacks, new, np.int32(names.index(name))))
@@ -123,60 +130,70 @@ def add_low_rank(
         adapter: int32 [B], 0 is the plain model and n the n-th adapter.
         native: use ``jetstream.cpu_kernels``.
     """
-    a, parts = adapters.a, len(adapters.b)
+    a = adapters.a
+    parts = len(adapters.b)
     if native:
         low = cpu_kernels.grouped_product(a, x, adapter).reshape(parts, -1, x.shape[1])
-        added = [
-            cpu_kernels.grouped_product(b, part, adapter)
-            for b, part in zip(adapters.b, low, strict=True)
-        ]
+        products = []
+        for b, low_part in zip(adapters.b, low, strict=True):
+            products.append(cpu_kernels.grouped_product(b, low_part, adapter))
+
     elif len(adapter) == x.shape[1]:
-        chosen = jax.nn.one_hot(adapter - 1, len(a), axis=0, dtype=x.dtype)
-        low = (jnp.einsum("nrd,db->nrb", a, x) * chosen[:, None]).reshape(
-            len(a), parts, -1, x.shape[1]
-        )
-        added = [
-            jnp.einsum("n...or,nrb->...ob", b, low[:, part]) for part, b in enumerate(adapters.b)
-        ]
+        # One token of each context: multiply with all adapters and mask the others.
+        is_chosen = jax.nn.one_hot(adapter - 1, len(a), axis=0, dtype=x.dtype)
+        low = jnp.einsum("nrd,db->nrb", a, x) * is_chosen[:, None]
+        low = low.reshape(len(a), parts, -1, x.shape[1])
+        products = []
+        for part, b in enumerate(adapters.b):
+            products.append(jnp.einsum("n...or,nrb->...ob", b, low[:, part]))
+
     else:
-        own, is_adapted = jnp.maximum(adapter - 1, 0), (adapter > 0).astype(x.dtype)
+        # Many tokens of each context: gather its adapter.
+        index = jnp.maximum(adapter - 1, 0)
+        is_adapted = (adapter > 0).astype(x.dtype)
         rows = x.reshape(len(x), len(adapter), -1)
-        low = jnp.einsum("crd,dct->crt", a[own], rows) * is_adapted[:, None, None]
+        low = jnp.einsum("crd,dct->crt", a[index], rows) * is_adapted[:, None, None]
         low = low.reshape(len(adapter), parts, -1, rows.shape[2])
-        added = [
-            jnp.einsum("c...or,crt->...oct", b[own], low[:, part])
-            for part, b in enumerate(adapters.b)
-        ]
-        added = [x.reshape(*x.shape[:-2], -1) for x in added]
-    return out + jnp.concatenate(added, axis=-2).reshape(out.shape)
+        by_context = []
+        for part, b in enumerate(adapters.b):
+            by_context.append(jnp.einsum("c...or,crt->...oct", b[index], low[:, part]))
+        products = [product.reshape(*product.shape[:-2], -1) for product in by_context]
+    return out + jnp.concatenate(products, axis=-2).reshape(out.shape)
 
 
 def _lay_out(
     config: DecoderConfig, adapter: PeftAdapter, kinds: Sequence[str], rank: int
 ) -> AdapterStacks:
     """Return one adapter's matrices without the axis of adapters, float32 on the host."""
+    group = config.num_heads // config.num_kv_heads
+    inputs = {"o": config.num_heads * config.head_dim, "down": config.intermediate_size}
+    outputs = {
+        "q": (config.num_kv_heads, group * config.head_dim),
+        "k": (config.num_kv_heads, config.head_dim),
+        "v": (config.num_kv_heads, config.head_dim),
+        "gate": (config.intermediate_size,),
+        "up": (config.intermediate_size,),
+    }
 
-    def part(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        group = config.num_heads // config.num_kv_heads
-        inputs = {"o": config.num_heads * config.head_dim, "down": config.intermediate_size}
-        shapes = {
-            "q": (config.num_kv_heads, group * config.head_dim),
-            **dict.fromkeys(("k", "v"), (config.num_kv_heads, config.head_dim)),
-            **dict.fromkeys(("gate", "up"), (config.intermediate_size,)),
-        }
+    def matrices_of(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a [rank, in] and b [..., out, rank] of one of the model's matrices."""
         a = np.zeros((rank, inputs.get(name, config.hidden_size)), np.float32)
-        b = np.zeros((*shapes.get(name, (config.hidden_size,)), rank), np.float32)
-        if name in adapter.weights:
-            own_a, own_b = (x[layer] for x in adapter.weights[name])
-            a[: adapter.rank] = own_a
-            if name in ("k", "v"):  # the engine may hold a head several times
-                heads = own_b.reshape(-1, config.head_dim, adapter.rank)
-                own_b = np.repeat(heads, config.num_kv_heads // len(heads), axis=0)
-            b[..., : adapter.rank] = own_b.reshape(*b.shape[:-1], -1)
+        b = np.zeros((*outputs.get(name, (config.hidden_size,)), rank), np.float32)
+        if name not in adapter.weights:
+            return a, b
+        adapter_a, adapter_b = (x[layer] for x in adapter.weights[name])
+        a[: adapter.rank] = adapter_a
+        if name in ("k", "v"):  # the engine may hold a head several times
+            heads = adapter_b.reshape(-1, config.head_dim, adapter.rank)
+            adapter_b = np.repeat(heads, config.num_kv_heads // len(heads), axis=0)
+        b[..., : adapter.rank] = adapter_b.reshape(*b.shape[:-1], -1)
         return a, b
 
     def low_rank(kind: str, layer: int) -> LowRank:
-        a, b = zip(*(part(name, layer) for name in FUSED[kind]), strict=True)
+        a, b = zip(*(matrices_of(name, layer) for name in FUSED[kind]), strict=True)
         return LowRank(np.concatenate(a), b)
 
-    return tuple({kind: low_rank(kind, i) for kind in kinds} for i in range(config.num_layers))
+    layers = []
+    for layer in range(config.num_layers):
+        layers.append({kind: low_rank(kind, layer) for kind in kinds})
+    return tuple(layers)

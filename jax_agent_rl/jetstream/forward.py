@@ -1,4 +1,4 @@
-"""The engine's forward pass: one prompt chunk of several contexts, or one token for each of many slots.
+"""The engine's forward pass: a prompt chunk of several contexts, or a token for each of many slots.
 
 Shapes: B slots, T chunk tokens, D hidden, H query heads, K key/value heads (as the engine keeps
 them), G = H / K, h head size, F feed-forward, V vocabulary, S cache positions. Each weight update
@@ -72,7 +72,9 @@ class Kernels(enum.Enum):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineParams:
-    """All weights in the engine's layout; matrices in ``QUANTIZED`` may be ``models.layers.Quantized``.
+    """All weights in the engine's layout.
+
+    Matrices in ``QUANTIZED`` may be ``models.layers.Quantized``.
 
     Attributes:
         embed: [V, D].
@@ -105,32 +107,29 @@ def engine_params(
         quantize: int8 or float8 for the layers' matrices, with a scale per output; None keeps
             ``dtype``.
     """
-    layers = params["layers"]
-    rest = jax.tree.map(
-        lambda x: x.astype(dtype), {name: x for name, x in params.items() if name != "layers"}
-    )
+    stacked = params["layers"]
+    others = {name: x for name, x in params.items() if name != "layers"}
+    others = jax.tree.map(lambda x: x.astype(dtype), others)
 
     def layer(i: int) -> Params:
-        fused = _fuse(config, {name: x[i] for name, x in layers.items()})
-        arranged = {
-            name: (
-                x.astype(dtype)
-                if quantize is None or name not in QUANTIZED
-                else quantized(x, quantize, axis=-1)
-            )
-            for name, x in fused.items()
-        }
-        return arranged | {
-            name: transpose_matrices(arranged[name]) for name in EXPERTS & arranged.keys()
-        }
+        fused = _fuse(config, {name: x[i] for name, x in stacked.items()})
+        arranged = {}
+        for name, x in fused.items():
+            if quantize is None or name not in QUANTIZED:
+                arranged[name] = x.astype(dtype)
+            else:
+                arranged[name] = quantized(x, quantize, axis=-1)
+        for name in EXPERTS & arranged.keys():
+            arranged[name] = transpose_matrices(arranged[name])
+        return arranged
 
     return EngineParams(
         # + 0 makes a new buffer: the learner donates its own to the next optimizer step.
-        embed=rest["embed"] + 0,
+        embed=others["embed"] + 0,
         layers=tuple(layer(i) for i in range(config.num_layers)),
-        final_norm=rest["final_norm"] + 0,
-        head=rest["lm_head"] + 0 if "lm_head" in rest else None,
-        vision=jax.tree.map(lambda x: x + 0, rest["vision"]) if "vision" in rest else None,
+        final_norm=others["final_norm"] + 0,
+        head=others["lm_head"] + 0 if "lm_head" in others else None,
+        vision=jax.tree.map(lambda x: x + 0, others["vision"]) if "vision" in others else None,
     )
 
 
@@ -138,9 +137,8 @@ def _fuse(config: DecoderConfig, layer: Params) -> Params:
     layer = dict(layer)
     for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):
         if parts[0] in layer:
-            layer[fused] = jnp.concatenate(
-                [_by_kv_head(config, layer.pop(part)) for part in parts], axis=1
-            )
+            by_head = [_by_kv_head(config, layer.pop(part)) for part in parts]
+            layer[fused] = jnp.concatenate(by_head, axis=1)
     if "sinks" in layer:
         layer["sinks"] = layer["sinks"].reshape(config.num_kv_heads, -1)
     if "gate" in layer:
@@ -149,12 +147,14 @@ def _fuse(config: DecoderConfig, layer: Params) -> Params:
 
 
 def _by_kv_head(config: DecoderConfig, x: jax.Array) -> jax.Array:
-    """Group [n h, ...] -> [K, m h, ...] with m = n / K heads each; repeat fewer than K key/value heads."""
+    """Group [n h, ...] -> [K, m h, ...] with m = n / K heads each.
+
+    Fewer than K key/value heads are repeated.
+    """
     heads = len(x) // config.head_dim
     kv_heads = min(heads, config.num_kv_heads)
-    return jnp.repeat(
-        x.reshape(kv_heads, -1, *x.shape[1:]), config.num_kv_heads // kv_heads, axis=0
-    )
+    grouped = x.reshape(kv_heads, -1, *x.shape[1:])
+    return jnp.repeat(grouped, config.num_kv_heads // kv_heads, axis=0)
 
 
 def decode_step(
@@ -173,7 +173,6 @@ def decode_step(
         mesh: the engine's mesh, if it has more than one device.
         kernels: those that read and write pages in place; without them ``cache`` has a row for each
             slot.
-        params: weights.
         cache: rows or pages; positions below those of the tokens hold the contexts.
         slots: the tokens, their positions and pages, offsets of rotary positions and adapters.
         adapters: the engine's LoRA adapters, if any.
@@ -181,11 +180,13 @@ def decode_step(
     Returns:
         Logits float32 [V, B], split by id, and the cache with the tokens' keys, values and experts.
     """
-    positions, native = slots.positions, kernels is Kernels.CPU
+    positions = slots.positions
+    native = kernels is Kernels.CPU
     pages = None if kernels is Kernels.NONE else slots.pages
     x = constrain(embed(config, params.embed, slots.tokens).T, mesh)  # [D, B]
     tables = _rope(config, positions if slots.offsets is None else positions + slots.offsets)
-    layers, routed = [], []
+    layers = []
+    routed = []
     adapted = _adapted_layers(params, adapters, slots.adapter, native)
     for i, (layer, cached) in enumerate(zip(adapted, cache.layers, strict=True)):
         windowed = config.is_windowed(i)
@@ -210,7 +211,10 @@ def next_logits(
     mesh: Mesh | None,
     native: bool = False,
 ) -> jax.Array:
-    """Return the logits float32 [V, B] of the ids after residual streams [D, B], on a mesh split by id."""
+    """Return the logits float32 [V, B] of the ids after residual streams [D, B].
+
+    On a mesh they are split by id.
+    """
     head = head_of(params)
     if native:
         return cpu_kernels.product(config, head, x, params.final_norm)
@@ -234,11 +238,10 @@ def prefill_chunks(
     """Compute keys and values of one chunk of each of R contexts, given the positions before it.
 
     There are no logits: decoding begins with the last token, so contexts that share a prompt need
-        no prefill.
+    no prefill.
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
-        params: weights.
         cache: R rows holding the positions below ``starts``.
         tokens: int32 [R, T], padded at the end; KV of padding is overwritten before it is visible.
         starts: int32 [R], position of ``tokens[:, 0]``.
@@ -263,22 +266,19 @@ def prefill_chunks(
     else:
         cos, sin = mrope_tables(config.rope, config.head_dim, images.rope_positions.reshape(-1, 3))
         tables = ((cos.T, sin.T),)  # no vision model has windowed layers
+
+    num_deepstack = len(config.vision.deepstack_layers) if config.vision is not None else 0
     layers = []
-    for i, (layer, cached) in enumerate(
-        zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)
-    ):
+    adapted = _adapted_layers(params, adapters, adapter)
+    for i, (layer, cached) in enumerate(zip(adapted, cache.layers, strict=True)):
         windowed = config.is_windowed(i)
-        x, own, chosen = _chunk_layer(
+        x, chunk, chosen = _chunk_layer(
             config, mesh, windowed, layer, x, tables[windowed], cached, starts
         )
-        if (
-            images is not None
-            and config.vision is not None
-            and i < len(config.vision.deepstack_layers)
-        ):
-            more = deepstack_features(images, i, config.hidden_size).astype(x.dtype)
-            x = x + constrain(more.reshape(rows * count, -1).T, mesh)
-        layers.append((x, own, chosen))
+        if images is not None and i < num_deepstack:
+            features = deepstack_features(images, i, config.hidden_size).astype(x.dtype)
+            x = x + constrain(features.reshape(rows * count, -1).T, mesh)
+        layers.append((x, chunk, chosen))
     return layers
 
 
@@ -300,10 +300,20 @@ class _AdaptedLayer:
     def multiply(
         self, config: DecoderConfig, name: str, x: jax.Array, norm: str | None = None
     ) -> jax.Array:
-        """Multiply a matrix, by name, with x [in, B], after the RMS norm of that name -> [..., out, B]."""
+        """Multiply a matrix with x [in, B] -> [..., out, B].
+
+        Args:
+            config: the model, for the norm.
+            name: of the matrix.
+            x: the columns.
+            norm: name of the RMS norm that is applied to ``x`` first; None for none.
+        """
         scale = None if norm is None else self.params[norm]
         if scale is not None and (self.is_adapted(name) or not self.native):
-            x, scale = rms_norm(config, x, scale, axis=0), None
+            # Adapters read the normalized columns, which the native product would not return.
+            x = rms_norm(config, x, scale, axis=0)
+            scale = None
+
         weight = self.params[name]
         out = cpu_kernels.product(config, weight, x, scale) if self.native else product(weight, x)
         if self.adapter is None or name not in self.adapters:
@@ -322,10 +332,10 @@ def _adapted_layers(
 ) -> list[_AdaptedLayer]:
     """Return all layers; ``adapter`` is int32 [B]."""
     stacks = [{}] * len(params.layers) if adapters is None else adapters
-    return [
-        _AdaptedLayer(layer, own, adapter, native)
-        for layer, own in zip(params.layers, stacks, strict=True)
-    ]
+    layers = []
+    for arrays, layer_adapters in zip(params.layers, stacks, strict=True):
+        layers.append(_AdaptedLayer(arrays, layer_adapters, adapter, native))
+    return layers
 
 
 # Separate jitted functions are traced and lowered once for all layers of a kind; XLA inlines them.
@@ -344,8 +354,14 @@ def _decode_layer(
     positions: jax.Array,
     pages: jax.Array | None,
 ) -> tuple[jax.Array, LayerKV, jax.Array | None]:
-    """Return x [D, B] after the layer, its cache with the tokens' keys and values, and their experts [B, k]."""
-    window, sinks = config.sliding_window if windowed else None, layer.params.get("sinks")
+    """Compute a layer for one token of each slot.
+
+    Returns:
+        x [D, B] after the layer, its cache with the tokens' keys and values, and the tokens'
+        experts [B, k].
+    """
+    window = config.sliding_window if windowed else None
+    sinks = layer.params.get("sinks")
     if layer.native:
         assert pages is not None  # these kernels read no rows
         qkv = _project(config, layer, x)
@@ -355,7 +371,8 @@ def _decode_layer(
         mixed = mixed.reshape(-1, x.shape[1])
     else:
         q, k, v = _rotated(config, _project(config, layer, x), *table)
-        q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
+        q = q.transpose(3, 0, 1, 2)
+        new = (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
         mixed, cached = decode_attention(
             q, cached, new, positions, pages, sinks, window=window, mesh=mesh
         )
@@ -375,61 +392,72 @@ def _chunk_layer(
     cached: LayerKV,
     starts: jax.Array,
 ) -> tuple[jax.Array, LayerKV, jax.Array | None]:
-    """Return x [D, R T] after the layer, and the chunk's keys and values, and its experts [R T, k]."""
-    rows, window = len(starts), config.sliding_window if windowed else None
+    """Compute a layer for one chunk of each context.
+
+    Returns:
+        x [D, R T] after the layer, the chunk's keys and values, and its experts [R T, k].
+    """
+    rows = len(starts)
+    window = config.sliding_window if windowed else None
+    sinks = layer.params.get("sinks")
     q, k, v = _rotated(config, _project(config, layer, x), *table)
     q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
-    own = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
-    mixed = chunk_attention(
-        q, cached, own, starts, layer.params.get("sinks"), window=window, mesh=mesh
-    )
+    chunk = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
+    mixed = chunk_attention(q, cached, chunk, starts, sinks, window=window, mesh=mesh)
     x, chosen = _finish_layer(config, layer, x, mixed.reshape(-1, x.shape[1]), mesh)
-    return x, own, chosen
+    return x, chunk, chosen
 
 
 def _project(config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array) -> jax.Array:
     """Return queries, keys and values [K, G + 2, h, B] of x [D, B], not rotated."""
-    own = layer.params
     qkv = layer.multiply(config, "qkv", x, "input_norm")
     if config.qkv_bias:
-        qkv = qkv + own["qkv_bias"][..., None]
+        qkv = qkv + layer.params["qkv_bias"][..., None]
     qkv = qkv.reshape(config.num_kv_heads, -1, config.head_dim, x.shape[1])
     if not config.qk_norm:
         return qkv
-    q = rms_norm(config, qkv[:, :-2], own["q_norm"], axis=2)
-    k = rms_norm(config, qkv[:, -2:-1], own["k_norm"], axis=2)
+    q = rms_norm(config, qkv[:, :-2], layer.params["q_norm"], axis=2)
+    k = rms_norm(config, qkv[:, -2:-1], layer.params["k_norm"], axis=2)
     return jnp.concatenate([q, k, qkv[:, -1:]], axis=1)
 
 
 def _rotated(
     config: DecoderConfig, qkv: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return rotated, scaled queries [K, G, h, B] and rotated keys and values [K, h, B]; cos and sin are [r/2, B]."""
+    """Return rotated, scaled queries [K, G, h, B] and rotated keys and values [K, h, B].
+
+    ``cos`` and ``sin`` are [r/2, B].
+    """
     q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
-    q, k = rotate(config.rope, q, cos, sin, axis=2), rotate(config.rope, k, cos, sin, axis=1)
+    q = rotate(config.rope, q, cos, sin, axis=2)
+    k = rotate(config.rope, k, cos, sin, axis=1)
     return q * config.score_scale, k, v
 
 
 def _finish_layer(
     config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mixed: jax.Array, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return [D, B] after a layer from its input and its heads' mixture [H h, B], and the chosen experts [B, k]."""
-    own, mixed = layer.params, constrain(layer.multiply(config, "o", mixed), mesh)
+    """Finish a layer from its input [D, B] and its heads' mixture [H h, B].
+
+    Returns:
+        [D, B] after the layer, and the chosen experts [B, k].
+    """
+    mixed = constrain(layer.multiply(config, "o", mixed), mesh)
     if config.o_bias:
-        mixed = mixed + own["o_bias"][:, None]
+        mixed = mixed + layer.params["o_bias"][:, None]
     if not config.sandwich_norms:
         x = x + mixed
         out, chosen = _feed_forward(config, layer, x, "post_attention_norm", mesh)
         return x + out, chosen
-    x = x + rms_norm(config, mixed, own["post_attention_norm"], axis=0)
+    x = x + rms_norm(config, mixed, layer.params["post_attention_norm"], axis=0)
     out, chosen = _feed_forward(config, layer, x, "pre_feedforward_norm", mesh)
-    return x + rms_norm(config, out, own["post_feedforward_norm"], axis=0), chosen
+    return x + rms_norm(config, out, layer.params["post_feedforward_norm"], axis=0), chosen
 
 
 def _feed_forward(
     config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, norm: str, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Apply the RMS norm of that name, then the gated network or the mixture of experts, to [D, B].
+    """Apply an RMS norm, then the gated network or the mixture of experts, to [D, B].
 
     Returns:
         [D, B], and the chosen experts [B, k] of a mixture.
@@ -454,7 +482,12 @@ def _feed_forward(
 
 
 def _rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Return cos and sin [r/2, B] of full layers, and of windowed ones, r of a head's numbers rotate."""
-    ropes = (config.rope, config.local_rope or config.rope)
-    tables = (rope_tables(rope, config.head_dim, positions) for rope in ropes)
-    return tuple((cos.T, sin.T) for cos, sin in tables)
+    """Return cos and sin [r/2, B] of full layers, and of windowed ones.
+
+    r of a head's numbers rotate.
+    """
+    tables = []
+    for rope in (config.rope, config.local_rope or config.rope):
+        cos, sin = rope_tables(rope, config.head_dim, positions)
+        tables.append((cos.T, sin.T))
+    return tuple(tables)
