@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -61,34 +60,33 @@ class ReplicaGroup:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.replicas = [
-            Replica(self, number, part) for number, part in enumerate(split_mesh(mesh))
-        ]
-        self._given: list[Any] = [None] * len(self.replicas)
+        self.replicas = []
+        for number, replica_mesh in enumerate(split_mesh(mesh)):
+            self.replicas.append(Replica(self, number, replica_mesh))
+        self._inputs: list[Any] = [None] * len(self.replicas)
         self._results: list[Any] = []
         self._work: Callable[[list[Any]], list[Any]] = list
         self._barrier = threading.Barrier(len(self.replicas), action=self._run)
 
-    def meet(self, number: int, given: Any, work: Callable[[list[Any]], list[Any]]) -> Any:
+    def meet(self, number: int, value: Any, work: Callable[[list[Any]], list[Any]]) -> Any:
         """Wait for all engines; return this one's part of ``work``'s result, or raise its error.
 
         Args:
             number: of the calling engine.
-            given: what it brings.
-            work: maps what all bring to a result for each; the same for all.
+            value: what it brings.
+            work: maps the values of all engines to a result for each; the same for all.
 
         Raises:
             EngineDiedError: an engine has ended.
         """
-        self._given[number], self._work = given, work
+        self._inputs[number] = value
+        self._work = work
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise EngineDiedError(_ENDED) from None
-        result, self._results[number] = (
-            self._results[number],
-            None,
-        )  # nothing here keeps weights in memory
+        result = self._results[number]
+        self._results[number] = None  # nothing here keeps weights in memory
         if isinstance(result, Exception):
             raise result
         return result
@@ -98,41 +96,50 @@ class ReplicaGroup:
         self._barrier.abort()
 
     def _run(self) -> None:
-        given, self._given = self._given, [None] * len(self._given)
-        work, self._work = self._work, list
+        inputs = self._inputs
+        work = self._work
+        self._inputs = [None] * len(inputs)  # nothing here keeps weights in memory
+        self._work = list
         try:
-            self._results = work(given)
+            self._results = work(inputs)
         except Exception as error:  # raised in every engine's thread
-            self._results = [error] * len(given)
+            self._results = [error] * len(inputs)
 
     def load(
         self, load: WeightLoader, params: Params, old: list[EngineParams | None]
     ) -> list[EngineParams]:
-        """Load parameters into all engines, in the memory of their old weights if all have some on devices."""
-        whole = None
-        if not any(x is None or not isinstance(x.embed, jax.Array) for x in old):
-            whole = jax.tree.map(self._joined, *old)
-        return self._split(load(params, whole))
+        """Load parameters into all engines.
+
+        They take the memory of the old weights if all engines have some on devices.
+        """
+        old_params = None
+        if all(x is not None and isinstance(x.embed, jax.Array) for x in old):
+            old_params = jax.tree.map(self._joined, *old)
+        return self._split(load(params, old_params))
 
     def _joined(self, *parts: jax.Array) -> jax.Array:
         """Return one array of the engines' shards."""
         sharding = parts[0].sharding
         assert isinstance(sharding, NamedSharding)
-        shards = [shard.data for part in parts for shard in part.addressable_shards]
-        whole = NamedSharding(self.mesh, sharding.spec)
-        return jax.make_array_from_single_device_arrays(parts[0].shape, whole, shards)
+        shards = []
+        for part in parts:
+            for shard in part.addressable_shards:
+                shards.append(shard.data)
+        group_sharding = NamedSharding(self.mesh, sharding.spec)
+        return jax.make_array_from_single_device_arrays(parts[0].shape, group_sharding, shards)
 
     def _split(self, params: EngineParams) -> list[EngineParams]:
         """Return each engine's shards of arrays on all devices."""
 
-        def own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        def select(x: jax.Array, sharding: NamedSharding) -> jax.Array:
             shards = [s.data for s in x.addressable_shards if s.device in sharding.device_set]
             return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
-        return [
-            jax.tree.map(own, params, engine_shardings(params, replica.mesh))
-            for replica in self.replicas
-        ]
+        replica_params = []
+        for replica in self.replicas:
+            shardings = engine_shardings(params, replica.mesh)
+            replica_params.append(jax.tree.map(select, params, shardings))
+        return replica_params
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,23 +157,25 @@ class Replica:
         # Engine 0's loader, whoever runs it: the programs are compiled once.
         loader = load if self.number == 0 else None
 
-        def work(given: list[Any]) -> list[EngineParams]:
-            first = next(loader for loader, _ in given if loader is not None)
-            return self.group.load(first, params, [old for _, old in given])
+        def work(inputs: list[Any]) -> list[EngineParams]:
+            first_loader = next(loader for loader, _ in inputs if loader is not None)
+            return self.group.load(first_loader, params, [old for _, old in inputs])
 
         return self.group.meet(self.number, (loader, old), work)
 
     def offload(self, params: EngineParams) -> EngineParams:
         """Return a copy of the weights on the host, which all engines share."""
-        return self.group.meet(self.number, params, lambda given: [to_host(given[0])] * len(given))
+
+        def work(inputs: list[EngineParams]) -> list[EngineParams]:
+            return [to_host(inputs[0])] * len(inputs)
+
+        return self.group.meet(self.number, params, work)
 
 
 class DataParallelBackend:
     """The backend of the module docstring.
 
     Args:
-        config: the model.
-        params: see :class:`JetStreamBackend`.
         shapes: of each engine.
         mesh: of all engines, from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`.
         seed: see :class:`JetStreamBackend`; each engine gets its own.
@@ -186,14 +195,19 @@ class DataParallelBackend:
         **options: Any,
     ) -> None:
         self._weights = ServedWeights(config, params, mesh)
-        make = functools.partial(JetStreamBackend, config, params, shapes, **options)
         self._group = ReplicaGroup(mesh)
         self._engines: dict[str, JetStreamBackend] = {}
         for replica in self._group.replicas:
-            printing = {"print_line": print_line} if print_line and replica.number == 0 else {}
-            number = str(replica.number)
-            self._engines[number] = make(
-                replica=replica, seed=seed + replica.number * _SEED_STRIDE, **printing
+            engine_options = dict(options)
+            if print_line is not None and replica.number == 0:
+                engine_options["print_line"] = print_line
+            self._engines[str(replica.number)] = JetStreamBackend(
+                config,
+                params,
+                shapes,
+                replica=replica,
+                seed=seed + replica.number * _SEED_STRIDE,
+                **engine_options,
             )
         self._balancer = Balancer(max_in_flight=shapes.max_concurrent_decodes)
         for name in self._engines:
@@ -207,8 +221,9 @@ class DataParallelBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        each = [engine.capabilities for engine in self.engines]
-        return replace(each[0], max_concurrent=sum(one.max_concurrent for one in each))
+        capabilities = [engine.capabilities for engine in self.engines]
+        max_concurrent = sum(engine.max_concurrent for engine in capabilities)
+        return replace(capabilities[0], max_concurrent=max_concurrent)
 
     @property
     def policy_version(self) -> int:
@@ -249,16 +264,21 @@ class DataParallelBackend:
 
     @contextlib.contextmanager
     def _assigned(self, request: GenerateRequest) -> Iterator[JetStreamBackend]:
-        """Yield the engine for a request: its session's, one with its prefix, or the least busy one."""
+        """Yield the engine for a request.
+
+        It is its session's, one with its prefix, or the least busy one.
+        """
         if request.request_id in self._homes:
             raise BackendError(
                 f"request {request.request_id!r} is already running; ids of running requests must"
                 " be unique"
             )
-        session, balancer = request.session_id, self._balancer
+        session = request.session_id
+        balancer = self._balancer
         chain: list[int] = []  # placeholder ids do not tell images apart
         if balancer.home(session) is None and not request.multi_modal:
             chain = PrefixIndex.block_hashes(request.prompt_ids, request.lora)
+
         name = balancer.acquire(session, chain)
         if name is None:  # all slots are taken: it waits in an engine, in order of priority
             name = balancer.home(session) or min(balancer.servers, key=balancer.in_flight)
@@ -275,7 +295,10 @@ class DataParallelBackend:
     # --- all engines ------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Serve new weights on all engines, or on none; see :meth:`JetStreamBackend.update_weights`."""
+        """Serve new weights on all engines, or on none.
+
+        See :meth:`JetStreamBackend.update_weights`.
+        """
         update = await self._weights.receive(update)  # once, for all devices
         await self._on_all(lambda engine: engine.update_weights(update))
         self._balancer.forget_prefixes()
@@ -298,31 +321,31 @@ class DataParallelBackend:
 
     async def _on_all(self, call: Callable[[JetStreamBackend], Any]) -> None:
         """Call all engines at once, wait for all, then raise the first error."""
-        _raise_first(await asyncio.gather(*map(call, self.engines), return_exceptions=True))
+        results = await asyncio.gather(*map(call, self.engines), return_exceptions=True)
+        _raise_first(results)
 
     # --- state ------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
-        each = await asyncio.gather(*(engine.health() for engine in self.engines))
-        first = next((one for one in each if not one.ok), each[0])
-        shares = [one.kv_used_share for one in each if one.kv_used_share is not None]
+        healths = await asyncio.gather(*(engine.health() for engine in self.engines))
+        first = next((health for health in healths if not health.ok), healths[0])
+        shares = [health.kv_used_share for health in healths if health.kv_used_share is not None]
         return replace(
             first,
-            running=sum(one.running for one in each),
-            waiting=sum(one.waiting for one in each),
+            running=sum(health.running for health in healths),
+            waiting=sum(health.waiting for health in healths),
             kv_used_share=fmean(shares) if shares else None,
         )
 
     async def metrics(self) -> BackendMetrics:
         """Return the sums over all engines; of the time they take weights together, the longest."""
-        each = [
-            asdict(one)
-            for one in await asyncio.gather(*(engine.metrics() for engine in self.engines))
-        ]
-        sums = {name: sum(one[name] for one in each) for name in each[0]}
-        return BackendMetrics(
-            **sums | {"weight_update_seconds": max(one["weight_update_seconds"] for one in each)}
-        )
+        metrics = await asyncio.gather(*(engine.metrics() for engine in self.engines))
+        engines = [asdict(engine_metrics) for engine_metrics in metrics]
+        totals = {}
+        for name in engines[0]:
+            totals[name] = sum(engine[name] for engine in engines)
+        totals["weight_update_seconds"] = max(engine["weight_update_seconds"] for engine in engines)
+        return BackendMetrics(**totals)
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
         """Return the first engine's."""
@@ -338,10 +361,17 @@ class DataParallelBackend:
 
 
 def _raise_first(results: Sequence[BaseException | None]) -> None:
-    """Raise the first error, and one that says that another engine has ended only if there is no other."""
+    """Raise the first error.
+
+    One that says that another engine has ended comes last, as the other's error is the cause.
+    """
     errors = [result for result in results if result is not None]
-    if errors:
-        raise next((error for error in errors if _ENDED not in str(error)), errors[0])
+    if not errors:
+        return
+    for error in errors:
+        if _ENDED not in str(error):
+            raise error
+    raise errors[0]
 
 
 def make_backend(
@@ -350,8 +380,6 @@ def make_backend(
     """Return the backend of a mesh, with as many engines as it has along ``data``.
 
     Args:
-        config: the model.
-        params: see :class:`JetStreamBackend`.
         shapes: of each engine.
         mesh: of all engines.
         **options: see :class:`JetStreamBackend`.

@@ -1,11 +1,11 @@
-"""Weight updates: validation, reading from files, and transfer into an engine's memory, from device to device.
+"""Weight updates: validation, reading from files, and transfer into an engine's memory.
 
-::
+The learner's layout becomes the engine's::
 
-    same devices    learner's layout ──one program──► engine's layout and precision, in the old weights' memory
-    other devices   learner's layout ──one program──► engine's layout, sharded over the learner's devices
-                                     ──shard by shard──► engine's devices
-    other hosts     learner's layout ──all-gather per parameter──► all processes ──► each one's engine
+    same devices    ──one program──► engine's layout and precision, in the old weights' memory
+    other devices   ──one program──► engine's layout, sharded over the learner's devices
+                    ──shard by shard──► engine's devices
+    other hosts     ──all-gather per parameter──► all processes ──► each one's engine
 
 From device to device no byte passes through the host, and no device holds more than its part: with
 enough learner devices each shard of the engine is made on one of them and transferred by itself;
@@ -34,6 +34,7 @@ from jax_agent_rl.models.decoder import verify_probe
 from jax_agent_rl.models.hf import load_params
 from jax_agent_rl.models.sharding import (
     MESH_AXES,
+    Bounds,
     Device,
     local_bounds,
     place,
@@ -57,14 +58,15 @@ def weight_dtype(dtype: str, quantize: str | None, external_engine: object | Non
         quantize: 8-bit type of its matrices, which are rounded from what is sent.
         external_engine: what makes an engine that converts weights itself.
     """
-    return dtype if quantize is None and external_engine is None else "float32"
+    if quantize is None and external_engine is None:
+        return dtype
+    return "float32"
 
 
 class ServedWeights:
     """Shapes and types of the parameters an engine serves.
 
     Args:
-        config: the model.
         params: the first ones; not kept.
         mesh: the engine's; each device reads its part of files.
     """
@@ -75,7 +77,9 @@ class ServedWeights:
         self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
 
     async def receive(self, update: WeightUpdate) -> WeightUpdate:
-        """Read and verify an update in a thread, while decoding goes on; arrays without a probe are taken as they are.
+        """Read and verify an update in a thread, while decoding goes on.
+
+        Arrays without a probe are taken as they are.
 
         Returns:
             Arrays in the learner's layout, which give the log-probs of the probe.
@@ -123,12 +127,11 @@ class ServedWeights:
         Raises:
             WeightUpdateError: it cannot.
         """
-        adapters_alone = update.adapters and not update.payload
-        if update.kind != "arrays" or update.partial and not adapters_alone:
-            kind = f"kind={update.kind!r}, partial={update.partial}"
+        of_adapters_alone = update.adapters and not update.payload
+        if update.kind != "arrays" or (update.partial and not of_adapters_alone):
             raise WeightUpdateError(
                 f"the jetstream backend takes whole updates of {sorted(WEIGHT_PAYLOADS)}, got"
-                f" {kind}"
+                f" kind={update.kind!r}, partial={update.partial}"
             )
         if update.version <= version:
             raise WeightUpdateError(
@@ -140,34 +143,32 @@ class ServedWeights:
     def _check_structure(self, params: Params) -> None:
         structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
         if structure != self._structure:
-            what = _difference(self._structure, structure)
-            raise WeightUpdateError(f"the update does not fit the model served: {what}")
+            difference = _difference(self._structure, structure)
+            raise WeightUpdateError(f"the update does not fit the model served: {difference}")
 
 
 def _difference(old: Any, new: Any) -> str:
     """Describe the first parameter in which two trees of (shape, dtype) differ."""
-    is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
-    before = {
-        jax.tree_util.keystr(p): v
-        for p, v in jax.tree_util.tree_leaves_with_path(old, is_leaf=is_leaf)
-    }
-    after = {
-        jax.tree_util.keystr(p): v
-        for p, v in jax.tree_util.tree_leaves_with_path(new, is_leaf=is_leaf)
-    }
-    for name in sorted(before.keys() | after.keys()):
-        if before.get(name) != after.get(name):
+    served = _by_path(old)
+    update = _by_path(new)
+    for name in sorted(served.keys() | update.keys()):
+        if served.get(name) != update.get(name):
             return (
-                f"{name} is {after.get(name, 'missing')}, served is {before.get(name, 'nothing')}"
+                f"{name} is {update.get(name, 'missing')}, served is {served.get(name, 'nothing')}"
             )
     return "the trees are nested differently"
+
+
+def _by_path(tree: Any) -> dict[str, tuple]:
+    """Return the (shape, dtype) of every parameter by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 class WeightLoader:
     """Loads parameters into one engine, or into several that differ along ``data`` alone.
 
     Args:
-        model: the model.
         config: the model with the engine's key/value heads.
         mesh: of the engine, or of all.
         dtype: of its weights.
@@ -185,7 +186,9 @@ class WeightLoader:
         quantize: jnp.dtype | None,
         call: Callable[..., Any],
     ) -> None:
-        self._model, self._mesh, self._call = model, mesh, call
+        self._model = model
+        self._mesh = mesh
+        self._call = call
         self._devices: Devices = tuple(mesh.devices.flat)
         self._arrange = functools.partial(engine_params, config, dtype=dtype, quantize=quantize)
 
@@ -206,40 +209,68 @@ class WeightLoader:
         shapes = jax.eval_shape(self._arrange, params)
         shardings = engine_shardings(shapes, self._mesh)
         if source == self._devices:
-            to_engine: dict[str, Any] = {"place": replicated(self._mesh), "out": shardings}
-            if old is None:
-                zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
-                old = self._call(("no weights",), zeros, (), **to_engine)
-            arrange = lambda old, params: self._arrange(params)  # noqa: E731
-            return self._call(("weights", layouts), arrange, (0,), old, params, **to_engine)
+            return self._arrange_in_place(params, old, layouts, shapes, shardings)
+
         stage = staging_mesh(self._mesh, source)
-        to_stage: dict[str, Any] = {
-            "place": replicated(stage),
-            "out": engine_shardings(shapes, stage),
-        }
-        staged = self._call(("staged weights", layouts), self._arrange, (), params, **to_stage)
-        jax.block_until_ready(
-            staged
-        )  # a failure on the learner's devices leaves the old weights intact
+        staged = self._call(
+            ("staged weights", layouts),
+            self._arrange,
+            (),
+            params,
+            place=replicated(stage),
+            out=engine_shardings(shapes, stage),
+        )
+        # A failure on the learner's devices leaves the old weights intact.
+        jax.block_until_ready(staged)
         for x in jax.tree.leaves(old):
             x.delete()
         return jax.tree.map(transfer, staged, shardings)
 
+    def _arrange_in_place(
+        self,
+        params: Params,
+        old: EngineParams | None,
+        layouts: tuple,
+        shapes: EngineParams,
+        shardings: EngineParams,
+    ) -> EngineParams:
+        """Arrange parameters that are on the engine's devices, in the memory of the old weights."""
+        to_engine: dict[str, Any] = {"place": replicated(self._mesh), "out": shardings}
+
+        def zeros() -> EngineParams:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        def arrange(old: EngineParams, params: Params) -> EngineParams:
+            return self._arrange(params)
+
+        if old is None:
+            old = self._call(("no weights",), zeros, (), **to_engine)
+        return self._call(("weights", layouts), arrange, (0,), old, params, **to_engine)
+
     def _on_devices(self, x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
-        """Put host arrays on devices, and give all arrays of a lone device the same sharding, without a copy."""
+        """Put host arrays on devices.
+
+        Arrays of a lone device get the same sharding, without a copy.
+        """
         if isinstance(x, np.ndarray):
             return jax.device_put(x, sharding)
-        at_home = len(self._devices) == 1 and self._devices == _devices(x)
+        is_on_lone_device = len(self._devices) == 1 and self._devices == _devices(x)
+        if not is_on_lone_device:
+            return x
         if isinstance(x, jax.ShapeDtypeStruct):
-            return place(x, sharding) if at_home else x
-        return jax.device_put(x, sharding) if at_home else x
+            return place(x, sharding)
+        return jax.device_put(x, sharding)
 
 
 def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
-    """Return the engine's mesh on other devices: its axes as far as their number allows, replicated over the rest."""
+    """Return the engine's mesh on other devices.
+
+    Its axes are as long as the number of devices allows; it is replicated over the rest.
+    """
     expert = math.gcd(engine.shape["expert"], len(devices))
-    whole = expert == engine.shape["expert"]  # else shards of both axes would not nest
-    tensor = math.gcd(engine.shape["tensor"], len(devices) // expert) if whole else 1
+    tensor = 1
+    if expert == engine.shape["expert"]:  # else shards of both axes would not nest
+        tensor = math.gcd(engine.shape["tensor"], len(devices) // expert)
     sizes = {"data": len(devices) // (expert * tensor), "expert": expert, "tensor": tensor}
     shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
     return Mesh(
@@ -248,32 +279,41 @@ def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
 
 
 def transfer(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Copy an array to other devices, cutting each shard from one that contains it; replicas are read in turn.
+    """Copy an array to other devices, cutting each shard from one that contains it.
 
-    A device that holds what it needs copies nothing. ``jax.device_put`` would gather differently
-    sharded arrays on the host.
+    Replicas are read in turn. A device that holds what it needs copies nothing.
+    ``jax.device_put`` would gather differently sharded arrays on the host.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return place(x, sharding)
-    held = [
-        (shard_bounds(shard.index, x.shape), shard.device, shard.data)
-        for shard in x.addressable_shards
-    ]
+
+    shards = []
+    for shard in x.addressable_shards:
+        shards.append((shard_bounds(shard.index, x.shape), shard.device, shard.data))
+
     parts = []
     for number, (device, wanted) in enumerate(local_bounds(sharding, x.shape).items()):
-        sources = [
-            (bounds, owner, data)
-            for bounds, owner, data in held
-            if all(b[0] <= w[0] and w[1] <= b[1] for w, b in zip(wanted, bounds, strict=True))
-        ]
-        own = next((source for source in sources if source[1] == device), None)
-        bounds, _, data = own or sources[number % len(sources)]
+        sources = [shard for shard in shards if _contains(shard[0], wanted)]
+        local_sources = [shard for shard in sources if shard[1] == device]
+        if local_sources:
+            bounds, _, data = local_sources[0]
+        else:
+            bounds, _, data = sources[number % len(sources)]
         if wanted != bounds:
-            data = data[
-                tuple(slice(w[0] - b[0], w[1] - b[0]) for w, b in zip(wanted, bounds, strict=True))
-            ]
+            index = []
+            for (begin, end), (first, _) in zip(wanted, bounds, strict=True):
+                index.append(slice(begin - first, end - first))
+            data = data[tuple(index)]
         parts.append(jax.device_put(data, device))
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+def _contains(bounds: Bounds, wanted: Bounds) -> bool:
+    """Whether the bounds of a shard, begin and end of each axis, contain others."""
+    for (begin, end), (wanted_begin, wanted_end) in zip(bounds, wanted, strict=True):
+        if wanted_begin < begin or end < wanted_end:
+            return False
+    return True
 
 
 def to_host(params: EngineParams) -> EngineParams:
@@ -293,7 +333,6 @@ class GatherParams:
     more than its engine's part of the model and one parameter.
 
     Args:
-        model: the model.
         mesh: of this process's engine; the others have the same.
         dtype: of the copies.
     """
@@ -304,7 +343,10 @@ class GatherParams:
         self._all_processes = learner_shardings(model, all_process_mesh(mesh))
 
     def __call__(self, params: Params) -> Params:
-        """Return this process's copy, valid until the learner's next update, as it may share the learner's memory."""
+        """Return this process's copy, valid until the learner's next update.
+
+        It may share the learner's memory.
+        """
         return jax.tree.map(self._copy, params, self._all_processes, self._local)
 
     def _copy(self, x: jax.Array, all_processes: NamedSharding, local: NamedSharding) -> jax.Array:
@@ -316,9 +358,9 @@ class GatherParams:
 
 def all_process_mesh(engine: Mesh) -> Mesh:
     """Return a mesh of all devices of all processes, made of copies of an engine's mesh."""
-    owners = (
-        tuple(jax.local_devices(process_index=number)) for number in range(jax.process_count())
-    )
-    parts = [staging_mesh(engine, devices).devices for devices in owners]
-    devices = np.concatenate(parts, axis=MESH_AXES.index("data"))
-    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    parts = []
+    for number in range(jax.process_count()):
+        devices = tuple(jax.local_devices(process_index=number))
+        parts.append(staging_mesh(engine, devices).devices)
+    all_devices = np.concatenate(parts, axis=MESH_AXES.index("data"))
+    return Mesh(all_devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
