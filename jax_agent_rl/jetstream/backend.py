@@ -61,7 +61,6 @@ class JetStreamBackend:
     """One engine of this process, on one device or a mesh of several.
 
     Args:
-        config: the model.
         params: the learner's parameter tree; copied on the device at ``start``.
         shapes: static shapes to compile for.
         dtype: of the engine's weights, activations and cache; None takes that of ``params``.
@@ -120,16 +119,21 @@ class JetStreamBackend:
         self._decode_text = decode_text
         self._print_line = print_line
         self._replica = replica
-        self._mesh = replica.mesh if replica else mesh or make_engine_mesh(EngineMeshConfig())
+        if replica is not None:
+            self._mesh = replica.mesh
+        else:
+            self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
         self._weights = ServedWeights(config, params, self._mesh)
-        if (
-            deterministic is not None or external_engine is not None
-        ):  # neither takes images, or masks of ids
-            vision_processor = grammars = None
+
+        if deterministic is not None or external_engine is not None:
+            # Neither takes images, or masks of ids.
+            vision_processor = None
+            grammars = None
         self._grammars = grammars
         self._image_reader = ImageReader(
             vision_processor, max_patches=max(shapes.patch_buckets, default=0)
         )
+
         self._streams: dict[str, ChunkSink] = {}
         self._preparing: dict[str, asyncio.Event] = {}  # requests that are not queued yet
         self._thread = EngineThread(self._fail_streams)
@@ -137,28 +141,28 @@ class JetStreamBackend:
 
     @property
     def capabilities(self) -> Capabilities:
+        is_built_in = self._external_engine is None
+        dtype = self._dtype.name
+        quantize = self._eight_bits["quantize"]
+        kv_dtype = self._eight_bits["kv_dtype"]
         return Capabilities(
             max_model_len=self._shapes.max_model_len,
             max_concurrent=self._shapes.max_concurrent_decodes,
-            any_sampling=self._external_engine is None,
-            sampling_replay=self._external_engine is None,
-            seeds=self._external_engine is None,
+            any_sampling=is_built_in,
+            sampling_replay=is_built_in,
+            seeds=is_built_in,
             stop_strings=self._decode_text is not None,
             grammars=self._grammars is not None,
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
-            prefix_reuse=self._external_engine is None,
+            prefix_reuse=is_built_in,
             priorities=True,
             sleep=True,
             lora=bool(self._adapters),
-            scoring=self._external_engine is None and not self._image_reader.kinds,
-            routed_experts=self._config.experts is not None and self._external_engine is None,
-            precision=self._eight_bits["quantize"]
-            or self._eight_bits["kv_dtype"]
-            or self._dtype.name,
-            weight_dtype=weight_dtype(
-                self._dtype.name, self._eight_bits["quantize"], self._external_engine
-            ),
+            scoring=is_built_in and not self._image_reader.kinds,
+            routed_experts=is_built_in and self._config.experts is not None,
+            precision=quantize or kv_dtype or dtype,
+            weight_dtype=weight_dtype(dtype, quantize, self._external_engine),
             weight_payloads=WEIGHT_PAYLOADS,
             multi_modal=self._image_reader.kinds,
         )
@@ -177,25 +181,25 @@ class JetStreamBackend:
 
     def _make_scheduler(self) -> Scheduler:
         """Create the engine and its scheduler, in the engine's thread."""
-        start: dict[str, Any] = {
+        options: dict[str, Any] = {
             "version": self._initial_version,
             "seed": self._seed,
             "decode_text": self._decode_text,
         }
         if self._external_engine is None:
             engine = self._make_engine()
-            scheduler = Scheduler(engine, engine.load_params(self._take_initial_params()), **start)
+            params = engine.load_params(self._take_initial_params())
+            scheduler = Scheduler(engine, params, **options)
         else:
             external = self._external_engine(self._config, self._shapes)
             engine = ExternalEngineAdapter(external, self._config, self._shapes)
-            scheduler = ExternalScheduler(
-                engine, engine.load_params(self._take_initial_params()), **start
-            )
+            params = engine.load_params(self._take_initial_params())
+            scheduler = ExternalScheduler(engine, params, **options)
         scheduler.cache = engine.warm_up(scheduler.params, scheduler.cache, self._compiling)
         return scheduler
 
     def _take_initial_params(self) -> Params:
-        """Return the weights to begin with, and keep them no longer."""
+        """Return the weights to begin with, and release them here."""
         params = self._initial_params
         assert params is not None  # an engine is set up once
         self._initial_params = None
@@ -209,15 +213,13 @@ class JetStreamBackend:
             kind = VisionEngine
         options: dict[str, Any] = {
             "dtype": self._dtype,
+            **self._eight_bits,
             "mesh": self._mesh,
             "table": self._deterministic,
-        }
-        options |= {
             "adapters": self._adapters,
             "compile_ahead": self._compile_ahead,
-            **self._eight_bits,
+            "replica": self._replica,
         }
-        options["replica"] = self._replica
         return kind(self._config, self._shapes, **options)
 
     def _compiling(self, line: str) -> None:
@@ -240,7 +242,8 @@ class JetStreamBackend:
                 f"request {request.request_id!r} is already running; ids of running requests must"
                 " be unique"
             )
-        sink = self._streams[request.request_id] = ChunkSink()
+        sink = ChunkSink()
+        self._streams[request.request_id] = sink
         finished = False
         try:
             await self._submit(request, sink)
@@ -258,7 +261,8 @@ class JetStreamBackend:
 
     async def _submit(self, request: GenerateRequest, sink: ChunkSink) -> None:
         """Read a request's images and compile its grammar in other threads, then queue it."""
-        submitted = self._preparing[request.request_id] = asyncio.Event()
+        submitted = asyncio.Event()
+        self._preparing[request.request_id] = submitted
         try:
             multimodal = await self._image_reader.read(request)
             grammar = await self._start_grammar(request)
@@ -273,16 +277,18 @@ class JetStreamBackend:
         Raises:
             BackendError: there is no compiler, or the grammar is wrong.
         """
-        if (grammar := request.sampling.grammar) is None:
+        grammar = request.sampling.grammar
+        if grammar is None:
             return None
         if self._grammars is None:
             raise BackendError(
                 f"request {request.request_id!r} has a grammar, which this engine cannot follow"
             )
         try:
-            sampled = request.prompt_ids[len(request.prompt_ids) - request.resumed :]
+            # Of a resumed request, the prompt ends with ids that the grammar has allowed.
+            sampled_ids = request.prompt_ids[len(request.prompt_ids) - request.resumed :]
             return await in_grammar_thread(
-                functools.partial(self._grammars.start, grammar, sampled)
+                functools.partial(self._grammars.start, grammar, sampled_ids)
             )
         except GrammarError as error:
             raise BackendError(f"request {request.request_id!r}: {error}") from None
@@ -297,13 +303,16 @@ class JetStreamBackend:
         check_ids("the context to score", tuple(token_ids))
         check_int("start", start, least=1, below=len(token_ids))
         check_int("top_k", top_k, least=0, below=self._config.vocab_size + 1)
-        if (largest := max(token_ids)) >= self._config.vocab_size:
+        largest = max(token_ids)
+        if largest >= self._config.vocab_size:
             raise BackendError(f"id {largest} is not one of the model's {self._config.vocab_size}")
+
         run = functools.partial(inspection.score, token_ids=token_ids, start=start, top_k=top_k)
         return await self._thread.call(lambda: self._core.score(run))
 
     async def abort(self, request_id: str) -> bool:
-        if submitted := self._preparing.get(request_id):
+        submitted = self._preparing.get(request_id)
+        if submitted is not None:
             await submitted.wait()
         return await self._thread.call(lambda: self._core.abort(request_id))
 
@@ -350,7 +359,10 @@ class JetStreamBackend:
         await self._thread.call(lambda: self._core.scheduler.block_manager.reset())
 
     async def sleep(self) -> None:
-        """Move weights to the host and drop the KV cache; running requests are aborted, new ones wait."""
+        """Move weights to the host and drop the KV cache.
+
+        Running requests are aborted, new ones wait.
+        """
         await self._thread.call(self._core.sleep)
 
     async def wake(self) -> None:

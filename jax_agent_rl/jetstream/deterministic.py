@@ -1,14 +1,14 @@
-"""An engine with one program for everything, so that an id's log-prob is bitwise the same however it is computed.
+"""An engine with one program for everything, so that log-probs are bitwise reproducible.
 
-Floating-point sums depend on the order of additions, and that on the shapes a program was compiled
-for. Elsewhere prompts are computed in chunks, slots in buckets and the learner's rows packed, each
-by its own program, so log-probs differ by rounding and by how requests arrive. Here one compiled
-program does all of it, stepping ``max_concurrent_decodes`` slots over all pages of the longest
-context::
+Floating-point sums depend on the order of additions, and that order on the shapes a program was
+compiled for. Elsewhere prompts are computed in chunks, slots in buckets and the learner's rows
+packed, each by its own program, so log-probs differ by rounding and by how requests arrive. Here
+one compiled program does all of it, stepping ``max_concurrent_decodes`` slots over all pages of the
+longest context::
 
     prompts      fed id by id, the next one forced
     decoding     fed id by id, the next one sampled
-    scoring      fed id by id, the next one forced, its log-prob kept        (the learner's old log-probs)
+    scoring      fed id by id, the next one forced; gives the learner's old log-probs
 
 A slot's numbers depend on its own context alone: products [out, in] x [in, slots] sum over ``in``
 in the same order for every slot, which tests confirm. The price is speed: prompts take a step per
@@ -61,17 +61,19 @@ class DeterministicEngine(JaxEngine):
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
     ) -> KVCache:
         """Feed ids into pages, one by one."""
-        waiting = [extension for extension in extensions if len(extension.ids)]
-        for some in _batches(waiting, self.max_concurrent_decodes):
-            cache, _ = self.force(params, cache, some, temperature=1.0)
+        unfinished = [extension for extension in extensions if len(extension.ids)]
+        for batch in _batches(unfinished, self.max_concurrent_decodes):
+            cache, _ = self.force(params, cache, batch, temperature=1.0)
         return cache
 
     def decode(
         self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
     ) -> tuple[KVCache, Sampled]:
         """Decode as :meth:`JaxEngine.decode` does."""
+        # Nothing is forced.
         forced = np.full((self.shapes.decode_steps, self.max_concurrent_decodes), -1, np.int32)
-        return self._run(params, cache, slots, np.array([steps, exit_after], np.int32), forced)
+        limits = np.array([steps, exit_after], np.int32)
+        return self._run(params, cache, slots, limits, forced)
 
     def _suits_cpu_kernels(self) -> bool:
         """Return False: what tests confirm of sums is confirmed of XLA's."""
@@ -92,7 +94,6 @@ class DeterministicEngine(JaxEngine):
         """Feed ids into the pages of at most ``max_concurrent_decodes`` contexts.
 
         Args:
-            params: weights.
             cache: donated.
             extensions: the ids.
             temperature: of the log-probs.
@@ -101,20 +102,26 @@ class DeterministicEngine(JaxEngine):
             The cache, and for each extension of n ids float32 [n - 1]: the log-prob of every id but
                 the first.
         """
-        scored: list[list[np.ndarray]] = [[] for _ in extensions]
-        for done in range(
-            0, max((len(e.ids) for e in extensions), default=0), self.shapes.decode_steps
-        ):
-            slots, forced = self._forced_slots(
-                [e.after(min(done, len(e.ids))) for e in extensions], temperature
-            )
-            limits = np.array([self.shapes.decode_steps, len(extensions) + 1], np.int32)
+        log_probs: list[list[np.ndarray]] = [[] for _ in extensions]
+        steps = self.shapes.decode_steps
+        longest = max((len(extension.ids) for extension in extensions), default=0)
+        # No number of finished slots ends a dispatch early.
+        limits = np.array([steps, len(extensions) + 1], np.int32)
+        for begin in range(0, longest, steps):
+            remaining = []
+            for extension in extensions:
+                remaining.append(extension.after(min(begin, len(extension.ids))))
+            slots, forced = self._forced_slots(remaining, temperature)
             cache, sampled = self._run(params, cache, slots, limits, forced)
-            for slot, own in enumerate(scored):
-                own.append(sampled.log_probs[sampled.ids[:, slot] >= 0, slot])
-        return cache, [
-            np.concatenate(own)[: len(e.ids) - 1] for own, e in zip(scored, extensions, strict=True)
-        ]
+            for slot, slot_log_probs in enumerate(log_probs):
+                has_run = sampled.ids[:, slot] >= 0
+                slot_log_probs.append(sampled.log_probs[has_run, slot])
+
+        scored = []
+        for extension, slot_log_probs in zip(extensions, log_probs, strict=True):
+            # The last one is of the id after the context.
+            scored.append(np.concatenate(slot_log_probs)[: len(extension.ids) - 1])
+        return cache, scored
 
     def warm_up(
         self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line
@@ -126,15 +133,15 @@ class DeterministicEngine(JaxEngine):
         return self._end_warm_up(cache, print_line)
 
     def _forced_slots(
-        self, rest: Sequence[Extension], temperature: float
+        self, extensions: Sequence[Extension], temperature: float
     ) -> tuple[DecodeBatch, np.ndarray]:
+        """Return a slot for each extension, and the ids that are forced, int32 [steps, slots]."""
         steps = self.shapes.decode_steps
-        slots = make_decode_batch(len(rest), self.shapes.context_pages)
+        slots = make_decode_batch(len(extensions), self.shapes.context_pages)
         forced = np.full((steps, self.max_concurrent_decodes), -1, np.int32)
-        for slot, extension in enumerate(rest):
-            following = [*extension.ids[1 : steps + 1], ANY_ID][
-                :steps
-            ]  # the id after the last one is not read
+        for slot, extension in enumerate(extensions):
+            # The id after the last one is not read.
+            following = [*extension.ids[1 : steps + 1], ANY_ID][:steps]
             forced[: len(following), slot] = following
             slots.pages[slot, : len(extension.pages)] = extension.pages
             slots.tokens[slot] = extension.ids[0] if len(extension.ids) else ANY_ID
@@ -156,11 +163,12 @@ class DeterministicEngine(JaxEngine):
             self.config, self.shapes.decode_steps, self.split, self.kernels
         )
         padded = pad_decode_batch(slots, self.max_concurrent_decodes - count)
-        key = ("deterministic", cache.count, *["truncated"][: slots.truncation is not None])
-        places = (self.cache_sharding, self.replicated)
-        cache, out = self._call(
-            key, program, (1,), params, cache, padded, limits, forced, out=places
-        )
+        key: tuple = ("deterministic", cache.count)
+        if slots.truncation is not None:
+            key = (*key, "truncated")
+        arguments = (params, cache, padded, limits, forced)
+        shardings = (self.cache_sharding, self.replicated)
+        cache, out = self._call(key, program, (1,), *arguments, out=shardings)
         return cache, Sampled.of(np.asarray(out)[:, :, :count])
 
 
@@ -168,11 +176,9 @@ class DeterministicScorer:
     """Scores finished contexts for the learner with the very program that sampled them.
 
     Args:
-        model: the model.
-        shapes: the run's engine shapes.
         dtype: the engine's dtype.
         table: the engine's, which holds the compiled program.
-        temperature: the rollout's.
+        temperature: of the log-probs: the rollout's.
     """
 
     def __init__(
@@ -188,28 +194,26 @@ class DeterministicScorer:
         self._temperature = temperature
 
     def __call__(self, params: Params, contexts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Return float32 [n - 1] for each context of n ids: the log-prob of every id but the first."""
+        """Return the log-prob of every id but the first: float32 [n - 1] for a context of n ids."""
         weights = self._engine.load_params(params)
         # As large as the engine's, since the program is compiled for that; freed on return.
         cache = self._engine.init_cache()
-        scored: list[np.ndarray] = []
-        order = sorted(
-            range(len(contexts)), key=lambda i: len(contexts[i])
-        )  # similar lengths together
+
+        # Similar lengths together, as many contexts as slots and cache can hold.
         shapes = self._engine.shapes
-        for some in _batches(
-            order, min(shapes.max_concurrent_decodes, shapes.pages // shapes.context_pages)
-        ):
-            fed = [
-                Extension(
-                    self._engine.shapes.pages_of_slot(slot), 0, np.asarray(contexts[i], np.int32)
-                )
-                for slot, i in enumerate(some)
-            ]
-            cache, own = self._engine.force(weights, cache, fed, temperature=self._temperature)
-            scored += own
-        placed = dict(zip(order, scored, strict=True))
-        return [placed[i] for i in range(len(contexts))]
+        order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
+        batch_size = min(shapes.max_concurrent_decodes, shapes.pages // shapes.context_pages)
+        log_probs: dict[int, np.ndarray] = {}
+        for batch in _batches(order, batch_size):
+            extensions = []
+            for slot, number in enumerate(batch):
+                ids = np.asarray(contexts[number], np.int32)
+                extensions.append(Extension(shapes.pages_of_slot(slot), 0, ids))
+            cache, scored = self._engine.force(
+                weights, cache, extensions, temperature=self._temperature
+            )
+            log_probs.update(zip(batch, scored, strict=True))
+        return [log_probs[number] for number in range(len(contexts))]
 
 
 def _batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:

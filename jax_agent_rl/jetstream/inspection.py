@@ -1,12 +1,11 @@
-"""What callers may ask of a running engine beside generation; its state and its table of programs stay as they are.
+"""What callers may ask of a running engine besides generation.
 
-- Log-probs of given ids, and the likeliest ids beside them, for callers that distill from its
-  model.
+- Log-probs of given ids, and the likeliest other ids, for callers that distill from its model.
 - Diagnosis: samples of its weights by published name, and its layers' outputs.
 
-Scoring::
+The engine's state and its table of programs stay as they are. Scoring::
 
-    ids ─► chunks of one length ─► prefill beside a cache of its own ─► logits of the chunk ─► log-probs, top k
+    ids ─► chunks of one length ─► prefill with a cache of their own ─► logits ─► log-probs, top k
 
 Contexts are scored one at a time, between the engine's steps, by one program for each power of two
 of their length.
@@ -52,38 +51,50 @@ def score(scheduler: Scheduler, token_ids: Sequence[int], *, start: int, top_k: 
     Args:
         scheduler: holds the weights.
         token_ids: the context.
-        start: first id to score.
-        top_k: likeliest ids to report at each.
+        start: index of the first id to score.
+        top_k: how many of the likeliest ids to report at each.
 
     Raises:
         BackendError: the context is longer than the engine's, or the engine sleeps.
     """
-    engine, params, count = scheduler.engine, scheduler.params, len(token_ids)
+    engine = scheduler.engine
+    params = scheduler.params
+    count = len(token_ids)
     if count > engine.shapes.max_model_len:
         raise BackendError(
             f"a context of {count} ids is longer than max_model_len={engine.shapes.max_model_len}"
         )
     if isinstance(params.embed, np.ndarray):
         raise BackendError("the engine sleeps: its weights are on the host; wake it to score")
+
+    # In full precision: it holds but one context.
     length = max(CHUNK, 1 << (count - 1).bit_length())
-    cache = empty_cache(engine.config, 1, length, engine.dtype)  # exact: it holds but one context
+    cache = empty_cache(engine.config, 1, length, engine.dtype)
     padded = np.zeros(length + 1, np.int32)
     padded[:count] = token_ids
-    found: list[tuple[np.ndarray, ...]] = []
+
+    chunk_scores: list[tuple[jax.Array, jax.Array, jax.Array]] = []
     for begin in range(0, count - 1, CHUNK):
-        ids, following = padded[None, begin : begin + CHUNK], padded[begin + 1 : begin + CHUNK + 1]
-        at = np.arange(begin + 1, begin + CHUNK + 1)
-        wanted, starts = (at >= start) & (at < count), np.full(1, begin, np.int32)
+        ids = padded[None, begin : begin + CHUNK]
+        following = padded[begin + 1 : begin + CHUNK + 1]
+        index = np.arange(begin + 1, begin + CHUNK + 1)
+        is_scored = (index >= start) & (index < count)
+        starts = np.full(1, begin, np.int32)
         constants = (engine.config, engine.split, top_k)
-        cache, scores = _score_chunk(*constants, params, cache, ids, following, wanted, starts)
-        found.append(scores)
-    log_probs, ids, top = (
-        np.concatenate(x)[start - 1 : count - 1] for x in zip(*jax.device_get(found), strict=True)
+        cache, scores = _score_chunk(*constants, params, cache, ids, following, is_scored, starts)
+        chunk_scores.append(scores)
+
+    # The first row is of the second id.
+    log_probs, top_ids, top_log_probs = (
+        np.concatenate(x)[start - 1 : count - 1]
+        for x in zip(*jax.device_get(chunk_scores), strict=True)
     )
+    if not top_k:
+        return TokenScores(log_probs=tuple(log_probs.tolist()), top_ids=(), top_log_probs=())
     return TokenScores(
         log_probs=tuple(log_probs.tolist()),
-        top_ids=tuple(map(tuple, ids.tolist())) if top_k else (),
-        top_log_probs=tuple(map(tuple, top.tolist())) if top_k else (),
+        top_ids=tuple(map(tuple, top_ids.tolist())),
+        top_log_probs=tuple(map(tuple, top_log_probs.tolist())),
     )
 
 
@@ -96,47 +107,53 @@ def _score_chunk(
     cache: KVCache,
     tokens: jax.Array,
     following: jax.Array,
-    wanted: jax.Array,
+    is_scored: jax.Array,
     starts: jax.Array,
 ) -> tuple[KVCache, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Return the cache with the chunk, log-probs [T] of the ``following`` ids, and the likeliest [T, k] with theirs.
+    """Score a chunk.
 
-    They mean nothing where they are not ``wanted``, bool [T].
+    Returns:
+        The cache with the chunk, and the scores: log-probs [T] of the ``following`` ids, and the
+        likeliest ids [T, k] with their log-probs. Scores mean nothing where ``is_scored``,
+        bool [T], is false.
     """
     layers = prefill_chunks(config, params, cache, tokens, starts, mesh=mesh)
     size = min(BLOCK, len(following))
 
-    def block(
-        part: tuple[jax.Array, jax.Array, jax.Array],
+    def score_block(
+        block: tuple[jax.Array, jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x, following, wanted = part  # [D, N], [N], [N]
+        x, following, is_scored = block  # [D, N], [N], [N]
+        no_top = jnp.zeros((size, top_k))
 
         def scores() -> tuple[jax.Array, jax.Array, jax.Array]:
             logs = jax.nn.log_softmax(next_logits(config, params, x, mesh), axis=0).T  # [N, V]
             top, ids = jax.lax.top_k(logs, top_k)
             return jnp.take_along_axis(logs, following[:, None], axis=1)[:, 0], ids, top
 
-        nothing = jnp.zeros((size, top_k))
-        return jax.lax.cond(
-            jnp.any(wanted), scores, lambda: (jnp.zeros(size), nothing.astype(jnp.int32), nothing)
-        )
+        def zeros() -> tuple[jax.Array, jax.Array, jax.Array]:
+            return jnp.zeros(size), no_top.astype(jnp.int32), no_top
 
-    hidden = jnp.moveaxis(
-        layers[-1][0].reshape(-1, len(following) // size, size), 1, 0
-    )  # [n, D, N]
-    parts = (hidden, following.reshape(-1, size), wanted.reshape(-1, size))
-    own, ids, top = (x.reshape(len(following), *x.shape[2:]) for x in jax.lax.map(block, parts))
+        return jax.lax.cond(jnp.any(is_scored), scores, zeros)
 
-    def place(whole: jax.Array, part: jax.Array, axis: int) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), starts[0], axis)
+    hidden = layers[-1][0].reshape(-1, len(following) // size, size)
+    hidden = jnp.moveaxis(hidden, 1, 0)  # [n, D, N]
+    blocks = (hidden, following.reshape(-1, size), is_scored.reshape(-1, size))
+    log_probs, top_ids, top_log_probs = (
+        x.reshape(len(following), *x.shape[2:]) for x in jax.lax.map(score_block, blocks)
+    )
 
-    written = [
-        LayerKV(
-            keys=place(old.keys, new.keys, 3), values=place(old.values, new.values, 2), scales=None
-        )
-        for old, (_, new, _) in zip(cache.layers, layers, strict=True)
-    ]
-    return KVCache(tuple(written), cache.routed), (own, ids, top)
+    def write(cached: jax.Array, chunk: jax.Array, axis: int) -> jax.Array:
+        chunk = chunk.astype(cached.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(cached, chunk, starts[0], axis)
+
+    written = []
+    for cached, (_, chunk, _) in zip(cache.layers, layers, strict=True):
+        keys = write(cached.keys, chunk.keys, 3)
+        values = write(cached.values, chunk.values, 2)
+        written.append(LayerKV(keys=keys, values=values, scales=None))
+    cache = KVCache(tuple(written), cache.routed)
+    return cache, (log_probs, top_ids, top_log_probs)
 
 
 def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, TensorSample]:
@@ -158,17 +175,19 @@ def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, T
         names["final_norm"]: TensorSample.of(np.asarray(params.final_norm)),
         HEAD: TensorSample.of(np.asarray(head_of(params))),
     }
+
     if params.vision is not None:
-        stored = zip(
-            jax.tree.leaves(names["vision"], is_leaf=_is_list),
-            jax.tree.leaves(params.vision),
-            strict=True,
-        )
-        tower = [(name, np.asarray(x)) for name, x in stored]
-        samples |= {name: TensorSample.of(array) for name, array in named_tensors(tower)}
+        tower_names = jax.tree.leaves(names["vision"], is_leaf=_is_list)
+        arrays = [np.asarray(x) for x in jax.tree.leaves(params.vision)]
+        for name, array in named_tensors(list(zip(tower_names, arrays, strict=True))):
+            samples[name] = TensorSample.of(array)
+
     for i, layer in enumerate(params.layers):
-        own = [(names["layers"][key][i], array) for key, array in _split(model, layer).items()]
-        samples |= {name: TensorSample.of(array) for name, array in named_tensors(own)}
+        named = []
+        for key, array in _split(model, layer).items():
+            named.append((names["layers"][key][i], array))
+        for name, array in named_tensors(named):
+            samples[name] = TensorSample.of(array)
     return samples
 
 
@@ -177,11 +196,16 @@ def _is_list(names: Any) -> bool:
 
 
 def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
-    """Return the layers' outputs for a context prefilled in one chunk; empty for external engines."""
-    params, engine = scheduler.params, scheduler.engine
-    if not isinstance(params, EngineParams) or isinstance(params.embed, np.ndarray):  # asleep
+    """Return the layers' outputs for a context prefilled in one chunk.
+
+    They are empty for external engines, and while the engine sleeps.
+    """
+    params = scheduler.params
+    engine = scheduler.engine
+    if not isinstance(params, EngineParams) or isinstance(params.embed, np.ndarray):
         return []
-    config, mesh = engine.config, engine.split
+    config = engine.config
+    mesh = engine.split
     ids = jnp.asarray(token_ids, jnp.int32)
 
     @jax.jit
@@ -197,8 +221,8 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
 
     embedded, layers = jax.device_get(run(params))
     outputs = [LayerOutput(hidden=np.asarray(embedded, np.float32))]
-    for hidden, kept, _ in layers:
-        keys, values = from_cache(kept, jnp.dtype(jnp.float32))
+    for hidden, cached, _ in layers:
+        keys, values = from_cache(cached, jnp.dtype(jnp.float32))
         outputs.append(
             LayerOutput(
                 hidden=np.asarray(hidden, np.float32).T,
@@ -210,26 +234,32 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
 
 
 def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Undo the engine's fusion and repetition: return a layer's arrays in the learner's layout, on the host."""
-    arrays = {
-        name: (
-            np.asarray(x.numbers, np.float32) * np.asarray(x.scale, np.float32)
-            if isinstance(x, Quantized)
-            else np.asarray(x)
-        )
-        for name, x in layer.items()
-    }
+    """Return a layer's arrays in the learner's layout, on the host.
+
+    Undoes the engine's fusion and repetition.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for name, x in layer.items():
+        if isinstance(x, Quantized):
+            arrays[name] = np.asarray(x.numbers, np.float32) * np.asarray(x.scale, np.float32)
+        else:
+            arrays[name] = np.asarray(x)
+
     for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):
-        if fused in arrays:
-            by_head = arrays.pop(fused)  # [K, (G + 2) h, ...]
-            repeats, size = len(by_head) // model.num_kv_heads, model.head_dim
-            queries, keys, values = np.split(
-                by_head, [by_head.shape[1] - 2 * size, by_head.shape[1] - size], axis=1
-            )
-            for name, x in zip(parts, (queries, keys[::repeats], values[::repeats]), strict=True):
-                arrays[name] = x.reshape(-1, *x.shape[2:])
+        if fused not in arrays:
+            continue
+        by_head = arrays.pop(fused)  # [K, (G + 2) h, ...]
+        repeats = len(by_head) // model.num_kv_heads
+        size = model.head_dim
+        first_key = by_head.shape[1] - 2 * size
+        queries, keys, values = np.split(by_head, [first_key, first_key + size], axis=1)
+        for name, x in zip(parts, (queries, keys[::repeats], values[::repeats]), strict=True):
+            arrays[name] = x.reshape(-1, *x.shape[2:])
+
     if "sinks" in arrays:
         arrays["sinks"] = arrays["sinks"].reshape(-1)
     if "gate_up" in arrays:
         arrays["gate"], arrays["up"] = arrays.pop("gate_up")
-    return arrays | {name: transpose_matrices(arrays[name]) for name in EXPERTS & arrays.keys()}
+    for name in EXPERTS & arrays.keys():
+        arrays[name] = transpose_matrices(arrays[name])
+    return arrays

@@ -1,11 +1,16 @@
-"""Images in the engine: processed beside its thread, encoded when their placeholder ids are prefilled.
+"""Images in the engine: processed in worker threads, encoded when their ids are prefilled.
 
 ::
 
-    ImageReader                VisionEngine
-    request ──► patches ──►    new images ──tower──► features [N, D] ──scatter──► placeholder embeddings ──► prefill
-                                        one program per              one program per chunk size
-                                        number of patches            and number of features
+    ImageReader    request ──► patches
+                                  │
+    VisionEngine   new images ◄───┘
+                       │ tower: one program per number of patches
+                       ▼
+                   features [N, D]
+                       │ scatter: one program per chunk size and number of features
+                       ▼
+                   embeddings of placeholder ids ──► prefill
 
 Contexts that continue, fork or repeat find an image's keys and values in the cache. Features are
 scattered to one slot per id of a chunk, so the prefill programs have the same shapes with images as
@@ -61,9 +66,9 @@ class ImageReader:
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds of media the engine takes."""
-        return frozenset(
-            self._vision_processor.vision.placeholders if self._vision_processor else ()
-        )
+        if self._vision_processor is None:
+            return frozenset()
+        return frozenset(self._vision_processor.vision.placeholders)
 
     async def read(self, request: GenerateRequest) -> MultimodalContext | None:
         """Process a request's images; None if it has none.
@@ -107,15 +112,14 @@ class ImageReader:
 
 
 class VisionEngine(JaxEngine):
-    """A :class:`JaxEngine` for vision models: extensions may contain images from their first id on."""
+    """A :class:`JaxEngine` for vision models: extensions may contain images."""
 
     def __init__(self, config: DecoderConfig, shapes: EngineShapes, **options: Any) -> None:
         super().__init__(config, shapes, **options)
         assert config.vision is not None  # the backend checks
         self._vision = config.vision
-        self._encoded: dict[
-            bytes, tuple[jax.Array, int]
-        ] = {}  # digest: features [N, D], index of the first
+        # By digest of an image: features [N, D] of several, and the index of its first one.
+        self._encoded: dict[bytes, tuple[jax.Array, int]] = {}
         self._blank = functools.cache(
             lambda rows, size: jnp.zeros((rows, size, self._vision.feature_size), self.dtype)
         )
@@ -124,21 +128,27 @@ class VisionEngine(JaxEngine):
     def patch_buckets(self) -> tuple[int, ...]:
         """Numbers of patches compiled for, in whole windows."""
         window = self._vision.window_patches
-        return tuple(sorted({-(-size // window) * window for size in self.shapes.patch_buckets}))
+        sizes = set()
+        for size in self.shapes.patch_buckets:
+            sizes.add(-(-size // window) * window)
+        return tuple(sorted(sizes))
 
     def extend(
         self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]
     ) -> KVCache:
         """Encode the new images, then prefill as :meth:`JaxEngine.extend` does."""
-        new = {
-            image.digest: image
-            for extension in extensions
-            if (multimodal := extension.multimodal) is not None
-            for image, span in zip(multimodal.images, multimodal.spans, strict=True)
-            if span.stop > extension.start
-        }
+        # Images that end before an extension are in the cache already.
+        new_images: dict[bytes, ProcessedImage] = {}
+        for extension in extensions:
+            multimodal = extension.multimodal
+            if multimodal is None:
+                continue
+            for image, span in zip(multimodal.images, multimodal.spans, strict=True):
+                if span.stop > extension.start:
+                    new_images[image.digest] = image
+
         try:
-            for images in _batches(list(new.values()), self.patch_buckets[-1]):
+            for images in _batches(list(new_images.values()), self.patch_buckets[-1]):
                 self._encode(params, images)
             return super().extend(params, cache, extensions)
         finally:
@@ -165,25 +175,26 @@ class VisionEngine(JaxEngine):
 
     def _image_program_shapes(self) -> list[tuple[int, int, int]]:
         """Return (patches, rows, ids) of all programs that scatter features."""
-        return list(
-            itertools.product(self.patch_buckets, (1, PREFILL_ROWS), self.shapes.chunk_buckets)
-        )
+        rows = (1, PREFILL_ROWS)
+        return list(itertools.product(self.patch_buckets, rows, self.shapes.chunk_buckets))
 
     def program_keys(self) -> set[tuple]:
         """Return the keys of all programs, those for images included."""
-        merged = self._vision.merge_size**2
-        scatter = {
-            ("scatter", rows, chunk, size // merged)
-            for size, rows, chunk in self._image_program_shapes()
-        }
-        return super().program_keys() | scatter | {("tower", size) for size in self.patch_buckets}
+        keys = super().program_keys()
+        for size in self.patch_buckets:
+            keys.add(("tower", size))
+        for size, rows, chunk in self._image_program_shapes():
+            features = size // self._vision.merge_size**2
+            keys.add(("scatter", rows, chunk, features))
+        return keys
 
     def _encode(self, params: EngineParams, images: Sequence[ProcessedImage]) -> None:
         """Compute the features of images that fit one program together."""
         count = sum(len(image.patches) for image in images)
-        encoded, first = self._features(params, images, bucket(self.patch_buckets, count)), 0
+        encoded = self._features(params, images, bucket(self.patch_buckets, count))
+        first = 0
         for image in images:
-            self._encoded[image.digest] = encoded, first
+            self._encoded[image.digest] = (encoded, first)
             first += len(image.patches) // self._vision.merge_size**2
 
     def _features(
@@ -194,37 +205,36 @@ class VisionEngine(JaxEngine):
         if images:
             joined = np.concatenate([image.patches for image in images])
             patches[: len(joined)] = joined
-        where = layout(self._vision, [image.grid for image in images], size)
+        patch_layout = layout(self._vision, [image.grid for image in images], size)
 
-        def program(vision: Params, patches: jax.Array, where: Layout) -> jax.Array:
-            return VisionTower.from_params(self._vision, vision)(patches, where)
+        def program(vision: Params, patches: jax.Array, patch_layout: Layout) -> jax.Array:
+            return VisionTower.from_params(self._vision, vision)(patches, patch_layout)
 
-        return self._call(
-            ("tower", size), program, (), params.vision, patches, where, out=self.replicated
-        )
+        arguments = (params.vision, patches, patch_layout)
+        return self._call(("tower", size), program, (), *arguments, out=self.replicated)
 
     def _scatter(
         self, chunks: jax.Array, encoded: jax.Array, index: np.ndarray, row: int
     ) -> jax.Array:
+        """Write features to one row of chunks, see :func:`_scattered`."""
         key = ("scatter", *chunks.shape[:2], len(encoded))
-        return self._call(
-            key, _scattered, (), chunks, encoded, index, np.int32(row), out=self.replicated
-        )
+        arguments = (chunks, encoded, index, np.int32(row))
+        return self._call(key, _scattered, (), *arguments, out=self.replicated)
 
     def _image_inputs(self, extensions: Sequence[Extension], rows: int, size: int) -> ImageInputs:
         positions = np.zeros((rows, size, 3), np.int32)
         feature_index = np.full((rows, size), -1, np.int32)
         chunks = self._blank(rows, size)
         for row, extension in enumerate(extensions):
-            start, context = extension.start, extension.multimodal
+            start = extension.start
+            context = extension.multimodal
             if context is None:
                 positions[row] = start + np.arange(size)[:, None]
                 continue
-            own = context.positions[start : start + size]
-            positions[row] = (start + context.offset + np.arange(size))[
-                :, None
-            ]  # of ids sampled after the prompt
-            positions[row, : len(own)] = own
+            # First as ids that were sampled after the prompt, whose three positions are equal.
+            positions[row] = (start + context.offset + np.arange(size))[:, None]
+            prompt_positions = context.positions[start : start + size]
+            positions[row, : len(prompt_positions)] = prompt_positions
             for encoded, index in self._indices(extension, size):
                 chunks = self._scatter(chunks, encoded, index, row)
                 feature_index[row] = np.where(index >= 0, np.arange(size), feature_index[row])
@@ -232,24 +242,32 @@ class VisionEngine(JaxEngine):
 
     def _indices(self, extension: Extension, size: int) -> Iterator[tuple[jax.Array, np.ndarray]]:
         """Yield a chunk's features with int32 [T]: the feature at each id, -1 for none."""
-        context, start = extension.multimodal, extension.start
+        context = extension.multimodal
+        start = extension.start
         assert context is not None
+        # Images that were encoded together are scattered together.
         indices: dict[int, tuple[jax.Array, np.ndarray]] = {}
         for image, span in zip(context.images, context.spans, strict=True):
-            begin, end = max(span.start, start), min(span.stop, start + size)
-            if begin < end:
-                encoded, first = self._encoded[image.digest]
-                _, index = indices.setdefault(id(encoded), (encoded, np.full(size, -1, np.int32)))
-                index[begin - start : end - start] = first + np.arange(
-                    begin - span.start, end - span.start
-                )
+            begin = max(span.start, start)
+            end = min(span.stop, start + size)
+            if begin >= end:
+                continue
+            encoded, first = self._encoded[image.digest]
+            if id(encoded) not in indices:
+                indices[id(encoded)] = (encoded, np.full(size, -1, np.int32))
+            _, index = indices[id(encoded)]
+            features = first + np.arange(begin - span.start, end - span.start)
+            index[begin - start : end - start] = features
         yield from indices.values()
 
 
 def _scattered(
     chunks: jax.Array, encoded: jax.Array, index: jax.Array, row: jax.Array
 ) -> jax.Array:
-    """Return chunks [R, T, D] with features [N, D] in one row, where ``index`` int32 [T] is not negative."""
+    """Return chunks [R, T, D] with features [N, D] in one row.
+
+    ``index`` int32 [T] is the feature of each id; a negative one leaves the chunk as it is.
+    """
     return chunks.at[row].set(
         jnp.where(index[:, None] >= 0, encoded[index].astype(chunks.dtype), chunks[row])
     )
@@ -258,10 +276,13 @@ def _scattered(
 def _batches(images: Sequence[ProcessedImage], max_patches: int) -> Iterator[list[ProcessedImage]]:
     """Yield images in order, batched to at most ``max_patches`` patches."""
     batch: list[ProcessedImage] = []
+    num_patches = 0
     for image in images:
-        if batch and sum(len(i.patches) for i in (*batch, image)) > max_patches:
+        if batch and num_patches + len(image.patches) > max_patches:
             yield batch
             batch = []
+            num_patches = 0
         batch.append(image)
+        num_patches += len(image.patches)
     if batch:
         yield batch
