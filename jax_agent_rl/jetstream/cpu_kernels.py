@@ -1,4 +1,6 @@
-"""Kernels of a decode step on CPUs (``cpu_kernels.cc``), built with the system's C++ compiler at first use.
+"""Kernels of a decode step on CPUs (``cpu_kernels.cc``).
+
+The system's C++ compiler builds them at first use.
 
 XLA multiplies a large matrix with a few columns at a fraction of a CPU's memory bandwidth and
 operations, and its attention needs pages copied to rows before each dispatch. The kernels read
@@ -47,10 +49,13 @@ _building = threading.Lock()
 
 
 def kernels_digest() -> str | None:
-    """Build and register the kernels, once per process; return what their names end with, or None without a compiler.
+    """Build and register the kernels, once per process.
 
-    The names contain a digest of source, compiler and CPU, so that a program from JAX's compilation
-    cache never calls other kernels than it was compiled for.
+    Their names end with a digest of source, compiler and CPU, so that a program from JAX's
+    compilation cache never calls other kernels than it was compiled for.
+
+    Returns:
+        The digest; None if there is no compiler, or it cannot build them.
     """
     with _building:  # engines start in threads of their own
         return _registered()
@@ -58,59 +63,71 @@ def kernels_digest() -> str | None:
 
 @functools.cache
 def _registered() -> str | None:
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     slower = "decoding takes XLA's own products, which are two to three times slower"
+    compiler = _find_compiler()
     if compiler is None:
         logger.warning(
             "no C++ compiler (%s) on the PATH: %s; install one", ", ".join(COMPILERS), slower
         )
         return None
+
     try:
-        # The macros name the compiler's version and every extension of this CPU.
-        macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
-        parts = (
-            *(file.read_text() for file in (SOURCE, *HEADERS)),
-            macros,
-            " ".join(FLAGS),
-            version("jaxlib"),
-        )
-        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+        digest = _digest(compiler)
         library = ctypes.CDLL(str(_built(compiler, digest)))
     except (OSError, subprocess.SubprocessError) as error:
-        why = (
-            error.stderr.strip().splitlines()[:1]
-            if isinstance(error, subprocess.CalledProcessError)
-            else error
-        )
-        logger.warning("%s could not build the decode kernels (%s): %s", compiler, why, slower)
+        problem: object = error
+        if isinstance(error, subprocess.CalledProcessError):
+            problem = error.stderr.strip().splitlines()[:1]
+        logger.warning("%s could not build the decode kernels (%s): %s", compiler, problem, slower)
         return None
+
     for target in TARGETS:
         function = jax.ffi.pycapsule(getattr(library, target))
         jax.ffi.register_ffi_target(f"jax_agent_rl.{target}.{digest}", function, platform="cpu")
     return digest
 
 
+def _find_compiler() -> str | None:
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path:
+            return path
+    return None
+
+
+def _digest(compiler: str) -> str:
+    """Return a digest of all that a build depends on."""
+    # The macros name the compiler's version and every extension of this CPU.
+    macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
+    sources = [file.read_text() for file in (SOURCE, *HEADERS)]
+    parts = [*sources, macros, " ".join(FLAGS), version("jaxlib")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
 def _built(compiler: str, digest: str) -> Path:
     """Return the shared library, compiled unless the cache has it."""
     folder = cache_root() / "kernels"
     file = folder / f"decode-{digest}.so"
-    if not file.exists():
-        begin = time.perf_counter()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            made = Path(temporary) / file.name
-            _run(compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made))
-            os.replace(made, file)  # other processes may build it at the same time
-        logger.info(
-            "built the decode kernels for this CPU in %.1f s: %s", time.perf_counter() - begin, file
-        )
+    if file.exists():
+        return file
+
+    begin = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        library = Path(temporary) / file.name
+        _run(compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(library))
+        os.replace(library, file)  # other processes may build it at the same time
+    seconds = time.perf_counter() - begin
+    logger.info("built the decode kernels for this CPU in %.1f s: %s", seconds, file)
     return file
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(
+    """Run a command and return its output."""
+    process = subprocess.run(
         command, check=True, capture_output=True, text=True, timeout=COMPILER_SECONDS
-    ).stdout
+    )
+    return process.stdout
 
 
 def product(
@@ -131,7 +148,10 @@ def product(
 def gated_product(
     config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Array | None = None
 ) -> jax.Array:
-    """Apply the activation to the two products of [2, out, in] x [in, B] -> [out, B]; arguments as :func:`product`."""
+    """Apply the activation to the two products of [2, out, in] x [in, B] -> [out, B].
+
+    Arguments are those of :func:`product`.
+    """
     out = jax.ShapeDtypeStruct((weight.shape[1], x.shape[1]), x.dtype)
     activation = np.int64(list(ACTIVATIONS).index(config.activation))
     return _call("gated_product", out)(
@@ -140,7 +160,7 @@ def gated_product(
 
 
 def grouped_product(weight: jax.Array, x: jax.Array, group: jax.Array) -> jax.Array:
-    """Multiply each column with the matrix of its group: [N, ..., out, in] x [in, B] -> [..., out, B].
+    """Multiply each column with its group's matrix: [N, ..., out, in] x [in, B] -> [..., out, B].
 
     Args:
         weight: a matrix for each group.
@@ -162,7 +182,7 @@ def decode_attention(
     *,
     windowed: bool = False,
 ) -> tuple[jax.Array, LayerKV]:
-    """Rotate one token per slot, write it to its page and attend to the slot's pages, where they lie.
+    """Rotate one token per slot, write it to its page and attend to the slot's pages, in place.
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
@@ -178,22 +198,32 @@ def decode_attention(
         [K, G, h, B], and the updated cache.
     """
     kv_heads, heads, size, slots = qkv.shape
-    mixed = jax.ShapeDtypeStruct((kv_heads, heads - 2, size, slots), qkv.dtype)
-    out = (mixed, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (cached.keys, cached.values)))
-    mixed, keys, values = _call("decode_attention", out, input_output_aliases={1: 1, 2: 2})(
-        *(qkv, cached.keys, cached.values, pages, positions, *table, _or_empty(sinks)),
+    mixed_shape = jax.ShapeDtypeStruct((kv_heads, heads - 2, size, slots), qkv.dtype)
+    keys_shape = jax.ShapeDtypeStruct(cached.keys.shape, cached.keys.dtype)
+    values_shape = jax.ShapeDtypeStruct(cached.values.shape, cached.values.dtype)
+    call = _call(
+        "decode_attention",
+        (mixed_shape, keys_shape, values_shape),
+        input_output_aliases={1: 1, 2: 2},  # keys and values
+    )
+    window = config.sliding_window if windowed else None
+    cos, sin = table
+    mixed, keys, values = call(
+        *(qkv, cached.keys, cached.values, pages, positions, cos, sin, _or_empty(sinks)),
         scale=np.float32(config.score_scale),
-        window=np.int64((windowed and config.sliding_window) or 0),
+        window=np.int64(window or 0),
         interleaved=config.rope.interleaved,
     )
     return mixed, LayerKV(keys, values)
 
 
 def _call(target: str, out: Any, **options: Any) -> Callable[..., Any]:
+    """Return a function that calls a kernel."""
     return jax.ffi.ffi_call(f"jax_agent_rl.{target}.{kernels_digest()}", out, **options)
 
 
 def _or_empty(x: jax.Array | None) -> jax.Array:
+    """Return an empty array in place of None, which kernels do not take."""
     return jnp.zeros(0, jnp.float32) if x is None else x
 
 

@@ -1,13 +1,13 @@
-"""Pallas TPU kernels for decoding: write one token per slot to its page, and attend to the slot's pages.
+"""Pallas TPU kernels for decoding: write one token per slot to its page, and attend to its pages.
 
 Shapes: B slots of n pages, P pages of S positions in the cache, K key/value heads, G queries of
 each, h head size.
 
 Each slot's keys and values are read page by page up to its own position (and from its window on),
 with the running softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135): slots differ in
-length, and decoding is bound by reads. A table names the next page, as in PagedAttention (Kwon et
-al. 2023, arXiv 2309.06180). JAX's own paged kernels want another layout, heads 128 wide, and mostly
-no window.
+length, and decoding is bound by reads. A table of page numbers names the next page, as in
+PagedAttention (Kwon et al. 2023, arXiv 2309.06180). JAX's own paged kernels want another layout,
+heads 128 wide, and mostly no window.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_agent_rl.jetstream.kv_cache import LayerKV
 from jax_agent_rl.models.tree_kernel import MASK_VALUE
 
-LANES, ROWS = 128, 32
-"""Positions of a page that are written together, at least: of keys, of values."""
+LANES = 128
+"""Positions of a page whose keys are written together, at least."""
+ROWS = 32
+"""Positions of a page whose values are written together, at least."""
 MAX_WRITE_BYTES = 2 << 20
-"""Limit of the parts that a grid step writes; VMEM holds those of two steps."""
-MAX_STEP_PAGES, MAX_STEP_BYTES = 16, 2 << 20
-"""Limits of what one grid step reads: a step's overhead is the time of half a MiB, and VMEM holds
-two."""
+"""Limit of the parts that a grid step writes; VMEM holds the parts of two steps."""
+MAX_STEP_PAGES = 16
+"""Limit of the pages that one grid step reads."""
+MAX_STEP_BYTES = 2 << 20
+"""Limit of what one grid step reads: its overhead is the time of half a MiB, and VMEM holds two."""
 
 
 def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax.Array) -> LayerKV:
     """Write one position per slot, in the cache's own memory where XLA donates it.
 
     A scatter would do, but XLA lays its operand out with positions first, and would transpose the
-    whole cache for
-    :func:`decode_kernel` at every step.
+    whole cache for :func:`decode_kernel` at every step.
 
     Args:
         cached: P pages.
@@ -47,176 +49,196 @@ def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax
         positions: int32 [B], below n S.
     """
     size = cached.values.shape[2]
-    at = jnp.take_along_axis(pages, (positions // size)[:, None], axis=1)[:, 0]
+    page = jnp.take_along_axis(pages, (positions // size)[:, None], axis=1)[:, 0]
     # Copies of the kernel's own, unlike the grid's, take whole tiles.
-    write = _write_each if size % LANES or cached.values.shape[3] % LANES else _write_together
-    return write(at, positions % size, cached, new)
+    fills_tiles = size % LANES == 0 and cached.values.shape[3] % LANES == 0
+    if fills_tiles:
+        return _write_together(page, positions % size, cached, new)
+    return _write_each(page, positions % size, cached, new)
 
 
-def _write_each(at: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
-    """Write a slot per grid step."""
+def _write_each(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
+    """Write a slot per grid step.
+
+    Args:
+        page: int32 [B], the page of each slot.
+        within: int32 [B], the position in it.
+        cached: P pages.
+        new: B rows of one position each.
+    """
 
     def part(axis: int, x: jax.Array) -> pl.BlockSpec:
         """Select the part of each slot's page that holds its position."""
         shape = _part_shape(axis, x)
-        before, after = [0] * (axis - 1), [0] * (x.ndim - axis - 1)
+        leading = [0] * (axis - 1)
+        trailing = [0] * (x.ndim - axis - 1)
         width = shape[axis - 1]
-        return pl.BlockSpec(
-            (None, *shape),
-            lambda b, at, within: (at[b], *before, jax.lax.div(within[b], width), *after),
-        )
 
-    def one(_: int, x: jax.Array) -> pl.BlockSpec:
+        def index(b: Any, page: Any, within: Any) -> tuple:
+            return (page[b], *leading, jax.lax.div(within[b], width), *trailing)
+
+        return pl.BlockSpec((None, *shape), index)
+
+    def row(_: int, x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b, 0, 0, 0))
 
-    def write(at: Any, within: Any, cached: LayerKV, new: LayerKV, out: LayerKV) -> None:
+    def write(page: Any, within: Any, cached: LayerKV, new: LayerKV, out: LayerKV) -> None:
         position = within[pl.program_id(0)]
 
-        def change(axis: int, old: Any, one: Any, changed: Any) -> None:
-            changed[...] = _with_token(axis, old[...], one[...], position)
+        def change(axis: int, old: Any, token: Any, changed: Any) -> None:
+            changed[...] = _with_token(axis, old[...], token[...], position)
 
         cached.by_position(change, new, out)
 
     parts = cached.by_position(part)
     specs = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
-        grid=at.shape,
-        in_specs=[parts, new.by_position(one)],
+        grid=page.shape,
+        in_specs=[parts, new.by_position(row)],
         out_specs=parts,
     )
-    return _call(write, specs, at, within, cached, new)
+    return _call(write, specs, page, within, cached, new)
 
 
-def _write_together(at: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
-    """Write many slots per grid step: the overhead of a step is longer than the copies of a slot."""
-    slots, arrays = len(at), len(jax.tree.leaves(cached))
+def _write_together(page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
+    """Write many slots per grid step: a step's overhead is longer than the copies of a slot.
+
+    Arguments are those of :func:`_write_each`.
+    """
+    slots = len(page)
+    arrays = len(jax.tree.leaves(cached))
     parts = cached.by_position(lambda axis, x: jax.ShapeDtypeStruct(_part_shape(axis, x), x.dtype))
-    fit = max(1, MAX_WRITE_BYTES // sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parts)))
-    per_step = max(n for n in range(1, min(fit, slots) + 1) if slots % n == 0)
+    part_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parts))
+    most = min(max(1, MAX_WRITE_BYTES // part_bytes), slots)
+    per_step = max(n for n in range(1, most + 1) if slots % n == 0)
+    steps = slots // per_step
     # An axis of one position would be padded to a whole tile in memory.
     new = new.by_position(lambda axis, x: jnp.squeeze(x, axis))
 
-    def one(_: int, x: jax.Array) -> pl.BlockSpec:
+    def rows(_: int, x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((per_step, *x.shape[1:]), lambda i, *_: (i, 0, 0))
 
     everything = jax.tree.map(lambda x: pl.BlockSpec(memory_space=pl.ANY), cached)
     specs = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
-        grid=(slots // per_step,),
-        in_specs=[everything, new.by_position(one)],
+        grid=(steps,),
+        in_specs=[everything, new.by_position(rows)],
         out_specs=everything,
         scratch_shapes=[
             jax.tree.map(lambda x: pltpu.VMEM((2, per_step, *x.shape), x.dtype), parts),
             pltpu.SemaphoreType.DMA((2, 2, arrays, per_step)),
         ],
     )
-    return _call(
-        functools.partial(_write_slots, per_step, slots // per_step), specs, at, within, cached, new
-    )
+    kernel = functools.partial(_write_slots, per_step, steps)
+    return _call(kernel, specs, page, within, cached, new)
 
 
 def _call(
-    kernel: Any, specs: Any, at: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV
+    kernel: Any, specs: Any, page: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV
 ) -> LayerKV:
     """Run a kernel that changes the cache in its own memory."""
-    parts = jax.tree.leaves(
+    part_bytes = jax.tree.leaves(
         cached.by_position(lambda axis, x: math.prod(_part_shape(axis, x)) * x.dtype.itemsize)
     )
     return pl.pallas_call(
         kernel,
         grid_spec=specs,
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cached),
-        input_output_aliases={2 + i: i for i in range(len(parts))},  # counted from ``at`` on
+        # Inputs are counted from ``page`` on.
+        input_output_aliases={2 + i: i for i in range(len(part_bytes))},
         cost_estimate=pl.CostEstimate(
-            flops=0, transcendentals=0, bytes_accessed=2 * len(at) * sum(parts)
+            flops=0, transcendentals=0, bytes_accessed=2 * len(page) * sum(part_bytes)
         ),
-    )(at, within, cached, new)
+    )(page, within, cached, new)
 
 
 def _with_token(axis: int, old: jax.Array, token: jax.Array, position: Any) -> jax.Array:
-    """Return a part of a page with the token at its position, which counts from the page's begin."""
-    here = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis - 1) == jax.lax.rem(
-        position, old.shape[axis - 1]
-    )
+    """Return a part of a page with the token at its position.
+
+    ``position`` counts from the beginning of the page.
+    """
+    index = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis - 1)
+    is_token = index == jax.lax.rem(position, old.shape[axis - 1])
     wide = old.dtype if old.dtype.itemsize > 1 else jnp.float32  # TPUs cannot select 8-bit values
-    return jnp.where(here, token.astype(wide), old.astype(wide)).astype(old.dtype)
+    return jnp.where(is_token, token.astype(wide), old.astype(wide)).astype(old.dtype)
 
 
 def _part_shape(axis: int, x: jax.Array) -> tuple[int, ...]:
     """Return the shape of the part of a page that is read and written with one position."""
-    return (
-        *x.shape[1:axis],
-        min(LANES if axis == 3 else ROWS, x.shape[axis]),
-        *x.shape[axis + 1 :],
-    )
+    width = LANES if axis == 3 else ROWS
+    return (*x.shape[1:axis], min(width, x.shape[axis]), *x.shape[axis + 1 :])
 
 
 def _write_slots(
     per_step: int,
     steps: int,
-    at: Any,
+    page: Any,
     within: Any,
     _: LayerKV,
     new: LayerKV,
     cached: LayerKV,
     parts: LayerKV,
-    done: Any,
+    semaphores: Any,
 ) -> None:
-    """Change the parts of ``per_step`` slots in VMEM, while those of the next are read and of the last written.
+    """Change the parts of ``per_step`` slots in VMEM.
 
-    Slots have pages of their own where they write, but for the null page, whose content does not
-    matter.
+    Meanwhile the parts of the next step are read, and the parts of the last one written. Slots have
+    pages of their own where they write, but for the null page, whose content does not matter.
 
     Args:
         per_step: slots of a grid step.
-        steps: of the grid.
-        at: the page of each slot, in SMEM.
+        steps: steps of the grid.
+        page: the page of each slot, in SMEM.
         within: the position in it.
         _: the cache as input, which is the same memory.
-        new: of this step's slots.
+        new: rows of this step's slots.
         cached: the cache.
         parts: [2, per_step, ...], for steps in turn.
-        done: semaphores [2, 2, arrays, per_step]: of reads and writes, for steps in turn.
+        semaphores: [2, 2, arrays, per_step]: of reads and writes, for steps in turn.
     """
     step = pl.program_id(0)
 
     def copies(step: Any, *, write: bool) -> list[Any]:
         """Return the copies of all parts of a step's slots, to or from VMEM."""
-        turn, found = jax.lax.rem(step, 2), []
+        turn = jax.lax.rem(step, 2)
+        slot_copies = []
 
-        def copy(axis: int, whole: Any, buffer: Any) -> None:
-            number, width = len(found) // per_step, buffer.shape[axis + 1]
+        def copy(axis: int, array: Any, buffer: Any) -> None:
+            number = len(slot_copies) // per_step
+            width = buffer.shape[axis + 1]
             for i in range(per_step):
                 slot = step * per_step + i
                 begin = pl.multiple_of(jax.lax.div(within[slot], width) * width, width)
-                place = whole.at[(at[slot], *[slice(None)] * (axis - 1), pl.ds(begin, width))]
-                mine, ready = buffer.at[turn, i], done.at[int(write), turn, number, i]
-                found.append(
-                    pltpu.make_async_copy(*((mine, place) if write else (place, mine)), ready)
-                )
+                in_cache = array.at[(page[slot], *[slice(None)] * (axis - 1), pl.ds(begin, width))]
+                in_buffer = buffer.at[turn, i]
+                semaphore = semaphores.at[int(write), turn, number, i]
+                if write:
+                    slot_copies.append(pltpu.make_async_copy(in_buffer, in_cache, semaphore))
+                else:
+                    slot_copies.append(pltpu.make_async_copy(in_cache, in_buffer, semaphore))
 
         cached.by_position(copy, parts)
-        return found
+        return slot_copies
 
     def start(step: Any, *, write: bool) -> None:
-        for each in copies(step, write=write):
-            each.start()
+        for copy in copies(step, write=write):
+            copy.start()
 
     def wait(step: Any, *, write: bool) -> None:
-        for each in copies(step, write=write):
-            each.wait()
+        for copy in copies(step, write=write):
+            copy.wait()
 
     pl.when(step == 0)(lambda: start(0, write=False))
+    # The buffer that the next step reads into was written from in the last step.
     pl.when(step > 0)(lambda: wait(step - 1, write=True))
     pl.when(step + 1 < steps)(lambda: start(step + 1, write=False))
     wait(step, write=False)
 
-    def change(axis: int, old: Any, one: Any) -> None:
+    def change(axis: int, old: Any, rows: Any) -> None:
         turn = jax.lax.rem(step, 2)
         for i in range(per_step):
-            token = jnp.expand_dims(
-                one[i].astype(jnp.float32), axis - 1
-            )  # TPUs insert no axis into 8 or 16 bits
+            # In float32, as TPUs insert no axis into 8 or 16 bits.
+            token = jnp.expand_dims(rows[i].astype(jnp.float32), axis - 1)
             old[turn, i] = _with_token(axis, old[turn, i], token, within[step * per_step + i])
 
     parts.by_position(change, new)
@@ -247,26 +269,35 @@ def decode_kernel(
         [B, K, G, h].
     """
     slots, kv_heads, group, width = q.shape
-    count, size = pages.shape[1], cached.values.shape[2]
+    count = pages.shape[1]
+    size = cached.values.shape[2]
     page_bytes = sum(x[0].size * x.dtype.itemsize for x in jax.tree.leaves(cached))
     per_step = max(1, min(MAX_STEP_PAGES, MAX_STEP_BYTES // page_bytes, count))
-    begins = jnp.zeros_like(positions) if window is None else jnp.maximum(positions + 1 - window, 0)
+    if window is None:
+        begins = jnp.zeros_like(positions)
+    else:
+        begins = jnp.maximum(positions + 1 - window, 0)
 
     def slot(b: Any, *_: Any) -> tuple:
         return b, 0, 0, 0
 
-    def pages_of_step(i: int) -> LayerKV:
+    def page_of_step(i: int) -> LayerKV:
         """Return the spec of one of the pages read in a grid step."""
 
-        def place(b: Any, j: Any, pages: Any, positions: Any, begins: Any) -> tuple:
-            """Keep the nearest visible page in place of an invisible one, so that it is not read."""
-            first, last = jax.lax.div(begins[b], size), jax.lax.div(positions[b], size)
+        def index(b: Any, j: Any, pages: Any, positions: Any, begins: Any) -> tuple:
+            """Name the nearest visible page in place of an invisible one, which is not read."""
+            first = jax.lax.div(begins[b], size)
+            last = jax.lax.div(positions[b], size)
             return pages[b * count + jnp.clip(j * per_step + i, first, last)], 0, 0, 0
 
-        return cached.by_position(lambda axis, x: pl.BlockSpec((None, *x.shape[1:]), place))
+        return cached.by_position(lambda axis, x: pl.BlockSpec((None, *x.shape[1:]), index))
+
+    sink_column = None if sinks is None else sinks.astype(jnp.float32)[..., None]
+    sinks_spec = None
+    if sinks is not None:
+        sinks_spec = pl.BlockSpec((kv_heads, group, 1), lambda *_: (0, 0, 0))
 
     length = count * size
-    own_sinks = None if sinks is None else sinks.astype(jnp.float32)[..., None]
     return pl.pallas_call(
         functools.partial(_attend, size=size),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -274,8 +305,8 @@ def decode_kernel(
             grid=(slots, -(-count // per_step)),
             in_specs=[
                 pl.BlockSpec((None, *q.shape[1:]), slot),
-                None if sinks is None else pl.BlockSpec((kv_heads, group, 1), lambda *_: (0, 0, 0)),
-                [pages_of_step(i) for i in range(per_step)],
+                sinks_spec,
+                [page_of_step(i) for i in range(per_step)],
             ],
             out_specs=pl.BlockSpec((None, *q.shape[1:]), slot),
             scratch_shapes=[pltpu.VMEM((kv_heads, group, n), jnp.float32) for n in (width, 1, 1)],
@@ -287,7 +318,7 @@ def decode_kernel(
             transcendentals=slots * kv_heads * group * length,
             bytes_accessed=slots * count * page_bytes,
         ),
-    )(pages.reshape(-1), positions, begins, q, own_sinks, [cached] * per_step)
+    )(pages.reshape(-1), positions, begins, q, sink_column, [cached] * per_step)
 
 
 def _attend(
@@ -304,8 +335,25 @@ def _attend(
     *,
     size: int,
 ) -> None:
-    b, j = pl.program_id(0), pl.program_id(1)
-    position, begin = positions[b], begins[b]
+    """Attend from one slot to the pages of one grid step, with a running softmax.
+
+    Args:
+        pages: read by the specs of ``cached``.
+        positions: [B], in SMEM.
+        begins: [B], first visible position of each slot.
+        q: [K, G, h].
+        sinks: [K, G, 1], or None.
+        cached: the step's pages.
+        out: [K, G, h], written in the slot's last step.
+        mixed: [K, G, h], the running sum of weighted values.
+        peak: [K, G, 1], the highest score so far.
+        total: [K, G, 1], the running sum of weights.
+        size: positions of a page.
+    """
+    b = pl.program_id(0)
+    j = pl.program_id(1)
+    position = positions[b]
+    begin = begins[b]
 
     @pl.when(j == 0)
     def start() -> None:
@@ -316,10 +364,9 @@ def _attend(
 
     for i, page in enumerate(cached):
         first = (j * len(cached) + i) * size
-        visible_page = (first <= position) & (begin < first + size)
-        pl.when(visible_page)(
-            functools.partial(_add, q, page, first, position, begin, mixed, peak, total)
-        )
+        is_visible = (first <= position) & (begin < first + size)
+        add = functools.partial(_add, q, page, first, position, begin, mixed, peak, total)
+        pl.when(is_visible)(add)
 
     @pl.when(j == pl.num_programs(1) - 1)
     def finish() -> None:
@@ -330,28 +377,33 @@ def _add(
     q: Any, page: LayerKV, first: Any, position: Any, begin: Any, mixed: Any, peak: Any, total: Any
 ) -> None:
     """Add one page to the running attention of K heads."""
-    queries, scales = q[...], page.scales
-    keys, values = page.keys[...].astype(queries.dtype), page.values[...].astype(queries.dtype)
+    queries = q[...]
+    scales = page.scales
+    keys = page.keys[...].astype(queries.dtype)
+    values = page.values[...].astype(queries.dtype)
     by_head = ((0,), (0,))
     scores = jax.lax.dot_general(
         queries, keys, (((2,), (1,)), by_head), preferred_element_type=jnp.float32
     )
     if scales is not None:
         scores *= scales[:, :1]
-    at = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-    visible = (at <= position) & (at >= begin)
+
+    key_positions = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+    visible = (key_positions <= position) & (key_positions >= begin)
     scores = jnp.where(visible, scores, MASK_VALUE)
-    higher = jnp.maximum(peak[...], jnp.max(scores, axis=2, keepdims=True))
-    shrink, weights = jnp.exp(peak[...] - higher), jnp.exp(scores - higher)
-    peak[...] = higher
+    new_peak = jnp.maximum(peak[...], jnp.max(scores, axis=2, keepdims=True))
+    shrink = jnp.exp(peak[...] - new_peak)
+    weights = jnp.exp(scores - new_peak)
+    peak[...] = new_peak
     total[...] = total[...] * shrink + jnp.sum(weights, axis=2, keepdims=True)
+
     # Stale values may be NaN, which a weight of zero does not remove.
     if scales is not None:
         weights = jnp.where(visible, weights * scales[:, 1:], 0)
-    place = first + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    values = jnp.where(place <= position, values, 0)
+    value_positions = first + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    values = jnp.where(value_positions <= position, values, 0)
     weights = weights.astype(queries.dtype)
-    new = jax.lax.dot_general(
+    page_mixed = jax.lax.dot_general(
         weights, values, (((2,), (1,)), by_head), preferred_element_type=jnp.float32
     )
-    mixed[...] = mixed[...] * shrink + new
+    mixed[...] = mixed[...] * shrink + page_mixed
