@@ -54,8 +54,8 @@ def stack_adapters(
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
-        adapters: of this model; ranks may differ.
-        dtype: of the stacks.
+        adapters: adapters of this model; ranks may differ.
+        dtype: type of the stacks.
 
     Returns:
         Arrays on the host.
@@ -88,7 +88,7 @@ def replace_adapters(
     Args:
         config: the model, with the engine's ``num_kv_heads``.
         stacks: on device; None if the engine has no adapters.
-        names: of the adapters in the stacks, in order.
+        names: names of the adapters in the stacks, in order.
         adapters: the new ones by name.
 
     Raises:
@@ -124,8 +124,8 @@ def add_low_rank(
     """Add ``b a x`` of each context's adapter to a product [..., out, B T].
 
     Args:
-        out: the product.
-        adapters: of the matrix.
+        out: the product of the base model's matrix.
+        adapters: the matrix's adapters.
         x: [D, B T], the matrix's input: T tokens of each context.
         adapter: int32 [B], 0 is the plain model and n the n-th adapter.
         native: use ``jetstream.cpu_kernels``.

@@ -122,7 +122,7 @@ class AdmissionPlan:
         """Plan one admission: an optional copy, pages from the host, then a prefill.
 
         Args:
-            allocation: the context's pages.
+            allocation: pages of the context, what is copied to them and what they hold already.
             new_ids: int32, the ids after the reused ones.
             multimodal: the whole context, if it has images.
             adapter: number of the LoRA adapter, 0 for the base model.

@@ -136,9 +136,9 @@ def _plain_decode(
     *,
     window: int | None,
 ) -> tuple[jax.Array, LayerKV]:
-    def write(axis: int, old: jax.Array, one: jax.Array) -> jax.Array:
+    def write(axis: int, old: jax.Array, token: jax.Array) -> jax.Array:
         index = (jnp.arange(len(positions)), *[slice(None)] * (axis - 1), positions)
-        return old.at[index].set(jnp.squeeze(one, axis))
+        return old.at[index].set(jnp.squeeze(token, axis))
 
     cached = cached.by_position(write, _one_position(new, cached))
     length = cached.values.shape[2]

@@ -458,9 +458,9 @@ class BlockManager:
             leaves = [
                 page for page in self._on_host.values() if not (page.children or page.ref_count)
             ]
-            least = min(leaves, key=self._rank, default=None)
-            if least is not None and self._rank(least) <= rank:
-                self._drop(least)
+            lowest = min(leaves, key=self._rank, default=None)
+            if lowest is not None and self._rank(lowest) <= rank:
+                self._drop(lowest)
         return bool(self._host_free)
 
     def _restore(self, page: _Page) -> tuple[int, int]:

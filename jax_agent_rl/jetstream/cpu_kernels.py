@@ -136,10 +136,10 @@ def product(
     """Multiply [..., out, in] x [in, B] -> [..., out, B].
 
     Args:
-        config: of the norm.
+        config: the model, for the settings of the norm.
         weight: read once.
-        x: the columns.
-        norm: [in], the weight of an RMS norm of ``x``; None for none.
+        x: the columns; normalized first if ``norm`` is given.
+        norm: [in], the weight of an RMS norm; None for none.
     """
     out = jax.ShapeDtypeStruct((*weight.shape[:-1], x.shape[1]), x.dtype)
     return _call("product", out)(weight, x, _or_empty(norm), **_norm_settings(config))
@@ -164,7 +164,6 @@ def grouped_product(weight: jax.Array, x: jax.Array, group: jax.Array) -> jax.Ar
 
     Args:
         weight: a matrix for each group.
-        x: the columns.
         group: int32 [B], 1 to N, or 0: the result is zero.
     """
     out = jax.ShapeDtypeStruct((*weight.shape[1:-1], x.shape[1]), x.dtype)
@@ -177,7 +176,7 @@ def decode_attention(
     cached: LayerKV,
     positions: jax.Array,
     pages: jax.Array,
-    table: tuple[jax.Array, jax.Array],
+    rope_table: tuple[jax.Array, jax.Array],
     sinks: jax.Array | None = None,
     *,
     windowed: bool = False,
@@ -190,7 +189,7 @@ def decode_attention(
         cached: P pages, changed in place where XLA donates them.
         positions: int32 [B], position of each token, which attends to the cache up to there.
         pages: int32 [B, n], pages of each slot.
-        table: cos and sin [r/2, B] of the slots' angles.
+        rope_table: cos and sin [r/2, B] of the slots' angles.
         sinks: [K, G], a further score of each query head's softmax; None for none.
         windowed: attend to the last ``config.sliding_window`` positions only.
 
@@ -207,7 +206,7 @@ def decode_attention(
         input_output_aliases={1: 1, 2: 2},  # keys and values
     )
     window = config.sliding_window if windowed else None
-    cos, sin = table
+    cos, sin = rope_table
     mixed, keys, values = call(
         *(qkv, cached.keys, cached.values, pages, positions, cos, sin, _or_empty(sinks)),
         scale=np.float32(config.score_scale),

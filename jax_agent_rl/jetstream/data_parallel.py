@@ -55,7 +55,7 @@ class ReplicaGroup:
     """The meeting point of the module docstring.
 
     Args:
-        mesh: of all engines, which lie along ``data``.
+        mesh: devices of all engines, which lie along ``data``.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -72,7 +72,7 @@ class ReplicaGroup:
         """Wait for all engines; return this one's part of ``work``'s result, or raise its error.
 
         Args:
-            number: of the calling engine.
+            number: number of the calling engine.
             value: what it brings.
             work: maps the values of all engines to a result for each; the same for all.
 
@@ -176,11 +176,11 @@ class DataParallelBackend:
     """The backend of the module docstring.
 
     Args:
-        shapes: of each engine.
-        mesh: of all engines, from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`.
+        shapes: static shapes of each engine.
+        mesh: devices of all engines, see :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`.
         seed: see :class:`JetStreamBackend`; each engine gets its own.
         print_line: called with the first engine's progress.
-        **options: see :class:`JetStreamBackend`.
+        **options: further arguments of each :class:`JetStreamBackend`.
     """
 
     def __init__(
@@ -338,7 +338,10 @@ class DataParallelBackend:
         )
 
     async def metrics(self) -> BackendMetrics:
-        """Return the sums over all engines; of the time they take weights together, the longest."""
+        """Return the sums over all engines, but the longest time of weight updates.
+
+        The engines load weights together.
+        """
         metrics = await asyncio.gather(*(engine.metrics() for engine in self.engines))
         engines = [asdict(engine_metrics) for engine_metrics in metrics]
         totals = {}
@@ -348,15 +351,15 @@ class DataParallelBackend:
         return BackendMetrics(**totals)
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
-        """Return the first engine's."""
+        """Return samples of the first engine's weights."""
         return await self.engines[0].tensor_samples()
 
     async def replica_samples(self) -> Sequence[Mapping[str, TensorSample]]:
-        """Return the other engines'; all should have the same weights."""
+        """Return samples of the other engines' weights, which should be the same."""
         return await asyncio.gather(*(engine.tensor_samples() for engine in self.engines[1:]))
 
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
-        """Return the first engine's."""
+        """Return the first engine's outputs."""
         return await self.engines[0].layer_outputs(token_ids)
 
 
@@ -380,9 +383,9 @@ def make_backend(
     """Return the backend of a mesh, with as many engines as it has along ``data``.
 
     Args:
-        shapes: of each engine.
-        mesh: of all engines.
-        **options: see :class:`JetStreamBackend`.
+        shapes: static shapes of each engine.
+        mesh: devices of all engines.
+        **options: further arguments of each :class:`JetStreamBackend`.
     """
     kind = DataParallelBackend if mesh.shape["data"] > 1 else JetStreamBackend
     return kind(config, params, shapes, mesh=mesh, **options)

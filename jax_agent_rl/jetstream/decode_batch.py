@@ -35,7 +35,7 @@ class Extension:
         start: position of the first id.
         ids: int32 [n].
         multimodal: the whole context, for a vision model.
-        adapter: as in :class:`DecodeBatch`.
+        adapter: number of the LoRA adapter, 0 for the base model.
     """
 
     pages: Sequence[int]
@@ -194,7 +194,7 @@ def columns_of(
 
     Args:
         slots: the contexts; ``positions`` are the positions of their first ids.
-        ids: the ids of each context.
+        ids: ids to feed to each context.
 
     Returns:
         The slots, the context of each, int32 [n], and its index among the context's ids, int32 [n].

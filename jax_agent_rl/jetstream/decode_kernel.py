@@ -109,8 +109,8 @@ def _write_together(page: jax.Array, within: jax.Array, cached: LayerKV, new: La
     arrays = len(jax.tree.leaves(cached))
     parts = cached.by_position(lambda axis, x: jax.ShapeDtypeStruct(_part_shape(axis, x), x.dtype))
     part_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parts))
-    most = min(max(1, MAX_WRITE_BYTES // part_bytes), slots)
-    per_step = max(n for n in range(1, most + 1) if slots % n == 0)
+    max_per_step = min(max(1, MAX_WRITE_BYTES // part_bytes), slots)
+    per_step = max(n for n in range(1, max_per_step + 1) if slots % n == 0)
     steps = slots // per_step
     # An axis of one position would be padded to a whole tile in memory.
     new = new.by_position(lambda axis, x: jnp.squeeze(x, axis))
@@ -189,10 +189,10 @@ def _write_slots(
         per_step: slots of a grid step.
         steps: steps of the grid.
         page: the page of each slot, in SMEM.
-        within: the position in it.
+        within: the position of each slot's token in its page.
         _: the cache as input, which is the same memory.
         new: rows of this step's slots.
-        cached: the cache.
+        cached: the cache as output.
         parts: [2, per_step, ...], for steps in turn.
         semaphores: [2, 2, arrays, per_step]: of reads and writes, for steps in turn.
     """

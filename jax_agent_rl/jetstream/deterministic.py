@@ -95,8 +95,8 @@ class DeterministicEngine(JaxEngine):
 
         Args:
             cache: donated.
-            extensions: the ids.
-            temperature: of the log-probs.
+            extensions: the contexts' ids and pages.
+            temperature: temperature of the log-probs.
 
         Returns:
             The cache, and for each extension of n ids float32 [n - 1]: the log-prob of every id but
@@ -176,9 +176,9 @@ class DeterministicScorer:
     """Scores finished contexts for the learner with the very program that sampled them.
 
     Args:
-        dtype: the engine's dtype.
-        table: the engine's, which holds the compiled program.
-        temperature: of the log-probs: the rollout's.
+        dtype: type of the engine's weights, activations and cache.
+        table: the engine's program table, which holds the compiled program.
+        temperature: the rollout's, at which log-probs are computed.
     """
 
     def __init__(

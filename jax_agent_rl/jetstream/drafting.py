@@ -219,9 +219,9 @@ def look_up(prompt: Sequence[int], ids: Sequence[int], count: int) -> Draft:
         matches = np.ones(len(prompt_ids) - match, bool)
         for i, token in enumerate(ids[-match:]):
             matches &= prompt_ids[i : len(matches) + i] == token
-        places = np.flatnonzero(matches)
-        if places.size:
-            begin = places[-1] + match
+        begins = np.flatnonzero(matches)
+        if begins.size:
+            begin = begins[-1] + match
             drafted = prompt_ids[begin : begin + count].tolist()
             # Each drafted id lengthens the match of the next.
             evidence = [f"prompt {min(match + i, PROMPT_MATCHES[0])}" for i in range(len(drafted))]

@@ -67,26 +67,28 @@ class JaxEngine(VerifyingEngine):
 
     Args:
         shapes: static shapes to compile for.
-        dtype: of weights, activations and cache.
-        kv_dtype: of keys and values instead: ``int8`` or ``fp8``.
-        quantize: of the layers' matrices instead: ``int8`` or ``fp8``, whenever weights are loaded.
+        dtype: type of weights, activations and cache.
+        kv_dtype: 8-bit type of keys and values; None keeps ``dtype``.
+        quantize: 8-bit type to which the layers' matrices are rounded whenever weights are loaded;
+            None keeps ``dtype``.
         mesh: from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`, with one engine; None
             is this process's first device.
         table: compiled programs shared with other engines; None makes a new table.
-        adapters: LoRA adapters by name, served beside the base model.
+        adapters: LoRA adapters by name, served along with the base model.
         compile_ahead: compile every program in :meth:`warm_up` rather than at first use. None does
             so except on CPUs, where short runs need few programs.
-        replica: the engine's place among those that load and release their weights together.
+        replica: the engine's place among the engines that load and release weights together; None
+            for an engine of its own.
 
     Attributes:
         config: the model as the engine computes it, see
             :func:`~jax_agent_rl.jetstream.sharding.engine_config`.
-        dtype: dtype of activations.
-        kv_dtype: dtype of the cache.
+        dtype: type of activations.
+        kv_dtype: type of the cache.
         mesh: the devices it computes on.
-        split: the mesh, if it has more than one device.
-        replicated: sharding of what every device of the mesh has whole.
-        cache_sharding: of the cache, and of copies of its pages.
+        split: the mesh if it has more than one device, otherwise None.
+        replicated: sharding of arrays that every device of the mesh holds in full.
+        cache_sharding: shardings of the cache, and of copies of its pages.
         offload_params: copies weights to the host, once for all engines of a group.
     """
 

@@ -79,12 +79,12 @@ class EngineThread:
         if self._thread is not None:
             raise BackendError("the backend was already started")
         self._loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = self._loop.create_future()
+        started: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(
-            target=self._run, args=(core, ready), name="jetstream-engine", daemon=True
+            target=self._run, args=(core, started), name="jetstream-engine", daemon=True
         )
         self._thread.start()
-        await ready
+        await started
 
     async def close(self) -> None:
         with self._wake:
@@ -148,14 +148,14 @@ class EngineThread:
         except RuntimeError:
             logger.debug("the asyncio loop closed before the engine thread")
 
-    def _run(self, core: EngineCore, ready: asyncio.Future[None]) -> None:
+    def _run(self, core: EngineCore, started: asyncio.Future[None]) -> None:
         try:
             core.set_up()
         except Exception as error:
-            self.settle(ready, error=error)
+            self.settle(started, error=error)
             self._end(EngineDiedError(f"the engine could not start: {error}"))
             return
-        self.settle(ready)
+        self.settle(started)
         try:
             while self._serve_once(core):
                 pass

@@ -111,7 +111,7 @@ class ExternalEngineAdapter:
 
     @property
     def max_concurrent_decodes(self) -> int:
-        """As configured; further slots of the engine stay empty."""
+        """Slots as configured; further ones of the engine stay empty."""
         return self.shapes.max_concurrent_decodes
 
     def load_params(self, params: Params, old: Any = None) -> Any:
@@ -158,6 +158,7 @@ class ExternalEngineAdapter:
         """Run every program once and check its results.
 
         Args:
+            params: the engine's weights.
             state: the decode state, donated.
             print_line: called with a line of progress before each program.
 
@@ -253,7 +254,7 @@ def read_results(results: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 class SlotTable:
-    """The ids each slot holds; released slots keep nothing.
+    """The ids that each slot holds; a freed slot holds none.
 
     >>> table = SlotTable(2)
     >>> table.take(np.array([5, 6])), table.take(np.array([7])), table.take(np.array([8]))

@@ -103,7 +103,7 @@ def engine_params(
         config: with the engine's ``num_kv_heads``, a multiple of the parameters', which are
             repeated.
         params: the learner's tree.
-        dtype: of all weights that are not quantized.
+        dtype: type of all weights that are not quantized.
         quantize: int8 or float8 for the layers' matrices, with a scale per output; None keeps
             ``dtype``.
     """
@@ -147,7 +147,7 @@ def _fuse(config: DecoderConfig, layer: Params) -> Params:
 
 
 def _by_kv_head(config: DecoderConfig, x: jax.Array) -> jax.Array:
-    """Group [n h, ...] -> [K, m h, ...] with m = n / K heads each.
+    """Group [n h, ...] -> [K, m h, ...], with m = n / K heads each.
 
     Fewer than K key/value heads are repeated.
     """
@@ -304,7 +304,7 @@ class _AdaptedLayer:
 
         Args:
             config: the model, for the norm.
-            name: of the matrix.
+            name: name of the matrix.
             x: the columns.
             norm: name of the RMS norm that is applied to ``x`` first; None for none.
         """
@@ -349,7 +349,7 @@ def _decode_layer(
     windowed: bool,
     layer: _AdaptedLayer,
     x: jax.Array,
-    table: tuple[jax.Array, jax.Array],
+    rope_table: tuple[jax.Array, jax.Array],
     cached: LayerKV,
     positions: jax.Array,
     pages: jax.Array | None,
@@ -366,11 +366,11 @@ def _decode_layer(
         assert pages is not None  # these kernels read no rows
         qkv = _project(config, layer, x)
         mixed, cached = cpu_kernels.decode_attention(
-            config, qkv, cached, positions, pages, table, sinks, windowed=windowed
+            config, qkv, cached, positions, pages, rope_table, sinks, windowed=windowed
         )
         mixed = mixed.reshape(-1, x.shape[1])
     else:
-        q, k, v = _rotated(config, _project(config, layer, x), *table)
+        q, k, v = _rotated(config, _project(config, layer, x), *rope_table)
         q = q.transpose(3, 0, 1, 2)
         new = (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
         mixed, cached = decode_attention(
@@ -388,7 +388,7 @@ def _chunk_layer(
     windowed: bool,
     layer: _AdaptedLayer,
     x: jax.Array,
-    table: tuple[jax.Array, jax.Array],
+    rope_table: tuple[jax.Array, jax.Array],
     cached: LayerKV,
     starts: jax.Array,
 ) -> tuple[jax.Array, LayerKV, jax.Array | None]:
@@ -400,7 +400,7 @@ def _chunk_layer(
     rows = len(starts)
     window = config.sliding_window if windowed else None
     sinks = layer.params.get("sinks")
-    q, k, v = _rotated(config, _project(config, layer, x), *table)
+    q, k, v = _rotated(config, _project(config, layer, x), *rope_table)
     q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
     chunk = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
     mixed = chunk_attention(q, cached, chunk, starts, sinks, window=window, mesh=mesh)

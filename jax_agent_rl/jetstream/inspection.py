@@ -84,17 +84,18 @@ def score(scheduler: Scheduler, token_ids: Sequence[int], *, start: int, top_k: 
         cache, scores = _score_chunk(*constants, params, cache, ids, following, is_scored, starts)
         chunk_scores.append(scores)
 
-    # The first row is of the second id.
-    log_probs, top_ids, top_log_probs = (
-        np.concatenate(x)[start - 1 : count - 1]
-        for x in zip(*jax.device_get(chunk_scores), strict=True)
-    )
+    # One transfer for all chunks. The first row is of the second id.
+    host_scores = jax.device_get(chunk_scores)
+    scored = slice(start - 1, count - 1)
+    log_probs = np.concatenate([chunk[0] for chunk in host_scores])[scored]
     if not top_k:
         return TokenScores(log_probs=tuple(log_probs.tolist()), top_ids=(), top_log_probs=())
+    top_ids = np.concatenate([chunk[1] for chunk in host_scores])[scored]
+    top_log_probs = np.concatenate([chunk[2] for chunk in host_scores])[scored]
     return TokenScores(
         log_probs=tuple(log_probs.tolist()),
-        top_ids=tuple(map(tuple, top_ids.tolist())),
-        top_log_probs=tuple(map(tuple, top_log_probs.tolist())),
+        top_ids=tuple(tuple(ids) for ids in top_ids.tolist()),
+        top_log_probs=tuple(tuple(row) for row in top_log_probs.tolist()),
     )
 
 

@@ -189,12 +189,12 @@ def write_pages(cache: KVCache, rows: KVCache, pages: jax.Array) -> KVCache:
 def write_routed(
     cache: KVCache, chosen: list[jax.Array], positions: jax.Array, pages: jax.Array | None
 ) -> jax.Array | None:
-    """Return ``cache.routed`` with the choices of one token for each of B slots.
+    """Return ``cache.routed`` with the experts of one token for each of B slots.
 
     Args:
         cache: B rows, or pages.
-        chosen: int32 [B, k] of each layer; empty without experts.
-        positions: int32 [B].
+        chosen: int32 [B, k], the experts chosen in each layer; empty without experts.
+        positions: int32 [B], position of each token.
         pages: int32 [B, n], pages of each slot; None if the cache has rows.
     """
     if cache.routed is None:
@@ -215,10 +215,11 @@ def write_back(
 
     Args:
         cache: P pages.
-        rows: gathered from it.
+        rows: gathered from the cache.
         pages: int32 [R, n], pages of the rows.
-        positions: int32 [R], of the first step. Pages from there on belong to one row only.
-        steps: static.
+        positions: int32 [R], positions of the first step. Pages from there on belong to one row
+            only.
+        steps: decode steps that ran at most; static.
     """
     size = cache.length
     row_pages = pages.shape[1]
@@ -307,7 +308,7 @@ class HostCache:
     The memory is taken when pages are first written.
 
     Args:
-        cache: the engine's; only its shapes are read.
+        cache: the engine's cache; only its shapes are read.
     """
 
     def __init__(self, engine: JaxEngine, cache: KVCache) -> None:
@@ -329,7 +330,7 @@ class HostCache:
         """Copy pages to host pages, in the background.
 
         Args:
-            cache: the engine's.
+            cache: the cache of the engine.
             moves: pairs of a page and its host page; emptied.
         """
         if not moves:

@@ -60,7 +60,7 @@ def decode(
         mesh: the engine's mesh, if it has more than one device.
         kernels: what computes the steps besides XLA.
         cache: all pages.
-        slots: the batch.
+        slots: the contexts, with room for the ids of all steps.
         limits: int32 [2]: most steps to run, and the number of finished slots that ends the loop
             early.
         forced: int32 [max_steps, W], ids that replace sampled ones and never stop a slot; -1

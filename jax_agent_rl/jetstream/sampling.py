@@ -81,12 +81,12 @@ def sample(
         return _sample(_Shards(()), logits_VB, *settings)
 
     split = PartitionSpec(DEVICES)
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
     run = jax.shard_map(
         functools.partial(_sample, _Shards(DEVICES)),
         mesh=mesh,
-        in_specs=(split, *[whole] * len(settings)),
-        out_specs=whole,
+        in_specs=(split, *[replicated] * len(settings)),
+        out_specs=replicated,
         check_vma=False,
     )
     return run(logits_VB, *settings)

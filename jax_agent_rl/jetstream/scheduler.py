@@ -443,7 +443,7 @@ class Scheduler:
         """Append one slot's output to its request, which a stop string may end earlier.
 
         Args:
-            run: the request.
+            run: the running request.
             ids: int32 [S], -1 where the slot did not run.
             log_probs: float32 [S].
             support_bits: see :meth:`Sampled.of_slot`.

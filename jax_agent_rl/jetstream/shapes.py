@@ -88,8 +88,8 @@ class EngineShapes:
             spans.add(shorter)
             shorter *= 2
 
-        least = min(64, self.cache_length)
-        return tuple(sorted(span for span in spans if span >= least))
+        shortest = min(64, self.cache_length)
+        return tuple(sorted(span for span in spans if span >= shortest))
 
     @property
     def prefill_spans(self) -> tuple[int, ...]:

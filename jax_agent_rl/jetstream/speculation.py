@@ -66,7 +66,7 @@ def accepted_ids(draft: Sequence[int], drawn: Sequence[int]) -> int:
     """Return how many drafted ids are accepted.
 
     Args:
-        draft: the ids.
+        draft: the drafted ids.
         drawn: the draws [len(draft) + 1] at their positions and the next.
     """
     for i, token in enumerate(draft):
@@ -195,14 +195,14 @@ class Speculation:
 
     @property
     def most_columns(self) -> int | None:
-        """The most columns that can verify drafts of the requests chosen for, if any."""
+        """The most columns with which drafts of the running requests can be verified, if any."""
         return max(self._engine.verified_columns(self._running), default=None)
 
     def _best_columns(self, plain_seconds: float, chances: Sequence[float]) -> int | None:
         """Return the columns that promise the most ids per second, None if a plain step does.
 
         Args:
-            plain_seconds: of a plain step.
+            plain_seconds: seconds of a plain step.
             chances: probability that each drafted id is accepted, the highest first.
         """
         # Ids gained by verifying the first n drafted ids.

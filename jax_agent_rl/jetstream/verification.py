@@ -134,11 +134,11 @@ class VerifyingEngine(abc.ABC):
     @property
     def _column_counts(self) -> list[int]:
         """Columns compiled for with CPU kernels."""
-        most = self._longest * self.max_concurrent_decodes
+        max_columns = self._longest * self.max_concurrent_decodes
         counts = []
         smaller = 0
         for columns in VERIFIED_COLUMNS:
-            if smaller < most:  # otherwise the smaller program takes all there can be
+            if smaller < max_columns:  # otherwise the smaller program takes all there can be
                 counts.append(columns)
             smaller = columns
         return counts

@@ -54,7 +54,7 @@ def weight_dtype(dtype: str, quantize: str | None, external_engine: object | Non
     """Return ``Capabilities.weight_dtype`` of an engine.
 
     Args:
-        dtype: of its weights and activations.
+        dtype: type of its weights and activations.
         quantize: 8-bit type of its matrices, which are rounded from what is sent.
         external_engine: what makes an engine that converts weights itself.
     """
@@ -67,8 +67,8 @@ class ServedWeights:
     """Shapes and types of the parameters an engine serves.
 
     Args:
-        params: the first ones; not kept.
-        mesh: the engine's; each device reads its part of files.
+        params: the first parameters; only their structure is remembered.
+        mesh: the engine's devices; each reads its part of files.
     """
 
     def __init__(self, config: DecoderConfig, params: Params, mesh: Mesh) -> None:
@@ -169,10 +169,11 @@ class WeightLoader:
     """Loads parameters into one engine, or into several that differ along ``data`` alone.
 
     Args:
+        model: the model with the learner's key/value heads.
         config: the model with the engine's key/value heads.
-        mesh: of the engine, or of all.
-        dtype: of its weights.
-        quantize: of its layers' matrices, see ``jetstream.forward.engine_params``.
+        mesh: devices of the engine, or of all engines.
+        dtype: type of the engine's weights.
+        quantize: 8-bit type of its layers' matrices, see ``jetstream.forward.engine_params``.
         call: runs a program, as ``ProgramTable.call``.
     """
 
@@ -334,7 +335,7 @@ class GatherParams:
 
     Args:
         mesh: of this process's engine; the others have the same.
-        dtype: of the copies.
+        dtype: type of the copies.
     """
 
     def __init__(self, model: DecoderConfig, mesh: Mesh, *, dtype: str) -> None:
@@ -350,8 +351,8 @@ class GatherParams:
         return jax.tree.map(self._copy, params, self._all_processes, self._local)
 
     def _copy(self, x: jax.Array, all_processes: NamedSharding, local: NamedSharding) -> jax.Array:
-        whole = jax.device_put(x.astype(self._dtype), all_processes)
-        copy = transfer(whole, local)
+        joint = jax.device_put(x.astype(self._dtype), all_processes)
+        copy = transfer(joint, local)
         # One by one, or the next parameters would be gathered before this one is freed.
         return jax.block_until_ready(copy)
 
