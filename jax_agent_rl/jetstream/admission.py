@@ -37,9 +37,9 @@ from jax_agent_rl.models.vision_context import MultimodalContext
 class Patience:
     """How long the first request in the queue waits for pages that sessions will need again.
 
-    Computing an id of a prompt stalls all running requests. So for the KV of a waiting session a
-    slot may stay empty, and for that of the first request in the queue the others may go on, for as
-    many seconds of a slot as that.
+    Computing the ids of a prompt stalls all running requests, which costs seconds of each slot. For
+    as many seconds a slot may stay empty to keep the KV of a waiting session, and the first request
+    in the queue may wait while others, whose KV is in the cache, overtake it.
 
     Args:
         clock: seconds.

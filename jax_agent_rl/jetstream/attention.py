@@ -201,14 +201,14 @@ def _plain_chunk(
     window: int | None,
 ) -> jax.Array:
     visible = _chunk_mask(starts, new.values.shape[2], cached.values.shape[2], window)
-    keys, values = _joined(cached, new, q.dtype)
+    keys, values = _join(cached, new, q.dtype)
     scores = jnp.einsum("kghrt,rkhs->rkgts", q, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(visible, scores, MASK_VALUE)
     weights = _softmax(scores, None if sinks is None else sinks[..., None, None])
     return jnp.einsum("rkgts,rksh->kghrt", weights.astype(values.dtype), values)
 
 
-def _joined(cached: LayerKV, new: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def _join(cached: LayerKV, new: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Return keys [R, K, h, S + T] and values [R, K, S + T, h]."""
     joined = cached.by_position(lambda axis, old, chunk: jnp.concatenate([old, chunk], axis), new)
     return from_cache(joined, dtype)
@@ -257,7 +257,7 @@ def _chunk_by_kernel(
         offset=jnp.int32(length),
     )
     queries = q.transpose(3, 0, 1, 4, 2).reshape(rows, kv_heads * group, count, size)
-    keys, values = _joined(cached, new, q.dtype)
+    keys, values = _join(cached, new, q.dtype)
     mixed, normalizer = tree_kernel.forward(queries, keys.mT, values, tree_mask)
     if sinks is not None:
         mixed, _ = add_sinks(mixed, normalizer, sinks.reshape(-1))

@@ -73,7 +73,7 @@ def _registered() -> str | None:
 
     try:
         digest = _digest(compiler)
-        library = ctypes.CDLL(str(_built(compiler, digest)))
+        library = ctypes.CDLL(str(_build_library(compiler, digest)))
     except (OSError, subprocess.SubprocessError) as error:
         problem: object = error
         if isinstance(error, subprocess.CalledProcessError):
@@ -104,7 +104,7 @@ def _digest(compiler: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _built(compiler: str, digest: str) -> Path:
+def _build_library(compiler: str, digest: str) -> Path:
     """Return the shared library, compiled unless the cache has it."""
     folder = cache_root() / "kernels"
     file = folder / f"decode-{digest}.so"

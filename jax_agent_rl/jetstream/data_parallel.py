@@ -114,10 +114,10 @@ class ReplicaGroup:
         """
         old_params = None
         if all(x is not None and isinstance(x.embed, jax.Array) for x in old):
-            old_params = jax.tree.map(self._joined, *old)
+            old_params = jax.tree.map(self._join, *old)
         return self._split(load(params, old_params))
 
-    def _joined(self, *parts: jax.Array) -> jax.Array:
+    def _join(self, *parts: jax.Array) -> jax.Array:
         """Return one array of the engines' shards."""
         sharding = parts[0].sharding
         assert isinstance(sharding, NamedSharding)

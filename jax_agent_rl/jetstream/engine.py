@@ -287,14 +287,14 @@ class JaxEngine(VerifyingEngine):
         Their numbers are unsigned.
         """
         size = self.shapes.page
-        padded = _padded(pages, bucket(self.shapes.span_buckets, len(pages) * size) // size)
+        padded = _pad_pages(pages, bucket(self.shapes.span_buckets, len(pages) * size) // size)
         key = ("routed", cache.count, len(padded))
         experts = self._call(key, programs.read_routed, (), cache, padded, out=self.replicated)
         return np.asarray(experts)[: len(pages) * size]
 
     def get_pages(self, cache: KVCache, pages: Sequence[int]) -> KVCache:
         """Return copies of pages on the device, and of the null page up to a bucket."""
-        padded = _padded(pages, bucket(MOVED_TOGETHER, len(pages)))
+        padded = _pad_pages(pages, bucket(MOVED_TOGETHER, len(pages)))
         key = ("get", cache.count, len(padded))
         return self._call(key, get_pages, (), cache, padded, out=self.cache_sharding)
 
@@ -303,7 +303,7 @@ class JaxEngine(VerifyingEngine):
         batch_size = MOVED_TOGETHER[-1]
         for i in range(0, len(pages), batch_size):
             batch = pages[i : i + batch_size]
-            padded = _padded(batch, bucket(MOVED_TOGETHER, len(batch)))
+            padded = _pad_pages(batch, bucket(MOVED_TOGETHER, len(batch)))
             # Padding repeats the last page's content; what goes to the null page is dropped.
             index = np.minimum(i + np.arange(len(padded)), len(pages) - 1)
             batch_content = jax.tree.map(lambda x, index=index: x[index], content)
@@ -348,7 +348,7 @@ class JaxEngine(VerifyingEngine):
             exit_after: return early once this many slots have finished.
         """
         count = len(slots.tokens)
-        slots = self._completed(slots)
+        slots = self._with_defaults(slots)
         width = self.width(count)
         span = bucket(self._decode_spans, int(slots.positions.max()) + steps)
         # Programs for restricted slots are compiled when the first ones come: most runs have none.
@@ -381,8 +381,8 @@ class JaxEngine(VerifyingEngine):
         cache, out = self._call(key, program, (1,), *arguments, out=shardings, next_call=next_call)
         return cache, Sampled.of(np.asarray(out)[:, :, :count])
 
-    def _completed(self, slots: DecodeBatch) -> DecodeBatch:
-        """Add what the engine's programs always take."""
+    def _with_defaults(self, slots: DecodeBatch) -> DecodeBatch:
+        """Add the optional arrays that the engine's programs always take."""
         if self._stacks is not None and slots.adapter is None:
             return replace(slots, adapter=np.zeros(len(slots.tokens), np.int32))
         return slots
@@ -518,7 +518,7 @@ def _fill_row(row: np.ndarray, pages: Sequence[int]) -> None:
     row[: len(fitting)] = fitting
 
 
-def _padded(pages: Sequence[int], count: int) -> np.ndarray:
+def _pad_pages(pages: Sequence[int], count: int) -> np.ndarray:
     """Append null pages up to a count."""
     padded = np.full(count, NULL_PAGE, np.int32)
     padded[: len(pages)] = pages

@@ -370,7 +370,7 @@ def _decode_layer(
         )
         mixed = mixed.reshape(-1, x.shape[1])
     else:
-        q, k, v = _rotated(config, _project(config, layer, x), *rope_table)
+        q, k, v = _split_and_rotate(config, _project(config, layer, x), *rope_table)
         q = q.transpose(3, 0, 1, 2)
         new = (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
         mixed, cached = decode_attention(
@@ -400,7 +400,7 @@ def _chunk_layer(
     rows = len(starts)
     window = config.sliding_window if windowed else None
     sinks = layer.params.get("sinks")
-    q, k, v = _rotated(config, _project(config, layer, x), *rope_table)
+    q, k, v = _split_and_rotate(config, _project(config, layer, x), *rope_table)
     q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
     chunk = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
     mixed = chunk_attention(q, cached, chunk, starts, sinks, window=window, mesh=mesh)
@@ -421,7 +421,7 @@ def _project(config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array) -> jax.A
     return jnp.concatenate([q, k, qkv[:, -1:]], axis=1)
 
 
-def _rotated(
+def _split_and_rotate(
     config: DecoderConfig, qkv: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return rotated, scaled queries [K, G, h, B] and rotated keys and values [K, h, B].

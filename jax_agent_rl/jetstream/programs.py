@@ -294,7 +294,7 @@ class ProgramTable:
         """
         if key not in self._programs:
             begin = time.perf_counter()
-            compile_for = functools.partial(_compiled, function, donate, place=place, out=out)
+            compile_for = functools.partial(_compile, function, donate, place=place, out=out)
             following = next_call() if next_call is not None else None
             if following is not None and following[0] not in self._programs:
                 following_key, following_args = following
@@ -322,7 +322,7 @@ that all are dropped. Engines run in threads of their own, so each access is one
 """
 
 
-def _compiled(
+def _compile(
     function: Callable[..., Any],
     donate: tuple[int, ...],
     *args: Any,

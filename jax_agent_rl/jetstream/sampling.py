@@ -141,7 +141,7 @@ def _sample(
     greedy = temperature == 0
     scaled = logits_VB / jnp.where(greedy, 1.0, temperature)
     if allowed is not None:
-        allowed_VB = _unpacked(shards, allowed, len(logits_VB))
+        allowed_VB = _unpack_allowed(shards, allowed, len(logits_VB))
         logits_VB = jnp.where(allowed_VB, logits_VB, -jnp.inf)
         scaled = jnp.where(allowed_VB, scaled, -jnp.inf)
     if truncation is not None:
@@ -162,10 +162,10 @@ def _sample(
 
     if truncation is None and allowed is None:
         return ids, log_probs, None
-    return ids, log_probs, _packed(shards, scaled > -jnp.inf)
+    return ids, log_probs, _pack_support(shards, scaled > -jnp.inf)
 
 
-def _packed(shards: _Shards, support_VB: jax.Array) -> jax.Array:
+def _pack_support(shards: _Shards, support_VB: jax.Array) -> jax.Array:
     """Return bits uint32 [B, ceil(V / 32)] of all devices' ids.
 
     ``support_VB`` is bool, of this device's ids.
@@ -185,7 +185,7 @@ def _pack(flags: jax.Array) -> jax.Array:
     return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32)[:, None], axis=1, dtype=jnp.uint32)
 
 
-def _unpacked(shards: _Shards, bits: jax.Array, vocab: int) -> jax.Array:
+def _unpack_allowed(shards: _Shards, bits: jax.Array, vocab: int) -> jax.Array:
     """Return bits [B, n] of 32 ids each as bool [vocab, B], of this device's ``vocab`` ids."""
     each = (bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     flags = each.reshape(len(bits), -1)

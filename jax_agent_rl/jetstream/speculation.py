@@ -22,8 +22,7 @@ ids of each kind of evidence were right. That is also measured while nothing is 
 losses to time spent on it exceed ``LOSS_SHARE``, even drafting pauses. Seconds of compilation never
 count.
 
-Requests with restricted sampling take no part, nor does anyone beside them: a dispatch with one
-decodes plainly.
+A dispatch in which a request has restricted sampling decodes plainly.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ REFRESH_CLOSE = 10
 """… where they promise less than ``CLOSE`` times its ids per second, so that it costs little."""
 CLOSE = 1.25
 LEAST_GAIN = 1.05
-"""Times the ids per second of a plain step that a verification must promise.
-
-Measured times are not exact."""
+"""Times the ids per second of a plain step that a verification must promise: measured times are
+not exact."""
 EXPIRY = 100
 """Dispatches after which a measured time is forgotten: other work may have slowed it down."""
 GROWTH = 0.25

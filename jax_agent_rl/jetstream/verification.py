@@ -64,7 +64,7 @@ class VerifyingEngine(abc.ABC):
         return self.shapes.max_concurrent_decodes
 
     @abc.abstractmethod
-    def _completed(self, slots: DecodeBatch) -> DecodeBatch: ...
+    def _with_defaults(self, slots: DecodeBatch) -> DecodeBatch: ...
 
     @abc.abstractmethod
     def _call(
@@ -121,7 +121,7 @@ class VerifyingEngine(abc.ABC):
         return {("columns", 1 + self.shapes.pages, width) for width in self._column_widths}
 
     def _warm_up_columns(self, params: EngineParams, cache: KVCache, width: int) -> KVCache:
-        idle = self._completed(make_decode_batch(width, self.shapes.context_pages))
+        idle = self._with_defaults(make_decode_batch(width, self.shapes.context_pages))
         return self._feed(params, cache, idle)
 
     # --- verification -----------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class VerifyingEngine(abc.ABC):
             slots: as for :meth:`JaxEngine.decode`, not restricted, with pages for the drafts.
             drafts: of each slot; all together must fit the columns of :meth:`verified_columns`.
         """
-        slots = self._completed(slots)
+        slots = self._with_defaults(slots)
         if self._by_column:
             cache, ids, log_probs = self._verify_columns(params, cache, slots, drafts)
         else:

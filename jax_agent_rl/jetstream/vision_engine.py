@@ -154,11 +154,14 @@ class VisionEngine(JaxEngine):
         finally:
             self._encoded.clear()
 
-    def _completed(self, slots: DecodeBatch) -> DecodeBatch:
-        """Add what the engine's programs always take; slots without offsets hold no images."""
+    def _with_defaults(self, slots: DecodeBatch) -> DecodeBatch:
+        """Add the optional arrays that the engine's programs always take.
+
+        Slots without offsets hold no images.
+        """
         if slots.offsets is None:
             slots = replace(slots, offsets=np.zeros(len(slots.tokens), np.int32))
-        return super()._completed(slots)
+        return super()._with_defaults(slots)
 
     def warm_up(
         self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line
