@@ -269,7 +269,7 @@ class BlockManager:
         for page in [*self._pages.values(), *self._on_host.values()]:
             page.sessions.clear()
 
-        # A page takes those on the host that continue it along.
+        # Dropping a page drops the host pages that continue it, so each turn takes what is left.
         while self._on_host:
             self._drop(next(iter(self._on_host.values())))
         unused = [page for page in self._pages.values() if not page.ref_count]

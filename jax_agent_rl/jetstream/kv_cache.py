@@ -109,14 +109,12 @@ def empty_cache(config: DecoderConfig, count: int, length: int, dtype: jnp.dtype
     size = config.head_dim
 
     def layer() -> LayerKV:
+        keys = jnp.zeros((count, heads, size, length), dtype)
+        values = jnp.zeros((count, heads, length, size), dtype)
         scales = None
         if is_quantized(dtype):
             scales = jnp.zeros((count, heads, 2, length), jnp.float32)
-        return LayerKV(
-            keys=jnp.zeros((count, heads, size, length), dtype),
-            values=jnp.zeros((count, heads, length, size), dtype),
-            scales=scales,
-        )
+        return LayerKV(keys, values, scales)
 
     routed = None
     experts = config.experts
