@@ -275,14 +275,14 @@ class DataParallelBackend:
             )
         session = request.session_id
         balancer = self._balancer
-        chain: list[int] = []  # placeholder ids do not tell images apart
+        block_hashes: list[int] = []  # placeholder ids do not tell images apart
         if balancer.home(session) is None and not request.multi_modal:
-            chain = PrefixIndex.block_hashes(request.prompt_ids, request.lora)
+            block_hashes = PrefixIndex.block_hashes(request.prompt_ids, request.lora)
 
-        name = balancer.acquire(session, chain)
+        name = balancer.acquire(session, block_hashes)
         if name is None:  # all slots are taken: it waits in an engine, in order of priority
             name = balancer.home(session) or min(balancer.servers, key=balancer.in_flight)
-            balancer.assign(name, session, chain)
+            balancer.assign(name, session, block_hashes)
         self._homes[request.request_id] = name
         try:
             yield self._engines[name]
