@@ -11,8 +11,8 @@ whatever the row's length, and skips fully masked blocks.
 Where the mesh axis ``context`` splits the tokens of a row, each shard gathers the keys and values
 of the whole row and attends with its own queries (as Llama 3 was trained: Grattafiori et al. 2024,
 arXiv 2407.21783, section 3.3.2). The tree mask only needs their offset. This takes ``2 B K T h``
-numbers per layer and shard, little beside activations, as K is far below H. Ring attention would
-hold less, but wait at each hop.
+numbers per layer and shard: little compared with activations, since K is far below H. Ring
+attention would hold less, but wait at each hop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from jax_agent_rl.models.sharding import ROWS, by_platform
 from jax_agent_rl.models.tree_kernel import MASK_VALUE, TreeMask
 
 BLOCK = 128
-ATTENTION_INPUTS, ATTENTION_OUTPUT = "attention inputs", "attention output"
+ATTENTION_INPUTS = "attention inputs"
+ATTENTION_OUTPUT = "attention output"
 """Checkpoint names of what the backward pass reuses, for rematerialization policies."""
 
 
@@ -41,7 +42,10 @@ def sharded_tree_attention(
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Run :func:`tree_attention` on a mesh that splits rows, heads and, over ``context``, tokens."""
+    """Run :func:`tree_attention` on a mesh.
+
+    The mesh splits rows, heads and, over the axis ``context``, tokens.
+    """
     if mesh is None:
         return tree_attention(q, k, v, tree_mask, sinks)
 
@@ -50,24 +54,43 @@ def sharded_tree_attention(
     ) -> jax.Array:
         if mesh.shape["context"] == 1:
             return tree_attention(q, k, v, tree_mask, sinks)
-        keys, values = (jax.lax.all_gather(x, "context", axis=2, tiled=True) for x in (k, v))
+        row_keys = jax.lax.all_gather(k, "context", axis=2, tiled=True)
+        row_values = jax.lax.all_gather(v, "context", axis=2, tiled=True)
         offset = jax.lax.axis_index("context") * q.shape[2]
-        return tree_attention(q, keys, values, tree_mask._replace(offset=offset), sinks)
+        return tree_attention(q, row_keys, row_values, tree_mask._replace(offset=offset), sinks)
 
-    copies = _head_copies(q.shape[1], k.shape[1], mesh.shape["tensor"])
-    k, v = (jnp.repeat(x, copies or 1, axis=1) for x in (k, v))
-    heads = "tensor" if copies else None
-    split, whole = PartitionSpec(ROWS, heads, "context"), PartitionSpec(ROWS)
-    mask_specs = jax.tree.map(lambda x: whole if x.ndim else PartitionSpec(), tree_mask)
-    specs = (split, split, split, mask_specs, PartitionSpec(heads))
-    run = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+    repeats = _kv_head_repeats(q.shape[1], k.shape[1], mesh.shape["tensor"])
+    if repeats is None:
+        head_axis = None
+        repeats = 1
+    else:
+        head_axis = "tensor"
+    k = jnp.repeat(k, repeats, axis=1)
+    v = jnp.repeat(v, repeats, axis=1)
+
+    head_spec = PartitionSpec(ROWS, head_axis, "context")
+    # Every shard of a row's tokens needs the mask of the whole row.
+    row_spec = PartitionSpec(ROWS)
+    mask_specs = jax.tree.map(lambda x: row_spec if x.ndim else PartitionSpec(), tree_mask)
+    run = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(head_spec, head_spec, head_spec, mask_specs, PartitionSpec(head_axis)),
+        out_specs=head_spec,
+        check_vma=False,
+    )
     return run(q, k, v, tree_mask, sinks)
 
 
-def _head_copies(heads: int, kv_heads: int, shards: int) -> int:
-    """Return how often to repeat key/value heads so that all heads divide; 0 if they never do: replicate them."""
-    copies = shards // math.gcd(kv_heads, shards)
-    return copies if heads % (kv_heads * copies) == 0 else 0
+def _kv_head_repeats(heads: int, kv_heads: int, shards: int) -> int | None:
+    """Return how often to repeat key/value heads so that the shards divide all heads.
+
+    None means that no repetition does: the heads are replicated.
+    """
+    repeats = shards // math.gcd(kv_heads, shards)
+    if heads % (kv_heads * repeats):
+        return None
+    return repeats
 
 
 @jax.custom_vjp
@@ -81,7 +104,6 @@ def tree_attention(
             ``tree_mask.offset``.
         k: [B, K, T, h].
         v: [B, K, T, h].
-        tree_mask: of the B rows.
         sinks: [H], a further score of each head's softmax; None for none.
 
     Returns:
@@ -97,7 +119,9 @@ def _forward(
     output, normalizer = by_platform(
         q, k, v, tree_mask, tpu=tree_kernel.forward, default=_forward_by_blocks
     )
-    return (output, normalizer) if sinks is None else add_sinks(output, normalizer, sinks)
+    if sinks is None:
+        return output, normalizer
+    return add_sinks(output, normalizer, sinks)
 
 
 def add_sinks(
@@ -107,58 +131,73 @@ def add_sinks(
 
     Args:
         output: [B, H, Q, h].
-        normalizer: the log of each softmax's, float32 [B, H, Q].
+        normalizer: float32 [B, H, Q], log of each softmax's normalizer.
         sinks: [H].
 
     Returns:
-        Both as if the sinks had been among the scores.
+        Output and normalizer as if the sinks had been among the scores.
     """
     total = jnp.logaddexp(normalizer, sinks[:, None].astype(jnp.float32))
-    return (output * jnp.exp(normalizer - total)[..., None]).astype(output.dtype), total
+    shrink = jnp.exp(normalizer - total)[..., None]
+    return (output * shrink).astype(output.dtype), total
 
 
 def _forward_by_blocks(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask
 ) -> tuple[jax.Array, jax.Array]:
-    outputs, normalizers = [], []
-    for begin, end, seen in _blocks(q, k, tree_mask):
-        queries = _fold(q[:, :, begin:end], k.shape[1])
-        scores = _scores(queries, k[:, :, :seen], tree_mask, (begin, end))
+    heads, kv_heads = q.shape[1], k.shape[1]
+    outputs = []
+    normalizers = []
+    for begin, end, key_count in _blocks(q, k, tree_mask):
+        queries = _fold(q[:, :, begin:end], kv_heads)
+        scores = _scores(queries, k[:, :, :key_count], tree_mask, (begin, end))
+
         peak = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        mixed = jnp.einsum(
-            "bkms,bksh->bkmh", weights.astype(v.dtype), v[:, :, :seen]
-        ) / total.astype(v.dtype)
-        outputs.append(_unfold(mixed, q.shape[1]))
-        normalizers.append(_unfold(peak + jnp.log(total), q.shape[1]))
+        mixed = jnp.einsum("bkms,bksh->bkmh", weights.astype(v.dtype), v[:, :, :key_count])
+        mixed = mixed / total.astype(v.dtype)
+
+        outputs.append(_unfold(mixed, heads))
+        normalizers.append(_unfold(peak + jnp.log(total), heads))
     return jnp.concatenate(outputs, axis=2), jnp.concatenate(normalizers, axis=2)[..., 0]
 
 
 def _save(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None
 ) -> tuple[jax.Array, tuple]:
-    output, normalizer = (
-        checkpoint_name(x, ATTENTION_OUTPUT) for x in _forward(q, k, v, tree_mask, sinks)
-    )
-    q, k, v = (checkpoint_name(x, ATTENTION_INPUTS) for x in (q, k, v))
-    return output, ((q, k, v, tree_mask, output, normalizer), sinks)
+    output, normalizer = _forward(q, k, v, tree_mask, sinks)
+    output = checkpoint_name(output, ATTENTION_OUTPUT)
+    normalizer = checkpoint_name(normalizer, ATTENTION_OUTPUT)
+    q = checkpoint_name(q, ATTENTION_INPUTS)
+    k = checkpoint_name(k, ATTENTION_INPUTS)
+    v = checkpoint_name(v, ATTENTION_INPUTS)
+    return output, (q, k, v, tree_mask, output, normalizer, sinks)
 
 
 def _backward(
     saved: tuple, d_output: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
-    saved, sinks = saved
-    # With the sinks in output and normalizer, weights and gradients of the other scores are right
-    # as they are.
-    gradients = by_platform(*saved, d_output, tpu=tree_kernel.backward, default=_backward_by_blocks)
-    d_q, d_k, d_v = gradients
+    q, k, v, tree_mask, output, normalizer, sinks = saved
+    # Output and normalizer include the sinks, so the gradients of the other scores need no change.
+    dq, dk, dv = by_platform(
+        q,
+        k,
+        v,
+        tree_mask,
+        output,
+        normalizer,
+        d_output,
+        tpu=tree_kernel.backward,
+        default=_backward_by_blocks,
+    )
     if sinks is None:
-        return d_q, d_k, d_v, None, None
-    output, normalizer = saved[-2:]
+        return dq, dk, dv, None, None
+
     mean = jnp.sum(d_output * output, axis=-1, dtype=jnp.float32)
-    weights = jnp.exp(sinks[:, None].astype(jnp.float32) - normalizer)
-    return d_q, d_k, d_v, None, -jnp.sum(weights * mean, axis=(0, 2)).astype(sinks.dtype)
+    sink_weights = jnp.exp(sinks[:, None].astype(jnp.float32) - normalizer)
+    d_sinks = -jnp.sum(sink_weights * mean, axis=(0, 2))
+    return dq, dk, dv, None, d_sinks.astype(sinks.dtype)
 
 
 def _backward_by_blocks(
@@ -170,45 +209,57 @@ def _backward_by_blocks(
     normalizer: jax.Array,
     d_output: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    kv_heads = k.shape[1]
-    dq = []
-    dk, dv = jnp.zeros_like(k), jnp.zeros_like(v)
-    for begin, end, seen in _blocks(q, k, tree_mask):
-        queries, d_out, out, log_total = (
-            _fold(x[:, :, begin:end], kv_heads)
-            for x in (q, d_output, output, normalizer[..., None])
-        )
-        weights = jnp.exp(_scores(queries, k[:, :, :seen], tree_mask, (begin, end)) - log_total)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    dq_blocks = []
+    dk = jnp.zeros_like(k)
+    dv = jnp.zeros_like(v)
+    for begin, end, key_count in _blocks(q, k, tree_mask):
+        log_totals = normalizer[..., None]
+        queries = _fold(q[:, :, begin:end], kv_heads)
+        d_out = _fold(d_output[:, :, begin:end], kv_heads)
+        out = _fold(output[:, :, begin:end], kv_heads)
+        log_total = _fold(log_totals[:, :, begin:end], kv_heads)
+
+        scores = _scores(queries, k[:, :, :key_count], tree_mask, (begin, end))
+        weights = jnp.exp(scores - log_total)
         d_weights = jnp.einsum(
-            "bkmh,bksh->bkms", d_out, v[:, :, :seen], preferred_element_type=jnp.float32
+            "bkmh,bksh->bkms", d_out, v[:, :, :key_count], preferred_element_type=jnp.float32
         )
-        d_scores = weights * (
-            d_weights - jnp.sum(d_out * out, axis=-1, keepdims=True, dtype=jnp.float32)
-        )
-        d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
-        dq.append(_unfold(jnp.einsum("bkms,bksh->bkmh", d_scores, k[:, :, :seen]), q.shape[1]))
+        mean = jnp.sum(d_out * out, axis=-1, keepdims=True, dtype=jnp.float32)
+        d_scores = weights * (d_weights - mean)
+        d_scores = d_scores.astype(q.dtype)
+        weights = weights.astype(q.dtype)
+
+        dq = jnp.einsum("bkms,bksh->bkmh", d_scores, k[:, :, :key_count])
+        dq_blocks.append(_unfold(dq, heads))
         # Written with the long axis last on both sides: CPUs run this product half again as fast.
-        dk = dk.at[:, :, :seen].add(jnp.einsum("bkhm,bkms->bkhs", queries.mT, d_scores).mT)
-        dv = dv.at[:, :, :seen].add(jnp.einsum("bkhm,bkms->bkhs", d_out.mT, weights).mT)
-    return jnp.concatenate(dq, axis=2), dk, dv
+        dk = dk.at[:, :, :key_count].add(jnp.einsum("bkhm,bkms->bkhs", queries.mT, d_scores).mT)
+        dv = dv.at[:, :, :key_count].add(jnp.einsum("bkhm,bkms->bkhs", d_out.mT, weights).mT)
+    return jnp.concatenate(dq_blocks, axis=2), dk, dv
 
 
 tree_attention.defvjp(_save, _backward)
 
 
 def _blocks(q: jax.Array, k: jax.Array, tree_mask: TreeMask) -> list[tuple[int, int, int]]:
-    """Return begin and end of each block of queries, and its number of keys: all, if the offset is dynamic."""
+    """Return begin and end of each block of queries, and the number of keys it may attend to."""
     length = q.shape[2]
-    ends = [(begin, min(begin + BLOCK, length)) for begin in range(0, length, BLOCK)]
-    return [(begin, end, end if tree_mask.offset is None else k.shape[2]) for begin, end in ends]
+    blocks = []
+    for begin in range(0, length, BLOCK):
+        end = min(begin + BLOCK, length)
+        # With an offset, known only when the program runs, a query may stand anywhere in the row.
+        key_count = end if tree_mask.offset is None else k.shape[2]
+        blocks.append((begin, end, key_count))
+    return blocks
 
 
 def _scores(
     queries: jax.Array, keys: jax.Array, tree_mask: TreeMask, span: tuple[int, int]
 ) -> jax.Array:
-    """Return masked scores float32 [B, K, G·block, S] of the folded queries from ``span[0]`` to ``span[1]``."""
+    """Return masked scores float32 [B, K, G·block, S] of the folded queries of a span."""
     batch, kv_heads, folded, _ = queries.shape
-    length, block = keys.shape[2], span[1] - span[0]
+    length = keys.shape[2]
+    block = span[1] - span[0]
     bias = jnp.where(_visible(tree_mask, span, length), 0.0, MASK_VALUE)[:, None, None]
     scores = jnp.einsum("bkmh,bksh->bkms", queries, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, kv_heads, folded // block, block, length) + bias
@@ -217,10 +268,11 @@ def _scores(
 
 def _visible(tree_mask: TreeMask, span: tuple[int, int], keys: int) -> jax.Array:
     """Return bool [B, block, keys]: which of the first keys the queries of a block attend to."""
-    index = jnp.arange(*span) + (0 if tree_mask.offset is None else tree_mask.offset)
-    visible = (jnp.arange(keys) <= index[:, None]) & (
-        index[:, None] < tree_mask.subtree_end[:, None, :keys]
-    )
+    offset = 0 if tree_mask.offset is None else tree_mask.offset
+    index = jnp.arange(*span) + offset
+    is_before = jnp.arange(keys) <= index[:, None]
+    is_in_subtree = index[:, None] < tree_mask.subtree_end[:, None, :keys]
+    visible = is_before & is_in_subtree
     if tree_mask.window is None or tree_mask.positions is None:
         return visible
     distance = tree_mask.positions[:, index][:, :, None] - tree_mask.positions[:, None, :keys]
@@ -228,7 +280,10 @@ def _visible(tree_mask: TreeMask, span: tuple[int, int], keys: int) -> jax.Array
 
 
 def _fold(x: jax.Array, kv_heads: int) -> jax.Array:
-    """Fold [B, H, n, h] -> [B, K, G·n, h]: one product per key/value head instead of one per query head."""
+    """Fold [B, H, n, h] -> [B, K, G·n, h].
+
+    There is one product per key/value head then, instead of one per query head.
+    """
     batch, _, _, size = x.shape
     return x.reshape(batch, kv_heads, -1, size)
 

@@ -7,7 +7,7 @@ The recurrence is FlashAttention's (Dao et al. 2022, arXiv 2205.14135): a progra
 scores, in float32, and the running maximum and sum of each query's softmax, so the program does not
 grow with the row. In addition:
 
-- Fully masked pairs of blocks are found once, outside, and neither computed nor read.
+- Fully masked pairs of blocks are found once, outside the kernel, and neither computed nor read.
 - Scores are [keys, queries], so that values per query (softmax statistics, index, depth) are a row
   of lanes, as in memory, and only values per key (end of its subtree, depth) are a column.
 - A grid step serves one query head, so its block is a plain matrix; the G heads of a key/value head
@@ -24,18 +24,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-BLOCK, LANES = (
-    1024,
-    128,
-)  # 2,048 in MaxText's recipes for v6e; it must fit the chip's vector memory, too
-_WIDEST_HEAD = 512  # bytes of a head of which blocks of 1,024 fit
-MASK_VALUE = -1e30  # masked score; finite, so that rows of padding have no NaN
+# MaxText's recipes for v6e have blocks of 2,048. A block must also fit the chip's vector memory.
+BLOCK = 1024
+LANES = 128
+_WIDEST_HEAD = 512  # bytes of the widest head of which a block fits
+MASK_VALUE = -1e30  # of a masked score; finite, so that rows of padding have no NaN
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # a @ b.T
 _COLUMNS_BY_COLUMNS = (((0,), (0,)), ((), ()))  # a.T @ b
 
 
 class TreeMask(NamedTuple):
-    """Attention mask of token trees: i attends to j iff ``j <= i < subtree_end[j]`` and j is within the window.
+    """Attention mask of token trees.
+
+    Token i attends to j iff ``j <= i < subtree_end[j]`` and j is within the window.
 
     Attributes:
         subtree_end: int32 [B, T].
@@ -51,7 +52,7 @@ class TreeMask(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """The arrays of a mask; depths are None without a window.
+    """The arrays of a mask, in the layout of the scores; depths are None without a window.
 
     Attributes:
         ends: int32 [B, T, 1], end of each key's subtree; 0 for padding.
@@ -71,10 +72,10 @@ class KernelInputs(NamedTuple):
         q: [B, H, Q, h].
         k: [B, K, T, h].
         v: [B, K, T, h].
-        marks: of the mask.
+        marks: the mask.
         d_out: [B, H, Q, h], gradient of the output.
-        normalizer: float32 [B, H, 1, Q], log of each softmax's.
-        mean: float32 [B, H, 1, Q], of the gradient, by the softmax's weights.
+        normalizer: float32 [B, H, 1, Q], log of each softmax's normalizer.
+        mean: float32 [B, H, 1, Q], mean of the values' gradient, weighted by each softmax.
     """
 
     q: Any
@@ -89,22 +90,22 @@ class KernelInputs(NamedTuple):
 _KINDS = KernelInputs(
     "q", "k", "k", Marks("key mark", "key mark", "query mark"), "q", "statistic", "statistic"
 )
-"""How each is cut into blocks."""
+"""How each array is cut into blocks."""
 
 
 class BlockPlan(NamedTuple):
     """Padded arrays of one kernel call, and its blocks.
 
     Attributes:
-        inputs: of the forward pass.
-        place: int32 [2]: index of the first query, window.
+        inputs: arrays of the forward pass.
+        offset_and_window: int32 [2]: index of the first query in the row, and the window.
         live: bool [B, query blocks, key blocks]: false if the pair is fully masked.
         q_block: queries per block.
         k_block: keys per block.
     """
 
     inputs: KernelInputs
-    place: jax.Array
+    offset_and_window: jax.Array
     live: jax.Array
     q_block: int
     k_block: int
@@ -119,7 +120,6 @@ def forward(
         q: [B, H, Q, h], already scaled; heads of one key/value head are adjacent.
         k: [B, K, T, h].
         v: [B, K, T, h].
-        tree_mask: of the B rows.
         block: most queries, and keys, at a time; a multiple of 128.
 
     Returns:
@@ -127,15 +127,16 @@ def forward(
     """
     batch, heads, count, size = q.shape
     plan = plan_blocks(q, k, v, tree_mask, block)
-    padded = plan.inputs.q.shape
+    padded_shape = plan.inputs.q.shape
+
     out, normalizer = _call(
         _forward_kernel,
         plan,
         plan.inputs,
         by_key=False,
         outputs=(
-            jax.ShapeDtypeStruct(padded, q.dtype),
-            jax.ShapeDtypeStruct((batch, heads, 1, padded[2]), jnp.float32),
+            jax.ShapeDtypeStruct(padded_shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, 1, padded_shape[2]), jnp.float32),
         ),
         output_kinds=("q", "statistic"),
         scratch=((size, plan.q_block), (1, plan.q_block), (1, plan.q_block)),
@@ -155,24 +156,31 @@ def backward(
     *,
     block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return gradients of q, k and v from the results of :func:`forward` and the gradient of its output."""
-    count, keys, size = q.shape[2], k.shape[2], q.shape[3]
+    """Return the gradients of q, k and v.
+
+    They follow from the results of :func:`forward` and the gradient of its output.
+    """
+    query_count, key_count, size = q.shape[2], k.shape[2], q.shape[3]
     plan = plan_blocks(q, k, v, tree_mask, block)
-    more = plan.inputs.q.shape[2] - count
+    padding = plan.inputs.q.shape[2] - query_count
+
     mean = jnp.sum(output * d_output, axis=-1, dtype=jnp.float32)
     inputs = plan.inputs._replace(
-        d_out=pad(d_output, 2, more),
+        d_out=pad(d_output, 2, padding),
         # Queries that pad a block get no weight: exp(score - 1e30) = 0.
-        normalizer=pad(normalizer[:, :, None], 3, more, -MASK_VALUE),
-        mean=pad(mean[:, :, None], 3, more),
+        normalizer=pad(normalizer[:, :, None], 3, padding, -MASK_VALUE),
+        mean=pad(mean[:, :, None], 3, padding),
     )
-    d_query, d_key, d_value = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:3])
+    dq_shape = jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype)
+    dk_shape = jax.ShapeDtypeStruct(inputs.k.shape, inputs.k.dtype)
+    dv_shape = jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype)
+
     (dq,) = _call(
         _query_gradient_kernel,
         plan,
         inputs,
         by_key=False,
-        outputs=(d_query,),
+        outputs=(dq_shape,),
         output_kinds=("q",),
         scratch=((plan.q_block, size),),
         products=3,
@@ -182,12 +190,12 @@ def backward(
         plan,
         inputs,
         by_key=True,
-        outputs=(d_key, d_value),
+        outputs=(dk_shape, dv_shape),
         output_kinds=("k", "k"),
         scratch=((plan.k_block, size), (plan.k_block, size)),
         products=4,
     )
-    return dq[:, :, :count], dk[:, :, :keys], dv[:, :, :keys]
+    return dq[:, :, :query_count], dk[:, :, :key_count], dv[:, :, :key_count]
 
 
 def _call(
@@ -204,40 +212,29 @@ def _call(
     """Run a kernel over pairs of blocks: all keys of one block of queries, or vice versa.
 
     Args:
-        kernel: the kernel.
-        plan: the blocks.
         inputs: padded arrays.
         by_key: the grid is (B, K, key blocks, G, query blocks) instead of (B, H, query blocks, key
             blocks).
         outputs: shapes and dtypes.
-        output_kinds: how each output is cut.
+        output_kinds: how each output is cut, one of the names in :data:`_KINDS`.
         scratch: shapes of float32 buffers that live as long as the outer block.
-        products: matrix products per pair of blocks.
+        products: matrix products per pair of blocks, for the compiler's estimate of the cost.
     """
     batch, q_blocks, k_blocks = plan.live.shape
     heads, kv_heads, size = inputs.q.shape[1], inputs.k.shape[1], inputs.q.shape[3]
     group = heads // kv_heads
 
-    def at(*step_and_scalars: Any) -> tuple[Any, Any, Any, Any, Any]:
+    def block_indices(*step_and_scalars: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Return row, query head, key/value head, query block and key block of a step."""
         *step, fetched, _ = step_and_scalars
         if by_key:
             row, kv_head, j, member, i = step
-            return (
-                row,
-                kv_head * group + member,
-                kv_head,
-                fetched[(row * k_blocks + j) * q_blocks + i],
-                j,
-            )
+            head = kv_head * group + member
+            return row, head, kv_head, fetched[(row * k_blocks + j) * q_blocks + i], j
+
         row, head, i, j = step
-        return (
-            row,
-            head,
-            jax.lax.div(head, jnp.int32(group)),
-            i,
-            fetched[(row * q_blocks + i) * k_blocks + j],
-        )
+        kv_head = jax.lax.div(head, jnp.int32(group))
+        return row, head, kv_head, i, fetched[(row * q_blocks + i) * k_blocks + j]
 
     cuts = {  # shape of a block, and its index
         "q": ((None, None, plan.q_block, size), lambda row, head, kv_head, i, j: (row, head, i, 0)),
@@ -255,16 +252,23 @@ def _call(
 
     def cut(kind: str) -> pl.BlockSpec:
         shape, index = cuts[kind]
-        return pl.BlockSpec(shape, lambda *step: index(*at(*step)))
+        return pl.BlockSpec(shape, lambda *step: index(*block_indices(*step)))
 
-    grid = (
-        (batch, kv_heads, k_blocks, group, q_blocks)
-        if by_key
-        else (batch, heads, q_blocks, k_blocks)
-    )
-    summed = 2 if by_key else 1
+    if by_key:
+        grid = (batch, kv_heads, k_blocks, group, q_blocks)
+        summed_axes = 2
+        fetched = fetched_blocks(plan.live.mT)
+    else:
+        grid = (batch, heads, q_blocks, k_blocks)
+        summed_axes = 1
+        fetched = fetched_blocks(plan.live)
+    parallel_axes = len(grid) - summed_axes
+
+    # About half of all scores are masked.
     pairs = batch * heads * q_blocks * k_blocks * plan.q_block * plan.k_block // 2
-    return pl.pallas_call(
+    arrays = jax.tree.leaves((inputs, outputs))
+    bytes_accessed = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+    call = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -277,26 +281,30 @@ def _call(
         ),
         out_shape=outputs,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * (len(grid) - summed) + ("arbitrary",) * summed
+            dimension_semantics=("parallel",) * parallel_axes + ("arbitrary",) * summed_axes
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * size * products,
             transcendentals=pairs,
-            bytes_accessed=sum(
-                math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((inputs, outputs))
-            ),
+            bytes_accessed=bytes_accessed,
         ),
-    )(fetched_blocks(plan.live.mT if by_key else plan.live), plan.place, inputs)
+    )
+    return call(fetched, plan.offset_and_window, inputs)
 
 
-def _scores(place: Any, blocks: KernelInputs, i: Any, j: Any) -> jax.Array:
+def _scores(offset_and_window: Any, blocks: KernelInputs, i: Any, j: Any) -> jax.Array:
     """Return masked scores float32 [keys, queries] of query block i and key block j."""
-    marks, scores = blocks.marks, _product(blocks.k[...], blocks.q[...], _ROWS_BY_ROWS)
-    key = j * scores.shape[0] + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-    query = place[0] + i * scores.shape[1] + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    marks = blocks.marks
+    scores = _product(blocks.k[...], blocks.q[...], _ROWS_BY_ROWS)
+    keys, queries = scores.shape
+    key = j * keys + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+    first_query = offset_and_window[0] + i * queries
+    query = first_query + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+
     visible = (key <= query) & (query < marks.ends[...])
     if marks.key_depths is not None:
-        visible &= marks.query_depths[...] - marks.key_depths[...] < place[1]
+        distance = marks.query_depths[...] - marks.key_depths[...]
+        visible &= distance < offset_and_window[1]
     return jnp.where(visible, scores, MASK_VALUE)
 
 
@@ -304,13 +312,15 @@ def _product(a: jax.Array, b: jax.Array, contract: tuple = (((1,), (0,)), ((), (
     return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
 
 
-def _is_live(fetched: Any, outer: Any, inner: Any, outers: Any, inners: Any) -> jax.Array:
-    return fetched[(pl.program_id(0) * outers + outer) * inners + inner] == inner
+def _is_live(fetched: Any, outer: Any, inner: Any, outer_count: Any, inner_count: Any) -> jax.Array:
+    """Return whether a step has a block of its own in memory: a masked one keeps another's."""
+    index = (pl.program_id(0) * outer_count + outer) * inner_count + inner
+    return fetched[index] == inner
 
 
 def _forward_kernel(
     fetched: Any,
-    place: Any,
+    offset_and_window: Any,
     blocks: KernelInputs,
     out: Any,
     normalizer: Any,
@@ -328,11 +338,13 @@ def _forward_kernel(
 
     @pl.when(_is_live(fetched, i, j, pl.num_programs(2), count))
     def attend() -> None:
-        scores, v = _scores(place, blocks, i, j), blocks.v
-        higher = jnp.maximum(peak[...], jnp.max(scores, axis=0, keepdims=True))
-        shrink = jnp.exp(peak[...] - higher)
-        weights = jnp.exp(scores - higher)
-        peak[...] = higher
+        scores = _scores(offset_and_window, blocks, i, j)
+        v = blocks.v
+        new_peak = jnp.maximum(peak[...], jnp.max(scores, axis=0, keepdims=True))
+        shrink = jnp.exp(peak[...] - new_peak)
+        weights = jnp.exp(scores - new_peak)
+
+        peak[...] = new_peak
         total[...] = total[...] * shrink + jnp.sum(weights, axis=0, keepdims=True)
         mixed[...] = mixed[...] * shrink + _product(
             v[...], weights.astype(v.dtype), _COLUMNS_BY_COLUMNS
@@ -345,36 +357,43 @@ def _forward_kernel(
 
 
 def _weights_and_gradient(
-    place: Any, blocks: KernelInputs, i: Any, j: Any
+    offset_and_window: Any, blocks: KernelInputs, i: Any, j: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Return the softmax's weights and the gradient of its scores, [keys, queries]."""
-    weights = jnp.exp(_scores(place, blocks, i, j) - blocks.normalizer[...])
+    scores = _scores(offset_and_window, blocks, i, j)
+    weights = jnp.exp(scores - blocks.normalizer[...])
     d_weights = _product(blocks.v[...], blocks.d_out[...], _ROWS_BY_ROWS)
     dtype = blocks.q.dtype
     return weights.astype(dtype), (weights * (d_weights - blocks.mean[...])).astype(dtype)
 
 
 def _query_gradient_kernel(
-    fetched: Any, place: Any, blocks: KernelInputs, dq: Any, summed: Any
+    fetched: Any, offset_and_window: Any, blocks: KernelInputs, dq: Any, q_sum: Any
 ) -> None:
     i, j, count = pl.program_id(2), pl.program_id(3), pl.num_programs(3)
 
     @pl.when(j == 0)
     def begin() -> None:
-        summed[...] = jnp.zeros_like(summed)
+        q_sum[...] = jnp.zeros_like(q_sum)
 
     @pl.when(_is_live(fetched, i, j, pl.num_programs(2), count))
     def add() -> None:
-        _, d_scores = _weights_and_gradient(place, blocks, i, j)
-        summed[...] += _product(d_scores, blocks.k[...], _COLUMNS_BY_COLUMNS)
+        _, d_scores = _weights_and_gradient(offset_and_window, blocks, i, j)
+        q_sum[...] += _product(d_scores, blocks.k[...], _COLUMNS_BY_COLUMNS)
 
     @pl.when(j == count - 1)
     def end() -> None:
-        dq[...] = summed[...].astype(dq.dtype)
+        dq[...] = q_sum[...].astype(dq.dtype)
 
 
 def _key_gradient_kernel(
-    fetched: Any, place: Any, blocks: KernelInputs, dk: Any, dv: Any, k_sum: Any, v_sum: Any
+    fetched: Any,
+    offset_and_window: Any,
+    blocks: KernelInputs,
+    dk: Any,
+    dv: Any,
+    k_sum: Any,
+    v_sum: Any,
 ) -> None:
     j, member, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
     members, count = pl.num_programs(3), pl.num_programs(4)
@@ -386,7 +405,7 @@ def _key_gradient_kernel(
 
     @pl.when(_is_live(fetched, j, i, pl.num_programs(2), count))
     def add() -> None:
-        weights, d_scores = _weights_and_gradient(place, blocks, i, j)
+        weights, d_scores = _weights_and_gradient(offset_and_window, blocks, i, j)
         k_sum[...] += _product(d_scores, blocks.q[...])
         v_sum[...] += _product(weights, blocks.d_out[...])
 
@@ -399,59 +418,85 @@ def _key_gradient_kernel(
 def plan_blocks(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, block: int
 ) -> BlockPlan:
-    """Pad arrays to whole blocks of at most ``block`` (a multiple of 128), and find the live pairs of blocks."""
-    count, keys = q.shape[2], k.shape[2]
+    """Pad arrays to whole blocks, and find the live pairs of blocks.
+
+    Args:
+        block: most queries, and keys, of a block; a multiple of 128.
+    """
+    query_count, key_count = q.shape[2], k.shape[2]
     if q.shape[3] * q.dtype.itemsize > _WIDEST_HEAD:
         block = max(LANES, block // 2)
-    q_block, k_block = (min(block, n + -n % LANES) for n in (count, keys))
-    more, more_keys = -count % q_block, -keys % k_block
-    first = jnp.int32(0) if tree_mask.offset is None else tree_mask.offset.astype(jnp.int32)
+    q_block = min(block, query_count + -query_count % LANES)
+    k_block = min(block, key_count + -key_count % LANES)
+    q_padding = -query_count % q_block
+    k_padding = -key_count % k_block
+
+    if tree_mask.offset is None:
+        offset = jnp.int32(0)
+    else:
+        offset = tree_mask.offset.astype(jnp.int32)
     window = jnp.int32(0)
-    marks = Marks(pad(tree_mask.subtree_end, 1, more_keys)[..., None])
+    marks = Marks(pad(tree_mask.subtree_end, 1, k_padding)[..., None])
     if tree_mask.window is not None and tree_mask.positions is not None:
         window = tree_mask.window.astype(jnp.int32)
-        asking = jax.lax.dynamic_slice_in_dim(tree_mask.positions, first, count, axis=1)
-        asking = jnp.pad(asking, ((0, 0), (0, more)), mode="edge")
-        marks = Marks(
-            marks.ends, pad(tree_mask.positions, 1, more_keys)[..., None], asking[:, None]
+        query_depths = jax.lax.dynamic_slice_in_dim(
+            tree_mask.positions, offset, query_count, axis=1
         )
+        # A depth of 0 in the padding would make a block look nearer to its keys than it is.
+        query_depths = jnp.pad(query_depths, ((0, 0), (0, q_padding)), mode="edge")
+        key_depths = pad(tree_mask.positions, 1, k_padding)
+        marks = Marks(marks.ends, key_depths[..., None], query_depths[:, None])
+
     return BlockPlan(
-        inputs=KernelInputs(pad(q, 2, more), pad(k, 2, more_keys), pad(v, 2, more_keys), marks),
-        place=jnp.stack([first, window]),
-        live=_live(marks, first, window, count + more, q_block, k_block),
+        inputs=KernelInputs(
+            pad(q, 2, q_padding), pad(k, 2, k_padding), pad(v, 2, k_padding), marks
+        ),
+        offset_and_window=jnp.stack([offset, window]),
+        live=_live_pairs(marks, offset, window, query_count + q_padding, q_block, k_block),
         q_block=q_block,
         k_block=k_block,
     )
 
 
-def _live(
-    marks: Marks, first: jax.Array, window: jax.Array, count: int, q_block: int, k_block: int
+def _live_pairs(
+    marks: Marks,
+    offset: jax.Array,
+    window: jax.Array,
+    query_count: int,
+    q_block: int,
+    k_block: int,
 ) -> jax.Array:
-    """Return bool [B, query blocks, key blocks]: false only if no query of the block attends to any of the keys."""
-    batch, keys, _ = marks.ends.shape
-    begins = (first + jnp.arange(0, count, q_block))[:, None]
+    """Return bool [B, query blocks, key blocks].
+
+    It is false only if no query of the block attends to any of the keys.
+    """
+    batch, key_count, _ = marks.ends.shape
+    begins = (offset + jnp.arange(0, query_count, q_block))[:, None]
     last_end = marks.ends.reshape(batch, 1, -1, k_block).max(axis=-1)
-    live = (jnp.arange(0, keys, k_block) < begins + q_block) & (begins < last_end)
+    live = (jnp.arange(0, key_count, k_block) < begins + q_block) & (begins < last_end)
     if marks.key_depths is None:
         return live
-    nearest = marks.query_depths.reshape(batch, -1, q_block).min(axis=-1)
-    deepest = marks.key_depths.reshape(batch, -1, k_block).max(axis=-1)
-    return live & (nearest[:, :, None] - deepest[:, None] < window)
+
+    shallowest_query = marks.query_depths.reshape(batch, -1, q_block).min(axis=-1)
+    deepest_key = marks.key_depths.reshape(batch, -1, k_block).max(axis=-1)
+    return live & (shallowest_query[:, :, None] - deepest_key[:, None] < window)
 
 
 def fetched_blocks(live: jax.Array) -> jax.Array:
     """Return int32 [B · n · m]: the block in memory at each step of the last axis.
 
-    A masked block keeps the one before it, so that nothing is read; the first live one is read
-    early.
+    At a masked block the one before it stays in memory, so that nothing is read. Before the first
+    live block, that one is read early.
     """
     step = jnp.arange(live.shape[-1], dtype=jnp.int32)
-    latest = jax.lax.cummax(jnp.where(live, step, -1), axis=2)
-    return jnp.where(
-        latest < 0, jnp.argmax(live, axis=-1, keepdims=True).astype(jnp.int32), latest
-    ).reshape(-1)
+    latest_live = jax.lax.cummax(jnp.where(live, step, -1), axis=2)
+    is_before_first = latest_live < 0
+    first_live = jnp.argmax(live, axis=-1, keepdims=True).astype(jnp.int32)
+    return jnp.where(is_before_first, first_live, latest_live).reshape(-1)
 
 
-def pad(x: jax.Array, axis: int, more: int, value: float = 0) -> jax.Array:
-    """Append ``more`` of a value to an axis."""
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=value)
+def pad(x: jax.Array, axis: int, count: int, value: float = 0) -> jax.Array:
+    """Append a value to an axis, ``count`` times."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, count)
+    return jnp.pad(x, widths, constant_values=value)
