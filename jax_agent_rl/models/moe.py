@@ -1,11 +1,13 @@
-"""Mixture of experts without dropped tokens: tokens sorted by expert, one grouped product per matrix.
+"""Mixture of experts without dropped tokens.
 
-On a mesh each shard of the axis ``expert`` holds its own experts::
+Tokens are sorted by expert, for one grouped product per matrix. On a mesh each shard of the axis
+``expert`` holds its own experts::
 
-    own tokens ─► all-gather over expert ─► own experts only (others sorted to the end) ─► sum-scatter back
+    shard's tokens ─► all-gather over ``expert`` ─► shard's experts ─► sum-scatter back
+                                                    (tokens of other experts sorted to the end)
 
-Choices may come from elsewhere (router replay, ``jax_agent_rl.generation``): weights and gradients
-are then those of the layer's own scores over the given experts.
+The choices may be given (router replay, ``jax_agent_rl.generation``): weights and gradients are
+then those of the layer's own scores over the given experts.
 
 No token is dropped and there is no capacity factor; a shard holds the tokens of its ``expert``
 neighbours for one layer, [N k X, D] for X shards, and computes only its own.
@@ -47,45 +49,50 @@ WEIGHTS = {
 def _scores(layer: Params, x: jax.Array) -> jax.Array:
     """Return the router's scores float32 [.., E] of x [.., D]."""
     scores = jnp.einsum("...d,ed->...e", x, layer["router"])
-    return (scores + layer["router_bias"] if "router_bias" in layer else scores).astype(jnp.float32)
+    if "router_bias" in layer:
+        scores = scores + layer["router_bias"]
+    return scores.astype(jnp.float32)
 
 
 def route(
-    experts: Experts, layer: Params, x: jax.Array, given: jax.Array | None = None
+    experts: Experts, layer: Params, x: jax.Array, routed: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Choose the experts of each token: weights float32 [N, k] and indices int32 [N, k].
 
     Args:
-        experts: the mixture.
         layer: ``router`` [E, D], and perhaps ``router_bias`` [E].
         x: inputs of the router, [N, D].
-        given: [N, k], choices to take instead; a token of -1 chooses itself.
+        routed: [N, k], experts to take instead; a token of -1 chooses its own.
     """
     probabilities = jax.nn.softmax(_scores(layer, x), axis=-1)
     weights, chosen = jax.lax.top_k(probabilities, experts.per_token)
-    if given is not None:
-        chosen = _or_given(chosen, given)
+    if routed is not None:
+        chosen = _replace_choices(chosen, routed)
         weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
     if experts.normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, chosen
 
 
-def _or_given(chosen: jax.Array, given: jax.Array) -> jax.Array:
-    return jnp.where(given < 0, chosen, given.astype(chosen.dtype))
+def _replace_choices(chosen: jax.Array, routed: jax.Array) -> jax.Array:
+    """Return ``routed``, and ``chosen`` where it is -1."""
+    return jnp.where(routed < 0, chosen, routed.astype(chosen.dtype))
 
 
 def router_load(
-    experts: Experts, layer: Params, x: jax.Array, copies: jax.Array, given: jax.Array | None = None
+    experts: Experts,
+    layer: Params,
+    x: jax.Array,
+    copies: jax.Array,
+    routed: jax.Array | None = None,
 ) -> jax.Array:
     """Compute the load of each expert, for :func:`load_balancing_loss`.
 
     Args:
-        experts: the mixture.
         layer: ``router`` [E, D], and perhaps ``router_bias`` [E].
         x: inputs of the router, [B, T, D].
         copies: int32 [B, T], how often each token counts.
-        given: [B, T, k], see :func:`route`.
+        routed: [B, T, k], see :func:`route`.
 
     Returns:
         float32 [2, E]: tokens that chose an expert (without gradient), and the sum of its
@@ -93,12 +100,13 @@ def router_load(
     """
     probabilities = jax.nn.softmax(_scores(layer, x), axis=-1)
     _, chosen = jax.lax.top_k(probabilities, experts.per_token)
-    chosen = chosen if given is None else _or_given(chosen, given)
-    picked = jnp.sum(jax.nn.one_hot(chosen, experts.count), axis=2)
+    if routed is not None:
+        chosen = _replace_choices(chosen, routed)
+
+    choices = jnp.sum(jax.nn.one_hot(chosen, experts.count), axis=2)
     weights = copies.astype(jnp.float32)
-    return jnp.einsum(
-        "bt,sbte->se", weights, jnp.stack([jax.lax.stop_gradient(picked), probabilities])
-    )
+    summands = jnp.stack([jax.lax.stop_gradient(choices), probabilities])
+    return jnp.einsum("bt,sbte->se", weights, summands)
 
 
 def load_balancing_loss(probabilities: jax.Array, share: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -121,22 +129,19 @@ def mixture_of_experts(
     layer: Params,
     x: jax.Array,
     activation: Activation,
-    given: jax.Array | None = None,
+    routed: jax.Array | None = None,
     *,
     transposed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply each token's experts, weighted: [N, D] -> [N, D] and the choices int32 [N, k].
 
     Args:
-        experts: the mixture.
-        x: tokens.
-        activation: of the gate.
         layer: ``router`` [E, D], ``expert_gate`` and ``expert_up`` [E, F, D], ``expert_down`` [E,
             D, F]; and a bias ``…_bias`` [E, out] of each, or none.
-        given: [N, k], see :func:`route`.
+        routed: [N, k], see :func:`route`.
         transposed: the experts' matrices are [E, in, out].
     """
-    weights, chosen = route(experts, layer, x, given)
+    weights, chosen = route(experts, layer, x, routed)
     return _weighted(layer, x, weights, chosen, activation, transposed=transposed), chosen
 
 
@@ -146,35 +151,48 @@ def sharded_mixture_of_experts(
     x: jax.Array,
     activation: Activation,
     mesh: Mesh,
-    given: jax.Array | None = None,
+    routed: jax.Array | None = None,
 ) -> jax.Array:
-    """Apply :func:`mixture_of_experts` to [B, T, D] and ``given`` [B, T, k], rows and tokens split over the mesh."""
-    here = experts.count // mesh.shape["expert"]
+    """Apply :func:`mixture_of_experts` to [B, T, D], rows and tokens split over the mesh.
 
-    def shard(layer: Params, x: jax.Array, given: jax.Array | None) -> jax.Array:
-        def gather(name: str, weight: jax.Array) -> jax.Array:
-            spec = WEIGHTS[name]
-            return (
-                jax.lax.all_gather(weight, "fsdp", axis=spec.index("fsdp"), tiled=True)
-                if "fsdp" in spec
-                else weight
-            )
+    Args:
+        routed: [B, T, k], see :func:`route`.
+    """
+    experts_per_shard = experts.count // mesh.shape["expert"]
 
-        layer = _bias_once({name: gather(name, weight) for name, weight in layer.items()})
-        flat = x.reshape(-1, x.shape[-1])
-        given = None if given is None else given.reshape(-1, experts.per_token)
-        own = (flat, *route(experts, layer, flat, given))
-        tokens, weights, chosen = (jax.lax.all_gather(part, "expert", tiled=True) for part in own)
-        mixed = _weighted(layer, tokens, weights, _own(chosen, here), activation)
+    def gather(name: str, weight: jax.Array) -> jax.Array:
+        """Return a parameter whose axis over ``fsdp`` is whole, if it has one."""
+        spec = WEIGHTS[name]
+        if "fsdp" not in spec:
+            return weight
+        return jax.lax.all_gather(weight, "fsdp", axis=spec.index("fsdp"), tiled=True)
+
+    def shard(layer: Params, x: jax.Array, routed: jax.Array | None) -> jax.Array:
+        layer = {name: gather(name, weight) for name, weight in layer.items()}
+        layer = _bias_on_one_shard(layer)
+        tokens = x.reshape(-1, x.shape[-1])
+        if routed is not None:
+            routed = routed.reshape(-1, experts.per_token)
+        weights, chosen = route(experts, layer, tokens, routed)
+
+        tokens = jax.lax.all_gather(tokens, "expert", tiled=True)
+        weights = jax.lax.all_gather(weights, "expert", tiled=True)
+        chosen = jax.lax.all_gather(chosen, "expert", tiled=True)
+        chosen = _shard_indices(chosen, experts_per_shard)
+        mixed = _weighted(layer, tokens, weights, chosen, activation)
         mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
         return jax.lax.psum(mixed, "tensor").reshape(x.shape)
 
-    tokens = PartitionSpec(ROWS, "context", None)
-    specs = {name: WEIGHTS[name] for name in layer}
+    token_spec = PartitionSpec(ROWS, "context", None)
+    weight_specs = {name: WEIGHTS[name] for name in layer}
     run = jax.shard_map(
-        shard, mesh=mesh, in_specs=(specs, tokens, tokens), out_specs=tokens, check_vma=False
+        shard,
+        mesh=mesh,
+        in_specs=(weight_specs, token_spec, token_spec),
+        out_specs=token_spec,
+        check_vma=False,
     )
-    return run(layer, x, given)
+    return run(layer, x, routed)
 
 
 def replicated_mixture_of_experts(
@@ -185,20 +203,19 @@ def replicated_mixture_of_experts(
     Experts are split over ``expert`` and their hidden units over ``tensor``; devices all-reduce
     their parts.
     """
-    here = experts.count // mesh.shape["expert"]
+    experts_per_shard = experts.count // mesh.shape["expert"]
 
     def shard(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights, chosen = route(experts, layer, x)
-        mixed = _weighted(
-            _bias_once(layer), x, weights, _own(chosen, here), activation, transposed=True
-        )
+        layer = _bias_on_one_shard(layer)
+        shard_chosen = _shard_indices(chosen, experts_per_shard)
+        mixed = _weighted(layer, x, weights, shard_chosen, activation, transposed=True)
         return jax.lax.psum(mixed, ("expert", "tensor")), chosen
 
     weights = {name: layer[name] for name in WEIGHTS if name in layer}
-    specs = {
-        name: split_weight(weight, _transposed_spec(WEIGHTS[name]))
-        for name, weight in weights.items()
-    }
+    specs = {}
+    for name, weight in weights.items():
+        specs[name] = split_weight(weight, _transposed_spec(WEIGHTS[name]))
     run = jax.shard_map(
         shard,
         mesh=mesh,
@@ -209,23 +226,25 @@ def replicated_mixture_of_experts(
     return run(weights, x)
 
 
-def _bias_once(layer: Params) -> Params:
-    """Keep ``expert_down_bias`` on one shard of the axis ``tensor``, over which outputs are summed."""
+def _bias_on_one_shard(layer: Params) -> Params:
+    """Keep ``expert_down_bias`` on one shard of ``tensor`` only, as outputs are summed over it."""
     if "expert_down_bias" not in layer:
         return layer
     bias = layer["expert_down_bias"]
     return layer | {"expert_down_bias": jnp.where(jax.lax.axis_index("tensor") == 0, bias, 0)}
 
 
-def _own(chosen: jax.Array, here: int) -> jax.Array:
-    """Return indices among the ``here`` experts of this shard; ``here`` for other shards' experts."""
-    chosen = chosen - jax.lax.axis_index("expert") * here
-    return jnp.where((chosen >= 0) & (chosen < here), chosen, here)
+def _shard_indices(chosen: jax.Array, count: int) -> jax.Array:
+    """Return indices among the ``count`` experts of this shard, ``count`` for all other experts."""
+    chosen = chosen - jax.lax.axis_index("expert") * count
+    return jnp.where((chosen >= 0) & (chosen < count), chosen, count)
 
 
 def _transposed_spec(spec: PartitionSpec) -> PartitionSpec:
-    """Return the spec of an expert's matrices [E, in, out], given that of [E, out, in]; others stay."""
-    return PartitionSpec(spec[0], spec[2], spec[1]) if len(spec) == 3 else spec
+    """Return the spec of matrices [E, in, out], given the spec of [E, out, in]; others stay."""
+    if len(spec) != 3:
+        return spec
+    return PartitionSpec(spec[0], spec[2], spec[1])
 
 
 def transpose_matrices(weight: Any) -> Any:
@@ -242,36 +261,42 @@ def _weighted(
     *,
     transposed: bool = False,
 ) -> jax.Array:
-    """Return the weighted outputs [N, D] of the chosen experts [N, k]; an index past the last adds nothing."""
-    order = jnp.argsort(chosen.reshape(-1), stable=True)  # [N k] places, by expert
+    """Return the weighted outputs [N, D] of the chosen experts [N, k].
+
+    An index past the last expert adds nothing.
+    """
+    order = jnp.argsort(chosen.reshape(-1), stable=True)  # [N k] choices, by expert
     count = layer["expert_gate"].shape[0]
     sizes = jnp.bincount(chosen.reshape(-1), length=count)
     expert = chosen.reshape(-1)[order]
+
     # Rows past the last group of a grouped product are undefined, forward and backward: they have
     # no token, weight and bias, and so no gradient.
-    present = expert < count
-    token = jnp.where(present, order // chosen.shape[1], len(x))
-    weights = jnp.where(present, weights.reshape(-1)[order], 0)[:, None].astype(x.dtype)
+    has_expert = expert < count
+    token = jnp.where(has_expert, order // chosen.shape[1], len(x))
+    weights = jnp.where(has_expert, weights.reshape(-1)[order], 0)[:, None].astype(x.dtype)
 
-    def product(values: jax.Array, name: str, weights: jax.Array | int = 1) -> jax.Array:
-        out = grouped_product(values, layer[name], sizes, expert, transposed=transposed)
+    def product(rows: jax.Array, name: str, bias_weights: jax.Array | int = 1) -> jax.Array:
+        out = grouped_product(rows, layer[name], sizes, expert, transposed=transposed)
         bias = layer.get(f"{name}_bias")
-        return (
-            out if bias is None else out + bias.at[expert].get(mode="fill", fill_value=0) * weights
-        )
+        if bias is None:
+            return out
+        return out + bias.at[expert].get(mode="fill", fill_value=0) * bias_weights
 
     grouped = x.at[token].get(mode="fill", fill_value=0)
-    hidden = activation(product(grouped, "expert_gate"), product(grouped, "expert_up"))
+    gate = product(grouped, "expert_gate")
+    up = product(grouped, "expert_up")
+    hidden = activation(gate, up)
+    zeros = jnp.zeros_like(x)
     # Weighted before the last product, where rows are shortest.
-    return (
-        jnp.zeros_like(x)
-        .at[token]
-        .add(product(hidden * weights, "expert_down", weights), mode="drop")
-    )
+    outputs = product(hidden * weights, "expert_down", weights)
+    return zeros.at[token].add(outputs, mode="drop")
 
 
-TILE_ROWS, TILE_COLUMNS = 512, 1024
-"""Tile of the kernel: rows of the operands, and at most so much of each dimension of the result."""
+TILE_ROWS = 512
+"""Rows of the operands in a tile of the kernel."""
+TILE_COLUMNS = 1024
+"""Most of each dimension of the result in a tile of the kernel."""
 
 
 def grouped_product(
@@ -290,7 +315,9 @@ def grouped_product(
     """
     if isinstance(weight, jax.Array) and not transposed:
         return _product(x, weight, sizes)
-    weight = weight if transposed else transpose_matrices(weight)
+
+    if not transposed:
+        weight = transpose_matrices(weight)
     if isinstance(weight, jax.Array):
         return jax.lax.ragged_dot(x, weight, sizes)
     out = jax.lax.ragged_dot(x, weight.numbers.astype(x.dtype), sizes)
@@ -306,10 +333,11 @@ def _forward(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Arr
     return _product(x, weight, sizes), (x, weight, sizes)
 
 
-def _backward(kept: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, weight, sizes = kept
+def _backward(saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, weight, sizes = saved
     d_weight = by_platform(d_out, x, sizes, tpu=_outer_kernel, default=_outer)
-    return jax.lax.ragged_dot(d_out, weight, sizes), d_weight.astype(weight.dtype), None
+    d_x = jax.lax.ragged_dot(d_out, weight, sizes)
+    return d_x, d_weight.astype(weight.dtype), None
 
 
 _product.defvjp(_forward, _backward)
@@ -317,17 +345,21 @@ _product.defvjp(_forward, _backward)
 
 def _outer(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
     """Sum the outer products of rows [N, out] and [N, in] by group -> [E, out, in]."""
-    rows = jax.lax.RaggedDotDimensionNumbers(
+    contract_rows = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
         lhs_ragged_dimensions=(0,),
         rhs_group_dimensions=(),
     )
-    return jax.lax.ragged_dot_general(d_out, x, sizes, rows)
+    return jax.lax.ragged_dot_general(d_out, x, sizes, contract_rows)
 
 
 def _outer_kernel(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
-    d_out, x = (
-        jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (d_out, x)
-    )  # whole tiles
+    """Compute :func:`_outer` with Megablox' kernel."""
+    d_out = _pad_to_tiles(d_out)
+    x = _pad_to_tiles(x)
     tiling = (TILE_ROWS, min(TILE_COLUMNS, d_out.shape[1]), min(TILE_COLUMNS, x.shape[1]))
     return tgmm(d_out.T, x, sizes, preferred_element_type=x.dtype, tiling=tiling)
+
+
+def _pad_to_tiles(rows: jax.Array) -> jax.Array:
+    return jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0)))
