@@ -1,4 +1,6 @@
-"""Decoder-only transformers in Flax NNX: one implementation, configured per family (``models.families``).
+"""Decoder-only transformers in Flax NNX.
+
+There is one implementation, configured per family (``models.families``).
 
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, h head size, F feed-forward, V
 vocabulary, L layers. Linear weights are stored as Hugging Face stores them, [out, in], stacked over
@@ -96,31 +98,29 @@ class DecoderLayer(Module):
         Returns:
             [B, T, D], and ``moe.router_load`` float32 [2, E], or None.
         """
-        config, adapters = self.config, adapters or {}
+        config = self.config
+        layer_adapters = adapters or {}
 
         def linear(name: str, x: jax.Array) -> jax.Array:
-            return self.linear(name, x, mesh, adapters.get(name))
+            return self.linear(name, x, mesh, layer_adapters.get(name))
 
-        mixed = self._attention(rms_norm(config, x, self.input_norm[...]), cos, sin, attend, linear)
+        inputs = rms_norm(config, x, self.input_norm[...])
+        mixed = self._attention(inputs, cos, sin, attend, linear)
         if config.sandwich_norms:
             x = x + rms_norm(config, mixed, self.post_attention_norm[...])
             inputs = rms_norm(config, x, self.pre_feedforward_norm[...])
         else:
             x = x + mixed
             inputs = rms_norm(config, x, self.post_attention_norm[...])
+
         load = None
         if copies is not None and config.experts is not None:
             load = moe.router_load(config.experts, self._experts(), inputs, copies, routed)
+
         out = self._feed_forward(inputs, linear, mesh, routed)
-        return (
-            x
-            + (
-                rms_norm(config, out, self.post_feedforward_norm[...])
-                if config.sandwich_norms
-                else out
-            ),
-            load,
-        )
+        if config.sandwich_norms:
+            out = rms_norm(config, out, self.post_feedforward_norm[...])
+        return x + out, load
 
     def _attention(
         self,
@@ -132,18 +132,25 @@ class DecoderLayer(Module):
     ) -> jax.Array:
         config = self.config
         rows, count, _ = x.shape
-        cos, sin = cos[:, None], sin[:, None]
+        cos = cos[:, None]
+        sin = sin[:, None]
 
-        def heads(name: str) -> jax.Array:
+        def project_heads(name: str) -> jax.Array:
             """Project [B, T, D] -> [B, heads, T, h]."""
-            return linear(name, x).reshape(rows, count, -1, config.head_dim).transpose(0, 2, 1, 3)
+            heads = linear(name, x).reshape(rows, count, -1, config.head_dim)
+            return heads.transpose(0, 2, 1, 3)
 
-        q, k = heads("q"), heads("k")
+        q = project_heads("q")
+        k = project_heads("k")
         if config.qk_norm:
-            q, k = rms_norm(config, q, self.q_norm[...]), rms_norm(config, k, self.k_norm[...])
+            q = rms_norm(config, q, self.q_norm[...])
+            k = rms_norm(config, k, self.k_norm[...])
         q = rotate(config.rope, q, cos, sin) * config.score_scale
         sinks = self.sinks[...] if config.attention_sinks else None
-        mixed = attend(q, rotate(config.rope, k, cos, sin), heads("v"), sinks)
+        k = rotate(config.rope, k, cos, sin)
+        v = project_heads("v")
+
+        mixed = attend(q, k, v, sinks)
         return linear("o", mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1))
 
     def _feed_forward(
@@ -153,39 +160,38 @@ class DecoderLayer(Module):
         mesh: Mesh | None,
         routed: jax.Array | None,
     ) -> jax.Array:
-        experts, activation = self.config.experts, ACTIVATIONS[self.config.activation]
+        experts = self.config.experts
+        activation = ACTIVATIONS[self.config.activation]
         if experts is None:
             return linear("down", activation(linear("gate", x), linear("up", x)))
         if mesh is not None:
             return moe.sharded_mixture_of_experts(
                 experts, self._experts(), x, activation, mesh, routed
             )
-        flat, routed = (
-            x.reshape(-1, x.shape[-1]),
-            None if routed is None else routed.reshape(-1, experts.per_token),
-        )
-        return moe.mixture_of_experts(experts, self._experts(), flat, activation, routed)[
-            0
-        ].reshape(x.shape)
+
+        tokens = x.reshape(-1, x.shape[-1])
+        if routed is not None:
+            routed = routed.reshape(-1, experts.per_token)
+        out, _ = moe.mixture_of_experts(experts, self._experts(), tokens, activation, routed)
+        return out.reshape(x.shape)
 
     def _experts(self) -> Params:
         """Return the parameters of router and experts."""
-        return {
-            name: getattr(self, name)[...]
-            for name in moe.WEIGHTS
-            if name in self.config.layer_shapes()
-        }
+        shapes = self.config.layer_shapes()
+        return {name: getattr(self, name)[...] for name in moe.WEIGHTS if name in shapes}
 
 
 class Decoder(Module):
-    """The model. The pure tree of its parameters is ``config.parameter_shapes()``, as files and engines know it.
+    """A decoder-only transformer.
+
+    The pure tree of its parameters is ``config.parameter_shapes()``, as files and engines know it.
 
     >>> model = Decoder(config, rngs=nnx.Rngs(0))                    # doctest: +SKIP
     >>> logits = model.logits(model(token_ids)[0])                   # doctest: +SKIP
 
     Attributes:
-        adapters: LoRA adapters by name of the matrix of ``layers``, stacked as those; none at
-            first.
+        adapters: LoRA adapters by name of the matrix of ``layers``, stacked as the layers are; none
+            at first.
     """
 
     config: DecoderConfig
@@ -234,21 +240,28 @@ class Decoder(Module):
             Hidden states [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E],
             or None.
         """
-        config, count = self.config, token_ids.shape[1]
+        config = self.config
+        count = token_ids.shape[1]
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(count), token_ids.shape)
         if subtree_end is None:
             subtree_end = jnp.full(token_ids.shape, count, jnp.int32)
-        views = _views(config, positions, subtree_end, images)  # computed once, for all layers
-        deep = 0 if config.vision is None else len(config.vision.deepstack_layers)
+
+        # Computed once, for all layers.
+        contexts = _attention_contexts(config, positions, subtree_end, images)
+        deepstack_count = 0
+        if config.vision is not None:
+            deepstack_count = len(config.vision.deepstack_layers)
         graphdef, state = nnx.split((self.layers, self.adapters))
 
         def body(x: jax.Array, scanned: tuple[Any, ...]) -> tuple[jax.Array, jax.Array | None]:
-            state, view, number, routed = scanned
+            state, kind, number, routed = scanned
             layer, adapters = nnx.merge(graphdef, state)
-            cos, sin, tree_mask = (
-                views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
-            )
+            if len(contexts) == 1:
+                context = contexts[0]
+            else:
+                context = jax.tree.map(lambda *x: jnp.stack(x)[kind], *contexts)
+            cos, sin, tree_mask = context
 
             def attend(
                 q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None
@@ -258,27 +271,37 @@ class Decoder(Module):
             x, load = layer(
                 x, cos, sin, attend, adapters=adapters, copies=copies, routed=routed, mesh=mesh
             )
-            if deep and images is not None:
-                more = functools.partial(deepstack_features, images, size=config.hidden_size)
-                x = jax.lax.cond(number < deep, lambda: x + more(number).astype(x.dtype), lambda: x)
+            if deepstack_count and images is not None:
+                layer_features = functools.partial(
+                    deepstack_features, images, size=config.hidden_size
+                )
+
+                def add_features() -> jax.Array:
+                    return x + layer_features(number).astype(x.dtype)
+
+                x = jax.lax.cond(number < deepstack_count, add_features, lambda: x)
             return x, load
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
-        kinds = [
-            config.attention_kinds.index(config.is_windowed(i)) for i in range(config.num_layers)
-        ]
+
+        kinds = []  # of attention, by layer
+        for layer in range(config.num_layers):
+            kinds.append(config.attention_kinds.index(config.is_windowed(layer)))
         x = embed(config, self.embed[...], token_ids)
-        x = constrain(
-            x if images is None else place_features(x, images), mesh, ROWS, "context", None
-        )
-        routed = None if routed_experts is None else jnp.moveaxis(routed_experts, 2, 0)
-        x, loads = jax.lax.scan(
-            body, x, (state, jnp.array(kinds, jnp.int32), jnp.arange(config.num_layers), routed)
-        )
-        return rms_norm(config, x, self.final_norm[...]), (
-            None if loads is None else jnp.sum(loads, axis=0)
-        )
+        if images is not None:
+            x = place_features(x, images)
+        x = constrain(x, mesh, ROWS, "context", None)
+        routed = None
+        if routed_experts is not None:
+            routed = jnp.moveaxis(routed_experts, 2, 0)
+
+        scanned = (state, jnp.array(kinds, jnp.int32), jnp.arange(config.num_layers), routed)
+        x, loads = jax.lax.scan(body, x, scanned)
+        hidden = rms_norm(config, x, self.final_norm[...])
+        if loads is None:
+            return hidden, None
+        return hidden, jnp.sum(loads, axis=0)
 
     @property
     def head(self) -> jax.Array:
@@ -290,35 +313,37 @@ class Decoder(Module):
         return jnp.einsum("...d,vd->...v", hidden, self.head, preferred_element_type=jnp.float32)
 
 
-def _views(
+def _attention_contexts(
     config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array, images: ImageInputs | None
 ) -> list[tuple[jax.Array, jax.Array, TreeMask]]:
-    """Return rotary tables [B, T, r/2] and mask of each of ``config.attention_kinds``."""
+    """Return rotary tables [B, T, r/2] and the mask of each of ``config.attention_kinds``."""
     if images is not None:
-        return [
-            (
-                *mrope_tables(config.rope, config.head_dim, images.rope_positions),
-                TreeMask(subtree_end),
-            )
-        ]
-    kinds = config.attention_kinds
-    views = []
-    for windowed in kinds:
-        rope = config.local_rope or config.rope if windowed else config.rope
-        # Without a window: no two positions of a row are that far apart.
-        window = config.sliding_window if windowed else positions.shape[1]
-        mask = (
-            TreeMask(subtree_end)
-            if kinds == (False,)
-            else TreeMask(subtree_end, positions, jnp.int32(window))
-        )
-        views.append((*rope_tables(rope, config.head_dim, positions), mask))
-    return views
+        cos, sin = mrope_tables(config.rope, config.head_dim, images.rope_positions)
+        return [(cos, sin, TreeMask(subtree_end))]
+
+    contexts = []
+    for windowed in config.attention_kinds:
+        rope = config.rope
+        if windowed and config.local_rope is not None:
+            rope = config.local_rope
+
+        if config.attention_kinds == (False,):
+            mask = TreeMask(subtree_end)
+        else:
+            # The masks of both kinds are stacked, so a layer without a window gets one of the
+            # row's length: no two positions are that far apart.
+            window = config.sliding_window if windowed else positions.shape[1]
+            mask = TreeMask(subtree_end, positions, jnp.int32(window))
+
+        cos, sin = rope_tables(rope, config.head_dim, positions)
+        contexts.append((cos, sin, mask))
+    return contexts
 
 
-_MAX_LARGEST, _MAX_MEAN = 1e-2, 1e-3
-"""Allowed difference of log-probs: both sides compute in float32, perhaps on other devices and in
-another order."""
+# Allowed differences of log-probs: both sides compute in float32, perhaps on different devices and
+# in a different order.
+_MAX_DIFFERENCE = 1e-2
+_MAX_MEAN_DIFFERENCE = 1e-3
 
 
 def score_probe(
@@ -331,49 +356,52 @@ def score_probe(
     """Return sequences of token ids with their log-probs.
 
     Args:
-        config: the model.
-        params: its parameters.
-        sequences: ids, at least two each.
+        sequences: at least two ids each.
         dtype: what the parameters are rounded to first, as in the transfer. The model computes in
             float32.
     """
     params = jax.tree.map(lambda x: rounded(x, dtype), params)
-    rows = [
-        tuple(np.asarray(_logprobs(config, params, jnp.asarray(ids, jnp.int32))).tolist())
-        for ids in sequences
-    ]
-    return LogprobProbe(ids=tuple(map(tuple, sequences)), log_probs=tuple(rows))
+    log_probs = []
+    for ids in sequences:
+        logprobs_T = _logprobs(config, params, jnp.asarray(ids, jnp.int32))
+        log_probs.append(tuple(np.asarray(logprobs_T).tolist()))
+    return LogprobProbe(ids=tuple(map(tuple, sequences)), log_probs=tuple(log_probs))
 
 
 def verify_probe(config: DecoderConfig, params: Params, probe: LogprobProbe) -> None:
     """Check that parameters give the log-probs that their sender computed.
 
     Args:
-        config: the model.
         params: as they arrived.
-        probe: of the sender.
+        probe: log-probs of the sender.
 
     Raises:
         WeightUpdateError: they differ by more than the order of sums.
     """
-    largest, mean = probe.differences(score_probe(config, params, probe.ids).log_probs)
-    if not (largest <= _MAX_LARGEST and mean <= _MAX_MEAN):
+    received = score_probe(config, params, probe.ids)
+    largest, mean = probe.differences(received.log_probs)
+    # Not `largest > …`: a comparison with NaN must fail, too.
+    is_equal = largest <= _MAX_DIFFERENCE and mean <= _MAX_MEAN_DIFFERENCE
+    if not is_equal:
         raise WeightUpdateError(
             "the weights that arrived do not give the learner's log-probs: they differ by up to"
-            f" {largest:.2g} (mean {mean:.2g}), allowed are {_MAX_LARGEST:.2g} ({_MAX_MEAN:.2g})."
-            " Names may be interchanged, or numbers never written; the weights before them are"
-            " still served"
+            f" {largest:.2g} (mean {mean:.2g}), allowed are {_MAX_DIFFERENCE:.2g}"
+            f" ({_MAX_MEAN_DIFFERENCE:.2g}). Names may be interchanged, or numbers never written;"
+            " the weights before them are still served"
         )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logprobs(config: DecoderConfig, params: Params, ids_T: jax.Array) -> jax.Array:
-    """float32 [T - 1]: log-prob of every id but the first, given those before it."""
+    """Return float32 [T - 1]: the log-prob of every id but the first, given the ids before it."""
     # The layers compute in the dtype of their input: no other weights are copied.
-    wide = {
-        name: params[name].astype(jnp.float32) for name in ("embed", "lm_head") if name in params
-    }
+    float32_params = {}
+    for name in ("embed", "lm_head"):
+        if name in params:
+            float32_params[name] = params[name].astype(jnp.float32)
+
     with jax.default_matmul_precision("highest"):
-        model = Decoder.from_params(config, params | wide)
-        logprobs_TV = jax.nn.log_softmax(model.logits(model(ids_T[None])[0][0, :-1]))
+        model = Decoder.from_params(config, params | float32_params)
+        hidden, _ = model(ids_T[None])
+        logprobs_TV = jax.nn.log_softmax(model.logits(hidden[0, :-1]))
     return jnp.take_along_axis(logprobs_TV, ids_T[1:, None], axis=1)[:, 0]

@@ -34,8 +34,9 @@ from jax_agent_rl.models.vision_context import ImageInputs
 
 
 def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Apply gpt-oss's gate, from its published code: clamped inputs, a steeper sigmoid, and ``up + 1``."""
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    """Apply gpt-oss's gate: clamped inputs, a steeper sigmoid, and ``up + 1``, as in its code."""
+    gate = jnp.minimum(gate, 7.0)
+    up = jnp.clip(up, -7.0, 7.0)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
@@ -62,7 +63,10 @@ REMAT_POLICIES = {
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> jax.Array:
-    """Return rotary frequencies float32 [r/2] of the r numbers that rotate, scaled for long contexts if configured."""
+    """Return rotary frequencies float32 [r/2] of the r numbers that rotate.
+
+    They are scaled for long contexts if ``rope`` says so.
+    """
     size = int(head_dim * rope.partial_rotary)
     exponents = jnp.arange(0, size, 2, dtype=jnp.float32) / size
     frequencies = 1.0 / rope.theta**exponents
@@ -71,64 +75,79 @@ def rope_frequencies(rope: Rope, head_dim: int) -> jax.Array:
             return frequencies / factor
         case Llama3Scaling() as scaling:
             turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-            return frequencies * (keep + (1 - keep) / scaling.factor)
+            low = scaling.low_freq_factor
+            high = scaling.high_freq_factor
+            unscaled_share = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+            return frequencies * (unscaled_share + (1 - unscaled_share) / scaling.factor)
         case YarnScaling() as scaling:
-            keep = 1 - _yarn_ramp(scaling, rope.theta, size)
-            return frequencies * (keep + (1 - keep) / scaling.factor)
+            unscaled_share = 1 - _yarn_ramp(scaling, rope.theta, size)
+            return frequencies * (unscaled_share + (1 - unscaled_share) / scaling.factor)
         case DynamicScaling(factor=factor, trained_positions=trained, positions=longest):
-            theta = rope.theta * (factor * longest / trained - factor + 1) ** (size / (size - 2))
+            growth = factor * longest / trained - factor + 1
+            theta = rope.theta * growth ** (size / (size - 2))
             return 1.0 / theta**exponents
     return frequencies
 
 
 def _yarn_ramp(scaling: YarnScaling, theta: float, size: int) -> np.ndarray:
-    """Return float32 [r/2], from 0 at the frequencies that YaRN keeps to 1 at those it divides."""
+    """Return float32 [r/2], from 0 at the frequencies that YaRN keeps to 1 where it divides."""
 
-    def index(turns: float) -> float:
-        """Return the (fractional) index of the frequency with this many turns in the original context."""
+    def frequency_index(turns: float) -> float:
+        """Return the (fractional) index of the frequency that turns so often in the context."""
         wavelength = scaling.original_max_position_embeddings / (2 * math.pi * turns)
         return size * math.log(wavelength) / (2 * math.log(theta))
 
-    low, high = index(scaling.beta_fast), index(scaling.beta_slow)
+    low = frequency_index(scaling.beta_fast)
+    high = frequency_index(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
-    width = high - low or 0.001  # a step
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
+
+    width = high - low
+    if width == 0:
+        width = 0.001  # the ramp is a step
     return np.clip((np.arange(size // 2, dtype=np.float32) - low) / width, 0, 1)
 
 
 def rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return cos and sin float32 [.., r/2] of the rotary angles at int32 positions [..]."""
-    return _tables(
-        rope, positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
-    )
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
+    return _cos_and_sin(rope, angles)
 
 
-def _tables(rope: Rope, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin of angles, in YaRN with its magnitude."""
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+def _cos_and_sin(rope: Rope, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return cos and sin of angles, in YaRN multiplied by its magnitude."""
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
     if isinstance(rope.scaling, YarnScaling):
         return cos * rope.scaling.magnitude, sin * rope.scaling.magnitude
     return cos, sin
 
 
 def mrope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return M-RoPE tables at int32 positions [.., 3]: time, row and column, each for its section of frequencies."""
+    """Return M-RoPE tables, cos and sin float32 [.., r/2].
+
+    Args:
+        positions: int32 [.., 3]: time, row and column, each for its section of the frequencies.
+    """
     assert rope.sections is not None
     axis_of_frequency = np.repeat(np.arange(3), rope.sections)
     if rope.interleaved_sections:
         index = np.arange(sum(rope.sections))
-        axis_of_frequency = np.where(index < 3 * np.array(rope.sections)[index % 3], index % 3, 0)
-    return _tables(
-        rope,
-        positions[..., axis_of_frequency].astype(jnp.float32) * rope_frequencies(rope, head_dim),
-    )
+        turn = index % 3
+        # Where an axis has no frequencies left, time takes its turns.
+        axis_of_frequency = np.where(index < 3 * np.array(rope.sections)[turn], turn, 0)
+    frequency_positions = positions[..., axis_of_frequency].astype(jnp.float32)
+    return _cos_and_sin(rope, frequency_positions * rope_frequencies(rope, head_dim))
 
 
 def place_features(x: jax.Array, images: ImageInputs) -> jax.Array:
-    """Replace the embeddings of placeholders in [B, T, D] by the first D numbers of image features."""
+    """Replace the embeddings of placeholders in [B, T, D] by image features.
+
+    The first D numbers of a feature are for this; the others are for :func:`deepstack_features`.
+    """
     features = rows_at(images.features[..., : x.shape[-1]], jnp.maximum(images.feature_index, 0))
     return jnp.where(images.feature_index[..., None] >= 0, features.astype(x.dtype), x)
 
@@ -141,10 +160,9 @@ def deepstack_features(images: ImageInputs, layer: jax.Array | int, size: int) -
         layer: below n.
         size: D.
     """
-    own = jax.lax.dynamic_slice_in_dim(images.features, (1 + layer) * size, size, axis=-1)
-    return jnp.where(
-        images.feature_index[..., None] >= 0, rows_at(own, jnp.maximum(images.feature_index, 0)), 0
-    )
+    features = jax.lax.dynamic_slice_in_dim(images.features, (1 + layer) * size, size, axis=-1)
+    is_image = images.feature_index[..., None] >= 0
+    return jnp.where(is_image, rows_at(features, jnp.maximum(images.feature_index, 0)), 0)
 
 
 def rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -160,27 +178,27 @@ def rotate(
     Args:
         rope: says which numbers are pairs.
         x: heads.
-        cos: of the angle of each pair, broadcast against the pairs.
-        sin: as ``cos``.
+        cos: of the angle of each pair, broadcast against the pairs; ``sin`` as well.
         axis: of a head's numbers.
     """
     axis %= x.ndim
     pairs = cos.shape[axis - x.ndim]
-    turning, rest = jnp.split(x, [2 * pairs], axis=axis)
+    rotating, unrotated = jnp.split(x, [2 * pairs], axis=axis)
     if rope.interleaved:
-        paired = turning.reshape(*x.shape[:axis], pairs, 2, *x.shape[axis + 1 :])
-        first, second = (
-            jax.lax.index_in_dim(paired, i, axis + 1, keepdims=False) for i in range(2)
-        )
-        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis + 1)
-        turned = turned.reshape(turning.shape)
+        paired = rotating.reshape(*x.shape[:axis], pairs, 2, *x.shape[axis + 1 :])
+        first = jax.lax.index_in_dim(paired, 0, axis + 1, keepdims=False)
+        second = jax.lax.index_in_dim(paired, 1, axis + 1, keepdims=False)
+        rotated_pairs = [first * cos - second * sin, second * cos + first * sin]
+        rotated = jnp.stack(rotated_pairs, axis=axis + 1).reshape(rotating.shape)
     else:
-        first, second = jnp.split(turning, 2, axis=axis)
-        turned = jnp.concatenate(
-            [first * cos - second * sin, second * cos + first * sin], axis=axis
-        )
-    turned = turned.astype(x.dtype)
-    return jnp.concatenate([turned, rest], axis=axis) if rest.shape[axis] else turned
+        first, second = jnp.split(rotating, 2, axis=axis)
+        rotated_pairs = [first * cos - second * sin, second * cos + first * sin]
+        rotated = jnp.concatenate(rotated_pairs, axis=axis)
+    rotated = rotated.astype(x.dtype)
+
+    if not unrotated.shape[axis]:
+        return rotated
+    return jnp.concatenate([rotated, unrotated], axis=axis)
 
 
 def rms_norm(
@@ -190,10 +208,9 @@ def rms_norm(
     shape = [1] * x.ndim
     shape[axis] = -1
     weight = weight.reshape(shape)
-    wide = x.astype(jnp.float32)
-    scaled = wide * jax.lax.rsqrt(
-        jnp.mean(wide * wide, axis=axis, keepdims=True) + config.rms_norm_eps
-    )
+    x_float32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(x_float32 * x_float32, axis=axis, keepdims=True)
+    scaled = x_float32 * jax.lax.rsqrt(mean_square + config.rms_norm_eps)
     if config.norm_offset:
         return (scaled * (config.norm_offset + weight.astype(jnp.float32))).astype(x.dtype)
     return weight * scaled.astype(x.dtype)
@@ -201,16 +218,19 @@ def rms_norm(
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, *, eps: float) -> jax.Array:
     """Apply a layer norm over the last axis, in float32."""
-    wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    scaled = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    x_float32 = x.astype(jnp.float32)
+    centred = x_float32 - jnp.mean(x_float32, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    scaled = centred * jax.lax.rsqrt(variance + eps)
     return (scaled * weight + bias).astype(x.dtype)
 
 
 def embed(config: DecoderConfig, table: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Return embeddings [.., D] of int32 ids [..] from the embedding matrix [V, D]."""
     x = table[token_ids]
-    return x * jnp.asarray(config.embed_scale, x.dtype) if config.embed_scale != 1.0 else x
+    if config.embed_scale == 1.0:
+        return x
+    return x * jnp.asarray(config.embed_scale, x.dtype)
 
 
 def linear(
@@ -227,7 +247,9 @@ def linear(
 
     def product(x: jax.Array) -> jax.Array:
         y = jnp.einsum("...d,od->...o", x, restore(weight).astype(x.dtype))
-        return y if adapter is None else y + adapter(x)
+        if adapter is None:
+            return y
+        return y + adapter(x)
 
     if mesh is not None and mesh.shape["context"] > 1:
         return product(x)  # flattening split tokens would gather them
@@ -240,7 +262,7 @@ class Module(nnx.Module):
 
     Args:
         config: of the model.
-        shapes: by name; those of submodules, which are tables themselves, are skipped.
+        shapes: by name; the tables of submodules among them are skipped.
         rngs: draws initial values, float32: matrices normal, biases 0, norms the identity.
     """
 
@@ -251,7 +273,8 @@ class Module(nnx.Module):
                 setattr(self, name, nnx.Param(self._draw(name, shape, rngs)))
 
     def _draw(self, name: str, shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
-        kind = (PARAMETERS.get(name) or VISION_PARAMETERS[name]).kind
+        parameter = PARAMETERS.get(name) or VISION_PARAMETERS[name]
+        kind = parameter.kind
         if kind is Kind.NORM:
             return jnp.full(shape, 1.0 - self.config.norm_offset)
         if kind in (Kind.BIAS, Kind.SINK):
@@ -261,10 +284,15 @@ class Module(nnx.Module):
     def linear(
         self, name: str, x: jax.Array, mesh: Mesh | None = None, adapter: LoRA | None = None
     ) -> jax.Array:
-        """Apply the matrix ``name``, and the bias ``name_bias`` if there is one; arguments as :func:`linear`."""
+        """Apply the matrix ``name``, and the bias ``name_bias`` if there is one.
+
+        For the other arguments see :func:`linear`.
+        """
         y = linear(x, getattr(self, name).get_value(), mesh, adapter)
         bias = getattr(self, f"{name}_bias", None)
-        return y if bias is None else y + bias[...]
+        if bias is None:
+            return y
+        return y + bias[...]
 
     @classmethod
     def from_params(cls, config: Any, params: Params) -> Self:
@@ -288,7 +316,11 @@ def _graphdef(kind: Callable[..., Module], config: Any) -> nnx.GraphDef:
 
 
 def stack(kind: Callable[..., nnx.Module], config: Any, *, rngs: nnx.Rngs) -> Any:
-    """Return all layers of a kind as one, with parameters [L, ...]; ``rngs`` draws each layer's initial values."""
+    """Return all layers of a kind as one, with parameters [L, ...].
+
+    Args:
+        rngs: draws each layer's initial values.
+    """
 
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap
@@ -305,7 +337,9 @@ DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """An array in 8 bits with a scale per vector, of an engine's weights or KV cache: ``numbers * scale``.
+    """An array in 8 bits with a scale per vector: ``numbers * scale``.
+
+    Engines keep weights and KV caches so.
 
     Attributes:
         numbers: int8 or float8_e4m3fn.
@@ -329,12 +363,19 @@ def quantized(x: jax.Array, dtype: jnp.dtype, *, axis: int) -> Quantized:
     >>> quantized(jnp.array([[0.5, -2.0]]), jnp.int8, axis=1).numbers
     Array([[  32, -127]], dtype=int8)
     """
-    whole = jnp.issubdtype(dtype, jnp.integer)
-    largest = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if is_integer:
+        largest = float(jnp.iinfo(dtype).max)
+    else:
+        largest = float(jnp.finfo(dtype).max)
+
     x = x.astype(jnp.float32)
     peak = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
     scale = jnp.where(peak > 0, peak, 1) / largest
-    numbers = jnp.clip(jnp.round(x / scale) if whole else x / scale, -largest, largest)
+    numbers = x / scale
+    if is_integer:
+        numbers = jnp.round(numbers)
+    numbers = jnp.clip(numbers, -largest, largest)
     return Quantized(numbers.astype(dtype), scale)
 
 
@@ -346,16 +387,21 @@ def split_weight(weight: Any, spec: PartitionSpec) -> Any:
     >>> split_weight(jnp.zeros((4, 1)), PartitionSpec(None, "tensor"))
     PartitionSpec(None, None)
     """
-    return jax.tree.map(
-        lambda x: PartitionSpec(
-            *(a if n > 1 else None for a, n in zip(spec, x.shape, strict=True))
-        ),
-        weight,
-    )
+
+    def array_spec(x: Any) -> PartitionSpec:
+        axes = []
+        for axis, size in zip(spec, x.shape, strict=True):
+            axes.append(axis if size > 1 else None)
+        return PartitionSpec(*axes)
+
+    return jax.tree.map(array_spec, weight)
 
 
 def product(weight: Any, x: jax.Array) -> jax.Array:
-    """Multiply [..., out, in] x [in, B] -> [..., out, B]; scales apply last, so only 8 bits per weight are read."""
+    """Multiply [..., out, in] x [in, B] -> [..., out, B].
+
+    The scales of a quantized weight apply last, so that only 8 bits per weight are read.
+    """
     if isinstance(weight, jax.Array):
         return jnp.einsum("...od,db->...ob", weight, x)
     out = jnp.einsum("...od,db->...ob", weight.numbers.astype(x.dtype), x)
