@@ -26,10 +26,8 @@ Pixels = tuple[int, int]
 Grid = tuple[int, int, int]
 """Patches of an item: groups of frames, rows, columns."""
 
-_VIDEO_PIXELS: Pixels = (
-    128 * 28 * 28,
-    768 * 28 * 28,
-)  # of transformers' video processor, where no file says
+# Of transformers' video processor, where no file says.
+_VIDEO_PIXELS: Pixels = (128 * 28 * 28, 768 * 28 * 28)
 _VIDEO_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
 _FRAME_SETTINGS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
 
@@ -52,8 +50,8 @@ class ProcessedImage:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that are equal exactly for equal patches."""
-        head = f"{self.kind} {self.grid}".encode()
-        return hashlib.blake2b(head + self.patches.tobytes(), digest_size=16).digest()
+        prefix = f"{self.kind} {self.grid}".encode()
+        return hashlib.blake2b(prefix + self.patches.tobytes(), digest_size=16).digest()
 
 
 class ImageProcessor:
@@ -80,17 +78,20 @@ class ImageProcessor:
         """
         from transformers import AutoImageProcessor
 
-        override = dict(zip(("min_pixels", "max_pixels"), pixels, strict=True)) if pixels else {}
+        override = {}
+        if pixels:
+            override = {"min_pixels": pixels[0], "max_pixels": pixels[1]}
         try:
             images = read_pretrained(AutoImageProcessor, folder, **override)
-            frames = _video_settings(folder)
-            own = {name: frames[name] for name in _FRAME_SETTINGS if name in frames}
-            return cls(images=images, videos=type(images)(size=_size(pixels, frames), **own))
+            settings = _video_settings(folder)
+            frame_settings = {name: settings[name] for name in _FRAME_SETTINGS if name in settings}
+            videos = type(images)(size=_size(pixels, settings), **frame_settings)
+            return cls(images=images, videos=videos)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"the image processor at {folder} cannot be read: {error}") from error
 
     def count(self, kind: str, item: Any) -> int:
-        """Return the features, and so placeholder ids, of one image or video, from its size alone.
+        """Return how many features, and so placeholder ids, an image or video of this size has.
 
         Raises:
             ValueError: it is none, or of a shape the model cannot take.
@@ -102,11 +103,8 @@ class ImageProcessor:
         else:
             width, height = as_image(item).size
             groups = 1
-        return (
-            groups
-            * processor.get_number_of_image_patches(height, width, {})
-            // processor.merge_size**2
-        )
+        patches = groups * processor.get_number_of_image_patches(height, width, {})
+        return patches // processor.merge_size**2
 
     def process(self, kind: str, item: Any) -> ProcessedImage:
         """Cut one image or video into patches.
@@ -117,23 +115,28 @@ class ImageProcessor:
         import numpy as np
 
         processor = self._processors[kind]
-        frames = list(as_frames(item)) if kind == "video" else [np.asarray(as_image(item))]
+        if kind == "video":
+            frames = list(as_frames(item))
+        else:
+            frames = [np.asarray(as_image(item))]
         # Explicit, or an image of three rows would be taken for one of three channels.
-        cut = processor(images=frames, input_data_format="channels_last", return_tensors="np")
-        _, rows, columns = cut["image_grid_thw"][0].tolist()
-        patches = cut["pixel_values"]
+        processed = processor(images=frames, input_data_format="channels_last", return_tensors="np")
+        _, rows, columns = processed["image_grid_thw"][0].tolist()
+        patches = processed["pixel_values"]
         if kind == "image":
             return ProcessedImage(kind=kind, patches=patches, grid=(1, rows, columns))
-        patches = _grouped(
+
+        patches = _group_frames(
             patches, len(frames), processor.temporal_patch_size, processor.patch_size**2
         )
-        return ProcessedImage(
-            kind=kind, patches=patches, grid=(len(patches) // (rows * columns), rows, columns)
-        )
+        groups = len(patches) // (rows * columns)
+        return ProcessedImage(kind=kind, patches=patches, grid=(groups, rows, columns))
 
 
-def _grouped(patches: np.ndarray, frames: int, group: int, pixels: int) -> np.ndarray:
-    """Turn patches of still images, where one frame fills a group, into patches of a video; repeat the last frame.
+def _group_frames(patches: np.ndarray, frames: int, group: int, pixels: int) -> np.ndarray:
+    """Turn patches of still images, where one frame fills a group, into patches of a video.
+
+    The last frame is repeated until its group is full.
 
     Args:
         patches: [frames · M, C · group · pixels].
@@ -146,31 +149,42 @@ def _grouped(patches: np.ndarray, frames: int, group: int, pixels: int) -> np.nd
     """
     import numpy as np
 
-    stills = patches.reshape(frames, -1, patches.shape[1] // (group * pixels), group, pixels)[
-        :, :, :, 0
-    ]
-    stills = np.concatenate([stills, *[stills[-1:]] * (-frames % group)])
+    channels = patches.shape[1] // (group * pixels)
+    stills = patches.reshape(frames, -1, channels, group, pixels)[:, :, :, 0]
+    repeats = -frames % group
+    stills = np.concatenate([stills, *[stills[-1:]] * repeats])
     grouped = stills.reshape(-1, group, *stills.shape[1:]).transpose(0, 2, 3, 1, 4)
     return np.ascontiguousarray(grouped.reshape(-1, patches.shape[1]))
 
 
-def _size(pixels: Pixels | None, frames: Mapping[str, Any]) -> Mapping[str, int]:
+def _size(pixels: Pixels | None, settings: Mapping[str, Any]) -> Mapping[str, int]:
     """Return the pixel limits of frames, which files give in one of two ways."""
-    if pixels is None and frames.get("size"):
-        return frames["size"]
-    fewest, most = pixels or (
-        frames.get("min_pixels", _VIDEO_PIXELS[0]),
-        frames.get("max_pixels", _VIDEO_PIXELS[1]),
-    )
-    return {"shortest_edge": fewest, "longest_edge": most}
+    if pixels is None and settings.get("size"):
+        return settings["size"]
+
+    if pixels:
+        min_pixels, max_pixels = pixels
+    else:
+        min_pixels = settings.get("min_pixels", _VIDEO_PIXELS[0])
+        max_pixels = settings.get("max_pixels", _VIDEO_PIXELS[1])
+    # The image processor calls its pixel limits so, although they are no edges.
+    return {"shortest_edge": min_pixels, "longest_edge": max_pixels}
 
 
 def _video_settings(folder: Path) -> dict[str, Any]:
     """Read video settings from where transformers looks for them, in its order."""
-    if (whole := _read(folder / "processor_config.json")).get("video_processor"):
-        return whole["video_processor"]
-    return next((settings for name in _VIDEO_FILES if (settings := _read(folder / name))), {})
+    processor = _read(folder / "processor_config.json")
+    if processor.get("video_processor"):
+        return processor["video_processor"]
+    for name in _VIDEO_FILES:
+        settings = _read(folder / name)
+        if settings:
+            return settings
+    return {}
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    """Read the object in a JSON file; empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -1,18 +1,19 @@
-"""Contexts with images: where their placeholders are, the keys that prefix caches compare, and a tower's index arrays.
+"""Contexts with images: their placeholders, rotary positions, cache keys, and the tower's indices.
 
-All is computed on the host::
+All is computed on the host. An image of 1 x 2 x 2 features::
 
-    ids       … <vision_start> <image> <image> <image> <image> <vision_end> <image> …   an image of 1 x 2 x 2 features
-    keys               -          -1      -2      -3      -4        -       <image>     equal keys mean equal KV
-    time               7           8       8       8       8       10         11
-    row                7           8       8       9       9       10         11
-    column             7           8       9       8       9       10         11
+    ids      … <vision_start> <image> <image> <image> <image> <vision_end> <image> …
+    keys              -         -1      -2      -3      -4         -       <image>
+    time              7          8       8       8       8        10         11
+    row               7          8       8       9       9        10         11
+    column            7          8       9       8       9        10         11
 
-The last ``<image>`` was sampled: it is text. Text goes on after the largest number so far, as
-Qwen-VL models were trained (Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1; Bai et al.
-2025, Qwen2.5-VL, arXiv 2502.13923, section 2.1.3, for the time of frames) and as vLLM and
-transformers before version 5 have it. (transformers 5 goes on after rows and columns alone, so that
-what follows a video of more groups than rows would stand before its end.)
+Prefix caches compare the keys: equal keys mean equal KV. The last ``<image>`` was sampled: it is
+text. Text goes on after the largest number so far, as Qwen-VL models were trained (Wang et al.
+2024, Qwen2-VL, arXiv 2409.12191, section 2.1; Bai et al. 2025, Qwen2.5-VL, arXiv 2502.13923,
+section 2.1.3, for the time of frames) and as vLLM and transformers before version 5 have it.
+(transformers 5 goes on after rows and columns alone, so that the text after a video of more groups
+than rows would stand before its end.)
 
 Shapes: T tokens, P patches, N features, N = P / merge_size².
 """
@@ -65,7 +66,6 @@ class VisionProcessor:
         """Load the processor of a Hugging Face folder; None for a text model.
 
         Args:
-            model: the model's configuration.
             folder: a Hugging Face folder or Hub name.
             pixels: ``model.min_pixels`` and ``max_pixels``, see :meth:`ImageProcessor.read`.
 
@@ -74,9 +74,8 @@ class VisionProcessor:
         """
         if model.vision is None:
             return None
-        return cls(
-            vision=model.vision, patcher=ImageProcessor.read(model_folder(folder), pixels=pixels)
-        )
+        patcher = ImageProcessor.read(model_folder(folder), pixels=pixels)
+        return cls(vision=model.vision, patcher=patcher)
 
     def read(self, media: Mapping[str, Sequence[Any]]) -> dict[str, tuple[ProcessedImage, ...]]:
         """Cut images and videos, given by kind, into patches.
@@ -84,13 +83,13 @@ class VisionProcessor:
         Raises:
             ValueError: one cannot be processed; says which and why.
         """
-        return {
-            kind: tuple(
-                self._process(kind, item, f"{kind} {number} of {len(items)}")
-                for number, item in enumerate(items, 1)
-            )
-            for kind, items in media.items()
-        }
+        processed = {}
+        for kind, items in media.items():
+            images = []
+            for number, item in enumerate(items, 1):
+                images.append(self._process(kind, item, f"{kind} {number} of {len(items)}"))
+            processed[kind] = tuple(images)
+        return processed
 
     def make_context(
         self, ids: Sequence[int] | np.ndarray, images: Mapping[str, Sequence[ProcessedImage]]
@@ -122,16 +121,17 @@ class VisionProcessor:
 
 
 class ImageKeys:
-    """Numbers image features from 0 on; only the same feature of equal images has the same number."""
+    """Numbers image features from 0 on; only the same feature of equal images has one number."""
 
     def __init__(self) -> None:
-        self._first: dict[bytes, int] = {}
+        self._first_by_digest: dict[bytes, int] = {}
         self.count = 0
 
     def first(self, image: ProcessedImage, features: int) -> int:
         """Return the number of an image's first feature; the others follow it."""
-        first = self._first.setdefault(image.digest, self.count)
-        if first == self.count:
+        first = self._first_by_digest.setdefault(image.digest, self.count)
+        is_new = first == self.count
+        if is_new:
             self.count += features
         return first
 
@@ -215,26 +215,24 @@ def locate(
     placeholder in a shorter run, or behind the last item, is text: a model may sample any id.
 
     Args:
-        vision: the tower.
-        ids: a context.
         grids: of patches, by kind, items in order of their placeholders.
 
     Raises:
         ValueError: an item finds no such run.
     """
-    array = np.asarray(ids)
-    spans = [span for kind, items in grids.items() for span in _spans(vision, array, kind, items)]
+    ids = np.asarray(ids)
+    spans: list[ImageSpan] = []
+    for kind, items in grids.items():
+        spans += _spans_of_kind(vision, ids, kind, items)
     return sorted(spans, key=lambda span: span.start)
 
 
-def _spans(
+def _spans_of_kind(
     vision: VisionConfig, ids: np.ndarray, kind: str, items: Sequence[Grid]
 ) -> list[ImageSpan]:
+    """Return the placeholders of each item of one kind, see :func:`locate`."""
     placeholder = vision.placeholders[kind]
-    edges = np.flatnonzero(
-        np.diff(np.concatenate([[False], ids == placeholder, [False]]).astype(np.int8))
-    )
-    runs = [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+    runs = _runs(ids == placeholder)
     spans: list[ImageSpan] = []
     for number, item in enumerate(items):
         grid = merged(vision, item)
@@ -247,12 +245,20 @@ def _spans(
                 " in a row, and the ids hold no such run for it; they must be expanded"
                 " (ChatCodec.expand_media) with the same model.max_pixels"
             )
-        begin, end = runs.pop(0)
-        spans.append(
-            ImageSpan(kind=kind, number=number, start=begin, stop=begin + count, grid=grid)
-        )
-        runs.insert(0, (begin + count, end))
+
+        # The next item may follow in the same run.
+        begin, end = runs[0]
+        stop = begin + count
+        spans.append(ImageSpan(kind=kind, number=number, start=begin, stop=stop, grid=grid))
+        runs[0] = (stop, end)
     return spans
+
+
+def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Return begin and end of each run of true values."""
+    padded = np.concatenate([[False], mask, [False]])
+    edges = np.flatnonzero(np.diff(padded.astype(np.int8)))
+    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
 
 
 def rope_positions(
@@ -261,34 +267,38 @@ def rope_positions(
     """Return the rotary positions of a sequence.
 
     Args:
-        vision: the tower.
         length: T.
-        spans: its items, from :func:`locate`.
+        spans: items of the sequence, from :func:`locate`.
 
     Returns:
         int32 [T, 3]: time, row, column of each token; and the offset of later text, whose token at
         index ``i >= T`` has position ``i + offset`` in all three.
     """
     positions = np.empty((length, 3), np.int32)
-    done, following = 0, 0  # tokens placed so far, position of the next text
+    text_begin = 0  # index of the first token that has no position yet
+    text_position = 0  # its position
     for span in spans:
-        positions[done : span.start] = following + np.arange(span.start - done)[:, None]
-        following += span.start - done
-        positions[span.start : span.stop] = following + _places(vision, span)
-        following = int(positions[span.start : span.stop].max()) + 1
-        done = span.stop
-    positions[done:] = following + np.arange(length - done)[:, None]
-    return positions, following - done
+        text_length = span.start - text_begin
+        positions[text_begin : span.start] = text_position + np.arange(text_length)[:, None]
+        text_position += text_length
+
+        span_positions = text_position + _feature_positions(vision, span)
+        positions[span.start : span.stop] = span_positions
+        text_position = int(span_positions.max()) + 1
+        text_begin = span.stop
+    positions[text_begin:] = text_position + np.arange(length - text_begin)[:, None]
+    return positions, text_position - text_begin
 
 
-def _places(vision: VisionConfig, span: ImageSpan) -> np.ndarray:
+def _feature_positions(vision: VisionConfig, span: ImageSpan) -> np.ndarray:
     """Return positions int [N, 3] of an item's features, from zero."""
-    places = np.indices(span.grid).reshape(3, -1).T
+    positions = np.indices(span.grid).reshape(3, -1).T
     if span.kind == "video":
-        assert vision.tokens_per_second is not None  # or there is no placeholder for it
+        # Without a time step there is no placeholder for a video.
+        assert vision.tokens_per_second is not None
         step = vision.tokens_per_second * vision.temporal_patch_size / FRAMES_PER_SECOND
-        places[:, 0] = (places[:, 0] * step).astype(int)
-    return places
+        positions[:, 0] = (positions[:, 0] * step).astype(int)
+    return positions
 
 
 def feature_index(length: int, spans: Sequence[ImageSpan], starts: Sequence[int]) -> np.ndarray:
@@ -309,7 +319,6 @@ def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
     """Return the layout of several items' patches, concatenated and padded at the end.
 
     Args:
-        vision: the tower.
         grids: of patches, one per item.
         patches: P, a multiple of ``vision.window_patches``.
 
@@ -322,34 +331,43 @@ def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
             f"{total} patches cannot be padded to {patches}; it must be a multiple of"
             f" {vision.window_patches} and hold them all"
         )
-    unit, count = vision.merge_size**2, patches // vision.merge_size**2
+    unit = vision.merge_size**2  # patches of a feature
+    count = patches // unit
     order = np.arange(count, dtype=np.int32)
-    windows, frames = (np.full((count, unit), -1, np.int32) for _ in range(2))
-    places, sizes = np.zeros((count, unit, 2), np.int32), np.ones((count, unit, 2), np.int32)
-    begin = 0
+    windows = np.full((count, unit), -1, np.int32)
+    frames = np.full((count, unit), -1, np.int32)
+    places = np.zeros((count, unit, 2), np.int32)
+    sizes = np.ones((count, unit, 2), np.int32)
+    within_feature = np.indices((vision.merge_size, vision.merge_size)).reshape(2, -1).T
+
+    begin = 0  # first feature of the item
     for grid in grids:
         group, row, column = np.indices(merged(vision, grid)).reshape(3, -1)
-        window = _numbers(group, row // vision.window_side, column // vision.window_side)
-        mine = np.argsort(window, kind="stable")
-        here = slice(begin, begin + len(mine))
-        order[here] = begin + mine
-        windows[here] = window[mine, None] + windows.max(initial=-1) + 1
-        frames[here] = group[mine, None] + frames.max(initial=-1) + 1
-        within = np.indices((vision.merge_size, vision.merge_size)).reshape(2, -1).T
-        places[here] = np.stack([row, column], -1)[mine, None] * vision.merge_size + within
-        sizes[here] = grid[1:]
-        begin += len(mine)
-    restore = np.argsort(order).astype(np.int32)
+        window = _number_rows(group, row // vision.window_side, column // vision.window_side)
+        by_window = np.argsort(window, kind="stable")
+        item = slice(begin, begin + len(by_window))
+
+        order[item] = begin + by_window
+        # Windows and frames of all items are numbered one after another.
+        windows[item] = window[by_window, None] + windows.max(initial=-1) + 1
+        frames[item] = group[by_window, None] + frames.max(initial=-1) + 1
+        corners = np.stack([row, column], -1)[by_window, None] * vision.merge_size
+        places[item] = corners + within_feature
+        sizes[item] = grid[1:]
+        begin = item.stop
+
     return Layout(
-        order,
-        restore,
-        windows.reshape(-1),
-        frames.reshape(-1),
-        places.reshape(-1, 2),
-        sizes.reshape(-1, 2),
+        order=order,
+        restore=np.argsort(order).astype(np.int32),
+        windows=windows.reshape(-1),
+        frames=frames.reshape(-1),
+        places=places.reshape(-1, 2),
+        sizes=sizes.reshape(-1, 2),
     )
 
 
-def _numbers(*parts: np.ndarray) -> np.ndarray:
-    """Return numbers for the rows of ``parts``, from zero in sorted order; equal rows share one."""
-    return np.unique(np.stack(parts, -1), axis=0, return_inverse=True)[1].reshape(-1)
+def _number_rows(*columns: np.ndarray) -> np.ndarray:
+    """Return numbers for the rows of some columns, in sorted order; equal rows share one."""
+    rows = np.stack(columns, -1)
+    _, numbers = np.unique(rows, axis=0, return_inverse=True)
+    return numbers.reshape(-1)
