@@ -1,4 +1,7 @@
-"""Model configurations. Families (``models.families``) translate to and from Hugging Face's ``config.json``."""
+"""Model configurations.
+
+Families (``models.families``) translate to and from Hugging Face's ``config.json``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: long wavelengths stretched by ``factor``, short ones kept, a ramp between."""
+    """Llama 3.1's scaling: long wavelengths are stretched by ``factor``, short ones stay.
+
+    There is a ramp between them.
+    """
 
     factor: float
     low_freq_factor: float
@@ -29,11 +35,13 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): long wavelengths stretched, short ones kept, scores sharpened.
+    """YaRN (Peng et al. 2023, arXiv 2309.00071).
+
+    Long wavelengths are stretched, short ones stay, and scores are sharpened.
 
     Attributes:
         factor: by which long wavelengths are stretched.
-        original_max_position_embeddings: of the training before.
+        original_max_position_embeddings: context length before it was extended.
         beta_fast: turns within these positions from which on a frequency is kept.
         beta_slow: turns up to which it is divided by ``factor``.
         attention_factor: multiplies rotated queries and keys; None for the paper's ``0.1 ln(factor)
@@ -51,23 +59,22 @@ class YarnScaling:
     @property
     def magnitude(self) -> float:
         """Factor of cos and sin."""
-        return (
-            0.1 * math.log(self.factor) + 1.0
-            if self.attention_factor is None
-            else self.attention_factor
-        )
+        if self.attention_factor is None:
+            return 0.1 * math.log(self.factor) + 1.0
+        return self.attention_factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicScaling:
-    """Dynamic NTK: the base grows with the length of the context (Peng et al. 2023, arXiv 2309.00071, section 3.3).
+    """Dynamic NTK: the base grows with the length of the context.
 
-    Here it is that of the longest context at every length, as in vLLM: a key in a cache could not
-    be rotated again when the context grows. transformers has the same frequencies for contexts of
-    up to ``trained_positions``, if ``positions`` is equal, and of exactly ``positions``.
+    See Peng et al. 2023, arXiv 2309.00071, section 3.3. Here the base is the same at every length,
+    the one of the longest context, as in vLLM: a key in a cache could not be rotated again when the
+    context grows. transformers has the same frequencies for contexts of up to
+    ``trained_positions``, if ``positions`` is equal, and of exactly ``positions``.
 
     Attributes:
-        factor: of the growth.
+        factor: by which the context grew.
         trained_positions: positions the model was trained for.
         positions: of the longest context.
     """
@@ -88,8 +95,7 @@ class Rope:
         theta: base.
         scaling: for long contexts.
         sections: number of frequencies for time, row and column of a token (M-RoPE: Wang et al.
-            2024, Qwen2-VL, arXiv
-            2409.12191, section 2.1); None if all use its position.
+            2024, Qwen2-VL, arXiv 2409.12191, section 2.1); None if all use its position.
         partial_rotary: fraction of a head that rotates, its first numbers.
         interleaved: neighbouring numbers rotate as a pair, instead of one of each half.
         interleaved_sections: frequencies of the sections take turns, as long as row and column have
@@ -126,7 +132,9 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower of a Qwen-VL, which encodes image patches as features among the decoder's embeddings.
+    """The vision tower of a Qwen-VL.
+
+    It encodes image patches as features, which stand among the decoder's embeddings.
 
     Attributes:
         num_layers: Hugging Face's ``depth``.
@@ -143,8 +151,8 @@ class VisionConfig:
         patch_bias: the embedding of patches has a bias.
         position_grid: side of the square of learned positions, interpolated to each image; None for
             none.
-        deepstack_layers: after which further features are taken, that are added after the decoder's
-            first layers (Meng et al. 2024, DeepStack, arXiv 2406.04334).
+        deepstack_layers: layers after which further features are taken; they are added after the
+            decoder's first layers (Meng et al. 2024, DeepStack, arXiv 2406.04334).
         image_token_id: placeholder, one for each feature of an image.
         video_token_id: the same for videos.
         vision_start_token_id: before an item's placeholders in chat templates.
@@ -184,8 +192,10 @@ class VisionConfig:
     @property
     def placeholders(self) -> dict[str, int]:
         """Placeholder ids by kind of item."""
-        video = {} if self.tokens_per_second is None else {"video": self.video_token_id}
-        return {"image": self.image_token_id, **video}
+        placeholders = {"image": self.image_token_id}
+        if self.tokens_per_second is not None:
+            placeholders["video"] = self.video_token_id
+        return placeholders
 
     @property
     def feature_size(self) -> int:
@@ -199,21 +209,25 @@ class VisionConfig:
 
     @property
     def window_side(self) -> int:
-        """Features of a window's side; more than an image's without windows."""
-        return (
-            1 << 20
-            if self.window_size is None
-            else self.window_size // (self.patch_size * self.merge_size)
-        )
+        """Features of a window's side."""
+        if self.window_size is None:
+            return 1 << 20  # more than any image has
+        return self.window_size // (self.patch_size * self.merge_size)
 
     @property
     def window_patches(self) -> int:
-        """Most patches of a window, or 64 without windows; numbers of patches are padded to multiples of it."""
-        return 64 if self.window_size is None else (self.window_side * self.merge_size) ** 2
+        """Most patches of a window, or 64 without windows.
+
+        Numbers of patches are padded to multiples of it.
+        """
+        if self.window_size is None:
+            return 64
+        return (self.window_side * self.merge_size) ** 2
 
     def parameter_shapes(self) -> Params:
         """Return shapes as :meth:`DecoderConfig.parameter_shapes` does."""
-        d, merged = self.hidden_size, self.hidden_size * self.merge_size**2
+        d = self.hidden_size
+        merged = self.hidden_size * self.merge_size**2
         shapes: Params = {
             "patch_embed": (
                 d,
@@ -237,13 +251,13 @@ class VisionConfig:
             shapes["merger_norm_bias"] = (d,)
         if self.position_grid is not None:
             shapes["positions"] = (self.position_grid**2, d)
-        if count := len(self.deepstack_layers):
-            shapes |= {"deepstack_norm": (count, merged), "deepstack_norm_bias": (count, merged)}
+        if self.deepstack_layers:
+            count = len(self.deepstack_layers)
             shapes |= {
+                "deepstack_norm": (count, merged),
+                "deepstack_norm_bias": (count, merged),
                 "deepstack_in": (count, merged, merged),
                 "deepstack_in_bias": (count, merged),
-            }
-            shapes |= {
                 "deepstack_out": (count, self.out_size, merged),
                 "deepstack_out_bias": (count, self.out_size),
             }
@@ -251,14 +265,18 @@ class VisionConfig:
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter of one layer."""
-        d, f = self.hidden_size, self.intermediate_size
+        d = self.hidden_size
+        f = self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {
             "qkv": (3 * d, d),
             "qkv_bias": (3 * d,),
             "o": (d, d),
             "o_bias": (d,),
+            "up": (f, d),
+            "down": (d, f),
+            "up_bias": (f,),
+            "down_bias": (d,),
         }
-        shapes |= {"up": (f, d), "down": (d, f), "up_bias": (f,), "down_bias": (d,)}
         if self.gated:
             shapes |= {"gate": (f, d), "gate_bias": (f,)}
         if self.layer_norm:
@@ -279,8 +297,8 @@ class DecoderConfig:
             no value (Xiao et al. 2023, arXiv 2309.17453; a learned one as in gpt-oss).
         qk_norm: q and k have an RMS norm per head.
         norm_offset: the norms multiply by ``offset + weight`` (Gemma stores weights around 0).
-        sandwich_norms: outputs of attention and feed-forward are normed, too, before they are
-            added.
+        sandwich_norms: the outputs of attention and feed-forward network also have a norm, before
+            they are added.
         activation: of the gate, see ``models.layers.ACTIVATIONS``.
         embed_scale: embeddings are multiplied by it.
         attention_scale: of scores; None means 1/sqrt(head_dim).
@@ -327,7 +345,9 @@ class DecoderConfig:
     @property
     def score_scale(self) -> float:
         """Factor of attention scores."""
-        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        if self.attention_scale is None:
+            return self.head_dim**-0.5
+        return self.attention_scale
 
     def is_windowed(self, layer: int) -> bool:
         """Return whether a layer attends to ``sliding_window`` positions only."""
@@ -339,7 +359,10 @@ class DecoderConfig:
         return tuple(sorted(set(self.windowed_layers))) or (False,)
 
     def parameter_shapes(self) -> Params:
-        """Return the shape of every parameter, nested as the parameter tree; layers are stacked, [L, ...]."""
+        """Return the shape of every parameter, nested as the parameter tree.
+
+        Layers are stacked, [L, ...].
+        """
         shapes: Params = {
             "embed": (self.vocab_size, self.hidden_size),
             "layers": {
@@ -355,8 +378,10 @@ class DecoderConfig:
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter of one layer."""
-        d, h = self.hidden_size, self.head_dim
-        query, key = self.num_heads * h, self.num_kv_heads * h
+        d = self.hidden_size
+        h = self.head_dim
+        query = self.num_heads * h
+        key = self.num_kv_heads * h
         shapes: dict[str, tuple[int, ...]] = {
             "q": (query, d),
             "k": (key, d),
@@ -375,7 +400,8 @@ class DecoderConfig:
             f = self.intermediate_size
             shapes |= {"gate": (f, d), "up": (f, d), "down": (d, f)}
         else:
-            e, f = self.experts.count, self.experts.intermediate_size
+            e = self.experts.count
+            f = self.experts.intermediate_size
             shapes |= {
                 "router": (e, d),
                 "expert_gate": (e, f, d),
@@ -387,8 +413,8 @@ class DecoderConfig:
                     "router_bias": (e,),
                     "expert_gate_bias": (e, f),
                     "expert_up_bias": (e, f),
+                    "expert_down_bias": (e, d),
                 }
-                shapes["expert_down_bias"] = (e, d)
         shapes |= {"input_norm": (d,), "post_attention_norm": (d,)}
         if self.sandwich_norms:
             shapes |= {"pre_feedforward_norm": (d,), "post_feedforward_norm": (d,)}

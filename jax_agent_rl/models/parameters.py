@@ -1,20 +1,20 @@
-"""What every parameter of a model is, by its name in the parameter tree: its kind, and what its axes stand for.
+"""What every parameter of a model is: its kind, and what its axes stand for.
 
-::
+Parameters are known by their name in the parameter tree::
 
     layers.expert_gate        axes = ("layers", "experts", "mlp", "embed")      kind = matrix
                                       └── stacks ────────┘  └ out   └ in
     layers.expert_gate_bias   axes = ("layers", "experts", "mlp")               kind = bias
 
 An array's number of axes says nothing about what it is: layers and experts are stacked, so that a
-bias may have three axes and a matrix four. Whoever asks whether a parameter is a matrix (the
-optimizer, quantization, adapters, initial values), or what an axis is (sharding, see
-``models.sharding.RULES``), asks here.
+bias may have three axes and a matrix four. This module is the one place that says whether a
+parameter is a matrix (for the optimizer, quantization, adapters, initial values), and what an axis
+is (for sharding, see ``models.sharding.RULES``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -43,14 +43,17 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter's kind, and the logical axes of its array, those of ``STACKS`` first."""
+    """A parameter's kind, and the logical axes of its array, the ones in ``STACKS`` first."""
 
     kind: Kind
     axes: tuple[str, ...]
 
     @property
     def is_matrix(self) -> bool:
-        """Whether each element of the stack is the matrix of a linear layer; its axes are then the last two."""
+        """Whether each element of the stack is the matrix of a linear layer.
+
+        The matrix has the last two axes then.
+        """
         return self.kind is Kind.MATRIX
 
     @property
@@ -103,7 +106,7 @@ PARAMETERS: dict[str, Parameter] = {
     "pre_feedforward_norm": _norm("layers", "norm"),
     "post_feedforward_norm": _norm("layers", "norm"),
 }
-"""Of decoders and critics."""
+"""Parameters of decoders and critics."""
 
 VISION_PARAMETERS: dict[str, Parameter] = {
     "patch_embed": Parameter(Kind.EMBEDDING, ("embed", "patch", "patch", "patch", "patch")),
@@ -136,11 +139,14 @@ VISION_PARAMETERS: dict[str, Parameter] = {
     "merger_out": _matrix("embed", "mlp"),
     "merger_out_bias": _bias("norm"),
 }
-"""Of vision towers, the subtree ``vision``. Deepstack layers are stacked as ``layers`` are."""
+"""Parameters of vision towers, the subtree ``vision``.
+
+Deepstack layers are stacked as ``layers`` are.
+"""
 
 
 def parameter_at(path: Sequence[Any]) -> Parameter:
-    """Return what stands at a path of the parameter tree, or of a tree of LoRA adapters.
+    """Return the parameter at a path of the parameter tree, or of a tree of LoRA adapters.
 
     Args:
         path: names, or jax's keys of them: ``layers.q``, ``vision.layers.up``, ``adapters.q.a``.
@@ -149,11 +155,13 @@ def parameter_at(path: Sequence[Any]) -> Parameter:
         ValueError: no parameter of that name is known.
     """
     names = [str(getattr(key, "key", key)) for key in path]
-    table = _table(names)
+    table = VISION_PARAMETERS if names[0] == "vision" else PARAMETERS
     if names[0] == "adapters":
-        name, part = names[1], names[-1]
+        name = names[1]
+        part = names[-1]
     else:
-        name, part = names[-1], None
+        name = names[-1]
+        part = None
     if name not in table or part not in (None, "a", "b"):
         raise ValueError(
             f"no parameter is called {'.'.join(names)!r}; add it to models.parameters with its"
@@ -162,9 +170,8 @@ def parameter_at(path: Sequence[Any]) -> Parameter:
     parameter = table[name]
     if part is None:
         return parameter
+
     *stacks, out, inputs = parameter.axes
-    return _matrix(*stacks, "rank", inputs) if part == "a" else _matrix(*stacks, out, "rank")
-
-
-def _table(names: Sequence[str]) -> Mapping[str, Parameter]:
-    return VISION_PARAMETERS if names[0] == "vision" else PARAMETERS
+    if part == "a":
+        return _matrix(*stacks, "rank", inputs)
+    return _matrix(*stacks, out, "rank")

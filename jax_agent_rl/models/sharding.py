@@ -1,7 +1,8 @@
-"""The mesh of devices, its axes, and how arrays are sharded on it: logical axes, and one table from them to mesh axes.
+"""The mesh of devices, its axes, and how arrays are sharded on it.
 
-XLA partitions most of a model. Only attention over a row and the experts' exchange are written per
-shard, and kernels per platform (:func:`by_platform`).
+Arrays have logical axes (``models.parameters``); one table, :data:`RULES`, leads from them to mesh
+axes. XLA partitions most of a model. Only attention over a row and the experts' exchange are
+written per shard, and kernels per platform (:func:`by_platform`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     """Make a mesh of all of ``MESH_AXES`` over the first devices.
 
     Args:
-        config: sizes of the axes.
         devices: of all processes, or described ones to compile for; None for ``jax.devices()``.
 
     Raises:
@@ -61,24 +61,24 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
             copy of the model would span several TPU slices; or the mesh does not follow the links
             of a slice.
     """
-    devices = jax.devices() if devices is None else devices
+    if devices is None:
+        devices = jax.devices()
     processes = len({device.process_index for device in devices})
     shape = tuple(getattr(config, axis) for axis in MESH_AXES)
-    need, have = int(np.prod(shape)), len(devices)
-    asked = ", ".join(
-        f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1
-    )
+    need = int(np.prod(shape))
+    have = len(devices)
     if need > have:
         raise ConfigError(
-            f"learner.mesh asks for {asked} = {need} devices, there are {have}; lower learner.mesh"
-            f" to {have} in all"
+            f"learner.mesh asks for {_describe_shape(shape)} = {need} devices, there are {have};"
+            f" lower learner.mesh to {have} in all"
         )
     if processes > 1 and need != have:
         raise ConfigError(
             f"learner.mesh takes {need} of {have} devices, but each of the {processes} processes"
             f" has to take part; make the product of learner.mesh {have}"
         )
-    slices = len({getattr(device, "slice_index", None) for device in devices[:need]})
+
+    slices = _count_slices(devices[:need])
     if config.data % slices:
         raise ConfigError(
             f"learner.mesh.data={config.data} on {slices} slices: only copies of the model may be"
@@ -86,6 +86,20 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
             f" multiple of {slices}"
         )
     return place_mesh(shape, devices[:need], key="learner.mesh")
+
+
+def _describe_shape(shape: Sequence[int]) -> str:
+    """Return the sizes of the axes that split something, as in ``data=2, tensor=4``."""
+    parts = []
+    for axis, size in zip(MESH_AXES, shape, strict=True):
+        if size > 1:
+            parts.append(f"{axis}={size}")
+    return ", ".join(parts)
+
+
+def _count_slices(devices: Sequence[Device]) -> int:
+    """Return the number of TPU slices; 1 for other devices."""
+    return len({getattr(device, "slice_index", None) for device in devices})
 
 
 def parameter_shardings(
@@ -98,7 +112,6 @@ def parameter_shardings(
     """Return a sharding for every parameter of a tree of shapes.
 
     Args:
-        mesh: the mesh.
         shapes: nested as the parameter tree.
         rules: from logical to mesh axes.
         key: the mesh's configuration key, for messages.
@@ -107,38 +120,44 @@ def parameter_shardings(
         ConfigError: a dimension does not divide.
     """
 
-    def one(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
-        name = path[-1].key
+    def parameter_sharding(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
         axes = parameter_at(path).axes
         spec = [rules[axis] for axis in axes]
         for size, axis, mesh_axes in zip(shape, axes, spec, strict=True):
-            over = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
-            if size % math.prod(mesh.shape[name] for name in over):
-                asked = " x ".join(
-                    f"{key}.{name}={mesh.shape[name]}" for name in over if mesh.shape[name] > 1
-                )
+            if mesh_axes is None:
+                mesh_axes = ()
+            elif isinstance(mesh_axes, str):
+                mesh_axes = (mesh_axes,)
+            if size % math.prod(mesh.shape[name] for name in mesh_axes):
+                factors = [
+                    f"{key}.{name}={mesh.shape[name]}" for name in mesh_axes if mesh.shape[name] > 1
+                ]
                 raise ConfigError(
-                    f"parameter {name!r}: its {axis} dimension of {size} is not divisible by"
-                    f" {asked}"
+                    f"parameter {path[-1].key!r}: its {axis} dimension of {size} is not divisible"
+                    f" by {' x '.join(factors)}"
                 )
         return NamedSharding(mesh, PartitionSpec(*spec))
 
-    return jax.tree_util.tree_map_with_path(one, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree_util.tree_map_with_path(
+        parameter_sharding, shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
 def adapter_shardings(mesh: Mesh, adapters: dict[str, Any]) -> dict[str, Any]:
     """Shard adapters as their weights; the rank is not split."""
 
-    def one(path: tuple, _: Any) -> NamedSharding:
-        return NamedSharding(
-            mesh, PartitionSpec(*(RULES[axis] for axis in parameter_at(path).axes))
-        )
+    def adapter_sharding(path: tuple, _: Any) -> NamedSharding:
+        spec = [RULES[axis] for axis in parameter_at(path).axes]
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
-    return jax.tree_util.tree_map_with_path(one, adapters)
+    return jax.tree_util.tree_map_with_path(adapter_sharding, adapters)
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of batch arrays [R, …]: rows over data, fsdp and expert, the other axis over context."""
+    """Return the sharding of batch arrays [R, …].
+
+    Rows are split over data, fsdp and expert, the other axis over context.
+    """
     return NamedSharding(mesh, PartitionSpec(RULES["rows"], RULES["tokens"]))
 
 
@@ -181,24 +200,21 @@ def place_mesh(shape: Sequence[int], devices: Sequence[Device], *, key: str) -> 
 
     Args:
         shape: sizes of the axes; several TPU slices share the first one equally.
-        devices: the devices.
         key: the configuration key, for messages.
 
     Raises:
         ConfigError: the devices are no block of a slice, or an axis does not follow its links.
     """
     types = (AxisType.Auto,) * len(shape)
-    slices = len({getattr(device, "slice_index", None) for device in devices})
-    asked = ", ".join(
-        f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True) if size > 1
-    )
+    slices = _count_slices(devices)
+    asked = _describe_shape(shape)
     try:
         if slices == 1:
             return jax.make_mesh(tuple(shape), MESH_AXES, axis_types=types, devices=devices)
-        within, between = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
-        return Mesh(
-            create_hybrid_device_mesh(within, between, devices), MESH_AXES, axis_types=types
-        )
+        slice_shape = (shape[0] // slices, *shape[1:])
+        shape_of_slices = (slices, *[1] * (len(shape) - 1))
+        placed = create_hybrid_device_mesh(slice_shape, shape_of_slices, devices)
+        return Mesh(placed, MESH_AXES, axis_types=types)
     except NotImplementedError:  # jax gives an axis whole dimensions of a large slice
         raise ConfigError(
             f"{key} asks for {asked}, which jax cannot place on the links of these {len(devices)}"
@@ -217,17 +233,20 @@ Bounds = tuple[tuple[int, int], ...]
 
 def shard_bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     """Return the bounds of a shard, given by its index."""
-    return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
+    bounds = []
+    for part, size in zip(index, shape, strict=True):
+        begin, end, _ = part.indices(size)
+        bounds.append((begin, end))
+    return tuple(bounds)
 
 
 def local_bounds(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Bounds]:
     """Return the bounds that each device of this process holds of an array."""
-    shards = sharding.devices_indices_map(shape)
-    return {
-        device: shard_bounds(index, shape)
-        for device, index in shards.items()
-        if device in sharding.addressable_devices
-    }
+    bounds = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        if device in sharding.addressable_devices:
+            bounds[device] = shard_bounds(index, shape)
+    return bounds
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None) -> jax.Array:
@@ -238,7 +257,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | No
 
 
 def expect_described_tpus() -> None:
-    """Compile for TPUs that this process does not have, too, from now on."""
+    """Compile from now on also for TPUs that this process does not have."""
     global _described_tpus
     if not _described_tpus:
         _described_tpus = True
