@@ -60,38 +60,49 @@ LAYER = {
 def load_config(path: str | Path, *, weights: bool = False) -> DecoderConfig:
     """Read ``config.json`` (and the EOS ids of ``generation_config.json``) of a model folder.
 
-    A model whose files hold an output matrix of its own is untied, whatever its ``config.json``
-    says.
+    A model whose files hold a separate output matrix is untied, whatever its ``config.json`` says.
 
     Args:
         path: the folder, or a Hub name.
-        weights: download the weights of a Hub model, too: without them, nothing but ``config.json``
-            tells.
+        weights: also download the weights of a Hub model. Without them only ``config.json`` says
+            whether the model is untied.
 
     Raises:
         ModelError: the folder is missing, a file is damaged, or the architecture is not supported.
     """
     folder = model_folder(path, weights=weights)
     raw = read_json(require_model_file(folder, "config.json"))
-    generation = folder / "generation_config.json"
-    if generation.is_file() and (eos := read_json(generation).get("eos_token_id")) is not None:
-        raw["eos_token_id"] = eos
+    generation_file = folder / "generation_config.json"
+    if generation_file.is_file():
+        eos_token_id = read_json(generation_file).get("eos_token_id")
+        if eos_token_id is not None:
+            raw["eos_token_id"] = eos_token_id
+
     try:
         config = read_config(raw)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
+
     if config.tie_word_embeddings and _is_untied(folder):
         config = replace(config, tie_word_embeddings=False)
     return config
 
 
 def _is_untied(folder: Path) -> bool:
-    """Return whether the weights of a folder hold an output matrix of their own; False where they are not there."""
-    files = list(weight_files(folder)) if _has_weights(folder) else []
-    if not files or not all(file.is_file() for file in files) or not has_own_head(files):
+    """Return whether the weights of a folder hold a separate output matrix.
+
+    Return False if the weights are not there.
+    """
+    if not _has_weights(folder):
         return False
-    if folder not in _told_untied:
-        _told_untied.add(folder)
+    files = list(weight_files(folder))
+    if not files or not all(file.is_file() for file in files):
+        return False
+    if not has_own_head(files):
+        return False
+
+    if folder not in _warned_untied:
+        _warned_untied.add(folder)
         logger.warning(
             "%s: config.json ties the output matrix to the embeddings, but the weights hold another"
             " %s: it is used, as in transformers and vLLM; set tie_word_embeddings to false there",
@@ -101,7 +112,7 @@ def _is_untied(folder: Path) -> bool:
     return True
 
 
-_told_untied: set[Path] = set()
+_warned_untied: set[Path] = set()
 
 
 def load_hf(
@@ -115,9 +126,6 @@ def load_hf(
         shardings: a sharding per parameter: each host reads only its devices' parts, one at a time.
             None puts everything on the default device.
 
-    Returns:
-        The config, and the parameter tree.
-
     Raises:
         ModelError: files are missing or damaged, or tensors are missing, left over or of a wrong
             shape.
@@ -128,7 +136,9 @@ def load_hf(
 
 
 def check_files(path: str | Path) -> DecoderConfig:
-    """Check a model folder without reading weights: every tensor is present, readable and of the right shape.
+    """Check a model folder without reading weights.
+
+    Every tensor must be present, readable and of the right shape.
 
     Raises:
         ModelError: as :func:`load_hf`.
@@ -139,10 +149,11 @@ def check_files(path: str | Path) -> DecoderConfig:
 
     def check(names: Names, shape: tuple[int, ...]) -> None:
         if isinstance(names, list):
-            for inner in names:
-                check(inner, shape[1:])
+            for layer_names in names:
+                check(layer_names, shape[1:])
         else:
-            read_slice(tensors, names, tuple(slice(0, 0) for _ in shape), shape, str(folder))
+            nothing = (slice(0, 0),) * len(shape)
+            read_slice(tensors, names, nothing, shape, str(folder))
 
     jax.tree.map(
         check,
@@ -167,25 +178,26 @@ def load_params(
         ModelError: a file is missing or damaged, or tensors are missing, left over or of a wrong
             shape.
     """
-    where = str(Path(files[0]).parent) if files else "an empty list of files"
+    folder = str(Path(files[0]).parent) if files else "an empty list of files"
     tensors = _tensors(files, config)
     if config.tie_word_embeddings and HEAD in tensors and has_own_head(files):
         raise ModelError(
-            f"{where}: {HEAD} differs from the embeddings, to which this model's output matrix is"
+            f"{folder}: {HEAD} differs from the embeddings, to which this model's output matrix is"
             " tied"
         )
+
     shapes = config.parameter_shapes()
     if shardings is None:
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda _: here, shapes, is_leaf=lambda x: isinstance(x, tuple))
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: default, shapes, is_leaf=lambda x: isinstance(x, tuple))
     params = jax.tree.map(
-        lambda names, shape, sharding: _read(tensors, names, shape, dtype, sharding, where),
+        lambda names, shape, sharding: _read(tensors, names, shape, dtype, sharding, folder),
         tensor_names(config),
         shapes,
         shardings,
         is_leaf=lambda x: isinstance(x, list),
     )
-    _require_none_left(tensors, config, where)
+    _require_none_left(tensors, config, folder)
     return params
 
 
@@ -196,13 +208,11 @@ def save_hf(
     *,
     tokenizer_from: str | Path | None = None,
 ) -> None:
-    """Write ``config.json``, ``generation_config.json`` and ``model.safetensors``: all of them, or nothing.
+    """Write ``config.json``, ``generation_config.json`` and ``model.safetensors``, all or none.
 
     Args:
         path: a new folder, or one with files of these names and no others, which is replaced as a
             whole.
-        config: the model.
-        params: its parameters.
         tokenizer_from: a model folder whose tokenizer, chat template and generation settings are
             copied.
 
@@ -216,8 +226,10 @@ def save_hf(
         for name, tensor in tensors.items():
             require_finite(name, tensor)
         save_tensors(tensors, folder / "model.safetensors")
+
         raw = write_config(config) | {"dtype": str(params["embed"].dtype)}
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
         generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
         if tokenizer_from is not None:
             generation = _copy_tokenizer(model_folder(tokenizer_from), folder) | generation
@@ -241,10 +253,21 @@ WRITTEN_FILES = ("config.json", "generation_config.json", "model.safetensors", *
 
 def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
     """Copy tokenizer and processor files; return the source's generation settings."""
-    for file in {file for pattern in TOKENIZER_FILES for file in source.glob(pattern)}:
+    for file in tokenizer_files(source):
         shutil.copy(file, target)
-    settings = source / "generation_config.json"
-    return read_json(settings) if settings.is_file() else {}
+
+    generation_file = source / "generation_config.json"
+    if not generation_file.is_file():
+        return {}
+    return read_json(generation_file)
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the tokenizer and processor files of a folder, sorted; patterns may overlap."""
+    files: set[Path] = set()
+    for pattern in TOKENIZER_FILES:
+        files.update(folder.glob(pattern))
+    return sorted(files)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -273,39 +296,43 @@ def hf_tensors(
     """Yield every tensor on the host under its Hugging Face name, stacked ones layer by layer.
 
     Args:
-        config: the model.
-        params: its parameters.
-        dtype: what they are rounded to, on their devices.
+        dtype: what the parameters are rounded to, on their devices.
     """
-    yield from named_tensors(
+    # A generator: the host need not hold more than one parameter at a time.
+    named_arrays = (
         (names, np.asarray(rounded(value, dtype)))
         for names, value in zip(_leaves(tensor_names(config)), jax.tree.leaves(params), strict=True)
     )
+    yield from named_tensors(named_arrays)
 
 
 def device_tensors(
     config: DecoderConfig, params: Params, *, dtype: str = AS_THEY_ARE
 ) -> dict[str, jax.Array] | None:
-    """Return every tensor under its Hugging Face name on one device; None if a file's tensor holds several parameters.
+    """Return every tensor under its Hugging Face name on one device.
+
+    Return None if a tensor of the files holds several parameters.
 
     Args:
-        config: the model.
-        params: its parameters, on devices of this process.
-        dtype: what they are rounded to.
+        params: on devices of this process.
+        dtype: what the parameters are rounded to.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    found: dict[str, jax.Array] = {}
+    tensors: dict[str, jax.Array] = {}
     for names, value in zip(_leaves(tensor_names(config)), jax.tree.leaves(params), strict=True):
         for stored, part in unstack(names, value):
             if not isinstance(stored, str):
                 return None
             # A copy, even of a whole parameter: the learner's next step reuses its memory.
-            found[stored] = jax.device_put(jnp.array(rounded(part, dtype)), device)
-    return found
+            tensors[stored] = jax.device_put(jnp.array(rounded(part, dtype)), device)
+    return tensors
 
 
 def tensor_names(config: DecoderConfig) -> Params:
-    """Return where Hugging Face stores parameters, in the shape of their tree; lists (of lists: experts) if stacked."""
+    """Return where Hugging Face stores parameters, in the shape of their tree.
+
+    A parameter that is stacked over layers has a list of names, experts a list of lists.
+    """
     prefix = FAMILIES[config.family].prefix
     tree: Params = {
         "embed": prefix + TOP["embed"],
@@ -322,19 +349,25 @@ def tensor_names(config: DecoderConfig) -> Params:
 
 
 def _layer_names(config: DecoderConfig, key: str) -> Names:
-    module, kind = (key.removesuffix("_bias"), "bias") if key.endswith("_bias") else (key, "weight")
+    """Return where the layers' parts of a parameter are stored."""
     family = FAMILIES[config.family]
     layers = [f"{family.prefix}layers.{i}" for i in range(config.num_layers)]
-    if packed := family.packed.get(key):
+    packed = family.packed.get(key)
+    if packed is not None:
         return [replace(packed, name=f"{layer}.{packed.name}") for layer in layers]
-    name = family.names.get(module) or LAYER[module]
-    if "{expert}" not in name:
-        return [f"{layer}.{name}.{kind}" for layer in layers]
+
+    parameter = key.removesuffix("_bias")
+    suffix = "bias" if key.endswith("_bias") else "weight"
+    module = family.names.get(parameter) or LAYER[parameter]
+    if "{expert}" not in module:
+        return [f"{layer}.{module}.{suffix}" for layer in layers]
+
     assert config.experts is not None
-    return [
-        [f"{layer}.{name.format(expert=e)}.{kind}" for e in range(config.experts.count)]
-        for layer in layers
-    ]
+    modules = [module.format(expert=expert) for expert in range(config.experts.count)]
+    names: list[Names] = []
+    for layer in layers:
+        names.append([f"{layer}.{expert_module}.{suffix}" for expert_module in modules])
+    return names
 
 
 def _leaves(names: Params) -> list[Names]:
@@ -343,24 +376,27 @@ def _leaves(names: Params) -> list[Names]:
 
 def _published(config: DecoderConfig, name: str) -> str:
     """Return a tensor's published name, whatever a newer file calls it."""
-    prefixes = FAMILIES[config.family].prefixes
-    return next(
-        (old + name.removeprefix(new) for new, old in prefixes.items() if name.startswith(new)),
-        name,
-    )
+    for newer_prefix, published_prefix in FAMILIES[config.family].prefixes.items():
+        if name.startswith(newer_prefix):
+            return published_prefix + name.removeprefix(newer_prefix)
+    return name
 
 
 def _tensors(files: Sequence[str | Path], config: DecoderConfig) -> Tensors:
     """Open every tensor of the files, by its published name."""
-    return {_published(config, name): opened for name, opened in open_tensors(files).items()}
+    return {_published(config, name): tensor for name, tensor in open_tensors(files).items()}
 
 
-def _require_none_left(tensors: Tensors, config: DecoderConfig, where: str) -> None:
+def _require_none_left(tensors: Tensors, config: DecoderConfig, folder: str) -> None:
+    """Check that every tensor is part of the model."""
     known = {tensor_name(stored) for stored in jax.tree.leaves(tensor_names(config))}
-    left = sorted(tensors.keys() - known - ({HEAD} if config.tie_word_embeddings else set()))
-    if left:
+    if config.tie_word_embeddings:
+        known.add(HEAD)  # a copy of the embeddings
+    unknown = sorted(tensors.keys() - known)
+    if unknown:
         raise ModelError(
-            f"{where}: {len(left)} tensors are not part of a {config.family} model, e.g. {left[:3]}"
+            f"{folder}: {len(unknown)} tensors are not part of a {config.family} model, e.g."
+            f" {unknown[:3]}"
         )
 
 
@@ -372,7 +408,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def weight_files(folder: Path) -> Iterator[Path]:
-    """Yield the files that hold a model's weights; those of an index need not exist.
+    """Yield the files that hold a model's weights; the files that an index names need not exist.
 
     Raises:
         ModelError: there are none, the index is damaged, or there are two sets of them.
@@ -380,20 +416,9 @@ def weight_files(folder: Path) -> Iterator[Path]:
     index = folder / _INDEX
     single_file = folder / "model.safetensors"
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) for name in weight_map.values()
-        ):
-            raise ModelError(
-                f"{index}: 'weight_map' must map tensors to files; download or convert the model"
-                " again"
-            )
-        shards = [folder / name for name in sorted(set(weight_map.values()))]
-        if (
-            single_file.is_file()
-            and single_file not in shards
-            and all(shard.is_file() for shard in shards)
-        ):
+        shards = [folder / name for name in _indexed_files(index)]
+        has_other_file = single_file.is_file() and single_file not in shards
+        if has_other_file and all(shard.is_file() for shard in shards):
             raise ModelError(
                 f"{folder} holds {single_file.name} and the shards of {_INDEX}, which may be of"
                 " different models; remove what is not meant"
@@ -405,27 +430,48 @@ def weight_files(folder: Path) -> Iterator[Path]:
         raise ModelError(f"{folder} holds no model.safetensors (other weight formats are not read)")
 
 
+def _indexed_files(index: Path) -> list[str]:
+    """Return the names of the files that an index leads to, sorted."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise ModelError(
+            f"{index}: 'weight_map' must map tensors to files; download or convert the model again"
+        )
+    return sorted(set(weight_map.values()))
+
+
 def _read(
     tensors: Tensors,
     names: Names,
     shape: tuple[int, ...],
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding,
-    where: str,
+    folder: str,
 ) -> jax.Array:
-    """Read one parameter part by part: the host holds one at a time, read once for all devices that share it."""
+    """Read one parameter part by part.
 
-    def part(names: Names, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+    The host holds one part at a time, which is read once for all devices that share it.
+    """
+
+    def read_part(names: Names, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
         if isinstance(names, list):
-            return np.stack([part(inner, index[1:], shape[1:]) for inner in names[index[0]]])
-        return read_slice(tensors, names, index, shape, where).astype(dtype)
+            layers = names[index[0]]
+            return np.stack([read_part(layer, index[1:], shape[1:]) for layer in layers])
+        return read_slice(tensors, names, index, shape, folder).astype(dtype)
 
-    sharing: dict[tuple, list[Device]] = {}
+    devices_by_bounds: dict[tuple, list[Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         if device in sharding.addressable_devices:
-            sharing.setdefault(tuple((at.start, at.stop) for at in index), []).append(device)
+            bounds = tuple(
+                (axis.start, axis.stop) for axis in index
+            )  # a slice has no hash before Python 3.12
+            devices_by_bounds.setdefault(bounds, []).append(device)
+
     parts = []
-    for bounds, devices in sharing.items():
-        value = part(names, tuple(slice(*ends) for ends in bounds), shape)
-        parts += [jax.device_put(value, device) for device in devices]
+    for bounds, devices in devices_by_bounds.items():
+        value = read_part(names, tuple(slice(*ends) for ends in bounds), shape)
+        for device in devices:
+            parts.append(jax.device_put(value, device))
     return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)

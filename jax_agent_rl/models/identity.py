@@ -1,7 +1,7 @@
-"""What a model folder is of: fingerprints of its weights, its configuration and its tokenizer.
+"""Fingerprints of a model folder: of its weights, its configuration and its tokenizer.
 
-Weights are known tensor by tensor, so that a model in one file equals the same model in shards,
-wherever it lies.
+Weights are fingerprinted tensor by tensor, so that a model in one file equals the same model in
+shards, in whatever folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.families.common import BOOKKEEPING
-from jax_agent_rl.models.hf import TOKENIZER_FILES, read_json, weight_files
+from jax_agent_rl.models.hf import read_json, tokenizer_files, weight_files
 from jax_agent_rl.utils.files import Stamp, file_stamp
 from jax_agent_rl.utils.fingerprints import digest, file_fingerprint, fingerprint
 from jax_agent_rl.utils.hub import model_folder
@@ -26,34 +26,39 @@ WEIGHTS = "weights"
 
 
 def model_fingerprints(path: str | Path, *, weights: bool = True) -> dict[str, str]:
-    """Return the fingerprints of a model's parts: ``weights``, ``config.json``, and each file of the tokenizer.
+    """Return the fingerprints of a model's parts, by name.
+
+    They are ``weights``, ``config.json``, and each file of the tokenizer.
 
     Args:
         path: a model folder, or a Hub name.
-        weights: False leaves the weights and the configuration out, of a model that is served
+        weights: False leaves out the weights and the configuration, for a model that is served
             elsewhere.
 
     Raises:
         ModelError: a file is missing or damaged.
     """
     folder = model_folder(path, weights=weights)
-    found: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
     if weights:
-        found[WEIGHTS] = weights_fingerprint(list(weight_files(folder)))
-        config = read_json(folder / "config.json")
-        found["config.json"] = fingerprint(
-            {name: value for name, value in config.items() if not _is_bookkeeping(name)}
-        )
-    for file in sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)}):
-        found[file.name] = _of_file(file)
-    return found
+        fingerprints[WEIGHTS] = weights_fingerprint(list(weight_files(folder)))
+        fingerprints["config.json"] = _config_fingerprint(folder / "config.json")
+    for file in tokenizer_files(folder):
+        fingerprints[file.name] = _tokenizer_fingerprint(file)
+    return fingerprints
 
 
-def _is_bookkeeping(name: str) -> bool:
-    return name.startswith("_") or name in BOOKKEEPING - {"model_type"}
+def _config_fingerprint(file: Path) -> str:
+    """Return the fingerprint of the fields that say something about the model."""
+    content = {}
+    for name, value in read_json(file).items():
+        is_bookkeeping = name.startswith("_") or name in BOOKKEEPING - {"model_type"}
+        if not is_bookkeeping:
+            content[name] = value
+    return fingerprint(content)
 
 
-def _of_file(file: Path) -> str:
+def _tokenizer_fingerprint(file: Path) -> str:
     try:
         return file_fingerprint(file)
     except OSError as error:
@@ -87,11 +92,12 @@ def _tensor_fingerprints(
         mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
         begin, header = _read_header(content)
-        with memoryview(content) as whole, whole[begin:] as data:
+        with memoryview(content) as view, view[begin:] as data:
             return dict(_tensors(data, header))
 
 
 def _read_header(content: mmap.mmap) -> tuple[int, Mapping[str, Any]]:
+    """Return where a file's data begin, and its header: by name, what each tensor is."""
     size = int.from_bytes(content[:8], "little")
     if not 0 < size <= min(_MAX_HEADER, len(content) - 8):
         raise ValueError(f"a header of {size} bytes")
@@ -104,11 +110,11 @@ def _read_header(content: mmap.mmap) -> tuple[int, Mapping[str, Any]]:
 def _tensors(
     data: memoryview, header: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[str, tuple[int, ...], str]]]:
-    for name, about in header.items():
+    for name, entry in header.items():
         if name == "__metadata__":
             continue
-        first, last = about["data_offsets"]
-        if not 0 <= first <= last <= len(data):
+        begin, end = entry["data_offsets"]
+        if not 0 <= begin <= end <= len(data):
             raise ValueError(f"tensor {name!r} is cut off")
-        with data[first:last] as part:
-            yield name, (str(about["dtype"]), tuple(about["shape"]), digest(part))
+        with data[begin:end] as part:
+            yield name, (str(entry["dtype"]), tuple(entry["shape"]), digest(part))

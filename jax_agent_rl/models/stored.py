@@ -1,14 +1,14 @@
-"""Sharded parameters in a folder or bucket: each process writes and reads only what its devices hold.
+"""Sharded parameters in a folder or bucket.
 
-::
+Each process writes and reads only the parts that its devices hold::
 
-    <folder>/v7/layers.q/…         zarr3 arrays (TensorStore), one chunk per shard of the writers' mesh
-    <folder>/v7/part-<n>.json      what process n wrote: a digest per chunk
-    <folder>/v7/manifest.json      all parts, written last: it publishes the version
+    <folder>/v7/layers.q/…       zarr3 arrays (TensorStore), a chunk per shard of the writers' mesh
+    <folder>/v7/part-<n>.json    what process n wrote: a digest per chunk
+    <folder>/v7/manifest.json    all parts, written last: it publishes the version
 
 Every process writes the shards of its own devices, one replica of each. A reader fetches the chunks
-that overlap its devices' shards, each once, and checks its digest. The weight update carries the
-manifest's digest, so a manifest of another version is noticed, too.
+that overlap its devices' shards, each once, and checks their digests. The weight update carries the
+manifest's digest, so that a manifest of another version is noticed as well.
 
 Addresses are TensorStore key-value stores: ``gs://bucket/path/``, ``s3://…``; a plain path is a
 folder.
@@ -39,7 +39,9 @@ _CONTEXT = {"file_io_sync": False}
 
 def address(folder: str) -> str:
     """Return a folder or bucket as a TensorStore address, with a trailing slash."""
-    return (folder if "://" in folder else f"file://{Path(folder).absolute()}").rstrip("/") + "/"
+    if "://" not in folder:
+        folder = f"file://{Path(folder).absolute()}"
+    return folder.rstrip("/") + "/"
 
 
 def version_folder(folder: str, version: int) -> str:
@@ -52,9 +54,8 @@ def write_part(folder: str, params: Params, *, part: int, dtype: str = AS_THEY_A
 
     Args:
         folder: address of the version.
-        params: the parameters.
         part: number of this process.
-        dtype: what they are rounded to.
+        dtype: what the parameters are rounded to.
 
     Raises:
         OSError: they cannot be written.
@@ -62,31 +63,32 @@ def write_part(folder: str, params: Params, *, part: int, dtype: str = AS_THEY_A
     context = ts.Context(_CONTEXT)
     entries: dict[str, Any] = {}
     try:
-        for name, x in ((name, rounded(x, dtype)) for name, x in _named(params)):
-            chunk = x.sharding.shard_shape(x.shape)
-            entries[name] = entry = {
-                "shape": x.shape,
-                "dtype": x.dtype.name,
-                "chunk": chunk,
-                "digests": {},
-            }
-            array = ts.open(
-                _array(folder, name, entry), context=context, create=True, open=True
-            ).result()
-            written = []
-            for shard in x.addressable_shards:
-                if shard.replica_id == 0:
-                    host = np.ascontiguousarray(shard.data)
-                    entry["digests"][_key(shard_bounds(shard.index, x.shape), chunk)] = digest(
-                        _bytes(host)
-                    )
-                    written.append(array[shard.index].write(host))
-            for future in written:
-                future.result()
+        for name, value in _named(params):
+            entries[name] = _write_shards(folder, name, rounded(value, dtype), context)
         store = ts.KvStore.open(folder, context=context).result()
         store.write(f"part-{part}.json", json.dumps(entries).encode()).result()
     except ValueError as error:  # raised by TensorStore
         raise OSError(f"weights cannot be written to {folder}: {error}") from error
+
+
+def _write_shards(folder: str, name: str, x: jax.Array, context: ts.Context) -> dict[str, Any]:
+    """Write this process's shards of a parameter; return its entry of the part file."""
+    chunk = x.sharding.shard_shape(x.shape)
+    digests: dict[str, str] = {}
+    entry = {"shape": x.shape, "dtype": x.dtype.name, "chunk": chunk, "digests": digests}
+    spec = _array_spec(folder, name, entry)
+    array = ts.open(spec, context=context, create=True, open=True).result()
+
+    writes = []
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            numbers = np.ascontiguousarray(shard.data)
+            key = _chunk_key(shard_bounds(shard.index, x.shape), chunk)
+            digests[key] = digest(_bytes(numbers))
+            writes.append(array[shard.index].write(numbers))
+    for write in writes:
+        write.result()
+    return entry
 
 
 def publish(folder: str, *, parts: int) -> str:
@@ -97,16 +99,19 @@ def publish(folder: str, *, parts: int) -> str:
     """
     try:
         store = ts.KvStore.open(folder, context=ts.Context(_CONTEXT)).result()
-        whole: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for part in range(parts):
-            found = store.read(f"part-{part}.json").result()
-            if found.state != "value":
+            stored = store.read(f"part-{part}.json").result()
+            if stored.state != "value":
                 raise OSError(
                     f"process {part} has not written its part of {folder}; its log says why"
                 )
-            for name, entry in json.loads(found.value).items():
-                whole.setdefault(name, {**entry, "digests": {}})["digests"] |= entry["digests"]
-        manifest = json.dumps(whole).encode()
+            for name, entry in json.loads(stored.value).items():
+                if name in entries:
+                    entries[name]["digests"] |= entry["digests"]
+                else:
+                    entries[name] = entry
+        manifest = json.dumps(entries).encode()
         store.write(MANIFEST, manifest).result()
     except ValueError as error:
         raise OSError(f"{folder} cannot be published: {error}") from error
@@ -115,9 +120,10 @@ def publish(folder: str, *, parts: int) -> str:
 
 def remove(folder: str) -> None:
     """Delete everything below an address, if there is anything."""
-    root, _, last = folder.rstrip("/").rpartition("/")
-    store = ts.KvStore.open(f"{root}/").result()
-    store.delete_range(ts.KvStore.KeyRange(f"{last}/", f"{last}0")).result()  # "0" follows "/"
+    parent, _, name = folder.rstrip("/").rpartition("/")
+    store = ts.KvStore.open(f"{parent}/").result()
+    # All keys that begin with the name and "/"; the character after "/" is "0".
+    store.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
     if folder.startswith("file://"):
         _remove_empty(Path(folder.removeprefix("file://")))
 
@@ -146,21 +152,23 @@ class StoredParams:
         self.bytes_read = 0
         """Bytes of chunks read so far."""
         try:
-            found = ts.KvStore.open(self._folder).result().read(MANIFEST).result()
+            manifest = ts.KvStore.open(self._folder).result().read(MANIFEST).result()
         except ValueError as error:
             raise WeightUpdateError(f"weights at {self._folder} cannot be read: {error}") from error
-        if found.state != "value":
+        if manifest.state != "value":
             raise WeightUpdateError(
                 f"there are no weights at {self._folder} (no {MANIFEST}): every engine has to see"
                 " the folder that rollout.weight_dir names, and the versions before the newest are"
                 " deleted"
             )
         if manifest_digest is not None:
-            check(f"{self._folder}{MANIFEST}", digest(found.value), manifest_digest)
-        self._entries: Mapping[str, Any] = json.loads(found.value)
+            check(f"{self._folder}{MANIFEST}", digest(manifest.value), manifest_digest)
+        self._entries: Mapping[str, Any] = json.loads(manifest.value)
 
     def read(self, shapes: Params, *, dtype: jnp.dtype, shardings: Params) -> Params:
-        """Read parameters with the given shardings; each process reads only the chunks its devices' shards overlap.
+        """Read parameters with the given shardings.
+
+        Each process reads only the chunks that its devices' shards overlap.
 
         Args:
             shapes: a shape per parameter.
@@ -170,96 +178,108 @@ class StoredParams:
         Raises:
             WeightUpdateError: the model differs, or a chunk is missing or damaged.
         """
-        wanted, places = dict(_named(shapes)), dict(_named(shardings))
-        found = {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
-        if found != wanted:
-            wrong = next(
-                name for name in sorted(found | wanted) if found.get(name) != wanted.get(name)
-            )
-            raise WeightUpdateError(
-                f"the update does not fit the model served: {wrong} is"
-                f" {found.get(wrong, 'missing')}, served is {wanted.get(wrong, 'nothing')};"
-                f" {self._folder} is of another model"
-            )
-        arrays = [self._read(name, places[name], dtype) for name in wanted]
+        served_shapes = dict(_named(shapes))
+        named_shardings = dict(_named(shardings))
+        stored_shapes = {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
+        for name in sorted(stored_shapes | served_shapes):
+            if stored_shapes.get(name) != served_shapes.get(name):
+                raise WeightUpdateError(
+                    f"the update does not fit the model served: {name} is"
+                    f" {stored_shapes.get(name, 'missing')}, served is"
+                    f" {served_shapes.get(name, 'nothing')}; {self._folder} is of another model"
+                )
+
+        arrays = [self._read(name, named_shardings[name], dtype) for name in served_shapes]
         return jax.tree.unflatten(jax.tree.structure(shardings), arrays)
 
-    def _read(self, name: str, place: jax.sharding.Sharding, dtype: jnp.dtype) -> jax.Array:
+    def _read(self, name: str, sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> jax.Array:
         """Read one parameter, its chunks concurrently."""
         shape = tuple(self._entries[name]["shape"])
-        shards = local_bounds(place, shape)
-        chunks = self._fetch(
-            name, {b for bounds in shards.values() for b in self._overlapping(name, bounds)}
-        )
+        shards = local_bounds(sharding, shape)
+        overlapping: set[Bounds] = set()
+        for bounds in shards.values():
+            overlapping.update(self._overlapping_chunks(name, bounds))
+        chunks = self._fetch_chunks(name, overlapping)
+
+        # Devices may hold the same part.
         parts: dict[Bounds, np.ndarray] = {}
         for bounds in shards.values():
             if bounds not in parts:
-                parts[bounds] = _assembled(bounds, chunks).astype(dtype, copy=False)
+                parts[bounds] = _assemble(bounds, chunks).astype(dtype, copy=False)
         arrays = [jax.device_put(parts[bounds], device) for device, bounds in shards.items()]
-        return jax.make_array_from_single_device_arrays(shape, place, arrays)
+        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
-    def _overlapping(self, name: str, bounds: Bounds) -> Iterator[Bounds]:
+    def _overlapping_chunks(self, name: str, bounds: Bounds) -> Iterator[Bounds]:
+        """Yield the bounds of the chunks that overlap with some bounds of a parameter."""
         chunk = self._entries[name]["chunk"]
-        ranges = (
-            (range(b // size, -(-e // size))) for (b, e), size in zip(bounds, chunk, strict=True)
-        )
-        for at in itertools.product(*ranges):
-            yield tuple((i * size, (i + 1) * size) for i, size in zip(at, chunk, strict=True))
+        ranges = []
+        for (begin, end), size in zip(bounds, chunk, strict=True):
+            first = begin // size
+            stop = -(-end // size)  # rounded up
+            ranges.append(range(first, stop))
+        for indices in itertools.product(*ranges):
+            yield tuple((i * size, (i + 1) * size) for i, size in zip(indices, chunk, strict=True))
 
-    def _fetch(self, name: str, wanted: set[Bounds]) -> dict[Bounds, np.ndarray]:
+    def _fetch_chunks(self, name: str, wanted: set[Bounds]) -> dict[Bounds, np.ndarray]:
+        """Read chunks of a parameter, given by their bounds, and check their digests."""
         entry = self._entries[name]
+        chunks: dict[Bounds, np.ndarray] = {}
         try:
-            array = ts.open(_array(self._folder, name, entry), open=True).result()
-            reads = {
-                bounds: array[tuple(slice(b, e) for b, e in bounds)].read() for bounds in wanted
-            }
-            chunks = {
-                bounds: np.ascontiguousarray(future.result()) for bounds, future in reads.items()
-            }
+            array = ts.open(_array_spec(self._folder, name, entry), open=True).result()
+            reads = {}
+            for bounds in wanted:
+                reads[bounds] = array[tuple(slice(*ends) for ends in bounds)].read()
+            for bounds, read in reads.items():
+                chunks[bounds] = np.ascontiguousarray(read.result())
         except ValueError as error:
             raise WeightUpdateError(f"{name} at {self._folder} cannot be read: {error}") from error
-        for bounds, chunk in chunks.items():
-            key = _key(bounds, entry["chunk"])
-            check(
-                f"{self._folder}{name} chunk {key}",
-                digest(_bytes(chunk)),
-                entry["digests"].get(key, "none"),
-            )
-            self.bytes_read += chunk.nbytes
+
+        for bounds, numbers in chunks.items():
+            key = _chunk_key(bounds, entry["chunk"])
+            expected = entry["digests"].get(key, "none")
+            check(f"{self._folder}{name} chunk {key}", digest(_bytes(numbers)), expected)
+            self.bytes_read += numbers.nbytes
         return chunks
 
 
-def _assembled(bounds: Bounds, chunks: Mapping[Bounds, np.ndarray]) -> np.ndarray:
+def _assemble(bounds: Bounds, chunks: Mapping[Bounds, np.ndarray]) -> np.ndarray:
     """Assemble the part of an array within bounds from chunks that cover it."""
     if bounds in chunks:
         return chunks[bounds]
-    first, *_ = chunks.values()
-    whole = np.empty([e - b for b, e in bounds], first.dtype)
-    for at, chunk in chunks.items():
-        common = [(max(b, c), min(e, d)) for (b, e), (c, d) in zip(bounds, at, strict=True)]
-        if all(begin < end for begin, end in common):
-            there = tuple(
-                slice(b - own, e - own) for (b, e), (own, _) in zip(common, bounds, strict=True)
-            )
-            here = tuple(
-                slice(b - own, e - own) for (b, e), (own, _) in zip(common, at, strict=True)
-            )
-            whole[there] = chunk[here]
-    return whole
+
+    any_chunk = next(iter(chunks.values()))
+    part = np.empty([end - begin for begin, end in bounds], any_chunk.dtype)
+    for chunk_bounds, numbers in chunks.items():
+        part_index = []
+        chunk_index = []
+        overlaps = True
+        for (begin, end), (chunk_begin, chunk_end) in zip(bounds, chunk_bounds, strict=True):
+            low = max(begin, chunk_begin)
+            high = min(end, chunk_end)
+            overlaps = overlaps and low < high
+            part_index.append(slice(low - begin, high - begin))
+            chunk_index.append(slice(low - chunk_begin, high - chunk_begin))
+        if overlaps:
+            part[tuple(part_index)] = numbers[tuple(chunk_index)]
+    return part
 
 
-def _array(folder: str, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _array_spec(folder: str, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return TensorStore's spec of a parameter's array."""
     grid = {"name": "regular", "configuration": {"chunk_shape": list(entry["chunk"])}}
     metadata = {"shape": list(entry["shape"]), "chunk_grid": grid, "data_type": entry["dtype"]}
     return {"driver": "zarr3", "kvstore": f"{folder}{name}/", "metadata": metadata}
 
 
 def _named(tree: Params) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a tree under dotted names."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
-    return ((".".join(key.key for key in path), x) for path, x in leaves)
+    for path, leaf in leaves:
+        yield ".".join(key.key for key in path), leaf
 
 
-def _key(bounds: Bounds, chunk: tuple[int, ...]) -> str:
+def _chunk_key(bounds: Bounds, chunk: tuple[int, ...]) -> str:
+    """Return a chunk's index in every dimension, such as ``0/2``."""
     return "/".join(str(begin // size) for (begin, _), size in zip(bounds, chunk, strict=True))
 
 

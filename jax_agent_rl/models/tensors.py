@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, and samples of tensors, by which two copies of a model are compared.
+"""Tensors in safetensors files, and samples of tensors, to compare two copies of a model.
 
-A file has one tensor for each parameter, or several packed into one, or blocks of 4 bits. A
-parameter is read slice by slice, so that no host or device holds more than its part.
+A file has one tensor for each parameter, or several parameters packed into one tensor, or blocks of
+4 bits. A parameter is read slice by slice, so that no host or device holds more than its part.
 
 Both sides of a comparison sample the same places, which follow from the tensor's shape alone, so
 that a copy that was transposed, misnamed, left at zero, rounded or not updated is noticed.
@@ -47,46 +47,61 @@ class Packed:
     transposed: bool = False
 
     def __str__(self) -> str:
-        return (
-            self.name
-            if self.count == 1
-            else f"{self.name} (part {self.number + 1} of {self.count})"
-        )
+        if self.count == 1:
+            return self.name
+        return f"{self.name} (part {self.number + 1} of {self.count})"
 
     def tensor_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the tensor's shape from the parameter's."""
-        stored = self._turned(shape)
-        stored[self.axis] *= self.count
-        return tuple(stored)
+        tensor_shape = self._tensor_order(shape)
+        tensor_shape[self.axis] *= self.count
+        return tuple(tensor_shape)
 
     def tensor_index(self, index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return where the tensor holds a slice of the parameter, perhaps among others' numbers."""
-        bounds = self._turned([at.indices(size)[:2] for at, size in zip(index, shape, strict=True)])
+        """Return where the tensor holds a slice of the parameter.
+
+        If parameters are interleaved, numbers of the others are there, too; see :meth:`unpack`.
+        """
+        bounds = []
+        for part, size in zip(index, shape, strict=True):
+            begin, end, _ = part.indices(size)
+            bounds.append((begin, end))
+        bounds = self._tensor_order(bounds)
+
         begin, end = bounds[self.axis]
         if self.interleaved:
-            bounds[self.axis] = begin * self.count, end * self.count
+            bounds[self.axis] = (begin * self.count, end * self.count)
         else:
-            before = self.number * self._turned(shape)[self.axis]
-            bounds[self.axis] = before + begin, before + end
+            offset = self.number * self._tensor_order(shape)[self.axis]
+            bounds[self.axis] = (offset + begin, offset + end)
         return tuple(slice(*ends) for ends in bounds)
 
-    def unpack(self, found: np.ndarray) -> np.ndarray:
-        """Return the parameter's numbers among those at :meth:`tensor_index`."""
+    def unpack(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the parameter's numbers among the ones at :meth:`tensor_index`."""
         if self.interleaved:
-            found = found[(slice(None),) * self.axis + (slice(self.number, None, self.count),)]
-        return found.swapaxes(-1, -2) if self.transposed else found
+            every_nth = slice(self.number, None, self.count)
+            numbers = numbers[(*[slice(None)] * self.axis, every_nth)]
+        return self._transpose(numbers)
 
     def pack(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Return the tensor of all its parameters, in order."""
-        stored = [part.swapaxes(-1, -2) if self.transposed else part for part in parts]
+        stored = [self._transpose(part) for part in parts]
         if not self.interleaved:
             return np.concatenate(stored, axis=self.axis)
         shape = [*stored[0].shape]
         shape[self.axis] *= self.count
         return np.stack(stored, axis=self.axis + 1).reshape(shape)
 
-    def _turned(self, sizes: Sequence[Any]) -> list[Any]:
-        return [*sizes[:-2], sizes[-1], sizes[-2]] if self.transposed else [*sizes]
+    def _transpose(self, array: np.ndarray) -> np.ndarray:
+        if not self.transposed:
+            return array
+        return array.swapaxes(-1, -2)
+
+    def _tensor_order(self, axes: Sequence[Any]) -> list[Any]:
+        """Return what is known of each of the parameter's axes, in the order of the tensor's."""
+        if not self.transposed:
+            return [*axes]
+        return [*axes[:-2], axes[-1], axes[-2]]
 
 
 Stored = str | Packed
@@ -105,44 +120,47 @@ def tensor_name(stored: Stored) -> str:
 def named_tensors(
     parameters: Iterable[tuple[Names, np.ndarray]],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield tensors under their names from parameters, which may be stacks; packed ones when all parts were there."""
+    """Yield tensors under their names from parameters, which may be stacks.
+
+    A packed tensor follows the last of its parameters.
+    """
     packed: dict[str, dict[int, np.ndarray]] = {}
     for names, value in parameters:
         for stored, array in unstack(names, value):
             if isinstance(stored, str):
                 yield stored, np.ascontiguousarray(array)
                 continue
+
             parts = packed.setdefault(stored.name, {})
             parts[stored.number] = array
             if len(parts) == stored.count:
                 del packed[stored.name]
-                yield (
-                    stored.name,
-                    np.ascontiguousarray(stored.pack([parts[i] for i in range(stored.count)])),
-                )
+                tensor = stored.pack([parts[i] for i in range(stored.count)])
+                yield stored.name, np.ascontiguousarray(tensor)
 
 
 def unstack(names: Names, array: Any) -> Iterator[tuple[Stored, Any]]:
-    """Yield where each part of an array is stored, and the part; the whole array unless it is a stack."""
+    """Yield where each part of an array is stored, and the part.
+
+    An array that is no stack is one part.
+    """
     if not isinstance(names, list):
         yield names, array
-    else:
-        for inner, part in zip(names, array, strict=True):
-            yield from unstack(inner, part)
+        return
+    for part_names, part in zip(names, array, strict=True):
+        yield from unstack(part_names, part)
 
 
 def save_tensors(
     tensors: Mapping[str, np.ndarray], file: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file that whoever may read the folder's other files can read.
+    """Write a safetensors file with the permissions of any new file in its folder.
 
     The library lets only the owner read its files: a server under another user could not load an
-        exported model.
+    exported model.
 
     Args:
-        tensors: by name.
-        file: the file.
-        metadata: kept in its header; None: nothing.
+        metadata: more fields of its header.
     """
     file.touch()
     mode = file.stat().st_mode
@@ -157,12 +175,13 @@ def require_finite(name: str, tensor: np.ndarray) -> None:
         ModelError: some are infinite or no numbers: the tensor's type cannot hold them, or training
             has diverged.
     """
-    wrong = tensor.size - int(np.count_nonzero(np.isfinite(tensor)))
-    if wrong:
+    not_finite = tensor.size - int(np.count_nonzero(np.isfinite(tensor)))
+    if not_finite:
+        limit = _LIMITS.get(str(tensor.dtype), "")
         raise ModelError(
-            f"tensor {name!r}: {wrong} of {tensor.size} numbers are not finite in"
-            f" {tensor.dtype}{_LIMITS.get(str(tensor.dtype), '')}; write another type (bfloat16,"
-            " float32), or look at the weights"
+            f"tensor {name!r}: {not_finite} of {tensor.size} numbers are not finite in"
+            f" {tensor.dtype}{limit}; write another type (bfloat16, float32), or look at the"
+            " weights"
         )
 
 
@@ -173,12 +192,14 @@ HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """How the names of embeddings end, with any prefix."""
 _ROWS = 4096
+"""Rows of two matrices that are compared at a time."""
 
 
 def has_own_head(files: Sequence[str | Path]) -> bool:
-    """Return whether files hold an output matrix that is not the embeddings, whatever ``tie_word_embeddings`` says.
+    """Return whether files hold an output matrix that differs from the embeddings.
 
-    transformers and vLLM use such a head although the configuration says tied; equal ones are tied.
+    transformers and vLLM use such a head although ``tie_word_embeddings`` is true. A head that
+    equals the embeddings is tied to them.
 
     Raises:
         ModelError: a file is missing or damaged.
@@ -195,12 +216,13 @@ def has_own_head(files: Sequence[str | Path]) -> bool:
 
 @functools.lru_cache(64)
 def _has_own_head(files: tuple[Path, ...], stamps: tuple[Stamp, ...]) -> bool:
-    """Compare once per content; ``stamps`` tell files apart that were replaced."""
+    """Compare once per content; ``stamps`` tell replaced files apart."""
     tensors = open_tensors(files)
     names = [name for name in tensors if name.endswith(_EMBEDDINGS)]
     if HEAD not in tensors or len(names) != 1:
         return False
-    head, embeddings = tensors[HEAD](), tensors[names[0]]()
+    head = tensors[HEAD]()
+    embeddings = tensors[names[0]]()
     shape = head.get_shape()
     if shape != embeddings.get_shape():
         return True
@@ -212,12 +234,12 @@ def _has_own_head(files: tuple[Path, ...], stamps: tuple[Stamp, ...]) -> bool:
 
 
 def open_tensors(files: Sequence[str | Path]) -> Tensors:
-    """Open every tensor of the files; those in MXFP4 under the name of the whole tensor.
+    """Open every tensor of the files; a tensor in MXFP4 has its name without ``_blocks``.
 
     Raises:
         ModelError: a file is missing or damaged, or two files hold a tensor.
     """
-    found: Tensors = {}
+    tensors: Tensors = {}
     for file in files:
         try:
             handle = safe_open(file, framework="numpy")
@@ -226,25 +248,27 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
                 f"{file} cannot be read ({error}); download or convert the model again"
             ) from error
         for name in handle.keys():
-            if name in found:
+            if name in tensors:
                 raise ModelError(
                     f"{file} holds tensor {name!r}, which another file of the model holds, too;"
                     " remove one"
                 )
-            found[name] = partial(handle.get_slice, name)
-    for name in [name for name in found if name.endswith("_blocks")]:
-        if (scales := name.removesuffix("blocks") + "scales") in found:
-            found[name.removesuffix("_blocks")] = partial(
-                Mxfp4Slice, found.pop(name), found.pop(scales)
-            )
-    return found
+            tensors[name] = partial(handle.get_slice, name)
+
+    block_names = [name for name in tensors if name.endswith("_blocks")]
+    for blocks in block_names:
+        name = blocks.removesuffix("_blocks")
+        scales = f"{name}_scales"
+        if scales in tensors:
+            tensors[name] = partial(Mxfp4Slice, tensors.pop(blocks), tensors.pop(scales))
+    return tensors
 
 
 class Mxfp4Slice:
-    """A stack of matrices [E, in, out] in MXFP4: blocks of 32 numbers of 4 bits along ``in``, each with an exponent.
+    """A stack of matrices [E, in, out] in MXFP4, read as float32.
 
-    Rouhani et al. 2023, Microscaling data formats for deep learning, arXiv 2310.10537. Read as
-    float32.
+    Numbers have 4 bits, and blocks of 32 numbers along ``in`` share an exponent (Rouhani et al.
+    2023, Microscaling data formats for deep learning, arXiv 2310.10537).
 
     Args:
         blocks: opens uint8 [E, out, in / 32, 16], two numbers in each, the low bits first.
@@ -255,7 +279,8 @@ class Mxfp4Slice:
     _BLOCK = 32
 
     def __init__(self, blocks: Callable[[], Any], scales: Callable[[], Any]) -> None:
-        self._blocks, self._scales = blocks(), scales()
+        self._blocks = blocks()
+        self._scales = scales()
 
     def get_shape(self) -> list[int]:
         """Return [E, in, out]."""
@@ -264,69 +289,71 @@ class Mxfp4Slice:
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Return a slice as float32."""
-        experts, (begin, end, _), out = index[0], index[1].indices(self.get_shape()[1]), index[2]
-        first, last = begin // self._BLOCK, -(-end // self._BLOCK)
-        pairs = self._blocks[experts, out, first:last, :]
-        exponents = self._scales[experts, out, first:last].astype(np.int32) - 127
-        values = np.concatenate([self._VALUES, -self._VALUES])
-        numbers = np.stack([values[pairs & 15], values[pairs >> 4]], axis=-1).reshape(
-            *pairs.shape[:3], self._BLOCK
-        )
-        whole = np.ldexp(numbers, exponents[..., None]).reshape(
-            *pairs.shape[:2], (last - first) * self._BLOCK
-        )
-        return whole[:, :, begin - first * self._BLOCK : end - first * self._BLOCK].swapaxes(1, 2)
+        experts, inputs, out = index
+        begin, end, _ = inputs.indices(self.get_shape()[1])
+        first_block = begin // self._BLOCK
+        end_block = -(-end // self._BLOCK)  # rounded up
+        pairs = self._blocks[experts, out, first_block:end_block, :]
+        exponents = self._scales[experts, out, first_block:end_block].astype(np.int32) - 127
+
+        values = np.concatenate([self._VALUES, -self._VALUES])  # the high bit is the sign
+        numbers = np.stack([values[pairs & 15], values[pairs >> 4]], axis=-1)
+        numbers = numbers.reshape(*pairs.shape[:3], self._BLOCK)
+        blocks = np.ldexp(numbers, exponents[..., None])
+
+        offset = first_block * self._BLOCK
+        rows = blocks.reshape(*pairs.shape[:2], end_block * self._BLOCK - offset)
+        return rows[:, :, begin - offset : end - offset].swapaxes(1, 2)
 
 
 def read_slice(
-    tensors: Tensors, stored: Stored, index: tuple[slice, ...], shape: tuple[int, ...], where: str
+    tensors: Tensors, stored: Stored, index: tuple[slice, ...], shape: tuple[int, ...], folder: str
 ) -> np.ndarray:
     """Read a slice of one parameter.
 
     Args:
-        tensors: opened ones.
         stored: where the parameter is.
-        index: of the slice.
-        shape: of the parameter.
-        where: folder, for messages.
+        index: of the slice, in the parameter.
+        shape: of the whole parameter.
+        folder: for messages.
 
     Raises:
         ModelError: the tensor is missing, unreadable or of another shape.
     """
-    name, packed = tensor_name(stored), None if isinstance(stored, str) else stored
+    name = tensor_name(stored)
     if name not in tensors:
         raise ModelError(
-            f"{where}: tensor {name!r} is missing from the safetensors files; download or convert"
+            f"{folder}: tensor {name!r} is missing from the safetensors files; download or convert"
             " the model again"
         )
-    expected = shape if packed is None else packed.tensor_shape(shape)
+
+    expected_shape = shape
+    tensor_index = index
+    if isinstance(stored, Packed):
+        expected_shape = stored.tensor_shape(shape)
+        tensor_index = stored.tensor_index(index, shape)
     try:
         tensor = tensors[name]()
-        found = tuple(tensor.get_shape())
-        if found == expected:
-            return (
-                tensor[index]
-                if packed is None
-                else packed.unpack(tensor[packed.tensor_index(index, shape)])
-            )
-    except (
-        SafetensorError,
-        OSError,
-        TypeError,
-        AttributeError,
-    ) as error:  # the latter: a type numpy lacks
+        tensor_shape = tuple(tensor.get_shape())
+        if tensor_shape == expected_shape:
+            numbers = tensor[tensor_index]
+            return stored.unpack(numbers) if isinstance(stored, Packed) else numbers
+    # The last two: numpy has no such type.
+    except (SafetensorError, OSError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{where}: tensor {name!r} cannot be read ({error}); use float weights"
+            f"{folder}: tensor {name!r} cannot be read ({error}); use float weights"
         ) from error
     raise ModelError(
-        f"{where}: {name} has shape {found}, config.json says {expected}; they are of different"
-        " models"
+        f"{folder}: {name} has shape {tensor_shape}, config.json says {expected_shape}; they are of"
+        " different models"
     )
 
 
 ELEMENTS = 128
-"""Elements per tensor; a tensor with 2 % of its elements wrong is found with a probability above
-0.9."""
+"""Sampled elements of a tensor.
+
+A tensor with 2 % of its elements wrong is found with a probability above 0.9.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,9 +361,9 @@ class TensorSample:
     """A sample of one tensor.
 
     Attributes:
-        shape: as Hugging Face stores it.
+        shape: as Hugging Face stores the tensor.
         dtype: of the copy, by name.
-        rms: root of the mean square of all its elements.
+        rms: root of the mean square of all elements of the tensor.
         values: float32 [n], the elements at :func:`places`.
     """
 
@@ -348,10 +375,13 @@ class TensorSample:
     @classmethod
     def of(cls, array: Any) -> TensorSample:
         """Sample a whole numpy array."""
-        wide = np.asarray(array, np.float32)
-        values = wide.reshape(-1)[places(wide.shape)]
-        rms = float(np.sqrt(np.mean(np.square(wide, dtype=np.float64)))) if wide.size else 0.0
-        return cls(shape=tuple(wide.shape), dtype=str(array.dtype), rms=rms, values=values)
+        elements = np.asarray(array, np.float32)
+        values = elements.reshape(-1)[places(elements.shape)]
+        rms = 0.0
+        if elements.size:
+            mean_square = np.mean(np.square(elements, dtype=np.float64))
+            rms = float(np.sqrt(mean_square))
+        return cls(shape=tuple(elements.shape), dtype=str(array.dtype), rms=rms, values=values)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -372,7 +402,9 @@ class TensorSample:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOutput:
-    """Output of one layer for a context of T ids; embeddings, which come first, have ``hidden`` only.
+    """Output of one layer for a context of T token ids.
+
+    The embeddings, which come first, have ``hidden`` only.
 
     Attributes:
         hidden: float32 [T, D], the residual stream after the layer.
@@ -403,9 +435,12 @@ class Inspectable(Protocol):
         ...
 
     async def replica_samples(self) -> Sequence[Mapping[str, TensorSample]]:
-        """Sample the tensors of further engines behind this backend, which serve the same weights."""
+        """Sample the tensors of further engines of this backend, which serve the same weights."""
         ...
 
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
-        """Return the engine's own layer outputs for a context, from the embeddings on; empty if unavailable."""
+        """Return the layer outputs that the engine computes for a context, the embeddings first.
+
+        They are empty if unavailable.
+        """
         ...
