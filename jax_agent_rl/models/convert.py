@@ -1,4 +1,4 @@
-"""Conversion of model files to Hugging Face folders: another precision, Llama models in GGUF, the quickstart's.
+"""Conversion of model files to Hugging Face folders: another precision, or Llama models in GGUF.
 
 GGUF weights are dequantized to float32 and the tokenizer is rebuilt. llama.cpp interleaves the two
 rotary halves of Q and K; Hugging Face separates them. The file only names the tokenizer's
@@ -43,7 +43,9 @@ _TOP_NAMES = {
     "output_norm": f"model.{TOP['final_norm']}",
     "output": HEAD,
 }
-_CONTROL_TOKEN, _USER_TOKEN = 3, 4
+_CONTROL_TOKEN = 3
+_USER_TOKEN = 4
+"""Values of ``tokenizer.ggml.token_type``."""
 T = TypeVar("T")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -62,12 +64,14 @@ def convert(source: Path, target: Path, *, dtype: str = "float32") -> Path:
     """
     target_dtype = named_dtype(dtype)
     require_new(target, error=ModelError)
-    if source.suffix == ".gguf" and dtype == "float32":
-        convert_gguf(source, target)
-        return target
     if source.suffix != ".gguf":
         _change_dtype(source, target, target_dtype)
         return target
+    if dtype == "float32":
+        convert_gguf(source, target)
+        return target
+
+    # In two steps, the first of which gives float32.
     make_folder(target.parent)
     temporary = make_temp_folder(".float32-", target.parent)
     try:
@@ -84,17 +88,23 @@ def _change_dtype(source: Path, target: Path, dtype: jnp.dtype) -> None:
 
 
 def named_dtype(name: str) -> jnp.dtype:
-    """Return the type a ``--dtype`` option names; raise ModelError if it is not one of :data:`DTYPES`."""
+    """Return the type a ``--dtype`` option names.
+
+    Raises:
+        ModelError: it is not one of :data:`DTYPES`.
+    """
     if name not in DTYPES:
         raise ModelError(f"--dtype {name!r} is not known; there are {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Write ``config.json``, ``generation_config.json``, ``model.safetensors`` and tokenizer files into ``target``.
+    """Convert a GGUF file to a Hugging Face folder.
+
+    It holds ``config.json``, ``generation_config.json``, ``model.safetensors`` and the tokenizer's
+    files.
 
     Args:
-        source: the file.
         target: a folder that does not exist or is empty.
 
     Raises:
@@ -111,6 +121,7 @@ def convert_gguf(source: Path, target: Path) -> None:
     if architecture != "llama":
         raise ModelError(f"{source}: architecture {architecture!r} is not supported, only 'llama'")
     fields.require("general.type", "model")
+
     with whole_folder(target, error=ModelError) as folder:
         tensors, rope_factors = _read_tensors(reader, fields)
         save_tensors(tensors, folder / "model.safetensors")
@@ -121,28 +132,35 @@ def convert_gguf(source: Path, target: Path) -> None:
 
 _READ_NAMESPACES = ("adapter.", "llama.", "split.", "tokenizer.")
 """What llama.cpp computes by; keys elsewhere (``general.license``) describe the file."""
+_INERT_TOKENS = (
+    "cls",
+    "mask",
+    "middle",
+    "prefix",
+    "seperator",
+    "suffix",
+    "fim_mid",
+    "fim_pad",
+    "fim_pre",
+    "fim_rep",
+    "fim_sep",
+    "fim_suf",
+)
 _INERT_KEYS = frozenset(
     {
         "llama.rope.scaling.finetuned",  # how the model was made
         "tokenizer.chat_templates",
         "tokenizer.huggingface.json",
-        *(
-            f"tokenizer.ggml.{name}_token_id"
-            for name in ("cls", "mask", "middle", "prefix", "seperator", "suffix")
-        ),
-        *(
-            f"tokenizer.ggml.fim_{name}_token_id"
-            for name in ("mid", "pad", "pre", "rep", "sep", "suf")
-        ),
         "tokenizer.ggml.scores",  # of other kinds of tokenizers
         "tokenizer.ggml.token_type_count",
+        *(f"tokenizer.ggml.{token}_token_id" for token in _INERT_TOKENS),
     }
 )
 _INERT_PREFIXES = ("tokenizer.chat_template.",)  # templates for other uses
 
 
 class Metadata:
-    """The metadata of a GGUF file, which remember what was read of them.
+    """The metadata of a GGUF file, which remember which of their keys were read.
 
     Args:
         source: the file, for messages.
@@ -165,12 +183,14 @@ class Metadata:
         """
         self._read.add(name)
         value: Any = self._content.get(name, default)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        # Python counts a bool as an int.
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if kind is float and is_number:
             value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
-            found = f"{name}={value!r}" if name in self._content else f"{name} is missing"
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            problem = f"{name}={value!r}" if name in self._content else f"{name} is missing"
             raise ModelError(
-                f"{self.source}: {found}, expected {kind.__name__}; the file is damaged, or of"
+                f"{self.source}: {problem}, expected {kind.__name__}; the file is damaged, or of"
                 " another model"
             )
         return value
@@ -191,16 +211,20 @@ class Metadata:
             ModelError: names one.
         """
         for name in sorted(self._content.keys() - self._read - _INERT_KEYS):
-            if name.startswith(_READ_NAMESPACES) and not name.startswith(_INERT_PREFIXES):
-                raise ModelError(
-                    f"{self.source}: {name}={str(self._content[name])[:80]} is not known here, so"
-                    " the converted model may compute something else; convert from the original"
-                    " Hugging Face folder"
-                )
+            if name.startswith(_INERT_PREFIXES) or not name.startswith(_READ_NAMESPACES):
+                continue
+            raise ModelError(
+                f"{self.source}: {name}={str(self._content[name])[:80]} is not known here, so the"
+                " converted model may compute something else; convert from the original Hugging"
+                " Face folder"
+            )
 
 
 def _read_tensors(reader: Any, fields: Metadata) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """Return the weights under their Hugging Face names, and the factors of rotary frequencies, if there are any."""
+    """Return the weights under their Hugging Face names, and the factors of rotary frequencies.
+
+    The factors are None if the file has none.
+    """
     from gguf.quants import dequantize
 
     fields.require("split.count", 1)
@@ -208,20 +232,21 @@ def _read_tensors(reader: Any, fields: Metadata) -> tuple[dict[str, np.ndarray],
         if name in fields:
             fields.get(name, int)
     count = fields.get("llama.attention.head_count", int)
-    heads = {"attn_q": count, "attn_k": fields.get("llama.attention.head_count_kv", int, count)}
+    kv_count = fields.get("llama.attention.head_count_kv", int, count)
+    heads = {"attn_q": count, "attn_k": kv_count}  # of matrices whose rows llama.cpp reorders
     tensors: dict[str, np.ndarray] = {}
     rope_factors = None
     for tensor in reader.tensors:
         *block, kind, role = tensor.name.split(".")
         weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         is_layer = len(block) == 2 and block[0] == "blk" and kind in _LAYER_NAMES
+        is_top = not block and kind in _TOP_NAMES
         if role == "weight" and is_layer:
             if kind in heads:
                 weight = unpermute(weight, heads[kind])
-            tensors[f"model.layers.{block[1]}.{_LAYER_NAMES[kind]}.weight"] = np.ascontiguousarray(
-                weight
-            )
-        elif role == "weight" and not block and kind in _TOP_NAMES:
+            name = f"model.layers.{block[1]}.{_LAYER_NAMES[kind]}.weight"
+            tensors[name] = np.ascontiguousarray(weight)
+        elif role == "weight" and is_top:
             tensors[_TOP_NAMES[kind]] = np.ascontiguousarray(weight)
         elif tensor.name == "rope_freqs.weight":
             rope_factors = weight
@@ -233,11 +258,10 @@ def _read_tensors(reader: Any, fields: Metadata) -> tuple[dict[str, np.ndarray],
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder [heads·h, D] from interleaved rotary pairs (llama.cpp) to consecutive halves (Hugging Face)."""
+    """Reorder [heads·h, D] from interleaved rotary pairs (llama.cpp) to halves (Hugging Face)."""
     rows, columns = weight.shape
-    return (
-        weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-    )
+    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
 def _write_configs(
@@ -253,7 +277,10 @@ def _write_configs(
     fields.require("llama.expert_used_count", 0)
     tokens = fields.get("tokenizer.ggml.tokens", list)
     fields.require("llama.vocab_size", len(tokens))
+
     theta = fields.get("llama.rope.freq_base", float, 10000.0)
+    # Stored as float32: without rounding, 1e-5 would be 9.99999974737875e-06.
+    rms_norm_eps = float(f"{fields.get('llama.attention.layer_norm_rms_epsilon', float):.6g}")
     special = {
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _end_ids(fields),
@@ -272,7 +299,7 @@ def _write_configs(
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": fields.get("llama.context_length", int),
-        "rms_norm_eps": float(f"{fields.get('llama.attention.layer_norm_rms_epsilon', float):.6g}"),
+        "rms_norm_eps": rms_norm_eps,
         "rope_theta": theta,
         "rope_scaling": _read_scaling(fields, rope_factors, head_dim=head_dim, theta=theta),
         "tie_word_embeddings": tied,
@@ -286,17 +313,24 @@ def _write_configs(
 
 def _optional_id(fields: Metadata, name: str) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
-    return fields.get(key, int) if key in fields else None
+    if key not in fields:
+        return None
+    return fields.get(key, int)
 
 
 def _end_ids(fields: Metadata) -> int | list[int]:
-    """Return the ids that end a generation in llama.cpp: of the text, of a turn and of a message."""
+    """Return the ids that end a generation in llama.cpp.
+
+    They end the text, a turn (``eot``) or a message (``eom``).
+    """
     ids = [fields.get("tokenizer.ggml.eos_token_id", int)]
     for name in ("eot", "eom"):
-        found = _optional_id(fields, name)
-        if found is not None and found not in ids:
-            ids.append(found)
-    return ids[0] if len(ids) == 1 else ids
+        end_id = _optional_id(fields, name)
+        if end_id is not None and end_id not in ids:
+            ids.append(end_id)
+    if len(ids) == 1:
+        return ids[0]
+    return ids
 
 
 def _read_scaling(
@@ -305,8 +339,7 @@ def _read_scaling(
     """Return ``rope_scaling`` of a ``config.json``.
 
     Args:
-        fields: of the file.
-        rope_factors: [h / 2], by which rotary frequencies are divided; None: by nothing.
+        rope_factors: [h / 2], by which rotary frequencies are divided; None if there are none.
         head_dim: h.
         theta: base of the rotary embedding.
 
@@ -317,11 +350,13 @@ def _read_scaling(
     kind = fields.get(f"{prefix}.type", str, "none")
     if "llama.rope.scale_linear" in fields:  # of old files
         factor = fields.get("llama.rope.scale_linear", float)
-        kind = "linear" if factor != 1 else kind
+        if factor != 1:
+            kind = "linear"
     else:
         factor = fields.get(f"{prefix}.factor", float, 1.0)
     for name in ("yarn_log_multiplier", "alpha"):
         fields.require(f"{prefix}.{name}", 0.0)
+
     if rope_factors is not None:
         if kind != "none":
             raise ModelError(
@@ -329,6 +364,7 @@ def _read_scaling(
                 " twice"
             )
         return _llama3_scaling(fields, rope_factors, head_dim=head_dim, theta=theta)
+
     match kind:
         case "none":
             if factor != 1:
@@ -362,7 +398,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Of all Llama 3.1 and 3.2 models; the file has no other trace of it than its effect."""
+"""Settings of all Llama 3.1 and 3.2 models; a file only holds the factors that they result in."""
 
 
 def _llama3_scaling(
@@ -371,12 +407,14 @@ def _llama3_scaling(
     """Return the scaling of Llama 3.1 that has these factors; see :func:`_read_scaling`."""
     factor = float(rope_factors.max())
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    smooth = np.clip(
-        (_LLAMA3["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1
-    )
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    if rope_factors.shape != expected.shape or not np.allclose(rope_factors, expected, rtol=1e-4):
+    low = _LLAMA3["low_freq_factor"]
+    high = _LLAMA3["high_freq_factor"]
+    turns = _LLAMA3["original_max_position_embeddings"] / wavelengths
+    unscaled_share = np.clip((turns - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - unscaled_share) / factor + unscaled_share)
+
+    has_shape = rope_factors.shape == expected.shape
+    if not has_shape or not np.allclose(rope_factors, expected, rtol=1e-4):
         raise ModelError(
             f"{fields.source}: rope_freqs.weight is not the scaling of Llama 3.1; convert from the"
             " original Hugging Face folder"
@@ -389,23 +427,24 @@ def _write_tokenizer(fields: Metadata, target: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     kind = fields.get("tokenizer.ggml.model", str)
-    pre = fields.get("tokenizer.ggml.pre", str, "default")
-    if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
+    pre_tokenizer = fields.get("tokenizer.ggml.pre", str, "default")
+    if kind != "gpt2" or pre_tokenizer not in _PRE_TOKENIZERS:
         known = sorted(_PRE_TOKENIZERS)
         raise ModelError(
-            f"{fields.source}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported;"
-            f" known: {known}"
+            f"{fields.source}: tokenizer {kind!r} with pre-tokenizer {pre_tokenizer!r} is not"
+            f" supported; known: {known}"
         )
     for name in ("add_eos_token", "add_sep_token", "add_space_prefix", "remove_extra_whitespaces"):
         fields.require(f"tokenizer.ggml.{name}", False)
     tokens = fields.get("tokenizer.ggml.tokens", list)
     kinds = fields.get("tokenizer.ggml.token_type", list)
     merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges", list)]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    )
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre_tokenizer]()
     tokenizer.decoder = decoders.ByteLevel()
+
     control_tokens = []
     user_tokens = []
     for token, kind_of_token in zip(tokens, kinds, strict=True):
@@ -418,14 +457,17 @@ def _write_tokenizer(fields: Metadata, target: Path) -> None:
 
     def special_token(name: str) -> str | None:
         index = _optional_id(fields, name)
-        return None if index is None else tokens[index]
+        if index is None:
+            return None
+        return tokens[index]
 
     bos = special_token("bos")
     if fields.get("tokenizer.ggml.add_bos_token", bool, False):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
-    wrapped = PreTrainedTokenizerFast(
+
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=bos,
         eos_token=special_token("eos"),
@@ -435,8 +477,8 @@ def _write_tokenizer(fields: Metadata, target: Path) -> None:
         clean_up_tokenization_spaces=False,
     )
     if "tokenizer.chat_template" in fields:
-        wrapped.chat_template = fields.get("tokenizer.chat_template", str)
-    wrapped.save_pretrained(target)
+        fast_tokenizer.chat_template = fields.get("tokenizer.chat_template", str)
+    fast_tokenizer.save_pretrained(target)
 
 
 def _byte_level() -> Any:

@@ -1,7 +1,8 @@
-"""Low-rank adapters, W + scale B A, not multiplied out (Hu et al. 2021, LoRA, arXiv 2106.09685), and PEFT's files.
+"""Low-rank adapters, W + scale B A, not multiplied out, and PEFT's files.
 
-The base may be quantized (Dettmers et al. 2023, QLoRA, arXiv 2305.14314) and is then dequantized
-layer by layer. An adapter's files are ``adapter_config.json`` and ``adapter_model.safetensors``.
+See Hu et al. 2021, LoRA, arXiv 2106.09685. The base may be quantized (Dettmers et al. 2023, QLoRA,
+arXiv 2305.14314) and is then dequantized layer by layer. An adapter's files are
+``adapter_config.json`` and ``adapter_model.safetensors``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class LoRA(nnx.Module):
     """
 
     def __init__(self, a: jax.Array, b: jax.Array, *, scale: float) -> None:
-        self.a, self.b, self.scale = nnx.LoRAParam(a), nnx.LoRAParam(b), scale
+        self.a = nnx.LoRAParam(a)
+        self.b = nnx.LoRAParam(b)
+        self.scale = scale
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return ``scale * x @ (b a).T`` for x [.., in]."""
@@ -113,41 +116,42 @@ class PeftAdapter:
     weights: Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
-_OF_PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
+_PLAIN_VALUES: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     # Those that leave the base as it is; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change it before
     # they train.
     "init_lora_weights": (True, False, "eva", "gaussian", "orthogonal"),
     "peft_type": ("LORA",),
 }
-"""Values of ``adapter_config.json`` besides null, false and empty ones."""
-_WITHOUT_EFFECT = frozenset(
+"""Values of ``adapter_config.json`` that plain LoRA has, besides null, false and empty ones."""
+_INERT_FIELDS = frozenset(
     {
-        *(
-            "auto_mapping",
-            "base_model_name_or_path",
-            "inference_mode",
-            "peft_version",
-            "revision",
-            "task_type",
-        ),
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "peft_version",
+        "revision",
+        "task_type",
         # which modules were adapted, as the tensors say, and how they were trained
-        *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
-        *("ensure_weight_tying", "lora_dropout", "runtime_config"),
-        # settings of an initialization, refused above where it matters, and of what is off
-        *(
-            "corda_config",
-            "eva_config",
-            "loftq_config",
-            "lora_ga_config",
-            "megatron_core",
-            "qalora_group_size",
-        ),
+        "exclude_modules",
+        "layers_pattern",
+        "layers_to_transform",
+        "target_modules",
+        "ensure_weight_tying",
+        "lora_dropout",
+        "runtime_config",
+        # settings of an initialization, which is refused above where it matters, and of what is off
+        "corda_config",
+        "eva_config",
+        "loftq_config",
+        "lora_ga_config",
+        "megatron_core",
+        "qalora_group_size",
     }
 )
 """Fields of ``adapter_config.json`` that do not change what an adapter computes."""
-_READ = frozenset({"lora_alpha", "r", "use_rslora"})
-_ALPHA = 8  # of PEFT, where lora_alpha is absent
+_READ_FIELDS = frozenset({"lora_alpha", "r", "use_rslora"})
+_DEFAULT_ALPHA = 8  # of PEFT, where lora_alpha is absent
 
 
 def read_settings(folder: str | Path, *, key: str) -> dict[str, Any]:
@@ -162,34 +166,37 @@ def read_settings(folder: str | Path, *, key: str) -> dict[str, Any]:
             adapter as it is (DoRA, PiSSA, trained biases or whole modules, a rank or alpha per
             module).
     """
-    file, where = Path(folder).expanduser() / "adapter_config.json", f"{key}={str(folder)!r}"
+    file = Path(folder).expanduser() / "adapter_config.json"
+    setting = f"{key}={str(folder)!r}"
     if not file.is_file():
         raise ConfigError(
-            f"{where} holds no adapter_config.json; set it to a PEFT adapter's folder"
+            f"{setting} holds no adapter_config.json; set it to a PEFT adapter's folder"
         )
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         rank = int(settings["r"])
-        alpha = float(settings.get("lora_alpha", _ALPHA))
+        alpha = float(settings.get("lora_alpha", _DEFAULT_ALPHA))
         if rank < 1:
             raise ValueError(f"r={rank}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} names no rank r ({type(error).__name__}: {error}); save the adapter again"
         ) from None
+
     for name, value in settings.items():
-        if (
-            name in _READ
-            or name in _WITHOUT_EFFECT
-            or not value
-            or value in _OF_PLAIN_LORA.get(name, ())
-        ):
+        if name in _READ_FIELDS or name in _INERT_FIELDS or not value:
             continue
-        raise ConfigError(
-            f"{where}: {name}={value!r} in {file.name} is not supported, as this may be no plain"
-            " LoRA adapter; merge it into its model with PEFT, and name that model instead"
-        )
-    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        if value not in _PLAIN_VALUES.get(name, ()):
+            raise ConfigError(
+                f"{setting}: {name}={value!r} in {file.name} is not supported, as this may be no"
+                " plain LoRA adapter; merge it into its model with PEFT, and name that model"
+                " instead"
+            )
+
+    if settings.get("use_rslora"):
+        scale = alpha / math.sqrt(rank)
+    else:
+        scale = alpha / rank
     return settings | {"r": rank, "scale": scale}
 
 
@@ -206,56 +213,61 @@ def read_peft(folder: str | Path, model: DecoderConfig, *, key: str) -> PeftAdap
             module that this model does not have or does not adapt (experts, embeddings, a vision
             tower).
     """
-    settings, where = read_settings(folder, key=key), f"{key}={str(folder)!r}"
+    settings = read_settings(folder, key=key)
+    setting = f"{key}={str(folder)!r}"
+    rank = settings["r"]
     file = Path(folder).expanduser() / "adapter_model.safetensors"
     try:
         tensors = {name: np.asarray(x, np.float32) for name, x in load_file(file).items()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{where}: {file.name} cannot be read ({error}); save the adapter again"
+            f"{setting}: {file.name} cannot be read ({error}); save the adapter again"
         ) from None
-    names, shapes = tensor_names(model)["layers"], model.parameter_shapes()["layers"]
+
+    names = tensor_names(model)["layers"]
+    shapes = model.parameter_shapes()["layers"]
     weights = {}
     for name in ADAPTABLE.intersection(names) - FAMILIES[model.family].packed.keys():
-        layers, *shape = shapes[name]
-        a = np.zeros((layers, settings["r"], shape[1]), np.float32)
-        b = np.zeros((layers, shape[0], settings["r"]), np.float32)
-        found = False
-        for i, module in enumerate(_modules(model, names[name])):
-            for part, whole in (("A", a), ("B", b)):
-                x = tensors.pop(f"base_model.model.{module}.lora_{part}.weight", None)
-                if x is None:
+        layers, outputs, inputs = shapes[name]
+        a = np.zeros((layers, rank, inputs), np.float32)
+        b = np.zeros((layers, outputs, rank), np.float32)
+        is_adapted = False
+        for layer, module in enumerate(_modules(model, names[name])):
+            for part, stacked in (("A", a), ("B", b)):
+                tensor = tensors.pop(f"base_model.model.{module}.lora_{part}.weight", None)
+                if tensor is None:
                     continue
-                if x.shape != whole[i].shape:
+                if tensor.shape != stacked[layer].shape:
                     raise ConfigError(
-                        f"{where}: {module}.lora_{part} has shape {x.shape}, this model takes"
-                        f" {whole[i].shape}; the adapter is of another model"
+                        f"{setting}: {module}.lora_{part} has shape {tensor.shape}, this model"
+                        f" takes {stacked[layer].shape}; the adapter is of another model"
                     )
-                whole[i], found = x, True
-        if found:
-            weights[name] = a, b * np.float32(settings["scale"])
+                stacked[layer] = tensor
+                is_adapted = True
+        if is_adapted:
+            weights[name] = (a, b * np.float32(settings["scale"]))
+
+    # Every tensor of a matrix that can be adapted has been taken out.
     if tensors:
         raise ConfigError(
-            f"{where}: {sorted(tensors)[0]} (and {len(tensors) - 1} more) is of a module that"
+            f"{setting}: {sorted(tensors)[0]} (and {len(tensors) - 1} more) is of a module that"
             f" cannot be adapted in a {model.family} model; serve the model with the adapter merged"
             " into it"
         )
-    return PeftAdapter(rank=settings["r"], weights=weights)
+    return PeftAdapter(rank=rank, weights=weights)
 
 
 def scaled_adapter(lora: LoraConfig, trained: Params) -> PeftAdapter:
     """Return adapters in training as engines take them.
 
     Args:
-        lora: the training configuration.
         trained: as :func:`jax_agent_rl.learner.parameterization.new_adapters` returns them, on the
             host.
     """
     scale = np.float32(lora.alpha / lora.rank)
-    weights = {
-        name: (np.asarray(ab["a"]), np.asarray(ab["b"]) * scale)
-        for name, ab in trained["adapters"].items()
-    }
+    weights = {}
+    for name, adapter in trained["adapters"].items():
+        weights[name] = (np.asarray(adapter["a"]), np.asarray(adapter["b"]) * scale)
     return PeftAdapter(rank=lora.rank, weights=weights)
 
 
@@ -263,11 +275,12 @@ def blank_adapter(lora: LoraConfig, model: DecoderConfig) -> PeftAdapter:
     """Return an adapter that changes nothing, of the shapes that training will give it."""
     shapes = model.parameter_shapes()["layers"]
     weights = {}
-    for name in (target.removesuffix("_proj") for target in lora.targets):
-        layers, out, inputs = shapes[name]
+    for target in lora.targets:
+        name = target.removesuffix("_proj")
+        layers, outputs, inputs = shapes[name]
         weights[name] = (
             np.zeros((layers, lora.rank, inputs), np.float32),
-            np.zeros((layers, out, lora.rank), np.float32),
+            np.zeros((layers, outputs, lora.rank), np.float32),
         )
     return PeftAdapter(rank=lora.rank, weights=weights)
 
@@ -286,32 +299,23 @@ def save_peft(
     Args:
         folder: PEFT's folder: a new one, or one with an older adapter and nothing else, which is
             replaced.
-        lora: the training configuration.
-        model: the base model.
         trained: adapters, see :func:`jax_agent_rl.learner.parameterization.new_adapters`.
         base: folder or hub name of the model they were trained over.
         base_weights: the fingerprint of its weights (``models.identity``), by which
-            :func:`check_base` knows it; None: it is not recorded.
+            :func:`check_base` knows it; None records nothing.
 
     Raises:
         ModelError: the folder holds something else, or an adapter is not finite.
     """
-    names = tensor_names(model)["layers"]
-    inner = _inner(model)
-    # A vision tower has modules of the same names.
-    targets = (
-        list(lora.targets)
-        if model.vision is None
-        else rf"{re.escape(inner)}.*\.({'|'.join(lora.targets)})"
-    )
-    tensors = {
-        f"base_model.model.{module}.lora_{part.upper()}.weight": matrix
-        for name, adapter in trained["adapters"].items()
-        for part, stack in adapter.items()
-        for module, matrix in zip(_modules(model, names[name]), np.asarray(stack), strict=True)
-    }
+    tensors = _adapter_tensors(model, trained)
     for name, tensor in tensors.items():
         require_finite(name, tensor)
+
+    targets: list[str] | str = list(lora.targets)
+    if model.vision is not None:
+        # A vision tower has modules of the same names: only the decoder's are adapted.
+        prefix = re.escape(_module_prefix(model))
+        targets = rf"{prefix}.*\.({'|'.join(lora.targets)})"
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -323,15 +327,29 @@ def save_peft(
         "target_modules": targets,
         "inference_mode": True,
     }
-    with whole_folder(folder, replaces=PEFT_FILES, error=ModelError) as written:
-        save_tensors(
-            tensors, written / PEFT_FILES[0], {_BASE: base_weights} if base_weights else None
-        )
-        (written / PEFT_FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
+    metadata = {}
+    if base_weights:
+        metadata[_BASE_WEIGHTS] = base_weights
+    with whole_folder(folder, replaces=PEFT_FILES, error=ModelError) as new_folder:
+        save_tensors(tensors, new_folder / PEFT_FILES[0], metadata)
+        (new_folder / PEFT_FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _adapter_tensors(model: DecoderConfig, trained: Params) -> dict[str, np.ndarray]:
+    """Return the tensors of adapters under PEFT's names, layer by layer."""
+    names = tensor_names(model)["layers"]
+    tensors = {}
+    for name, adapter in trained["adapters"].items():
+        modules = _modules(model, names[name])
+        for part, stacked in adapter.items():
+            for module, matrix in zip(modules, np.asarray(stacked), strict=True):
+                tensors[f"base_model.model.{module}.lora_{part.upper()}.weight"] = matrix
+    return tensors
 
 
 PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
-_BASE = "base_weights"
+_BASE_WEIGHTS = "base_weights"
+"""Field of a file's header: the fingerprint of the base model's weights."""
 
 
 def check_base(folder: str | Path, base: str, *, key: str) -> None:
@@ -349,12 +367,16 @@ def check_base(folder: str | Path, base: str, *, key: str) -> None:
     file = Path(folder).expanduser() / PEFT_FILES[0]
     try:
         with safe_open(file, framework="numpy") as opened:
-            recorded = (opened.metadata() or {}).get(_BASE)
+            metadata = opened.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{key}={str(folder)!r}: {file.name} cannot be read ({error}); save the adapter again"
         ) from None
-    if recorded is not None and recorded != model_fingerprints(base)[WEIGHTS]:
+
+    recorded = metadata.get(_BASE_WEIGHTS)
+    if recorded is None:
+        return
+    if recorded != model_fingerprints(base)[WEIGHTS]:
         raise ConfigError(
             f"{key}={str(folder)!r} was trained over another model than model.path={base!r}: its"
             " weights are not those that the adapter names; set model.path to the model it was"
@@ -362,12 +384,19 @@ def check_base(folder: str | Path, base: str, *, key: str) -> None:
         )
 
 
-def _inner(model: DecoderConfig) -> str:
-    """Return the prefix of the decoder's modules, one level deeper beside a vision tower."""
-    return "model." if model.vision is None else "model.language_model."
+def _module_prefix(model: DecoderConfig) -> str:
+    """Return the prefix of the decoder's modules, longer in a model with a vision tower."""
+    if model.vision is None:
+        return "model."
+    return "model.language_model."
 
 
 def _modules(model: DecoderConfig, weights: Sequence[str]) -> list[str]:
     """Return the modules of a decoder's tensors, given by their published names."""
-    inner, prefix = _inner(model), FAMILIES[model.family].prefix
-    return [inner + weight.removeprefix(prefix).removesuffix(".weight") for weight in weights]
+    module_prefix = _module_prefix(model)
+    tensor_prefix = FAMILIES[model.family].prefix
+    modules = []
+    for weight in weights:
+        name = weight.removeprefix(tensor_prefix).removesuffix(".weight")
+        modules.append(module_prefix + name)
+    return modules
