@@ -1,7 +1,7 @@
-"""Model families: Hugging Face's ``config.json`` to and from :class:`DecoderConfig`, and tensor names.
+"""Model families: how they translate ``config.json`` and :class:`DecoderConfig`, and tensor names.
 
-Every :class:`~jax_agent_rl.models.families.common.ModelFamily` of another module of this package is
-one.
+Every :class:`~jax_agent_rl.models.families.common.ModelFamily` in a module of this package is
+registered under its model types.
 """
 
 from __future__ import annotations
@@ -22,13 +22,18 @@ from jax_agent_rl.models.families.common import (
     refuse_unknown,
 )
 
-FAMILIES: dict[str, ModelFamily] = {
-    name: family
-    for found in pkgutil.iter_modules(__path__)
-    for family in vars(importlib.import_module(f"{__name__}.{found.name}")).values()
-    if isinstance(family, ModelFamily)
-    for name in family.model_types
-}
+
+def _load_families() -> dict[str, ModelFamily]:
+    families = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        for value in vars(module).values():
+            if isinstance(value, ModelFamily):
+                families |= dict.fromkeys(value.model_types, value)
+    return families
+
+
+FAMILIES: dict[str, ModelFamily] = _load_families()
 """By model type."""
 
 
@@ -53,6 +58,7 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
             f"config.json: num_attention_heads={config.num_heads} is not a multiple of "
             f"num_key_value_heads={config.num_kv_heads}; correct the file"
         )
+
     unread = fields.unread()
     refuse_unknown(unread, family.inert)
     return replace(config, carried=carried_fields(unread))

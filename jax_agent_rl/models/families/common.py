@@ -1,4 +1,4 @@
-"""Reading Hugging Face's ``config.json``: typed fields with named errors, and the fields all families share.
+"""Reading Hugging Face's ``config.json``: typed fields, and the fields that all families share.
 
 A reader takes :class:`Fields`, which remember what was read of them. A field that no reader looked
 at cannot have an effect here, so it must be one that has none in the model either. :data:`INERT`
@@ -8,7 +8,7 @@ and ``ModelFamily.inert`` list those; any other is refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -67,13 +67,13 @@ class Fields:
         return self._sections[name]
 
     def unread(self) -> dict[str, Any]:
-        """Return the fields that nobody has read, those of sections within sections."""
-        left = {name: value for name, value in self._content.items() if name not in self._read}
+        """Return the fields that nobody has read; the fields of a section are nested in it."""
+        unread = {name: value for name, value in self._content.items() if name not in self._read}
         for name, section in self._sections.items():
-            inner = section.unread()
-            if inner:
-                left[name] = inner
-        return left
+            unread_in_section = section.unread()
+            if unread_in_section:
+                unread[name] = unread_in_section
+        return unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,7 @@ class ModelFamily:
     """A model family; ``docs/write/model.md`` tells how to add one.
 
     Attributes:
-        model_types: of ``config.json``.
-        read: parses a ``config.json``.
-        write: writes one.
+        model_types: values of ``model_type`` in ``config.json``.
         inert: fields that ``read`` leaves alone because they have no effect in this family, besides
             :data:`INERT`.
         names: Hugging Face's modules by parameter of a layer, where they differ from
@@ -91,7 +89,7 @@ class ModelFamily:
         packed: parameters of a layer that share a tensor, or are stored transposed; names without
             the layer's prefix.
         prefix: of the decoder's tensors.
-        prefixes: how tensor names of newer files begin, and how published ones do.
+        prefixes: from the beginning of tensor names in newer files to the one in published files.
         vision_names: where the vision tower's parameters are stored, in the shape of
             ``params["vision"]``.
     """
@@ -118,95 +116,92 @@ BOOKKEEPING = frozenset(
         "transformers.js_config",
     }
 )
-"""Fields about a file rather than its model: without effect, and not written again. So are those
-that begin with _."""
+"""Fields about a file rather than its model: without effect, and not written again.
+
+Fields that begin with ``_`` are treated in the same way.
+"""
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 """Where files hold the rotary settings; newer ones use the latter."""
 INERT = BOOKKEEPING | {
     # token ids that only tokenizers and pipelines use
-    *(
-        "cls_token_id",
-        "decoder_start_token_id",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "mask_token_id",
-    ),
-    *("pad_token_id", "sep_token_id", "unk_token_id"),
+    "cls_token_id",
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "mask_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "unk_token_id",
     # training: drawing weights, dropout, losses
-    *(
-        "attention_dropout",
-        "attention_probs_dropout_prob",
-        "classifier_dropout",
-        "embd_pdrop",
-        "gradient_checkpointing",
-    ),
-    *(
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "initializer_factor",
-        "initializer_range",
-        "resid_pdrop",
-    ),
-    *("router_aux_loss_coef", "router_jitter_noise"),
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "embd_pdrop",
+    "gradient_checkpointing",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "initializer_factor",
+    "initializer_range",
+    "resid_pdrop",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
     # how a library computes or returns the same numbers
-    *(
-        "attn_implementation",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "experts_implementation",
-    ),
-    *(
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "output_scores",
-        "pretraining_tp",
-    ),
-    *(
-        "return_dict",
-        "return_dict_in_generate",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tie_last_hidden_states",
-    ),
-    *("torchscript", "use_bfloat16", "use_cache"),
+    "attn_implementation",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "experts_implementation",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "output_scores",
+    "pretraining_tp",
+    "return_dict",
+    "return_dict_in_generate",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "tie_last_hidden_states",
+    "torchscript",
+    "use_bfloat16",
+    "use_cache",
     # other tasks, and the tokenizer
-    *(
-        "finetuning_task",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "prefix",
-        "problem_type",
-        "task_specific_params",
-    ),
-    *("max_sequence_length", "model_max_length", "tokenizer_class"),
+    "finetuning_task",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "prefix",
+    "problem_type",
+    "task_specific_params",
+    "max_sequence_length",
+    "model_max_length",
+    "tokenizer_class",
     # generation settings of old files
-    *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
-    *(
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "length_penalty",
-        "max_length",
-    ),
-    *(
-        "max_new_tokens",
-        "min_length",
-        "min_new_tokens",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-    ),
-    *(
-        "num_return_sequences",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "suppress_tokens",
-        "temperature",
-    ),
-    *("top_k", "top_p", "typical_p"),
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
     # marks of other tools
-    *("is_llama_config", "unsloth_fixed", "unsloth_version"),
+    "is_llama_config",
+    "unsloth_fixed",
+    "unsloth_version",
 }
 """Fields without effect on what a model computes, in every family and section."""
 _FIXED = {
@@ -220,7 +215,9 @@ _FIXED = {
 
 
 def refuse_unknown(unread: Mapping[str, Any], inert: Collection[str], path: str = "") -> None:
-    """Refuse fields that were not read, unless they are known to have no effect, or are null, false or empty.
+    """Refuse fields that were not read and may have an effect.
+
+    Fields that are null, false or empty have none.
 
     Args:
         unread: see :meth:`Fields.unread`.
@@ -244,42 +241,37 @@ def refuse_unknown(unread: Mapping[str, Any], inert: Collection[str], path: str 
 
 
 def carried_fields(unread: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was not read and still holds of a model that is written again."""
-    kept: dict[str, Any] = {}
+    """Return the unread fields that still hold when the model is written again."""
+    carried: dict[str, Any] = {}
     for name, value in unread.items():
         if name in BOOKKEEPING or name in ROPE_SECTIONS or name.startswith("_"):
             continue
-        is_section = (
-            isinstance(value, Mapping) and name not in INERT
-        )  # what is inert holds no fields of ours
-        kept[name] = carried_fields(value) if is_section else value
-    return kept
+        # An inert object, such as id2label, has keys that are no fields.
+        is_section = isinstance(value, Mapping) and name not in INERT
+        carried[name] = carried_fields(value) if is_section else value
+    return carried
 
 
 def merge_fields(written: Mapping[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``config.json`` with the fields carried over from the file it was read from, section by section."""
+    """Return a ``config.json`` with the fields carried over from the file it was read from.
+
+    Sections are merged field by field.
+    """
     merged = dict(written)
     for name, value in carried.items():
-        inner = merged.get(name)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            merged[name] = merge_fields(inner, value)
+        section = merged.get(name)
+        if isinstance(section, Mapping) and isinstance(value, Mapping):
+            merged[name] = merge_fields(section, value)
         else:
             merged[name] = value
     return merged
 
 
-_LLAMA3_FIELDS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
-
-
 def integer(config: Fields, name: str, default: int | None = None) -> int:
     """Read a positive integer; the default if absent or null."""
     value = config.get(name)
-    value = default if value is None else value
+    if value is None:
+        value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise bad_field(config, name, "a positive integer")
     return value
@@ -288,7 +280,8 @@ def integer(config: Fields, name: str, default: int | None = None) -> int:
 def number(config: Fields, name: str, default: float | None = None) -> float:
     """Read a positive number; the default if absent or null."""
     value = config.get(name)
-    value = default if value is None else value
+    if value is None:
+        value = default
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise bad_field(config, name, "a positive number")
     return float(value)
@@ -297,7 +290,8 @@ def number(config: Fields, name: str, default: float | None = None) -> float:
 def switch(config: Fields, name: str, default: bool) -> bool:
     """Read true or false; the default if absent or null."""
     value = config.get(name)
-    value = default if value is None else value
+    if value is None:
+        value = default
     if not isinstance(value, bool):
         raise bad_field(config, name, "true or false")
     return value
@@ -306,9 +300,12 @@ def switch(config: Fields, name: str, default: bool) -> bool:
 def token_ids(config: Fields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
     """Read a token id or a list of them; none if null."""
     value = config.get(name, default)
-    ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise bad_field(config, name, "a token id, a list of them, or null")
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise bad_field(config, name, "a token id, a list of them, or null")
     return ids
 
 
@@ -328,10 +325,10 @@ def refuse(config: Fields, **expected: Any) -> None:
 
 def bad_field(config: Fields, name: str, expected: str) -> ModelError:
     """Make the error for a field that is missing or of a wrong type."""
-    found = f"{name}={config[name]!r}" if name in config else f"{name} is missing"
+    problem = f"{name}={config[name]!r}" if name in config else f"{name} is missing"
     return ModelError(
-        f"config.json: {config.path}{found}, expected {expected}; correct the file or download the"
-        " model again"
+        f"config.json: {config.path}{problem}, expected {expected}; correct the file or download"
+        " the model again"
     )
 
 
@@ -340,11 +337,12 @@ class Defaults:
     """What transformers takes for fields that a family's file leaves out.
 
     Attributes:
-        eos_token_ids, bos_token_id: where they are absent; null is none.
-        num_kv_heads, head_dim: None: the number of heads, and their share of ``hidden_size``.
-        max_positions: of ``max_position_embeddings``.
-        rms_norm_eps: of the norms.
-        tied: of ``tie_word_embeddings``.
+        eos_token_ids: where the field is absent; null in a file means no id, as for
+            ``bos_token_id``.
+        num_kv_heads: None means the number of heads.
+        head_dim: None means the heads' share of ``hidden_size``.
+        max_positions: for ``max_position_embeddings``.
+        tied: for ``tie_word_embeddings``.
         rope_theta: base of the rotary embedding.
     """
 
@@ -363,16 +361,21 @@ def read_common(raw: Fields, defaults: Defaults, *, family: str | None = None) -
 
     Args:
         raw: a ``config.json``, or its section of the decoder.
-        defaults: of the family.
-        family: None: the ``model_type`` of ``raw``.
+        family: None means the ``model_type`` of ``raw``.
     """
     refuse(raw, **_FIXED)
     heads = integer(raw, "num_attention_heads")
     hidden = integer(raw, "hidden_size")
-    # Only an absent field has the family's default; null is none of its own.
-    kv_heads = defaults.num_kv_heads if "num_key_value_heads" not in raw else None
-    head_dim = defaults.head_dim if "head_dim" not in raw else None
-    bos = () if defaults.bos_token_id is None else (defaults.bos_token_id,)
+
+    # Only where a field is absent, the family's default holds; null is what it is in every family.
+    default_kv_heads = heads
+    if "num_key_value_heads" not in raw:
+        default_kv_heads = defaults.num_kv_heads or heads
+    default_head_dim = hidden // heads
+    if "head_dim" not in raw:
+        default_head_dim = defaults.head_dim or default_head_dim
+    default_bos = () if defaults.bos_token_id is None else (defaults.bos_token_id,)
+
     return {
         "family": family or raw["model_type"],
         "vocab_size": integer(raw, "vocab_size"),
@@ -380,51 +383,60 @@ def read_common(raw: Fields, defaults: Defaults, *, family: str | None = None) -
         "intermediate_size": integer(raw, "intermediate_size"),
         "num_layers": integer(raw, "num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": integer(raw, "num_key_value_heads", kv_heads or heads),
-        "head_dim": integer(raw, "head_dim", head_dim or hidden // heads),
+        "num_kv_heads": integer(raw, "num_key_value_heads", default_kv_heads),
+        "head_dim": integer(raw, "head_dim", default_head_dim),
         "rms_norm_eps": number(raw, "rms_norm_eps", defaults.rms_norm_eps),
         "tie_word_embeddings": switch(raw, "tie_word_embeddings", defaults.tied),
         "max_position_embeddings": integer(raw, "max_position_embeddings", defaults.max_positions),
         "eos_token_ids": token_ids(raw, "eos_token_id", defaults.eos_token_ids),
-        "bos_token_id": next(iter(token_ids(raw, "bos_token_id", bos)), None),
+        "bos_token_id": first_or_none(token_ids(raw, "bos_token_id", default_bos)),
     }
 
 
-_LAYER_KINDS = ("full_attention", "sliding_attention")
+def first_or_none(ids: Sequence[int]) -> int | None:
+    """Return the first of some ids; None if there are none."""
+    return ids[0] if ids else None
+
+
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
 
 
 def read_layer_kinds(raw: Fields, count: int, *, default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Read which of ``count`` layers are windowed from ``layer_types``; the default if absent or null."""
+    """Read which of ``count`` layers are windowed from ``layer_types``.
+
+    Args:
+        default: if the field is absent or null.
+    """
     kinds = raw.get("layer_types")
     if kinds is None:
         return default
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != count
-        or any(kind not in _LAYER_KINDS for kind in kinds)
-    ):
-        raise bad_field(raw, "layer_types", f"{count} of {list(_LAYER_KINDS)}")
-    return tuple(kind == "sliding_attention" for kind in kinds)
+
+    known = [FULL_ATTENTION, SLIDING_ATTENTION]
+    is_list = isinstance(kinds, list) and len(kinds) == count
+    if not is_list or any(kind not in known for kind in kinds):
+        raise bad_field(raw, "layer_types", f"{count} of {known}")
+    return tuple(kind == SLIDING_ATTENTION for kind in kinds)
 
 
 def write_layer_kinds(config: DecoderConfig) -> list[str]:
     """Return ``layer_types`` of a ``config.json``."""
-    return [_LAYER_KINDS[config.is_windowed(i)] for i in range(config.num_layers)]
+    kinds = []
+    for layer in range(config.num_layers):
+        kinds.append(SLIDING_ATTENTION if config.is_windowed(layer) else FULL_ATTENTION)
+    return kinds
 
 
 def write_common(config: DecoderConfig, architecture: str) -> dict[str, Any]:
     """Write the shared fields; ``write`` of a family adds its own."""
-    eos = (
-        list(config.eos_token_ids)
-        if len(config.eos_token_ids) > 1
-        else next(iter(config.eos_token_ids), None)
-    )
-    partial = (
-        {}
-        if config.rope.partial_rotary == 1
-        else {"partial_rotary_factor": config.rope.partial_rotary}
-    )
-    return partial | {
+    if len(config.eos_token_ids) > 1:
+        eos = list(config.eos_token_ids)
+    else:
+        eos = first_or_none(config.eos_token_ids)
+    partial_rotary = {}
+    if config.rope.partial_rotary != 1:
+        partial_rotary["partial_rotary_factor"] = config.rope.partial_rotary
+    return partial_rotary | {
         "architectures": [architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
@@ -445,12 +457,13 @@ def write_common(config: DecoderConfig, architecture: str) -> dict[str, Any]:
 
 
 def read_rope(raw: Fields, defaults: Defaults, *, partial_rotary: float | None = None) -> Rope:
-    """Read the rotary settings of ``rope_scaling`` or ``rope_parameters``, and those at the top of a file.
+    """Read the rotary settings of ``rope_scaling`` or ``rope_parameters``.
+
+    Some may stand at the top of the file.
 
     Args:
         raw: a ``config.json``, or its section of the decoder.
-        defaults: of the family.
-        partial_rotary: fraction of a head that rotates by default; None: the family rotates whole
+        partial_rotary: fraction of a head that rotates by default; None if the family rotates whole
             heads.
 
     Raises:
@@ -475,20 +488,22 @@ def read_rope(raw: Fields, defaults: Defaults, *, partial_rotary: float | None =
 def read_rope_section(
     raw: Fields, section: Fields, defaults: Defaults, *, partial_rotary: float | None = None
 ) -> Rope:
-    """Read the rotary settings of one section; what it lacks may stand at the top. See :func:`read_rope`."""
-    theta = number(section, "rope_theta", number(raw, "rope_theta", defaults.rope_theta))
-    fraction = number(
-        section,
-        "partial_rotary_factor",
-        number(raw, "partial_rotary_factor", partial_rotary or 1.0),
-    )
+    """Read the rotary settings of one section, see :func:`read_rope`.
+
+    Fields that the section lacks may stand at the top of the file.
+    """
+    top_theta = number(raw, "rope_theta", defaults.rope_theta)
+    theta = number(section, "rope_theta", top_theta)
+    top_fraction = number(raw, "partial_rotary_factor", partial_rotary or 1.0)
+    fraction = number(section, "partial_rotary_factor", top_fraction)
     if partial_rotary is None and fraction != 1:
-        where = section if "partial_rotary_factor" in section else raw
-        raise bad_field(where, "partial_rotary_factor", "1: these models rotate whole heads")
+        holder = section if "partial_rotary_factor" in section else raw
+        raise bad_field(holder, "partial_rotary_factor", "1: these models rotate whole heads")
     return Rope(theta=theta, scaling=_read_scaling(raw, section, defaults), partial_rotary=fraction)
 
 
 def _read_scaling(raw: Fields, section: Fields, defaults: Defaults) -> Scaling | None:
+    """Read how a section scales long contexts; None if it does not."""
     old_name = section.get("type")
     kind = section.get("rope_type") or old_name or "default"
     if old_name not in (None, kind):
@@ -500,16 +515,17 @@ def _read_scaling(raw: Fields, section: Fields, defaults: Defaults) -> Scaling |
         case "linear":
             return LinearScaling(factor=number(section, "factor"))
         case "llama3":
-            others = {name: number(section, name) for name in _LLAMA3_FIELDS[:-1]}
             return Llama3Scaling(
-                **others, original_max_position_embeddings=_trained_positions(raw, section, None)
+                factor=number(section, "factor"),
+                low_freq_factor=number(section, "low_freq_factor"),
+                high_freq_factor=number(section, "high_freq_factor"),
+                original_max_position_embeddings=_trained_positions(raw, section, None),
             )
         case "yarn":
             return _read_yarn(section, longest, _trained_positions(raw, section, longest))
         case "dynamic":
-            trained = integer(
-                section, "max_trained_positions", integer(raw, "max_trained_positions", longest)
-            )
+            top_trained = integer(raw, "max_trained_positions", longest)
+            trained = integer(section, "max_trained_positions", top_trained)
             return DynamicScaling(
                 factor=number(section, "factor"), trained_positions=trained, positions=longest
             )
@@ -520,22 +536,26 @@ def _read_scaling(raw: Fields, section: Fields, defaults: Defaults) -> Scaling |
 
 
 def _trained_positions(raw: Fields, section: Fields, default: float | None) -> float:
-    """Read the context length of the training before; at the top of the file it takes precedence."""
+    """Read the context length before it was extended; the top of the file takes precedence."""
     name = "original_max_position_embeddings"
-    return number(raw, name) if name in raw else number(section, name, default)
+    if name in raw:
+        return number(raw, name)
+    return number(section, name, default)
 
 
 def _read_yarn(section: Fields, longest: int, original: float) -> YarnScaling:
     factor = number(section, "factor", longest / original)
-    given = section.get("attention_factor")
-    attention_factor = None if given is None else number(section, "attention_factor")
-    scales = [section.get(name) for name in ("mscale", "mscale_all_dim")]
-    if given is None and all(scales):
-        stretched = [
-            0.1 * number(section, name) * math.log(factor) + 1
-            for name in ("mscale", "mscale_all_dim")
-        ]
-        attention_factor = stretched[0] / stretched[1]
+    # All are read, so that they count as known fields.
+    has_factor = section.get("attention_factor") is not None
+    has_mscale = bool(section.get("mscale"))
+    has_mscale_all_dim = bool(section.get("mscale_all_dim"))
+    attention_factor = None
+    if has_factor:
+        attention_factor = number(section, "attention_factor")
+    elif has_mscale and has_mscale_all_dim:
+        magnitude = 0.1 * number(section, "mscale") * math.log(factor) + 1
+        magnitude_all_dim = 0.1 * number(section, "mscale_all_dim") * math.log(factor) + 1
+        attention_factor = magnitude / magnitude_all_dim
     return YarnScaling(
         factor=factor,
         original_max_position_embeddings=original,
@@ -554,9 +574,7 @@ def write_scaling(rope: Rope) -> dict[str, Any] | None:
         case LinearScaling(factor=factor):
             return {"rope_type": "linear", "factor": factor}
         case Llama3Scaling() as scaling:
-            return {"rope_type": "llama3"} | {
-                name: getattr(scaling, name) for name in _LLAMA3_FIELDS
-            }
+            return {"rope_type": "llama3"} | asdict(scaling)
         case YarnScaling() as scaling:
             fields = {name: value for name, value in asdict(scaling).items() if value is not None}
             return {"rope_type": "yarn"} | fields

@@ -1,4 +1,7 @@
-"""Gemma 3 text models (``gemma3_text``): windowed layers between full ones, norms on both sides, scaled embeddings."""
+"""Gemma 3 text models (``gemma3_text``).
+
+They have windowed layers between full ones, norms on both sides, and scaled embeddings.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig, Rope
 from jax_agent_rl.models.families.common import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
     Defaults,
     Fields,
     ModelFamily,
@@ -44,16 +49,20 @@ def read(raw: Fields) -> DecoderConfig:
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if raw.get(name) is not None:
             raise bad_field(raw, name, "null (Gemma 3 has no soft-capping)")
+
     # Older files have flat fields, newer ones a section per kind of layer.
     nested = raw.section("rope_parameters")
     full = nested.section("full_attention") or raw.section("rope_scaling")
     local = nested.section("sliding_attention")
     if "type" in full and "rope_type" not in full:  # transformers would scale nothing
         raise bad_field(full, "type", "its name rope_type")
+
     common = read_common(raw, _DEFAULTS)
+    count = common["num_layers"]
     # Older files have sliding_window_pattern in place of layer_types: every n-th layer is a full
     # one.
-    count, pattern = common["num_layers"], integer(raw, "sliding_window_pattern", 6)
+    pattern = integer(raw, "sliding_window_pattern", 6)
+    default_windowed = tuple((i + 1) % pattern != 0 for i in range(count))
     return DecoderConfig(
         **common,
         rope=read_rope_section(raw, full, _DEFAULTS),
@@ -64,16 +73,18 @@ def read(raw: Fields) -> DecoderConfig:
         embed_scale=common["hidden_size"] ** 0.5,
         attention_scale=number(raw, "query_pre_attn_scalar", 256) ** -0.5,
         sliding_window=integer(raw, "sliding_window", 4096),
-        windowed_layers=read_layer_kinds(
-            raw, count, default=tuple(bool((i + 1) % pattern) for i in range(count))
-        ),
+        windowed_layers=read_layer_kinds(raw, count, default=default_windowed),
         local_rope=_read_local_rope(raw, local),
     )
 
 
 def _read_local_rope(raw: Fields, section: Fields) -> Rope:
-    """Read the rotary settings of windowed layers, whose base has a name of its own at the top of older files."""
-    theta = number(section, "rope_theta", number(raw, "rope_local_base_freq", 10000.0))
+    """Read the rotary settings of windowed layers.
+
+    Their base is called ``rope_local_base_freq`` at the top of older files.
+    """
+    top_theta = number(raw, "rope_local_base_freq", 10000.0)
+    theta = number(section, "rope_theta", top_theta)
     return replace(read_rope_section(raw, section, _DEFAULTS), theta=theta)
 
 
@@ -83,28 +94,36 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     written = write_common(config, "Gemma3ForCausalLM") | {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "query_pre_attn_scalar": _shortest(config.attention_scale**-2),
+        "query_pre_attn_scalar": _without_rounding_error(config.attention_scale**-2),
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_kinds(config),
         "rope_local_base_freq": config.local_rope.theta,
     }
     if config.local_rope.scaling is None:
         return written
+
     # Only the newer form has scaling of windowed layers.
-    sections = {"full_attention": config.rope, "sliding_attention": config.local_rope}
     written["rope_parameters"] = {
-        name: {"rope_theta": rope.theta, **(write_scaling(rope) or {"rope_type": "default"})}
-        for name, rope in sections.items()
+        FULL_ATTENTION: _write_rope(config.rope),
+        SLIDING_ATTENTION: _write_rope(config.local_rope),
     }
     for name in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
         del written[name]
     return written
 
 
-def _shortest(value: float) -> float:
-    """Return the number in a file whose power is ``value``, to rounding: a whole one if it may be."""
+def _write_rope(rope: Rope) -> dict[str, Any]:
+    """Return the section of ``rope_parameters`` for one kind of layers."""
+    scaling = write_scaling(rope) or {"rope_type": "default"}
+    return {"rope_theta": rope.theta, **scaling}
+
+
+def _without_rounding_error(value: float) -> float:
+    """Return ``value`` without the error of the powers that gave it; an integer if it is one."""
     rounded = float(f"{value:.12g}")
-    return int(rounded) if rounded.is_integer() else rounded
+    if rounded.is_integer():
+        return int(rounded)
+    return rounded
 
 
 FAMILY = ModelFamily(

@@ -1,4 +1,7 @@
-"""GLM-4 of April 2025 (``glm4``): norms on both sides, half of each head rotates, gate and up in one tensor."""
+"""GLM-4 of April 2025 (``glm4``).
+
+It has norms on both sides, half of each head rotates, and gate and up share a tensor.
+"""
 
 from __future__ import annotations
 

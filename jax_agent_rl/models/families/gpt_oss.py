@@ -1,6 +1,7 @@
-"""gpt-oss (``gpt_oss``): experts with biases and a clamped gate, attention sinks, windows in every other layer.
+"""gpt-oss (``gpt_oss``): experts with biases and a clamped gate, attention sinks, windows.
 
-Its published weights hold the experts in MXFP4; they are read as floats, and written so.
+Every other layer is windowed. The published weights hold the experts in MXFP4; they are read as
+floats, and written so.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _YARN = YarnScaling(
     truncate=False,
     original_max_position_embeddings=4096,
 )
-"""Of files without rotary settings."""
+"""Scaling of files without rotary settings."""
 _DEFAULTS = Defaults(
     num_kv_heads=8, head_dim=64, max_positions=131072, rms_norm_eps=1e-5, rope_theta=150000.0
 )
@@ -43,12 +44,14 @@ def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
     refuse(raw, **_FIXED)
     _read_quantization(raw.section("quantization_config"))
+
     common = read_common(raw, _DEFAULTS)
     if any(raw.section(name) for name in ROPE_SECTIONS):
         rope = read_rope(raw, _DEFAULTS)
     else:
         rope = Rope(theta=number(raw, "rope_theta", _DEFAULTS.rope_theta), scaling=_YARN)
     count = common["num_layers"]
+    default_windowed = tuple(layer % 2 == 0 for layer in range(count))
     return DecoderConfig(
         **common,
         rope=rope,
@@ -57,9 +60,7 @@ def read(raw: Fields) -> DecoderConfig:
         attention_sinks=True,
         activation="clamped_swiglu",
         sliding_window=integer(raw, "sliding_window", 128),
-        windowed_layers=read_layer_kinds(
-            raw, count, default=tuple(i % 2 == 0 for i in range(count))
-        ),
+        windowed_layers=read_layer_kinds(raw, count, default=default_windowed),
         experts=Experts(
             count=integer(raw, "num_local_experts", 128),
             per_token=integer(raw, "num_experts_per_tok", 4),
@@ -71,18 +72,19 @@ def read(raw: Fields) -> DecoderConfig:
 
 
 def _read_quantization(settings: Fields) -> None:
-    """Check that weights are in MXFP4 if they are quantized at all; which ones are is seen from the tensors."""
+    """Check that weights are in MXFP4 if they are quantized at all."""
     refuse(settings, quant_method="mxfp4")
+    # Read only to count as known: the tensors' names say which of them are quantized.
     settings.get("modules_to_not_convert")
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
     assert config.experts is not None
+    # An absent scaling would be YaRN.
+    rope_scaling = write_scaling(config.rope) or {"rope_type": "default"}
     return write_common(config, "GptOssForCausalLM") | {
-        "rope_scaling": (
-            write_scaling(config.rope) or {"rope_type": "default"}
-        ),  # absent, it is YaRN
+        "rope_scaling": rope_scaling,
         **_FIXED,
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_kinds(config),
@@ -91,7 +93,8 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _in_one(number: int) -> Packed:
+def _gate_or_up(number: int) -> Packed:
+    """Return where the gate (0) or up (1) of the experts is: they share a tensor."""
     return Packed(
         name="mlp.experts.gate_up_proj",
         number=number,
@@ -102,7 +105,7 @@ def _in_one(number: int) -> Packed:
     )
 
 
-def _bias_in_one(number: int) -> Packed:
+def _gate_or_up_bias(number: int) -> Packed:
     return Packed(
         name="mlp.experts.gate_up_proj_bias", number=number, count=2, axis=1, interleaved=True
     )
@@ -116,11 +119,11 @@ FAMILY = ModelFamily(
     names={"router": "mlp.router"},
     packed={
         "sinks": Packed(name="self_attn.sinks"),
-        "expert_gate": _in_one(0),
-        "expert_up": _in_one(1),
+        "expert_gate": _gate_or_up(0),
+        "expert_up": _gate_or_up(1),
         "expert_down": Packed(name="mlp.experts.down_proj", transposed=True),
-        "expert_gate_bias": _bias_in_one(0),
-        "expert_up_bias": _bias_in_one(1),
+        "expert_gate_bias": _gate_or_up_bias(0),
+        "expert_up_bias": _gate_or_up_bias(1),
         "expert_down_bias": Packed(name="mlp.experts.down_proj_bias"),
     },
 )

@@ -1,7 +1,7 @@
 """Llama 3.x and SmolLM2, and families that differ in little.
 
-Qwen2.5 (``qwen2``) has biases on q, k, v; Qwen3 norms on q and k instead, and Qwen3-MoE experts;
-Mistral a window in all layers (``mistral``) or in some (``ministral``).
+Qwen2.5 (``qwen2``) has biases on q, k and v. Qwen3 has norms on q and k instead, and Qwen3-MoE also
+has experts. Mistral has a window in all layers (``mistral``) or in some (``ministral``).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.models.families.common import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
     Defaults,
     Fields,
     ModelFamily,
@@ -55,9 +57,8 @@ _DEFAULTS = {
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
 }
-_WINDOW = (
-    4096  # of transformers' configurations of Mistral, where the field is absent; null is no window
-)
+# Of transformers' configurations of Mistral, where the field is absent; null is no window.
+_WINDOW = 4096
 
 
 def read(raw: Fields) -> DecoderConfig:
@@ -70,13 +71,13 @@ def read(raw: Fields) -> DecoderConfig:
     count = common["num_layers"]
     match family:
         case "qwen2":
-            refuse(raw, layer_types=["full_attention"] * count)
+            refuse(raw, layer_types=[FULL_ATTENTION] * count)
             return DecoderConfig(**common, qkv_bias=True)
         case "qwen3":
-            refuse(raw, layer_types=["full_attention"] * count)
+            refuse(raw, layer_types=[FULL_ATTENTION] * count)
             return DecoderConfig(**common, qk_norm=True)
         case "qwen3_moe":
-            refuse(raw, layer_types=["full_attention"] * count)
+            refuse(raw, layer_types=[FULL_ATTENTION] * count)
             return DecoderConfig(**common, qk_norm=True, experts=_read_experts(raw))
         case "mistral" | "ministral":
             return DecoderConfig(**common, **_read_window(raw, count))
@@ -85,11 +86,8 @@ def read(raw: Fields) -> DecoderConfig:
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
-    written = (
-        write_common(config, _ARCHITECTURES[config.family])
-        | {"hidden_act": "silu"}
-        | _FIXED[config.family]
-    )
+    written = write_common(config, _ARCHITECTURES[config.family])
+    written |= {"hidden_act": "silu", **_FIXED[config.family]}
     if config.family in ("mistral", "ministral"):
         written["sliding_window"] = config.sliding_window
     if config.family == "ministral":
@@ -105,9 +103,9 @@ def write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_experts(raw: Fields) -> Experts:
-    names = [name for name in ("num_experts", "num_local_experts") if name in raw] or [
-        "num_experts"
-    ]
+    names = [name for name in ("num_experts", "num_local_experts") if name in raw]
+    if not names:
+        names = ["num_experts"]  # the error names it
     counts = {name: integer(raw, name) for name in names}
     if len(set(counts.values())) > 1:
         raise ModelError(f"config.json: {counts} name one number twice; remove one of them")
@@ -129,7 +127,8 @@ def _read_window(raw: Fields, count: int) -> dict[str, Any]:
     """Read which of ``count`` layers have a window, and its size."""
     all_windowed = raw.get("sliding_window", _WINDOW) is not None
     if raw["model_type"] == "mistral":
-        refuse(raw, layer_types=["sliding_attention" if all_windowed else "full_attention"] * count)
+        kind = SLIDING_ATTENTION if all_windowed else FULL_ATTENTION
+        refuse(raw, layer_types=[kind] * count)
         windowed = (all_windowed,) * count
     else:
         windowed = read_layer_kinds(raw, count, default=(all_windowed,) * count)

@@ -1,9 +1,11 @@
-"""Qwen2.5-VL (``qwen2_5_vl``) and Qwen3-VL (``qwen3_vl``): a tower before Qwen, and rotary positions of three axes.
+"""Qwen2.5-VL (``qwen2_5_vl``) and Qwen3-VL (``qwen3_vl``).
+
+They are a vision tower before Qwen, whose rotary positions have three axes.
 
 Several layouts of Qwen2.5-VL are read: published checkpoints have the decoder's fields at the top
 of ``config.json`` and tensors ``visual.…`` and ``model.…``; newer transformers writes a
-``text_config`` besides or instead, and some versions wrote tensors ``model.visual.…`` and
-``model.language_model.…``. Written are a ``text_config`` and the published tensor names, as
+``text_config`` in addition or instead, and some versions wrote tensors ``model.visual.…`` and
+``model.language_model.…``. We write a ``text_config`` and the published tensor names, as
 transformers 5 does.
 
 The inner features of Qwen3-VL's tower go to the decoder's first layers. Its videos are not read:
@@ -19,12 +21,14 @@ from typing import Any
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
 from jax_agent_rl.models.families.common import (
+    FULL_ATTENTION,
     INERT,
     ROPE_SECTIONS,
     Defaults,
     Fields,
     ModelFamily,
     bad_field,
+    first_or_none,
     integer,
     number,
     read_common,
@@ -35,9 +39,8 @@ from jax_agent_rl.models.families.common import (
 )
 from jax_agent_rl.models.tensors import Names
 
-_TOP_IDS = ("eos_token_id", "bos_token_id")
-_OF_BOTH = ("tie_word_embeddings", *_TOP_IDS)
-"""Fields that may differ between the top of a file and its ``text_config``."""
+_SHARED_FIELDS = ("tie_word_embeddings", "eos_token_id", "bos_token_id")
+"""Fields at the top of a file as well as in its ``text_config``, where they may differ."""
 _PLACEHOLDER_IDS = (
     "image_token_id",
     "video_token_id",
@@ -54,7 +57,7 @@ _SIZES = {
     "spatial_merge_size": "merge_size",
     "temporal_patch_size": "temporal_patch_size",
 }
-"""Fields of a ``vision_config``, and of :class:`VisionConfig`."""
+"""From the fields of a ``vision_config`` to the fields of :class:`VisionConfig`."""
 _DEFAULTS = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
@@ -65,47 +68,63 @@ class _Tower:
     Attributes:
         model_type: of the ``vision_config``.
         activation: its ``hidden_act``.
-        sizes: as ``_SIZES``.
+        sizes: from fields of the ``vision_config`` to fields of :class:`VisionConfig`.
         defaults: of sizes that may be absent.
-        layers: name of a field with a list of layers, that of :class:`VisionConfig`, and its
-            default.
-        constants: what all towers of the family have.
+        layers_field: the field of the ``vision_config`` that lists some layers.
+        layers_attribute: the field of :class:`VisionConfig` with these layers.
+        default_layers: where the list is absent.
+        constants: fields of :class:`VisionConfig` that all towers of the family have.
         root: prefix of the tensors.
-        top: modules by parameter; of a stack with ``{}`` for the number.
-        layer: the same of a layer.
+        top: modules by parameter, except layers; ``{}`` stands for the number in a stack.
+        layer: modules of a layer by parameter.
     """
 
     model_type: str
     activation: str
     sizes: Mapping[str, str]
     defaults: Mapping[str, int]
-    layers: tuple[str, str, tuple[int, ...]]
+    layers_field: str
+    layers_attribute: str
+    default_layers: tuple[int, ...]
     constants: Mapping[str, Any] = field(default_factory=dict)
     root: str
     top: Mapping[str, str]
     layer: Mapping[str, str]
 
-    def read(self, raw: Fields, out_size: int, **more: Any) -> VisionConfig:
-        """Read the ``vision_config`` of a ``config.json``; ``more`` are fields of the family alone."""
+    def read(self, raw: Fields, out_size: int, **family_fields: Any) -> VisionConfig:
+        """Read the ``vision_config`` of a ``config.json``.
+
+        Args:
+            out_size: the decoder's ``hidden_size``.
+            family_fields: fields of :class:`VisionConfig` that only this family has.
+        """
         fields = raw.section("vision_config")
         refuse(fields, hidden_act=self.activation, out_hidden_size=out_size)
         refuse(fields.section("rope_parameters"), rope_type="axial", rope_theta=10000.0)
-        sizes: dict[str, Any] = {
-            attribute: integer(fields, name, self.defaults.get(name))
-            for name, attribute in self.sizes.items()
-        }
+
+        sizes: dict[str, Any] = {}
+        for name, attribute in self.sizes.items():
+            sizes[attribute] = integer(fields, name, self.defaults.get(name))
         if "in_chans" in fields:  # the name of published files
             if "in_channels" in fields:
                 refuse(fields, in_chans=sizes["in_channels"])
             else:
                 sizes["in_channels"] = integer(fields, "in_chans")
-        name, attribute, default = self.layers
-        found, depth = fields.get(name, default), sizes["num_layers"]
-        if not isinstance(found, list | tuple) or not set(found) <= set(range(depth)):
-            raise bad_field(fields, name, f"a list of layers from 0 to {depth - 1}")
+
+        layers = fields.get(self.layers_field, self.default_layers)
+        depth = sizes["num_layers"]
+        if not isinstance(layers, list | tuple) or not set(layers) <= set(range(depth)):
+            raise bad_field(fields, self.layers_field, f"a list of layers from 0 to {depth - 1}")
+
         placeholders: dict[str, Any] = {name: integer(raw, name) for name in _PLACEHOLDER_IDS}
-        more |= {attribute: tuple(found), **sizes, **self.constants, **placeholders}
-        config = VisionConfig(out_size=out_size, **more)
+        arguments = {
+            **family_fields,
+            self.layers_attribute: tuple(layers),
+            **sizes,
+            **self.constants,
+            **placeholders,
+        }
+        config = VisionConfig(out_size=out_size, **arguments)
         if config.hidden_size % (4 * config.num_heads):
             raise ModelError(
                 f"config.json: vision_config.hidden_size={config.hidden_size} is not a multiple of"
@@ -120,30 +139,38 @@ class _Tower:
 
     def write(self, config: VisionConfig) -> dict[str, Any]:
         """Write a ``vision_config``."""
-        name, attribute, _ = self.layers
-        return {
+        written = {
             "model_type": self.model_type,
             "hidden_act": self.activation,
             "out_hidden_size": config.out_size,
-            **{name: getattr(config, attribute) for name, attribute in self.sizes.items()},
-            name: list(getattr(config, attribute)),
         }
+        for name, attribute in self.sizes.items():
+            written[name] = getattr(config, attribute)
+        written[self.layers_field] = list(getattr(config, self.layers_attribute))
+        return written
 
     def names(self, config: VisionConfig) -> Params:
         """Return tensor names in the shape of ``params["vision"]``."""
-        modules = {
-            **self.top,
-            **{key: f"blocks.{{}}.{module}" for key, module in self.layer.items()},
-        }
+        modules = dict(self.top)
+        for key, module in self.layer.items():
+            modules[key] = f"blocks.{{}}.{module}"
 
-        def names(key: str, shape: Any) -> Names:
+        def parameter_names(key: str, shape: Any) -> Names:
             parameter = key.removesuffix("_bias")
-            name = f"{self.root}{modules[parameter]}.{'weight' if parameter == key else 'bias'}"
-            return [name.format(i) for i in range(shape[0])] if "{}" in name else name
+            suffix = "weight" if parameter == key else "bias"
+            name = f"{self.root}{modules[parameter]}.{suffix}"
+            if "{}" not in name:
+                return name
+            return [name.format(number) for number in range(shape[0])]
 
         shapes = config.parameter_shapes()
-        layers = {key: names(key, shape) for key, shape in shapes.pop("layers").items()}
-        return {"layers": layers} | {key: names(key, shape) for key, shape in shapes.items()}
+        layer_shapes = shapes.pop("layers")
+        names: Params = {
+            "layers": {key: parameter_names(key, shape) for key, shape in layer_shapes.items()}
+        }
+        for key, shape in shapes.items():
+            names[key] = parameter_names(key, shape)
+        return names
 
 
 _ATTENTION = {
@@ -152,13 +179,14 @@ _ATTENTION = {
     "input_norm": "norm1",
     "post_attention_norm": "norm2",
 }
-_MERGER = {"norm": "norm", "in": "linear_fc1", "out": "linear_fc2"}  # of Qwen3-VL
 _QWEN2_5 = _Tower(
     model_type="qwen2_5_vl_vision",
     activation="silu",
     sizes=_SIZES | {"window_size": "window_size", "tokens_per_second": "tokens_per_second"},
     defaults=_DEFAULTS | {"patch_size": 14, "window_size": 112, "tokens_per_second": 4},
-    layers=("fullatt_block_indexes", "full_attention_layers", (7, 15, 23, 31)),
+    layers_field="fullatt_block_indexes",
+    layers_attribute="full_attention_layers",
+    default_layers=(7, 15, 23, 31),
     root="visual.",
     top={
         "patch_embed": "patch_embed.proj",
@@ -173,7 +201,9 @@ _QWEN3 = _Tower(
     activation="gelu_pytorch_tanh",
     sizes=_SIZES,
     defaults=_DEFAULTS | {"patch_size": 16},
-    layers=("deepstack_visual_indexes", "deepstack_layers", (8, 16, 24)),
+    layers_field="deepstack_visual_indexes",
+    layers_attribute="deepstack_layers",
+    default_layers=(8, 16, 24),
     constants={
         "window_size": None,
         "tokens_per_second": None,
@@ -185,11 +215,12 @@ _QWEN3 = _Tower(
     top={
         "patch_embed": "patch_embed.proj",
         "positions": "pos_embed",
-        **{f"merger_{part}": f"merger.{module}" for part, module in _MERGER.items()},
-        **{
-            f"deepstack_{part}": f"deepstack_merger_list.{{}}.{module}"
-            for part, module in _MERGER.items()
-        },
+        "merger_norm": "merger.norm",
+        "merger_in": "merger.linear_fc1",
+        "merger_out": "merger.linear_fc2",
+        "deepstack_norm": "deepstack_merger_list.{}.norm",
+        "deepstack_in": "deepstack_merger_list.{}.linear_fc1",
+        "deepstack_out": "deepstack_merger_list.{}.linear_fc2",
     },
     layer=_ATTENTION | {"up": "mlp.linear_fc1", "down": "mlp.linear_fc2"},
 )
@@ -212,8 +243,9 @@ def read(raw: Fields) -> DecoderConfig:
     head_dim = integer(text, "hidden_size") // integer(text, "num_attention_heads")
     refuse(text, use_sliding_window=False, head_dim=head_dim)
     common = _read_text(raw, text, _QWEN2_5_DEFAULTS)
-    refuse(text, layer_types=["full_attention"] * common["num_layers"])
-    return DecoderConfig(**common, qkv_bias=True, vision=_QWEN2_5.read(raw, common["hidden_size"]))
+    refuse(text, layer_types=[FULL_ATTENTION] * common["num_layers"])
+    vision = _QWEN2_5.read(raw, common["hidden_size"])
+    return DecoderConfig(**common, qkv_bias=True, vision=vision)
 
 
 def read_qwen3(raw: Fields) -> DecoderConfig:
@@ -222,9 +254,11 @@ def read_qwen3(raw: Fields) -> DecoderConfig:
     refuse(text, attention_bias=False)
     common = _read_text(raw, text, _QWEN3_DEFAULTS)
     common["rope"] = replace(common["rope"], interleaved_sections=True)
+
     fields = raw.section("vision_config")
-    places = integer(fields, "num_position_embeddings", 2304)
-    if (side := round(places**0.5)) ** 2 != places:
+    positions = integer(fields, "num_position_embeddings", 2304)
+    side = round(positions**0.5)
+    if side**2 != positions:
         raise bad_field(fields, "num_position_embeddings", "a square number")
     vision = _QWEN3.read(raw, common["hidden_size"], position_grid=side)
     return DecoderConfig(**common, qk_norm=True, vision=vision)
@@ -233,7 +267,8 @@ def read_qwen3(raw: Fields) -> DecoderConfig:
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of either family, with a ``text_config`` and a ``vision_config``."""
     assert config.vision is not None and config.rope.sections is not None
-    sections, vision = list(config.rope.sections), config.vision
+    sections = list(config.rope.sections)
+    vision = config.vision
     text: dict[str, Any] = {"hidden_act": "silu"}
     if vision.position_grid is None:
         architecture = "Qwen2_5_VLForConditionalGeneration"
@@ -249,11 +284,13 @@ def write(config: DecoderConfig) -> dict[str, Any]:
             "mrope_interleaved": True,
         }
         tower = _QWEN3.write(vision) | {"num_position_embeddings": vision.position_grid**2}
+
     common = write_common(config, architecture)
     top = {name: common.pop(name) for name in ("architectures", "model_type")}
-    shared = {name: common[name] for name in ("tie_word_embeddings", *_TOP_IDS)}
+    shared = {name: common[name] for name in _SHARED_FIELDS}
     placeholders = {name: getattr(vision, name) for name in _PLACEHOLDER_IDS}
-    return top | shared | placeholders | {"text_config": {**common, **text}, "vision_config": tower}
+    sections_of_file = {"text_config": common | text, "vision_config": tower}
+    return top | shared | placeholders | sections_of_file
 
 
 def _text_section(raw: Fields) -> Fields:
@@ -266,7 +303,7 @@ def _text_section(raw: Fields) -> Fields:
     if not text:
         return raw
     for name, value in raw.unread().items():
-        if name not in text or name in _OF_BOTH or name in INERT:
+        if name not in text or name in _SHARED_FIELDS or name in INERT:
             continue
         if raw[name] != text[name]:
             raise ModelError(
@@ -282,7 +319,6 @@ def _read_text(raw: Fields, text: Fields, defaults: Defaults) -> dict[str, Any]:
     Args:
         raw: a ``config.json``.
         text: where it has the decoder's fields.
-        defaults: of the family.
     """
     refuse(text, hidden_act="silu")
     common = read_common(text, defaults, family=raw["model_type"])
@@ -292,16 +328,19 @@ def _read_text(raw: Fields, text: Fields, defaults: Defaults) -> dict[str, Any]:
     if raw.get("eos_token_id") is not None:
         common["eos_token_ids"] = token_ids(raw, "eos_token_id", ())
     if raw.get("bos_token_id") is not None:
-        common["bos_token_id"] = next(iter(token_ids(raw, "bos_token_id", ())), None)
-    common["rope"] = _read_rope(
-        text, defaults, common["head_dim"], interleaved=raw["model_type"] == "qwen3_vl"
-    )
+        common["bos_token_id"] = first_or_none(token_ids(raw, "bos_token_id", ()))
+
+    interleaved = raw["model_type"] == "qwen3_vl"
+    common["rope"] = _read_rope(text, defaults, common["head_dim"], interleaved=interleaved)
     return common
 
 
 def _read_rope(text: Fields, defaults: Defaults, head_dim: int, *, interleaved: bool) -> Rope:
     """Read the rotary settings, of the kind ``mrope``: the default kind, on three axes."""
-    names = [name for name in ROPE_SECTIONS if text.section(name)] or [ROPE_SECTIONS[0]]
+    names = [name for name in ROPE_SECTIONS if text.section(name)]
+    if not names:
+        names = [ROPE_SECTIONS[0]]  # the error names it
+
     ropes = []
     for name in names:
         section = text.section(name)
@@ -309,7 +348,8 @@ def _read_rope(text: Fields, defaults: Defaults, head_dim: int, *, interleaved: 
             if section.get(kind) not in (None, "default", "mrope"):
                 raise bad_field(section, kind, "'mrope' or 'default' in rope_scaling")
         refuse(section, mrope_interleaved=interleaved, partial_rotary_factor=1.0)
-        theta = number(section, "rope_theta", number(text, "rope_theta", defaults.rope_theta))
+        top_theta = number(text, "rope_theta", defaults.rope_theta)
+        theta = number(section, "rope_theta", top_theta)
         ropes.append(Rope(theta=theta, sections=_sections(section, head_dim)))
     if len(set(ropes)) > 1:
         raise ModelError("config.json: rope_scaling and rope_parameters differ; remove one of them")
@@ -317,10 +357,11 @@ def _read_rope(text: Fields, defaults: Defaults, head_dim: int, *, interleaved: 
 
 
 def _sections(rope: Fields, head_dim: int) -> tuple[int, int, int]:
-    found = rope.get("mrope_section")
-    sizes = list(found) if isinstance(found, list | tuple) else []
-    whole = len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
-    if not whole or 2 * sum(sizes) != head_dim:
+    """Read how many frequencies time, row and column have."""
+    value = rope.get("mrope_section")
+    sizes = list(value) if isinstance(value, list | tuple) else []
+    are_counts = len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
+    if not are_counts or 2 * sum(sizes) != head_dim:
         raise bad_field(
             rope, "mrope_section", f"three numbers that sum to head_dim / 2 = {head_dim / 2:g}"
         )
