@@ -1,6 +1,7 @@
-"""The SDK's requests in JSON, one schema for each route: types, names and sizes are checked before anything is done.
+"""The SDK's requests in JSON, one schema for each route.
 
-What the server does not read is ignored, as newer SDKs send more.
+Types, names and sizes are checked before anything is done. Fields that the server does not read are
+ignored, as newer SDKs send more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax_agent_rl.utils.wrong_values import describe_problems
 MOST_SAMPLES = 4096
 """Samples of one request."""
 MOST_STOPS = 64
+"""Stop ids or strings of one request."""
 MAX_NAME = 512
 """Characters of a model's, sampler's, request's or checkpoint's name."""
 MAX_METADATA = 64
@@ -44,7 +46,11 @@ class _Request(BaseModel):
 
     @classmethod
     def from_json(cls, body: bytes | None) -> Self:
-        """Return what :meth:`to_json` made; raise BadRequest if this version of the server does not take it."""
+        """Read what :meth:`to_json` returned.
+
+        Raises:
+            BadRequest: this version of the server does not take it.
+        """
         try:
             return cls.model_validate_json(body or b"{}")
         except ValidationError as error:

@@ -23,16 +23,15 @@ from jax_agent_rl.tinker_server.requests import (
 from jax_agent_rl.tinker_server.training import PREFIX, Models
 from jax_agent_rl.utils.http_server import Refused, read_body
 
-HOUR, TEN_YEARS = 3600, 10 * 366 * 24 * 3600
+HOUR = 3600
+TEN_YEARS = 10 * 366 * 24 * 3600
 
 
 class RestRoutes:
     """Answers questions about the database, and removes from it.
 
     Args:
-        settings: of the server.
         models: removes checkpoints and forgets models.
-        database: of the server.
         training: one thread, in which ``models`` runs.
     """
 
@@ -43,12 +42,10 @@ class RestRoutes:
         database: Database,
         training: ThreadPoolExecutor,
     ) -> None:
-        self._settings, self._models, self._database, self._training = (
-            settings,
-            models,
-            database,
-            training,
-        )
+        self._settings = settings
+        self._models = models
+        self._database = database
+        self._training = training
         self._name = settings.model_name or settings.model.path
 
     def routes(self) -> list[tuple[str, str, Callable]]:
@@ -76,24 +73,22 @@ class RestRoutes:
 
     def checkpoint(self, path: str) -> dict[str, Any]:
         """Return a checkpoint; refuse one that does not exist."""
-        found = self._database.checkpoint(path)
-        if found is None:
+        checkpoint = self._database.checkpoint(path)
+        if checkpoint is None:
             raise Refused(404, f"there is no checkpoint {path!r}")
-        return found
+        return checkpoint
 
     # --- sessions ---------------------------------------------------------------------------------
 
     async def _create_session(self, http: web.Request) -> web.Response:
         session = uuid.uuid4().hex[:12]
         self._database.add_session(session)
-        covers = (
-            ""
-            if self._settings.lora is None
-            else f"adapters cover {', '.join(self._settings.lora.targets)}"
-        )
-        note = f"{covers}; train_unembed is not supported" if covers else ""
+        note = None
+        lora = self._settings.lora
+        if lora is not None:
+            note = f"adapters cover {', '.join(lora.targets)}; train_unembed is not supported"
         return web.json_response(
-            {"type": "create_session", "session_id": session, "info_message": note or None}
+            {"type": "create_session", "session_id": session, "info_message": note}
         )
 
     async def _finish(self, http: web.Request) -> web.Response:
@@ -107,42 +102,44 @@ class RestRoutes:
     # --- models and samplers ----------------------------------------------------------------------
 
     async def _info(self, http: web.Request) -> web.Response:
-        model = self.known((await read_body(http, ModelRequest, max_bytes=MAX_BODY_BYTES)).model_id)
+        body = await read_body(http, ModelRequest, max_bytes=MAX_BODY_BYTES)
+        model = self.known(body.model_id)
         data = {"model_name": self._name, "tokenizer_id": self._name}
         return web.json_response(
             {"type": "get_info", "model_data": data, "model_id": model, **self._lora_fields()}
         )
 
     async def _weights_info(self, http: web.Request) -> web.Response:
-        self.checkpoint(
-            (await read_body(http, WeightsInfoRequest, max_bytes=MAX_BODY_BYTES)).tinker_path
-        )
+        body = await read_body(http, WeightsInfoRequest, max_bytes=MAX_BODY_BYTES)
+        self.checkpoint(body.tinker_path)
         return web.json_response({"base_model": self._name, **self._lora_fields()})
 
     async def _sampler(self, http: web.Request) -> web.Response:
-        sampler = http.match_info["sampler"]
-        found = self._database.sampler(sampler)
-        if found is None:
-            raise Refused(404, f"there is no sampling session {sampler!r}")
+        sampler_id = http.match_info["sampler"]
+        sampler = self._database.sampler(sampler_id)
+        if sampler is None:
+            raise Refused(404, f"there is no sampling session {sampler_id!r}")
         return web.json_response(
-            {"sampler_id": sampler, "base_model": self._name, "model_path": found["path"]}
+            {"sampler_id": sampler_id, "base_model": self._name, "model_path": sampler["path"]}
         )
 
     def _lora_fields(self) -> dict[str, Any]:
         lora = self._settings.lora
-        return {"is_lora": lora is not None, "lora_rank": lora and lora.rank}
+        rank = None if lora is None else lora.rank
+        return {"is_lora": lora is not None, "lora_rank": rank}
 
     async def _training_runs(self, http: web.Request) -> web.Response:
         begin, count = _page(http, 20)
         names = self._database.models()
-        runs = [self._described(name) for name in names[begin : begin + count]]
+        runs = [self._training_run_fields(name) for name in names[begin : begin + count]]
         cursor = {"offset": begin, "limit": count, "total_count": len(names)}
         return web.json_response({"training_runs": runs, "cursor": cursor})
 
     async def _training_run(self, http: web.Request) -> web.Response:
-        return web.json_response(self._described(self.known(http.match_info["model"])))
+        model = self.known(http.match_info["model"])
+        return web.json_response(self._training_run_fields(model))
 
-    def _described(self, model: str) -> dict[str, Any]:
+    def _training_run_fields(self, model: str) -> dict[str, Any]:
         settings = self._database.model(model) or {}
         return {
             "training_run_id": model,
@@ -157,43 +154,52 @@ class RestRoutes:
 
     async def _checkpoints(self, http: web.Request) -> web.Response:
         model = http.match_info.get("model")
-        found = self._database.checkpoints(model)
-        begin, count = (0, len(found)) if model else _page(http, 100)
-        listed = [
-            {
-                "checkpoint_id": "/".join(one["path"].split("/")[-2:]),
-                "checkpoint_type": one["kind"],
-                "time": _time(one["created"]),
-                "tinker_path": one["path"],
-                "size_bytes": one["bytes"],
-                "user_metadata": one["settings"].get("user_metadata"),
-                "expires_at": _time(one["expires"]),
-            }
-            for one in found[begin : begin + count]
-        ]
-        cursor = {"offset": begin, "limit": count, "total_count": len(found)}
+        checkpoints = self._database.checkpoints(model)
+        if model:
+            begin, count = 0, len(checkpoints)
+        else:
+            begin, count = _page(http, 100)
+        listed = [_checkpoint_fields(one) for one in checkpoints[begin : begin + count]]
+        cursor = {"offset": begin, "limit": count, "total_count": len(checkpoints)}
         return web.json_response({"checkpoints": listed, "cursor": cursor})
 
-    def _named(self, http: web.Request) -> str:
+    def _requested_path(self, http: web.Request) -> str:
+        """Return the path of the checkpoint in a request's URL; refuse one that does not exist."""
         names = http.match_info
-        return self.checkpoint(f"{PREFIX}{names['model']}/{names['kind']}/{names['name']}")["path"]
+        path = f"{PREFIX}{names['model']}/{names['kind']}/{names['name']}"
+        return self.checkpoint(path)["path"]
 
     async def _delete(self, http: web.Request) -> web.Response:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(
-            self._training, self._models.remove_checkpoint, self._named(http)
-        )
+        path = self._requested_path(http)
+        await loop.run_in_executor(self._training, self._models.remove_checkpoint, path)
         return web.json_response({})
 
     async def _set_ttl(self, http: web.Request) -> web.Response:
-        path = self._named(http)
-        seconds = (await read_body(http, TtlRequest, max_bytes=MAX_BODY_BYTES)).ttl_seconds
-        self._database.set_expiry(path, expiry(seconds))
+        path = self._requested_path(http)
+        body = await read_body(http, TtlRequest, max_bytes=MAX_BODY_BYTES)
+        self._database.set_expiry(path, expiry(body.ttl_seconds))
         return web.json_response({})
 
 
+def _checkpoint_fields(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    kind_and_name = checkpoint["path"].split("/")[-2:]
+    return {
+        "checkpoint_id": "/".join(kind_and_name),
+        "checkpoint_type": checkpoint["kind"],
+        "time": _time(checkpoint["created"]),
+        "tinker_path": checkpoint["path"],
+        "size_bytes": checkpoint["bytes"],
+        "user_metadata": checkpoint["settings"].get("user_metadata"),
+        "expires_at": _time(checkpoint["expires"]),
+    }
+
+
 def expiry(seconds: float | None) -> float | None:
-    """Return when something expires that may stay for this long; seconds since the epoch, None for never."""
+    """Return when something expires that may stay for so many seconds.
+
+    The time is in seconds since the epoch; None means never.
+    """
     if seconds is None:
         return None
     if not HOUR <= seconds <= TEN_YEARS:
@@ -206,8 +212,10 @@ def expiry(seconds: float | None) -> float | None:
 
 
 def _page(http: web.Request, default: int) -> tuple[int, int]:
+    """Return the index of the first entry, and how many are asked for."""
     try:
-        begin, count = int(http.query.get("offset", 0)), int(http.query.get("limit", default))
+        begin = int(http.query.get("offset", 0))
+        count = int(http.query.get("limit", default))
     except ValueError as error:
         raise Refused(400, f"offset and limit are integers: {error}") from error
     if begin < 0 or count < 0:
@@ -216,4 +224,6 @@ def _page(http: web.Request, default: int) -> tuple[int, int]:
 
 
 def _time(seconds: float | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

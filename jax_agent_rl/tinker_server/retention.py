@@ -1,16 +1,20 @@
-"""What the server keeps, and for how long: the one place that removes something because of its age.
+"""What the server keeps, and for how long.
 
-====================================================  ================================================================
-weights for sampling that have no name                ``sampler_ttl_seconds`` after they were last
-sampled from checkpoints that a client saved with ``ttl_seconds``  until then other checkpoints that
-a client named                 until the client deletes them a session, its models' training states,
-its samplers  ``session_ttl_seconds`` after it was last heard of a model in memory
-``MEMORY_SECONDS`` after its session was last heard of results, records of finished samples
-see ``tinker_server.database`` files of checkpoints without a record                 until the next
-start
-====================================================  ================================================================
+This is the one place that removes something because of its age.
 
-Nothing goes that a request which has not been answered needs.
+==========================================  =======================================================
+weights for sampling that have no name      ``sampler_ttl_seconds`` after they were last sampled
+                                            from
+checkpoints saved with ``ttl_seconds``      until then
+other checkpoints that a client named       until the client deletes them
+a session, its models' training states and  ``session_ttl_seconds`` after its client was last heard
+its samplers                                of
+a model in memory                           ``MEMORY_SECONDS`` after its session was last heard of
+results, records of finished samples        see ``tinker_server.database``
+files of checkpoints without a record       until the next start
+==========================================  =======================================================
+
+Nothing is removed that an unanswered request needs.
 """
 
 from __future__ import annotations
@@ -25,8 +29,10 @@ from jax_agent_rl.tinker_server.database import Database
 from jax_agent_rl.tinker_server.training import Models
 
 MEMORY_SECONDS = 3600.0
-"""How long a model stays in memory after its session was last heard of; a later request restores
-it."""
+"""How long a model stays in memory after its session was last heard of.
+
+A later request restores it.
+"""
 SWEEP_SECONDS = 600.0
 """Time between two sweeps."""
 logger = logging.getLogger(__name__)
@@ -36,9 +42,7 @@ class Retention:
     """Removes what is too old, in the thread that also saves and loads.
 
     Args:
-        settings: of the server.
         models: holds the files, and the models in memory.
-        database: of the server.
         training: one thread, in which ``models`` runs.
     """
 
@@ -49,15 +53,16 @@ class Retention:
         database: Database,
         training: ThreadPoolExecutor,
     ) -> None:
-        self._settings, self._models, self._database, self._training = (
-            settings,
-            models,
-            database,
-            training,
-        )
+        self._settings = settings
+        self._models = models
+        self._database = database
+        self._training = training
 
     async def start(self) -> None:
-        """Remove files that a killed server left without a record, and what has become too old since it ended."""
+        """Remove files without a record, and what became too old since the last start.
+
+        A server that was killed may have left such files.
+        """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._training, self._remove_unknown_files)
         await loop.run_in_executor(self._training, self._sweep)
@@ -69,18 +74,13 @@ class Retention:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await loop.run_in_executor(self._training, self._sweep)
-            except (
-                OSError,
-                sqlite3.Error,
-            ):  # a file cannot be removed: the server goes on, and tries again
+            except (OSError, sqlite3.Error):
+                # For example, a file cannot be removed: the server goes on, and tries again.
                 logger.exception("what is too old could not be removed")
 
     def _remove_unknown_files(self) -> None:
-        known = [
-            one["path"]
-            for expired in (False, True)
-            for one in self._database.checkpoints(expired=expired)
-        ]
+        checkpoints = self._database.checkpoints() + self._database.checkpoints(expired=True)
+        known = [checkpoint["path"] for checkpoint in checkpoints]
         for file in self._models.unknown_files(known):
             logger.warning("%s belongs to no checkpoint: it is removed", file)
             file.unlink()
