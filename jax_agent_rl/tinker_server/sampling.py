@@ -1,8 +1,8 @@
 """Sampling from checkpoints with one JAX engine.
 
-With LoRA the engine has a few places for adapters, and requests of all of them are decoded
-together; a checkpoint takes the place that has been idle for longest. Without, the engine serves
-one checkpoint at a time.
+With LoRA the engine has a few slots for adapters, and requests of all of them are decoded together;
+a checkpoint takes the slot that has been idle for longest. Without LoRA the engine serves one
+checkpoint at a time.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ class Sampler:
     """An engine, and which checkpoints it holds.
 
     Args:
-        settings: of the server.
         model: the base model's hyperparameters.
-        params: its parameters.
-        codec: of the model, for stop strings.
+        params: the base model's parameters.
+        codec: for stop strings.
         models: reads checkpoints, and scores what was sampled.
-        database: of the server.
         training: one thread, in which ``models`` runs.
         print_line: takes a line of progress.
     """
@@ -63,28 +61,31 @@ class Sampler:
         print_line: Callable[[str], None],
     ) -> None:
         self.longest = settings.max_model_len
-        self._settings, self._models, self._database, self._training = (
-            settings,
-            models,
-            database,
-            training,
-        )
+        self._settings = settings
+        self._models = models
+        self._database = database
+        self._training = training
+        # Contexts that wait for the training thread, by checkpoint.
         self._unscored: dict[
             Checkpoint | None, list[tuple[ScoringRequest, asyncio.Future[ContextScores]]]
         ] = {}
         self._scoring: set[asyncio.Task[None]] = set()
-        places = settings.max_sampled_adapters if settings.lora else 1
-        names = (f"place{number}" for number in range(places))
-        self._held: dict[str, Checkpoint | None] = dict.fromkeys(names)  # idle longest first
-        self._users = dict.fromkeys(self._held, 0)
-        self._changed = asyncio.Condition()
-        blank = settings.lora and blank_adapter(settings.lora, model)
-        self._adapters: dict[str, PeftAdapter] = dict.fromkeys(self._held, blank) if blank else {}
-        count = settings.max_concurrent_decodes
+
+        slot_count = settings.max_sampled_adapters if settings.lora else 1
+        slots = [f"slot{number}" for number in range(slot_count)]
+        # The checkpoint in each slot, the slot that has been idle for longest first.
+        self._checkpoints: dict[str, Checkpoint | None] = dict.fromkeys(slots)
+        self._users = dict.fromkeys(slots, 0)
+        self._slots_changed = asyncio.Condition()
+        self._adapters: dict[str, PeftAdapter] = {}
+        if settings.lora:
+            self._adapters = dict.fromkeys(slots, blank_adapter(settings.lora, model))
+
+        decodes = settings.max_concurrent_decodes
         shapes = EngineShapes(
             max_model_len=self.longest,
-            max_concurrent_decodes=count,
-            kv_cache_tokens=kv_cache_tokens(self.longest, count, count),
+            max_concurrent_decodes=decodes,
+            kv_cache_tokens=kv_cache_tokens(self.longest, decodes, decodes),
             decode_steps=16,
             prefill_buckets=(128, 512),
         )
@@ -110,23 +111,17 @@ class Sampler:
         await self._backend.close()
 
     async def run(self, request: Request) -> bytes:
-        """Compute a request and return its result; raise BadRequest if that is the client's fault."""
-        asked = SampleRequest.from_json(request.body)
-        body = asked.model_dump()
-        session = self._database.sampler(request.owner)
-        path = session["path"] if session else asked.model_path
-        checkpoint = None
-        if path is not None:
-            if self._database.checkpoint(path) is None:
-                raise BadRequest(
-                    f"there is no checkpoint {path!r} any more: weights without a name are kept for"
-                    f" sampler_ttl_seconds={self._settings.sampler_ttl_seconds} after their last"
-                    " sample; start the server with more, or save them under a name"
-                )
-            checkpoint = (path, await asyncio.to_thread(self._models.fingerprint, path))
+        """Compute a request and return its result.
+
+        Raises:
+            BadRequest: it cannot be computed, which is the client's fault.
+        """
+        sample_request = SampleRequest.from_json(request.body)
+        body = sample_request.model_dump()
+        checkpoint = await self._requested_checkpoint(request.owner, sample_request)
         ids = read_prompt(body["prompt"], vocab_size=self._models.vocab_size)
-        room = self.longest - len(ids)
-        if not ids or room < 1:
+        tokens_left = self.longest - len(ids)
+        if not ids or tokens_left < 1:
             raise BadRequest(
                 f"the prompt has {len(ids)} tokens; this server takes 1 to {self.longest - 1};"
                 " start it with a larger max_model_len for more"
@@ -134,27 +129,51 @@ class Sampler:
         targets = read_targets(
             body.get("target_prompt_logprobs"), len(ids), vocab_size=self._models.vocab_size
         )
-        given = body["sampling_params"]
-        params = [
-            sampling_params(given, number, longest=room) for number in range(asked.num_samples)
-        ]
+        params = []
+        for number in range(sample_request.num_samples):
+            params.append(sampling_params(body["sampling_params"], number, longest=tokens_left))
         outputs = await self._sample(checkpoint, request.id, ids, params)
-        prompt_top = asked.topk_prompt_logprobs
-        sample_top = asked.topk_sample_logprobs
-        prompt, samples = None, []
-        if (asked.prompt_logprobs or prompt_top or targets is not None) and len(ids) > 1:
-            prompt = await self._score(
+
+        prompt_scores = None
+        prompt_top = sample_request.topk_prompt_logprobs
+        wants_scores = sample_request.prompt_logprobs or prompt_top or targets is not None
+        if wants_scores and len(ids) > 1:
+            prompt_scores = await self._score(
                 checkpoint, ScoringRequest(ids=ids, top=prompt_top, targets=targets)
             )
+
+        sample_scores: list[ContextScores] = []
+        sample_top = sample_request.topk_sample_logprobs
         if sample_top:
-            whole = (
-                ScoringRequest(ids=[*ids, *output.token_ids], top=sample_top) for output in outputs
+            scores = []
+            for output in outputs:
+                context = ScoringRequest(ids=[*ids, *output.token_ids], top=sample_top)
+                scores.append(self._score(checkpoint, context))
+            sample_scores = await asyncio.gather(*scores)
+        return write_samples(body, len(ids), outputs, prompt_scores, sample_scores)
+
+    async def _requested_checkpoint(
+        self, owner: str, sample_request: SampleRequest
+    ) -> Checkpoint | None:
+        """Return the checkpoint to sample from; None for the base model."""
+        session = self._database.sampler(owner)
+        path = session["path"] if session else sample_request.model_path
+        if path is None:
+            return None
+        if self._database.checkpoint(path) is None:
+            raise BadRequest(
+                f"there is no checkpoint {path!r} any more: weights without a name are kept for"
+                f" sampler_ttl_seconds={self._settings.sampler_ttl_seconds} after their last"
+                " sample; start the server with more, or save them under a name"
             )
-            samples = await asyncio.gather(*(self._score(checkpoint, one) for one in whole))
-        return write_samples(body, len(ids), outputs, prompt, samples)
+        return path, await asyncio.to_thread(self._models.fingerprint, path)
 
     async def _score(self, checkpoint: Checkpoint | None, context: ScoringRequest) -> ContextScores:
-        """Score a context, together with all of the same checkpoint that wait for the training thread."""
+        """Score a context.
+
+        It is computed together with all contexts of the same checkpoint that wait for the training
+        thread.
+        """
         length = len(context.ids)
         if length > self._settings.pack_length:
             longest = self._settings.pack_length
@@ -173,13 +192,14 @@ class Sampler:
 
     async def _score_waiting(self, checkpoint: Checkpoint | None) -> None:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._training, int)  # returns when the thread comes to it
+        # Does nothing, and returns when the thread comes to it: more contexts join the batch.
+        await loop.run_in_executor(self._training, int)
         batch = self._unscored.pop(checkpoint)
+        contexts = [context for context, _ in batch]
         answers = [answer for _, answer in batch]
         try:
-            work = [context for context, _ in batch]
             scored = await loop.run_in_executor(
-                self._training, self._models.score, checkpoint, work
+                self._training, self._models.score, checkpoint, contexts
             )
         except Exception as error:
             for answer in answers:
@@ -197,62 +217,63 @@ class Sampler:
         prompt_ids: Sequence[int],
         params: Sequence[SamplingParams],
     ) -> list[TokenOutput]:
-        """Sample once with each parameters; cancelling it frees their places.
+        """Sample once with each of ``params``; cancelling it frees their places in the engine.
 
         Args:
-            checkpoint: None: the base model.
-            request_id: unique while it runs.
-            prompt_ids: the context.
-            params: of each sample.
+            checkpoint: None for the base model.
+            request_id: unique while the request runs.
         """
         async with self._holding(checkpoint) as lora, asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(
-                    self._backend.generate(
-                        GenerateRequest(
-                            request_id=f"{request_id}/{number}",
-                            prompt_ids=tuple(prompt_ids),
-                            sampling=one,
-                            lora=lora,
-                        )
-                    )
+            tasks = []
+            for number, sampling in enumerate(params):
+                generate_request = GenerateRequest(
+                    request_id=f"{request_id}/{number}",
+                    prompt_ids=tuple(prompt_ids),
+                    sampling=sampling,
+                    lora=lora,
                 )
-                for number, one in enumerate(params)
-            ]
+                tasks.append(group.create_task(self._backend.generate(generate_request)))
         return [task.result() for task in tasks]
 
     @contextlib.asynccontextmanager
     async def _holding(self, checkpoint: Checkpoint | None) -> AsyncIterator[str | None]:
-        """Have the engine hold a checkpoint; yield the name of its adapter, None for a whole model."""
+        """Have the engine hold a checkpoint; yield the name of its adapter, None without LoRA."""
         if checkpoint is None and self._adapters:
             yield None
             return
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._place(checkpoint) is not None)
-            place = self._place(checkpoint)
-            assert place is not None
-            if self._held[place] != checkpoint:
-                await self._load(place, checkpoint)
-            self._users[place] += 1
-            self._held[place] = self._held.pop(place)  # used last
+
+        async with self._slots_changed:
+            await self._slots_changed.wait_for(lambda: self._find_slot(checkpoint) is not None)
+            slot = self._find_slot(checkpoint)
+            assert slot is not None
+            if self._checkpoints[slot] != checkpoint:
+                await self._load(slot, checkpoint)
+            self._users[slot] += 1
+            # Put last: it has been idle for the shortest time.
+            self._checkpoints[slot] = self._checkpoints.pop(slot)
         try:
-            yield place if self._adapters else None
+            yield slot if self._adapters else None
         finally:
-            async with self._changed:
-                self._users[place] -= 1
-                self._changed.notify_all()
+            async with self._slots_changed:
+                self._users[slot] -= 1
+                self._slots_changed.notify_all()
 
-    def _place(self, checkpoint: Checkpoint | None) -> str | None:
-        """Return the place that holds a checkpoint, or an idle one; None if all others are in use."""
-        holding = (place for place, held in self._held.items() if held == checkpoint)
-        return next(holding, next((place for place in self._held if not self._users[place]), None))
+    def _find_slot(self, checkpoint: Checkpoint | None) -> str | None:
+        """Return the slot that holds a checkpoint, or else an idle one; None if all are in use."""
+        for slot, held_checkpoint in self._checkpoints.items():
+            if held_checkpoint == checkpoint:
+                return slot
+        for slot in self._checkpoints:
+            if self._users[slot] == 0:
+                return slot
+        return None
 
-    async def _load(self, place: str, checkpoint: Checkpoint | None) -> None:
+    async def _load(self, slot: str, checkpoint: Checkpoint | None) -> None:
         loop = asyncio.get_running_loop()
-        weights, held = await loop.run_in_executor(self._training, self._read, checkpoint)
+        weights, loaded = await loop.run_in_executor(self._training, self._read, checkpoint)
         update: dict[str, Any] = {"payload": weights}
         if self._adapters:
-            update = {"payload": {}, "partial": True, "adapters": {place: weights}}
+            update = {"payload": {}, "partial": True, "adapters": {slot: weights}}
         await self._backend.pause(PauseMode.KEEP)
         try:
             version = self._backend.policy_version + 1
@@ -261,14 +282,19 @@ class Sampler:
             )
         finally:
             await self._backend.resume()
-        self._held[place] = held
+        self._checkpoints[slot] = loaded
 
     def _read(self, checkpoint: Checkpoint | None) -> tuple[Any, Checkpoint | None]:
-        """Return a checkpoint's weights as the engine takes them, and which checkpoint they are of.
+        """Return a checkpoint's weights as the engine takes them, and the checkpoint that was read.
 
         It runs in the thread that also writes checkpoints: one may have been replaced since it was
-            asked for.
+        requested.
         """
-        path = None if checkpoint is None else checkpoint[0]
-        read: Any = self._models.adapter if self._adapters else self._models.merged
-        return read(path), None if path is None else (path, self._models.fingerprint(path))
+        if checkpoint is None:
+            return self._models.merged(None), None
+        path, _ = checkpoint
+        if self._adapters:
+            weights = self._models.adapter(path)
+        else:
+            weights = self._models.merged(path)
+        return weights, (path, self._models.fingerprint(path))
