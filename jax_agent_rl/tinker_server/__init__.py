@@ -2,9 +2,10 @@
 
 ::
 
-    SDK ──► app: HTTP ──► database: sqlite, every request as it comes ──┬─► training: one thread, a learner per model
-             ▲                                                           └─► sampling: the JAX engine, adapters by path
-             └── retrieve_future ◄── results
+    SDK ──► app: HTTP ──► database: sqlite, ──┬─► training: one thread, a learner per model
+             ▲            every request       └─► sampling: the JAX engine, adapters by path
+             │            as it comes                 │
+             └── retrieve_future ◄── results ◄────────┘
 
 ``wire`` converts the SDK's messages. A request is known by its client and number, so that one sent
 again is answered, not repeated.

@@ -1,4 +1,4 @@
-"""The HTTP side: routes of the Tinker API, futures, the queue of training requests, and the server's assembly."""
+"""The HTTP side: the Tinker API's routes, futures, the queue of training requests, and assembly."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 30.0
 """How long a request for a result waits before the client asks again."""
 PROTOBUF = "application/x-protobuf"
-_BINARY = ("forward", "forward_backward", "sample")
-_TRAINING = {
+_PROTOBUF_KINDS = ("forward", "forward_backward", "sample")
+"""Kinds of requests whose results are in protobuf; other results are in JSON."""
+_TRAINING_SCHEMAS = {
     "create_model": CreateModelRequest,
     "optim_step": OptimStepRequest,
     "save_weights": SaveRequest,
@@ -62,10 +63,6 @@ class TinkerServer:
     """The service, from :meth:`start` to :meth:`close`.
 
     Args:
-        settings: of the server.
-        models: computes training requests.
-        sampler: samples.
-        database: of both.
         training: one thread, in which ``models`` runs.
         token: API key that clients must send, or None.
     """
@@ -80,49 +77,23 @@ class TinkerServer:
         training: ThreadPoolExecutor,
         token: str | None,
     ) -> None:
-        self._settings, self._models, self._sampler, self._database = (
-            settings,
-            models,
-            sampler,
-            database,
-        )
+        self._settings = settings
+        self._models = models
+        self._sampler = sampler
+        self._database = database
         self._training = training
         self._name = settings.model_name or settings.model.path
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
-        self._restored: dict[
-            str, deque[Request]
-        ] = {}  # by their model, until its client is heard of
+        # Requests of the last start, by their model, until its client is heard of.
+        self._restored: dict[str, deque[Request]] = {}
+        # Set when a request has a result, by the request's id.
         self._waiting: dict[str, asyncio.Event] = {}
         self._samples: dict[str, asyncio.Task[None]] = {}
         self._worker: asyncio.Task[None] | None = None
         self._rest = RestRoutes(settings, models, database, training)
-        model = {"model_name": self._name, "max_context_length": settings.max_model_len}
-        model |= {"trainable": True, "sampleable": True}
-        routes = [
-            ("GET", "healthz", _always({"status": "ok"})),
-            ("GET", "get_server_capabilities", _always({"supported_models": [model]})),
-            # Chunks of a batch come one after another; results are fetched one by one.
-            (
-                "POST",
-                "client/config",
-                _always({"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False}),
-            ),
-            ("POST", "client/dynamic_config", _always({"sample_cancel_enabled": True})),
-            ("POST", "telemetry", _always({"status": "accepted"})),
-            ("POST", "session_heartbeat", self._heartbeat),
-            ("POST", "create_sampling_session", self._create_sampler),
-            ("POST", "forward_backward", self._forward_backward),
-            ("POST", "asample", self._sample),
-            ("POST", "retrieve_future", self._retrieve),
-            ("POST", "cancel_future", self._cancel),
-            *(("POST", kind, self._accept(kind)) for kind in _TRAINING),
-            *self._rest.routes(),
-        ]
         self.http = HttpServer(
-            [web.route(method, f"/api/v1/{path}", handler) for method, path, handler in routes],
-            refuse=lambda request, status, message: web.json_response(
-                {"detail": message}, status=status
-            ),
+            self._routes(),
+            refuse=_refuse,
             host=settings.host,
             port=settings.port,
             token=token,
@@ -132,8 +103,37 @@ class TinkerServer:
             body_types=(PROTOBUF, "application/json"),
         )
 
+    def _routes(self) -> list[web.RouteDef]:
+        model = {
+            "model_name": self._name,
+            "max_context_length": self._settings.max_model_len,
+            "trainable": True,
+            "sampleable": True,
+        }
+        # Chunks of a batch come one after another; results are fetched one by one.
+        client_config = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False}
+        routes = [
+            ("GET", "healthz", _always({"status": "ok"})),
+            ("GET", "get_server_capabilities", _always({"supported_models": [model]})),
+            ("POST", "client/config", _always(client_config)),
+            ("POST", "client/dynamic_config", _always({"sample_cancel_enabled": True})),
+            ("POST", "telemetry", _always({"status": "accepted"})),
+            ("POST", "session_heartbeat", self._heartbeat),
+            ("POST", "create_sampling_session", self._create_sampler),
+            ("POST", "forward_backward", self._forward_backward),
+            ("POST", "asample", self._sample),
+            ("POST", "retrieve_future", self._retrieve),
+            ("POST", "cancel_future", self._cancel),
+            *(("POST", kind, self._accept(kind)) for kind in _TRAINING_SCHEMAS),
+            *self._rest.routes(),
+        ]
+        return [web.route(method, f"/api/v1/{path}", handler) for method, path, handler in routes]
+
     async def start(self) -> None:
-        """Serve, also what was not done when the server last ended, which waits for clients that are still there."""
+        """Serve, and compute the requests that were queued when the server last ended.
+
+        Training requests among them wait until their client is heard of, or nothing else is to do.
+        """
         for request in self._database.queued():
             if request.kind == "sample":
                 self._schedule(request)
@@ -144,9 +144,11 @@ class TinkerServer:
         await self.http.start()
 
     async def close(self) -> None:
-        """Stop; what is not done is done after the next start."""
+        """Stop; requests without a result are computed after the next start."""
         await self.http.close()
-        tasks = [*self._samples.values(), *([self._worker] if self._worker else [])]
+        tasks = list(self._samples.values())
+        if self._worker is not None:
+            tasks.append(self._worker)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -168,18 +170,20 @@ class TinkerServer:
             self._resume(request.owner)
             self._queue.put_nowait(request)
             return
-        task = self._samples[request.id] = asyncio.create_task(
-            self._finish(request, self._sampler.run)
-        )
+        task = asyncio.create_task(self._finish(request, self._sampler.run))
+        self._samples[request.id] = task
         task.add_done_callback(lambda _: self._samples.pop(request.id, None))
 
     def _resume(self, owner: str) -> None:
-        """Queue what a model's client, which has been heard of, asked for before the server ended."""
+        """Queue a model's requests from before the last start, as its client has been heard of."""
         for request in self._restored.pop(owner, ()):
             self._queue.put_nowait(request)
 
     async def _next(self) -> Request:
-        """Return the next request in order of arrival, or, if there is none, one whose client may be gone."""
+        """Return the next request in order of arrival.
+
+        If there is none, return one from before the last start, whose client may be gone.
+        """
         if self._queue.empty() and self._restored:
             owner, requests = next(iter(self._restored.items()))
             request = requests.popleft()
@@ -191,11 +195,13 @@ class TinkerServer:
     async def _work(self) -> None:
         """Run training requests one after another."""
         loop = asyncio.get_running_loop()
+
+        def run(request: Request) -> Awaitable[bytes]:
+            return loop.run_in_executor(self._training, self._models.run, request)
+
         while True:
             request = await self._next()
-            await self._finish(
-                request, lambda one: loop.run_in_executor(self._training, self._models.run, one)
-            )
+            await self._finish(request, run)
 
     async def _heartbeat(self, http: web.Request) -> web.Response:
         body = await read_body(http, SessionRequest, max_bytes=MAX_BODY_BYTES)
@@ -212,47 +218,53 @@ class TinkerServer:
             self._database.finish(request, _failure(str(error), "user"), failed=True)
         except Exception as error:
             logger.exception("%s failed", request.id)
-            self._database.finish(
-                request, _failure(f"{type(error).__name__}: {error}", "server"), failed=True
-            )
+            failure = _failure(f"{type(error).__name__}: {error}", "server")
+            self._database.finish(request, failure, failed=True)
         self._waiting.pop(request.id).set()
 
     async def _retrieve(self, http: web.Request) -> web.Response:
-        request_id = (await read_body(http, FutureRequest, max_bytes=MAX_BODY_BYTES)).request_id
-        if (event := self._waiting.get(request_id)) is not None:
-            if self._restored and (known := self._database.request(request_id)) is not None:
-                self._resume(known.owner)
+        body = await read_body(http, FutureRequest, max_bytes=MAX_BODY_BYTES)
+        request_id = body.request_id
+        event = self._waiting.get(request_id)
+        if event is not None:
+            if self._restored:
+                request = self._database.request(request_id)
+                if request is not None:
+                    self._resume(request.owner)
             try:
                 await asyncio.wait_for(event.wait(), POLL_SECONDS)
             except TimeoutError:
                 return web.json_response(
                     {"type": "try_again", "request_id": request_id, "queue_state": "active"}
                 )
+
         request = self._database.request(request_id)
         if request is None:
             raise Refused(404, f"there is no request {request_id!r}")
         if request.result is None:
             raise Refused(410, f"the result of {request_id!r} is not kept any more")
-        is_binary = request.state == "done" and request.kind in _BINARY
-        return web.Response(
-            body=request.result, content_type=PROTOBUF if is_binary else "application/json"
-        )
+        content_type = "application/json"
+        if request.state == "done" and request.kind in _PROTOBUF_KINDS:
+            content_type = PROTOBUF
+        return web.Response(body=request.result, content_type=content_type)
 
     async def _cancel(self, http: web.Request) -> web.Response:
-        request_id = (await read_body(http, FutureRequest, max_bytes=MAX_BODY_BYTES)).request_id
-        if (task := self._samples.get(request_id)) is not None:
+        body = await read_body(http, FutureRequest, max_bytes=MAX_BODY_BYTES)
+        task = self._samples.get(body.request_id)
+        if task is not None:
             task.cancel()
-            if (request := self._database.request(request_id)) is not None:
-                self._database.finish(
-                    request, _failure("the request was cancelled", "user"), failed=True
-                )
-            self._waiting.pop(request_id).set()
+            request = self._database.request(body.request_id)
+            if request is not None:
+                failure = _failure("the request was cancelled", "user")
+                self._database.finish(request, failure, failed=True)
+            self._waiting.pop(body.request_id).set()
         return web.json_response({})
 
     # --- training ---------------------------------------------------------------------------------
 
     def _accept(self, kind: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-        schema = _TRAINING[kind]
+        """Return the handler of a training request in JSON."""
+        schema = _TRAINING_SCHEMAS[kind]
 
         async def accept(http: web.Request) -> web.Response:
             body = await read_body(http, schema, max_bytes=MAX_BODY_BYTES)
@@ -276,24 +288,27 @@ class TinkerServer:
         return accept
 
     def _create_model(self, body: CreateModelRequest) -> web.Response:
-        lora, wanted = self._settings.lora, body.lora_config
         self._require_base(body.base_model)
         if body.optimizer_config.type != "adamw":
             raise Refused(400, "only AdamW is computed")
-        if (lora is None) != (wanted is None):
-            asked, own = ("adapters", "whole models") if wanted else ("a whole model", "adapters")
-            raise Refused(
-                400, f"this server trains {own}, not {asked}; start one with another `lora`"
-            )
-        if lora is None or wanted is None:
+
+        lora = self._settings.lora
+        requested = body.lora_config
+        advice = "start one with another `lora`"
+        if lora is None:
+            if requested is not None:
+                raise Refused(400, f"this server trains whole models, not adapters; {advice}")
             return self._add_model(body, body.session_id, body.model_seq_id)
-        if wanted.rank != lora.rank:
+        if requested is None:
+            raise Refused(400, f"this server trains adapters, not a whole model; {advice}")
+
+        if requested.rank != lora.rank:
             raise Refused(
-                400, f"this server trains adapters of rank {lora.rank}, not {wanted.rank}"
+                400, f"this server trains adapters of rank {lora.rank}, not {requested.rank}"
             )
-        if not (wanted.train_mlp and wanted.train_attn):
+        if not (requested.train_mlp and requested.train_attn):
             raise Refused(400, f"this server's adapters cover {', '.join(lora.targets)}")
-        return self._add_model(body, body.session_id, body.model_seq_id, seed=wanted.seed or 0)
+        return self._add_model(body, body.session_id, body.model_seq_id, seed=requested.seed or 0)
 
     def _add_model(
         self,
@@ -343,9 +358,8 @@ class TinkerServer:
         body = await read_body(http, SampleRequest)
         if body.prompt_alt_tokens_k:
             raise Refused(400, "prompt_alt_tokens_k is not computed by this server")
-        if (
-            body.record_stability_info
-        ):  # recorded for that loss only: refuse it before anything is sampled
+        # Recorded for that loss only: refuse it before anything is sampled.
+        if body.record_stability_info:
             raise Refused(400, STABLE_REINFORCE)
         sampler = body.sampling_session_id
         if sampler is not None and self._database.sampler(sampler) is None:
@@ -364,6 +378,10 @@ def _always(body: dict[str, Any]) -> Callable[[web.Request], Awaitable[web.Respo
     return answer
 
 
+def _refuse(request: web.BaseRequest, status: int, message: str) -> web.Response:
+    return web.json_response({"detail": message}, status=status)
+
+
 def _failure(message: str, category: str) -> bytes:
     return json.dumps({"error": message, "category": category}).encode()
 
@@ -380,6 +398,7 @@ async def open_server(
         CheckpointError: ``state_dir`` holds states of another model, or of other adapters.
     """
     token = token_from(settings.token_env, key="token_env")
+
     folder = resolve_model(settings.model.path)
     print_line(f"loading {folder}")
     codec = ChatCodec.from_pretrained(folder)
@@ -390,6 +409,7 @@ async def open_server(
     except BaseException:
         database.close()
         raise
+
     training = ThreadPoolExecutor(1, thread_name_prefix="training")
     models = Models(settings, model, params, database)
     sampler = Sampler(
@@ -404,6 +424,7 @@ async def open_server(
     )
     server = TinkerServer(settings, models, sampler, database, training=training, token=token)
     server.http.listen()  # a bad address is refused before anything is compiled
+
     retention = Retention(settings, models, database, training)
     sweeper: asyncio.Task[None] | None = None
     try:
@@ -422,10 +443,10 @@ async def open_server(
 
 
 def check_states(settings: TinkerServerSettings, folder: str, database: Database) -> None:
-    """Check that the states in ``state_dir`` are of this model and of these adapters, and record it.
+    """Check that the states in ``state_dir`` are of this model and these adapters, and record it.
 
     Raises:
-        CheckpointError: they are of others.
+        CheckpointError: they are of another model, or of other adapters.
     """
     identity = RunIdentity(
         config=settings.model_dump(mode="json"), content={"model.path": model_fingerprints(folder)}
@@ -443,7 +464,7 @@ def check_states(settings: TinkerServerSettings, folder: str, database: Database
 
 
 async def serve(settings: TinkerServerSettings, *, print_line: Callable[[str], None]) -> None:
-    """Serve until cancelled (``jax-agent-rl tinker-server``); for errors see :func:`open_server`."""
+    """Serve until cancelled, for ``jax-agent-rl tinker-server``; see :func:`open_server`."""
     async with open_server(settings, print_line=print_line) as server:
         name = settings.model_name or settings.model.path
         print_line(f"serving {name} on {server.http.url}: set TINKER_BASE_URL={server.http.url}")
