@@ -237,7 +237,10 @@ class Sampler:
 
     @contextlib.asynccontextmanager
     async def _holding(self, checkpoint: Checkpoint | None) -> AsyncIterator[str | None]:
-        """Have the engine hold a checkpoint; yield the name of its adapter, None without LoRA."""
+        """Have the engine hold a checkpoint; yield the name of its adapter, None for a whole model.
+
+        The base model and, without LoRA, every checkpoint is a whole model.
+        """
         if checkpoint is None and self._adapters:
             yield None
             return
