@@ -20,7 +20,7 @@ from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
 from jax_agent_rl.utils.files import cache_root
 from tests.examples import load_profile
 from tests.simulated import COMPILE_QUICKLY
-from tests.slow import is_slow
+from tests.slow import is_nightly, is_slow
 
 if importlib.util.find_spec(
     "libtpu"
@@ -99,6 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
+        if is_nightly(item.nodeid):
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""The tests that ``./launch/test.sh`` leaves to ``--all``, and why. A name ends a file's, or a test's in it."""
+"""The tests that ``./launch/test.sh`` leaves to ``--all``, those that this leaves to ``--nightly``, and why. A name ends a file's, or a test's in it."""
 
 # ruff: noqa: E501
 # Names of tests are long.
@@ -235,11 +235,29 @@ REPRESENTATIVES = {
 """Files and tests of which only some run without ``--all``: parts of these tests' names, and why not all."""
 
 
+NIGHTLY = {
+    "e2e/test_async_modes.py::test_a_run_that_was_ended_goes_on_and_loses_and_doubles_nothing[keep": "two runs; `--all` ends the other modes",
+    "e2e/test_multihost_run.py::test_a_full_disk_on_one_process_ends_the_run_with_a_message_and_it_resumes[1]": "three runs; `--all` fills the disk of process 0",
+    "e2e/test_multihost_run.py::test_two_processes_run_to_the_end_and_one_goes_on_from_their_checkpoint[fully_async]": "three runs; `--all` has the synchronous ones",
+    "e2e/test_real_model.py::test_three_steps_on_the_calculator_teach_something": "trains 135M parameters, as the wheel's quickstart does",
+    "e2e/test_remote_run.py::test_a_server_added_by_command_takes_over_from_the_one_that_is_removed": "two servers; `--all` has a run with one",
+    "e2e/test_remote_run.py::test_eval_on_a_rollout_server_samples_what_the_engine_here_does": "a server; `--all` has a run with one",
+    "e2e/test_resume.py::test_twenty_steps_are_ten_a_kill_and_ten_more[ppo": "forty steps; `--all` has those of GRPO",
+    "e2e/test_task_examples.py::test_an_example_with_a_tool_server_calls_it_and_learns_from_it[search_agent]": "trains 135M parameters; `--all` has the other tool server's example",
+}
+"""What even ``--all`` leaves to ``--nightly``: beginnings of a test's name with its parameters, and why."""
+
+
+def is_nightly(nodeid: str) -> bool:
+    """Return whether only ``--nightly`` runs a test."""
+    return nodeid.removeprefix("tests/").startswith(tuple(NIGHTLY))
+
+
 def is_slow(nodeid: str) -> bool:
-    """Return whether only ``--all`` runs a test."""
+    """Return whether the quick tests leave a test out."""
     file, _, test = nodeid.removeprefix("tests/").partition("::")
     function = f"{file}::{test.partition('[')[0]}"
-    if file in SLOW or function in SLOW:
+    if is_nightly(nodeid) or file in SLOW or function in SLOW:
         return True
     for name in (file, function):
         quick, _ = REPRESENTATIVES.get(name, ((), ""))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import REPRESENTATIVES, SLOW
+from tests.slow import NIGHTLY, REPRESENTATIVES, SLOW
 
 TESTS = Path(__file__).parents[2]
 
@@ -28,7 +28,12 @@ def test_the_page_lists_the_files_of_which_the_quick_tests_run_a_part():
     assert rows_of("What runs in part") == expected
 
 
-@pytest.mark.parametrize("name", [*SLOW, *REPRESENTATIVES])
+def test_the_page_lists_what_only_the_nightly_tests_run():
+    expected = [f"| `{name}` | {why} |" for name, why in NIGHTLY.items()]
+    assert rows_of("What only `--nightly` runs") == expected
+
+
+@pytest.mark.parametrize("name", [*SLOW, *REPRESENTATIVES, *NIGHTLY])
 def test_what_is_listed_is_there(name: str):
-    file, _, test = name.partition("::")
+    file, _, test = name.partition("[")[0].partition("::")
     assert f"def {test or 'test_'}" in (TESTS / file).read_text()
