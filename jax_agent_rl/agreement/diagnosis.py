@@ -1,14 +1,15 @@
-"""Diagnosis of a gap between engine and learner: every hypothesis tried on a few contexts, and what each leaves of it.
+"""Diagnosis of a gap between engine and learner: every hypothesis tried on a few contexts.
 
 ::
 
-    contexts ─► the worst few ─► the engine's tensors, its layers          (where it can be inspected)
-                             ─► what follows the hidden states: the head, logits, temperature, support
-                             ─► families of hypotheses, ordered by what is known, within a time limit (``search``)
+    contexts ─► the worst few ─► the engine's tensors and layers, where it can be inspected
+                             ─► what follows the hidden states: head, logits, temperature, support
+                             ─► families of hypotheses within a time limit (``search``)
                              ─► verdict ─► one line to act on
 
-What was read off the engine counts more than what merely explains the numbers, and of explanations
-the best counts. What time did not suffice for is said.
+What was read off the engine counts more than what merely explains the numbers. Of several
+explanations, the one that leaves the smallest gap counts. The result lists the hypotheses for which
+there was not enough time.
 """
 
 from __future__ import annotations
@@ -53,24 +54,26 @@ from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 
 ROUNDING_COSTS = 2.0
-"""How many times the gap that the engine's own precision was measured to make is rounding, too."""
+"""Allowed multiple of the gap that the engine's own precision was measured to make."""
 LAST = 0.3
-"""Largest share of the time that is kept for the comparison with a coarser dtype."""
+"""Largest share of the time that is reserved for the comparison with a coarser dtype."""
 FIRST_TOKENS = 2
-"""Of a turn, one of which disagrees if what came before the turn does; the very first may be
-certain under both."""
+"""Number of a turn's first tokens of which one disagrees if what precedes the turn does.
+
+The very first one may be certain under both.
+"""
 ALL_LAYERS = "tensors in every layer"
 ONE_LAYER = "one wrong tensor"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineView:
-    """What a diagnosis can read off an engine; empty if nothing.
+    """What a diagnosis can read off an engine; the defaults are of one that cannot be inspected.
 
     Attributes:
         precision: the declared compute precision.
         tensors: a sample of each tensor.
-        replicas: samples of further engines that serve the same weights.
+        replicas: samples of the tensors of further engines that serve the same weights.
         layers: returns the layers' outputs for a context.
     """
 
@@ -91,16 +94,14 @@ def diagnose(
     """Test every hypothesis.
 
     Args:
-        subject: with all comparable contexts; the worst are examined.
-        tolerance: of the run.
-        engine: what can be read off the engine.
-        seconds: after which no other hypothesis is begun.
-        clock: seconds, monotonic.
+        subject: has all comparable contexts; the worst are examined.
+        engine: what can be read off the engine; None: nothing.
+        seconds: time after which no other hypothesis is tried.
+        clock: a monotonic clock, in seconds.
     """
     limit = TimeLimit(seconds, clock)
-    return explain(
-        subject, examine(subject, tolerance, limit), tolerance=tolerance, engine=engine, limit=limit
-    )
+    examined = examine(subject, tolerance, limit)
+    return explain(subject, examined, tolerance=tolerance, engine=engine, limit=limit)
 
 
 def explain(
@@ -115,18 +116,17 @@ def explain(
     older = with_one_in_memory(subject.older)
     subject = replace(subject, older=older)
     examined = replace(examined, subject=replace(examined.subject, older=older))
-    return _Diagnosing(subject, examined, engine or EngineView(), tolerance, limit).run()
+    if engine is None:
+        engine = EngineView()
+    return _DiagnosisRun(subject, examined, engine, tolerance, limit).run()
 
 
-class _Diagnosing:
+class _DiagnosisRun:
     """One diagnosis, top to bottom.
 
     Args:
-        subject: with all contexts.
+        subject: has all contexts.
         examined: the worst of them.
-        engine: what can be read off the engine.
-        tolerance: of the run.
-        limit: on time.
     """
 
     def __init__(
@@ -145,6 +145,7 @@ class _Diagnosing:
         self._findings: list[HypothesisResult] = []
 
     def run(self) -> Diagnosis:
+        """Check what can be told at once, then what can be read off the engine, then search."""
         drift = _check_ids(self._subject)
         self._findings.append(drift)
         if drift.verdict == "found":
@@ -153,8 +154,9 @@ class _Diagnosing:
         if self._tolerance.holds(self._examined.gap_of_all):
             packed_pass = _check_learner(self._subject, self._examined)
             self._findings.append(packed_pass)
-            cause = Cause.LEARNER if packed_pass.verdict == "found" else Cause.ROUNDING
-            return self._conclude(cause, packed_pass.detail)
+            if packed_pass.verdict == "found":
+                return self._conclude(Cause.LEARNER, packed_pass.detail)
+            return self._conclude(Cause.ROUNDING, packed_pass.detail)
 
         faults = _find_tensor_faults(self._examined.subject, self._engine)
         self._findings.append(_check_tensors(self._engine, faults))
@@ -164,8 +166,10 @@ class _Diagnosing:
         if faults:
             causes = [fault.cause for fault in faults]
             commonest = max(dict.fromkeys(causes), key=causes.count)
-            named = [fault for fault in faults if fault.cause is commonest]
-            return self._conclude(commonest, _describe(named, len(self._engine.tensors)))
+            of_commonest = [fault for fault in faults if fault.cause is commonest]
+            detail = _describe_faults(of_commonest, len(self._engine.tensors))
+            return self._conclude(commonest, detail)
+
         if difference is None and self._limit.allows():
             rounding = _check_rounding(self._examined, self._engine.precision)
             if rounding is not None:
@@ -177,40 +181,26 @@ class _Diagnosing:
     def _search(
         self, search: Search, difference: LayerDifference | None, layers: HypothesisResult
     ) -> Diagnosis:
-        """Try what explains the numbers."""
+        """Search for a setting that explains the numbers."""
+        is_late = difference is not None and difference.is_late
         if difference is not None and difference.is_late:
             search.note_where_it_begins(difference.begin)
-        may_be_rounding = _may_be_rounding(self._examined) and (
-            difference is None or not difference.is_late
-        )
+        may_be_rounding = _may_be_rounding(self._examined) and not is_late
         rounding_seconds = 2 * self._examined.seconds  # a pass in each coarser dtype
         if may_be_rounding and rounding_seconds <= LAST * self._limit.seconds:
             self._limit.reserve(rounding_seconds)
 
-        # Where the layers agree, what follows them is tried first, else last.
-        if difference is None:
-            search.read()
-            search.compare_answers()
-        families = self._order_families(difference, layers)
-        before_tensors = len(families) // 2
-        if difference is not None:
-            before_tensors = len(difference.causes)
-        for number, cause in enumerate(families):
-            if number == before_tensors:
-                search.try_family(ALL_LAYERS, tensors_of_all_layers)
-            search.try_family(cause, FAMILIES[cause], per_context=cause in PER_CONTEXT)
-        if difference is not None:
-            search.read()
-            search.compare_answers()
-        search.try_family(ONE_LAYER, tensors_of_one_layer(self._suspect_layers(difference, layers)))
+        self._try_everything(search, difference, layers)
         self._limit.reserve(0.0)
         self._findings += search.findings
 
-        if search.best is not None:
+        best = search.best
+        if best is not None:
             if search.is_over:
-                rest = f"{search.best.cause} explains everything"
-                self._findings.append(HypothesisResult("what was not tried", "not tested", rest))
-            return self._conclude(search.best.cause, f"the engine {search.best.label}")
+                detail = f"{best.cause} explains everything"
+                self._findings.append(HypothesisResult("what was not tried", "not tested", detail))
+            return self._conclude(best.cause, f"the engine {best.label}")
+
         if may_be_rounding and self._limit.allows(rounding_seconds):
             rounding = _describe_rounding(self._examined, self._engine.precision)
             if rounding is not None:
@@ -218,6 +208,30 @@ class _Diagnosing:
         elif may_be_rounding:
             search.untried.append("a coarser dtype in other kernels")
         return self._conclude(Cause.UNKNOWN, self._describe_unknown(search, difference))
+
+    def _try_everything(
+        self, search: Search, difference: LayerDifference | None, layers: HypothesisResult
+    ) -> None:
+        # What follows the layers is tried first if they agree, else after all settings.
+        if difference is None:
+            search.read()
+            search.compare_answers()
+
+        families = self._order_families(difference, layers)
+        if difference is None:
+            families_before_tensors = len(families) // 2
+        else:
+            families_before_tensors = len(difference.causes)
+        for number, cause in enumerate(families):
+            if number == families_before_tensors:
+                search.try_family(ALL_LAYERS, tensors_of_all_layers)
+            search.try_family(cause, FAMILIES[cause], per_context=cause in PER_CONTEXT)
+
+        if difference is not None:
+            search.read()
+            search.compare_answers()
+        suspects = self._suspect_layers(difference, layers)
+        search.try_family(ONE_LAYER, tensors_of_one_layer(suspects))
 
     def _order_families(
         self, difference: LayerDifference | None, layers: HypothesisResult
@@ -234,8 +248,8 @@ class _Diagnosing:
         )
         if layers.verdict != "ruled out":
             return families
-        # Where a context is prefilled nothing is wrong: what is left happens between turns, or in
-        # decode steps.
+        # The engine prefills contexts correctly, so settings come last: what goes wrong does so
+        # between turns, or in decode steps.
         settings = [Cause.SETTING, Cause.ROTARY, Cause.WINDOW, Cause.EXPERTS]
         return [cause for cause in families if cause not in settings] + settings
 
@@ -282,25 +296,31 @@ def _describe_untried(untried: Sequence[str], seconds: float) -> str:
 
 def _is_late(examined: Examined) -> bool:
     """Return whether contexts agree until a later turn than their first."""
-    late = []
+    any_breach = False
     for context in examined.subject.contexts:
-        if context.breach is not None:
-            late.append(
-                context.sampled_from(context.breach) > context.sampled_from(int(context.at[0]))
-            )
-    return bool(late) and all(late)
+        if context.breach is None:
+            continue
+        any_breach = True
+        first_turn = context.sampled_from(int(context.at[0]))
+        if context.sampled_from(context.breach) <= first_turn:
+            return False
+    return any_breach
 
 
 def _is_after_inserted(examined: Examined) -> bool:
     """Return whether contexts agree until a later turn, and disagree in one of its first tokens."""
-    near = []
+    if not _is_late(examined):
+        return False
     for context in examined.subject.contexts:
-        if context.breach is not None:
-            near.append(context.breach - context.sampled_from(context.breach) < FIRST_TOKENS)
-    return _is_late(examined) and all(near)
+        if context.breach is None:
+            continue
+        if context.breach - context.sampled_from(context.breach) >= FIRST_TOKENS:
+            return False
+    return True
 
 
 def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
+    """Test whether the engine saw the ids that are trained on."""
     count = len(subject.contexts)
     drifted = [context for context in subject.contexts if context.drifted]
     if not drifted:
@@ -315,26 +335,31 @@ def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
 
 
 def _check_learner(subject: DiagnosisSubject, examined: Examined) -> HypothesisResult:
-    """Test, where a plain pass agrees with the engine, whether the learner's own pass does not."""
+    """Test whether the learner's packed pass disagrees, although a plain pass agrees."""
     gap = examined.gap_of_all
     contexts: Sequence[Context] = subject.contexts
     if subject.packed is not None and all(context.learner is None for context in contexts):
         contexts = subject.packed()
-    gaps = [
-        context.learner - context.rollout for context in contexts if context.learner is not None
-    ]
-    packed = Comparison.of(np.concatenate(gaps)) if gaps else None
-    if packed is not None and packed.largest > max(10 * gap.largest, 1e-5):
-        detail = (
-            "a plain pass over the learner's parameters agrees with the engine (mean"
-            f" {gap.mean:.1e}, largest {gap.largest:.1e} nats), the learner's packed pass does not"
-            f" (mean {packed.mean:.1e}, largest {packed.largest:.1e})"
-        )
-        return HypothesisResult("learner", "found", detail, gap)
+    packed_gaps = []
+    for context in contexts:
+        if context.learner is not None:
+            packed_gaps.append(context.learner - context.rollout)
+    if packed_gaps:
+        packed = Comparison.of(np.concatenate(packed_gaps))
+        if packed.largest > max(10 * gap.largest, 1e-5):
+            detail = (
+                "a plain pass over the learner's parameters agrees with the engine (mean"
+                f" {gap.mean:.1e}, largest {gap.largest:.1e} nats), the learner's packed pass does"
+                f" not (mean {packed.mean:.1e}, largest {packed.largest:.1e})"
+            )
+            return HypothesisResult("learner", "found", detail, gap)
+
     count = len(subject.contexts)
-    some = "" if examined.scored == count else f", {examined.scored} of {count}"
+    examined_part = ""
+    if examined.scored != count:
+        examined_part = f", {examined.scored} of {count}"
     detail = (
-        f"nothing is wrong in the contexts examined{some} (mean {gap.mean:.1e}, largest"
+        f"nothing is wrong in the contexts examined{examined_part} (mean {gap.mean:.1e}, largest"
         f" {gap.largest:.1e} nats)"
     )
     return HypothesisResult("learner", "ruled out", detail, gap)
@@ -344,31 +369,37 @@ def _check_learner(subject: DiagnosisSubject, examined: Examined) -> HypothesisR
 
 
 def _find_tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[TensorFault]:
+    """Return the faults of the first engine that has any."""
     if not engine.tensors:
         return []
     model = subject.model
     params = subject.params
 
-    def transposed(wanted: str) -> TensorSample | None:
-        array = next(array for name, array in hf_tensors(model, params) if name == wanted)
-        square = array.ndim == 2 and array.shape[0] == array.shape[1]
-        return TensorSample.of(array.T) if square else None
+    def sample_transpose(name: str) -> TensorSample | None:
+        array = next(array for key, array in hf_tensors(model, params) if key == name)
+        if array.ndim != 2 or array.shape[0] != array.shape[1]:
+            return None
+        return TensorSample.of(array.T)
 
-    older = {
-        name: lambda make=make: sample_tensors(model, make())
-        for name, make in subject.older.items()
-    }
+    older: dict[str, Callable[[], Samples]] = {}
+    for description, make in subject.older.items():
+        older[description] = lambda make=make: sample_tensors(model, make())
     learner_samples = sample_tensors(model, params)
     engines = (engine.tensors, *engine.replicas)
     for number, samples in enumerate(engines, 1):
         faults = tensor_faults(
-            samples, learner_samples, precision=engine.precision, transposed=transposed, older=older
+            samples,
+            learner_samples,
+            precision=engine.precision,
+            transposed=sample_transpose,
+            older=older,
         )
-        if faults and len(engines) > 1:
-            which = f"of engine {number} of {len(engines)}"
-            return [replace(fault, name=f"{fault.name} ({which})") for fault in faults]
-        if faults:
+        if not faults:
+            continue
+        if len(engines) == 1:
             return faults
+        which = f"of engine {number} of {len(engines)}"
+        return [replace(fault, name=f"{fault.name} ({which})") for fault in faults]
     return []
 
 
@@ -378,28 +409,38 @@ def _check_tensors(engine: EngineView, faults: Sequence[TensorFault]) -> Hypothe
         return HypothesisResult(
             "tensors", "not tested", "the engine's tensors cannot be read from here"
         )
-    if not faults:
-        whose = f"each of {1 + len(engine.replicas)} engines" if engine.replicas else "the engine"
-        return HypothesisResult(
-            "tensors", "ruled out", f"all {count} tensors of {whose} are the learner's"
-        )
-    return HypothesisResult("tensors", "found", _describe(faults, count))
+    if faults:
+        return HypothesisResult("tensors", "found", _describe_faults(faults, count))
+    engines = "the engine"
+    if engine.replicas:
+        engines = f"each of {1 + len(engine.replicas)} engines"
+    return HypothesisResult(
+        "tensors", "ruled out", f"all {count} tensors of {engines} are the learner's"
+    )
 
 
-def _describe(faults: Sequence[TensorFault], count: int) -> str:
+def _describe_faults(faults: Sequence[TensorFault], count: int) -> str:
+    """Describe faults in words, the first three if there are many.
+
+    Args:
+        count: the number of the engine's tensors.
+    """
     first = faults[0]
-    if len({fault.detail for fault in faults}) == 1 and len(faults) > 3:
+    if len(faults) > 3 and all(fault.detail == first.detail for fault in faults):
         return f"{len(faults)} of {count} tensors: each {first.detail}, e.g. {first.name}"
-    shown = "; ".join(f"{fault.name} {fault.detail}" for fault in faults[:3])
-    return shown if len(faults) <= 3 else f"{len(faults)} of {count} tensors: {shown}; …"
+    description = "; ".join(f"{fault.name} {fault.detail}" for fault in faults[:3])
+    if len(faults) > 3:
+        return f"{len(faults)} of {count} tensors: {description}; …"
+    return description
 
 
 def _check_layers(
     search: Search, engine: EngineView
 ) -> tuple[LayerDifference | None, HypothesisResult]:
-    """Compare the layers on the probe."""
-    probe = search.probe.contexts[0]
-    ids = probe.token_ids[:MAX_IDS]
+    """Compare the layers' outputs for the probe."""
+    probe = search.probe
+    context = probe.contexts[0]
+    ids = context.token_ids[:MAX_IDS]
     engine_outputs = engine.layers(ids)
     if not engine_outputs:
         return None, HypothesisResult(
@@ -409,22 +450,24 @@ def _check_layers(
     learner_outputs = outputs_of_layers(search.activations, len(ids))
     difference = first_difference(engine_outputs, learner_outputs, precision=engine.precision)
     if difference is not None:
-        weights = weights_in(search.probe, engine.precision)
-        if weights is not None:  # what that precision costs at each position is measured
-            activations = forward.activations(
-                search.probe.model, weights, search.probe.inputs(search.probe.rows)
-            )
-            rounded = outputs_of_layers(activations, len(ids))
+        # Measure what the engine's precision costs at each position, and allow for it.
+        weights = weights_in(probe, engine.precision)
+        if weights is not None:
+            activations = forward.activations(probe.model, weights, probe.inputs(probe.rows))
             difference = first_difference(
-                engine_outputs, learner_outputs, precision=engine.precision, rounded=rounded
+                engine_outputs,
+                learner_outputs,
+                precision=engine.precision,
+                rounded=outputs_of_layers(activations, len(ids)),
             )
     if difference is not None:
         return difference, HypothesisResult("layers", "found", difference.describe())
+
     detail = (
         f"the embeddings and all {len(learner_outputs) - 1} layers agree on a prefilled context of"
         f" {len(ids)} ids"
     )
-    if probe.breach is not None and probe.breach >= len(ids):
+    if context.breach is not None and context.breach >= len(ids):
         return None, HypothesisResult(
             "layers", "not tested", f"{detail}, but all of these are before the gap"
         )
@@ -441,15 +484,17 @@ def _may_be_rounding(examined: Examined) -> bool:
 
 
 def _check_rounding(examined: Examined, precision: str) -> HypothesisResult | None:
-    """Test whether the gap is no larger than what the engine's own precision makes in these contexts.
+    """Test whether the gap is no larger than what the engine's own precision makes.
 
     Returns:
-        None where that precision is not coarser than the learner's, or cannot be computed in.
+        The result; None if that precision is not coarser than the learner's, or cannot be computed
+        in.
     """
     subject = examined.subject
     weights = weights_in(subject, precision)
     if weights is None:
         return None
+
     scores = subject.tokens(subject.hidden(weights=weights), weights).plain
     cost = Comparison.of(scores - examined.tokens.plain)
     gap = examined.gap
@@ -461,19 +506,19 @@ def _check_rounding(examined: Examined, precision: str) -> HypothesisResult | No
         " in the learner's own pass over these contexts"
     )
     if is_as_small and _may_be_rounding(examined):
-        return HypothesisResult(
-            "rounding",
-            "explains",
-            f"{detail}; the engine's is {gap.mean:.1e} and {gap.largest:.1e}",
-        )
+        detail += f"; the engine's is {gap.mean:.1e} and {gap.largest:.1e}"
+        return HypothesisResult("rounding", "explains", detail)
     return HypothesisResult("rounding", "ruled out", detail)
 
 
 def _describe_rounding(examined: Examined, precision: str) -> str | None:
-    """Describe the gap if it has the size and kind that a dtype coarser than ``precision`` makes, else return None.
+    """Describe the gap if it is one that a dtype coarser than ``precision`` makes.
 
-    Other kernels round elsewhere, so no attempt gives the very same numbers: what agrees is how
-    large the differences are, and in part where they lie.
+    Other kernels round elsewhere, so no attempt gives the very same numbers. What agrees is how
+    large the differences are, and in part where they are.
+
+    Returns:
+        The description; None if the gap has another size or lies elsewhere.
     """
     subject = examined.subject
     plain = examined.tokens.plain
@@ -483,13 +528,13 @@ def _describe_rounding(examined: Examined, precision: str) -> str | None:
             continue
         weights = subject.weights(dtype=name)
         change = subject.tokens(subject.hidden(weights=weights), weights).plain - plain
-        times = float(np.abs(gap).mean() / max(np.abs(change).mean(), 1e-30))
-        correlation = (
-            float(np.corrcoef(gap, change)[0, 1]) if gap.std() > 0 and change.std() > 0 else 0.0
-        )
-        if 1 / 3 <= times <= 3 and correlation > 0.2:
+        ratio = float(np.abs(gap).mean() / max(np.abs(change).mean(), 1e-30))
+        correlation = 0.0
+        if gap.std() > 0 and change.std() > 0:
+            correlation = float(np.corrcoef(gap, change)[0, 1])
+        if 1 / 3 <= ratio <= 3 and correlation > 0.2:
             return (
-                f"the gap is {times:.1f} times what computing in {name} makes, has no direction,"
+                f"the gap is {ratio:.1f} times what computing in {name} makes, has no direction,"
                 f" and lies where that makes one (correlation {correlation:.2f})"
             )
     return None

@@ -1,9 +1,9 @@
-"""The learner's model without packing: one context per row, and every setting that might be wrong an argument.
+"""The learner's model without packing: one context per row, and suspect settings as arguments.
 
 Positions, masks, the numbers of a config, keys and values of other weights and the tensors of
-single layers are arrays here, so that one compiled program serves almost every hypothesis. Its
-layers are the learner's own (``models.decoder``); its attention is a plain one over a whole row,
-because the learner's masks cannot forget one id.
+single layers are arrays here, so that one compiled program serves almost every hypothesis. The
+layers are the learner's own (``models.decoder``). Attention is a plain one over a whole row,
+because the learner's masks cannot leave out a single id.
 
 Shapes: B contexts, T ids, D hidden, H query heads, K key/value heads, h head size, L layers.
 """
@@ -33,62 +33,71 @@ class Inputs:
         token_ids: int32.
         positions: int32.
         fresh: bool, ids whose keys and values are of these weights.
-        begins: int32, index of the first id that attends to this one, if it comes later than this
-            one.
-        ends: int32, one past the index of the last id that attends to this one.
+        visible_from: int32, index of the first id that attends to this one, if it comes later than
+            this one.
+        visible_until: int32, one past the index of the last id that attends to this one.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
     fresh: np.ndarray
-    begins: np.ndarray
-    ends: np.ndarray
+    visible_from: np.ndarray
+    visible_until: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Outputs of the layers: ``hidden`` [L, B, T, D] after each, its ``keys`` and ``values`` [L, B, K, T, h]."""
+    """Outputs of the layers.
+
+    Attributes:
+        embedded: [B, T, D], the input of the first layer.
+        hidden: [L, B, T, D], the output of each layer.
+        keys: [L, B, K, T, h].
+        values: [L, B, K, T, h].
+    """
 
     embedded: jax.Array
     hidden: jax.Array
     keys: jax.Array
     values: jax.Array
 
-    def before(self, layer: int) -> jax.Array:
+    def input_of(self, layer: int) -> jax.Array:
         """Return the input [B, T, D] of a layer."""
-        return self.hidden[layer - 1] if layer else self.embedded
+        if layer == 0:
+            return self.embedded
+        return self.hidden[layer - 1]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ComputedPrefix:
-    """What comes before the rows, computed already: P ids, the first of each row's context.
+    """What precedes the rows, computed already: P ids, the first of each row's context.
 
     Attributes:
         keys: [L, B, K, P, h].
         values: [L, B, K, P, h].
         positions: int32 [B, P].
-        ends: int32 [B, P], as in :class:`Inputs`, whose indices count from the first of the P ids;
-            0 hides an id.
+        visible_until: int32 [B, P], as in :class:`Inputs`, whose indices count from the first of
+            the P ids; 0 hides an id.
     """
 
     keys: jax.Array
     values: jax.Array
     positions: np.ndarray
-    ends: np.ndarray
+    visible_until: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChange:
-    """Other tensors of one or two layers, the layers before them computed already.
+    """Other tensors of one or two layers; the layers before them are computed already.
 
     Attributes:
-        before: [B, T, D], the input of layer ``first``.
+        layer_input: [B, T, D], the input of layer ``first``.
         first: the first layer that is changed.
         tensors: a layer's whole tree, [2, ...], of layer ``first`` and of the one after it.
     """
 
-    before: jax.Array
+    layer_input: jax.Array
     first: int
     tensors: Params
 
@@ -96,10 +105,12 @@ class LayerChange:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _Numbers:
-    """The numbers of a config. As Python's floats they keep the dtype of what they are multiplied with.
+    """The numbers of a config, as arguments of the program.
+
+    Python's floats keep the dtype of what they are multiplied with.
 
     Attributes:
-        frequencies: rotary ones float32 [2, r/2], of full layers and of windowed ones.
+        frequencies: rotary frequencies float32 [2, r/2], of full layers and of windowed layers.
         magnitudes: float32 [2], what cos and sin of the two are multiplied with.
         windowed: int32 [L], which of the two a layer has.
         windows: int32 [L], positions that a layer looks back.
@@ -115,7 +126,7 @@ class _Numbers:
 
 
 def program_of(config: DecoderConfig) -> DecoderConfig:
-    """Return what a program is compiled for: the config without the numbers that are its arguments."""
+    """Return the config without the numbers that are arguments of the compiled program."""
     rope = Rope(partial_rotary=config.rope.partial_rotary, interleaved=config.rope.interleaved)
     return replace(
         config,
@@ -145,19 +156,34 @@ def hidden_states(
     """Return the final hidden states [B, T, D], after the last norm.
 
     Args:
-        config: the model's hyperparameters.
-        params: its weights.
-        inputs: rows of ids.
         old: activations whose keys and values are attended to where ``inputs.fresh`` is false.
-        change: tensors of single layers.
-        prefix: what comes before the rows.
+        change: other tensors of one or two layers.
+        prefix: what precedes the rows.
     """
-    return _run(config, params, inputs, old, change, prefix, keep=False)[0]
+    states, _ = _run(
+        config,
+        params,
+        inputs,
+        old=old,
+        change=change,
+        prefix=prefix,
+        return_activations=False,
+    )
+    return states
 
 
 def activations(config: DecoderConfig, params: Params, inputs: Inputs) -> Activations:
     """Return the activations between the layers."""
-    _, (hidden, keys, values) = _run(config, params, inputs, None, None, None, keep=True)
+    _, outputs = _run(
+        config,
+        params,
+        inputs,
+        old=None,
+        change=None,
+        prefix=None,
+        return_activations=True,
+    )
+    hidden, keys, values = outputs
     embedded = embed(config, params["embed"], jnp.asarray(inputs.token_ids))
     return Activations(embedded=embedded, hidden=hidden, keys=keys, values=values)
 
@@ -166,129 +192,161 @@ def _run(
     config: DecoderConfig,
     params: Params,
     inputs: Inputs,
+    *,
     old: Activations | None,
     change: LayerChange | None,
     prefix: ComputedPrefix | None,
-    *,
-    keep: bool,
+    return_activations: bool,
 ) -> tuple[jax.Array, Any]:
-    places = (inputs.token_ids, inputs.positions, inputs.fresh, inputs.begins, inputs.ends)
-    old_kv = None if old is None else (old.keys, old.values)
-    changed = None if change is None else (change.before, change.first, change.tensors)
-    weights = {name: params[name] for name in ("embed", "layers", "final_norm")}
-    arguments = (
-        _numbers(config, inputs, prefix),
-        tuple(map(jnp.asarray, places)),
-        old_kv,
-        changed,
-        prefix,
+    rows = (
+        jnp.asarray(inputs.token_ids),
+        jnp.asarray(inputs.positions),
+        jnp.asarray(inputs.fresh),
+        jnp.asarray(inputs.visible_from),
+        jnp.asarray(inputs.visible_until),
     )
-    return _layers(program_of(config), weights, *arguments, keep=keep)
+    old_kv = None
+    if old is not None:
+        old_kv = (old.keys, old.values)
+    layer_change = None
+    if change is not None:
+        layer_change = (change.layer_input, change.first, change.tensors)
+    weights = {name: params[name] for name in ("embed", "layers", "final_norm")}
+    return _layers(
+        program_of(config),
+        weights,
+        _numbers(config, inputs, prefix),
+        rows,
+        old_kv,
+        layer_change,
+        prefix,
+        return_activations=return_activations,
+    )
 
 
 def _numbers(config: DecoderConfig, inputs: Inputs, prefix: ComputedPrefix | None) -> _Numbers:
     ropes = (config.rope, config.local_rope or config.rope)
     magnitudes = []
     for rope in ropes:
-        magnitudes.append(rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling) else 1.0)
-    before = 0 if prefix is None else prefix.positions.shape[1]
-    everything = 2 * (before + inputs.token_ids.shape[1]) + int(inputs.positions.max(initial=0))
+        magnitude = 1.0
+        if isinstance(rope.scaling, YarnScaling):
+            magnitude = rope.scaling.magnitude
+        magnitudes.append(magnitude)
+
+    # A layer without a window looks back further than any two positions are apart.
+    prefix_len = 0
+    if prefix is not None:
+        prefix_len = prefix.positions.shape[1]
+    row_len = inputs.token_ids.shape[1]
+    unlimited = 2 * (prefix_len + row_len) + int(inputs.positions.max(initial=0))
+    windowed = []
     windows = []
     for layer in range(config.num_layers):
-        size = config.sliding_window if config.is_windowed(layer) else None
-        windows.append(everything if size is None else size)
+        is_windowed = config.is_windowed(layer)
+        windowed.append(is_windowed)
+        if is_windowed and config.sliding_window is not None:
+            windows.append(config.sliding_window)
+        else:
+            windows.append(unlimited)
+
     return _Numbers(
         rms_norm_eps=float(config.rms_norm_eps),
         attention_scale=float(config.score_scale),
         embed_scale=float(config.embed_scale),
         frequencies=jnp.stack([rope_frequencies(rope, config.head_dim) for rope in ropes]),
         magnitudes=jnp.asarray(magnitudes, jnp.float32),
-        windowed=jnp.asarray(
-            [config.is_windowed(layer) for layer in range(config.num_layers)], jnp.int32
-        ),
+        windowed=jnp.asarray(windowed, jnp.int32),
         windows=jnp.asarray(windows, jnp.int32),
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
+@functools.partial(jax.jit, static_argnums=0, static_argnames="return_activations")
 def _layers(
     config: DecoderConfig,
     params: Params,
     numbers: _Numbers,
-    places: tuple[jax.Array, ...],
-    old: tuple[jax.Array, jax.Array] | None,
-    changed: tuple[jax.Array, jax.Array, Params] | None,
+    rows: tuple[jax.Array, ...],
+    old_kv: tuple[jax.Array, jax.Array] | None,
+    layer_change: tuple[jax.Array, jax.Array, Params] | None,
     prefix: ComputedPrefix | None,
     *,
-    keep: bool,
+    return_activations: bool,
 ) -> tuple[jax.Array, Any]:
-    ids, positions, fresh, begins, ends = places
+    ids, positions, fresh, visible_from, visible_until = rows
     key_positions = positions
-    before = 0
+    prefix_len = 0
     if prefix is not None:
-        before = prefix.positions.shape[1]
+        prefix_len = prefix.positions.shape[1]
         key_positions = jnp.concatenate([prefix.positions, positions], axis=1)
-        ends = jnp.concatenate([prefix.ends, ends], axis=1)
-        begins = jnp.concatenate([jnp.zeros_like(prefix.ends), begins], axis=1)
-    query = before + jnp.arange(ids.shape[1])[:, None]
+        visible_until = jnp.concatenate([prefix.visible_until, visible_until], axis=1)
+        visible_from = jnp.concatenate([jnp.zeros_like(prefix.visible_until), visible_from], axis=1)
+
+    query = prefix_len + jnp.arange(ids.shape[1])[:, None]
     key = jnp.arange(key_positions.shape[1])
-    seen = (key <= query) & (begins[:, None] <= query) & (query < ends[:, None])
+    is_seen = (key <= query) & (visible_from[:, None] <= query) & (query < visible_until[:, None])
     distance = positions[:, :, None] - key_positions[:, None]
-    own_config = replace(
+    layer_config = replace(
         config, rms_norm_eps=numbers.rms_norm_eps, attention_scale=numbers.attention_scale
     )
 
     def compute(x: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
         number, tensors, windowed, window, old_kv, prefix_kv = scanned
-        if changed is not None:
-            _, first, others = changed
+        if layer_change is not None:
+            _, first, changed_tensors = layer_change
             tensors = jax.lax.cond(
                 (number == first) | (number == first + 1),
-                lambda: jax.tree.map(lambda pair: pair[jnp.clip(number - first, 0, 1)], others),
+                lambda: jax.tree.map(
+                    lambda pair: pair[jnp.clip(number - first, 0, 1)], changed_tensors
+                ),
                 lambda: tensors,
             )
-        own_kv: list[jax.Array] = []
+        row_kv: list[jax.Array] = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-            own_kv.extend((k, v))
+            row_kv.extend((k, v))
             if old_kv is not None:
                 k = jnp.where(fresh[:, None, :, None], k, old_kv[0])
                 v = jnp.where(fresh[:, None, :, None], v, old_kv[1])
             if prefix_kv is not None:
                 k = jnp.concatenate([prefix_kv[0], k], axis=2)
                 v = jnp.concatenate([prefix_kv[1], v], axis=2)
-            return _attention(q, k, v, sinks, seen & (distance < window))
+            return _attention(q, k, v, sinks, is_seen & (distance < window))
 
         layer = DecoderLayer.from_params(config, tensors)
-        layer.config = own_config  # its numbers are arguments of the program, so no part of what it is compiled for
+        # Its numbers are arguments of the program: other numbers compile nothing.
+        layer.config = layer_config
         angles = positions[..., None].astype(jnp.float32) * numbers.frequencies[windowed]
         magnitude = numbers.magnitudes[windowed]
         x, _ = layer(x, magnitude * jnp.cos(angles), magnitude * jnp.sin(angles), attend)
-        return x, (x, *own_kv) if keep else None
+        if return_activations:
+            return x, (x, *row_kv)
+        return x, None
 
     def compute_from_first(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
-        assert changed is not None
-        return (
-            jax.lax.cond(scanned[0] >= changed[1], lambda: compute(x, scanned)[0], lambda: x),
-            None,
-        )
+        assert layer_change is not None
+        number = scanned[0]
+        first = layer_change[1]
+        x = jax.lax.cond(number >= first, lambda: compute(x, scanned)[0], lambda: x)
+        return x, None
 
-    prefix_kv = None if prefix is None else (prefix.keys, prefix.values)
+    prefix_kv = None
+    if prefix is not None:
+        prefix_kv = (prefix.keys, prefix.values)
     layers = (
         jnp.arange(config.num_layers),
         params["layers"],
         numbers.windowed,
         numbers.windows,
-        old,
+        old_kv,
         prefix_kv,
     )
-    if changed is None:
+    if layer_change is None:
         x = embed(config, params["embed"], ids)
         x = x * jnp.asarray(numbers.embed_scale, x.dtype)
         x, outputs = jax.lax.scan(compute, x, layers)
     else:
-        x, outputs = jax.lax.scan(compute_from_first, changed[0], layers)
-    return rms_norm(own_config, x, params["final_norm"]), outputs
+        x, outputs = jax.lax.scan(compute_from_first, layer_change[0], layers)
+    return rms_norm(layer_config, x, params["final_norm"]), outputs
 
 
 def _attention(
@@ -318,4 +376,7 @@ def _attention(
         return mixed.reshape(heads, count, size), (peak + jnp.log(total)).reshape(heads, count)
 
     output, normalizer = jax.lax.map(attend_row, (q, k, v, visible))
-    return output if sinks is None else add_sinks(output, normalizer, sinks)[0]
+    if sinks is None:
+        return output
+    with_sinks, _ = add_sinks(output, normalizer, sinks)
+    return with_sinks

@@ -1,6 +1,6 @@
-"""Settings under which the learner's model might reproduce the engine's log-probs, as trials to be scored.
+"""Settings under which the learner's model might reproduce the engine's log-probs, as trials.
 
-A family of trials is a generator. It is sent what each trial left of the gap, and may try values
+A family of trials is a generator. It is sent the gap that each trial left, and may try values
 between two good ones. A hypothesis is right if one of its trials leaves nothing unexplained. What
 differs from context to context (how much padding, which turn) follows from the context, or may be
 chosen for each; what does not (a number of the config) is one for all.
@@ -45,16 +45,19 @@ from jax_agent_rl.models.layers import DTYPES, Quantized, quantized
 from jax_agent_rl.models.parameters import Kind, parameter_at
 
 GAIN = 0.95
-"""Share of the gap that a number may leave for others near it to be tried."""
+"""Largest share of the gap that a value may leave if values near it are to be tried."""
 OVER = 0.01
 """Share of the gap below which nothing is left to explain."""
 OFFSETS = (1, -1, 2, -2, 4, 8, 16, 32, 64)
+"""Offsets of positions."""
 BUCKETS = (8, 16, 32, 64, 128, 512)
+"""Lengths that engines pad to a multiple of."""
 PAGES = (1, 4, 8, 16, 32, 64, 128)
+"""Sizes of a KV cache's pages."""
 MAX_CHANGED = 24
-"""Inserted ids that are left out, and written twice, one at a time."""
+"""Most inserted ids that are left out, or repeated, one at a time."""
 MAX_CUT = 6
-"""Inserted ids that are left out together."""
+"""Most inserted ids that are left out together."""
 ADAPTER_SCALES = (2.0, 0.5, 4.0, 0.25)
 
 
@@ -67,12 +70,13 @@ class Trial:
         label: describes it, after the words "the engine".
         model: other hyperparameters.
         params: makes other weights.
-        dtype: of products.
-        prefix: makes the weights of stale ids.
-        place: changes the row of a context.
-        change: other tensors of one or two layers: the first of them, and a layer's tree [2, ...].
-        mix: the tokens of a context before the change are those of the learner: it returns the
-            first index after it.
+        dtype: another dtype of products.
+        prefix: makes the weights that the keys and values of stale ids are of.
+        edit_row: edits the row of a context.
+        change: makes other tensors of one or two layers: the number of the first of them, and a
+            layer's tree [2, ...].
+        begins_at: returns the index from which on a context's tokens are scored under the setting;
+            earlier ones have the learner's scores.
     """
 
     cause: Cause
@@ -81,37 +85,25 @@ class Trial:
     params: Callable[[], Params] | None = None
     dtype: str | None = None
     prefix: Callable[[], Params] | None = None
-    place: Callable[[Context, Row], Row] | None = None
+    edit_row: Callable[[Context, Row], Row] | None = None
     change: Callable[[], tuple[int, Params]] | None = None
-    mix: Callable[[Context], int] | None = None
+    begins_at: Callable[[Context], int] | None = None
 
     @property
-    def changes_places_only(self) -> bool:
-        """Whether the model is the learner's, so that what comes before the first change need not be computed again."""
-        others = (self.model, self.params, self.dtype, self.prefix, self.change, self.mix)
-        return self.place is not None and not any(others)
+    def only_edits_rows(self) -> bool:
+        """Whether the model is the learner's.
 
-    def _scores_since(
-        self,
-        subject: DiagnosisSubject,
-        row: Row,
-        first: int,
-        plain: np.ndarray,
-        activations: forward.Activations,
-    ) -> np.ndarray:
-        """Score a single context of which only ids from ``first`` on differ."""
-        later = row.at > first
-        if not later.any():
-            return plain
-        states = subject.hidden_since(row, first, activations)
-        context = subject.contexts[0]
-        supports = [context.supports[i] for i in np.flatnonzero(later)] if context.supports else []
-        ids = np.asarray(context.token_ids)[context.at[later]]
-        scores = plain.copy()
-        scores[later] = logprobs(subject.weights(), states, ids, (subject.temperature,), supports)[
-            0
-        ]
-        return scores
+        What precedes the first edit then need not be computed again.
+        """
+        other_settings = (
+            self.model,
+            self.params,
+            self.dtype,
+            self.prefix,
+            self.change,
+            self.begins_at,
+        )
+        return self.edit_row is not None and not any(other_settings)
 
     def scores(
         self,
@@ -122,54 +114,96 @@ class Trial:
         """Score all contexts.
 
         Args:
-            subject: of the diagnosis.
             plain: the learner's scores.
-            activations: the learner's, of the contexts as they are; with them, layers before a
-                :attr:`change` are not computed again.
+            activations: the learner's activations in the contexts as they are. With them, neither
+                layers before a :attr:`change` nor ids before an edit are computed again.
         """
         if self.change is not None and activations is not None:
-            first, tensors = self.change()
-            weights = subject.weights()
-            change = forward.LayerChange(
-                before=activations.before(first), first=first, tensors=subject.weights(tensors)
-            )
-            return subject.split(
-                subject.tokens(subject.hidden(weights=weights, change=change), weights).plain
-            )
-        rows = [Row.of(context) for context in subject.contexts]
-        if self.place is not None:
-            rows = [
-                self.place(context, row)
-                for context, row in zip(subject.contexts, rows, strict=True)
-            ]
-        if activations is not None and self.changes_places_only:
+            return self._scores_with_change(subject, *self.change(), activations)
+
+        rows = []
+        for context in subject.contexts:
+            row = Row.of(context)
+            if self.edit_row is not None:
+                row = self.edit_row(context, row)
+            rows.append(row)
+        if activations is not None and self.only_edits_rows:
             first = rows[0].first_change(Row.of(subject.contexts[0]))
             first -= first % LENGTH  # what is computed again has one of few shapes
             return [self._scores_since(subject, rows[0], first, plain[0], activations)]
-        params = None if self.params is None else self.params()
+
+        params = None
+        if self.params is not None:
+            params = self.params()
         if params is None and self.model is not None:
             params = fitted_params(subject.model, subject.params, self.model)
         weights = subject.weights(params, self.dtype)
-        prefix = None if self.prefix is None else subject.weights(self.prefix(), self.dtype)
+        prefix = None
+        if self.prefix is not None:
+            prefix = subject.weights(self.prefix(), self.dtype)
         hidden = subject.hidden(rows, model=self.model, weights=weights, prefix=prefix)
         scores = subject.split(subject.tokens(hidden, weights).plain)
-        if self.mix is None:
+        if self.begins_at is None:
             return scores
-        mixed = []
-        for context, own, other in zip(subject.contexts, plain, scores, strict=True):
-            mixed.append(np.where(context.at < self.mix(context), own, other))
-        return mixed
+
+        mixed_scores = []
+        for context, before, after in zip(subject.contexts, plain, scores, strict=True):
+            mixed_scores.append(np.where(context.at < self.begins_at(context), before, after))
+        return mixed_scores
+
+    def _scores_with_change(
+        self,
+        subject: DiagnosisSubject,
+        first: int,
+        tensors: Params,
+        activations: forward.Activations,
+    ) -> Scores:
+        """Score all contexts with other tensors of layer ``first`` and the next."""
+        weights = subject.weights()
+        change = forward.LayerChange(
+            layer_input=activations.input_of(first),
+            first=first,
+            tensors=subject.weights(tensors),
+        )
+        hidden = subject.hidden(weights=weights, change=change)
+        return subject.split(subject.tokens(hidden, weights).plain)
+
+    def _scores_since(
+        self,
+        subject: DiagnosisSubject,
+        row: Row,
+        first: int,
+        plain: np.ndarray,
+        activations: forward.Activations,
+    ) -> np.ndarray:
+        """Score a single context of which only ids from ``first`` on differ."""
+        is_later = row.at > first
+        if not is_later.any():
+            return plain
+
+        hidden = subject.hidden_since(row, first, activations)
+        context = subject.contexts[0]
+        supports = []
+        if context.supports:
+            supports = [context.supports[i] for i in np.flatnonzero(is_later)]
+        ids = np.asarray(context.token_ids)[context.at[is_later]]
+        by_temperature = logprobs(subject.weights(), hidden, ids, (subject.temperature,), supports)
+        scores = plain.copy()
+        scores[is_later] = by_temperature[0]
+        return scores
 
 
 Trials = Generator[Trial, float, None]
 """Yields trials, and is sent the mean gap that each left."""
+RowEdit = Callable[[Context, Row, int], Row]
+"""An edit of a context's row at an index."""
 Family = Callable[[DiagnosisSubject], Trials]
 
 
 def with_one_in_memory(
     older: Mapping[str, Callable[[], Params]],
 ) -> dict[str, Callable[[], Params]]:
-    """Return makers of other versions' parameters that keep the latest ones they made: one version is in memory."""
+    """Return makers of other versions' parameters that keep only the latest one in memory."""
     latest: dict[str, Params] = {}
 
     def make(name: str) -> Params:
@@ -186,19 +220,21 @@ def with_one_in_memory(
 
 def stale_version(subject: DiagnosisSubject) -> Trials:
     """Try older weights: all of them, from a turn on, or those of the head alone."""
+    first_context = subject.contexts[0]
     for name, make in subject.older.items():
         yield Trial(cause=Cause.STALE_VERSION, label=f"serves the weights of {name}", params=make)
-        for kind, where in _each_boundary(subject):
-            if where > subject.contexts[0].prompt:
-                yield Trial(
-                    cause=Cause.STALE_VERSION,
-                    label=(
-                        f"serves the weights of {name} from"
-                        f" {_describe_place(subject.contexts[0], where)} on"
-                    ),
-                    params=make,
-                    mix=lambda context, kind=kind: _boundaries(context).get(kind, 0),
-                )
+
+        for kind, index in _each_boundary(subject):
+            if index <= first_context.prompt:
+                continue
+            place = _describe_place(first_context, index)
+            yield Trial(
+                cause=Cause.STALE_VERSION,
+                label=f"serves the weights of {name} from {place} on",
+                params=make,
+                begins_at=lambda context, kind=kind: _boundaries(context).get(kind, 0),
+            )
+
         yield Trial(
             cause=Cause.STALE_VERSION,
             label=f"reads logits from a head that is still that of {name}",
@@ -207,7 +243,7 @@ def stale_version(subject: DiagnosisSubject) -> Trials:
 
 
 def adapter_scale(subject: DiagnosisSubject) -> Trials:
-    """Try other scales of what was trained, where that is adapters over the model's files."""
+    """Try other scales of what was trained, if that is adapters on top of the model's files."""
     if not subject.adapters:
         return
     for name, make in subject.older.items():
@@ -215,92 +251,114 @@ def adapter_scale(subject: DiagnosisSubject) -> Trials:
             continue
         for scale in ADAPTER_SCALES:
 
-            def scaled(make: Callable[[], Params] = make, scale: float = scale) -> Params:
+            def rescale(make: Callable[[], Params] = make, scale: float = scale) -> Params:
                 return jax.tree.map(
-                    lambda base, own: base + scale * (own - base), make(), subject.params
+                    lambda base, trained: base + scale * (trained - base), make(), subject.params
                 )
 
             label = f"applies the adapters with {scale:g} times their scale (alpha / rank)"
-            yield Trial(cause=Cause.ADAPTER, label=label, params=scaled)
+            yield Trial(cause=Cause.ADAPTER, label=label, params=rescale)
 
 
 def stale_prefix(subject: DiagnosisSubject) -> Trials:
-    """Try what came before a turn, or whole pages of it, with keys and values of older weights."""
-    starts = subject.contexts[0].starts
+    """Try older keys and values of what precedes a turn, or of whole pages of it."""
+    first_context = subject.contexts[0]
+    request_ends = first_context.starts[1::2]
 
     def is_inside_turn(boundary: tuple[str, int]) -> bool:
-        """Return whether no request ended there: what is in the cache is what requests were made of."""
-        return boundary[1] not in starts[1::2]
+        """Return whether no request ended there; caches hold what whole requests fed."""
+        _, index = boundary
+        return index not in request_ends
 
     boundaries = sorted(_each_boundary(subject), key=is_inside_turn)
     for name, make in subject.older.items():
         for (kind, end), page in itertools.product(boundaries, PAGES):
-
-            def place(context: Context, row: Row, kind: str = kind, page: int = page) -> Row:
-                end = _boundaries(context).get(kind)
-                cached = 0 if end is None else (end - 1) // page * page
-                return replace(row, stale=np.arange(len(row.token_ids)) < cached)
-
             if (end - 1) // page == 0:
                 continue
-            what = "prompts" if end <= subject.contexts[0].prompt else "earlier turns"
+
+            def mark_stale(context: Context, row: Row, kind: str = kind, page: int = page) -> Row:
+                cached_len = 0
+                end = _boundaries(context).get(kind)
+                if end is not None:
+                    cached_len = (end - 1) // page * page
+                return replace(row, stale=np.arange(len(row.token_ids)) < cached_len)
+
+            what = "prompts" if end <= first_context.prompt else "earlier turns"
             label = f"reads {what} from a cache that the weights of {name} filled"
-            yield Trial(cause=Cause.STALE_PREFIX, label=label, prefix=make, place=place)
+            yield Trial(cause=Cause.STALE_PREFIX, label=label, prefix=make, edit_row=mark_stale)
 
 
 # --- ids, positions, masks ------------------------------------------------------------------------
 
 
 def _boundaries(context: Context) -> dict[str, int]:
-    """Return where something may begin to go wrong, by kind, the likeliest first.
+    """Return the indices where something may begin to go wrong, by kind, the likeliest first.
 
-    ``layers``: the first id whose activations differ. ``stretch``: where the sampled or inserted
-    ids begin that the first token that disagrees is among. ``before``: where those before them do.
-    ``breach``: that token itself. ``page``: the roundest index after the last token that agrees,
-    where a page may begin. ``prompt``: the first sampled id.
+    ``layers``: the first id whose activations differ. ``stretch``: the begin of the sampled or
+    inserted stretch that has the first token that disagrees. ``before``: the begin of the stretch
+    before it. ``breach``: the token itself. ``page``: the roundest index after the last token that
+    agrees, where a page may begin. ``prompt``: the first sampled id.
     """
-    found: dict[str, int] = {}
+    boundaries: dict[str, int] = {}
     if context.differs_from is not None and context.differs_from < len(context.token_ids):
-        found["layers"] = context.differs_from
-    breach = int(context.at[-1]) + 1 if context.breach is None else context.breach
-    starts = context.starts or (context.prompt,)
-    near = [start for start in reversed(starts) if start <= breach]
-    found |= dict(zip(("stretch", "before"), near, strict=False))
+        boundaries["layers"] = context.differs_from
+
+    breach = context.breach
+    if breach is None:
+        breach = int(context.at[-1]) + 1
+    starts = _starts_of(context)
+    earlier_starts = [start for start in reversed(starts) if start <= breach]
+    if len(earlier_starts) >= 1:
+        boundaries["stretch"] = earlier_starts[0]
+    if len(earlier_starts) >= 2:
+        boundaries["before"] = earlier_starts[1]
+
     agreeing = context.at[context.at < breach]
     if len(agreeing):
-        found["breach"] = breach
-        found["page"] = _roundest(int(agreeing[-1]) + 1, breach)
-    found["prompt"] = context.prompt
-    return found
+        boundaries["breach"] = breach
+        boundaries["page"] = _roundest(int(agreeing[-1]) + 1, breach)
+    boundaries["prompt"] = context.prompt
+    return boundaries
+
+
+def _starts_of(context: Context) -> tuple[int, ...]:
+    """Return where stretches begin; without turns, only the first sampled id is known to."""
+    return context.starts or (context.prompt,)
 
 
 def _roundest(begin: int, end: int) -> int:
-    """Return the number from ``begin`` to ``end`` that is a multiple of the largest power of two."""
+    """Return the multiple of the largest power of two from ``begin`` to ``end``."""
     step = 1
     while -(-begin // (2 * step)) * 2 * step <= end:
         step *= 2
     return -(-begin // step) * step
 
 
-def _describe_place(context: Context, index: int, last: int = 0) -> str:
-    """Return what begins at an index: ``turn 2``, ``what follows turn 1``, or ``id 240``; or ``last`` ids before."""
-    starts = context.starts or (context.prompt,)
+def _describe_place(context: Context, index: int, ids_before: int = 0) -> str:
+    """Describe what begins at an index: ``turn 2``, ``what follows turn 1``, or ``id 240``.
+
+    An id that begins no stretch is named by its index minus ``ids_before``.
+    """
+    starts = _starts_of(context)
     if index not in starts:
-        return f"id {index - last}"
+        return f"id {index - ids_before}"
     number = starts.index(index)
-    return f"turn {number // 2 + 1}" if number % 2 == 0 else f"what follows turn {number // 2 + 1}"
+    turn = f"turn {number // 2 + 1}"
+    if number % 2 == 0:
+        return turn
+    return f"what follows {turn}"
 
 
-def _at_boundary(
-    kind: str, change: Callable[[Context, Row, int], Row]
-) -> Callable[[Context, Row], Row]:
-    """Return a change of rows at a boundary; contexts without it stay as they are."""
+def _at_boundary(kind: str, edit: RowEdit) -> Callable[[Context, Row], Row]:
+    """Return the edit of rows at a boundary; contexts without the boundary stay as they are."""
 
-    def place(context: Context, row: Row) -> Row:
+    def edit_row(context: Context, row: Row) -> Row:
         index = _boundaries(context).get(kind)
-        return row if index is None else change(context, row, index)
+        if index is None:
+            return row
+        return edit(context, row, index)
 
-    return place
+    return edit_row
 
 
 def _each_boundary(
@@ -309,220 +367,266 @@ def _each_boundary(
     """Yield the kind of each boundary, and where it is in the first context.
 
     Args:
-        subject: whose contexts.
-        only_starts: leave out those that no turn, and nothing inserted, begins at.
+        only_starts: leave out boundaries inside a turn or inside what was inserted.
     """
     context = subject.contexts[0]
-    seen = set()
+    yielded = set()
     for kind, index in _boundaries(context).items():
-        if index not in seen and (
-            not only_starts or index in (context.starts or (context.prompt,))
-        ):
-            seen.add(index)
-            yield kind, index
+        if index in yielded:
+            continue
+        if only_starts and index not in _starts_of(context):
+            continue
+        yielded.add(index)
+        yield kind, index
 
 
 def token_drift(subject: DiagnosisSubject) -> Trials:
-    """Try ids that tokenizers and templates add or omit, at the beginning of a context and between turns."""
-    bos = subject.model.bos_token_id
+    """Try ids that tokenizers and templates add or omit, first and between turns."""
     for kind, index in _each_boundary(subject, only_starts=True):
-        context = subject.contexts[0]
-        if index <= context.prompt:
-            continue
-        where = _describe_place(context, index)
-        changes: dict[str, Callable[[Context, Row, int], Row]] = {
-            f"saw no id before {where}": lambda context, row, at: _forget(row, at - 1, at),
-            f"saw the id before {where} twice": lambda context, row, at: row.insert(
-                at, [row.token_ids[at - 1]]
-            ),
-        }
-        if bos is not None:
-            changes[f"saw BOS (id {bos}) before {where}"] = lambda context, row, at: row.insert(
-                at, [bos]
-            )
-        for eos in subject.model.eos_token_ids[:1]:
-            changes[f"saw EOS (id {eos}) before {where}"] = lambda context, row, at, eos=eos: (
-                row.insert(at, [eos])
-            )
-        for label, change in changes.items():
-            yield Trial(cause=Cause.TOKEN_DRIFT, label=label, place=_at_boundary(kind, change))
+        if index > subject.contexts[0].prompt:
+            yield from _drift_before_turn(subject, kind, index)
     for kind, index in _each_boundary(subject, only_starts=True):
         yield from _changed_insertions(subject.contexts[0], kind, index)
+
     for count in (1, 2, 3, 4, 8):
         if all(count + 1 < context.prompt for context in subject.contexts):
-            first = "id" if count == 1 else f"{count} ids"
-            label = f"saw no first {first} of the context"
+            first_ids = "id" if count == 1 else f"{count} ids"
             yield Trial(
                 cause=Cause.TOKEN_DRIFT,
-                label=label,
-                place=lambda c, row, count=count: row.drop(0, count),
+                label=f"saw no first {first_ids} of the context",
+                edit_row=lambda context, row, count=count: row.drop(0, count),
             )
-    label = "saw the context's first id (BOS) twice"
+
     yield Trial(
         cause=Cause.TOKEN_DRIFT,
-        label=label,
-        place=lambda c, row: row.insert(0, row.token_ids[:1].tolist()),
+        label="saw the context's first id (BOS) twice",
+        edit_row=lambda context, row: row.insert(0, row.token_ids[:1].tolist()),
     )
+    bos = subject.model.bos_token_id
     if bos is not None:
-        label = f"saw BOS (id {bos}) before the context"
-        yield Trial(cause=Cause.TOKEN_DRIFT, label=label, place=lambda c, row: row.insert(0, [bos]))
+        yield Trial(
+            cause=Cause.TOKEN_DRIFT,
+            label=f"saw BOS (id {bos}) before the context",
+            edit_row=lambda context, row: row.insert(0, [bos]),
+        )
 
 
-def _changed_insertions(first: Context, kind: str, index: int) -> Trials:
-    """Try what was inserted after a turn, which begins at ``index``, without some of its ids or with one twice."""
-    if index not in first.starts or first.starts.index(index) % 2 == 0:
+def _drift_before_turn(subject: DiagnosisSubject, kind: str, index: int) -> Trials:
+    """Try the id before a stretch left out or repeated, and BOS or EOS in its place."""
+    place = _describe_place(subject.contexts[0], index)
+
+    def leave_out(context: Context, row: Row, at: int) -> Row:
+        return _forget(row, at - 1, at)
+
+    def repeat(context: Context, row: Row, at: int) -> Row:
+        return row.insert(at, [row.token_ids[at - 1]])
+
+    edits: dict[str, RowEdit] = {
+        f"saw no id before {place}": leave_out,
+        f"saw the id before {place} twice": repeat,
+    }
+    bos = subject.model.bos_token_id
+    if bos is not None:
+
+        def insert_bos(context: Context, row: Row, at: int) -> Row:
+            return row.insert(at, [bos])
+
+        edits[f"saw BOS (id {bos}) before {place}"] = insert_bos
+    if subject.model.eos_token_ids:
+        eos = subject.model.eos_token_ids[0]
+
+        def insert_eos(context: Context, row: Row, at: int) -> Row:
+            return row.insert(at, [eos])
+
+        edits[f"saw EOS (id {eos}) before {place}"] = insert_eos
+
+    for label, edit in edits.items():
+        yield Trial(cause=Cause.TOKEN_DRIFT, label=label, edit_row=_at_boundary(kind, edit))
+
+
+def _changed_insertions(first_context: Context, kind: str, index: int) -> Trials:
+    """Try what was inserted after a turn without some of its ids, or with one twice.
+
+    Args:
+        index: where the inserted ids begin.
+    """
+    starts = first_context.starts
+    if index not in starts or starts.index(index) % 2 == 0:
         return
-    what = _describe_place(first, index)
-    length = _end_of_stretch(first, index) - index
-    changes: dict[str, Callable[[Context, Row, int], Row]] = {}
+
+    what = _describe_place(first_context, index)
+    length = _end_of_stretch(first_context, index) - index
+    edits: dict[str, RowEdit] = {}
     for number in range(min(length, MAX_CHANGED)):
 
-        def without(context: Context, row: Row, at: int, number: int = number) -> Row:
+        def leave_out(context: Context, row: Row, at: int, number: int = number) -> Row:
             return _forget(row, at + number, at + number + 1)
 
-        changes[f"saw {what} without its id {number + 1}"] = without
+        edits[f"saw {what} without its id {number + 1}"] = leave_out
+
     for count in range(2, min(length, MAX_CUT + 1)):
 
-        def beheaded(context: Context, row: Row, at: int, count: int = count) -> Row:
+        def cut_begin(context: Context, row: Row, at: int, count: int = count) -> Row:
             return _forget(row, at, at + count)
 
-        def cut(context: Context, row: Row, at: int, count: int = count) -> Row:
+        def cut_end(context: Context, row: Row, at: int, count: int = count) -> Row:
             end = _end_of_stretch(context, at)
             return _forget(row, end - count, end)
 
-        changes[f"saw {what} without its first {count} ids"] = beheaded
-        changes[f"saw {what} without its last {count} ids"] = cut
-    changes[f"did not see {what}"] = lambda context, row, at: _forget(
-        row, at, _end_of_stretch(context, at)
-    )
+        edits[f"saw {what} without its first {count} ids"] = cut_begin
+        edits[f"saw {what} without its last {count} ids"] = cut_end
+
+    def leave_out_all(context: Context, row: Row, at: int) -> Row:
+        return _forget(row, at, _end_of_stretch(context, at))
+
+    edits[f"did not see {what}"] = leave_out_all
+
     for number in range(min(length, MAX_CHANGED)):
 
-        def twice(context: Context, row: Row, at: int, number: int = number) -> Row:
+        def repeat(context: Context, row: Row, at: int, number: int = number) -> Row:
             return row.insert(at + number, [row.token_ids[at + number]])
 
-        changes[f"saw {what} with its id {number + 1} twice"] = twice
-    for label, change in changes.items():
-        yield Trial(cause=Cause.TOKEN_DRIFT, label=label, place=_at_boundary(kind, change))
+        edits[f"saw {what} with its id {number + 1} twice"] = repeat
+
+    for label, edit in edits.items():
+        yield Trial(cause=Cause.TOKEN_DRIFT, label=label, edit_row=_at_boundary(kind, edit))
 
 
 def _end_of_stretch(context: Context, begin: int) -> int:
-    """Return where the sampled or inserted ids end that begin at an index."""
+    """Return where the stretch of sampled or inserted ids ends that begins at an index."""
     return next((start for start in context.starts if start > begin), len(context.token_ids))
 
 
 def _forget(row: Row, begin: int, end: int) -> Row:
-    """Leave out ids; those that are compared are only hidden from what follows, whose positions are lower for it."""
-    if not ((row.at >= begin) & (row.at < end)).any():
+    """Leave out ids; later positions are lower for it.
+
+    If some of the ids are compared, all are only hidden from what follows.
+    """
+    is_compared = (row.at >= begin) & (row.at < end)
+    if not is_compared.any():
         return row.drop(begin, end)
-    ends = row.ends.copy()
-    ends[begin:end] = end
-    positions = np.where(
-        np.arange(len(row.token_ids)) >= end, row.positions - (end - begin), row.positions
-    )
-    return replace(row, ends=ends, positions=positions)
+
+    visible_until = row.visible_until.copy()
+    visible_until[begin:end] = end
+    row = _shift_positions(row, end, -(end - begin))
+    return replace(row, visible_until=visible_until)
+
+
+def _shift_positions(row: Row, begin: int, offset: int) -> Row:
+    """Add an offset to the positions from an index on."""
+    is_later = np.arange(len(row.token_ids)) >= begin
+    return replace(row, positions=np.where(is_later, row.positions + offset, row.positions))
 
 
 def padding(subject: DiagnosisSubject) -> Trials:
-    """Try padding on the left, and where a turn begins, a few ids or as many as fill a bucket."""
+    """Try padding on the left and where a turn begins: a few ids, or as many as fill a bucket."""
     for pad in dict.fromkeys((*subject.pad_ids, *subject.model.eos_token_ids[:1])):
         for kind, index in _each_boundary(subject, only_starts=True):
-            where = _describe_place(subject.contexts[0], index)
-            if index <= subject.contexts[0].prompt:
-                continue
-            for count, shift in itertools.product((1, 2, 3, 4, 8), (True, False)):
+            if index > subject.contexts[0].prompt:
+                yield from _padding_before_turn(subject, kind, index, pad)
+        yield from _padded_prompts(pad)
 
-                def place(
-                    context: Context, row: Row, at: int, count: int = count, shift: bool = shift
-                ) -> Row:
-                    return row.insert(at, [pad] * count, shift_positions=shift)  # noqa: B023
 
-                label = f"sees {_count(count, 'padding id')} ({pad}) before {where}"
-                yield Trial(cause=Cause.PADDING, label=label, place=_at_boundary(kind, place))
-            for size, shift in itertools.product(BUCKETS, (True, False)):
+def _padding_before_turn(subject: DiagnosisSubject, kind: str, index: int, pad: int) -> Trials:
+    place = _describe_place(subject.contexts[0], index)
+    for count, shift in itertools.product((1, 2, 3, 4, 8), (True, False)):
 
-                def fill(
-                    context: Context, row: Row, at: int, size: int = size, shift: bool = shift
-                ) -> Row:
-                    return row.insert(at, [pad] * _missing(at, size), shift_positions=shift)  # noqa: B023
+        def insert(
+            context: Context, row: Row, at: int, count: int = count, shift: bool = shift
+        ) -> Row:
+            return row.insert(at, [pad] * count, shift_positions=shift)
 
-                label = (
-                    f"sees the padding ids ({pad}) that fill contexts up to {size} before {where}"
-                )
-                yield Trial(cause=Cause.PADDING, label=label, place=_at_boundary(kind, fill))
-        for count in (1, 2, 3, 4, 6, 8, 16, 32, 64):
-            label = f"sees {_count(count, 'padding id')} ({pad}) before the prompt"
-            yield Trial(
-                cause=Cause.PADDING,
-                label=label,
-                place=lambda c, row, n=count, pad=pad: row.insert(0, [pad] * n),
-            )
-        for size in BUCKETS:
-            label = f"sees the padding ids ({pad}) that fill prompts up to {size}"
+        label = f"sees {_count(count, 'padding id')} ({pad}) before {place}"
+        yield Trial(cause=Cause.PADDING, label=label, edit_row=_at_boundary(kind, insert))
 
-            def left(context: Context, row: Row, size: int = size, pad: int = pad) -> Row:
-                return row.insert(0, [pad] * _missing(context.prompt, size))
+    for size, shift in itertools.product(BUCKETS, (True, False)):
 
-            yield Trial(cause=Cause.PADDING, label=f"{label} from the left", place=left)
-            for shift in (True, False):
+        def fill(context: Context, row: Row, at: int, size: int = size, shift: bool = shift) -> Row:
+            return row.insert(at, [pad] * _missing(at, size), shift_positions=shift)
 
-                def between(
-                    context: Context,
-                    row: Row,
-                    size: int = size,
-                    pad: int = pad,
-                    shift: bool = shift,
-                ) -> Row:
-                    ids = [pad] * _missing(context.prompt, size)
-                    return row.insert(context.prompt, ids, shift_positions=shift)
+        label = f"sees the padding ids ({pad}) that fill contexts up to {size} before {place}"
+        yield Trial(cause=Cause.PADDING, label=label, edit_row=_at_boundary(kind, fill))
 
-                yield Trial(cause=Cause.PADDING, label=label, place=between)
+
+def _padded_prompts(pad: int) -> Trials:
+    """Try padding before prompts, and between a prompt and the first sampled id."""
+    for count in (1, 2, 3, 4, 6, 8, 16, 32, 64):
+        yield Trial(
+            cause=Cause.PADDING,
+            label=f"sees {_count(count, 'padding id')} ({pad}) before the prompt",
+            edit_row=lambda context, row, count=count: row.insert(0, [pad] * count),
+        )
+
+    for size in BUCKETS:
+        label = f"sees the padding ids ({pad}) that fill prompts up to {size}"
+
+        def fill_left(context: Context, row: Row, size: int = size) -> Row:
+            return row.insert(0, [pad] * _missing(context.prompt, size))
+
+        yield Trial(cause=Cause.PADDING, label=f"{label} from the left", edit_row=fill_left)
+        for shift in (True, False):
+
+            def fill_right(
+                context: Context, row: Row, size: int = size, shift: bool = shift
+            ) -> Row:
+                ids = [pad] * _missing(context.prompt, size)
+                return row.insert(context.prompt, ids, shift_positions=shift)
+
+            yield Trial(cause=Cause.PADDING, label=label, edit_row=fill_right)
 
 
 def _missing(count: int, size: int) -> int:
-    """Return how many ids fill a number of them up to a multiple of ``size``; 0 if too many to try."""
+    """Return how many ids are missing to a multiple of ``size``; 0 if too many to insert."""
     missing = -count % size
-    return missing if missing <= MAX_INSERTED else 0
+    if missing > MAX_INSERTED:
+        return 0
+    return missing
 
 
 def position(subject: DiagnosisSubject) -> Trials:
-    """Try positions that are shifted, begin again or stand still from somewhere on, or only where ids are sampled."""
-    first = subject.contexts[0]
+    """Try positions that are shifted, restart or stand still, everywhere or for sampled ids."""
+    first_context = subject.contexts[0]
+    starts = first_context.starts
     for kind, index in _each_boundary(subject):
-        yield from _shifted(first, kind, index, OFFSETS[:4])
-        for last in _lasts(kind):
+        yield from _shifted(first_context, kind, index, OFFSETS[:4])
 
-            def restart(context: Context, row: Row, at: int, last: int = last) -> Row:
-                later = np.arange(len(row.token_ids)) >= at - last
-                return replace(
-                    row, positions=np.where(later, row.positions - (at - last), row.positions)
-                )
+        for ids_before in _ids_before(kind):
 
-            label = f"lets positions begin again at 0 at {_describe_place(first, index, last)}"
-            yield Trial(cause=Cause.POSITION, label=label, place=_at_boundary(kind, restart))
-        if index > first.prompt and index in first.starts:
-            before = first.starts[first.starts.index(index) - 1]
-            label = f"does not count the positions of {_describe_place(first, before)}"
-            yield Trial(cause=Cause.POSITION, label=label, place=_at_boundary(kind, _stand_still))
+            def restart(context: Context, row: Row, at: int, ids_before: int = ids_before) -> Row:
+                begin = at - ids_before
+                return _shift_positions(row, begin, -begin)
+
+            place = _describe_place(first_context, index, ids_before)
+            label = f"lets positions begin again at 0 at {place}"
+            yield Trial(cause=Cause.POSITION, label=label, edit_row=_at_boundary(kind, restart))
+
+        if index > first_context.prompt and index in starts:
+            previous_start = starts[starts.index(index) - 1]
+            place = _describe_place(first_context, previous_start)
+            label = f"does not count the positions of {place}"
+            edit_row = _at_boundary(kind, _stand_still)
+            yield Trial(cause=Cause.POSITION, label=label, edit_row=edit_row)
+
     for kind, index in _each_boundary(subject):
-        yield from _shifted(first, kind, index, OFFSETS[4:])
-    if len(first.starts) < 2:
+        yield from _shifted(first_context, kind, index, OFFSETS[4:])
+
+    if len(starts) < 2:
         return
     for offset in OFFSETS:
 
-        def only_sampled(context: Context, row: Row, offset: int = offset) -> Row:
-            return replace(
-                row, positions=np.where(_is_sampled(context), row.positions + offset, row.positions)
-            )
+        def shift_sampled(context: Context, row: Row, offset: int = offset) -> Row:
+            positions = np.where(_is_sampled(context), row.positions + offset, row.positions)
+            return replace(row, positions=positions)
 
         label = f"puts sampled tokens, and no others, {_describe_offset(offset)}"
-        yield Trial(cause=Cause.POSITION, label=label, place=only_sampled)
+        yield Trial(cause=Cause.POSITION, label=label, edit_row=shift_sampled)
 
 
-def _lasts(kind: str) -> tuple[int, ...]:
-    """Return how many ids before a boundary what is wrong may begin.
+def _ids_before(kind: str) -> tuple[int, ...]:
+    """Return how many ids before a boundary the fault may begin.
 
     Engines that prefill without a context's last id feed it like a sampled one. The first token
-    that disagrees follows the id where it began.
+    that disagrees follows the id where the fault began.
     """
     if kind == "breach":
         return (1,)
@@ -531,103 +635,128 @@ def _lasts(kind: str) -> tuple[int, ...]:
     return (0, 1)
 
 
-def _shifted(first: Context, kind: str, index: int, offsets: Sequence[int]) -> Trials:
-    is_prompt = index <= first.prompt
-    for offset, last in itertools.product(offsets, _lasts(kind)):
+def _shifted(first_context: Context, kind: str, index: int, offsets: Sequence[int]) -> Trials:
+    is_prompt = index <= first_context.prompt
+    for offset, ids_before in itertools.product(offsets, _ids_before(kind)):
 
         def shift(
-            context: Context, row: Row, at: int, offset: int = offset, last: int = last
+            context: Context, row: Row, at: int, offset: int = offset, ids_before: int = ids_before
         ) -> Row:
-            later = np.arange(len(row.token_ids)) >= at - last
-            return replace(row, positions=np.where(later, row.positions + offset, row.positions))
+            return _shift_positions(row, at - ids_before, offset)
 
-        what = "sampled tokens" if is_prompt else "ids"
-        from_there = "" if is_prompt else f" from {_describe_place(first, index, last)} on"
-        label = f"puts {what} {_describe_offset(offset)}{from_there}"
-        yield Trial(cause=Cause.POSITION, label=label, place=_at_boundary(kind, shift))
+        if is_prompt:
+            label = f"puts sampled tokens {_describe_offset(offset)}"
+        else:
+            place = _describe_place(first_context, index, ids_before)
+            label = f"puts ids {_describe_offset(offset)} from {place} on"
+        yield Trial(cause=Cause.POSITION, label=label, edit_row=_at_boundary(kind, shift))
 
 
 def _describe_offset(offset: int) -> str:
-    return f"{_count(abs(offset), 'position')} {'further' if offset > 0 else 'back'}"
+    direction = "further" if offset > 0 else "back"
+    return f"{_count(abs(offset), 'position')} {direction}"
 
 
 def _stand_still(context: Context, row: Row, at: int) -> Row:
-    starts = context.starts
-    number = starts.index(at) if at in starts else 0
-    count = at - starts[number - 1] if number else 0
-    return replace(
-        row,
-        positions=np.where(
-            np.arange(len(row.token_ids)) >= at, row.positions - count, row.positions
-        ),
-    )
+    """Let positions from an index on continue those before the previous stretch."""
+    previous_start = _previous_start(context, at)
+    if previous_start is None:
+        return row
+    return _shift_positions(row, at, -(at - previous_start))
+
+
+def _previous_start(context: Context, start: int) -> int | None:
+    """Return where the stretch before the one that begins at ``start`` begins, if there is one."""
+    if start not in context.starts:
+        return None
+    number = context.starts.index(start)
+    if number == 0:
+        return None
+    return context.starts[number - 1]
 
 
 def _is_sampled(context: Context) -> np.ndarray:
-    """Return which ids are in sampled stretches, the id that each was sampled after included, bool [T]."""
-    found = np.zeros(len(context.token_ids), bool)
-    edges = [*context.starts, len(context.token_ids)]
+    """Return which ids engines feed in decode steps, bool [T].
+
+    These are the sampled ids and, before each stretch of them, the id that they were sampled after.
+    The last id of a stretch is fed with what was inserted after it.
+    """
+    length = len(context.token_ids)
+    is_sampled = np.zeros(length, bool)
+    edges = [*context.starts, length]
     for begin, end in zip(edges[::2], edges[1::2], strict=False):
-        found[max(begin - 1, 0) : end] = True
-        found[end - 1 : end] = end == len(context.token_ids)  # fed with what was inserted after it
-    return found
+        is_sampled[max(begin - 1, 0) : end] = True
+        if end < length:
+            is_sampled[end - 1 : end] = False
+    return is_sampled
 
 
 def mask(subject: DiagnosisSubject) -> Trials:
-    """Try ids that are lost from the cache where a turn begins, and tokens that do not see themselves."""
+    """Try ids lost from the cache where a turn begins, and tokens that do not see themselves."""
 
-    def themselves(context: Context, row: Row) -> Row:
+    def hide_from_themselves(context: Context, row: Row) -> Row:
         index = np.arange(len(row.token_ids))
-        sampled = _is_sampled(context) & (index > 0)
-        return replace(row, begins=np.where(sampled, index + 1, row.begins))
+        is_sampled = _is_sampled(context) & (index > 0)
+        return replace(row, visible_from=np.where(is_sampled, index + 1, row.visible_from))
 
     yield Trial(
         cause=Cause.MASK,
         label="computes as if sampled tokens do not attend to themselves",
-        place=themselves,
+        edit_row=hide_from_themselves,
     )
+
+    first_context = subject.contexts[0]
     for kind, index in _each_boundary(subject):
-        first = subject.contexts[0]
-        where = _describe_place(first, index)
-        starts = first.starts or (first.prompt,)
-        number = starts.index(index) if index in starts else 0
-        before = "the prompt" if not number else _describe_place(first, starts[number - 1])
-        for last in (0, 1):
+        place = _describe_place(first_context, index)
+        previous_start = _previous_start(first_context, index)
+        previous = "the prompt"
+        if previous_start is not None:
+            previous = _describe_place(first_context, previous_start)
 
-            def lost(context: Context, row: Row, at: int, last: int = last) -> Row:
-                return _hide(row, at - 1 - last, at - last, at - last)
+        for ids_before in (0, 1):
 
-            label = f"computes as if the last id of {before} is not attended to"
-            yield Trial(cause=Cause.MASK, label=label, place=_at_boundary(kind, lost))
-        for last in (0, 1):
+            def hide_last(context: Context, row: Row, at: int, ids_before: int = ids_before) -> Row:
+                end = at - ids_before
+                return _hide(row, end - 1, end, since=end)
 
-            def nothing(context: Context, row: Row, at: int, last: int = last) -> Row:
-                return _hide(row, 0, at - last, at - last)
+            label = f"computes as if the last id of {previous} is not attended to"
+            yield Trial(cause=Cause.MASK, label=label, edit_row=_at_boundary(kind, hide_last))
 
-            label = f"computes as if nothing before {where} is attended to"
-            yield Trial(cause=Cause.MASK, label=label, place=_at_boundary(kind, nothing))
-        if number:
-            label = f"computes as if {before} is not attended to later"
-            yield Trial(cause=Cause.MASK, label=label, place=_at_boundary(kind, _hide_stretch))
+        for ids_before in (0, 1):
+
+            def hide_all(context: Context, row: Row, at: int, ids_before: int = ids_before) -> Row:
+                end = at - ids_before
+                return _hide(row, 0, end, since=end)
+
+            label = f"computes as if nothing before {place} is attended to"
+            yield Trial(cause=Cause.MASK, label=label, edit_row=_at_boundary(kind, hide_all))
+
+        if previous_start is not None:
+            label = f"computes as if {previous} is not attended to later"
+            yield Trial(cause=Cause.MASK, label=label, edit_row=_at_boundary(kind, _hide_stretch))
+
         for page in PAGES[1:]:
 
-            def lost_page(context: Context, row: Row, at: int, page: int = page) -> Row:
-                return _hide(row, at // page * page, at, at)
+            def hide_page(context: Context, row: Row, at: int, page: int = page) -> Row:
+                return _hide(row, at // page * page, at, since=at)
 
-            label = f"computes as if a page of {page} ids that {where} begins in is lost before it"
-            yield Trial(cause=Cause.MASK, label=label, place=_at_boundary(kind, lost_page))
+            label = f"computes as if a page of {page} ids that {place} begins in is lost before it"
+            yield Trial(cause=Cause.MASK, label=label, edit_row=_at_boundary(kind, hide_page))
 
 
-def _hide(row: Row, begin: int, end: int, since: int) -> Row:
-    """Hide ids from those from ``since`` on."""
+def _hide(row: Row, begin: int, end: int, *, since: int) -> Row:
+    """Hide ids from ``begin`` to ``end`` from all ids from ``since`` on."""
     index = np.arange(len(row.token_ids))
-    hidden = (index >= begin) & (index < end)
-    return replace(row, ends=np.where(hidden, np.minimum(row.ends, since), row.ends))
+    is_hidden = (index >= begin) & (index < end)
+    visible_until = np.where(is_hidden, np.minimum(row.visible_until, since), row.visible_until)
+    return replace(row, visible_until=visible_until)
 
 
 def _hide_stretch(context: Context, row: Row, at: int) -> Row:
-    number = context.starts.index(at) if at in context.starts else 0
-    return _hide(row, context.starts[number - 1], at, at) if number else row
+    previous_start = _previous_start(context, at)
+    if previous_start is None:
+        return row
+    return _hide(row, previous_start, at, since=at)
 
 
 # --- numbers of the config ------------------------------------------------------------------------
@@ -639,22 +768,23 @@ def settings_of(cause: Cause) -> Family:
     def family(subject: DiagnosisSubject) -> Trials:
         longest = subject.longest or max(len(context.token_ids) for context in subject.contexts)
         fields = [field for field in config_fields(subject.model) if _cause_of(field) is cause]
-        left: dict[str, dict[float, float]] = {}
-        for kind in ("usual", "derived"):
-            for field in fields:
-                values = [
-                    value for value in getattr(field, kind) if _has_effect(field, value, longest)
-                ]
-                for value in values:
-                    trial = _setting(subject, cause, field, value)
-                    if trial is None:
-                        continue
-                    gap = yield trial
-                    if field.is_number and isinstance(value, float):
-                        left.setdefault(field.path, {})[value] = gap
+        candidates = [(field, value) for field in fields for value in field.usual]
+        candidates += [(field, value) for field in fields for value in field.derived]
+
+        gaps: dict[str, dict[float, float]] = {}
+        for field, value in candidates:
+            if not _has_effect(field, value, longest):
+                continue
+            trial = _setting(subject, cause, field, value)
+            if trial is None:
+                continue
+            gap = yield trial
+            if field.is_number and isinstance(value, float):
+                gaps.setdefault(field.path, {})[value] = gap
+
         if cause is Cause.ROTARY and subject.model.local_rope is not None:
             yield _exchanged_ropes(subject.model)
-        yield from _between(subject, cause, fields, left)
+        yield from _between(subject, cause, fields, gaps)
 
     return family
 
@@ -665,7 +795,9 @@ def _cause_of(field: ConfigField) -> Cause:
         return Cause.ROTARY
     if root in ("sliding_window", "windowed_layers"):
         return Cause.WINDOW
-    return Cause.EXPERTS if root == "experts" else Cause.SETTING
+    if root == "experts":
+        return Cause.EXPERTS
+    return Cause.SETTING
 
 
 def _has_effect(field: ConfigField, value: Any, longest: int) -> bool:
@@ -695,25 +827,33 @@ def _between(
     subject: DiagnosisSubject,
     cause: Cause,
     fields: Sequence[ConfigField],
-    left: dict[str, dict[float, float]],
+    gaps: dict[str, dict[float, float]],
 ) -> Trials:
-    """Try values between those of the number that left least, if it left less than there was."""
-    best = {path: min(gaps.values()) for path, gaps in left.items()}
-    if not best:
+    """Try values between those of the number that left the smallest gap, if it left less.
+
+    Args:
+        gaps: by the path of a field, the gap that each value left.
+    """
+    smallest_gaps = {path: min(by_value.values()) for path, by_value in gaps.items()}
+    if not smallest_gaps:
         return
-    path = min(best, key=lambda path: best[path])
-    if best[path] > GAIN * subject.gap or best[path] <= OVER * subject.gap:
+    path = min(smallest_gaps, key=lambda path: smallest_gaps[path])
+    if smallest_gaps[path] > GAIN * subject.gap or smallest_gaps[path] <= OVER * subject.gap:
         return
+
     field = next(field for field in fields if field.path == path)
-    known = {float(field.value): subject.gap, **left[path]}
+    known = {float(field.value): subject.gap, **gaps[path]}
     for _ in range(8):
-        tried = sorted(value for value in known if value > 0)
-        at = tried.index(min(tried, key=lambda value: known[value]))
-        ends = [tried[max(at - 1, 0)], tried[at], tried[min(at + 1, len(tried) - 1)]]
-        for low, high in itertools.pairwise(ends):
+        values = sorted(value for value in known if value > 0)
+        best = values.index(min(values, key=lambda value: known[value]))
+        lower = values[max(best - 1, 0)]
+        upper = values[min(best + 1, len(values) - 1)]
+        for low, high in ((lower, values[best]), (values[best], upper)):
             for share in (1 / 3, 2 / 3):
                 value = float(low ** (1 - share) * high**share)
-                trial = _setting(subject, cause, field, value) if value not in known else None
+                if value in known:
+                    continue
+                trial = _setting(subject, cause, field, value)
                 if trial is not None:
                     known[value] = yield trial
         if min(known.values()) <= OVER * subject.gap:
@@ -731,34 +871,35 @@ def _describe_setting(model: DecoderConfig, field: ConfigField, value: Any) -> s
         case "local_rope":
             return "rotates by the full layers' settings everywhere"
         case "rope.interleaved":
-            pairs = "neighbouring numbers, not halves of a head"
-            return (
-                f"rotates {pairs}"
-                if value
-                else "rotates halves of a head, not neighbouring numbers"
-            )
+            if value:
+                return "rotates neighbouring numbers, not halves of a head"
+            return "rotates halves of a head, not neighbouring numbers"
         case "sliding_window":
             return f"has {_describe_window(model, changed)}"
         case "windowed_layers":
             return f"has {_describe_windowed(value)}"
         case "experts.per_token":
             assert model.experts is not None
-            return (
-                f"takes {_count(value, 'expert')} a token (the model has {model.experts.per_token})"
-            )
+            experts = _count(value, "expert")
+            return f"takes {experts} a token (the model has {model.experts.per_token})"
         case "experts.normalize":
-            return f"takes experts with weights{'' if value else ' not'} normalized"
-    right_value = field.value
+            if value:
+                return "takes experts with weights normalized"
+            return "takes experts with weights not normalized"
+
+    model_value = field.value
     if field.path == "attention_scale":  # None stands for a number
-        right_value = model.score_scale
+        model_value = model.score_scale
         value = changed.score_scale
     return (
-        f"computes with {field.path}={_describe_value(value)}, not {_describe_value(right_value)}"
+        f"computes with {field.path}={_describe_value(value)}, not {_describe_value(model_value)}"
     )
 
 
 def _describe_value(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value)
 
 
 def _describe_window(model: DecoderConfig, changed: DecoderConfig) -> str:
@@ -772,7 +913,9 @@ def _describe_window(model: DecoderConfig, changed: DecoderConfig) -> str:
 def _describe_windowed(layers: Sequence[bool]) -> str:
     if not any(layers):
         return "no window at all"
-    return "the window in every layer" if all(layers) else "the window in other layers"
+    if all(layers):
+        return "the window in every layer"
+    return "the window in other layers"
 
 
 def _describe_rope(rope: Rope) -> str:
@@ -793,7 +936,9 @@ def _describe_rope(rope: Rope) -> str:
 
 
 def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -802,20 +947,24 @@ def _count(count: int, noun: str) -> str:
 def dtype(subject: DiagnosisSubject) -> Trials:
     """Try weights alone, or all products, in a coarser dtype."""
     for name in ROUNDED:
-        if name != subject.dtype:
+        if name == subject.dtype:
+            continue
 
-            def cast(name: str = name) -> Params:
-                return jax.tree.map(lambda x: x.astype(name).astype(x.dtype), subject.params)
+        def cast(name: str = name) -> Params:
+            return jax.tree.map(lambda x: x.astype(name).astype(x.dtype), subject.params)
 
-            yield Trial(cause=Cause.DTYPE, label=f"rounds weights to {name}", params=cast)
-            yield Trial(cause=Cause.DTYPE, label=f"computes in {name}", dtype=name)
+        yield Trial(cause=Cause.DTYPE, label=f"rounds weights to {name}", params=cast)
+        yield Trial(cause=Cause.DTYPE, label=f"computes in {name}", dtype=name)
     for name in DTYPES:
         params = functools.partial(_params_in_8_bits, subject, name)
         yield Trial(cause=Cause.DTYPE, label=f"rounds weights to {name}", params=params)
 
 
 def weights_in(subject: DiagnosisSubject, precision: str) -> Params | None:
-    """Return the learner's weights as they enter products in a coarser precision; None if there is no such dtype."""
+    """Return the learner's weights as they enter products in a coarser precision.
+
+    None if there is no such dtype.
+    """
     if precision in DTYPES:
         return subject.weights(_params_in_8_bits(subject, precision))
     if precision in ROUNDED and precision != subject.dtype:
@@ -826,161 +975,180 @@ def weights_in(subject: DiagnosisSubject, precision: str) -> Params | None:
 def _params_in_8_bits(subject: DiagnosisSubject, name: str) -> Params:
     layers = {}
     for key, x in subject.params["layers"].items():
-        is_matrix = parameter_at(["layers", key]).is_matrix
-        layers[key] = _round_to_8_bits(x, DTYPES[name]) if is_matrix else x
+        if parameter_at(["layers", key]).is_matrix:
+            x = _round_to_8_bits(x, DTYPES[name])
+        layers[key] = x
     return subject.params | {"layers": layers}
 
 
-def _round_to_8_bits(x: jax.Array, kind: Any) -> jax.Array:
-    kept: Quantized = quantized(x, kind, axis=-1)
-    return (kept.numbers.astype(jnp.float32) * kept.scale).astype(x.dtype)
+def _round_to_8_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    rounded: Quantized = quantized(x, dtype, axis=-1)
+    return (rounded.numbers.astype(jnp.float32) * rounded.scale).astype(x.dtype)
 
 
 # --- tensors --------------------------------------------------------------------------------------
 
 
 def tensors_of_all_layers(subject: DiagnosisSubject) -> Trials:
-    """Try tensors that are missing, exchanged or transposed in every layer, and layers in another order."""
+    """Try tensors missing, exchanged or transposed in every layer, and layers in another order."""
     params = subject.params
     layers = params["layers"]
     names = _LayerNames(subject.model)
 
-    def change(cause: Cause, label: str, make: Callable[[], dict[str, jax.Array]]) -> Trial:
-        return Trial(cause=cause, label=label, params=lambda: params | {"layers": layers | make()})
+    def trial(cause: Cause, label: str, change: Callable[[], dict[str, jax.Array]]) -> Trial:
+        def changed_params() -> Params:
+            return params | {"layers": layers | change()}
 
-    for one, other in names.pairs():
+        return Trial(cause=cause, label=label, params=changed_params)
+
+    for first, second in names.pairs():
+
+        def exchange(first: str = first, second: str = second) -> dict[str, jax.Array]:
+            return {first: layers[second], second: layers[first]}
+
         label = (
-            f"holds {names.any(one)} and {names.any(other)} in each other's place in every layer"
+            f"holds {names.in_any_layer(first)} and {names.in_any_layer(second)} in each other's"
+            " place in every layer"
         )
-        exchanged = {one: layers[other], other: layers[one]}
-        yield change(Cause.MISNAMED_TENSOR, label, lambda exchanged=exchanged: exchanged)
+        yield trial(Cause.MISNAMED_TENSOR, label, exchange)
+
     for key, x in layers.items():
-        if x.shape[-1] == x.shape[-2] and parameter_at(["layers", key]).is_matrix:
-            label = f"holds {names.any(key)} transposed in every layer"
-            yield change(
-                Cause.TRANSPOSED_TENSOR, label, lambda key=key, x=x: {key: x.swapaxes(-1, -2)}
-            )
-    for order, make in _head_orders(subject.model, layers).items():
-        yield change(Cause.MISNAMED_TENSOR, f"computes as if {order}", make)
+        if not _can_be_transposed(key, x):
+            continue
+
+        def transpose(key: str = key, x: jax.Array = x) -> dict[str, jax.Array]:
+            return {key: x.swapaxes(-1, -2)}
+
+        label = f"holds {names.in_any_layer(key)} transposed in every layer"
+        yield trial(Cause.TRANSPOSED_TENSOR, label, transpose)
+
+    for order, reorder in _head_orders(subject.model, layers).items():
+        yield trial(Cause.MISNAMED_TENSOR, f"computes as if {order}", reorder)
+
     for key, x in layers.items():
-        label = f"has no {names.any(key)} in any layer"
-        yield change(
-            Cause.MISSING_TENSOR, label, lambda key=key, x=x: {key: _blank(subject.model, key, x)}
-        )
+
+        def reset(key: str = key, x: jax.Array = x) -> dict[str, jax.Array]:
+            return {key: _blank(subject.model, key, x)}
+
+        label = f"has no {names.in_any_layer(key)} in any layer"
+        yield trial(Cause.MISSING_TENSOR, label, reset)
+
     for step, what in ((1, "holds the one before it"), (-1, "holds the one after it")):
+
+        def roll(step: int = step) -> dict[str, jax.Array]:
+            return {key: jnp.roll(x, step, axis=0) for key, x in layers.items()}
+
         label = f"has the layers in another order: each layer {what}"
-        rolled = lambda step=step: {key: jnp.roll(x, step, axis=0) for key, x in layers.items()}  # noqa: E731
-        yield change(Cause.MISNAMED_TENSOR, label, rolled)
+        yield trial(Cause.MISNAMED_TENSOR, label, roll)
 
 
 def tensors_of_one_layer(layers: Sequence[int]) -> Family:
-    """Return the family of one wrong tensor in one of these layers; later ones are cheaper, and come first."""
+    """Return the family of one wrong tensor in one of these layers.
+
+    Trials of later layers are cheaper, and come first.
+    """
 
     def family(subject: DiagnosisSubject) -> Trials:
-        model = subject.model
-        names = _LayerNames(model)
-        stacked = subject.params["layers"]
         for layer in sorted(layers, reverse=True):
-            pair = [layer, min(layer + 1, model.num_layers - 1)]
-
-            def trial(
-                cause: Cause,
-                label: str,
-                change: Callable[[Params], Params],
-                pair: Sequence[int] = pair,
-            ) -> Trial:
-                def tensors() -> tuple[int, Params]:
-                    both = {key: x[jnp.asarray(pair)] for key, x in stacked.items()}
-                    return pair[0], both | change(both)
-
-                return Trial(
-                    cause=cause,
-                    label=label,
-                    change=tensors,
-                    params=lambda: _with_layers(subject, *tensors()),
-                )
-
-            for key in stacked:
-                kept = {
-                    key: lambda both, key=key: _first(both[key], _blank(model, key, both[key][0]))
-                }
-                label = f"has no {names.one(key, layer)}"
-                yield trial(
-                    Cause.MISSING_TENSOR,
-                    label,
-                    lambda both, kept=kept: {k: f(both) for k, f in kept.items()},
-                )
-            label = f"leaves out layer {layer}"
-            outputs = [
-                key
-                for key in ("o", "down", "expert_down", "o_bias", "expert_down_bias")
-                if key in stacked
-            ]
-            yield trial(
-                Cause.MISSING_TENSOR,
-                label,
-                lambda both, outputs=outputs: {
-                    key: _first(both[key], both[key][0] * 0) for key in outputs
-                },
-            )
-            for one, other in names.pairs():
-                label = (
-                    f"holds {names.one(one, layer)} and {names.one(other, layer)} in each other's"
-                    " place"
-                )
-
-                def exchange(both: Params, one: str = one, other: str = other) -> Params:
-                    return {
-                        one: _first(both[one], both[other][0]),
-                        other: _first(both[other], both[one][0]),
-                    }
-
-                yield trial(Cause.MISNAMED_TENSOR, label, exchange)
-            for key, x in stacked.items():
-                if x.shape[-1] == x.shape[-2] and parameter_at(["layers", key]).is_matrix:
-                    label = f"holds {names.one(key, layer)} transposed"
-                    yield trial(
-                        Cause.TRANSPOSED_TENSOR,
-                        label,
-                        lambda both, key=key: {
-                            key: _first(both[key], both[key][0].swapaxes(-1, -2))
-                        },
-                    )
-                if parameter_at(["layers", key]).is_of_experts:
-                    label = (
-                        f"holds the experts of {names.one(key, layer)} in another order (the last"
-                        " one first)"
-                    )
-                    yield trial(
-                        Cause.MISNAMED_TENSOR,
-                        label,
-                        lambda both, key=key: {key: _first(both[key], both[key][0][::-1])},
-                    )
-                if layer + 1 < model.num_layers:
-                    label = (
-                        f"holds {names.one(key, layer)} and {names.one(key, layer + 1)} in each"
-                        " other's place"
-                    )
-                    yield trial(
-                        Cause.MISNAMED_TENSOR, label, lambda both, key=key: {key: both[key][::-1]}
-                    )
+            yield from _tensors_of_layer(subject, layer)
 
     return family
 
 
-def _first(both: jax.Array, value: jax.Array) -> jax.Array:
+LayerPair = Params
+"""The tensors of a layer and of the next one, each [2, ...]."""
+
+
+def _tensors_of_layer(subject: DiagnosisSubject, layer: int) -> Trials:
+    model = subject.model
+    names = _LayerNames(model)
+    stacked = subject.params["layers"]
+    pair = [layer, min(layer + 1, model.num_layers - 1)]
+
+    def trial(cause: Cause, label: str, change: Callable[[LayerPair], LayerPair]) -> Trial:
+        def changed_pair() -> tuple[int, LayerPair]:
+            tensors = {key: x[jnp.asarray(pair)] for key, x in stacked.items()}
+            return layer, tensors | change(tensors)
+
+        def changed_params() -> Params:
+            return _with_layers(subject, *changed_pair())
+
+        return Trial(cause=cause, label=label, change=changed_pair, params=changed_params)
+
+    for key in stacked:
+
+        def reset(tensors: LayerPair, key: str = key) -> LayerPair:
+            return {key: _with_first(tensors[key], _blank(model, key, tensors[key][0]))}
+
+        yield trial(Cause.MISSING_TENSOR, f"has no {names.in_layer(key, layer)}", reset)
+
+    def leave_out(tensors: LayerPair) -> LayerPair:
+        """Set to zero whatever adds to the residual stream."""
+        changed = {}
+        for key in ("o", "down", "expert_down", "o_bias", "expert_down_bias"):
+            if key in stacked:
+                changed[key] = _with_first(tensors[key], tensors[key][0] * 0)
+        return changed
+
+    yield trial(Cause.MISSING_TENSOR, f"leaves out layer {layer}", leave_out)
+
+    for first, second in names.pairs():
+
+        def exchange(tensors: LayerPair, first: str = first, second: str = second) -> LayerPair:
+            return {
+                first: _with_first(tensors[first], tensors[second][0]),
+                second: _with_first(tensors[second], tensors[first][0]),
+            }
+
+        label = (
+            f"holds {names.in_layer(first, layer)} and {names.in_layer(second, layer)} in each"
+            " other's place"
+        )
+        yield trial(Cause.MISNAMED_TENSOR, label, exchange)
+
+    for key, x in stacked.items():
+        name = names.in_layer(key, layer)
+        if _can_be_transposed(key, x):
+
+            def transpose(tensors: LayerPair, key: str = key) -> LayerPair:
+                return {key: _with_first(tensors[key], tensors[key][0].swapaxes(-1, -2))}
+
+            yield trial(Cause.TRANSPOSED_TENSOR, f"holds {name} transposed", transpose)
+
+        if parameter_at(["layers", key]).is_of_experts:
+
+            def reverse_experts(tensors: LayerPair, key: str = key) -> LayerPair:
+                return {key: _with_first(tensors[key], tensors[key][0][::-1])}
+
+            label = f"holds the experts of {name} in another order (the last one first)"
+            yield trial(Cause.MISNAMED_TENSOR, label, reverse_experts)
+
+        if layer + 1 < model.num_layers:
+
+            def exchange_layers(tensors: LayerPair, key: str = key) -> LayerPair:
+                return {key: tensors[key][::-1]}
+
+            next_name = names.in_layer(key, layer + 1)
+            label = f"holds {name} and {next_name} in each other's place"
+            yield trial(Cause.MISNAMED_TENSOR, label, exchange_layers)
+
+
+def _can_be_transposed(key: str, x: jax.Array) -> bool:
+    return x.shape[-1] == x.shape[-2] and parameter_at(["layers", key]).is_matrix
+
+
+def _with_first(pair: jax.Array, value: jax.Array) -> jax.Array:
     """Return the tensors of two layers with another one in the first."""
-    return both.at[0].set(value)
+    return pair.at[0].set(value)
 
 
-def _with_layers(subject: DiagnosisSubject, first: int, tensors: Params) -> Params:
+def _with_layers(subject: DiagnosisSubject, first: int, tensors: LayerPair) -> Params:
     """Return all parameters with those of one layer and the next replaced."""
     count = min(2, subject.model.num_layers - first)
-    layers = subject.params["layers"]
-    changed = {
-        key: x.at[first : first + count].set(tensors[key][:count]) for key, x in layers.items()
-    }
-    return subject.params | {"layers": changed}
+    layers = {}
+    for key, x in subject.params["layers"].items():
+        layers[key] = x.at[first : first + count].set(tensors[key][:count])
+    return subject.params | {"layers": layers}
 
 
 def _blank(model: DecoderConfig, key: str, x: jax.Array) -> jax.Array:
@@ -998,18 +1166,18 @@ def _head_orders(
     kv_heads = model.num_kv_heads
     if not 1 < kv_heads < heads:
         return {}
-    turns = np.arange(heads).reshape(heads // kv_heads, kv_heads).T.reshape(-1)
-    places = (turns[:, None] * model.head_dim + np.arange(model.head_dim)).reshape(-1)
+    head_order = np.arange(heads).reshape(heads // kv_heads, kv_heads).T.reshape(-1)
+    row_order = (head_order[:, None] * model.head_dim + np.arange(model.head_dim)).reshape(-1)
 
-    def taking_turns() -> dict[str, jax.Array]:
-        changed = {"q": layers["q"][:, places], "o": layers["o"][:, :, places]}
+    def take_turns() -> dict[str, jax.Array]:
+        changed = {"q": layers["q"][:, row_order], "o": layers["o"][:, :, row_order]}
         if "q_bias" in layers:
-            changed["q_bias"] = layers["q_bias"][:, places]
+            changed["q_bias"] = layers["q_bias"][:, row_order]
         if "sinks" in layers:
-            changed["sinks"] = layers["sinks"][:, turns]
+            changed["sinks"] = layers["sinks"][:, head_order]
         return changed
 
-    return {"query heads take turns among the key/value heads": taking_turns}
+    return {"query heads take turns among the key/value heads": take_turns}
 
 
 class _LayerNames:
@@ -1019,23 +1187,28 @@ class _LayerNames:
         self._names = tensor_names(model)["layers"]
         self._shapes = model.layer_shapes()
 
-    def one(self, key: str, layer: int) -> str:
+    def in_layer(self, key: str, layer: int) -> str:
         """Return the name of one layer's tensor, or of the first of its experts."""
-        found = self._names[key][layer]
-        return f"{found[0]} and the other experts'" if isinstance(found, list) else str(found)
+        name = self._names[key][layer]
+        if isinstance(name, list):
+            return f"{name[0]} and the other experts'"
+        return str(name)
 
-    def any(self, key: str) -> str:
+    def in_any_layer(self, key: str) -> str:
         """Return the name without the layer."""
-        found = self._names[key][0]
-        name = str(found[0] if isinstance(found, list) else found)
-        return name.partition("layers.0.")[2] or name
+        name = self._names[key][0]
+        if isinstance(name, list):
+            name = name[0]
+        _, _, name_in_layer = str(name).partition("layers.0.")
+        return name_in_layer or str(name)
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the parameters of a layer that can be exchanged."""
-        keys = list(self._shapes)
-        return [
-            (a, b) for a, b in itertools.combinations(keys, 2) if self._shapes[a] == self._shapes[b]
-        ]
+        """Return the parameters of a layer that can be exchanged: those of equal shapes."""
+        pairs = []
+        for first, second in itertools.combinations(self._shapes, 2):
+            if self._shapes[first] == self._shapes[second]:
+                pairs.append((first, second))
+        return pairs
 
 
 FAMILIES: dict[Cause, Family] = {
@@ -1052,7 +1225,7 @@ FAMILIES: dict[Cause, Family] = {
     Cause.PADDING: padding,
     Cause.DTYPE: dtype,
 }
-"""In the order in which they are tried, unless something speaks for others."""
+"""By cause, in the order in which they are tried, unless something speaks for others."""
 PER_CONTEXT = frozenset(
     {Cause.STALE_PREFIX, Cause.POSITION, Cause.PADDING, Cause.TOKEN_DRIFT, Cause.MASK}
 )

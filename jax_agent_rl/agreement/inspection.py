@@ -1,9 +1,10 @@
-"""Comparison of an engine's weights, by published name, and activations, by layer, with the learner's."""
+"""Comparison of an engine's weights, by name, and activations, by layer, with the learner's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,11 @@ from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 
 Samples = Mapping[str, TensorSample]
 ROUNDED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+"""Dtypes that float32 is rounded to, by name."""
 MAX_TRAINING_CHANGE = 0.05
-"""Largest change of a tensor from one version to another, as a part of its size."""
+"""Largest change of a tensor from one version to another, as a fraction of its size."""
 TENSOR_SLACK = {"int8": 0.05, "fp8": 0.15}
-"""Largest error of a number in 8 bits, as a part of the tensor's size."""
+"""Largest error of a number in 8 bits, as a fraction of the tensor's size."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,8 @@ class TensorFault:
     """One tensor that the engine does not hold as it should.
 
     Attributes:
-        name: as it is published.
-        cause: what is wrong with it.
-        detail: the same in words, after the tensor's name.
+        name: its published name.
+        detail: what is wrong with it, in words that follow the tensor's name.
     """
 
     name: str
@@ -40,8 +41,10 @@ class TensorFault:
 
 
 def sample_tensors(model: DecoderConfig, params: Params) -> dict[str, TensorSample]:
-    """Sample every tensor of the learner, the embeddings also as the head that they are in a tied model."""
-    samples = {name: TensorSample.of(array) for name, array in hf_tensors(model, params)}
+    """Sample every tensor of the learner; in a tied model, the embeddings are also the head."""
+    samples = {}
+    for name, array in hf_tensors(model, params):
+        samples[name] = TensorSample.of(array)
     if HEAD not in samples:
         samples[HEAD] = samples[str(tensor_names(model)["embed"])]
     return samples
@@ -59,10 +62,10 @@ def tensor_faults(
 
     Args:
         engine: samples of the engine's tensors, by name.
-        learner: samples of the learner's, of :func:`sample_tensors`.
-        precision: of the engine's weights, as it is configured.
-        transposed: a sample of the transpose of the learner's tensor of that name.
-        older: samples of parameters of other versions, by what to call them.
+        learner: samples of the learner's tensors, from :func:`sample_tensors`.
+        precision: the configured precision of the engine's weights.
+        transposed: returns a sample of the transpose of the learner's tensor of that name.
+        older: functions that sample the parameters of other versions, by description.
     """
     one_sided = _one_sided_faults(engine, learner)
     common = [name for name in learner if name in engine]
@@ -73,14 +76,17 @@ def tensor_faults(
 
 
 def _one_sided_faults(engine: Samples, learner: Samples) -> list[TensorFault]:
-    """Return the tensors that only one of the two has. A tied head need not be a tensor of its own."""
+    """Return the tensors that only one of the two has."""
     faults = []
     for name, sample in learner.items():
-        if name not in engine and not (name == HEAD and _is_tied(learner, sample)):
-            detail = "is not among the engine's tensors"
-            if name == HEAD:
-                detail += ", so that it reads logits from its embeddings"
-            faults.append(TensorFault(name, Cause.MISSING_TENSOR, detail))
+        if name in engine:
+            continue
+        if name == HEAD and _is_tied(learner, sample):
+            continue  # a tied head need not be a tensor of its own
+        detail = "is not among the engine's tensors"
+        if name == HEAD:
+            detail += ", so that it reads logits from its embeddings"
+        faults.append(TensorFault(name, Cause.MISSING_TENSOR, detail))
     for name in engine:
         if name not in learner:
             faults.append(TensorFault(name, Cause.WRONG_TENSOR, "is no tensor of the learner's"))
@@ -100,10 +106,16 @@ def _common_faults(
     transposed: Callable[[str], TensorSample | None],
     older: Mapping[str, Callable[[], Samples]],
 ) -> list[TensorFault]:
-    """Return what the tensors that both have, and that differ, are instead; arguments as :func:`tensor_faults`."""
-    rounded = _rounded(engine, learner, common)
-    if rounded:
-        return [TensorFault(name, Cause.DTYPE, f"is rounded to {rounded}") for name in wrong]
+    """Return what is wrong with tensors that both have.
+
+    Args:
+        wrong: the names of those that differ.
+        common: the names of all that both have.
+        engine, learner, precision, transposed, older: as in :func:`tensor_faults`.
+    """
+    rounded_to = _rounded_dtype(engine, learner, common)
+    if rounded_to is not None:
+        return [TensorFault(name, Cause.DTYPE, f"is rounded to {rounded_to}") for name in wrong]
 
     are_most_wrong = len(wrong) > len(common) // 2
     for description, make in older.items():
@@ -119,81 +131,100 @@ def _common_faults(
             " version do"
         )
         return [TensorFault(name, Cause.STALE_VERSION, detail) for name in wrong]
-    return [
-        TensorFault(name, *_fault(name, engine[name], learner, precision, transposed))
-        for name in wrong
-    ]
+
+    faults = []
+    for name in wrong:
+        cause, detail = _explain_tensor(name, engine[name], learner, precision, transposed)
+        faults.append(TensorFault(name, cause, detail))
+    return faults
 
 
-def _fault(
+def _explain_tensor(
     name: str,
-    found: TensorSample,
+    sample: TensorSample,
     learner: Samples,
     precision: str,
     transposed: Callable[[str], TensorSample | None],
 ) -> tuple[Cause, str]:
-    wanted = learner[name]
-    if found.shape != wanted.shape:
-        return Cause.WRONG_TENSOR, f"has shape {found.shape}, the learner's {wanted.shape}"
-    if not found.values.any():
+    """Return what is wrong with one of the engine's tensors, as a cause and in words."""
+    expected = learner[name]
+    if sample.shape != expected.shape:
+        return Cause.WRONG_TENSOR, f"has shape {sample.shape}, the learner's {expected.shape}"
+    if not sample.values.any():
         return Cause.MISSING_TENSOR, "is all zeros"
-    if len(set(found.values.tolist())) == 1 and len(set(wanted.values.tolist())) > 1:
-        return (
-            Cause.MISSING_TENSOR,
-            f"is {found.values[0]:g} everywhere, as it is made before it is loaded",
-        )
-    turned = transposed(name)
-    if turned is not None and _alike(found, turned, precision):
+
+    is_constant = len(set(sample.values.tolist())) == 1
+    if is_constant and len(set(expected.values.tolist())) > 1:
+        value = sample.values[0]
+        detail = f"is {value:g} everywhere, as it is made before it is loaded"
+        return Cause.MISSING_TENSOR, detail
+
+    transpose = transposed(name)
+    if transpose is not None and _alike(sample, transpose, precision):
         return Cause.TRANSPOSED_TENSOR, "is transposed"
-    for other, sample in learner.items():
-        if other != name and _alike(found, sample, precision):
-            return Cause.MISNAMED_TENSOR, f"holds the numbers of {other}"
-    return Cause.WRONG_TENSOR, f"differs by {_tensor_difference(found, wanted):.1%} of its size"
+    for other_name, other in learner.items():
+        if other_name != name and _alike(sample, other, precision):
+            return Cause.MISNAMED_TENSOR, f"holds the numbers of {other_name}"
+    difference = _tensor_difference(sample, expected)
+    return Cause.WRONG_TENSOR, f"differs by {difference:.1%} of its size"
 
 
-def _tensor_difference(found: TensorSample, wanted: TensorSample) -> float:
+def _tensor_difference(sample: TensorSample, expected: TensorSample) -> float:
     """Return the RMS difference relative to the tensor's size; infinite between shapes."""
-    if found.shape != wanted.shape:
+    if sample.shape != expected.shape:
         return float("inf")
-    return float(np.sqrt(np.mean((found.values - wanted.values) ** 2)) / max(wanted.rms, 1e-30))
+    rms = np.sqrt(np.mean((sample.values - expected.values) ** 2))
+    return float(rms / max(expected.rms, 1e-30))
 
 
-def _rounded(engine: Samples, learner: Samples, names: Sequence[str]) -> str | None:
+def _rounded_dtype(engine: Samples, learner: Samples, names: Sequence[str]) -> str | None:
     """Return the dtype that every tensor was rounded to, if rounding is the only difference."""
-    for dtype, kind in ROUNDED.items():
-        if all(
-            np.array_equal(engine[n].values, learner[n].values.astype(kind).astype(np.float32))
-            for n in names
-        ):
-            return dtype
+    for name, dtype in ROUNDED.items():
+        if all(np.array_equal(engine[n].values, _round(learner[n].values, dtype)) for n in names):
+            return name
     return None
 
 
-def _alike(found: TensorSample, wanted: TensorSample, precision: str) -> bool:
-    if found.shape != wanted.shape:
+def _round(values: np.ndarray, dtype: Any) -> np.ndarray:
+    return values.astype(dtype).astype(np.float32)
+
+
+def _alike(sample: TensorSample, expected: TensorSample, precision: str) -> bool:
+    """Return whether two samples differ by no more than this precision makes them."""
+    if sample.shape != expected.shape:
         return False
-    kind = ROUNDED.get(precision)
-    expected = wanted.values if kind is None else wanted.values.astype(kind).astype(np.float32)
+
+    values = expected.values
     slack = TENSOR_SLACK.get(precision, 1e-6)
-    size = max(wanted.rms, float(np.abs(expected).max(initial=0.0)), 1e-30)
-    same_size = abs(found.rms - wanted.rms) <= max(slack, 1e-2 if kind else 1e-5) * size
-    return same_size and bool(np.all(np.abs(found.values - expected) <= slack * size))
+    rms_slack = max(slack, 1e-5)
+    if precision in ROUNDED:
+        values = _round(values, ROUNDED[precision])
+        rms_slack = max(slack, 1e-2)
+    size = max(expected.rms, float(np.abs(values).max(initial=0.0)), 1e-30)
+    is_same_size = abs(sample.rms - expected.rms) <= rms_slack * size
+    if not is_same_size:
+        return False
+    return bool(np.all(np.abs(sample.values - values) <= slack * size))
 
 
 MAX_IDS = 512
 """Ids of the context that both run."""
 LATE = 16
-"""Ids after whose number a difference is not one of all positions: a wrong rotary table shows in
-the first few."""
+"""First index from which on a difference is not one of all positions.
+
+A wrong rotary table shows in the first few.
+"""
 ACTIVATION_SLACK = {"float32": 1e-3, "tf32": 0.02, "float16": 0.02}
-"""Largest error of a position's activations, as a part of their size; 0.1 in coarser precisions."""
+"""Largest error of a position's activations, relative to their size; 0.1 in coarser precisions."""
 ROUNDING_SLACK = 4.0
-"""How many times what rounding was measured to cost at a position is rounding, too: kernels round
-in other places."""
+"""Allowed multiple of what rounding was measured to cost at a position.
+
+The engine's kernels round in other places.
+"""
 
 
 def outputs_of_layers(activations: forward.Activations, count: int) -> list[LayerOutput]:
-    """Return the learner's layer outputs for the first ``count`` ids of its activations' first context."""
+    """Return the learner's layer outputs for the first ``count`` ids of the first context."""
 
     def on_host(x: jax.Array) -> np.ndarray:
         return np.asarray(x.astype(jnp.float32))
@@ -220,7 +251,7 @@ class LayerDifference:
     Attributes:
         layer: its number; -1: the embeddings.
         parts: which of its ``keys``, ``values`` and ``hidden`` differ.
-        difference: the largest, as a part of the activations' size.
+        difference: the largest difference, as a fraction of the activations' size.
         begin: index of the first id whose activations differ.
     """
 
@@ -231,12 +262,12 @@ class LayerDifference:
 
     @property
     def is_late(self) -> bool:
-        """Whether earlier ids do not differ, as they would if the difference were one of all positions."""
+        """Whether the first ids agree: whatever changes all positions shows there already."""
         return self.begin >= LATE
 
     @property
     def causes(self) -> list[Cause]:
-        """What it speaks for."""
+        """The causes that it speaks for, the likeliest first."""
         if self.layer < 0:
             return [Cause.SETTING]
         if "keys" in self.parts and "values" in self.parts:
@@ -253,33 +284,33 @@ class LayerDifference:
         """Return it in words."""
         if self.layer < 0:
             return f"the embeddings differ already, by {self.difference:.1%} of their size"
-        before = "the embeddings agree"
+
+        agreeing = "the embeddings agree"
         if self.layer:
-            before = f"the embeddings and layers 0 to {self.layer - 1} agree"
-        what = {
-            (True, True): "its keys and values differ: their weights, or the norm before them",
-            (
-                True,
-                False,
-            ): (
-                "its keys differ and its values do not: rotary settings, positions, or the keys'"
-                " weights"
-            ),
-            (False, True): "its values differ and its keys do not: the values' weights",
-            (
-                False,
-                False,
-            ): (
-                "its keys and values agree and its output does not: queries, window, output"
-                " projection, or what follows"
-            ),
-        }["keys" in self.parts, "values" in self.parts]
+            agreeing = f"the embeddings and layers 0 to {self.layer - 1} agree"
         layer = (
             f"layer {self.layer} is the first that differs, by {self.difference:.1%} of its size"
         )
         if self.is_late:
             layer += f", from id {self.begin} on"
-        return f"{before}; {layer}: {what}"
+        return f"{agreeing}; {layer}: {self._describe_parts()}"
+
+    def _describe_parts(self) -> str:
+        keys_differ = "keys" in self.parts
+        values_differ = "values" in self.parts
+        if keys_differ and values_differ:
+            return "its keys and values differ: their weights, or the norm before them"
+        if keys_differ:
+            return (
+                "its keys differ and its values do not: rotary settings, positions, or the keys'"
+                " weights"
+            )
+        if values_differ:
+            return "its values differ and its keys do not: the values' weights"
+        return (
+            "its keys and values agree and its output does not: queries, window, output"
+            " projection, or what follows"
+        )
 
 
 def first_difference(
@@ -293,30 +324,36 @@ def first_difference(
 
     Args:
         engine: outputs of the engine's layers, embeddings first.
-        learner: those of the learner's.
-        precision: the coarser of the two.
-        rounded: those of the learner's layers in that precision, if they are known. Single
+        learner: outputs of the learner's layers.
+        precision: the coarser precision of the two.
+        rounded: outputs of the learner's layers in that precision, if they are known. Single
             positions can lose much more to rounding than others, so what each loses there is
             allowed a few times.
     """
     slack = ACTIVATION_SLACK.get(precision, 0.1)
-    for i, (theirs, own) in enumerate(zip(engine, learner, strict=True)):
+    for i, (engine_output, learner_output) in enumerate(zip(engine, learner, strict=True)):
         pairs = {
-            "keys": (_unrepeated(theirs.keys, own.keys), own.keys),
-            "values": (_unrepeated(theirs.values, own.values), own.values),
-            "hidden": (theirs.hidden, own.hidden),
+            "keys": (
+                _unrepeated(engine_output.keys, learner_output.keys),
+                learner_output.keys,
+            ),
+            "values": (
+                _unrepeated(engine_output.values, learner_output.values),
+                learner_output.values,
+            ),
+            "hidden": (engine_output.hidden, learner_output.hidden),
         }
         differences = {}
-        is_over_T = np.zeros(len(own.hidden), bool)
-        for name, (a, b) in pairs.items():
-            if a is None or b is None:
+        is_over_T = np.zeros(len(learner_output.hidden), bool)
+        for name, (actual, expected) in pairs.items():
+            if actual is None or expected is None:
                 continue
-            difference_T = _activation_differences(a, b)
+            difference_T = _activation_differences(actual, expected)
             slack_T = np.full(len(difference_T), slack)
             if rounded is not None:
-                rounding_T = _activation_differences(getattr(rounded[i], name), b)
+                rounding_T = _activation_differences(getattr(rounded[i], name), expected)
                 slack_T = np.maximum(slack_T, ROUNDING_SLACK * rounding_T)
-            part_is_over_T = ~(difference_T <= slack_T)
+            part_is_over_T = ~(difference_T <= slack_T)  # a difference of NaN is over it
             if part_is_over_T.any():
                 differences[name] = difference_T
                 is_over_T |= part_is_over_T
@@ -333,17 +370,28 @@ def first_difference(
 
 def _unrepeated(x: np.ndarray | None, like: np.ndarray | None) -> np.ndarray | None:
     """Return heads [T, K, h] without an engine's repetitions."""
-    return x if x is None or like is None else x[:, :: x.shape[1] // like.shape[1]]
+    if x is None or like is None:
+        return x
+    repetitions = x.shape[1] // like.shape[1]
+    return x[:, ::repetitions]
 
 
-def _activation_differences(theirs: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Return the difference of each position's activations [T, ...], as a part of their size, float64 [T].
+def _activation_differences(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Return the difference of each position's activations, as a fraction of their size.
 
     A number in 8 bits errs in proportion to itself, so whole positions are compared, not numbers.
-    Some positions are much larger than the rest, the first one above all, and some much smaller:
+    Some positions are much larger than the others, the first one above all, and some much smaller:
     each is measured by its own size, or by that of the median position if that is larger.
+
+    Args:
+        actual: [T, ...].
+        expected: [T, ...].
+
+    Returns:
+        float64 [T].
     """
-    axes = tuple(range(1, own.ndim))
-    sizes_T = np.sqrt(np.mean(np.square(own, dtype=np.float64), axis=axes))
-    errors_T = np.sqrt(np.mean(np.square(np.subtract(theirs, own, dtype=np.float64)), axis=axes))
+    axes = tuple(range(1, expected.ndim))
+    errors = np.subtract(actual, expected, dtype=np.float64)
+    errors_T = np.sqrt(np.mean(np.square(errors), axis=axes))
+    sizes_T = np.sqrt(np.mean(np.square(expected, dtype=np.float64), axis=axes))
     return errors_T / np.maximum(np.maximum(sizes_T, np.median(sizes_T)), 1e-30)

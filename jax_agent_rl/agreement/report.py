@@ -1,6 +1,6 @@
-"""Results of a diagnosis, for people and the run folder: causes with advice, findings, the evidence of a breach.
+"""Results of a diagnosis: causes with advice, findings, and the evidence of a breach.
 
-Rounding is all that may separate log-probs of the same weights, so their tolerance follows from the
+Only rounding may separate log-probs of the same weights, so their tolerance follows from the
 coarsest precision on either side. What is called float32 is less on accelerators: by default a TPU
 multiplies float32 matrices in bfloat16 and an NVIDIA GPU in TF32. docs/agreement.md has the table,
 with what was measured.
@@ -33,10 +33,10 @@ class Tolerance:
     mean: float
 
     def holds(self, comparison: Comparison) -> bool:
-        """Whether the gaps are within it; nothing compared is no breach."""
-        return not comparison.tokens or (
-            comparison.largest <= self.token and comparison.mean <= self.mean
-        )
+        """Return whether the gaps are within it; nothing compared is no breach."""
+        if not comparison.tokens:
+            return True
+        return comparison.largest <= self.token and comparison.mean <= self.mean
 
 
 JAX_ENGINE: dict[str, Tolerance] = {
@@ -47,63 +47,84 @@ JAX_ENGINE: dict[str, Tolerance] = {
     "int8": Tolerance(token=2.0, mean=0.15),
     "fp8": Tolerance(token=3.0, mean=0.3),
 }
-"""By precision, from fine to coarse. The JAX engine shares the learner's functions, down to the
-norms."""
+"""Tolerances by precision, from fine to coarse.
+
+The JAX engine shares the learner's functions, down to the norms.
+"""
 
 OTHER_ENGINE: dict[str, Tolerance] = {**JAX_ENGINE, "float32": Tolerance(token=1e-3, mean=1e-4)}
-"""vLLM, and engines behind a rollout server: their kernels add in another order."""
+"""Tolerances of vLLM and of engines behind a rollout server, whose kernels add in another order."""
 
 
 def coarsest(precisions: Collection[str]) -> str:
-    """Return the coarsest precision; unknown ones count as bfloat16, which most models are served in.
+    """Return the coarsest precision.
+
+    Unknown precisions count as bfloat16, in which most models are served.
 
     >>> coarsest(["float32", "int8", "bfloat16"])
     'int8'
     """
-    known = list(JAX_ENGINE)
-    return max(
-        (p if p in known else "bfloat16" for p in precisions), key=known.index, default="float32"
-    )
+    from_fine_to_coarse = list(JAX_ENGINE)
+    result = "float32"
+    for precision in precisions:
+        if precision not in from_fine_to_coarse:
+            precision = "bfloat16"
+        if from_fine_to_coarse.index(precision) > from_fine_to_coarse.index(result):
+            result = precision
+    return result
 
 
 def product_precision(dtype: str, platform: str) -> str:
-    """Return the precision in which products of a dtype are really computed on JAX's platform of this name."""
+    """Return the precision in which JAX's platform of this name computes products of a dtype."""
     if dtype != "float32":
         return dtype
-    return {"tpu": "bfloat16", "gpu": "tf32", "cuda": "tf32"}.get(platform, dtype)
+    if platform == "tpu":
+        return "bfloat16"
+    if platform in ("gpu", "cuda"):
+        return "tf32"
+    return dtype
 
 
 def tolerance(precisions: Collection[str], *, jax_engine: bool, platform: str) -> Tolerance:
     """Return the tolerance between engines and learner.
 
     Args:
-        precisions: of the engines and of the learner.
-        jax_engine: the engines are this package's.
+        precisions: the precisions of the engines and of the learner.
+        jax_engine: whether the engines are this package's.
         platform: JAX's name of the learner's platform.
     """
-    table = JAX_ENGINE if jax_engine else OTHER_ENGINE
-    return table[coarsest([product_precision(p, platform) for p in precisions])]
+    by_precision = JAX_ENGINE if jax_engine else OTHER_ENGINE
+    return by_precision[coarsest([product_precision(p, platform) for p in precisions])]
 
 
 def run_tolerance(config: Config, precisions: Sequence[str]) -> Tolerance:
     """Return the tolerance of a run whose engines have these precisions."""
-    if (own := config.trainer.agreement_tolerance) is not None:
-        return Tolerance(token=own[0], mean=own[1])
-    jax_engine = (
-        config.rollout.backend == "jetstream" and config.rollout.jetstream.engine_factory is None
+    configured = config.trainer.agreement_tolerance
+    if configured is not None:
+        token, mean = configured
+        return Tolerance(token=token, mean=mean)
+    return tolerance(
+        [*precisions, config.learner.compute_dtype],
+        jax_engine=(
+            config.rollout.backend == "jetstream"
+            and config.rollout.jetstream.engine_factory is None
+        ),
+        platform=jax.default_backend(),
     )
-    both = [*precisions, config.learner.compute_dtype]
-    return tolerance(both, jax_engine=jax_engine, platform=jax.default_backend())
 
 
 class Cause(StrEnum):
-    """Why engine and learner disagree: the name used in reports, and advice. ``docs/agreement.md`` explains each."""
+    """Why engine and learner disagree: the name used in reports, and advice.
+
+    ``docs/agreement.md`` explains each.
+    """
 
     advice: str
 
     def __new__(cls, name: str, advice: str) -> Cause:
         cause = str.__new__(cls, name)
-        cause._value_, cause.advice = name, advice
+        cause._value_ = name
+        cause.advice = advice
         return cause
 
     TOKEN_DRIFT = (
@@ -236,11 +257,14 @@ OTHER_ENGINES = {
 
 
 def advice(cause: Cause, backend: str) -> str:
-    """Return what to do, with the engine that is in use known; an unknown ``backend`` names no other."""
-    other = OTHER_ENGINES.get(backend)
-    if cause is not Cause.UNKNOWN or other is None:
+    """Return what to do about a cause.
+
+    With a known ``rollout.backend``, the advice to use another engine names one.
+    """
+    other_engine = OTHER_ENGINES.get(backend)
+    if cause is not Cause.UNKNOWN or other_engine is None:
         return cause.advice
-    return cause.advice.replace("another engine", f"another engine ({other})")
+    return cause.advice.replace("another engine", f"another engine ({other_engine})")
 
 
 @dataclass(frozen=True)
@@ -248,10 +272,10 @@ class HypothesisResult:
     """The result of testing one hypothesis.
 
     Attributes:
-        name: of the cause, or of what was inspected.
-        verdict: ``found``, ``explains``, ``ruled out``, ``not tested``.
-        detail: evidence in words.
-        left: the gap left by the best attempt; None without one.
+        name: name of the cause, or of what was inspected.
+        verdict: ``found``, ``explains``, ``ruled out`` or ``not tested``.
+        detail: the evidence in words.
+        left: the gap that the best attempt leaves; None without an attempt.
     """
 
     name: str
@@ -265,11 +289,11 @@ class Diagnosis:
     """The outcome of a diagnosis.
 
     Attributes:
-        contexts: that were examined.
-        gap: between engine and learner in these.
-        findings: in the order of a report.
-        cause: the likeliest.
-        detail: continues a sentence that begins with "the engine".
+        contexts: the examined contexts.
+        gap: the gap between engine and learner in these.
+        findings: results in the order of a report.
+        cause: the likeliest cause.
+        detail: evidence for the cause, in words.
         backend: ``rollout.backend``.
     """
 
@@ -289,24 +313,25 @@ class Diagnosis:
         """Return the findings, a line each, then the one to act on."""
         lines = [f"  gap in the contexts examined: {_nats(self.gap)}"]
         for finding in self.findings:
-            left = "" if finding.left is None else f" [leaves {_nats(finding.left)}]"
-            lines.append(f"  {finding.verdict:<10}  {finding.name}: {finding.detail}{left}")
-        return [*lines, f"=> {self.line}"]
+            line = f"  {finding.verdict:<10}  {finding.name}: {finding.detail}"
+            if finding.left is not None:
+                line += f" [leaves {_nats(finding.left)}]"
+            lines.append(line)
+        lines.append(f"=> {self.line}")
+        return lines
 
     def to_json(self) -> dict[str, Any]:
-        findings = [asdict(finding) for finding in self.findings]
-        head = {"cause": str(self.cause), "detail": self.detail, "line": self.line}
-        return {**head, "gap": asdict(self.gap), "findings": findings}
+        return {
+            "cause": str(self.cause),
+            "detail": self.detail,
+            "line": self.line,
+            "gap": asdict(self.gap),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
 
 
 def breach_line(comparison: Comparison, tolerance: Tolerance, version: int) -> str:
-    """Return what was measured and what is allowed, in one line.
-
-    Args:
-        comparison: engine against learner.
-        tolerance: that was exceeded.
-        version: policy version of the weights.
-    """
+    """Return what was measured between engine and learner, and what is allowed, in one line."""
     return (
         f"engine and learner disagree about the weights of version {version}: over"
         f" {comparison.tokens} tokens {comparison.mean:.1e} nats on average (allowed"
@@ -323,14 +348,15 @@ class Evidence:
     """The evidence of a breach in the run folder, enough to repeat the diagnosis.
 
     Attributes:
-        version: of the weights that were compared.
-        step: that was about to learn.
-        contexts: that were examined.
-        tolerance: that was exceeded.
-        precision: of the engine.
+        version: policy version of the weights that were compared.
+        step: the step that was about to learn.
+        contexts: the examined contexts.
+        tolerance: the tolerance that was exceeded.
+        precision: the engine's compute precision.
         tensors: samples of the engine's tensors; empty where they could not be read.
-        replicas: those of further engines.
-        diagnosis: the one made during the run, as JSON; None where the learner spans processes.
+        replicas: samples of the tensors of further engines.
+        diagnosis: the diagnosis made during the run, as JSON; None where the learner spans
+            processes.
     """
 
     version: int
@@ -368,9 +394,8 @@ class Evidence:
             saved: dict[str, Any] = read_json_object(file)
             saved["contexts"] = [Context.from_json(context) for context in saved["contexts"]]
             saved["tensors"] = _samples_from_json(saved["tensors"])
-            saved["replicas"] = [
-                _samples_from_json(samples) for samples in saved.get("replicas", ())
-            ]
+            replicas = saved.get("replicas", ())  # files of earlier versions have none
+            saved["replicas"] = [_samples_from_json(samples) for samples in replicas]
             saved["tolerance"] = Tolerance(**saved["tolerance"])
             return cls(**saved)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,15 +2,17 @@
 
 ::
 
-    contexts ─► the shortest beginning that shows the gap ─► every trial, family by family
-                                                    └─ the best of a family ─► all contexts, whole ─► explains or not
+    contexts ─► probe ─► every trial, family by family
+                           └─ the best of a family ─► all contexts ─► explains the gap, or not
 
-A pass over few ids is cheap, so trials are made on the probe: one context, cut a few tokens after
-the first one that disagrees. What explains the probe is confirmed on all contexts.
+A pass over few ids is cheap, so trials are made on the probe: the shortest beginning of one context
+that shows the gap, cut a few tokens after the first one that disagrees. What explains the probe is
+confirmed on all contexts in full.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,33 +30,34 @@ from jax_agent_rl.learner.metrics import Comparison
 
 T = TypeVar("T")
 SECONDS = 45.0
-"""How long a diagnosis may search, beside a pass that has begun."""
+"""How long a diagnosis may search; a pass that runs at its end is finished."""
 MAX_EXAMINED = 4
 """Contexts that hypotheses are confirmed on."""
 QUICK = 0.05
-"""Share of the time after which that look ends with fewer contexts that disagree."""
+"""Share of the time after which fewer contexts that disagree are enough to examine."""
 MARGIN = 8
 """Compared tokens of the probe after the first that disagrees."""
 EXPLAINED = 0.05
-"""Share of the gap that an attempt may leave and still explain it, where rounding leaves less."""
+"""Share of the gap that an attempt may leave and still explain it, unless rounding leaves more."""
 MAX_CONFIRMATIONS = 8
 """Trials of a family that are confirmed on all contexts."""
 READINGS = "head, temperature, support and logits"
-"""Name of what follows the last hidden states."""
+"""Name of the hypotheses about what follows the last hidden states."""
 SHOWS = 0.3
 """Share of a context's largest gap that a token has to have for the probe to end after it."""
 
 
 class TimeLimit:
-    """The time that is left for a diagnosis.
+    """The time that remains for a diagnosis.
 
     Args:
-        seconds: in all.
-        clock: seconds, monotonic.
+        seconds: the time for all of it.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds, self._clock = seconds, clock
+        self.seconds = seconds
+        self._clock = clock
         self._end = clock() + seconds
         self._reserved = 0.0
 
@@ -72,14 +75,14 @@ class TimeLimit:
 
     def measure(self, run: Callable[[], T]) -> tuple[T, float]:
         """Return what a call returns, and the seconds it took."""
-        began = self._clock()
-        found = run()
-        return found, self._clock() - began
+        start = self._clock()
+        result = run()
+        return result, self._clock() - start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """The log-probs of all contexts under one setting, and what is left of the gap."""
+    """The log-probs of all contexts under one setting, and the gap that it leaves."""
 
     cause: Cause
     label: str
@@ -92,21 +95,22 @@ class Examined:
     """The contexts of a diagnosis, scored by a plain pass.
 
     Attributes:
-        subject: those that disagree most, at most ``MAX_EXAMINED``, each with its first breach.
-        tokens: of these, with their hidden states.
-        plain: their scores.
-        scored: how many were scored.
-        others: scores of all that were scored.
-        seconds: that a pass over two of them took, at most.
-        gap_of_all: between engine and learner in all that were scored. The tolerance of a mean is
-            one of many tokens: the worst of many healthy contexts are beyond it.
+        subject: has the contexts that disagree most, at most ``MAX_EXAMINED``, each with its first
+            breach.
+        tokens: the compared tokens of these contexts.
+        plain: the scores of these contexts.
+        scored: how many contexts were scored.
+        all_scores: the scores of all contexts that were scored.
+        seconds: the longest time that a pass over two contexts took.
+        gap_of_all: the gap in all contexts that were scored. A tolerance of means holds for many
+            tokens: the worst of many healthy contexts exceed it.
     """
 
     subject: DiagnosisSubject
     tokens: Tokens
     plain: Scores
     scored: int
-    others: Scores
+    all_scores: Scores
     seconds: float
     gap_of_all: Comparison
 
@@ -118,7 +122,7 @@ class Examined:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scored:
-    """A context with what a plain pass made of it."""
+    """A context with the result of a plain pass."""
 
     context: Context
     hidden: np.ndarray
@@ -127,71 +131,69 @@ class _Scored:
 
 
 def examine(subject: DiagnosisSubject, tolerance: Tolerance, limit: TimeLimit) -> Examined:
-    """Score contexts until enough disagree, all have been scored, or half of the time is gone.
+    """Score contexts until enough disagree, all have been scored, or half of the time has passed.
 
-    Those with the largest known gaps come first. Two that disagree are enough where passes are
+    Contexts with the largest known gaps come first. Two that disagree are enough where passes are
     slow.
     """
-
-    def known_gap(context: Context) -> float:
-        return (
-            0.0
-            if context.learner is None
-            else float(np.abs(context.learner - context.rollout).mean())
-        )
-
     half = limit.part(0.5)
     quick = limit.part(QUICK)
-    contexts = sorted(subject.contexts, key=known_gap, reverse=True)
+    contexts = sorted(subject.contexts, key=_known_gap, reverse=True)
     subject = replace(subject, longest=max(len(context.token_ids) for context in contexts))
-    examined: list[_Scored] = []
+
+    all_scored: list[_Scored] = []
     breaches = 0
     seconds = 0.0
     for begin in range(0, len(contexts), ROWS):
-        enough = MAX_EXAMINED if quick.allows() else ROWS
-        if breaches >= enough or (examined and not half.allows()):
+        enough_breaches = MAX_EXAMINED if quick.allows() else ROWS
+        if breaches >= enough_breaches or (all_scored and not half.allows()):
             break
         batch = replace(subject, contexts=contexts[begin : begin + ROWS])
         hidden, pass_seconds = limit.measure(batch.hidden)
         seconds = max(seconds, pass_seconds)
         scores = batch.split(batch.tokens(hidden).plain)
-        states = np.split(hidden, np.cumsum([len(one) for one in scores])[:-1])
-        gaps = batch.gaps(scores)
-        for context, own, gap, part in zip(batch.contexts, scores, gaps, states, strict=True):
+        ends = np.cumsum([len(context_scores) for context_scores in scores])
+        states = np.split(hidden, ends[:-1])
+        for i, context in enumerate(batch.contexts):
+            gap = context.rollout - scores[i]
             breach = _first_breach(context, gap, tolerance)
             if breach is not None:
                 breaches += 1
-            mean_gap = float(np.abs(gap).mean())
-            examined.append(
-                _Scored(
-                    context=replace(context, breach=breach),
-                    hidden=part,
-                    scores=own,
-                    mean_gap=mean_gap,
-                )
+            scored = _Scored(
+                context=replace(context, breach=breach),
+                hidden=states[i],
+                scores=scores[i],
+                mean_gap=float(np.abs(gap).mean()),
             )
+            all_scored.append(scored)
 
-    by_gap = sorted(examined, key=lambda scored: -scored.mean_gap)
-    worst = [scored for scored in by_gap if scored.context.breach is not None] or by_gap
-    worst = worst[:MAX_EXAMINED]
-    chosen = replace(subject, contexts=[scored.context for scored in worst])
+    by_gap = sorted(all_scored, key=lambda scored: -scored.mean_gap)
+    breached = [scored for scored in by_gap if scored.context.breach is not None]
+    worst = (breached or by_gap)[:MAX_EXAMINED]
+    worst_subject = replace(subject, contexts=[scored.context for scored in worst])
     plain = [scored.scores for scored in worst]
     hidden = np.concatenate([scored.hidden for scored in worst])
+    all_gaps = [scored.context.rollout - scored.scores for scored in all_scored]
     return Examined(
-        subject=chosen,
-        tokens=chosen.tokens(hidden, plain=np.concatenate(plain)),
+        subject=worst_subject,
+        tokens=worst_subject.tokens(hidden, plain=np.concatenate(plain)),
         plain=plain,
-        scored=len(examined),
-        others=[scored.scores for scored in examined],
+        scored=len(all_scored),
+        all_scores=[scored.scores for scored in all_scored],
         seconds=seconds,
-        gap_of_all=Comparison.of(
-            np.concatenate([scored.context.rollout - scored.scores for scored in examined])
-        ),
+        gap_of_all=Comparison.of(np.concatenate(all_gaps)),
     )
 
 
+def _known_gap(context: Context) -> float:
+    """Return the mean gap to the learner's own log-probs, where these are known."""
+    if context.learner is None:
+        return 0.0
+    return float(np.abs(context.learner - context.rollout).mean())
+
+
 def _first_breach(context: Context, gap: np.ndarray, tolerance: Tolerance) -> int | None:
-    """Return the index of the first token with a gap that rounding does not make; None if there is none."""
+    """Return the index of the first token with a gap that rounding does not make, if any."""
     sizes = np.abs(gap)
     over = np.flatnonzero(sizes > tolerance.token)
     if len(over):
@@ -203,17 +205,15 @@ def _first_breach(context: Context, gap: np.ndarray, tolerance: Tolerance) -> in
 
 def probe_of(examined: Examined) -> DiagnosisSubject:
     """Return the shortest beginning of one context that shows the gap."""
-    cuts = []
-    for context, gap in zip(
-        examined.subject.contexts, examined.subject.gaps(examined.plain), strict=True
-    ):
+    subject = examined.subject
+    beginnings = []
+    for context, gap in zip(subject.contexts, subject.gaps(examined.plain), strict=True):
         sizes = np.abs(gap)
-        shows = int(np.argmax(sizes >= SHOWS * sizes.max()))
-        last = min(shows + MARGIN, len(sizes) - 1)
-        cuts.append(context.cut(int(context.at[last]) + 1))
-    return replace(
-        examined.subject, contexts=[min(cuts, key=lambda context: len(context.token_ids))]
-    )
+        first_large = int(np.argmax(sizes >= SHOWS * sizes.max()))
+        last = min(first_large + MARGIN, len(sizes) - 1)
+        beginnings.append(context.cut(int(context.at[last]) + 1))
+    shortest = min(beginnings, key=lambda context: len(context.token_ids))
+    return replace(subject, contexts=[shortest])
 
 
 @dataclass(kw_only=True)
@@ -221,12 +221,10 @@ class Search:
     """Tries families of trials on the probe, and confirms what explains it.
 
     Attributes:
-        examined: the contexts.
-        tolerance: of the run.
-        limit: on time.
-        findings: one for each family.
+        findings: results, one for each family.
         explaining: attempts that explain the gap.
-        untried: families that time did not suffice for, with how many of their trials were made.
+        untried: families for which there was not enough time, with the number of their trials that
+            were made.
     """
 
     examined: Examined
@@ -247,13 +245,12 @@ class Search:
         self.probe = replace(self.probe, gap=self.probe_gap.mean)
 
     def _plain_of(self, probe: Context) -> Scores:
-        """Return the plain scores of the probe: those of its context, as far as it goes."""
-        names = [
-            (context.name, context.token_ids[: len(probe.token_ids)])
-            for context in self.subject.contexts
-        ]
-        number = names.index((probe.name, probe.token_ids))
-        return [self.examined.plain[number][: len(probe.at)]]
+        """Return the plain scores of the probe, which its whole context has been given already."""
+        length = len(probe.token_ids)
+        for context, scores in zip(self.subject.contexts, self.examined.plain, strict=True):
+            if context.name == probe.name and context.token_ids[:length] == probe.token_ids:
+                return [scores[: len(probe.at)]]
+        raise AssertionError("the probe is the beginning of an examined context")
 
     @property
     def activations(self) -> forward.Activations:
@@ -266,20 +263,23 @@ class Search:
         return self._activations
 
     def note_where_it_begins(self, index: int) -> None:
-        """Let what begins somewhere be tried from an index on first."""
+        """Let trials that begin somewhere try this index first."""
 
-        def noted(subject: DiagnosisSubject) -> DiagnosisSubject:
+        def with_note(subject: DiagnosisSubject) -> DiagnosisSubject:
             contexts = [replace(context, differs_from=index) for context in subject.contexts]
             return replace(subject, contexts=contexts)
 
-        self.subject = noted(self.subject)
-        self.probe = noted(self.probe)
+        self.subject = with_note(self.subject)
+        self.probe = with_note(self.probe)
 
     @property
     def is_over(self) -> bool:
-        """Whether an attempt leaves so little that no other needs to be made: others may leave little, too."""
-        least = min(2 * self.tolerance.mean, OVER * self.gap.mean)
-        return any(attempt.left.mean <= least for attempt in self.explaining)
+        """Whether an attempt leaves so little that no other needs to be made.
+
+        An attempt that merely explains the gap does not suffice: a later one may explain it better.
+        """
+        negligible = min(2 * self.tolerance.mean, OVER * self.gap.mean)
+        return any(attempt.left.mean <= negligible for attempt in self.explaining)
 
     @property
     def best(self) -> Attempt | None:
@@ -288,9 +288,13 @@ class Search:
 
     def explains(self, left: Comparison, gap: Comparison) -> bool:
         """Return whether what an attempt leaves of a gap is rounding."""
-        mean = left.mean <= max(2 * self.tolerance.mean, EXPLAINED * gap.mean)
-        largest = left.largest <= max(2 * self.tolerance.token, 2 * EXPLAINED * gap.largest)
-        return mean and largest and left.mean < gap.mean / 2
+        allowed_mean = max(2 * self.tolerance.mean, EXPLAINED * gap.mean)
+        allowed_largest = max(2 * self.tolerance.token, 2 * EXPLAINED * gap.largest)
+        return (
+            left.mean <= allowed_mean
+            and left.largest <= allowed_largest
+            and left.mean < gap.mean / 2
+        )
 
     # --- readings ---------------------------------------------------------------------------------
 
@@ -301,51 +305,58 @@ class Search:
         if not self.limit.allows():
             self.untried.append(READINGS)
             return
-        few = self.examined.tokens.some(FEW)
+
+        few = self.examined.tokens.sample(FEW)
         gap = Comparison.of(few.rollout - few.plain)
-        best: dict[Cause, tuple[Comparison, str]] = {}
-        count: dict[Cause, int] = {}
+        smallest: dict[Cause, Comparison] = {}
+        best_labels: dict[Cause, str] = {}
+        counts: dict[Cause, int] = {}
         for reading in readings(self.subject, few):
+            cause = reading.cause
             left = Comparison.of(few.rollout - reading.few)
-            count[reading.cause] = count.get(reading.cause, 0) + 1
+            counts[cause] = counts.get(cause, 0) + 1
             if self.explains(left, gap):
                 scores = self.subject.split(reading.read(self.examined.tokens))
-                left = self._record(reading.cause, reading.label, scores)
-            if reading.cause not in best or left.mean < best[reading.cause][0].mean:
-                best[reading.cause] = (left, reading.label)
+                left = self._record(cause, reading.label, scores)
+            if cause not in smallest or left.mean < smallest[cause].mean:
+                smallest[cause] = left
+                best_labels[cause] = reading.label
             if self.is_over:
                 break
             if not self.limit.allows():
                 self.untried.append(READINGS)
                 break
-        for cause, (left, label) in best.items():
-            self._add_finding(cause, label, count[cause], left)
+        for cause, left in smallest.items():
+            self._add_finding(cause, best_labels[cause], counts[cause], left)
 
     def compare_answers(self) -> None:
         """Try log-probs that were returned with a neighbouring token, or to another request."""
         if self.is_over:
             return
-        for step, name in ((1, "after"), (-1, "before")):
-            shifted = [np.roll(own, -step) for own in self.examined.plain]
-            for own, context in zip(shifted, self.subject.contexts, strict=True):
-                last = -1 if step > 0 else 0
-                own[last] = context.rollout[last]  # nothing to compare it with
+
+        for step, edge, name in ((1, -1, "after"), (-1, 0, "before")):
+            shifted_scores = []
+            for context, scores in zip(self.subject.contexts, self.examined.plain, strict=True):
+                shifted = np.roll(scores, -step)
+                shifted[edge] = context.rollout[edge]  # its neighbour is unknown
+                shifted_scores.append(shifted)
             label = f"returns with each token the log-prob of the one {name} it"
-            left = self._record(Cause.POSITION, label, shifted)
+            left = self._record(Cause.POSITION, label, shifted_scores)
             self._add_finding(Cause.POSITION, label, 1, left)
-        exchanged = [self._best_other(context) for context in self.subject.contexts]
+
+        exchanged = [self._best_of_all(context) for context in self.subject.contexts]
         label = "returns the log-probs of another request"
         left = self._record(Cause.MIXED_ANSWERS, label, exchanged)
         self._add_finding(Cause.MIXED_ANSWERS, label, 1, left)
 
-    def _best_other(self, context: Context) -> np.ndarray:
-        """Return the scores of the tokens of another context that are nearest to what the engine reported."""
-        candidates = [
-            other[: len(context.at)]
-            for other in self.examined.others
-            if len(other) >= len(context.at)
-        ]
-        return min(candidates, key=lambda other: float(np.abs(context.rollout - other).mean()))
+    def _best_of_all(self, context: Context) -> np.ndarray:
+        """Return the scores of whichever context are nearest to what the engine reported."""
+        count = len(context.at)
+        candidates = []
+        for scores in self.examined.all_scores:
+            if len(scores) >= count:
+                candidates.append(scores[:count])
+        return min(candidates, key=lambda scores: float(np.abs(context.rollout - scores).mean()))
 
     def _record(self, cause: Cause, label: str, scores: Scores) -> Comparison:
         left = self.subject.compare(scores)
@@ -359,19 +370,26 @@ class Search:
         """Try the trials of a family on the probe, and confirm the best of them."""
         if self.is_over:
             return
+
         outcome = _Outcome(left=self.probe_gap)
         for trial, left in self._trials(family, self.probe, self._probe_plain, outcome):
-            # Other trials may explain the probe as well: a window as long as it is none.
-            if self.explains(left, self.probe_gap) and outcome.confirmations < MAX_CONFIRMATIONS:
-                outcome.confirmations += 1
-                confirmed, label = self._confirm(family, trial, per_context=per_context)
-                if self.explains(confirmed, self.gap):
-                    outcome.best = replace(trial, label=label)
-                    outcome.left = confirmed
-                if self.is_over:
-                    break
-        if outcome.stopped:
-            self.untried.append(f"{name} ({outcome.count} tried)" if outcome.count else name)
+            if not self.explains(left, self.probe_gap):
+                continue
+            # Several trials may explain the probe: a window as long as the probe is no window.
+            if outcome.confirmations == MAX_CONFIRMATIONS:
+                continue
+            outcome.confirmations += 1
+            confirmed, label = self._confirm(family, trial, per_context=per_context)
+            if self.explains(confirmed, self.gap):
+                outcome.best = replace(trial, label=label)
+                outcome.left = confirmed
+            if self.is_over:
+                break
+
+        if outcome.stopped and outcome.count:
+            self.untried.append(f"{name} ({outcome.count} tried)")
+        elif outcome.stopped:
+            self.untried.append(name)
         if outcome.best is None:
             detail = "there was no time" if outcome.stopped else "there is nothing to try"
             self.findings.append(HypothesisResult(name, "not tested", detail))
@@ -381,88 +399,116 @@ class Search:
     def _trials(
         self, family: Family, probe: DiagnosisSubject, plain: Scores, outcome: _Outcome
     ) -> Iterator[tuple[Trial, Comparison]]:
-        """Yield the trials of a family with what they leave, until there are no more, or there is no time for one."""
+        """Yield the trials of a family with the gap that they leave, as long as there is time."""
         trials = family(probe)
-        answer: float | None = None
+        previous_gap: float | None = None
         while True:
+            # The pass before tells how long the next one takes.
             if not self.limit.allows(self._pass_seconds):
                 outcome.stopped = True
                 return
             try:
-                trial = next(trials) if answer is None else trials.send(answer)
+                if previous_gap is None:
+                    trial = next(trials)
+                else:
+                    trial = trials.send(previous_gap)
             except StopIteration:
                 return
-            reuses = trial.change is not None or trial.changes_places_only
-            activations = self.activations if reuses and probe is self.probe else None
-            scores, seconds = self.limit.measure(
-                lambda trial=trial, activations=activations: trial.scores(probe, plain, activations)
-            )
-            self._pass_seconds = seconds
+
+            activations = None
+            can_reuse = trial.change is not None or trial.only_edits_rows
+            if can_reuse and probe is self.probe:
+                activations = self.activations
+            score = functools.partial(trial.scores, probe, plain, activations)
+            scores, self._pass_seconds = self.limit.measure(score)
             left = probe.compare(scores)
             outcome.add(trial, left)
             yield trial, left
-            answer = left.mean
+            previous_gap = left.mean
 
     def _confirm(
         self, family: Family, trial: Trial, *, per_context: bool
     ) -> tuple[Comparison, str]:
-        """Score all contexts, each by the trial that explains it if they may differ.
+        """Score all contexts by a trial that explains the probe.
+
+        With ``per_context``, contexts that it does not explain are scored by other trials of the
+        family: it need not even explain the context that the probe is the beginning of.
 
         Returns:
-            What is left of the gap, and the label of the trial that most contexts were scored by.
-            The one that explains the probe, which ends early, need not explain its whole context.
+            The gap that is left, and the label of the trial that most contexts were scored by.
         """
         scores = trial.scores(self.subject, self.examined.plain)
         left = self.subject.compare(scores)
-        labels = [trial.label]
+        label = trial.label
         if per_context and not self.explains(left, self.gap):
             labels = []
-            alone = []
-            for number, (context, own) in enumerate(
-                zip(self.subject.contexts, scores, strict=True)
-            ):
-                best_scores, best = self._score_alone(family, number, context, own)
-                alone.append(best_scores)
+            for number, context in enumerate(self.subject.contexts):
+                best_scores, best = self._score_alone(family, number, context, scores[number])
+                scores[number] = best_scores
                 labels.append(trial.label if best is None else best.label)
-            scores = alone
-        label = max(dict.fromkeys(labels), key=labels.count)
+            label = max(dict.fromkeys(labels), key=labels.count)
         return self._record(trial.cause, label, scores), label
 
     def _score_alone(
         self, family: Family, number: int, context: Context, scores: np.ndarray
     ) -> tuple[np.ndarray, Trial | None]:
-        """Return a context's scores under the family's trial that explains it best, and that, if these do not."""
+        """Search for the family's trial that explains one context best.
+
+        Returns:
+            The context's scores under that trial, and the trial; ``scores`` and None if these
+            explain the context already.
+        """
         alone = replace(self.subject, contexts=[context])
         plain = [self.examined.plain[number]]
         gap = alone.compare(plain)
         alone = replace(alone, gap=gap.mean)
-        if self.explains(alone.compare([scores]), gap):
+        left = alone.compare([scores])
+        if self.explains(left, gap):
             return scores, None
-        outcome = _Outcome(left=alone.compare([scores]))
+
+        outcome = _Outcome(left=left)
         for _, left in self._trials(family, alone, plain, outcome):
             if self.explains(left, gap):
                 break
         if outcome.best is None:
             return scores, None
-        return outcome.best.scores(alone, plain)[0], outcome.best
+        best_scores = outcome.best.scores(alone, plain)
+        return best_scores[0], outcome.best
 
     def _add_finding(self, name: str, label: str, count: int, left: Comparison) -> None:
-        confirmed = any(attempt.label == label for attempt in self.explaining)
-        tried = f"best of {count} settings" if count > 1 else "best setting"
-        verdict = "explains" if confirmed else "ruled out"
-        self.findings.append(HypothesisResult(name, verdict, f"{tried}: the engine {label}", left))
+        verdict = "ruled out"
+        if any(attempt.label == label for attempt in self.explaining):
+            verdict = "explains"
+        best_of = "best setting"
+        if count > 1:
+            best_of = f"best of {count} settings"
+        detail = f"{best_of}: the engine {label}"
+        self.findings.append(HypothesisResult(name, verdict, detail, left))
 
     def nearest(self) -> HypothesisResult | None:
-        """Return the finding that leaves the smallest part of its gap."""
-        tried = [finding for finding in self.findings if finding.left is not None]
-        return min(
-            tried, key=lambda finding: finding.left.mean if finding.left else 0.0, default=None
-        )
+        """Return the finding that leaves the smallest gap."""
+        nearest: HypothesisResult | None = None
+        smallest = float("inf")
+        for finding in self.findings:
+            if finding.left is None:
+                continue
+            if nearest is None or finding.left.mean < smallest:
+                nearest = finding
+                smallest = finding.left.mean
+        return nearest
 
 
 @dataclass
 class _Outcome:
-    """What became of a family: its best trial, what that left, how many were made, whether time ended it."""
+    """The outcome of a family.
+
+    Attributes:
+        left: the gap that the best trial leaves.
+        best: the best trial.
+        count: how many trials were made.
+        confirmations: how many of them were confirmed on all contexts.
+        stopped: whether time ended it.
+    """
 
     left: Comparison
     best: Trial | None = None
@@ -474,7 +520,8 @@ class _Outcome:
         """Count a trial, and keep it if it leaves least."""
         self.count += 1
         if self.best is None or left.mean < self.left.mean:
-            self.best, self.left = trial, left
+            self.best = trial
+            self.left = left
 
 
 def order_families(
@@ -483,24 +530,26 @@ def order_families(
     """Return the families in the order in which they are tried.
 
     Args:
-        suggested: causes that the layers speak for.
-        is_late: earlier turns of the contexts agree, so that something began to go wrong between
-            turns.
-        tensors_agree: the engine's tensors were read, and are the learner's.
-        after_inserted: contexts disagree as soon as something was inserted between turns.
+        suggested: causes that the comparison of layers speaks for.
+        is_late: whether earlier turns of the contexts agree, so that something began to go wrong
+            between turns.
+        tensors_agree: whether the engine's tensors were read, and are the learner's.
+        after_inserted: whether contexts disagree as soon as something was inserted between turns.
     """
-    versions = (Cause.STALE_VERSION, Cause.ADAPTER)
-    first: list[Cause] = []
+    between_turns: list[Cause] = []
     if after_inserted:
-        first += [Cause.TOKEN_DRIFT, Cause.PADDING]
+        between_turns += [Cause.TOKEN_DRIFT, Cause.PADDING]
     if is_late:
-        # Only the last ids are computed again for these, but whole contexts, twice, for a stale
-        # prefix.
-        first += [Cause.POSITION, Cause.MASK, Cause.TOKEN_DRIFT, Cause.PADDING, Cause.STALE_PREFIX]
-    # Layers are compared on the same ids, so what makes them differ is nothing that went wrong
-    # between turns.
-    order = list(dict.fromkeys([*suggested, *first, *FAMILIES]))
+        between_turns += [Cause.POSITION, Cause.MASK, Cause.TOKEN_DRIFT, Cause.PADDING]
+        # The others compute only the last ids again; a stale prefix takes two passes over whole
+        # contexts.
+        between_turns.append(Cause.STALE_PREFIX)
+
+    # Layers are compared on one prefilled context, so nothing that happens between turns makes them
+    # differ: what they suggest comes first.
+    order = list(dict.fromkeys([*suggested, *between_turns, *FAMILIES]))
+    versions = [Cause.STALE_VERSION, Cause.ADAPTER]
     others = [cause for cause in order if cause not in versions]
     if tensors_agree:
-        return [*others, *versions]
-    return [*versions, *others]
+        return others + versions
+    return versions + others

@@ -1,7 +1,7 @@
-"""Other values of a model config's fields, which an engine might have: generated from the dataclasses themselves.
+"""Other values of a model config's fields, which an engine might have.
 
-A field is tried with what other models have (``USUAL``), with its default, and with values that
-follow from its type:
+They are generated from the dataclasses themselves. A field is tried with what other models have
+(``USUAL``), with its default, and with values that follow from its type:
 
 ==================  ==============================================
 float               twice, half, ten times and a tenth of it
@@ -13,8 +13,8 @@ X | None            None; and what other models have in its place
 a dataclass         its fields, in turn
 ==================  ==============================================
 
-So a new field is tried without being named here. ``UNVARIED`` has those that do not change what the
-model computes, or cannot, each with the reason.
+So a new field is tried without being named here. ``UNVARIED`` has the fields that do not change
+what the model computes, or cannot be varied, each with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHAPE = (
     "tensors of that size would not fit; layers left out and heads in another order are hypotheses"
     " about tensors"
 )
-_IMAGES = "of images; contexts with images are compared, but not diagnosed"
+_IMAGES = "concerns images; contexts with images are compared, but not diagnosed"
 UNVARIED: Mapping[str, str] = {
     "DecoderConfig.family": (
         "names tensors in files; everything that is computed is in the other fields"
@@ -79,8 +79,13 @@ THETAS = (1e3, 1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 
 
 def _attention_scales(model: DecoderConfig) -> Sequence[float]:
-    sizes = (model.head_dim, model.hidden_size / model.num_heads, 256)
-    return (*(size**-0.5 for size in sizes), 1 / model.head_dim, 1.0)
+    return (
+        model.head_dim**-0.5,
+        (model.hidden_size / model.num_heads) ** -0.5,
+        256**-0.5,
+        1 / model.head_dim,
+        1.0,
+    )
 
 
 def _embed_scales(model: DecoderConfig) -> Sequence[float]:
@@ -90,35 +95,51 @@ def _embed_scales(model: DecoderConfig) -> Sequence[float]:
 
 def _scalings(model: DecoderConfig) -> Sequence[Any]:
     longest = model.max_position_embeddings
-    llama = {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192.0,
-    }
-    return (
-        *(LinearScaling(factor=factor) for factor in (2.0, 4.0, 8.0)),
-        *(Llama3Scaling(factor=factor, **llama) for factor in (8.0, 32.0)),
-        *(YarnScaling(factor=f, original_max_position_embeddings=longest / f) for f in (2.0, 4.0)),
-        DynamicScaling(factor=2.0, trained_positions=longest, positions=2 * longest),
-    )
+    scalings: list[Any] = [LinearScaling(factor=factor) for factor in (2.0, 4.0, 8.0)]
+    for factor in (8.0, 32.0):
+        scaling = Llama3Scaling(
+            factor=factor,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192.0,
+        )
+        scalings.append(scaling)
+    for factor in (2.0, 4.0):
+        original = longest / factor
+        scalings.append(YarnScaling(factor=factor, original_max_position_embeddings=original))
+    scalings.append(DynamicScaling(factor=2.0, trained_positions=longest, positions=2 * longest))
+    return scalings
 
 
-def _plain_ropes(model: DecoderConfig) -> Sequence[Rope]:
+def _ropes(model: DecoderConfig) -> Sequence[Rope]:
+    """Return a plain rope, and the rope of windowed layers if they have another."""
     plain = Rope(partial_rotary=model.rope.partial_rotary, interleaved=model.rope.interleaved)
-    return (plain,) if model.local_rope is None else (plain, model.local_rope)
+    if model.local_rope is None:
+        return [plain]
+    return [plain, model.local_rope]
+
+
+def _local_ropes(model: DecoderConfig) -> Sequence[Rope]:
+    if model.local_rope is None:
+        return []
+    return [model.rope]
+
+
+def _windows(model: DecoderConfig) -> Sequence[int]:
+    """Return the powers of two, and one less, which off-by-one errors make of them."""
+    sizes = [2**i for i in range(1, 17)]
+    sizes += [2**i - 1 for i in range(3, 17)]
+    return sizes
 
 
 USUAL: Mapping[str, Callable[[DecoderConfig], Sequence[Any]]] = {
-    "DecoderConfig.rope": _plain_ropes,
-    "DecoderConfig.local_rope": lambda model: [model.rope] if model.local_rope else [],
+    "DecoderConfig.rope": _ropes,
+    "DecoderConfig.local_rope": _local_ropes,
     "DecoderConfig.rms_norm_eps": lambda model: (1e-6, 1e-5, 1e-8, 1e-12, 1e-4, 1e-3, 1e-2, 0.0),
     "DecoderConfig.norm_offset": lambda model: (0.0, 1.0),
     "DecoderConfig.embed_scale": _embed_scales,
     "DecoderConfig.attention_scale": _attention_scales,
-    "DecoderConfig.sliding_window": lambda model: (
-        *(2**i for i in range(1, 17)),
-        *(2**i - 1 for i in range(3, 17)),
-    ),
+    "DecoderConfig.sliding_window": _windows,
     "DecoderConfig.experts": lambda model: (),
     "Rope.theta": lambda model: THETAS,
     "Rope.scaling": _scalings,
@@ -134,11 +155,11 @@ class ConfigField:
     """A field of a config, or of a dataclass in it, with values that it might have instead.
 
     Attributes:
-        path: in the config, such as ``rope.scaling.factor``.
-        value: the model's.
-        usual: what other models have, None, the default.
+        path: path in the config, such as ``rope.scaling.factor``.
+        value: the model's value.
+        usual: values that other models have, and the default.
         derived: values that follow from its type.
-        config_with: returns the config with another value.
+        config_with: returns the config with another value of the field.
     """
 
     path: str
@@ -149,25 +170,35 @@ class ConfigField:
 
     @property
     def is_number(self) -> bool:
-        """Whether values between two that were tried may be tried, too."""
+        """Whether values between two others may be tried as well."""
         return isinstance(self.value, float) and self.value > 0
 
 
 def config_fields(model: DecoderConfig) -> list[ConfigField]:
-    """Return every field with the values that it might have in an engine, all of which compute something else."""
-    same = _normalized(model)
-    found = []
+    """Return every field with the values that an engine might have instead.
+
+    Each value makes the model compute something else than the model's own and than values before.
+    """
+    config_fields = []
     for field in _walk(model, model, "", lambda config: config):
-        values: dict[str, list[Any]] = {"usual": [], "derived": []}
-        tried = [same]
-        for kind, candidates in (("usual", field.usual), ("derived", field.derived)):
-            for value in candidates:
-                config = _normalized(field.config_with(value))
-                if config not in tried and is_complete(config):
-                    tried.append(config)
-                    values[kind].append(value)
-        found.append(replace(field, usual=tuple(values["usual"]), derived=tuple(values["derived"])))
-    return found
+        known = [_normalized(model)]
+        usual = _distinct(field, field.usual, known)
+        derived = _distinct(field, field.derived, known)
+        config_fields.append(replace(field, usual=usual, derived=derived))
+    return config_fields
+
+
+def _distinct(
+    field: ConfigField, values: Sequence[Any], known: list[DecoderConfig]
+) -> tuple[Any, ...]:
+    """Return the values that compute something new, and add their configs to ``known``."""
+    distinct = []
+    for value in values:
+        config = _normalized(field.config_with(value))
+        if config not in known and is_complete(config):
+            known.append(config)
+            distinct.append(value)
+    return tuple(distinct)
 
 
 def _walk(
@@ -183,30 +214,35 @@ def _walk(
         def with_value(other: Any, name: str = field.name) -> DecoderConfig:
             return rebuild(replace(owner, **{name: other}))
 
-        usual = list(USUAL[key](model)) if key in USUAL else []
+        def config_with(
+            other: Any, with_value: Callable[[Any], DecoderConfig] = with_value
+        ) -> DecoderConfig:
+            return _completed(with_value(other))
+
+        usual: list[Any] = []
+        if key in USUAL:
+            usual += USUAL[key](model)
         if field.default is not MISSING and not is_dataclass(field.default):
             usual.append(field.default)
-        derived = list(_derived(hints[field.name], value))
         yield ConfigField(
             path=prefix + field.name,
             value=value,
             usual=tuple(usual),
-            derived=tuple(derived),
-            config_with=lambda other, change=with_value: _completed(change(other)),
+            derived=tuple(_derived(hints[field.name], value)),
+            config_with=config_with,
         )
         if is_dataclass(value):
             yield from _walk(model, value, f"{prefix}{field.name}.", with_value)
 
 
 def _derived(hint: Any, value: Any) -> Iterator[Any]:
-    """Yield other values of a field's type; none of types that nothing is known of."""
-    options = (
-        typing.get_args(hint)
-        if typing.get_origin(hint) in (typing.Union, types.UnionType)
-        else (hint,)
-    )
+    """Yield other values of a field's type; none for a type without a rule."""
+    options: tuple[Any, ...] = (hint,)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
     if type(None) in options and value is not None:
         yield None
+
     for option in options:
         if option is type(None):
             continue
@@ -214,83 +250,79 @@ def _derived(hint: Any, value: Any) -> Iterator[Any]:
             yield from typing.get_args(option)
         elif option is bool:
             yield not value
-        elif option is float:
-            if value is not None:
-                yield from (float(f"{value * times:.12g}") for times in (2.0, 0.5, 10.0, 0.1))
-        elif option is int:
-            if value is not None:
-                yield from (
-                    number for number in (value + 1, value - 1, 2 * value, value // 2) if number > 0
-                )
+        elif option is float and value is not None:
+            for factor in (2.0, 0.5, 10.0, 0.1):
+                yield float(f"{value * factor:.12g}")
+        elif option is int and value is not None:
+            for number in (value + 1, value - 1, 2 * value, value // 2):
+                if number > 0:
+                    yield number
         elif typing.get_origin(option) is tuple and typing.get_args(option) == (bool, ...):
             layers = value or ()
-            yield from (layers[-i:] + layers[:-i] for i in range(1, min(len(layers), 9)))
-            yield from ((True,) * len(layers), (False,) * len(layers))
+            for i in range(1, min(len(layers), 9)):
+                yield layers[-i:] + layers[:-i]
+            yield (True,) * len(layers)
+            yield (False,) * len(layers)
 
 
 def _completed(config: DecoderConfig) -> DecoderConfig:
     """Change what has to change together.
 
-    The size of a window alone has no effect in a model without windowed layers: all get it. Both
-    rotary tables rotate the same numbers.
+    The size of a window alone has no effect in a model without windowed layers, so all layers get
+    it. Both rotary tables rotate the same numbers.
     """
     if config.sliding_window is not None and not config.windowed_layers:
         config = replace(config, windowed_layers=(True,) * config.num_layers)
     if config.local_rope is not None:
-        layout = {
-            "partial_rotary": config.rope.partial_rotary,
-            "interleaved": config.rope.interleaved,
-        }
-        config = replace(config, local_rope=replace(config.local_rope, **layout))
+        local_rope = replace(
+            config.local_rope,
+            partial_rotary=config.rope.partial_rotary,
+            interleaved=config.rope.interleaved,
+        )
+        config = replace(config, local_rope=local_rope)
     return config
 
 
 def _normalized(config: DecoderConfig) -> DecoderConfig:
-    """Return the one config of all that compute the same."""
-    windowed = (
-        config.windowed_layers
-        if config.sliding_window is not None and any(config.windowed_layers)
-        else ()
-    )
-    return replace(
-        config,
-        attention_scale=config.score_scale,
-        windowed_layers=windowed,
-        sliding_window=config.sliding_window if windowed else None,
-        local_rope=(config.local_rope or config.rope) if windowed else None,
-    )
+    """Return the same config for all configs that compute the same."""
+    config = replace(config, attention_scale=config.score_scale)
+    if config.sliding_window is None or not any(config.windowed_layers):
+        return replace(config, windowed_layers=(), sliding_window=None, local_rope=None)
+    return replace(config, local_rope=config.local_rope or config.rope)
 
 
 def is_complete(config: DecoderConfig) -> bool:
     """Return whether a config can be computed."""
-    ropes = [config.rope, config.local_rope or config.rope]
-    if any(
-        not 0 < rope.partial_rotary <= 1 or int(config.head_dim * rope.partial_rotary) % 2
-        for rope in ropes
-    ):
-        return False
+    for rope in (config.rope, config.local_rope or config.rope):
+        if not 0 < rope.partial_rotary <= 1:
+            return False
+        rotated_size = int(config.head_dim * rope.partial_rotary)
+        if rotated_size % 2 != 0 or rope.theta <= 1:
+            return False
     experts = config.experts
     if experts is not None and experts.per_token > experts.count:
         return False
-    return all(rope.theta > 1 for rope in ropes) and config.rms_norm_eps >= 0
+    return config.rms_norm_eps >= 0
 
 
 def fitted_params(model: DecoderConfig, params: Params, other: DecoderConfig) -> Params | None:
-    """Return a model's weights as another config of it has them; None if it needs some that do not exist.
+    """Return a model's weights as another config of it has them.
 
-    What the other has no use for is left out. Norms, biases and sinks that it has besides are as
-    they are made, the identity and zeros: an engine that loads nothing into them has the same.
+    Tensors that the other config has no use for are left out. Norms, biases and sinks that only it
+    has are as they are made, the identity and zeros: an engine that loads nothing into them has
+    the same. None if it needs other tensors that do not exist.
     """
-    shapes = other.layer_shapes()
     model_shapes = model.layer_shapes()
     layers = {}
-    for name, shape in shapes.items():
+    for name, shape in other.layer_shapes().items():
         if model_shapes.get(name) == shape:
             layers[name] = params["layers"][name]
             continue
         kind = parameter_at(["layers", name]).kind
         if name in model_shapes or kind not in (Kind.NORM, Kind.BIAS, Kind.SINK):
             return None
-        initial = 1.0 - other.norm_offset if kind is Kind.NORM else 0.0
+        initial = 0.0
+        if kind is Kind.NORM:
+            initial = 1.0 - other.norm_offset
         layers[name] = jnp.full((model.num_layers, *shape), initial, params["embed"].dtype)
     return params | {"layers": layers}

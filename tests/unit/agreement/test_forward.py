@@ -83,9 +83,9 @@ def test_a_hidden_id_is_as_if_it_had_never_been_there():
     """With the positions that are left: hidden from later ids, id 25 has no effect on them."""
     tested = subject()
     row = tested.rows[0]
-    ends = row.ends.copy()
-    ends[25] = 26
-    hidden = tested.hidden([replace(row, ends=ends)])
+    until = row.visible_until.copy()
+    until[25] = 26
+    hidden = tested.hidden([replace(row, visible_until=until)])
     dropped = replace(row.drop(25, 26), at=row.at[7:] - 1)
     positions = np.delete(row.positions, 25)
     np.testing.assert_allclose(
@@ -106,13 +106,13 @@ def test_computing_only_what_comes_after_a_change_gives_the_same_scores(
     tested = subject()
     plain = tested.split(tested.tokens(tested.hidden()).plain)
 
-    def place(context: Context, row: Row) -> Row:
+    def edit_row(context: Context, row: Row) -> Row:
         index = np.arange(len(row.token_ids))
-        ends = np.where(index == hidden[0], max(hidden[1], hidden[0] + 1), row.ends)
+        until = np.where(index == hidden[0], max(hidden[1], hidden[0] + 1), row.visible_until)
         positions = np.where(index >= first, row.positions + offset, row.positions)
-        return replace(row, ends=ends, positions=positions).insert(first, inserted)
+        return replace(row, visible_until=until, positions=positions).insert(first, inserted)
 
-    trial = Trial(cause=Cause.POSITION, label="", place=place)
+    trial = Trial(cause=Cause.POSITION, label="", edit_row=edit_row)
     activations = forward.activations(tested.model, tested.weights(), tested.inputs(tested.rows))
     (whole,), (part,) = trial.scores(tested, plain), trial.scores(tested, plain, activations)
     np.testing.assert_allclose(part, whole, atol=2e-5)
