@@ -1,6 +1,9 @@
 """``jax-agent-rl eval`` and ``rollout``: trajectories without training.
 
-``evaluation`` from sampling to pass@k, means and their confidence intervals · ``collection`` from
-sampling to files · ``export`` the journal of a collection, and its table as Parquet, JSON Lines or
-a dataset folder
+::
+
+    evaluation    from sampling to pass@k, means and their confidence intervals
+    collection    from rows to groups, a journal and files
+    journal       the groups of a collection while it runs, from which a later process continues
+    export        the table of a collection: Parquet, JSON Lines or a dataset folder
 """

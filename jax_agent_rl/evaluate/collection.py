@@ -2,8 +2,10 @@
 
 ::
 
-    unfinished rows ──► max_in_flight slots, a group each ──► journal, group by group ──► file, summary
-                                                       └─ interrupted: the next call continues from the journal
+    unfinished rows ──► max_in_flight slots, a group each ──► journal, group by group ──► file
+                                                                │                         summary
+                                                                └─ if interrupted, the next call
+                                                                   continues from the journal
 """
 
 from __future__ import annotations
@@ -34,32 +36,29 @@ from jax_agent_rl.types import DropReason, Group, SamplingParams
 from jax_agent_rl.utils.bounded_json import read_json_object
 
 _DEFINING = (
-    *(
-        "seed",
-        "model",
-        "agent",
-        "tools",
-        "tool_config",
-        "search",
-        "interactions",
-        "reward",
-        "environments",
-    ),
-    *(
-        "rollout.max_model_len",
-        "rollout.min_group_size",
-        "rollout.group_timeout",
-        "rollout.strategy",
-    ),
-    *("rollout.jetstream", "rollout.vllm"),
+    "seed",
+    "model",
+    "agent",
+    "tools",
+    "tool_config",
+    "search",
+    "interactions",
+    "reward",
+    "environments",
+    "rollout.max_model_len",
+    "rollout.min_group_size",
+    "rollout.group_timeout",
+    "rollout.strategy",
+    "rollout.jetstream",
+    "rollout.vllm",
 )
 """Keys and sections on which trajectories depend, besides the policy, its sampling and the rows.
 
-Of these, ``config.resume`` says what defines a trajectory, and what may change: timeouts,
+``config.resume`` says which of their keys define a trajectory, and which may change: timeouts,
 addresses, devices.
 """
-_CODE = BY_CONTENT - {"model.path", "critic.path", "distill.teachers", "data.train"}
-"""Keys of those sections that name files and models, which may change under their names."""
+_NAMED_FILES = BY_CONTENT - {"model.path", "critic.path", "distill.teachers", "data.train"}
+"""Keys of these sections that name files and models, whose content may change."""
 _LABEL = "rollout"
 
 
@@ -80,32 +79,43 @@ class CollectionRequest:
     limit: int | None = None
 
     def sampling(self, config: Config) -> SamplingParams:
-        """Return the sampling parameters of training, with this temperature; raises ConfigError if it is invalid."""
-        chosen = training_sampling(config)
+        """Return the sampling parameters of training, with this temperature.
+
+        Raises:
+            ConfigError: the temperature is invalid.
+        """
+        sampling = training_sampling(config)
+        if self.temperature is None:
+            return sampling
         try:
-            return (
-                chosen
-                if self.temperature is None
-                else replace(chosen, temperature=self.temperature)
-            )
+            return replace(sampling, temperature=self.temperature)
         except ValueError as error:
             raise ConfigError(f"--temperature: {error}") from None
 
     def sources(self, config: Config) -> tuple[DataSource, ...]:
-        """Return the sources of rows; raises ConfigError if none is named."""
+        """Return the sources of rows.
+
+        Raises:
+            ConfigError: none is named.
+        """
         return collection_sources(config, self.data)
 
 
 @dataclass(kw_only=True)
 class _Collection:
-    """A collection in progress; the state its slots share."""
+    """A collection in progress: the state that its slots share.
+
+    Attributes:
+        lost: lost trajectories that are in the journal, by reason.
+        batch: the latest groups, as many as a training step has at most.
+    """
 
     rollouts: Rollouts
     journal: Journal
     group_size: int
     sampling: SamplingParams
     step: int
-    counted: Counter[DropReason] = field(default_factory=Counter)
+    lost: Counter[DropReason] = field(default_factory=Counter)
     batch: list[Group] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -113,12 +123,16 @@ class _Collection:
         self._guard = LostBatchGuard(self.rollouts.config.trainer.max_failed_batches)
 
     async def run(self) -> None:
-        """Collect all unfinished rows; however this ends, the journal holds or counts everything started."""
-        pending = (n for n in range(len(self.rollouts.rows)) if n not in self.journal.sizes)
-        slots = [
-            asyncio.create_task(self._slot(pending))
-            for _ in range(self.rollouts.config.rollout.max_in_flight)
-        ]
+        """Collect all unfinished rows.
+
+        However this ends, the journal holds or counts every trajectory that was started.
+        """
+        row_count = len(self.rollouts.rows)
+        unfinished = (n for n in range(row_count) if n not in self.journal.sizes)
+        slots = []
+        for _ in range(self.rollouts.config.rollout.max_in_flight):
+            slots.append(asyncio.create_task(self._slot(unfinished)))
+
         accounting = self._collector.accounting
         try:
             await asyncio.gather(*slots)
@@ -127,10 +141,11 @@ class _Collection:
                 slot.cancel()
             await asyncio.gather(*slots, return_exceptions=True)
             accounting.drop(accounting.in_flight, DropReason.CANCELLED)
-            self.journal.lose(accounting.dropped - self.counted)
+            self.journal.lose(accounting.dropped - self.lost)
 
     async def _slot(self, numbers: Iterator[int]) -> None:
-        for number in numbers:  # shared: each slot takes the next one
+        # All slots share the iterator: each takes the next row.
+        for number in numbers:
             group = await self._collector.collect_one(
                 self.rollouts.rows[number],
                 group_size=self.group_size,
@@ -139,26 +154,29 @@ class _Collection:
                 index=number,
                 label=_LABEL,
             )
-            self.rollouts.client.require_server()  # or the row would count as finished
+            # Without a server everything is lost, and the row would count as finished.
+            self.rollouts.client.require_server()
             self.journal.add(number, records(group, number), group.dropped)
-            self._collector.accounting.train(t.trajectory_id for t in group.trajectories)
-            self.counted.update(group.dropped)
+            self._collector.accounting.train(
+                trajectory.trajectory_id for trajectory in group.trajectories
+            )
+            self.lost.update(group.dropped)
+
             self.batch.append(group)
             if len(self.batch) == self.rollouts.config.rollout.prompts_per_step:
-                self._guard.check(
-                    self.batch, self._collector.latest_losses
-                )  # stops a collection that loses everything
+                # Stop a collection that loses everything.
+                self._guard.check(self.batch, self._collector.latest_losses)
                 self.batch.clear()
 
 
 async def collect(
     subject: ServedPolicy, request: CollectionRequest, *, out: Path, console: Console
 ) -> dict[str, Any]:
-    """Collect what is missing and write the file; return the summary, which is also written next to it.
+    """Collect what is missing, write the file, and return the summary.
+
+    The summary is also written next to the file.
 
     Args:
-        subject: the policy.
-        request: the options.
         out: ``FILE.parquet``, ``FILE.jsonl`` or a folder.
         console: shows progress.
 
@@ -167,18 +185,24 @@ async def collect(
         as ``out``. EngineDiedError, NothingToTrainError: no server is left, or everything is lost;
         the journal remains. asyncio.CancelledError: interrupted; the journal remains.
     """
-    target, config = Target.from_path(out), subject.config
-    sampling, sources = request.sampling(config), request.sources(config)
+    target = Target.from_path(out)
+    config = subject.config
+    sampling = request.sampling(config)
+    sources = request.sources(config)
     group_size = request.group_size or config.rollout.group_size
     settings = collection_settings(subject, request, sources, group_size, sampling)
-    if finished := _finished(target, settings):
+    finished_summary = _finished_summary(target, settings)
+    if finished_summary:
         print_line(console, f"{out} is complete already: nothing to do")
-        return finished
+        return finished_summary
+
     with Journal(target.journal, settings) as journal, Progress(console, total_steps=0) as progress:
-        source = sources, request.limit
         try:
             async with open_rollouts(
-                config, source, version=subject.step, print_line=progress.phase
+                config,
+                (sources, request.limit),
+                version=subject.step,
+                print_line=progress.phase,
             ) as rollouts:
                 rollouts.agents.collector.require_branching(rollouts.rows)
                 if config.rollout.backend == "remote":
@@ -186,20 +210,24 @@ async def collect(
                     journal.require_served(
                         {"version": client.policy_version, "weights": client.weights_fingerprint}
                     )
-                _show(progress, journal, len(rollouts.rows))
-                await _Collection(
+                _show_progress(progress, journal, len(rollouts.rows))
+                collection = _Collection(
                     rollouts=rollouts,
                     journal=journal,
                     group_size=group_size,
                     sampling=sampling,
                     step=subject.step,
-                ).run()
+                )
+                await collection.run()
         except BaseException:
-            if done := len(journal.sizes):
+            finished_rows = len(journal.sizes)
+            if finished_rows:
                 progress.print_line(
-                    f"{done} prompts are in {target.journal}; the same command continues from there"
+                    f"{finished_rows} prompts are in {target.journal}; the same command continues"
+                    " from there"
                 )
             raise
+
         summary = {
             "policy": subject.name,
             "model": subject.recorded.model.path,
@@ -215,18 +243,22 @@ async def collect(
     return summary
 
 
-def _show(progress: Progress, journal: Journal, rows: int) -> None:
-    before, begin = len(journal.sizes), time.monotonic()
-    if before:
-        progress.print_line(f"continuing: {before} of {rows} prompts are done")
+def _show_progress(progress: Progress, journal: Journal, row_count: int) -> None:
+    start_count = len(journal.sizes)
+    start = time.monotonic()
+    if start_count:
+        progress.print_line(f"continuing: {start_count} of {row_count} prompts are done")
 
-    def count() -> str:
-        done = len(journal.sizes)
-        left = (time.monotonic() - begin) * (rows - done) / max(1, done - before)
-        about = f", about {duration(left)} left" if done > before else ""
-        return f"{done}/{rows} prompts, {journal.kept} trajectories{about}"
+    def describe() -> str:
+        finished = len(journal.sizes)
+        description = f"{finished}/{row_count} prompts, {journal.kept} trajectories"
+        if finished > start_count:
+            seconds_per_row = (time.monotonic() - start) / (finished - start_count)
+            remaining_seconds = seconds_per_row * (row_count - finished)
+            description += f", about {duration(remaining_seconds)} left"
+        return description
 
-    progress.phase("collecting", count)
+    progress.phase("collecting", describe)
 
 
 def collection_settings(
@@ -236,7 +268,12 @@ def collection_settings(
     group_size: int,
     sampling: SamplingParams,
 ) -> dict[str, Any]:
-    """Return everything by which a later process recognizes the collection."""
+    """Return everything by which a later process recognizes the collection.
+
+    Args:
+        subject: the policy.
+        request: names the rows, with ``sources``.
+    """
     config = subject.config
     return {
         "policy": subject.fingerprint(),
@@ -244,13 +281,13 @@ def collection_settings(
         "group_size": group_size,
         "sampling": asdict(sampling),
         "rollout.backend": config.rollout.backend,
-        **named_content(config, _CODE),
+        **named_content(config, _NAMED_FILES),
         **defining_values(config, _DEFINING),
     }
 
 
-def _finished(target: Target, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the summary of this collection if it is complete.
+def _finished_summary(target: Target, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the summary of this collection if it is complete, else None.
 
     Raises:
         ConfigError: the target holds something else.

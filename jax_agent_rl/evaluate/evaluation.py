@@ -1,9 +1,10 @@
-"""One evaluation: n trajectories per held-out row, sampled as in training, and their scores by data source.
+"""One evaluation: n trajectories per held-out row, sampled as in training, and their scores.
 
 ::
 
-    rows ──► the evaluator's agents (tools, rewards, val_ limits) ──► trajectories.jsonl, as they end
-                                                                  └─► pass@k, rewards, intervals ──► summary.json
+    rows ──► the evaluator's agents ──► trajectories.jsonl, as they end
+             (tools, rewards,       └─► pass@k, rewards, intervals by data source ──► summary.json
+              val_ limits)
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class EvaluationRequest:
 
 
 def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
-    """Return the sampling parameters of a run's held-out evaluations, unless the request overrides them.
+    """Return the sampling parameters of held-out evaluations, with what the request overrides.
 
     With several samples and ``rollout.eval_temperature`` 0, the training temperature applies:
     greedy samples of a prompt are all equal.
@@ -76,24 +77,34 @@ def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
     Raises:
         ConfigError: a value is out of range.
     """
-    wanted = request.temperature
-    if wanted is None:
-        greedy_twice = config.rollout.eval_temperature == 0 and request.samples > 1
-        wanted = config.rollout.temperature if greedy_twice else config.rollout.eval_temperature
+    temperature = request.temperature
+    if temperature is None:
+        temperature = config.rollout.eval_temperature
+        if temperature == 0 and request.samples > 1:
+            temperature = config.rollout.temperature
     try:
-        cut = {"top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p}
-        return replace(evaluation_sampling(config), temperature=wanted, **cut)
+        return replace(
+            evaluation_sampling(config),
+            temperature=temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+        )
     except ValueError as error:
         raise ConfigError(f"--temperature, --top-p, --top-k, --min-p: {error}") from None
 
 
 def select_rows(config: Config, request: EvaluationRequest) -> Source:
-    """Return the rows to evaluate; raises ConfigError if none are named."""
-    limits = [
-        limit
-        for limit in (request.limit, None if request.data else config.data.eval_limit)
-        if limit
-    ]
+    """Return the rows to evaluate: their sources, and how many at most.
+
+    Raises:
+        ConfigError: none are named.
+    """
+    limits = []
+    if request.limit:
+        limits.append(request.limit)
+    if not request.data and config.data.eval_limit:
+        limits.append(config.data.eval_limit)
     return evaluation_sources(config, request.data), min(limits, default=None)
 
 
@@ -103,8 +114,6 @@ async def evaluate(
     """Sample and score; return the summary, which is also ``summary.json`` in ``out``.
 
     Args:
-        subject: the policy.
-        request: the options.
         out: folder to write, with the layout of a run folder, so that ``view`` shows its
             trajectories.
         console: shows progress.
@@ -114,8 +123,9 @@ async def evaluate(
         EngineDiedError, NothingToTrainError: no server is left, or every trajectory was lost.
     """
     config = subject.config.model_copy(update={"run_dir": str(out)})
-    chosen, source = sampling(config, request), select_rows(config, request)
-    begin = time.monotonic()
+    sampling_params = sampling(config, request)
+    source = select_rows(config, request)
+    start = time.monotonic()
     fingerprint = subject.fingerprint()
     with Progress(console, total_steps=0) as progress:
         async with open_rollouts(
@@ -124,33 +134,37 @@ async def evaluate(
             run_dir = RunDir(out)
             recorded = subject.recorded.model_copy(update={"run_dir": str(out)})
             run_dir.write_json(run_dir.config, recorded.model_dump(mode="json"))
-            groups = await _sample(rollouts, subject, request, chosen, run_dir, progress)
-            weights = sorted(
-                {v for t in all_trajectories(groups) for v in t.policy_versions if v >= 0}
-            )
-    seconds = time.monotonic() - begin
+            groups = await _sample(rollouts, subject, request, sampling_params, run_dir, progress)
+    seconds = time.monotonic() - start
     run_dir.add_metrics(evaluation_record(subject.step, groups, seconds=seconds))
+
+    versions: set[int] = set()
+    for trajectory in all_trajectories(groups):
+        # Ids that were not sampled have version -1.
+        versions.update(version for version in trajectory.policy_versions if version >= 0)
+    sources, _ = source
+    group_scores = scores(
+        groups,
+        [str(row["data_source"]) for row in RowsWithoutPrompts(rollouts.rows)],
+        samples=request.samples,
+        ks=request.ks,
+        pass_reward=request.pass_reward,
+        seed=config.seed,
+    )
     summary = {
         "policy": subject.name,
         "policy_fingerprint": fingerprint,
-        "policy_versions": weights,
-        "data": ", ".join(map(str, source[0])),
+        "policy_versions": sorted(versions),
+        "data": ", ".join(map(str, sources)),
         "samples_per_prompt": request.samples,
-        "temperature": chosen.temperature,
-        "top_p": chosen.top_p,
-        "top_k": chosen.top_k,
-        "min_p": chosen.min_p,
+        "temperature": sampling_params.temperature,
+        "top_p": sampling_params.top_p,
+        "top_k": sampling_params.top_k,
+        "min_p": sampling_params.min_p,
         "pass_reward": request.pass_reward,
         "seed": config.seed,
         "seconds": round(seconds, 1),
-        "scores": scores(
-            groups,
-            [str(row["data_source"]) for row in RowsWithoutPrompts(rollouts.rows)],
-            samples=request.samples,
-            ks=request.ks,
-            pass_reward=request.pass_reward,
-            seed=config.seed,
-        ),
+        "scores": group_scores,
     }
     run_dir.write_json(run_dir.summary, summary)
     return summary
@@ -160,34 +174,42 @@ async def _sample(
     rollouts: Rollouts,
     subject: ServedPolicy,
     request: EvaluationRequest,
-    chosen: SamplingParams,
+    sampling_params: SamplingParams,
     run_dir: RunDir,
     progress: Progress,
 ) -> Sequence[Group]:
-    """Sample for every row, with the seeds of the held-out evaluation after this step, whose samples come first."""
-    evaluator, done, rewards = rollouts.agents.evaluator, 0, 0.0
+    """Sample for every row.
+
+    Seeds are those of the held-out evaluation after this step, so that its samples come first.
+    """
+    evaluator = rollouts.agents.evaluator
+    sampled = 0
+    total_reward = 0.0
 
     def arrived(group: Group) -> None:
-        nonlocal done, rewards
-        done += request.samples
-        rewards += sum(t.score for t in group.trajectories)
+        nonlocal sampled, total_reward
+        sampled += request.samples
+        total_reward += sum(trajectory.score for trajectory in group.trajectories)
         run_dir.add_trajectories(subject.step, "heldout", recorded([group]))
 
     total = len(rollouts.rows) * request.samples
-    progress.phase(
-        "sampling", lambda: f"{done}/{total} trajectories, mean reward {rewards / max(1, done):.3f}"
-    )
+
+    def describe() -> str:
+        mean_reward = total_reward / max(1, sampled)
+        return f"{sampled}/{total} trajectories, mean reward {mean_reward:.3f}"
+
+    progress.phase("sampling", describe)
     groups = await gather(
         evaluator,
         rollouts.client,
         rollouts.rows,
         group_size=request.samples,
-        sampling=chosen,
+        sampling=sampling_params,
         step=subject.step,
         label="heldout",
         arrived=arrived,
     )
-    evaluator.accounting.train(t.trajectory_id for t in all_trajectories(groups))
+    evaluator.accounting.train(trajectory.trajectory_id for trajectory in all_trajectories(groups))
     LostBatchGuard(1).check(groups, evaluator.latest_losses)
     return groups
 
@@ -211,8 +233,8 @@ def scores(
 ) -> dict[str, dict[str, Any]]:
     """Return the scores of each data source, and of ``all`` if there are several.
 
-    With agents of several roles, each role's are ``<data source>/<role>``; a lost episode counts
-    for all of them.
+    The scores of agents with several roles are given for each role, as ``<data source>/<role>``; a
+    lost episode counts for all of them.
 
     Args:
         groups: one group per prompt.
@@ -225,41 +247,66 @@ def scores(
     """
     parts: dict[str, list[Group]] = {}
     for name in sorted(set(sources)):
-        of_source = [g for g, source in zip(groups, sources, strict=True) if source == name]
-        for role in sorted({t.role or "" for g in of_source for t in g.trajectories} or {""}):
-            parts[f"{name}/{role}" if role else name] = [
-                replace(g, trajectories=tuple(t for t in g.trajectories if (t.role or "") == role))
-                for g in of_source
-            ]
+        source_groups = []
+        for group, source in zip(groups, sources, strict=True):
+            if source == name:
+                source_groups.append(group)
+        for role in _roles(source_groups):
+            part_name = f"{name}/{role}" if role else name
+            parts[part_name] = [_of_role(group, role) for group in source_groups]
     if len(parts) > 1:
         parts[ALL] = [group for part in parts.values() for group in part]
-    return {
-        name: _scores(part, samples=samples, ks=ks, pass_reward=pass_reward, seed=seed)
-        for name, part in parts.items()
-    }
+
+    scores_by_part = {}
+    for name, part in parts.items():
+        scores_by_part[name] = _scores(
+            part, samples=samples, ks=ks, pass_reward=pass_reward, seed=seed
+        )
+    return scores_by_part
+
+
+def _roles(groups: Sequence[Group]) -> list[str]:
+    """Return the roles of all trajectories; "" is that of an agent without roles."""
+    roles = {trajectory.role or "" for trajectory in all_trajectories(groups)}
+    if not roles:  # every trajectory was lost
+        return [""]
+    return sorted(roles)
+
+
+def _of_role(group: Group, role: str) -> Group:
+    trajectories = tuple(
+        trajectory for trajectory in group.trajectories if (trajectory.role or "") == role
+    )
+    return replace(group, trajectories=trajectories)
 
 
 def _scores(
     groups: Sequence[Group], *, samples: int, ks: Sequence[int], pass_reward: float, seed: int
 ) -> dict[str, Any]:
-    members = [t for g in groups for t in g.trajectories]
-    calls = [call for t in members for call in t.tool_calls]
-    lost = sum((Counter({str(r): c for r, c in g.dropped.items()}) for g in groups), Counter())
-    scores_by_group = [[trajectory.score for trajectory in group.trajectories] for group in groups]
-    passed = [sum(score >= pass_reward for score in found) for found in scores_by_group]
-    rewards = estimate([sum(found) / samples for found in scores_by_group], seed=seed)
+    members = all_trajectories(groups)
+    calls = [call for trajectory in members for call in trajectory.tool_calls]
+
+    lost: Counter[str] = Counter()
+    mean_rewards = []
+    passed_counts = []
+    for group in groups:
+        for reason, count in group.dropped.items():
+            lost[str(reason)] += count
+        group_scores = [trajectory.score for trajectory in group.trajectories]
+        mean_rewards.append(sum(group_scores) / samples)
+        passed_counts.append(sum(score >= pass_reward for score in group_scores))
+
+    pass_estimates = {}
+    for k in ks:
+        pass_rates = [pass_at_k(samples, passed, k) for passed in passed_counts]
+        pass_estimates[str(k)] = vars(estimate(pass_rates, seed=seed, share=True))
     return {
         "prompts": len(groups),
         "samples": samples * len(groups),
-        "lost": dict(lost),
-        "reward": vars(rewards),
-        "pass": {
-            str(k): vars(
-                estimate([pass_at_k(samples, count, k) for count in passed], seed=seed, share=True)
-            )
-            for k in ks
-        },
-        "reward_parts": _part_means([t.reward_parts for t in members]),
+        "lost": dict(+lost),  # without zero counts
+        "reward": vars(estimate(mean_rewards, seed=seed)),
+        "pass": pass_estimates,
+        "reward_parts": _part_means([trajectory.reward_parts for trajectory in members]),
         "turns_mean": _mean([t.num_turns for t in members]),
         "response_tokens_mean": _mean([len(t.response_ids) for t in members]),
         "tool_calls_mean": _mean([len(t.tool_calls) for t in members]),
@@ -270,12 +317,17 @@ def _scores(
 
 def _part_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each named part of the reward, over the trajectories that have it."""
-    names = sorted({name for part in parts for name in part})
-    return {name: _mean([part[name] for part in parts if name in part]) for name in names}
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    return {name: _mean(values[name]) for name in sorted(values)}
 
 
 def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else 0.0
+    if not values:
+        return 0.0
+    return float(np.mean(values))
 
 
 @dataclass(frozen=True)
@@ -295,8 +347,8 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
     Args:
         samples: number of samples.
-        passed: number of those that passed.
-        k: number drawn.
+        passed: number of samples that passed.
+        k: number of samples drawn.
 
     >>> pass_at_k(4, 2, 1), round(pass_at_k(4, 2, 2), 4), pass_at_k(4, 2, 3)
     (0.5, 0.8333, 1.0)
@@ -313,8 +365,8 @@ def estimate(values: Sequence[float], *, seed: int, share: bool = False) -> Esti
     """Return the mean over prompts with its percentile bootstrap interval.
 
     Prompts are resampled, not samples, because samples of one prompt are not independent. Equal
-    values would resample to a false certainty: for shares the interval is Wilson's then; other
-    values have none, as nothing bounds the next.
+    values would resample to a false certainty: their interval is Wilson's if they are shares; other
+    values have none, because nothing bounds the next one.
 
     Args:
         values: one per prompt.
@@ -328,17 +380,20 @@ def estimate(values: Sequence[float], *, seed: int, share: bool = False) -> Esti
         raise ValueError("no prompts to take a mean of")
     array = np.asarray(values, np.float64)
     if array.min() == array.max():
-        return (
-            wilson(float(array[0]), len(array)) if share else Estimate(float(array[0]), None, None)
-        )
-    low, high = bootstrap(
+        value = float(array[0])
+        if share:
+            return wilson(value, len(array))
+        return Estimate(value, None, None)
+
+    result = bootstrap(
         (array,),
         np.mean,
         n_resamples=RESAMPLES,
         confidence_level=CONFIDENCE,
         method="percentile",
         rng=np.random.default_rng(seed),
-    ).confidence_interval
+    )
+    low, high = result.confidence_interval
     return Estimate(float(array.mean()), float(low), float(high))
 
 
@@ -353,7 +408,11 @@ def wilson(share: float, trials: int) -> Estimate:
     square = _Z**2 / trials
     centre = (share + square / 2) / (1 + square)
     half = _Z * math.sqrt((share * (1 - share) + square / 4) / trials) / (1 + square)
-    low, high = max(0.0, centre - half), min(1.0, centre + half)
-    return Estimate(
-        share, low if share > 0 else 0.0, high if share < 1 else 1.0
-    )  # exact despite rounding
+    low = max(0.0, centre - half)
+    high = min(1.0, centre + half)
+    # The ends of [0, 1] are exact, despite rounding.
+    if share <= 0:
+        low = 0.0
+    if share >= 1:
+        high = 1.0
+    return Estimate(share, low, high)

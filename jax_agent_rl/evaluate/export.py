@@ -1,16 +1,17 @@
-"""The table of a collection: journals are exported to it atomically, and trajectories restored from it.
+"""The table of a collection: exported from its journal, and read back as trajectories.
 
 It is one of::
 
     FILE.parquet   one table                         FILE.parquet.summary.json
     FILE.jsonl     the same columns, a line a row    FILE.jsonl.summary.json
-    FOLDER         data/train-00000-of-00002.parquet, …, README.md with the dataset's configuration, summary.json:
-                   datasets.load_dataset("FOLDER") reads it
+    FOLDER         data/train-00000-of-00002.parquet, …, README.md with the dataset's
+                   configuration, summary.json: datasets.load_dataset("FOLDER") reads it
 
-It has one row per sequence to train on, exact to the token. Most trajectories are one sequence;
-those sampled in several contexts (an edited history, a history window) are several, numbered by
-``sequence``, which repeat the reward and everything else about the trajectory. Values of varying
-shape are JSON text: ``ground_truth``, ``extra_info``, ``reward_parts``, ``arguments``, ``media``.
+The table has one row per sequence to train on, exact to the token. Most trajectories are one
+sequence. A trajectory sampled in several contexts (an edited history, a history window) is several,
+numbered by ``sequence``, which repeat the reward and everything else about the trajectory. Values
+of varying shape are JSON text: ``ground_truth``, ``extra_info``, ``reward_parts``, ``arguments``,
+``media``.
 """
 
 from __future__ import annotations
@@ -50,9 +51,12 @@ from jax_agent_rl.validation import as_score, shown
 if TYPE_CHECKING:
     import pyarrow
 
-SHARD_BYTES = 256 << 20  # journal bytes per file of a dataset folder, and in memory at a time
-ROW_GROUP_SIZE = 1024  # rows of a Parquet file that a reader of some of them has to go through
-_RECORDS_AT_ONCE = 64  # a row group is gone through once for so many of them
+SHARD_BYTES = 256 << 20
+"""Journal bytes per file of a dataset folder, and in memory at a time."""
+ROW_GROUP_SIZE = 1024
+"""Rows in a row group of a Parquet file; whoever reads one of them reads the whole group."""
+_RECORDS_AT_ONCE = 64
+"""Records that are looked for in one reading of a file."""
 CALL_FIELDS = ("name", "arguments", "observation", "error", "reward", "seconds")
 _CARD = """---
 configs:
@@ -62,20 +66,25 @@ configs:
     path: data/train-*.parquet
 ---
 
-Trajectories of `{policy}` on `{data}`, collected by `jax-agent-rl rollout`: {kept} of {started} that were started.
+Trajectories of `{policy}` on `{data}`, collected by `jax-agent-rl rollout`: \
+{kept} of {started} that were started.
 `summary.json` has the settings.
 """
 
 
 @dataclass(frozen=True)
 class Target:
-    """The output of a collection; ``path`` is as given by the user, a folder if it has no suffix."""
+    """The output of a collection: a file, or a folder if the path has no suffix."""
 
     path: Path
 
     @classmethod
     def from_path(cls, path: Path) -> Target:
-        """Return the target of a path; raises ConfigError for an unknown suffix."""
+        """Return the target of a path.
+
+        Raises:
+            ConfigError: the suffix is unknown.
+        """
         if path.suffix not in ("", ".parquet", ".jsonl"):
             raise ConfigError(
                 f"--out {path}: write FILE.parquet, FILE.jsonl, or a FOLDER (a name without an"
@@ -90,31 +99,29 @@ class Target:
     @property
     def journal(self) -> Path:
         """The journal of an unfinished collection."""
-        return self._beside(".partial.jsonl")
+        return self._companion(".partial.jsonl")
 
     @property
     def summary(self) -> Path:
         """The summary of a finished collection."""
-        return self._beside("summary.json")
+        return self._companion("summary.json")
 
     @property
     def is_taken(self) -> bool:
-        """True if something exists at the path."""
-        if self.is_folder:
-            return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+        """True if something exists at the path; an empty folder is nothing."""
+        if self.is_folder and self.path.is_dir():
+            return any(self.path.iterdir())
         return self.path.exists()
 
-    def _beside(self, name: str) -> Path:
-        return self.path / name if self.is_folder else Path(f"{self.path}.{name.lstrip('.')}")
+    def _companion(self, name: str) -> Path:
+        """Return a file in the folder, or next to the file."""
+        if self.is_folder:
+            return self.path / name
+        return Path(f"{self.path}.{name.lstrip('.')}")
 
 
 def write(target: Target, journal: Journal, summary: Mapping[str, Any]) -> None:
     """Write all prompts in their order, then the summary; remove the journal last.
-
-    Args:
-        target: where to write.
-        journal: the finished journal.
-        summary: content of the summary file.
 
     Raises:
         StorageError: the disk is full; nothing was replaced, and the journal remains.
@@ -136,15 +143,22 @@ def _write_dir(
     path: Path, journal: Journal, numbers: Sequence[int], summary: Mapping[str, Any]
 ) -> None:
     shards = list(_portions(numbers, journal.sizes)) or [[]]
-    temporary, replaced, final = path / ".data", path / ".data.old", path / "data"
+    final = path / "data"
+    temporary = path / ".data"
+    replaced = path / ".data.old"
     with writing(path):
-        for unfinished in (temporary, replaced):  # from a process that was killed here
-            shutil.rmtree(unfinished, ignore_errors=True)
+        # They exist if a process was killed in here.
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
         temporary.mkdir()
         for index, shard in enumerate(shards):
             with replacing(temporary / f"train-{index:05}-of-{len(shards):05}.parquet") as stream:
                 _write_parquet(stream, journal, shard)
-        if final.exists():  # killed after this, before the journal was removed, which has all of it
+
+        # It exists if a process was killed after the renaming below. The journal was not removed,
+        # and has all of it.
+        if final.exists():
             final.rename(replaced)
         temporary.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -157,10 +171,11 @@ def _write_parquet(file: IO[bytes], journal: Journal, numbers: Sequence[int]) ->
 
     with pyarrow.parquet.ParquetWriter(file, schema()) as writer:
         for portion in _portions(numbers, journal.sizes):
-            rows = [record for records in journal.lines(portion) for record in records]
-            writer.write_table(
-                pyarrow.Table.from_pylist(rows, schema=schema()), row_group_size=ROW_GROUP_SIZE
-            )
+            rows: list[dict[str, Any]] = []
+            for records in journal.lines(portion):
+                rows += records
+            table = pyarrow.Table.from_pylist(rows, schema=schema())
+            writer.write_table(table, row_group_size=ROW_GROUP_SIZE)
 
 
 def _write_lines(file: IO[bytes], journal: Journal, numbers: Sequence[int]) -> None:
@@ -180,20 +195,32 @@ def _portions(numbers: Sequence[int], sizes: Mapping[int, int]) -> Iterator[list
         size += sizes[number]
         if size >= SHARD_BYTES:
             yield portion
-            portion, size = [], 0
+            portion = []
+            size = 0
     if portion:
         yield portion
 
 
 @functools.cache
 def _columns() -> list[tuple[str, pyarrow.DataType, Callable[[Trajectory, Trajectory], Any]]]:
-    """Return name, type and content of the columns, which is a function of a trajectory and one of its sequences."""
+    """Return name, type and value of the columns; a value is of a trajectory and its sequence."""
     import pyarrow as pa
 
-    text, integer, number, ids = pa.string(), pa.int32(), pa.float64(), pa.list_(pa.int32())
+    text = pa.string()
+    integer = pa.int32()
+    number = pa.float64()
+    ids = pa.list_(pa.int32())
+    mask = pa.list_(pa.int8())
     message = pa.struct([("role", text), ("content", text)])
     call = pa.struct(
-        [(name, number if name in ("reward", "seconds") else text) for name in CALL_FIELDS]
+        [
+            ("name", text),
+            ("arguments", text),
+            ("observation", text),
+            ("error", text),
+            ("reward", number),
+            ("seconds", number),
+        ]
     )
     return [
         ("data_source", text, lambda t, s: str(t.row.get("data_source"))),
@@ -202,93 +229,84 @@ def _columns() -> list[tuple[str, pyarrow.DataType, Callable[[Trajectory, Trajec
         ("trajectory_id", text, lambda t, s: t.trajectory_id),
         ("prompt_ids", ids, lambda t, s: list(s.prompt_ids)),
         ("response_ids", ids, lambda t, s: list(s.response_ids)),
-        (
-            "response_mask",
-            pa.list_(pa.int8()),
-            lambda t, s: list(s.response_mask),
-        ),  # 1: sampled by the policy
+        # 1: sampled by the policy
+        ("response_mask", mask, lambda t, s: list(s.response_mask)),
         # 1: carries loss; differs with agent.mask_observations=false, and where a grammar decided
-        ("loss_mask", pa.list_(pa.int8()), lambda t, s: list(s.loss_mask)),
-        # 0 where not sampled; rounded here, so that a file of text has the same numbers
-        (
-            "rollout_logprobs",
-            pa.list_(pa.float32()),
-            lambda t, s: np.asarray(s.rollout_logprobs, np.float32).tolist(),
-        ),
-        ("policy_versions", ids, lambda t, s: list(s.policy_versions)),  # -1 where not sampled
+        ("loss_mask", mask, lambda t, s: list(s.loss_mask)),
+        # 0 where not sampled
+        ("rollout_logprobs", pa.list_(pa.float32()), lambda t, s: _float32(s.rollout_logprobs)),
+        # -1 where not sampled
+        ("policy_versions", ids, lambda t, s: list(s.policy_versions)),
         ("num_turns", integer, lambda t, s: s.num_turns),
-        (
-            "stop_reasons",
-            pa.list_(text),
-            lambda t, s: [str(turn.output.stop_reason) for turn in s.turns],
-        ),
+        ("stop_reasons", pa.list_(text), lambda t, s: _stop_reasons(s)),
         ("finish_reason", text, lambda t, s: str(s.finish_reason)),
-        (
-            "no_loss",
-            text,
-            lambda t, s: t.no_loss and str(t.no_loss),
-        ),  # why none of it carries loss, or null
+        # why none of it carries loss, or null
+        ("no_loss", text, lambda t, s: t.no_loss and str(t.no_loss)),
         ("reward", number, lambda t, s: t.reward),
         ("reward_parts", text, lambda t, s: _json(t.reward_parts)),
-        (
-            "ground_truth",
-            text,
-            lambda t, s: _json((t.row.get("reward_model") or {}).get("ground_truth")),
-        ),
+        ("ground_truth", text, lambda t, s: _json(_ground_truth(t))),
         ("extra_info", text, lambda t, s: _json(t.row.get("extra_info") or {})),
-        ("messages", pa.list_(message), lambda t, s: [_message(one) for one in t.messages]),
-        ("tool_calls", pa.list_(call), lambda t, s: [_call(one) for one in t.tool_calls]),
+        ("messages", pa.list_(message), lambda t, s: list(map(_message, t.messages))),
+        ("tool_calls", pa.list_(call), lambda t, s: list(map(_call, t.tool_calls))),
         # numbers of images and videos in the prompt, by kind
-        (
-            "media",
-            text,
-            lambda t, s: _json({kind: len(items) for kind, items in s.prompt_media.items()}),
-        ),
-        (
-            "fork_parent",
-            text,
-            lambda t, s: t.fork and t.fork.parent_id,
-        ),  # branches: parent, and what they inherited
+        ("media", text, lambda t, s: _json(_media_counts(s))),
+        # branches: their parent, and what they share with it
+        ("fork_parent", text, lambda t, s: t.fork and t.fork.parent_id),
         ("fork_turns", integer, lambda t, s: t.fork and t.fork.turns),
         ("fork_tokens", integer, lambda t, s: t.fork and t.fork.tokens),
     ]
 
 
 def schema() -> pyarrow.Schema:
-    """Return names and types of the columns; ``row`` is the number of the prompt in its file, from 0."""
+    """Return names and types of the columns.
+
+    ``row`` is the number of the prompt in its file, from 0.
+    """
     import pyarrow as pa
 
-    return pa.schema(
-        [
-            ("row", pa.int64()),
-            ("sequence", pa.int32()),
-            *((name, kind) for name, kind, _ in _columns()),
-        ]
-    )
+    columns = [("row", pa.int64()), ("sequence", pa.int32())]
+    columns += [(name, dtype) for name, dtype, _ in _columns()]
+    return pa.schema(columns)
 
 
 def records(group: Group, number: int) -> list[dict[str, Any]]:
     """Return the rows of a group; ``number`` is that of the prompt in its file."""
-    return [
-        {
-            "row": number,
-            "sequence": position,
-            **{name: value(trajectory, part) for name, _, value in _columns()},
-        }
-        for trajectory in group.trajectories
-        for position, part in enumerate(trajectory.sequences)
-    ]
+    rows = []
+    for trajectory in group.trajectories:
+        for position, sequence in enumerate(trajectory.sequences):
+            row: dict[str, Any] = {"row": number, "sequence": position}
+            for name, _, value_of in _columns():
+                row[name] = value_of(trajectory, sequence)
+            rows.append(row)
+    return rows
+
+
+def _float32(values: Sequence[float]) -> list[float]:
+    """Round as Parquet does, so that a file of text has the same numbers."""
+    return np.asarray(values, np.float32).tolist()
+
+
+def _stop_reasons(sequence: Trajectory) -> list[str]:
+    return [str(turn.output.stop_reason) for turn in sequence.turns]
+
+
+def _ground_truth(trajectory: Trajectory) -> Any:
+    reward_model = trajectory.row.get("reward_model") or {}
+    return reward_model.get("ground_truth")
+
+
+def _media_counts(sequence: Trajectory) -> dict[str, int]:
+    return {kind: len(items) for kind, items in sequence.prompt_media.items()}
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, str]:
     return {"role": str(message["role"]), "content": str(message.get("content") or "")}
 
 
-def _call(call: Any) -> dict[str, Any]:
-    return {
-        name: _json(call.arguments) if name == "arguments" else getattr(call, name)
-        for name in CALL_FIELDS
-    }
+def _call(call: ToolCallRecord) -> dict[str, Any]:
+    values = {name: getattr(call, name) for name in CALL_FIELDS}
+    values["arguments"] = _json(call.arguments)
+    return values
 
 
 def _json(value: Any) -> str:
@@ -299,7 +317,7 @@ def _json(value: Any) -> str:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a path is that of a table, not a run folder."""
+    """Return whether a path is a table's, not a run folder's."""
     return path.suffix in (".parquet", ".jsonl") or (path / "data").is_dir()
 
 
@@ -309,7 +327,9 @@ def read_recorded(path: Path) -> RunData:
     Raises:
         DataError: it is neither.
     """
-    return read_table(path) if is_table(path) else read_run(path)
+    if is_table(path):
+        return read_table(path)
+    return read_run(path)
 
 
 def read_table(path: Path) -> RunData:
@@ -319,13 +339,18 @@ def read_table(path: Path) -> RunData:
         DataError: the file is missing, or the summary damaged.
     """
     target = Target.from_path(path)
-    files = sorted((path / "data").glob("*.parquet")) if target.is_folder else [path]
+    files = [path]
+    if target.is_folder:
+        files = sorted((path / "data").glob("*.parquet"))
     trajectories = TableRecords(path, files)
     for file in files:
         if not file.is_file():
             raise trajectories.unreadable(f"there is no file {file}")
+
+    summary: dict[str, Any] = {}
     try:
-        summary = read_json_object(target.summary) if target.summary.is_file() else {}
+        if target.summary.is_file():
+            summary = read_json_object(target.summary)
     except (OSError, ValueError) as error:
         raise trajectories.unreadable(error) from None
     return RunData(
@@ -337,7 +362,9 @@ def read_table(path: Path) -> RunData:
 
 
 class TableRecords:
-    """The trajectories of a table as records of a run, a :class:`~jax_agent_rl.observe.run_dir.RecordSource`.
+    """The trajectories of a table as records of a run.
+
+    It is a :class:`~jax_agent_rl.observe.run_dir.RecordSource`.
 
     Args:
         path: the table, for messages.
@@ -355,15 +382,19 @@ class TableRecords:
         self._group_begins = array("q")  # first trajectory of each trajectory's group
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield every record; raises DataError if the table is damaged, or is none of ``rollout``."""
+        """Yield every record.
+
+        Raises:
+            DataError: the table is damaged, or was not written by ``rollout``.
+        """
         self._begins = array("q", [0])
         self._group_begins = array("q")
-        group: str | None = None
+        group_id: str | None = None
         group_begin = 0
         with self._restoring():
             for number, trajectory in enumerate(restore(self._all_rows())):
-                if trajectory.group_id != group:
-                    group = trajectory.group_id
+                if trajectory.group_id != group_id:
+                    group_id = trajectory.group_id
                     group_begin = number
                 self._group_begins.append(group_begin)
                 self._begins.append(self._begins[-1] + len(trajectory.sequences))
@@ -374,24 +405,26 @@ class TableRecords:
         remaining = iter(numbers)
         while portion := list(itertools.islice(remaining, _RECORDS_AT_ONCE)):
             with self._restoring():
-                found = self._read_portion(set(portion))
+                records = self._read_portion(set(portion))
             for number in portion:
-                yield found[number]
+                yield records[number]
 
-    def _read_portion(self, chosen: Collection[int]) -> dict[int, Record]:
-        # The tree of a branch is known from its parents, which come before it in its group.
-        needed = sorted(
-            {other for number in chosen for other in range(self._group_begins[number], number + 1)}
-        )
-        wanted = {
-            row
-            for number in needed
-            for row in range(self._begins[number], self._begins[number + 1])
-        }
-        trajectories = zip(needed, restore(self._rows(wanted)), strict=True)
-        return {
-            number: _record(trajectory) for number, trajectory in trajectories if number in chosen
-        }
+    def _read_portion(self, numbers: Collection[int]) -> dict[int, Record]:
+        # The tree of a branch is known from its parents, which precede it in its group.
+        with_parents: set[int] = set()
+        for number in numbers:
+            with_parents.update(range(self._group_begins[number], number + 1))
+        trajectory_numbers = sorted(with_parents)
+        row_numbers: set[int] = set()
+        for number in trajectory_numbers:
+            row_numbers.update(range(self._begins[number], self._begins[number + 1]))
+
+        trajectories = restore(self._rows(row_numbers))
+        records = {}
+        for number, trajectory in zip(trajectory_numbers, trajectories, strict=True):
+            if number in numbers:
+                records[number] = _record(trajectory)
+        return records
 
     def _all_rows(self) -> Iterator[Row]:
         self._file_begins = []
@@ -402,11 +435,11 @@ class TableRecords:
                 count += 1
                 yield row
 
-    def _rows(self, wanted: Collection[int]) -> Iterator[Row]:
+    def _rows(self, numbers: Collection[int]) -> Iterator[Row]:
         for file, begin in zip(self._files, self._file_begins, strict=True):
-            for _, row in read_row_file(
-                file, {index - begin for index in wanted if index >= begin}
-            ):
+            # Numbers beyond the end of the file are ignored.
+            in_file = {number - begin for number in numbers if number >= begin}
+            for _, row in read_row_file(file, in_file):
                 yield row
 
     def unreadable(self, reason: object) -> DataError:
@@ -430,42 +463,45 @@ def _record(trajectory: Trajectory) -> Record:
 
 
 def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
-    """Yield the trajectories of rows, exact to the token; of several sequences, the first ones are segments.
+    """Yield the trajectories of rows, exact to the token.
 
-    A row does not say which turn made a call: all calls are the last turn's. Turns with nothing
-        between them are one.
+    Of several sequences, all but the last are segments. A row does not say which turn made a call:
+    all calls are the last turn's. Turns with nothing between them are one.
 
     Args:
         rows: as ``data.reader`` yields them, without columns that are null.
     """
-    roots: dict[str, str] = {}  # of trees of one prompt: branches follow their parents
-    prompt: int | None = None
-    for (number, _), same in itertools.groupby(
-        rows, key=lambda row: (row["row"], row["trajectory_id"])
-    ):
-        if number != prompt:
-            prompt = number
-            roots = {}
-        *segments, row = same
+    tree_ids: dict[str, str] = {}  # of the branches of one prompt, which follow their parents
+    prompt_number: int | None = None
+    by_trajectory = itertools.groupby(rows, key=lambda row: (row["row"], row["trajectory_id"]))
+    for (number, trajectory_id), sequences in by_trajectory:
+        if number != prompt_number:
+            prompt_number = number
+            tree_ids = {}
+        *segments, row = sequences
+
         fork = None
-        parent: str | None = row.get("fork_parent")
-        if parent:
-            roots[row["trajectory_id"]] = tree = roots.get(parent, parent)
+        parent_id: str | None = row.get("fork_parent")
+        if parent_id:
+            tree_ids[trajectory_id] = tree_ids.get(parent_id, parent_id)
             fork = Fork(
-                tree_id=tree, parent_id=parent, turns=row["fork_turns"], tokens=row["fork_tokens"]
+                tree_id=tree_ids[trajectory_id],
+                parent_id=parent_id,
+                turns=row["fork_turns"],
+                tokens=row["fork_tokens"],
             )
+
         trajectory = _sequence(row)
-        *turns, last = trajectory.turns
+        *turns, last_turn = trajectory.turns
         calls = tuple(map(_restore_call, row["tool_calls"]))
+        reward_parts = json.loads(row["reward_parts"])
         yield replace(
             trajectory,
-            turns=(*turns, replace(last, tool_calls=calls)),
+            turns=(*turns, replace(last_turn, tool_calls=calls)),
             segments=tuple(map(_sequence, segments)),
             fork=fork,
             reward=as_score(row["reward"], "a reward"),
-            reward_parts={
-                key: as_score(part, key) for key, part in json.loads(row["reward_parts"]).items()
-            },
+            reward_parts={name: as_score(part, name) for name, part in reward_parts.items()},
             messages=tuple(row["messages"]),
             row={
                 "data_source": row["data_source"],
@@ -480,19 +516,22 @@ def _restore_call(call: Mapping[str, Any]) -> ToolCallRecord:
 
 
 def _sequence(row: Mapping[str, Any]) -> Trajectory:
+    """Return the trajectory of one row, without what it shares with other sequences."""
     turns: list[Turn] = []
-    reasons, end = iter(row["stop_reasons"]), 0
+    stop_reasons = iter(row["stop_reasons"])
+    end = 0
     for is_sampled, span in itertools.groupby(row["response_mask"]):
-        at, end = end, end + len(list(span))
-        ids = tuple(row["response_ids"][at:end])
+        begin = end
+        end = begin + len(list(span))
+        ids = tuple(row["response_ids"][begin:end])
         if not is_sampled:
             turns[-1] = replace(turns[-1], appended_ids=ids)
             continue
         output = TokenOutput(
             token_ids=ids,
-            log_probs=tuple(row["rollout_logprobs"][at:end]),
-            policy_versions=tuple(row["policy_versions"][at:end]),
-            stop_reason=StopReason(next(reasons, "missing")),
+            log_probs=tuple(row["rollout_logprobs"][begin:end]),
+            policy_versions=tuple(row["policy_versions"][begin:end]),
+            stop_reason=StopReason(next(stop_reasons, "missing")),
             context_digest="",
         )
         turns.append(Turn(output=output))

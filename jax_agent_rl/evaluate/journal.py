@@ -2,10 +2,10 @@
 
 It is a JSON Lines file that only grows::
 
-    {"settings": {…}}                                    of the collection; another one may not write here
-    {"served": {…}}                                      which weights rollout servers had
-    {"row": 3, "records": [{…}, …], "dropped": {…}}      a finished prompt, in order of completion
-    {"lost": {"cancelled": 5}}                           started by an interrupted process, but not written
+    {"settings": {…}}                                  of the collection; no other may write here
+    {"served": {…}}                                    which weights rollout servers had
+    {"row": 3, "records": [{…}, …], "dropped": {…}}    a finished prompt, in order of completion
+    {"lost": {"cancelled": 5}}                         started, but lost when a process ended
 
 A last line cut off by a crash is removed. A prompt without any trajectory is tried again; its
 losses stay counted. Halves of surrogate pairs become question marks, because no output format can
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,9 +36,9 @@ class Journal:
         settings: everything on which the trajectories depend.
 
     Attributes:
-        kept: trajectories in it.
-        dropped: trajectories that were started and lost, by reason.
-        sizes: bytes of each finished prompt, by its number.
+        kept: number of trajectories in it.
+        dropped: numbers of trajectories that were started and lost, by reason.
+        sizes: bytes of each finished prompt's line, by the prompt's number.
 
     Raises:
         ConfigError: it belongs to another collection, or another process writes it.
@@ -81,16 +82,16 @@ class Journal:
         """Record a finished prompt.
 
         Args:
-            number: number of the prompt.
+            number: number of the prompt in its file.
             records: its rows; empty if every trajectory was lost.
-            dropped: lost trajectories by reason.
+            dropped: numbers of lost trajectories, by reason.
         """
         line = {
             "row": number,
             "records": records,
-            "dropped": {str(k): v for k, v in dropped.items()},
+            "dropped": {str(reason): count for reason, count in dropped.items()},
         }
-        offset = self._stream.seek(0, 2)
+        offset = self._stream.seek(0, os.SEEK_END)
         self._append(line)
         self._count(line, offset, self._stream.tell() - offset)
 
@@ -105,7 +106,7 @@ class Journal:
         """Record which weights rollout servers have; a later process has to find the same ones.
 
         Raises:
-            ConfigError: they are others than those that were sampled from.
+            ConfigError: the recorded trajectories were sampled from other weights.
         """
         if self._served is not None and self.sizes:
             require_same(served, self._served, self.file)
@@ -126,13 +127,14 @@ class Journal:
 
     def _read(self, settings: Mapping[str, Any]) -> None:
         self._stream.seek(0)
-        offset, before = 0, None
+        offset = 0
+        recorded_settings = None
         for raw in self._stream:
-            if not raw.endswith(b"\n"):
+            if not raw.endswith(b"\n"):  # cut off by a crash
                 break
             line = json.loads(raw)
             if "settings" in line:
-                before = line["settings"]
+                recorded_settings = line["settings"]
             elif "served" in line:
                 self._served = line["served"]
             elif "lost" in line:
@@ -140,11 +142,11 @@ class Journal:
             else:
                 self._count(line, offset, len(raw))
             offset += len(raw)
-        if before is not None and self.sizes:
-            require_same(settings, before, self.file)
-        elif before != json.loads(
-            json.dumps(settings)
-        ):  # nothing was collected with the other settings: start over
+
+        if recorded_settings is not None and self.sizes:
+            require_same(settings, recorded_settings, self.file)
+        elif recorded_settings != _as_json(settings):
+            # Nothing was collected with the other settings: start over.
             offset = 0
             self.dropped.clear()
         self._stream.truncate(offset)
@@ -155,38 +157,48 @@ class Journal:
         self.dropped.update(line["dropped"])
         self.kept += len({record["trajectory_id"] for record in line["records"]})
         if line["records"]:
-            self._offsets[line["row"]], self.sizes[line["row"]] = offset, size
+            number = line["row"]
+            self._offsets[number] = offset
+            self.sizes[number] = size
 
 
-def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: Path) -> None:
+def require_same(settings: Mapping[str, Any], recorded: Mapping[str, Any], where: Path) -> None:
     """Compare the settings of two collections as JSON, key by key.
 
     Args:
         settings: settings of this collection.
-        before: recorded settings.
+        recorded: settings of an earlier one.
         where: file in which they are recorded.
 
     Raises:
         ConfigError: they differ; names the keys and both values.
     """
-    now, then = _flat(json.loads(json.dumps(settings))), _flat(before)
-    differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
-    if differing:
-        named = "; ".join(
-            f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in differing[:5]
-        )
+    current = _flat(_as_json(settings))
+    previous = _flat(recorded)
+    differences = []
+    for key in sorted(current.keys() | previous.keys()):
+        if current.get(key) != previous.get(key):
+            differences.append(f"{key} was {previous.get(key)!r}, is {current.get(key)!r}")
+    if differences:
         raise ConfigError(
-            f"{where} contains trajectories collected with other settings ({named}); choose another"
-            " --out, or use the same settings to continue"
+            f"{where} contains trajectories collected with other settings"
+            f" ({'; '.join(differences[:5])}); choose another --out, or use the same settings to"
+            " continue"
         )
+
+
+def _as_json(settings: Mapping[str, Any]) -> Any:
+    """Return settings as they are read back from a file."""
+    return json.loads(json.dumps(settings))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their paths, such as ``rollout.strategy``."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{path}.")
+        else:
+            flat[path] = value
     return flat
