@@ -1,6 +1,10 @@
 """Tests for users, and fakes.
 
-``conformance`` holds an engine to the protocol · ``chaos`` injects faults into a small real system
-· ``simulate`` runs the real trainers in virtual time · ``fakes`` engines and a learner · ``leaks``
-what a run must not leave behind.
+::
+
+    conformance    the tests of the engine protocol
+    chaos          faults injected into a small real system
+    simulate       the real trainers in virtual time
+    fakes          engines without a model, and a learner without an optimizer
+    leaks          what a run must not leave behind
 """

@@ -5,7 +5,8 @@
     FakeBackend                    capabilities, version, refusals: what all fakes answer alike
      ├─ BatchingEngine             continuous batching: one id per running request and tick
      │   ├─ chaos PacedBackend     samples from a table, takes weights as files, hangs on command
-     │   └─ tests ToyBackend       a toy model, prefix cache, images and adapters, for the conformance suite
+     │   └─ tests ToyBackend       a toy model with prefix cache, images and adapters, for the
+     │                             conformance suite
      ├─ simulate SimulatedEngine   computes when requests finish in virtual time; no ticks
      └─ tests ScriptedBackend      says what a test scripted
 """
@@ -55,8 +56,7 @@ class FakeBackend(ABC):
     """The part of :class:`~jax_agent_rl.rollout.protocol.RolloutBackend` that all fakes share.
 
     Args:
-        capabilities: declared capabilities.
-        version: version of the first weights.
+        version: policy version of the first weights.
     """
 
     name = "fake engine"
@@ -143,8 +143,7 @@ class BatchingEngine(FakeBackend):
     A subclass brings the policy (:meth:`sample`, :meth:`load`).
 
     Args:
-        capabilities: declared capabilities.
-        version: version of the first weights.
+        version: policy version of the first weights.
         tick_seconds: pause before each step; 0 only yields to the event loop.
         eos: the id that ends a generation.
     """
@@ -160,7 +159,8 @@ class BatchingEngine(FakeBackend):
         super().__init__(capabilities, version=version)
         self.running: dict[str, Run] = {}
         self.waiting: list[tuple[int, int, Run]] = []  # a heap by priority and arrival
-        self._tick_seconds, self._eos = tick_seconds, eos
+        self._tick_seconds = tick_seconds
+        self._eos = eos
         self._metrics = BackendMetrics()
         self._arrivals = itertools.count()
         self._frozen = False
@@ -179,12 +179,10 @@ class BatchingEngine(FakeBackend):
         """Install new weights, or raise WeightUpdateError and keep the old ones."""
 
     def stop_match(self, run: Run) -> str | None:
-        """Return the stop id, as text, that the newest id is; None if it is none."""
-        return (
-            str(run.ids[-1])
-            if run.ids and run.ids[-1] in run.request.sampling.stop_token_ids
-            else None
-        )
+        """Return the newest id as text if it is a stop id, else None."""
+        if run.ids and run.ids[-1] in run.request.sampling.stop_token_ids:
+            return str(run.ids[-1])
+        return None
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -208,8 +206,12 @@ class BatchingEngine(FakeBackend):
     async def chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         self._check(request)
         seed = request.sampling.seed
-        run = Run(request, seed=next(self._arrivals) + 10**6 if seed is None else seed)
-        priority = request.priority if self.capabilities.priorities else 0
+        if seed is None:
+            seed = 10**6 + next(self._arrivals)
+        run = Run(request, seed=seed)
+        priority = 0
+        if self.capabilities.priorities:
+            priority = request.priority
         heapq.heappush(self.waiting, (priority, next(self._arrivals), run))
         self._changed.set()
         try:
@@ -231,39 +233,44 @@ class BatchingEngine(FakeBackend):
 
     async def abort(self, request_id: str) -> bool:
         await self._responsive.wait()
-        run = next((r for r in self._all() if r.request.request_id == request_id), None)
-        if run is None:
-            return False
-        self.finish(run, StopReason.ABORTED)
-        return True
+        for run in self._all():
+            if run.request.request_id == request_id:
+                self.finish(run, StopReason.ABORTED)
+                return True
+        return False
 
     def _check(self, request: GenerateRequest) -> None:
         self.require_open()
-        length, limit = len(request.prompt_ids), self.capabilities.max_model_len
+        length = len(request.prompt_ids)
+        limit = self.capabilities.max_model_len
         if length >= limit:
             raise PromptTooLongError(
                 f"a prompt of {length} ids leaves no room in max_model_len={limit}"
             )
-        if any(r.request.request_id == request.request_id for r in self._all()):
+        if any(run.request.request_id == request.request_id for run in self._all()):
             raise BackendError(f"request {request.request_id!r} is already running")
 
     def _all(self) -> list[Run]:
-        return [*self.running.values(), *(run for _, _, run in self.waiting)]
+        waiting = [run for _, _, run in self.waiting]
+        return [*self.running.values(), *waiting]
 
     async def _serve(self) -> None:
         while True:
             await asyncio.sleep(self._tick_seconds)
             await self._responsive.wait()
-            if self._frozen or not (self.running or (self.waiting and not self._drains)):
+            can_admit = self.waiting and not self._drains
+            if self._frozen or not (self.running or can_admit):
                 self._changed.clear()
                 await self._changed.wait()
                 continue
+
             while (
                 self.waiting
                 and len(self.running) < self.capabilities.max_concurrent
                 and not self._drains
             ):
-                self.admit(heapq.heappop(self.waiting)[2])
+                _, _, run = heapq.heappop(self.waiting)
+                self.admit(run)
             for run in list(self.running.values()):
                 self.step(run)
 
@@ -278,11 +285,16 @@ class BatchingEngine(FakeBackend):
         run.log_probs.append(log_prob)
         run.versions.append(self._version)
         self._count(generated_tokens=1)
-        if (reason := self.reason(run)) is not None:
-            return self.finish(run, reason)
-        version, supports = self._version, tuple(run.supports[-1:])
+
+        reason = self.reason(run)
+        if reason is not None:
+            self.finish(run, reason)
+            return
         chunk = TokenChunk(
-            token_ids=(token,), log_probs=(log_prob,), policy_versions=(version,), supports=supports
+            token_ids=(token,),
+            log_probs=(log_prob,),
+            policy_versions=(self._version,),
+            supports=tuple(run.supports[-1:]),
         )
         run.events.put_nowait(chunk)
 
@@ -293,17 +305,22 @@ class BatchingEngine(FakeBackend):
             return StopReason.EOS
         if self.stop_match(run):
             return StopReason.STOP
-        full = len(run.request.prompt_ids) + len(run.ids) >= self.capabilities.max_model_len
-        return StopReason.LENGTH if full or len(run.ids) >= sampling.max_tokens else None
+        context_len = len(run.request.prompt_ids) + len(run.ids)
+        if context_len >= self.capabilities.max_model_len or len(run.ids) >= sampling.max_tokens:
+            return StopReason.LENGTH
+        return None
 
     def output(self, run: Run, reason: StopReason) -> TokenOutput:
         """Build the final output of a request."""
+        stop_match = None
+        if reason is StopReason.STOP:
+            stop_match = self.stop_match(run)
         return TokenOutput(
             token_ids=tuple(run.ids),
             log_probs=tuple(run.log_probs),
             policy_versions=tuple(run.versions),
             stop_reason=reason,
-            stop_match=self.stop_match(run) if reason is StopReason.STOP else None,
+            stop_match=stop_match,
             context_digest=digest_ids(run.context),
             cached_tokens=run.cached,
             supports=tuple(run.supports),
@@ -314,9 +331,9 @@ class BatchingEngine(FakeBackend):
         self.forget(run)
         self._count(requests_finished=1)
         output = self.output(run, reason)
-        last = slice(
-            len(output.token_ids) if reason is StopReason.ABORTED else -1, None
-        )  # an abort samples no id
+        last = slice(-1, None)
+        if reason is StopReason.ABORTED:  # an abort samples no id
+            last = slice(len(output.token_ids), None)
         run.events.put_nowait(
             TokenChunk(
                 token_ids=output.token_ids[last],
@@ -327,15 +344,17 @@ class BatchingEngine(FakeBackend):
             )
         )
 
-    def _count(self, **more: int) -> None:
-        self._metrics = replace(
-            self._metrics, **{k: getattr(self._metrics, k) + v for k, v in more.items()}
-        )
+    def _count(self, **increments: int) -> None:
+        """Add to counters of the metrics, by name."""
+        counters = {}
+        for name, increment in increments.items():
+            counters[name] = getattr(self._metrics, name) + increment
+        self._metrics = replace(self._metrics, **counters)
 
     # --- control ----------------------------------------------------------------------------------
 
     def hang(self, hung: bool) -> None:
-        """Stop answering requests and commands, as an engine does whose device is stuck, or continue."""
+        """Stop answering requests and commands, as if the device were stuck, or continue."""
         if hung:
             self._responsive.clear()
         else:
@@ -386,9 +405,12 @@ class BatchingEngine(FakeBackend):
         await self.reset_prefix_cache()
 
     async def health(self) -> Health:
+        detail = ""
+        if self._closed:
+            detail = "closed"
         return Health(
             ok=not self._closed,
-            detail="closed" if self._closed else "",
+            detail=detail,
             policy_version=self._version,
             running=len(self.running),
             waiting=len(self.waiting),
@@ -399,7 +421,10 @@ class BatchingEngine(FakeBackend):
 
 
 class FakeLearner(ABC):
-    """Replaces a :class:`~jax_agent_rl.learner.learner.Learner`; a subclass defines :meth:`learn`."""
+    """Replaces a :class:`~jax_agent_rl.learner.learner.Learner`.
+
+    A subclass defines :meth:`learn`.
+    """
 
     params: Any = None
     state: Any = None
@@ -424,11 +449,11 @@ class FakeLearner(ABC):
         cancellation: StepCancellation | None = None,
         check: AgreementCheck | None = None,
     ) -> UpdateResult:
-        from jax_agent_rl.learner.metrics import (
-            UpdateResult,
-        )  # brings jax, which engines start without
+        # Imported here because it imports jax, which engines start without.
+        from jax_agent_rl.learner.metrics import UpdateResult
 
-        cancellation = cancellation or StepCancellation()
+        if cancellation is None:
+            cancellation = StepCancellation()
         tick(0, 1)
         with cancellation.update():
             metrics = self.learn(groups)

@@ -1,4 +1,4 @@
-"""What a run must not leave behind or use more and more of: threads, processes, ports, files, tasks, memory."""
+"""What a run must not leave behind: threads, processes, ports, files, tasks, growing memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from typing import Any
 MARK = "JAX_AGENT_RL_CHAOS"
 """Environment variable that identifies a run's processes even after their parents have exited."""
 _SHARED = ("asyncio_", "ThreadPoolExecutor", "MainThread", "tqdm_monitor")
-"""Threads that outlive every backend: the event loop's default executor and the progress bars'
-monitor."""
+"""Beginnings of the names of threads that outlive every backend.
+
+They are the event loop's default executor and the progress bars' monitor.
+"""
 _HELPERS = ("resource_tracker", "chat.grammar_limits")
-"""Processes that serve the whole program, and end with it: multiprocessing's own, and those that
-compile grammars."""
+"""Parts of the commands of processes that serve the whole program, and end with it.
+
+They are multiprocessing's own, and those that compile grammars.
+"""
 _MAX_COMMAND_CHARS = 80
 """Commands are cut for display only: the name to recognize may stand at the end of a long path."""
 _WARM_UP = 0.25
-"""Share of a run after which it should not grow any more: imports, caches and allocator arenas are
-in place."""
-_POLLS, _POLL_SECONDS = 40, 0.05
+"""Share of a run after which it should not grow: imports, caches and arenas are in place."""
+_POLLS = 40
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -39,65 +43,76 @@ class Footprint:
 
     @classmethod
     def now(cls) -> Footprint:
-        threads = {
-            t.ident or 0: t.name for t in threading.enumerate() if not t.name.startswith(_SHARED)
-        }
+        threads = {}
+        for thread in threading.enumerate():
+            if not thread.name.startswith(_SHARED):
+                threads[thread.ident or 0] = thread.name
         return cls(threads, _descendants())
 
     def added(self) -> list[str]:
         """Describe the threads and processes that have appeared since this footprint."""
         now = Footprint.now()
-        threads = [
-            f"thread {name!r}" for ident, name in now.threads.items() if ident not in self.threads
-        ]
-        processes = {pid: name for pid, name in now.processes.items() if pid not in self.processes}
-        return threads + [
-            f"process {pid} ({name[:_MAX_COMMAND_CHARS]})" for pid, name in processes.items()
-        ]
+        descriptions = []
+        for ident, name in now.threads.items():
+            if ident not in self.threads:
+                descriptions.append(f"thread {name!r}")
+        for pid, command in now.processes.items():
+            if pid not in self.processes:
+                descriptions.append(f"process {pid} ({command[:_MAX_COMMAND_CHARS]})")
+        return descriptions
 
 
 def _descendants() -> dict[int, str]:
-    """Return the commands of this process's running descendants by process id; empty without /proc."""
+    """Return the commands of this process's running descendants, by process id.
+
+    It is empty without /proc.
+    """
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it may have exited meanwhile
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                parents[int(folder.name)] = int(fields[1])
-    found: dict[int, str] = {}
-    frontier = {os.getpid()}
-    while frontier:
-        frontier = {pid for pid, parent in parents.items() if parent in frontier}
-        found |= {pid: _command(pid) for pid in frontier}
-    return {
-        pid: command
-        for pid, command in found.items()
-        if command and not any(helper in command for helper in _HELPERS)
-    }
+            # The name, in parentheses, may have spaces. State and parent follow it.
+            _, _, after_name = (folder / "stat").read_text().rpartition(")")
+            state, parent, *_ = after_name.split()
+            if state != "Z":
+                parents[int(folder.name)] = int(parent)
+
+    commands: dict[int, str] = {}
+    generation = {os.getpid()}
+    while generation:
+        generation = {pid for pid, parent in parents.items() if parent in generation}
+        for pid in generation:
+            command = _command(pid)
+            if command and not any(helper in command for helper in _HELPERS):
+                commands[pid] = command
+    return commands
 
 
 def _command(pid: int) -> str:
     try:
-        return (
-            Path(f"/proc/{pid}/cmdline")
-            .read_bytes()
-            .replace(b"\0", b" ")
-            .decode(errors="replace")
-            .strip()
-        )
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return ""
+    return arguments.replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Return the commands of processes with ``MARK=mark`` in their environment, by process id; empty without /proc."""
-    found = {}
+    """Return the commands of processes with ``MARK=mark`` in their environment, by process id.
+
+    It is empty without /proc.
+    """
+    variable = f"{MARK}={mark}".encode()
+    commands = {}
     for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        if pid == os.getpid():
+            continue
         with suppress(OSError):  # it may have exited meanwhile, or belong to another user
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = _command(int(folder.name))
-    found.pop(os.getpid(), None)
-    return {pid: command for pid, command in found.items() if command}
+            if variable not in (folder / "environ").read_bytes().split(b"\0"):
+                continue
+            command = _command(pid)
+            if command:
+                commands[pid] = command
+    return commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +135,9 @@ async def find_leaks(
     """Find what a run left behind after everything was closed.
 
     Args:
-        mark: identifies the run's processes; any that are still alive are killed.
-        ports: the ports that were bound.
-        folder: the temporary folder of its processes.
+        mark: identifies the run's processes; those that are still alive are killed.
+        ports: the ports that the run bound.
+        folder: the temporary folder of the run's processes.
         tasks_before: the event loop's tasks before the run began.
     """
     await asyncio.sleep(0)  # lets cancelled tasks end
@@ -135,25 +150,24 @@ async def find_leaks(
 
 
 async def _orphans(mark: str) -> list[str]:
-    """Kill and describe marked processes, after giving them a moment to notice their parent's exit."""
+    """Kill and describe marked processes, once they had time to notice their parent's exit."""
     for _ in range(_POLLS):
         if not marked(mark):
             return []
         await asyncio.sleep(_POLL_SECONDS)
-    found = marked(mark)
-    for pid in found:
+    orphans = marked(mark)
+    for pid in orphans:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return [f"{pid}: {command}" for pid, command in found.items()]
+    return [f"{pid}: {command}" for pid, command in orphans.items()]
 
 
 def _is_bound(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # connections in TIME_WAIT do not count
+    with socket.socket() as listener:
+        # Connections in TIME_WAIT do not count.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            listener.bind(("127.0.0.1", port))
         except OSError:
             return True
     return False
@@ -185,21 +199,25 @@ class ResourceUsage:
 
 
 def growth(samples: Sequence[ResourceUsage]) -> dict[str, Any]:
-    """Compare medians of the first quarter after the warm-up with those of the last; empty with too few samples."""
-    steady = samples[int(len(samples) * _WARM_UP) :]
-    quarter = len(steady) // 4
+    """Compare medians of the last quarter of a run with those of the first one after the warm-up.
+
+    It is empty with too few samples.
+    """
+    after_warm_up = samples[int(len(samples) * _WARM_UP) :]
+    quarter = len(after_warm_up) // 4
     if not quarter:
         return {}
-    first, last = steady[:quarter], steady[-quarter:]
+    first = after_warm_up[:quarter]
+    last = after_warm_up[-quarter:]
 
-    def both(read: Callable[[ResourceUsage], int]) -> tuple[float, float]:
+    def medians(read: Callable[[ResourceUsage], int]) -> tuple[float, float]:
         return median(map(read, first)), median(map(read, last))
 
-    memory = both(lambda usage: usage.rss_bytes)
+    first_rss, last_rss = medians(lambda usage: usage.rss_bytes)
     return {
-        "rss_mib": [round(value / 2**20, 1) for value in memory],
-        "rss_growth": round(memory[1] / memory[0] - 1, 4),
-        "descriptors": both(lambda usage: usage.descriptors),
-        "tasks": both(lambda usage: usage.tasks),
+        "rss_mib": [round(rss / 2**20, 1) for rss in (first_rss, last_rss)],
+        "rss_growth": round(last_rss / first_rss - 1, 4),
+        "descriptors": medians(lambda usage: usage.descriptors),
+        "tasks": medians(lambda usage: usage.tasks),
         "samples": len(samples),
     }

@@ -1,4 +1,4 @@
-"""The servers' contents: an engine whose tokens can be recomputed, and a tool that counts the actions it executes.
+"""What the servers run: an engine whose tokens can be recomputed, and a tool that counts actions.
 
 ``python -m jax_agent_rl.testing.chaos.engine PORT SEED`` serves the engine; the tool server loads
 this file as ``tool_path``.
@@ -8,8 +8,8 @@ seed and position determine the draw. So a token sampled from stale or half-writ
 another context, or twice in a row differs when it is recomputed
 (:func:`jax_agent_rl.testing.chaos.ledger.problems`).
 
-The server starts within a second, so that it can be killed every few. SIGUSR1 hangs the engine
-while the server continues to send heartbeats; SIGUSR2 lets it continue.
+The server starts within a second, so that it can be killed every few seconds. SIGUSR1 hangs the
+engine while the server continues to send heartbeats; SIGUSR2 lets it continue.
 """
 
 from __future__ import annotations
@@ -55,11 +55,8 @@ class HashPolicy:
     """
 
     def __init__(self, logits: np.ndarray) -> None:
-        if (
-            logits.shape != (_ROWS, VOCABULARY)
-            or logits.dtype != np.float32
-            or not np.isfinite(logits).all()
-        ):
+        is_table = logits.shape == (_ROWS, VOCABULARY) and logits.dtype == np.float32
+        if not is_table or not np.isfinite(logits).all():
             raise ValueError(
                 f"weights must be finite float32 [{_ROWS}, {VOCABULARY}], got {logits.dtype}"
                 f" {list(logits.shape)}"
@@ -84,10 +81,11 @@ class HashPolicy:
             seed: the request's seed.
             position: number of ids before it.
         """
-        row = self._cumulative[key % _ROWS]
+        row = key % _ROWS
+        cumulative = self._cumulative[row]
         draw = zlib.crc32(f"{seed}/{position}".encode()) / 2**32
-        token = int(np.searchsorted(row, draw * row[-1], side="right"))
-        return token, float(self._log_probs[key % _ROWS, token])
+        token = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
+        return token, float(self._log_probs[row, token])
 
     def save(self, file: Path) -> None:
         """Write the weights as a safetensors file."""
@@ -97,7 +95,11 @@ class HashPolicy:
 
     @classmethod
     def read(cls, file: Path) -> HashPolicy:
-        """Read a safetensors file; raise ValueError or OSError if it does not hold a policy."""
+        """Read a safetensors file.
+
+        Raises:
+            ValueError, OSError: it does not hold a policy.
+        """
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
@@ -130,11 +132,13 @@ def context_key(ids: Sequence[int], key: int = 0) -> int:
 
 
 class PacedBackend(BatchingEngine):
-    """Samples a :class:`HashPolicy` at temperature 1 with the request's seed; takes weights as safetensors files.
+    """Samples a :class:`HashPolicy` at temperature 1 with the request's seed.
+
+    It takes weights as safetensors files.
 
     Args:
         policy: the first weights.
-        version: their version.
+        version: the policy version of the first weights.
         tick_seconds: time between two ids of a request.
         slots: requests decoded concurrently; more wait.
         max_model_len: longest context, in ids.
@@ -184,7 +188,8 @@ class PacedBackend(BatchingEngine):
         super().admit(run)
 
     def sample(self, run: Run) -> tuple[int, float]:
-        key, position = self._keys[run], len(run.request.prompt_ids) + len(run.ids)
+        key = self._keys[run]
+        position = len(run.request.prompt_ids) + len(run.ids)
         token, log_prob = self._policy.sample(key, seed=run.seed, position=position)
         self._keys[run] = context_key([token], key)
         return token, log_prob
@@ -220,9 +225,11 @@ class TallyTool(ServerTool[str, list[str]]):
     async def act(self, action: ToolAction[str, list[str]]) -> ToolObservation:
         await asyncio.sleep(_TOOL_SECONDS)
         action.environment.append(action.parsed)
-        done = zlib.crc32(action.parsed.encode("utf-8", "surrogatepass")) % _ACTIONS_PER_END == 0
+        checksum = zlib.crc32(action.parsed.encode("utf-8", "surrogatepass"))
         return ToolObservation(
-            text=f"ok {len(action.parsed)}", reward=float(len(action.environment)), done=done
+            text=f"ok {len(action.parsed)}",
+            reward=float(len(action.environment)),
+            done=checksum % _ACTIONS_PER_END == 0,
         )
 
     async def close(self, environment: list[str]) -> None:
@@ -239,9 +246,11 @@ async def serve(port: int, seed: int) -> None:
         signal.signal(
             number, lambda *_, hangs=hangs: loop.call_soon_threadsafe(backend.hang, hangs)
         )
-    uploads = Path(tempfile.gettempdir())  # where leftover files are looked for
     server = RolloutServer(
-        backend, port=port, heartbeat_seconds=HEARTBEAT_SECONDS, upload_folder=uploads
+        backend,
+        port=port,
+        heartbeat_seconds=HEARTBEAT_SECONDS,
+        upload_folder=Path(tempfile.gettempdir()),  # the run looks for leftover files there
     )
     try:
         await backend.start()

@@ -1,8 +1,10 @@
-"""Injected faults, and the server processes that they hit: every time and target is drawn from the run's seed.
+"""Injected faults, and the server processes that they hit.
 
 ::
 
     seed ──► times of each fault ──► at each: hit an idle server or proxy ──► repair it
+
+Every time and target is drawn from the run's seed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ class Child:
 
     Args:
         name: name in messages.
-        command: starts the server.
         port: port on which it listens once it is ready.
         env: its complete environment.
         log: file for its output.
@@ -44,10 +45,13 @@ class Child:
     def __init__(
         self, name: str, command: Sequence[str], *, port: int, env: Mapping[str, str], log: Path
     ) -> None:
-        self.name, self.port = name, port
+        self.name = name
+        self.port = port
         self.busy = False
         self.starts = 0
-        self._command, self._env, self._log = command, env, log
+        self._command = command
+        self._env = env
+        self._log = log
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -60,27 +64,31 @@ class Child:
             # A session of its own: Ctrl-C in the terminal is for the run, which then stops its
             # servers.
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, env=self._env, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                *self._command,
+                env=self._env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self.starts += 1
         try:
             async with asyncio.timeout(_START_SECONDS):
                 while not await _listens(self.port):
                     if self._process.returncode is not None:
                         raise LaunchError(
-                            f"{self.name} ended with {self._process.returncode}:"
-                            f" {self._last_words()}"
+                            f"{self.name} ended with {self._process.returncode}: {self._log_end()}"
                         )
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
             raise LaunchError(
-                f"{self.name} does not listen on port {self.port}: {self._last_words()}"
+                f"{self.name} does not listen on port {self.port}: {self._log_end()}"
             ) from None
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         """Return the end of its log, which is deleted with the run's folder."""
-        return self._log.read_text(errors="replace")[-_MAX_LOG_CHARS:].strip() or "it said nothing"
+        end = self._log.read_text(errors="replace")[-_MAX_LOG_CHARS:].strip()
+        return end or "it said nothing"
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal, if the process is alive."""
@@ -94,7 +102,11 @@ class Child:
             await self._process.wait()
 
     async def stop(self) -> bool:
-        """Terminate the process, and kill it after ten seconds; return whether it exited by itself."""
+        """Terminate the process, and kill it after ten seconds.
+
+        Returns:
+            Whether it exited without being killed.
+        """
         if self._process is None:
             return True
         self.send(signal.SIGCONT)
@@ -110,9 +122,10 @@ class Child:
 
 def free_port() -> int:
     """Return a free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        _, port = listener.getsockname()
+        return port
 
 
 async def _listens(port: int) -> bool:
@@ -132,11 +145,11 @@ class Injection:
 
     Args:
         name: one of :data:`FAULTS`.
-        targets: what it may hit, all :class:`Child` or all :class:`FaultProxy`.
+        targets: servers or proxies that it may hit, all of one class.
 
     Attributes:
         strikes: number of strikes so far.
-        skipped: number of strikes skipped because other faults were in progress on all targets.
+        skipped: number of strikes left out because other faults were in progress on all targets.
     """
 
     def __init__(self, name: str, targets: Sequence[Child | FaultProxy]) -> None:
@@ -144,21 +157,28 @@ class Injection:
         self.strikes = 0
         self.skipped = 0
         self._targets = targets
-        self._every, self._hit = FAULTS[name]
+        self._mean_gap, self._hit = FAULTS[name]
 
     def times(self, seed: int, seconds: float, *, rarer: float = 1.0) -> list[float]:
-        """Draw the strike times in seconds from the start; gaps are 0.6 to 1.4 times the mean, times ``rarer``."""
-        rng, found, now = Random(f"{seed}/{self.name}"), [], 0.0
-        while (now := now + rarer * self._every * rng.uniform(0.6, 1.4)) < seconds:
-            found.append(now)
-        return found
+        """Draw the strike times, in seconds from the start.
+
+        Gaps are 0.6 to 1.4 times the mean gap, multiplied by ``rarer``.
+        """
+        rng = Random(f"{seed}/{self.name}")
+        times = []
+        time = 0.0
+        while True:
+            time += rarer * self._mean_gap * rng.uniform(0.6, 1.4)
+            if time >= seconds:
+                return times
+            times.append(time)
 
     async def run(self, seed: int, seconds: float, *, rarer: float = 1.0) -> None:
         """Strike at the drawn :meth:`times`, but not before the last target is repaired."""
         loop = asyncio.get_running_loop()
-        begin = loop.time()
-        for number, when in enumerate(self.times(seed, seconds, rarer=rarer)):
-            await asyncio.sleep(max(0.0, begin + when - loop.time()))
+        start = loop.time()
+        for number, time in enumerate(self.times(seed, seconds, rarer=rarer)):
+            await asyncio.sleep(max(0.0, start + time - loop.time()))
             await self.strike(Random(f"{seed}/{self.name}/{number}"))
 
     async def strike(self, rng: Random) -> None:
@@ -183,7 +203,10 @@ async def _kill_engine(engine: Child, rng: Random) -> None:
 
 
 async def _freeze_engine(engine: Child, rng: Random) -> None:
-    """Send SIGSTOP: the kernel accepts connections, nobody answers; the engine continues with the weights it had."""
+    """Send SIGSTOP: the kernel accepts connections, but nobody answers.
+
+    The engine continues later, with the weights it had.
+    """
     engine.send(signal.SIGSTOP)
     try:
         await asyncio.sleep(rng.uniform(1.0, 5.0))
@@ -192,7 +215,7 @@ async def _freeze_engine(engine: Child, rng: Random) -> None:
 
 
 async def _hang_engine(engine: Child, rng: Random) -> None:
-    """Stop sampling while the server still sends heartbeats; later the engine continues or is restarted."""
+    """Stop sampling while the server still sends heartbeats; later continue, or restart it."""
     engine.send(signal.SIGUSR1)
     await asyncio.sleep(rng.uniform(3.0, 6.0))
     if rng.random() < 0.5:
@@ -210,7 +233,8 @@ async def _kill_tool_server(tools: Child, rng: Random) -> None:
 
 async def _break_network(proxy: FaultProxy, rng: Random, *, fault: Fault) -> None:
     """Let a fault hit some of the requests to one server for a second or two."""
-    proxy.fault, proxy.chance = fault, _NETWORK_CHANCE
+    proxy.fault = fault
+    proxy.chance = _NETWORK_CHANCE
     try:
         await asyncio.sleep(rng.uniform(0.5, 2.0))
     finally:
@@ -224,12 +248,19 @@ FAULTS: dict[str, tuple[float, _Hit]] = {
     "kill_tool_server": (11.0, _kill_tool_server),
     **{f"network_{fault}": (6.0, partial(_break_network, fault=fault)) for fault in Fault},
 }
-"""Mean seconds between two strikes, and what breaks and repairs a target, by the fault's name."""
+"""By the fault's name, mean seconds between two strikes, and what breaks and repairs a target."""
 
 
 def all_injections(
     engines: Sequence[Child], tools: Child, proxies: Sequence[FaultProxy]
 ) -> list[Injection]:
     """Return one injection of every kind."""
-    targets = {"kill_tool_server": [tools], **{f"network_{fault}": proxies for fault in Fault}}
-    return [Injection(name, targets.get(name, engines)) for name in FAULTS]
+    injections = []
+    for name in FAULTS:
+        targets: Sequence[Child | FaultProxy] = engines
+        if name == "kill_tool_server":
+            targets = [tools]
+        elif name.startswith("network_"):
+            targets = proxies
+        injections.append(Injection(name, targets))
+    return injections

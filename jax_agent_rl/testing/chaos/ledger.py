@@ -1,4 +1,4 @@
-"""Invariants watched during a run: one fate for each trajectory, exact tokens of versions that were served."""
+"""Invariants watched during a run: each trajectory has one fate, each token can be recomputed."""
 
 from __future__ import annotations
 
@@ -18,31 +18,36 @@ TRAINED = "trained"
 FREE_TO_LOSE = frozenset(
     {DropReason.CANCELLED, DropReason.TOOL_SERVER_ERROR, DropReason.SINGLE_MEMBER}
 )
-"""Losses that are no failure: requests in flight at the end, state of a killed tool server, the
-rest of its group."""
-_MAX_COMPLAINTS = 20  # kept as text; all are counted
+"""Losses that are no failure.
+
+They are requests in flight at the end, trajectories whose tool server was killed, and the last
+member of such a group.
+"""
+_MAX_COMPLAINTS = 20
+"""Complaints that are stored as text; all are counted."""
 
 
 def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
-    """Recompute a trajectory from weights, seeds and contexts, and yield a description of every difference.
+    """Recompute a trajectory from weights, seeds and contexts; describe every difference.
 
     Its id ends with the step, index and number from which the collector of a run with this seed
     seeded it.
     """
     name = trajectory.trajectory_id
     label, *numbers = name.rsplit("-", 3)
-    own_seed = derive_seed(seed, label, *map(int, numbers))
-    key, position = context_key(trajectory.prompt_ids), len(trajectory.prompt_ids)
+    trajectory_seed = derive_seed(seed, label, *map(int, numbers))
+    key = context_key(trajectory.prompt_ids)
+    prompt_len = len(trajectory.prompt_ids)
     ids: list[int] = []
-    sampled: list[tuple[int, int, float, int]] = []  # place in the response, id, log-prob, version
+    sampled: list[tuple[int, int, float, int]] = []  # index in the response, id, log-prob, version
     for number, turn in enumerate(trajectory.turns):
-        output, turn_seed = turn.output, derive_seed(own_seed, number)
+        output = turn.output
+        turn_seed = derive_seed(trajectory_seed, number)
         for token, log_prob, version in zip(
             output.token_ids, output.log_probs, output.policy_versions, strict=True
         ):
-            expected = hash_policy(seed, version).sample(
-                key, seed=turn_seed, position=position + len(ids)
-            )
+            policy = hash_policy(seed, version)
+            expected = policy.sample(key, seed=turn_seed, position=prompt_len + len(ids))
             if expected != (token, log_prob):
                 yield (
                     f"{name}: id {len(ids)} is {token, log_prob}; version {version} gives"
@@ -53,32 +58,44 @@ def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
             key = context_key([token], key)
         ids += turn.appended_ids
         key = context_key(turn.appended_ids, key)
-        acted = max((call.reward for call in turn.tool_calls), default=0.0)
-        if acted > number + 1:
-            yield f"{name}: its tool acted {acted:g} times in {number + 1} turns"
-    columns = (trajectory.response_mask, trajectory.rollout_logprobs, trajectory.policy_versions)
-    flat = enumerate(zip(trajectory.response_ids, *columns, strict=True))
-    if list(trajectory.response_ids) != ids or sampled != [
-        (i, t, lp, v) for i, (t, m, lp, v) in flat if m
-    ]:
+
+        # The reward of a tool call is its number within the trajectory.
+        action_count = max((call.reward for call in turn.tool_calls), default=0.0)
+        if action_count > number + 1:
+            yield f"{name}: its tool acted {action_count:g} times in {number + 1} turns"
+
+    if list(trajectory.response_ids) != ids or _sampled_columns(trajectory) != sampled:
         yield f"{name}: what the learner reads is not what its turns hold"
+
+
+def _sampled_columns(trajectory: Trajectory) -> list[tuple[int, int, float, int]]:
+    """Return index, id, log-prob and version of each sampled id, as the learner reads them."""
+    columns = zip(
+        trajectory.response_ids,
+        trajectory.response_mask,
+        trajectory.rollout_logprobs,
+        trajectory.policy_versions,
+        strict=True,
+    )
+    sampled = []
+    for index, (token, is_sampled, log_prob, version) in enumerate(columns):
+        if is_sampled:
+            sampled.append((index, token, log_prob, version))
+    return sampled
 
 
 class Ledger:
     """Findings of one run.
 
-    Args:
-        seed: the run's seed.
-
     Attributes:
         fates: fate of every started trajectory: None while in flight, ``trained``, or the reason it
             was dropped.
-        duplicated: trajectories that were started twice or reached the learner twice.
-        inexact: trajectories with a wrong token, mask or tool call.
-        stale_served: tokens of a version that was not served while they were sampled.
-        unbalanced: steps after which the accounting did not balance.
-        steps: steps that the learner finished.
-        tokens: sampled ids that were trained on.
+        duplicated: number of trajectories that were started twice or reached the learner twice.
+        inexact: number of trajectories with a wrong token, mask or tool call.
+        stale_served: number of tokens of a version that was not served while they were sampled.
+        unbalanced: number of steps after which the accounting did not balance.
+        steps: number of steps that the learner finished.
+        tokens: number of sampled ids that were trained on.
         warm: end of the first step by ``time.monotonic``, and the number of trajectories trained by
             then.
         complaints: the first failures, as text.
@@ -86,8 +103,12 @@ class Ledger:
 
     def __init__(self, seed: int) -> None:
         self.fates: dict[str, str | None] = {}
-        self.duplicated = self.inexact = self.stale_served = self.unbalanced = 0
-        self.steps = self.tokens = 0
+        self.duplicated = 0
+        self.inexact = 0
+        self.stale_served = 0
+        self.unbalanced = 0
+        self.steps = 0
+        self.tokens = 0
         self.warm: tuple[float, int] | None = None
         self.complaints: list[str] = []
         self._seed = seed
@@ -107,21 +128,23 @@ class Ledger:
                 self.complain(f"{name} reached the learner twice")
             self._trained_ids.add(name)
             self.tokens += trajectory.num_sampled
-            if wrong := next(problems(trajectory, seed=self._seed), None):
+            problem = next(problems(trajectory, seed=self._seed), None)
+            if problem is not None:
                 self.inexact += 1
-                self.complain(wrong)
+                self.complain(problem)
 
     def finish_step(self, accounting: Accounting) -> None:
         """Record the end of a step, and check that accounting and fates agree."""
         self.steps += 1
-        self.warm = self.warm or (time.monotonic(), self.count(TRAINED))
+        if self.warm is None:
+            self.warm = (time.monotonic(), self.count(TRAINED))
         try:
             accounting.check()
         except AssertionError as error:
             self.unbalanced += 1
             self.complain(str(error))
-        open_ones = {name for name, fate in self.fates.items() if fate is None}
-        if open_ones != accounting.in_flight or len(self.fates) != accounting.started:
+        without_fate = {name for name, fate in self.fates.items() if fate is None}
+        if without_fate != accounting.in_flight or len(self.fates) != accounting.started:
             self.unbalanced += 1
             self.complain(
                 f"after step {self.steps} the trajectories in flight are not those without a fate"
@@ -131,12 +154,12 @@ class Ledger:
         """Return the trajectories trained per second since the first step; 0 before its end."""
         if self.warm is None:
             return 0.0
-        since, trained = self.warm
-        return (self.count(TRAINED) - trained) / (now - since)
+        warm_time, warm_count = self.warm
+        return (self.count(TRAINED) - warm_count) / (now - warm_time)
 
     def count(self, fate: str) -> int:
         """Return the number of trajectories with this fate."""
-        return sum(f == fate for f in self.fates.values())
+        return list(self.fates.values()).count(fate)
 
     def summary(self) -> dict[str, Any]:
         """Return the findings as JSON.
@@ -144,22 +167,25 @@ class Ledger:
         ``lost`` counts trajectories without a fate and those dropped for a reason not in
         :data:`FREE_TO_LOSE`: an engine's failure, for example, may cost time but no trajectory.
         """
-        ends = Counter(fate or "unknown" for fate in self.fates.values())
+        counts = Counter(fate or "unknown" for fate in self.fates.values())
+        lost = 0
+        dropped = {}
+        for fate, count in sorted(counts.items()):
+            if fate == TRAINED:
+                continue
+            if fate not in FREE_TO_LOSE:
+                lost += count
+            if fate != "unknown":
+                dropped[fate] = count
         return {
-            "lost": sum(
-                n for fate, n in ends.items() if fate != TRAINED and fate not in FREE_TO_LOSE
-            ),
+            "lost": lost,
             "duplicated": self.duplicated,
             "inexact": self.inexact,
             "stale_served": self.stale_served,
             "unbalanced_steps": self.unbalanced,
             "started": len(self.fates),
-            "trained": ends[TRAINED],
-            "dropped": {
-                reason: n
-                for reason, n in sorted(ends.items())
-                if reason not in (TRAINED, "unknown")
-            },
+            "trained": counts[TRAINED],
+            "dropped": dropped,
             "steps": self.steps,
             "trained_tokens": self.tokens,
         }
@@ -193,14 +219,15 @@ class WatchedAccounting(Accounting):
 class WatchedClient(LLMServerClient):
     """Client that checks each output's versions against those served while it was sampled.
 
-    Those are all versions from the last one that every engine had loaded when the request was sent
-    to the newest one being published when it ended.
+    Served are all versions from the last one that every engine had loaded when the request was
+    sent, to the newest one that was being published when it ended.
     """
 
     def __init__(self, ledger: Ledger, **options: Any) -> None:
         super().__init__(**options)
         self._ledger = ledger
-        self._published = self._offered = 0
+        self._published = 0
+        self._offered = 0
 
     async def generate(self, request_id: str, **request: Any) -> TokenOutput:
         oldest = self._published

@@ -1,17 +1,18 @@
-"""A faulty network: a proxy before one HTTP server that answers in its place or corrupts its answers.
+"""A faulty network: a proxy before one HTTP server that corrupts or replaces its answers.
 
 ::
 
-    client ──► head, body ──► fault? ──no──► server ──► answer ──► client          one request per connection
+    client ──► head, body ──► fault? ──no──► server ──► answer ──► client
                                 │
-                                ├─ reset        RST, before the server sees the request or in the middle of the answer
+                                ├─ reset        RST, before the server sees the request, or in the
+                                │               middle of the answer
                                 ├─ unavailable  HTTP 503 with a page of HTML, as gateways send
                                 ├─ truncate     the first half of the answer, then an orderly end
                                 ├─ slow         the answer in small pieces
                                 └─ stall        nothing, for as long as the client waits
 
-An unreachable server gives HTTP 502. Requests are forwarded as HTTP/1.0, so that answers are not
-chunked and half of one looks complete.
+Each connection has one request. An unreachable server gives HTTP 502. Requests are forwarded as
+HTTP/1.0, so that answers are not chunked and half of one looks complete.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class FaultProxy:
         fault: the active fault, if any.
         chance: probability that the fault hits a request.
         busy: whether a fault is in progress here; other faults then leave it alone.
-        hits: requests hit, by fault.
-        requests: requests received, by path.
+        hits: number of requests hit, by fault.
+        requests: number of requests received, by path.
         attempts: number of times each rollout request (by id) or tool call (by trajectory and step)
             was sent.
     """
@@ -100,50 +101,54 @@ class FaultProxy:
         """Handle one request, until it is answered or the client disconnects."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)
-            body = await reader.readexactly(int(length[1]) if length else 0)
+            length = 0
+            match = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)
+            if match is not None:
+                length = int(match[1])
+            body = await reader.readexactly(length)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
             writer.close()
             return
+
         path = head.split(b" ", 2)[1].decode()
         self.requests[path] += 1
-        if name := _name(path, body):
-            self.attempts[name] += 1
-        answering = asyncio.create_task(self._answer(head, body, writer), name="fault-proxy-answer")
-        leaving = asyncio.create_task(reader.read(1), name="fault-proxy-client")
+        identity = _identity(path, body)
+        if identity:
+            self.attempts[identity] += 1
+
+        answer = asyncio.create_task(self._answer(head, body, writer), name="fault-proxy-answer")
+        disconnect = asyncio.create_task(reader.read(1), name="fault-proxy-client")
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (answering, leaving):
-                task.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
+            answer.cancel()
+            disconnect.cancel()
+            await asyncio.gather(answer, disconnect, return_exceptions=True)
             writer.close()
 
     async def _answer(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
-        fault = self.fault if self.fault and self._rng.random() < self.chance else None
-        before = self._rng.random() < 0.5  # the server acts
-        if fault is not None:
+        fault = None
+        if self.fault and self._rng.random() < self.chance:
+            fault = self.fault
             self.hits[fault] += 1
+        before_server_acts = self._rng.random() < 0.5
+
         if fault is Fault.UNAVAILABLE:
-            return await _send_error(writer, 503, "Service Unavailable")
-        if fault is Fault.RESET and before:
-            return _reset(writer)
-        if fault is Fault.STALL and before:
+            await _send_error(writer, 503, "Service Unavailable")
+            return
+        if fault is Fault.RESET and before_server_acts:
+            _reset(writer)
+            return
+        if fault is Fault.STALL and before_server_acts:
             await asyncio.Event().wait()
+
         try:
             from_server, to_server = await asyncio.open_connection("127.0.0.1", self._upstream)
         except OSError:
-            return await _send_error(writer, 502, "Bad Gateway")
+            await _send_error(writer, 502, "Bad Gateway")
+            return
         try:
-            line, _, rest = head.partition(b"\r\n")  # rewritten as HTTP/1.0 on its own connection
-            rest = _without(b"connection", rest.removesuffix(b"\r\n\r\n"))
-            plain = (
-                line.replace(b"HTTP/1.1", b"HTTP/1.0")
-                + b"\r\n"
-                + rest
-                + b"\r\nConnection: close\r\n\r\n"
-            )
-            to_server.write(plain + body)
+            to_server.write(_as_http_1_0(head) + body)
             await self._pass_on(from_server, writer, fault)
         except ConnectionError:  # the server died, or the client has left
             _reset(writer)
@@ -162,10 +167,10 @@ class FaultProxy:
                     await _send(writer, data)
                     await asyncio.sleep(self._piece_seconds)
             case Fault.TRUNCATE:
-                head, _, body = (await answer.read()).partition(b"\r\n\r\n")
-                await _send(
-                    writer, _without(b"content-length", head) + b"\r\n\r\n" + body[: len(body) // 2]
-                )
+                whole_answer = await answer.read()
+                head, _, body = whole_answer.partition(b"\r\n\r\n")
+                head = _without(b"content-length", head)
+                await _send(writer, head + b"\r\n\r\n" + body[: len(body) // 2])
             case Fault.RESET:
                 await _send(writer, await answer.read(_PIECE))
                 _reset(writer)
@@ -174,15 +179,26 @@ class FaultProxy:
                 await asyncio.Event().wait()
 
 
-def _name(path: str, body: bytes) -> str | None:
-    """Return the identity that a request shares with its repetitions; None where these do not matter."""
+def _identity(path: str, body: bytes) -> str | None:
+    """Return what a request shares with its repetitions; None where these do not matter."""
     if path == "/v1/generate":
         return json.loads(body)["request_id"]
     if path == "/get_observation":
         call = json.loads(body)
-        step = "close" if call["finish"][0] else call["extra_fields"][0]["current_step"]
-        return f"{call['trajectory_ids'][0]}/{step}"
+        trajectory_id = call["trajectory_ids"][0]
+        if call["finish"][0]:
+            return f"{trajectory_id}/close"
+        step = call["extra_fields"][0]["current_step"]
+        return f"{trajectory_id}/{step}"
     return None
+
+
+def _as_http_1_0(head: bytes) -> bytes:
+    """Return the head of a request as HTTP/1.0 with a connection of its own."""
+    request_line, _, headers = head.partition(b"\r\n")
+    headers = _without(b"connection", headers.removesuffix(b"\r\n\r\n"))
+    request_line = request_line.replace(b"HTTP/1.1", b"HTTP/1.0")
+    return request_line + b"\r\n" + headers + b"\r\nConnection: close\r\n\r\n"
 
 
 async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
@@ -199,15 +215,19 @@ async def _send_error(writer: asyncio.StreamWriter, status: int, reason: str) ->
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """End the connection with RST, as a crashed host or a firewall does, not with an orderly FIN."""
+    """End the connection with RST, as a crashed host or a firewall does, not with a FIN."""
     with contextlib.suppress(OSError):  # the client may have left already
+        linger_for_0_seconds = struct.pack("ii", 1, 0)
         writer.get_extra_info("socket").setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            socket.SOL_SOCKET, socket.SO_LINGER, linger_for_0_seconds
         )
     writer.transport.abort()
 
 
 def _without(name: bytes, head: bytes) -> bytes:
-    return b"\r\n".join(
-        line for line in head.split(b"\r\n") if not line.lower().startswith(name + b":")
-    )
+    """Return the lines of a head without the header of this name."""
+    lines = []
+    for line in head.split(b"\r\n"):
+        if not line.lower().startswith(name + b":"):
+            lines.append(line)
+    return b"\r\n".join(lines)

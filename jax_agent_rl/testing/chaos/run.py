@@ -1,10 +1,11 @@
-"""``jax-agent-rl chaos``: the testbed without and with faults, what it leaves behind, and which invariants held.
+"""``jax-agent-rl chaos``: the testbed without and with faults, and which invariants held.
 
 ::
 
-    start ─► trainer runs ......................................... cancelled ─► close ─► find leaks
-                  │ faults strike ...... repaired │ calm ... until more are trained, at least until seconds are over
-                  0                       seconds - CALM
+    start ─► trainer runs ................................... cancelled ─► close ─► find leaks
+                  │ faults strike ........ repaired │ calm .....│
+                  0                seconds - CALM_SECONDS    seconds, or later: until something
+                                                             is trained after the last fault
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.console import Console
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.chaos.faults import FAULTS, Injection, all_injections
 from jax_agent_rl.testing.chaos.ledger import TRAINED
+from jax_agent_rl.testing.chaos.proxy import Fault
 from jax_agent_rl.testing.chaos.testbed import TOOL_RETRIES, Testbed, open_testbed
 from jax_agent_rl.testing.leaks import Leaks, ResourceUsage, find_leaks, growth
 
@@ -35,11 +37,14 @@ _REPORT_SECONDS = 5.0
 _RARER = 3.0
 """Factor on the time between faults in a soak, which measures what accumulates."""
 _RECOVERY_SECONDS = 90.0
+"""How long to wait after the end for something to be trained.
+
+Servers that were lost often are retried only after a while.
+"""
 UNDISTURBED_SHARE = 0.25
 """Share of the time for the undisturbed run: enough to measure throughput."""
 MAX_ATTEMPTS = 20
-"""Attempts at one rollout request: each fault that hits it costs one, so more indicates a retry
-loop."""
+"""Attempts at one rollout request: each fault costs one, so more indicates a retry loop."""
 MAX_RSS_GROWTH = 0.05
 _MAX_BASELINE_SECONDS = 60.0
 _MIN_SECONDS = 2 * CALM_SECONDS
@@ -51,17 +56,17 @@ class ChaosResult:
 
     Attributes:
         seconds: its duration.
-        trained_per_second: trajectories per second after the first step.
+        trained_per_second: trajectories trained per second after the first step.
         stop_seconds: time from its cancellation until everything had stopped.
         findings: :meth:`Ledger.summary`.
         complaints: descriptions of failures.
-        faults: strikes by fault.
-        requests_spoilt: requests hit by network faults, by fault.
+        faults: numbers of strikes, by fault.
+        requests_spoilt: numbers of requests hit by network faults, by fault.
         servers_lost: number of times the client lost a server.
-        max_attempts: times that the most repeated rollout request was sent.
-        max_tool_attempts: times that the most repeated tool call was sent.
-        mean_attempts: mean times that a rollout request was sent.
-        trained_after: trajectories trained after the last fault was repaired.
+        max_attempts: how often the most repeated rollout request was sent.
+        max_tool_attempts: how often the most repeated tool call was sent.
+        mean_attempts: how often a rollout request was sent on average.
+        trained_after: number of trajectories trained after the last fault was repaired.
         crashed: why the trainer ended early; empty if it did not.
         usage: resource usage at intervals of a soak.
         leaks: what was left after everything was closed.
@@ -98,18 +103,19 @@ async def run_chaos(
         seconds: duration; extended only if nothing was trained after the last fault.
         seed: seeds everything.
         faults: names of the faults that strike; empty for an undisturbed run.
-        soak: measure resource usage, with rarer faults.
+        soak: whether to measure resource usage, with rarer faults.
         print_line: reports progress.
 
     Raises:
         LaunchError: a server does not start.
     """
-    mark, before = secrets.token_hex(8), asyncio.all_tasks()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        async with open_testbed(Path(name), seed=seed, mark=mark) as testbed:
+    mark = secrets.token_hex(8)
+    tasks_before = asyncio.all_tasks()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        async with open_testbed(Path(scratch), seed=seed, mark=mark) as testbed:
             result = await _run(testbed, seconds, seed, faults, soak, print_line)
         leaks = await find_leaks(
-            mark=mark, ports=testbed.ports, folder=testbed.temporary, tasks_before=before
+            mark=mark, ports=testbed.ports, folder=testbed.temporary, tasks_before=tasks_before
         )
     return replace(result, leaks=leaks)
 
@@ -122,47 +128,63 @@ async def _run(
     soak: bool,
     print_line: Callable[[str], None],
 ) -> ChaosResult:
-    ledger, usage, crashed = testbed.ledger, [], ""
-    injections = [
-        i
-        for i in all_injections(testbed.engines, testbed.tools, testbed.proxies)
-        if i.name in faults
-    ]
+    ledger = testbed.ledger
+    usage: list[ResourceUsage] = []
+    injections = []
+    for injection in all_injections(testbed.engines, testbed.tools, testbed.proxies):
+        if injection.name in faults:
+            injections.append(injection)
+    rarer = _RARER if soak else 1.0
+
     training = asyncio.create_task(testbed.trainer.run(), name="trainer")
-    watching = asyncio.create_task(_watch(testbed, injections, usage, print_line), name="watch")
-    strikes = _strike(injections, seed, seconds - CALM_SECONDS, rarer=_RARER if soak else 1.0)
-    striking = asyncio.create_task(strikes, name="faults")
-    begin = time.monotonic()
+    watch = asyncio.create_task(_watch(testbed, injections, usage, print_line), name="watch")
+    strikes = asyncio.create_task(
+        _strike(injections, seed, seconds - CALM_SECONDS, rarer=rarer), name="faults"
+    )
+    start = time.monotonic()
+    crashed = ""
     try:
-        await asyncio.wait({training, striking}, return_when=asyncio.FIRST_COMPLETED)
-        trained = ledger.count(TRAINED)
-        await asyncio.wait({training}, timeout=max(0.0, begin + seconds - time.monotonic()))
-        seconds, trained_per_second = time.monotonic() - begin, ledger.rate(time.monotonic())
-        deadline = (
-            time.monotonic() + _RECOVERY_SECONDS
-        )  # servers that were lost often are retried only after a while
+        await asyncio.wait({training, strikes}, return_when=asyncio.FIRST_COMPLETED)
+        trained_under_faults = ledger.count(TRAINED)
+        await asyncio.wait({training}, timeout=max(0.0, start + seconds - time.monotonic()))
+        end = time.monotonic()
+        trained_per_second = ledger.rate(end)
+
+        # Something has to be trained after the last fault.
         while (
-            ledger.count(TRAINED) <= trained and not training.done() and time.monotonic() < deadline
+            ledger.count(TRAINED) <= trained_under_faults
+            and not training.done()
+            and time.monotonic() < end + _RECOVERY_SECONDS
         ):
             await asyncio.wait({training}, timeout=0.2)
-        trained_after = ledger.count(TRAINED) - trained
+        trained_after = ledger.count(TRAINED) - trained_under_faults
         if training.done():
-            error = None if training.cancelled() else training.exception()
-            crashed = f"{type(error).__name__}: {error}" if error else "the trainer ended by itself"
+            crashed = _describe_end(training)
     finally:
-        for task in (watching, striking, training):
+        tasks = {watch, strikes, training}
+        for task in (watch, strikes, training):
             task.cancel()
-        stopping = time.monotonic()
-        _, stuck = await asyncio.wait({watching, striking, training}, timeout=_STOP_SECONDS)
-        stop_seconds = time.monotonic() - stopping
-    if striking.done() and not striking.cancelled() and (error := striking.exception()):
-        raise (
-            error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-        )  # a server did not start again
-    attempts: Counter[str] = sum((proxy.attempts for proxy in testbed.engine_proxies), Counter())
-    hits = sum((proxy.hits for proxy in testbed.proxies), Counter())
+        cancelled = time.monotonic()
+        _, stuck = await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+        stop_seconds = time.monotonic() - cancelled
+
+    if strikes.done() and not strikes.cancelled():
+        error = strikes.exception()
+        if isinstance(error, ExceptionGroup):  # a server did not start again
+            raise error.exceptions[0]
+        if error is not None:
+            raise error
+    if not crashed:
+        crashed = ", ".join(f"{task.get_name()} did not end when cancelled" for task in stuck)
+
+    attempts: Counter[str] = Counter()
+    for proxy in testbed.engine_proxies:
+        attempts.update(proxy.attempts)
+    hits: Counter[Fault] = Counter()
+    for proxy in testbed.proxies:
+        hits.update(proxy.hits)
     return ChaosResult(
-        seconds=seconds,
+        seconds=end - start,
         trained_per_second=trained_per_second,
         stop_seconds=stop_seconds,
         findings=ledger.summary(),
@@ -174,10 +196,19 @@ async def _run(
         max_tool_attempts=max(testbed.tool_proxy.attempts.values(), default=0),
         mean_attempts=attempts.total() / max(1, len(attempts)),
         trained_after=trained_after,
-        crashed=crashed
-        or ", ".join(f"{task.get_name()} did not end when cancelled" for task in stuck),
+        crashed=crashed,
         usage=usage if soak else (),
     )
+
+
+def _describe_end(training: asyncio.Task[Any]) -> str:
+    """Describe why a trainer ended, which should run until it is cancelled."""
+    error = None
+    if not training.cancelled():
+        error = training.exception()
+    if error is None:
+        return "the trainer ended by itself"
+    return f"{type(error).__name__}: {error}"
 
 
 async def _strike(
@@ -196,15 +227,18 @@ async def _watch(
     print_line: Callable[[str], None],
 ) -> None:
     """Report progress and add the resource usage to ``usage`` at intervals."""
-    begin = time.monotonic()
+    start = time.monotonic()
     while True:
         await asyncio.sleep(_REPORT_SECONDS)
         usage.append(ResourceUsage.now())
-        struck = ", ".join(
-            f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes
-        )
-        done = f"step {testbed.ledger.steps}, {testbed.ledger.count(TRAINED)} trained"
-        print_line(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
+
+        strikes = []
+        for injection in injections:
+            if injection.strikes:
+                strikes.append(f"{injection.name} {injection.strikes}")
+        strikes_text = ", ".join(strikes) or "no faults"
+        progress = f"step {testbed.ledger.steps}, {testbed.ledger.count(TRAINED)} trained"
+        print_line(f"  {time.monotonic() - start:4.0f} s: {progress}; {strikes_text}")
 
 
 def run_command(
@@ -216,17 +250,18 @@ def run_command(
         seconds: duration of both runs together.
         seed: seeds faults, rows and sampling.
         only: names of the faults that strike; empty for all.
-        soak: also measure memory, descriptors and tasks; faults are three times rarer.
+        soak: whether to measure memory, descriptors and tasks; faults are three times rarer then.
         console: where progress is printed.
 
     Returns:
-        Numbers of both, ready for JSON; ``failures`` lists the invariants that did not hold.
+        Numbers of both runs, ready for JSON; ``failures`` lists the invariants that did not hold.
 
     Raises:
         asyncio.CancelledError: SIGTERM arrived; everything was closed.
         ConfigError: unknown fault, or too little time.
     """
-    if unknown := sorted(set(only) - FAULTS.keys()):
+    unknown = sorted(set(only) - FAULTS.keys())
+    if unknown:
         raise ConfigError(
             f"--only {unknown}: there is no such fault; there are {', '.join(FAULTS)}"
         )
@@ -238,21 +273,23 @@ def run_command(
 async def _both(
     seconds: float, seed: int, faults: Sequence[str], soak: bool, console: Console
 ) -> dict[str, Any]:
+    # On SIGTERM the servers are stopped: they must not outlive this process.
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(
-        signal.SIGTERM, task.cancel
-    )  # its servers must not outlive it
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
     print_line = functools.partial(console.print, highlight=False, soft_wrap=True)
     print_line(f"undisturbed, seed {seed}")
-    undisturbed = min(_MAX_BASELINE_SECONDS, seconds * UNDISTURBED_SHARE)
-    baseline = await run_chaos(undisturbed, seed, (), soak=False, print_line=print_line)
+    baseline_seconds = min(_MAX_BASELINE_SECONDS, seconds * UNDISTURBED_SHARE)
+    baseline = await run_chaos(baseline_seconds, seed, (), soak=False, print_line=print_line)
     print_line(f"with faults: {', '.join(faults)}")
     faulty = await run_chaos(
         seconds - baseline.seconds, seed, faults, soak=soak, print_line=print_line
     )
-    broken = [*(f"undisturbed: {what}" for what in failures(baseline)), *failures(faulty)]
+
+    all_failures = [f"undisturbed: {failure}" for failure in failures(baseline)]
+    all_failures += failures(faulty)
+    throughput_share = faulty.trained_per_second / max(1e-9, baseline.trained_per_second)
     report = {
         "seed": seed,
         **faulty.findings,
@@ -265,18 +302,17 @@ async def _both(
         "mean_attempts": round(faulty.mean_attempts, 3),
         "trained_per_second": round(faulty.trained_per_second, 2),
         "undisturbed_per_second": round(baseline.trained_per_second, 2),
-        "throughput_share": round(
-            faulty.trained_per_second / max(1e-9, baseline.trained_per_second), 3
-        ),
+        "throughput_share": round(throughput_share, 3),
         "stop_seconds": round(faulty.stop_seconds, 2),
         "trained_after_last_fault": faulty.trained_after,
-        "failures": broken,
+        "failures": all_failures,
     }
     if soak:
         report["soak"] = growth(faulty.usage)
-    for text in (*baseline.complaints, *faulty.complaints, *broken):
+
+    for text in (*baseline.complaints, *faulty.complaints, *all_failures):
         print_line(text)
-    if not broken:
+    if not all_failures:
         print_line(
             f"all held: {faulty.trained_per_second:.1f} trajectories a second were trained under"
             " faults"
@@ -286,31 +322,38 @@ async def _both(
 
 def failures(result: ChaosResult) -> list[str]:
     """Describe every invariant that did not hold."""
-    findings = result.findings
-    broken = [
-        f"{name} is {findings[name]}, must be 0"
-        for name in ("lost", "duplicated", "inexact", "stale_served", "unbalanced_steps")
-        if findings[name]
-    ]
-    for what, names in asdict(result.leaks).items():
+    messages = []
+    for name in ("lost", "duplicated", "inexact", "stale_served", "unbalanced_steps"):
+        count = result.findings[name]
+        if count:
+            messages.append(f"{name} is {count}, must be 0")
+
+    for kind, names in asdict(result.leaks).items():
         if names:
-            broken.append(f"left behind: {what} {names}")
+            messages.append(f"left behind: {kind} {names}")
+
     if result.crashed:
-        broken.append(f"the run ended early: {result.crashed}")
+        messages.append(f"the run ended early: {result.crashed}")
     elif not result.trained_after:
-        broken.append("nothing was trained after the last fault")
+        messages.append("nothing was trained after the last fault")
+
     if result.max_attempts > MAX_ATTEMPTS:
-        broken.append(f"a request was sent {result.max_attempts} times, more than {MAX_ATTEMPTS}")
+        messages.append(f"a request was sent {result.max_attempts} times, more than {MAX_ATTEMPTS}")
     if result.max_tool_attempts > 1 + TOOL_RETRIES:
-        broken.append(
+        messages.append(
             f"a tool call was sent {result.max_tool_attempts} times, may be repeated {TOOL_RETRIES}"
             " times"
         )
-    if grown := growth(result.usage):
-        for what in ("descriptors", "tasks"):
-            first, last = grown[what]
+
+    resource_growth = growth(result.usage)
+    if resource_growth:
+        for kind in ("descriptors", "tasks"):
+            first, last = resource_growth[kind]
             if last > 1.1 * first + 5:
-                broken.append(f"{what} grew from {first:g} to {last:g}")
-        if grown["rss_growth"] > MAX_RSS_GROWTH:
-            broken.append(f"memory grew by {grown['rss_growth']:.1%}, from {grown['rss_mib']} MiB")
-    return broken
+                messages.append(f"{kind} grew from {first:g} to {last:g}")
+        rss_growth = resource_growth["rss_growth"]
+        if rss_growth > MAX_RSS_GROWTH:
+            messages.append(
+                f"memory grew by {rss_growth:.1%}, from {resource_growth['rss_mib']} MiB"
+            )
+    return messages

@@ -2,11 +2,17 @@
 
 ::
 
-    FullyAsyncTrainer ─► GroupStream ─► RolloutCollector ─► ServerToolAgent ─► LLMServerClient ─► RemoteBackend
-           │                                                     │                                    │
-           ▼                                                     ▼                                    ▼
-    ProvingLearner, weights as files                        FaultProxy ─► tool server       FaultProxy ─► rollout server
-                                                                          (a process)                     (processes)
+    FullyAsyncTrainer ─► GroupStream ─► RolloutCollector ─► ServerToolAgent ─► LLMServerClient
+           │                                                      │                   │
+           ▼                                                      ▼                   ▼
+    ProvingLearner,                                           FaultProxy        RemoteBackend
+    weights as files                                              │                   │
+                                                                  ▼                   ▼
+                                                             tool server          FaultProxy
+                                                             (a process)              │
+                                                                                      ▼
+                                                                              rollout server
+                                                                              (three processes)
 """
 
 from __future__ import annotations
@@ -49,6 +55,7 @@ from jax_agent_rl.testing.leaks import MARK
 from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer
 from jax_agent_rl.trainer.record import RunRecord
+from jax_agent_rl.trainer.step import all_trajectories
 from jax_agent_rl.types import Group, PauseMode, Trajectory
 
 ENGINES = 3
@@ -82,14 +89,14 @@ class ProvingLearner(FakeLearner):
         self._seconds = seconds
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        begin = time.monotonic()
-        self._ledger.learn(trajectory for group in groups for trajectory in group.trajectories)
-        time.sleep(max(0.0, begin + self._seconds - time.monotonic()))
+        start = time.monotonic()
+        self._ledger.learn(all_trajectories(groups))
+        time.sleep(max(0.0, start + self._seconds - time.monotonic()))
         return {}
 
 
 class PolicyPublisher:
-    """Writes each version's weights as a file, after removing that of the previous version.
+    """Writes each version's weights as a file, after removing the file of the previous version.
 
     Args:
         folder: an empty folder.
@@ -97,7 +104,8 @@ class PolicyPublisher:
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self._folder, self._seed = folder, seed
+        self._folder = folder
+        self._seed = seed
 
     def make(self, learner: Any, version: int) -> WeightUpdate:
         self.close()
@@ -113,9 +121,10 @@ class PolicyPublisher:
 
 @dataclass(kw_only=True)
 class WatchedTrainer(FullyAsyncTrainer):
-    """Trainer that checks the accounting after every step and alternates between two ways of updating weights.
+    """Trainer that checks the accounting after every step.
 
-    One update freezes running generations, the next aborts and resumes them.
+    It alternates between two ways of updating weights: one update freezes running generations, the
+    next aborts and resumes them.
     """
 
     ledger: Ledger
@@ -137,7 +146,7 @@ class Testbed:
         trainer: not running yet; the engines have its first weights.
         ledger: findings of the run.
         engines, tools: the servers.
-        engine_proxies, tool_proxy: what the client and the agents take for the servers.
+        engine_proxies, tool_proxy: the proxies that the client and the agents connect to.
         temporary: folder for the servers' temporary files.
     """
 
@@ -156,7 +165,7 @@ class Testbed:
     @property
     def ports(self) -> list[int]:
         """All ports that are bound."""
-        return [bound.port for bound in (*self.engines, self.tools, *self.proxies)]
+        return [server.port for server in (*self.engines, self.tools, *self.proxies)]
 
 
 def _build_config(tool_server: str, folder: Path, seed: int) -> config.Config:
@@ -182,8 +191,9 @@ def _build_config(tool_server: str, folder: Path, seed: int) -> config.Config:
                 "urls": ["http://none"],
                 "prompts_per_step": 4,
                 "group_size": 4,
-            }
-            | {"max_in_flight": 32, "max_model_len": 512},
+                "max_in_flight": 32,
+                "max_model_len": 512,
+            },
             "algorithm": {"filter_zero_variance": False},
             "trainer": {
                 "mode": "fully_async",
@@ -207,51 +217,57 @@ async def open_testbed(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[
     Raises:
         LaunchError: a server does not start.
     """
-    (temporary := scratch / "tmp").mkdir()
-    (weights := scratch / "weights").mkdir()
+    temporary = scratch / "tmp"
+    temporary.mkdir()
+    weights = scratch / "weights"
+    weights.mkdir()
     env = {**os.environ, MARK: mark, "TMPDIR": str(temporary)}
     ledger = Ledger(seed)
     async with AsyncExitStack() as stack:
         engines = [_engine(number, seed, env, scratch) for number in range(ENGINES)]
         tools = _tool_server(env, scratch)
-        for child in (*engines, tools):
-            stack.push_async_callback(child.stop)
-        await asyncio.gather(*(child.start() for child in (*engines, tools)))
-        proxies = [
-            FaultProxy(child.port, rng=Random(f"{seed}/{child.name}"))
-            for child in (*engines, tools)
-        ]
-        for proxy in proxies:
+        servers = [*engines, tools]
+        for server in servers:
+            stack.push_async_callback(server.stop)
+        await asyncio.gather(*(server.start() for server in servers))
+
+        proxies = []
+        for server in servers:
+            proxy = FaultProxy(server.port, rng=Random(f"{seed}/{server.name}"))
             await proxy.start()
             stack.push_async_callback(proxy.close)
-        settings = _build_config(proxies[-1].url, scratch / "run", seed)
-        trainer = await _trainer(
-            settings, [proxy.url for proxy in proxies[:-1]], weights, ledger, stack
-        )
+            proxies.append(proxy)
+        *engine_proxies, tool_proxy = proxies
+
+        settings = _build_config(tool_proxy.url, scratch / "run", seed)
+        urls = [proxy.url for proxy in engine_proxies]
+        trainer = await _trainer(settings, urls, weights, ledger, stack)
         await trainer.push_weights(0)
         yield Testbed(
             trainer=trainer,
             ledger=ledger,
             engines=engines,
             tools=tools,
-            engine_proxies=proxies[:-1],
-            tool_proxy=proxies[-1],
+            engine_proxies=engine_proxies,
+            tool_proxy=tool_proxy,
             temporary=temporary,
         )
 
 
 def codec() -> ChatCodec:
-    """Build a byte tokenizer with a chat template, without a model's files: ids 0 to 2 are special, 2 ends a turn."""
+    """Build a byte tokenizer with a chat template, without a model's files.
+
+    Ids 0 to 2 are special, and 2 ends a turn.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ("<|pad|>", "<|start|>", "<|end|>")
-    alphabet = _bytes_in_order()
-    pieces = {piece: i for i, piece in enumerate((*special, *alphabet))}
-    tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    special = ["<|pad|>", "<|start|>", "<|end|>"]
+    vocab = {piece: i for i, piece in enumerate(special + _byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_special_tokens(special)
     return ChatCodec(
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
@@ -262,15 +278,25 @@ def codec() -> ChatCodec:
     )
 
 
-def _bytes_in_order() -> list[str]:
-    """Return the character that byte-level tokenizers use for each byte: itself if printable, else one from 256 on."""
+def _byte_characters() -> list[str]:
+    """Return the character that byte-level tokenizers use for each byte.
+
+    It is the byte's own if that is printable, else the next one from 256 on.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+    substitutes = iter(range(256, 512))
+    characters = []
+    for byte in range(256):
+        code = byte
+        if byte not in printable:
+            code = next(substitutes)
+        characters.append(chr(code))
+    return characters
 
 
 def _engine(number: int, seed: int, env: dict[str, str], scratch: Path) -> Child:
-    name, port = f"engine-{number}", free_port()
+    name = f"engine-{number}"
+    port = free_port()
     command = [sys.executable, "-m", "jax_agent_rl.testing.chaos.engine", str(port), str(seed)]
     return Child(name, command, port=port, env=env, log=scratch / f"{name}.log")
 
@@ -284,18 +310,18 @@ def _tool_server(env: dict[str, str], scratch: Path) -> Child:
         "tool-server",
         f"port={port}",
         "tools=[tally]",
+        f"tool_path={engine.__file__}",
     ]
-    command += [f"tool_path={engine.__file__}"]
     return Child("tool-server", command, port=port, env=env, log=scratch / "tool-server.log")
 
 
 async def _trainer(
     settings: config.Config, urls: list[str], weights: Path, ledger: Ledger, stack: AsyncExitStack
 ) -> WatchedTrainer:
-    text = codec()
+    chat_codec = codec()
     client = WatchedClient(
         ledger,
-        decode_text=functools.partial(text.decode, skip_special_tokens=False),
+        decode_text=functools.partial(chat_codec.decode, skip_special_tokens=False),
         wait_for_server_seconds=RECOVERY_SECONDS,
         recovery_seconds=RECOVERY_SECONDS,
         stall_seconds=STALL_SECONDS,
@@ -304,10 +330,14 @@ async def _trainer(
     stack.push_async_callback(client.close)
     # Weights are sent over HTTP, where faults can corrupt them.
     connect = functools.partial(RemoteBackend, shares_disk=False, silence_seconds=SILENCE_SECONDS)
-    await client.start(
-        {f"engine-{number}": functools.partial(connect, url) for number, url in enumerate(urls)}
+    backends = {}
+    for number, url in enumerate(urls):
+        backends[f"engine-{number}"] = functools.partial(connect, url)
+    await client.start(backends)
+
+    context = AgentContext(
+        client=client, codec=chat_codec, limits=settings.agent, max_model_len=512
     )
-    context = AgentContext(client=client, codec=text, limits=settings.agent, max_model_len=512)
     collector = RolloutCollector(
         context,
         score=_score,
@@ -320,7 +350,7 @@ async def _trainer(
     stack.callback(publisher.close)
     runtime = RunComponents(
         config=settings,
-        codec=text,
+        codec=chat_codec,
         metrics=FleetMetrics(lambda: client.backends).read,
         client=client,
         collector=collector,
@@ -342,6 +372,5 @@ async def _trainer(
 
 async def _score(trajectory: Trajectory) -> Trajectory:
     """Give a reward that varies within a group."""
-    return replace(
-        trajectory, reward=float(zlib.crc32(bytes(str(trajectory.response_ids), "ascii")) % 2)
-    )
+    checksum = zlib.crc32(str(trajectory.response_ids).encode())
+    return replace(trajectory, reward=float(checksum % 2))

@@ -1,16 +1,20 @@
-"""The conformance suite: pytest tests that every :class:`~jax_agent_rl.rollout.protocol.RolloutBackend` must pass.
+"""The conformance suite: pytest tests that every rollout backend must pass.
 
-They test exactly what the backend's ``Capabilities`` declare. A :class:`BackendUnderTest` holds a
-factory for the backend, a :class:`Reference` that gives correct log-probs, and payloads for weight
-updates.
+A backend is a :class:`~jax_agent_rl.rollout.protocol.RolloutBackend`. The suite tests exactly what
+its ``Capabilities`` declare. A :class:`BackendUnderTest` holds a factory for the backend, a
+:class:`Reference` that gives correct log-probs, and payloads for weight updates.
 
 >>> from jax_agent_rl.testing.conformance.runner import run_suite    # doctest: +SKIP
 >>> report = run_suite(backend_under_test)                           # doctest: +SKIP
 >>> print(report.count("passed"), report.count("failed"))            # doctest: +SKIP
 
-``suite/`` the tests · ``runner`` runs them, also as a command · ``probe`` a test's access to the
-backend · ``backends`` the backends of this package · ``models`` model folders, weight updates,
-float64 forward passes.
+::
+
+    suite/      the checks
+    runner      runs them, also as a command
+    probe       a check's access to the backend
+    backends    the backends of this package
+    models      model folders, weight updates, float64 forward passes
 """
 
 from jax_agent_rl.testing.conformance.backends import BASE, MIXED, OTHER, BackendUnderTest

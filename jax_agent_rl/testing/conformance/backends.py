@@ -72,7 +72,7 @@ class BackendUnderTest:
         decode_text: decodes ids as the backend does; None without a tokenizer.
         ending_prompts: prompts after which the model is likely to end soon, tried before random
             ones.
-        media: how many ids an image or a video takes; None for text models.
+        media: the placeholder ids of images and videos; None for text models.
         adapter: whether the backend serves ``ADAPTER`` and the reference knows ``ADAPTED``.
         tolerance: largest log-prob error against float64, in nats: 1e-3 suits float32, 0.1
             bfloat16.
@@ -117,7 +117,7 @@ class BackendOptions:
             engine.
         quantize: ``rollout.jetstream.quantize`` of ``jetstream``.
         kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None for that of the weights.
-        num_speculative_tokens: of ``jetstream``.
+        num_speculative_tokens: ``rollout.jetstream.num_speculative_tokens`` of ``jetstream``.
         adapters: whether to serve the LoRA adapter ``folders.adapter`` as ``ADAPTER``.
         data_parallel: engines of ``jetstream``, each with ``max_concurrent`` slots on a device of
             its own.
@@ -147,16 +147,19 @@ def select_backend(backend: str, options: BackendOptions) -> BackendUnderTest:
     """
     factory = BACKENDS.get(backend)
     module, colon, function = backend.partition(":")
-    if not (factory or colon):
-        if (found := registered(backend, options)) is not None:
-            return found
+    if factory is None and not colon:
+        subject = registered(backend, options)
+        if subject is not None:
+            return subject
         names = ", ".join([*BACKENDS, *sorted(installed("backends"))])
         raise ConfigError(
             f"no backend is called {backend!r}; there are {names}, or give your own as"
             " module:function"
         )
     try:
-        return (factory or getattr(importlib.import_module(module), function))(options)
+        if factory is None:
+            factory = getattr(importlib.import_module(module), function)
+        return factory(options)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"backend {backend!r} is not available: {error}") from error
 
@@ -177,17 +180,22 @@ def describe(
         payload: makes payloads of kinds other than ``safetensors`` and ``tensorstore``.
     """
     folders = options.folders
-    reference = TransformersReference(
-        {which: folders.weights(which) for which in (BASE, OTHER, MIXED, ADAPTED)}
-    )
-    raw = json.loads((folders.base / "config.json").read_text())
-    vocab_size = raw.get("text_config", raw)["vocab_size"]
+    weight_sets = (BASE, OTHER, MIXED, ADAPTED)
+    reference = TransformersReference({which: folders.weights(which) for which in weight_sets})
+    config = json.loads((folders.base / "config.json").read_text())
+    vocab_size = config.get("text_config", config)["vocab_size"]
 
     def make_payload(kind: str, which: str) -> Any:
         if kind == "safetensors":
-            files = weight_files(folders.weights(which) / ("partial" if which == MIXED else ""))
+            folder = folders.weights(which)
+            if which == MIXED:
+                folder = folder / "partial"
             return with_probe(
-                files, which, reference=reference, vocab_size=vocab_size, folder=folders.scratch
+                weight_files(folder),
+                which,
+                reference=reference,
+                vocab_size=vocab_size,
+                folder=folders.scratch,
             )
         if kind == "tensorstore":
             return _stored(folders.weights(which), folders.scratch / which)
@@ -224,9 +232,8 @@ class ServedBackend(RemoteBackend):
     def __init__(
         self, make: Callable[[], RolloutBackend], *, weight_dir: str | None = None, **client: Any
     ) -> None:
-        super().__init__(
-            "http://127.0.0.1:1", **client
-        )  # the server's address is known once it listens
+        # The server's address is known once it listens, see start.
+        super().__init__("http://127.0.0.1:1", **client)
         self.inner = make()
         self.server = RolloutServer(self.inner, heartbeat_seconds=0.2, weight_dir=weight_dir)
 
@@ -243,7 +250,10 @@ class ServedBackend(RemoteBackend):
 
 
 class ActorBackend(RayBackend):
-    """A backend in a Ray actor, with a GPU if there is one; starts and stops Ray unless it is running."""
+    """A backend in a Ray actor, with a GPU if there is one.
+
+    It starts and stops Ray unless Ray is running.
+    """
 
     def __init__(self, make: Callable[[], RolloutBackend]) -> None:
         super().__init__(make)
@@ -267,7 +277,8 @@ def _stored(model: Path, folder: Path) -> str:
     from jax_agent_rl.models.hf import load_hf
 
     address = stored.version_folder(str(folder), 0)
-    stored.write_part(address, load_hf(model)[1], part=0)
+    _, params = load_hf(model)
+    stored.write_part(address, params, part=0)
     stored.publish(address, parts=1)
     return address
 
@@ -296,16 +307,18 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
         num_speculative_tokens=options.num_speculative_tokens,
     )
     vision_processor = VisionProcessor.of(config, folders.base)
-    external_engine = (
-        load_engine_function(options.engine_factory) if options.engine_factory else None
-    )
-    adapters = (
-        {ADAPTER: read_peft(folders.adapter, config, key="--adapters")} if options.adapters else {}
-    )
+    external_engine = None
+    if options.engine_factory:
+        external_engine = load_engine_function(options.engine_factory)
+    adapters = {}
+    if options.adapters:
+        adapters[ADAPTER] = read_peft(folders.adapter, config, key="--adapters")
     tokenizer = read_tokenizer(folders.base)
-    grammars = GrammarCompiler(
-        tokenizer, eos_ids=config.eos_token_ids, vocab_size=config.vocab_size
-    )
+    grammars = None
+    if tokenizer:
+        grammars = GrammarCompiler(
+            tokenizer, eos_ids=config.eos_token_ids, vocab_size=config.vocab_size
+        )
 
     def make() -> RolloutBackend:
         return make_backend(
@@ -316,7 +329,7 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
             external_engine=external_engine,
             vision_processor=vision_processor,
             decode_text=decoder(tokenizer),
-            grammars=grammars if tokenizer else None,
+            grammars=grammars,
             quantize=options.quantize,
             kv_dtype=options.kv_dtype,
             adapters=adapters,
@@ -324,7 +337,7 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
 
     def payload(kind: str, which: str) -> Any:
         if which not in trees:
-            trees[which] = load_hf(folders.weights(which))[1]
+            _, trees[which] = load_hf(folders.weights(which))
         return trees[which]
 
     return describe("jetstream", make, options, payload=payload)
@@ -335,13 +348,22 @@ def vllm(options: BackendOptions) -> BackendUnderTest:
     from gpu_backend.backend import VllmBackend
     from gpu_backend.settings import VllmSettings
 
+    dtype = "auto"
+    if options.tolerance < 0.01:
+        dtype = "float32"
+    multi_modal = {}
+    if MediaTokens.read(options.folders.base):
+        multi_modal = {"image": 2, "video": 1}
+    adapters = {}
+    if options.adapters:
+        adapters[ADAPTER] = str(options.folders.adapter)
     settings = VllmSettings(
         model=str(options.folders.base),
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_concurrent,
-        dtype="float32" if options.tolerance < 0.01 else "auto",
-        multi_modal={"image": 2, "video": 1} if MediaTokens.read(options.folders.base) else {},
-        adapters={ADAPTER: str(options.folders.adapter)} if options.adapters else {},
+        dtype=dtype,
+        multi_modal=multi_modal,
+        adapters=adapters,
     )
     decode = decoder(read_tokenizer(options.folders.base))
     return describe("vllm", lambda: VllmBackend(settings, decode_text=decode), options)
@@ -349,36 +371,50 @@ def vllm(options: BackendOptions) -> BackendUnderTest:
 
 def registered(name: str, options: BackendOptions) -> BackendUnderTest | None:
     """Build the subject of a backend that an installed package registers; None if none does."""
-    make, folder = load_installed("backends", name), options.folders.base
-    lengths = {"max_model_len": options.max_model_len, "max_concurrent": options.max_concurrent}
-    spec = BackendSpec(model=str(folder), decode_text=decoder(read_tokenizer(folder)), **lengths)
-    return make and describe(name, functools.partial(make, spec), options)
+    make = load_installed("backends", name)
+    if make is None:
+        return None
+    folder = options.folders.base
+    spec = BackendSpec(
+        model=str(folder),
+        decode_text=decoder(read_tokenizer(folder)),
+        max_model_len=options.max_model_len,
+        max_concurrent=options.max_concurrent,
+    )
+    return describe(name, functools.partial(make, spec), options)
 
 
 def remote(options: BackendOptions) -> BackendUnderTest:
-    """Build the subject of a rollout server: a running one that serves the base model, or one started here."""
-    if (url := options.url) is not None:
-        return describe(f"remote {url}", lambda: RemoteBackend(url, token=options.token), options)
+    """Build the subject of a rollout server.
+
+    It is a running one that serves the base model, or one started here.
+    """
+    url = options.url
+    if url is not None:
+        make = functools.partial(RemoteBackend, url, token=options.token)
+        return describe(f"remote {url}", make, options)
     inner = select_backend(options.engine, options)
     folder = str(options.folders.scratch)
-    return describe(
-        f"remote {options.engine}", lambda: ServedBackend(inner.make, weight_dir=folder), options
-    )
+    make = functools.partial(ServedBackend, inner.make, weight_dir=folder)
+    return describe(f"remote {options.engine}", make, options)
 
 
 def ray_actor(options: BackendOptions) -> BackendUnderTest:
-    """Build the subject of an engine in a Ray actor, which takes its weights from the object store."""
+    """Build the subject of an engine in a Ray actor.
+
+    It takes its weights from the object store.
+    """
     from jax_agent_rl.rollout.object_store import store
 
     inner = select_backend(options.engine, options)
-    form = "arrays" if options.engine == "jetstream" else "safetensors"
+    inner_kind = "arrays" if options.engine == "jetstream" else "safetensors"
 
     def payload(kind: str, which: str) -> Any:
         import ray  # not before it is started: it reads variables at import that starting sets
 
-        return store(
-            WeightUpdate(version=0, kind=form, payload=inner.payload(form, which)), ray.put
-        ).payload
+        inner_payload = inner.payload(inner_kind, which)
+        update = WeightUpdate(version=0, kind=inner_kind, payload=inner_payload)
+        return store(update, ray.put).payload
 
     make = functools.partial(_engine, options)
     return describe(f"ray {options.engine}", lambda: ActorBackend(make), options, payload=payload)
@@ -390,11 +426,19 @@ def _engine(options: BackendOptions) -> RolloutBackend:
 
 
 def _eos_ids(folder: Path) -> frozenset[int]:
-    """Read the EOS ids as engines do: from ``generation_config.json``, else from ``config.json``."""
+    """Read the EOS ids as engines do.
+
+    They are in ``generation_config.json``, or else in ``config.json``.
+    """
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        if file.is_file() and (eos := json.loads(file.read_text()).get("eos_token_id")) is not None:
-            return frozenset(eos if isinstance(eos, list) else [eos])
+        if not file.is_file():
+            continue
+        eos = json.loads(file.read_text()).get("eos_token_id")
+        if isinstance(eos, list):
+            return frozenset(eos)
+        if eos is not None:
+            return frozenset([eos])
     raise ConfigError(
         f"{folder}: neither generation_config.json nor config.json names an eos_token_id"
     )

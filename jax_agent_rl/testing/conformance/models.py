@@ -25,7 +25,8 @@ _SPECIAL = ("<unk>", "<bos>", "<eos>")
 _ADAPTED = ("self_attn.q_proj.weight", "self_attn.v_proj.weight")
 _LETTERS = [chr(code) for code in range(33, 127)]
 _PROBE_LENGTH = 48
-_RANK = 2  # of the adapter
+_RANK = 2
+"""Rank of the adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,9 @@ class ModelDirs:
 
     def weights(self, which: str) -> Path:
         """Return the folder of a weight set."""
-        return self.base if which == "base" else self.scratch / which
+        if which == "base":
+            return self.base
+        return self.scratch / which
 
     @property
     def adapter(self) -> Path:
@@ -54,7 +57,7 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
     """Write changed copies of a model (or of a tiny random one) under ``scratch``.
 
     ``other`` differs in every parameter by a few per cent, so that a stale one cannot go unnoticed.
-    Of ``mixed``, every second tensor is ``other``'s; its subfolder ``partial`` holds those alone.
+    Every second tensor of ``mixed`` is ``other``'s; its subfolder ``partial`` holds these alone.
     Neighbours differ in origin, so matrices that an engine fuses are partly new and partly old.
     ``adapted`` is ``base`` with the adapter merged in.
 
@@ -63,35 +66,55 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
     """
     from safetensors.numpy import load_file
 
-    base = model_folder(model, weights=True) if model else write_tiny_model(scratch / "base")
+    if model:
+        base = model_folder(model, weights=True)
+    else:
+        base = write_tiny_model(scratch / "base")
     files = weight_files(base)
     if not files:
         raise ModelError(f"{base} holds no safetensors files")
-    other, mixed, adapted = (scratch / name for name in ("other", "mixed", "adapted"))
+
+    other = scratch / "other"
+    mixed = scratch / "mixed"
+    adapted = scratch / "adapted"
     for folder in (other, mixed, adapted):
         folder.mkdir(parents=True)
         for file in base.iterdir():
             if file.is_file() and str(file) not in files:
                 shutil.copy(file, folder)
     (mixed / "partial").mkdir()
-    noise, adaptation = np.random.default_rng(1), np.random.default_rng(2)
-    pairs: dict[str, np.ndarray] = {}
+
+    noise_rng = np.random.default_rng(1)
+    adapter_rng = np.random.default_rng(2)
+    adapter: dict[str, np.ndarray] = {}
     for file in map(Path, files):
         tensors = load_file(file)
-        changed = {name: _changed(tensor, noise) for name, tensor in tensors.items()}
+        changed = {name: _changed(tensor, noise_rng) for name, tensor in tensors.items()}
         _save(changed, other / file.name)
+
         partial = {name: changed[name] for name in sorted(tensors)[::2]}
         _save(partial, mixed / "partial" / file.name)
         _save({**tensors, **partial}, mixed / file.name)
-        for name in [name for name in tensors if ".layers." in name and name.endswith(_ADAPTED)]:
+
+        for name in list(tensors):
+            if ".layers." not in name or not name.endswith(_ADAPTED):
+                continue
             module = f"base_model.model.{name.removesuffix('.weight')}"
-            a, b = _low_rank(tensors[name], adaptation)
-            pairs |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            a, b = _low_rank(tensors[name], adapter_rng)
+            adapter[f"{module}.lora_A.weight"] = a
+            adapter[f"{module}.lora_B.weight"] = b
             tensors[name] = tensors[name].astype(np.float32) + 2 * b @ a
         _save(tensors, adapted / file.name)
+
     folders = ModelDirs(base=base, scratch=scratch)
-    folders.adapter.mkdir()
-    _save(pairs, folders.adapter / "adapter_model.safetensors")
+    _write_adapter(folders.adapter, adapter)
+    return folders
+
+
+def _write_adapter(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write a PEFT adapter."""
+    folder.mkdir()
+    _save(tensors, folder / "adapter_model.safetensors")
     modules = [name.removeprefix("self_attn.").removesuffix(".weight") for name in _ADAPTED]
     settings = {
         "peft_type": "LORA",
@@ -100,14 +123,13 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
         "target_modules": modules,
         "bias": "none",
     }
-    (folders.adapter / "adapter_config.json").write_text(json.dumps(settings))
-    return folders
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
-    """Write a random model of 97 ids with far from uniform distributions; ids 3 to 96 are one printable letter each.
+    """Write a random model of 97 ids whose distributions are far from uniform.
 
-    It is a Llama, or a Qwen3 MoE of eight experts.
+    It is a Llama, or a Qwen3 MoE of eight experts. Ids 3 to 96 are one printable letter each.
     """
     import jax
 
@@ -115,11 +137,13 @@ def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
     from jax_agent_rl.models.hf import save_hf
     from jax_agent_rl.models.parameters import Kind, parameter_at
 
-    mixture = (
-        Experts(count=8, per_token=2, intermediate_size=32, normalize=True) if experts else None
-    )
+    family = "llama"
+    mixture = None
+    if experts:
+        family = "qwen3_moe"
+        mixture = Experts(count=8, per_token=2, intermediate_size=32, normalize=True)
     config = DecoderConfig(
-        family="qwen3_moe" if experts else "llama",
+        family=family,
         qk_norm=experts,
         experts=mixture,
         vocab_size=len(_SPECIAL) + len(_LETTERS),
@@ -156,7 +180,7 @@ def weight_files(folder: Path) -> list[str]:
 def with_probe(
     files: list[str], which: str, *, reference: Reference, vocab_size: int, folder: Path
 ) -> list[str]:
-    """Return the payload of a ``safetensors`` update: weight files and one more with the log-prob probe.
+    """Return the payload of a ``safetensors`` update: weight files, and one with a log-prob probe.
 
     Args:
         files: safetensors files of the weights.
@@ -172,11 +196,8 @@ def with_probe(
         ids = np.random.default_rng(0).integers(0, vocab_size, _PROBE_LENGTH).tolist()
         scores_TV = log_softmax(reference.logits(ids[:-1], weights=which))
         log_probs = scores_TV[np.arange(len(ids) - 1), ids[1:]].tolist()
-        save_file(
-            {},
-            file,
-            metadata=LogprobProbe(ids=(tuple(ids),), log_probs=(tuple(log_probs),)).to_metadata(),
-        )
+        probe = LogprobProbe(ids=(tuple(ids),), log_probs=(tuple(log_probs),))
+        save_file({}, file, metadata=probe.to_metadata())
     return [*files, str(file)]
 
 
@@ -219,19 +240,24 @@ def _write_letter_tokenizer(folder: Path) -> None:
 
 
 _EDGE = 1e-4
-"""Relative slack of the nucleus mass: an engine that sums in float32 may cut one id earlier or
-later."""
+"""Relative slack of the nucleus mass: sums in float32 may cut one id earlier or later."""
 
 
 class Reference(Protocol):
     """A model whose logits are taken as correct."""
 
     def logits(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
-        """Return float64 logits [T, V] of a weight set; row t scores what follows ``ids[: t + 1]``."""
+        """Return float64 logits [T, V] of a weight set.
+
+        Row t scores what follows ``ids[: t + 1]``.
+        """
         ...
 
     def router_scores(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
-        """Return the float64 scores [T, L, E] of a mixture's routers, for ``Capabilities.routed_experts``."""
+        """Return the float64 scores [T, L, E] of a mixture's routers.
+
+        They are needed to test ``Capabilities.routed_experts``.
+        """
         ...
 
 
@@ -259,18 +285,16 @@ class TransformersReference:
         import torch
 
         with torch.inference_mode():
-            return self._model(weights)(torch.tensor([list(ids)])).logits[0].double().numpy()
+            output = self._model(weights)(torch.tensor([list(ids)]))
+            return output.logits[0].double().numpy()
 
     def router_scores(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
         import torch
 
         with torch.inference_mode():
-            layers = self._model(weights)(
-                torch.tensor([list(ids)]), output_router_logits=True
-            ).router_logits
-        return (
-            torch.stack([scores.reshape(len(ids), -1) for scores in layers], dim=1).double().numpy()
-        )
+            output = self._model(weights)(torch.tensor([list(ids)]), output_router_logits=True)
+        layers = [scores.reshape(len(ids), -1) for scores in output.router_logits]
+        return torch.stack(layers, dim=1).double().numpy()
 
     def _model(self, weights: str) -> Any:
         if weights not in self._models:
@@ -280,13 +304,16 @@ class TransformersReference:
 
             logging.disable_progress_bar()
             folder = self._folders[weights]
-            seeing = hasattr(read_pretrained(AutoConfig, folder), "vision_config")
-            kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-            plain = {
-                "attn_implementation": "eager",
-                "experts_implementation": "eager",
-            }  # torch's groups lack float64
-            model = read_pretrained(kind, folder, dtype=torch.float64, **plain)
+            auto_class = AutoModelForCausalLM
+            if hasattr(read_pretrained(AutoConfig, folder), "vision_config"):
+                auto_class = AutoModelForImageTextToText
+            model = read_pretrained(
+                auto_class,
+                folder,
+                dtype=torch.float64,
+                attn_implementation="eager",
+                experts_implementation="eager",  # torch's grouped products lack float64
+            )
             self._models[weights] = model.eval()
         return self._models[weights]
 
@@ -297,12 +324,17 @@ def predictions(
     """Return the logits, float64 [S, V], from which each sampled id was drawn."""
     if not sampled:
         raise ValueError("no id was sampled: there is nothing to compare")
-    return reference.logits([*prompt, *sampled[:-1]], weights=weights)[len(prompt) - 1 :]
+    logits_TV = reference.logits([*prompt, *sampled[:-1]], weights=weights)
+    return logits_TV[len(prompt) - 1 :]
 
 
 def greedy_gaps(logits_SV: np.ndarray, sampled: Sequence[int]) -> np.ndarray:
-    """Return how far each sampled id is below the most likely one, in nats, float64 [S]; 0 is greedy."""
-    return logits_SV.max(axis=-1) - logits_SV[np.arange(len(sampled)), list(sampled)]
+    """Return how far each sampled id is below the most likely one, in nats, float64 [S].
+
+    It is 0 for greedy ids.
+    """
+    sampled_S = logits_SV[np.arange(len(sampled)), list(sampled)]
+    return logits_SV.max(axis=-1) - sampled_S
 
 
 def expected_logprobs(
@@ -315,42 +347,47 @@ def expected_logprobs(
     top_k: int = 0,
     min_p: float = 0.0,
 ) -> np.ndarray:
-    """Return the log-probs, float64 [S], of sampled ids under the distribution they should be drawn from.
+    """Return the log-probs, float64 [S], of sampled ids under the distribution of their draws.
 
-    With ``top_p`` < 1 or ``min_p`` the ids that are kept may differ by the one at the edge, so of
-    the few possible answers the one nearest to ``got`` is returned. Ids outside the distribution
-    get -inf.
+    With ``top_p`` < 1 or ``min_p`` an engine may cut one id earlier or later, so of the few
+    possible answers the one nearest to ``got`` is returned. Ids outside the distribution get -inf.
     """
-    scaled = logits_SV / (temperature or 1.0)
-    rows = np.arange(len(sampled))
-    options = []
-    masses = {top_p, min(1.0, top_p * (1 + _EDGE)), top_p * (1 - _EDGE)} if top_p < 1 else {1.0}
-    for mass, least in itertools.product(masses, {min_p, min_p * (1 + _EDGE), min_p * (1 - _EDGE)}):
-        kept = truncate(scaled, top_p=mass, top_k=top_k, min_p=min(least, 1.0))
-        options.append(log_softmax(kept)[rows, list(sampled)])
-    stacked = np.stack(options)
-    distance = np.abs(np.where(np.isfinite(stacked), stacked, -1e9) - np.asarray(got))
-    return stacked[distance.argmin(axis=0), rows]
+    scaled_SV = logits_SV / (temperature or 1.0)
+    rows_S = np.arange(len(sampled))
+    top_ps = {1.0}
+    if top_p < 1:
+        top_ps = {top_p, min(1.0, top_p * (1 + _EDGE)), top_p * (1 - _EDGE)}
+    min_ps = {min_p, min_p * (1 + _EDGE), min_p * (1 - _EDGE)}
+
+    candidates = []
+    for edge_top_p, edge_min_p in itertools.product(top_ps, min_ps):
+        truncated_SV = truncate(
+            scaled_SV, top_p=edge_top_p, top_k=top_k, min_p=min(edge_min_p, 1.0)
+        )
+        candidates.append(log_softmax(truncated_SV)[rows_S, list(sampled)])
+    candidates_CS = np.stack(candidates)
+    finite_CS = np.where(np.isfinite(candidates_CS), candidates_CS, -1e9)
+    distance_CS = np.abs(finite_CS - np.asarray(got))
+    return candidates_CS[distance_CS.argmin(axis=0), rows_S]
 
 
 def truncate(scaled_SV: np.ndarray, *, top_p: float, top_k: int, min_p: float = 0.0) -> np.ndarray:
-    """Set logits below min-p, then outside the top-k, and then outside the nucleus of the rest, to -inf."""
-    out = scaled_SV.copy()
+    """Set logits outside the support to -inf: by min-p first, then by top-k, then by top-p."""
+    out_SV = scaled_SV.copy()
     if min_p:
-        out[out < out.max(axis=-1, keepdims=True) + np.log(min_p)] = -np.inf
+        out_SV[out_SV < out_SV.max(axis=-1, keepdims=True) + np.log(min_p)] = -np.inf
     if top_k:
-        kth = np.sort(out, axis=-1)[:, -min(top_k, out.shape[1])]
-        out[out < kth[:, None]] = -np.inf
+        kth_S = np.sort(out_SV, axis=-1)[:, -min(top_k, out_SV.shape[1])]
+        out_SV[out_SV < kth_S[:, None]] = -np.inf
     if top_p < 1:
-        order = np.argsort(-out, axis=-1)
-        probs = np.take_along_axis(np.exp(log_softmax(out)), order, axis=-1)
-        before = (
-            np.cumsum(probs, axis=-1) - probs
-        )  # mass of the more likely ids: an id is in while it is < top_p
-        dropped = np.zeros(out.shape, bool)
-        np.put_along_axis(dropped, order, before >= top_p, axis=-1)
-        out[dropped] = -np.inf
-    return out
+        order_SV = np.argsort(-out_SV, axis=-1)
+        probs_SV = np.take_along_axis(np.exp(log_softmax(out_SV)), order_SV, axis=-1)
+        # An id is in the nucleus while the mass of the more likely ids is less than top_p.
+        more_likely_SV = np.cumsum(probs_SV, axis=-1) - probs_SV
+        is_outside_SV = np.zeros(out_SV.shape, bool)
+        np.put_along_axis(is_outside_SV, order_SV, more_likely_SV >= top_p, axis=-1)
+        out_SV[is_outside_SV] = -np.inf
+    return out_SV
 
 
 def log_softmax(scores: np.ndarray) -> np.ndarray:
@@ -360,8 +397,13 @@ def log_softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def decoder(tokenizer: Any) -> Callable[[Any], str] | None:
-    """Return a decoder that keeps special tokens, as engines do when they search for stop strings."""
-    return tokenizer and (lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False))
+    """Return a decoder that keeps special tokens; None without a tokenizer.
+
+    Engines keep them when they search for stop strings.
+    """
+    if tokenizer is None:
+        return None
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def read_tokenizer(folder: Path) -> Any:

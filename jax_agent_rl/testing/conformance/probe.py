@@ -1,4 +1,7 @@
-"""A check's access to the backend under test: requests, weight updates and expectations that name likely causes."""
+"""A check's access to the backend under test: requests, weight updates and expectations.
+
+A failed expectation names the likely cause.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class CheckFailed(AssertionError):
     """
 
     def __init__(self, what: str, *, expected: Any, got: Any, cause: str) -> None:
-        self.what, self.expected, self.got, self.cause = what, expected, got, cause
+        self.what = what
+        self.expected = expected
+        self.got = got
+        self.cause = cause
         super().__init__(f"{what}\n  expected: {expected}\n  got:      {got}\n  likely:   {cause}")
 
 
@@ -84,15 +90,19 @@ class Probe:
 
     @property
     def room(self) -> int:
-        """Context length in ids that the checks use: enough for long generations, whatever the backend's limit."""
+        """Context length in ids that the checks use.
+
+        It is enough for long generations, and no more than that, whatever the backend's limit.
+        """
         return min(self.capabilities.max_model_len, 256)
 
     # --- requests ---------------------------------------------------------------------------------
 
     def prompt(self, length: int, seed: int) -> list[int]:
         """Return random ids without EOS and placeholders."""
-        media = self.subject.media
-        special = self.subject.eos_ids.union(media.placeholders.values() if media else ())
+        special = set(self.subject.eos_ids)
+        if self.subject.media is not None:
+            special.update(self.subject.media.placeholders.values())
         allowed = np.setdiff1d(np.arange(self.subject.vocab_size), sorted(special))
         return np.random.default_rng([seed, length]).choice(allowed, length).tolist()
 
@@ -139,31 +149,39 @@ class Probe:
             yield chunks
 
     async def started(self, prompt: Sequence[int], **options: Any) -> StartedRequest:
-        """Start a request and return it once it has sampled an id; a long one is then still running."""
-        request = self.request(prompt, **options)
-        live = StartedRequest(request_id=request.request_id)
-        live.task = asyncio.create_task(self._follow(request, live))
-        self._tasks.append(live.task)
-        before = (await self.backend.metrics()).generated_tokens
+        """Start a request and return it once it has sampled an id.
 
-        async def sampled() -> bool:
-            if live.sampled or live.task.done() or self.capabilities.streaming:
-                return live.sampled > 0 or live.task.done()
-            return (await self.backend.metrics()).generated_tokens > before
+        A long request is then still running.
+        """
+        request = self.request(prompt, **options)
+        started = StartedRequest(request_id=request.request_id)
+        started.task = asyncio.create_task(self._follow(request, started))
+        self._tasks.append(started.task)
+        metrics = await self.backend.metrics()
+        tokens_before = metrics.generated_tokens
+
+        async def has_sampled() -> bool:
+            if started.sampled or started.task.done():
+                return True
+            if self.capabilities.streaming:
+                return False
+            # Without a stream, the metrics tell: the request runs alone.
+            metrics = await self.backend.metrics()
+            return metrics.generated_tokens > tokens_before
 
         await self.until(
-            sampled,
+            has_sampled,
             what="a request that runs alone samples ids",
             cause="requests are not admitted, or chunks are held back until the end",
         )
-        return live
+        return started
 
-    async def _follow(self, request: GenerateRequest, live: StartedRequest) -> TokenOutput:
+    async def _follow(self, request: GenerateRequest, started: StartedRequest) -> TokenOutput:
         if not self.capabilities.streaming:
             return await self.backend.generate(request)
         async with self.streaming(request) as chunks:
             async for chunk in chunks:
-                live.sampled += len(chunk.token_ids)
+                started.sampled += len(chunk.token_ids)
                 if chunk.final is not None:
                     return chunk.final
         raise CheckFailed(
@@ -179,8 +197,10 @@ class Probe:
         self, which: str, *, kind: str | None = None, version: int | None = None
     ) -> WeightUpdate:
         """Build the update to a weight set, by default under the next version."""
-        kind = kind or sorted(self.capabilities.weight_payloads)[0]
-        version = self.backend.policy_version + 1 if version is None else version
+        if kind is None:
+            kind = sorted(self.capabilities.weight_payloads)[0]
+        if version is None:
+            version = self.backend.policy_version + 1
         payload = self.subject.payload(kind, which)
         return WeightUpdate(version=version, kind=kind, payload=payload, partial=which == MIXED)
 
@@ -204,25 +224,26 @@ class Probe:
         except Exception as error:
             got = f"{type(error).__name__}: {error}"
             raise CheckFailed(what, expected=kind.__name__, got=got, cause=cause) from error
-        raise CheckFailed(
-            what, expected=kind.__name__, got=f"no error; it returned {result!r}", cause=cause
-        )
+        got = f"no error; it returned {result!r}"
+        raise CheckFailed(what, expected=kind.__name__, got=got, cause=cause)
 
     async def until(
         self, holds: Callable[[], Awaitable[bool]], what: str, *, cause: str, seconds: float = 30.0
     ) -> None:
         """Wait for a condition to hold."""
         deadline = time.monotonic() + seconds
-        for turn in itertools.count():
+        for attempt in itertools.count():
             if await holds():
                 return
             if time.monotonic() > deadline:
                 raise CheckFailed(
                     what, expected=f"within {seconds:g} s", got="not yet true", cause=cause
                 )
-            await asyncio.sleep(
-                0.002 if turn > 20 else 0
-            )  # a small model ends 200 ids within milliseconds
+            # Poll without a pause at first: a small model samples 200 ids within milliseconds.
+            pause = 0.0
+            if attempt > 20:
+                pause = 0.002
+            await asyncio.sleep(pause)
 
     async def within(self, seconds: float, waiting: Awaitable[T], what: str, *, cause: str) -> T:
         """Return an awaited result that must arrive in time."""
@@ -252,9 +273,8 @@ class Probe:
         weights: str = BASE,
     ) -> None:
         """Expect each id to be the reference's most likely one, or within tolerance of it."""
-        gaps = greedy_gaps(
-            predictions(self.subject.reference, prompt, output.token_ids, weights), output.token_ids
-        )
+        logits = predictions(self.subject.reference, prompt, output.token_ids, weights)
+        gaps = greedy_gaps(logits, output.token_ids)
         self._compare(gaps, what, cause=cause, expected="the most likely id at every position")
 
     def assert_logprobs(
@@ -267,22 +287,25 @@ class Probe:
         weights: str = BASE,
         **sampling: Any,
     ) -> None:
-        """Expect the log-probs of the distribution that ``sampling`` (temperature, top_p, top_k, min_p) selects."""
+        """Expect the log-probs of the distribution that ids are drawn from.
+
+        Args:
+            sampling: ``temperature``, ``top_p``, ``top_k`` and ``min_p`` of the request.
+        """
         logits = predictions(self.subject.reference, prompt, output.token_ids, weights)
-        right = expected_logprobs(logits, output.token_ids, output.log_probs, **sampling)
-        at = int(np.argmax(np.abs(np.asarray(output.log_probs) - right)))
+        correct = expected_logprobs(logits, output.token_ids, output.log_probs, **sampling)
+        errors = np.abs(np.asarray(output.log_probs) - correct)
+        worst = int(np.argmax(errors))
         expected = (
-            f"{right[at]:.6f} for id {output.token_ids[at]} at position {at}; got"
-            f" {output.log_probs[at]:.6f}"
+            f"{correct[worst]:.6f} for id {output.token_ids[worst]} at position {worst}; got"
+            f" {output.log_probs[worst]:.6f}"
         )
-        self._compare(
-            np.abs(np.asarray(output.log_probs) - right), what, cause=cause, expected=expected
-        )
+        self._compare(errors, what, cause=cause, expected=expected)
 
     def _compare(self, errors: np.ndarray, what: str, *, cause: str, expected: str) -> None:
         tolerance = self.subject.tolerance
         worst = int(np.argmax(errors))
-        if not errors[worst] <= tolerance:
+        if not errors[worst] <= tolerance:  # NaN is an error
             got = (
                 f"off by {errors[worst]:.2e} nats at position {worst} of {len(errors)}; tolerance"
                 f" {tolerance:g}"

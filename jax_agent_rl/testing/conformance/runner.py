@@ -52,30 +52,31 @@ except ImportError:
 
 SUITE = Path(__file__).parent / "suite"
 _FILES = ("outputs", "batching", "replay", "weights", "control")
-"""The last test of the last one closes the backend."""
+"""The suite's files in order: the last test of the last file closes the backend."""
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 _CLEAN_UP_SECONDS = 30.0
 _SETTLE_SECONDS = 5.0
 _PYTEST_OPTIONS = (
-    *(
-        "-c",
-        os.devnull,
-        "--disable-plugin-autoload",
-        "--noconftest",
-        "--import-mode=importlib",
-        "--capture=no",
-    ),
-    *("-o", "truncation_limit_lines=0", "-o", "truncation_limit_chars=0"),
-    *(
-        f"-pno:{name}"
-        for name in ("cacheprovider", "faulthandler", "logging", "terminal", "warnings")
-    ),
-    *(
-        f"-pno:{name}" for name in ("threadexception", "unraisableexception")
-    ),  # they collect garbage for seconds
+    "-c",
+    os.devnull,
+    "--disable-plugin-autoload",
+    "--noconftest",
+    "--import-mode=importlib",
+    "--capture=no",
+    "-o",
+    "truncation_limit_lines=0",
+    "-o",
+    "truncation_limit_chars=0",
+    "-pno:cacheprovider",
+    "-pno:faulthandler",
+    "-pno:logging",
+    "-pno:terminal",
+    "-pno:warnings",
+    # These collect garbage for seconds.
+    "-pno:threadexception",
+    "-pno:unraisableexception",
 )
-"""Options that keep pytest silent and independent of the project in whose folder the command runs.
-"""
+"""Options that keep pytest silent, and independent of the folder that the command runs in."""
 
 
 def check(
@@ -139,8 +140,10 @@ class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
 
     async def _run(self, check: Callable[[Probe], Awaitable[None]], needs: Sequence[str]) -> None:
         backend = self._backend or await self._start()
-        if missing := _missing(backend.capabilities, needs):
+        missing = _missing(backend.capabilities, needs)
+        if missing:
             pytest.skip(missing)
+
         probe = Probe(self._subject, backend, numbers=self._numbers, footprint=self._footprint)
         try:
             async with asyncio.timeout(self._subject.timeout):
@@ -158,10 +161,11 @@ class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
                 ),
             ) from None
         except Exception as error:
-            cause = "the backend refuses or fails something its Capabilities promise"
-            got = f"{type(error).__name__}: {error}"
             raise CheckFailed(
-                str(check.__doc__), expected="no error", got=got, cause=cause
+                str(check.__doc__),
+                expected="no error",
+                got=f"{type(error).__name__}: {error}",
+                cause="the backend refuses or fails something its Capabilities promise",
             ) from error
         finally:
             if not await _restore(probe):
@@ -180,11 +184,13 @@ class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
         return backend
 
     async def _close(self) -> None:
-        backend, self._backend = self._backend, None
+        backend = self._backend
+        self._backend = None
+        if backend is None:
+            return
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_CLEAN_UP_SECONDS):
-                if backend:
-                    await backend.close()
+                await backend.close()
 
 
 def _missing(capabilities: Capabilities, needs: Sequence[str]) -> str | None:
@@ -192,12 +198,10 @@ def _missing(capabilities: Capabilities, needs: Sequence[str]) -> str | None:
     for need in needs:
         name, _, member = need.partition(":")
         value = getattr(capabilities, name)
-        if not (member in value if member else value):
-            return (
-                f"Capabilities.{name} does not hold {member!r}"
-                if member
-                else f"Capabilities.{name} is {value}"
-            )
+        if member and member not in value:
+            return f"Capabilities.{name} does not hold {member!r}"
+        if not member and not value:
+            return f"Capabilities.{name} is {value}"
     return None
 
 
@@ -207,15 +211,20 @@ async def _restore(probe: Probe) -> bool:
     try:
         async with asyncio.timeout(_CLEAN_UP_SECONDS):
             await probe.clean_up()
-            if not (await backend.health()).ok:
+            health = await backend.health()
+            if not health.ok:
                 return False
             if backend.capabilities.pause_modes:
                 await backend.resume()
             if probe.serving != BASE:
                 await probe.serve(BASE)
+
             deadline = time.monotonic() + _SETTLE_SECONDS
-            while (health := await backend.health()).ok and time.monotonic() < deadline:
-                if (health.running, health.waiting) == (0, 0):
+            while True:
+                health = await backend.health()
+                if not health.ok or time.monotonic() >= deadline:
+                    return False
+                if health.running == 0 and health.waiting == 0:
                     return True
                 await asyncio.sleep(0.02)
     except Exception:  # whatever failed, a fresh backend replaces this one
@@ -228,8 +237,8 @@ class Result:
     """The result of one check.
 
     Attributes:
-        check: the check's name: its test's in kebab case.
-        claim: the rule.
+        check: the check's name, which is the name of its test in kebab case.
+        claim: the rule that it tests.
         outcome: ``passed``, ``failed`` or ``skipped``.
         detail: why it failed or was skipped.
         seconds: its duration.
@@ -250,7 +259,7 @@ class Report:
     results: tuple[Result, ...]
 
     def count(self, outcome: str) -> int:
-        return sum(r.outcome == outcome for r in self.results)
+        return len([result for result in self.results if result.outcome == outcome])
 
     @property
     def ok(self) -> bool:
@@ -259,7 +268,8 @@ class Report:
     def to_json(self) -> dict:
         """Return the counts of each outcome and every result."""
         counts = {outcome: self.count(outcome) for outcome in _STYLES}
-        return {"backend": self.backend, **counts, "results": [asdict(r) for r in self.results]}
+        results = [asdict(result) for result in self.results]
+        return {"backend": self.backend, **counts, "results": results}
 
 
 def run_suite(
@@ -301,7 +311,9 @@ class _Plugin:
         only: Sequence[str],
         on_result: Callable[[Result], None] | None,
     ) -> None:
-        self._subject, self._only, self._on_result = subject, only, on_result
+        self._subject = subject
+        self._only = only
+        self._on_result = on_result
         self.results: list[Result] = []
         self.error: Exception | None = None
 
@@ -311,9 +323,11 @@ class _Plugin:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         tests = {_check_name(item): item for item in items}
-        if unknown := sorted(set(self._only) - tests.keys()):
+        unknown = sorted(set(self._only) - tests.keys())
+        if unknown:
             self.error = ConfigError(f"there are no checks {unknown}; there are {', '.join(tests)}")
-        items[:] = [item for name, item in tests.items() if not self._only or name in self._only]
+        if self._only:
+            items[:] = [item for name, item in tests.items() if name in self._only]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
@@ -332,11 +346,10 @@ class _Plugin:
         return self._backend_session
 
     def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str]:
-        return [
-            "",
-            f"expected: {'' if op in ('==', 'is') else op + ' '}{right!r}",
-            f"got:      {left!r}",
-        ]
+        expected = f"{op} {right!r}"
+        if op in ("==", "is"):
+            expected = repr(right)
+        return ["", f"expected: {expected}", f"got:      {left!r}"]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -344,11 +357,14 @@ class _Plugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.when == "call":
+            detail = ""
+            if call.excinfo:
+                detail = _explain(call.excinfo)
             result = Result(
                 check=_check_name(item),
                 claim=item.obj.__doc__,  # type: ignore[attr-defined]
                 outcome=report.outcome,
-                detail=_explain(call.excinfo) if call.excinfo else "",
+                detail=detail,
                 seconds=call.duration,
             )
             self.results.append(result)
@@ -362,12 +378,14 @@ def _check_name(item: pytest.Item) -> str:
 
 
 def _explain(failure: pytest.ExceptionInfo) -> str:
-    """Describe a failure by what was asserted, what was expected, the result, and the likely cause."""
+    """Describe a failure: what was asserted and expected, the result, and the likely cause."""
     cause, _, comparison = str(failure.value).partition("\nassert \n")
     if not comparison:  # not an assertion of the suite
         return str(failure.value)
     (statement,) = ast.parse(textwrap.dedent(str(failure.traceback[-1].statement))).body
-    asserted = ast.unparse(statement.test) if isinstance(statement, ast.Assert) else "an assertion"
+    asserted = "an assertion"
+    if isinstance(statement, ast.Assert):
+        asserted = ast.unparse(statement.test)
     return f"{asserted}\n{comparison}\n  likely:   {cause}"
 
 
@@ -390,14 +408,16 @@ def run_command(
             ``module:function``.
         model: model folder; None for a tiny random one.
         only: names of checks to run; empty for all.
-        as_json: print one JSON object as the last line.
+        as_json: whether to print one JSON object as the last line.
         console: where the report is printed.
         options: fields of :class:`~jax_agent_rl.testing.conformance.backends.BackendOptions`.
 
     Raises:
         ConfigError: the options are incompatible, or the backend is not available.
     """
-    url, engine, engine_factory = options["url"], options["engine"], options["engine_factory"]
+    url = options["url"]
+    engine = options["engine"]
+    engine_factory = options["engine_factory"]
     if url is not None and (backend != "remote" or model is None):
         raise ConfigError(
             f"--url {url} goes with --backend remote and --model: the folder of the model that"
@@ -415,9 +435,8 @@ def run_command(
         tempfile.TemporaryDirectory(prefix="conformance-") as scratch,
         console.status("preparing") as status,
     ):
-        subject = select_backend(
-            backend, BackendOptions(folders=prepare_folders(model, Path(scratch)), **options)
-        )
+        folders = prepare_folders(model, Path(scratch))
+        subject = select_backend(backend, BackendOptions(folders=folders, **options))
         report = run_suite(
             subject,
             only=only,
@@ -430,14 +449,16 @@ def run_command(
 
 
 def _print_report(report: Report, console: Console) -> None:
-    """Print one row per check, then each failure with what was expected, the result and the likely cause."""
+    """Print one row per check, then each failure in detail."""
     table = Table(title=f"conformance of {report.backend}", title_justify="left")
     table.add_column("check", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("s", justify="right")
     table.add_column("rule, or why it was skipped")
     for result in report.results:
-        note = result.detail if result.outcome == "skipped" else result.claim
+        note = result.claim
+        if result.outcome == "skipped":
+            note = result.detail
         style = _STYLES[result.outcome]
         table.add_row(
             result.check,

@@ -1,9 +1,13 @@
-"""Simulation of a run in virtual time: real scheduling code on simulated engines, tools and learner.
+"""Simulation of a run in virtual time: real scheduling on simulated engines, tools and learner.
 
 ::
 
-    recipe (rollout.*, trainer.*) ──► Trainer, GroupStream, RolloutBuffer, RolloutCollector, LLMServerClient, Balancer
-                                          │                     │                                       │     all real
-    assumptions (workload.py) ──► SimulatedLearner        SimulatedAgent                        SimulatedEngine
-                                          └────────────── VirtualLoop: time jumps to the next event ────┘
+    recipe (rollout.*, trainer.*) ──► Trainer, GroupStream, RolloutBuffer, RolloutCollector,
+                                      LLMServerClient, Balancer: all real
+                                          │
+                                          ▼
+    assumptions (workload.py) ──► SimulatedLearner, SimulatedAgent, SimulatedEngine
+                                          │
+                                          ▼
+                                  VirtualLoop: time jumps to the next event
 """

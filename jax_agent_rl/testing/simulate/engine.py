@@ -13,6 +13,7 @@ import asyncio
 import bisect
 import heapq
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,23 +40,23 @@ class _Run:
     """A request inside the engine."""
 
     request: GenerateRequest
-    done: asyncio.Future[TokenOutput]
+    result: asyncio.Future[TokenOutput]
     context: int = 0
-    began: float = 0.0  # the engine's steps when the prompt was computed
-    end: float | None = None  # the engine's steps at the last id; None while it waits for a slot
+    first_step: float = 0.0  # the engine's steps when the prompt was computed
+    last_step: float | None = None  # its steps at the last id; None while it waits for a slot
     cached: int = 0
     versions: list[int] = field(default_factory=list)
 
     def sampled(self, steps: float) -> int:
         """Return the number of ids sampled after so many steps of the engine."""
-        return max(0, min(self.request.sampling.max_tokens, int(steps - self.began + 1e-6)))
+        count = int(steps - self.first_step + 1e-6)
+        return max(0, min(self.request.sampling.max_tokens, count))
 
 
 class SimulatedEngine(FakeBackend):
     """An engine that samples ``max_tokens`` ids for every request.
 
     Args:
-        speed: speed of the engine.
         max_model_len: longest context, in ids.
         kv_cache: size of the KV cache; None has no limit.
     """
@@ -84,53 +85,52 @@ class SimulatedEngine(FakeBackend):
         self._cache = UnlimitedKVCache()
         if kv_cache is not None:
             self._cache = PagedKVCache(kv_cache, max_model_len=max_model_len, clock=self._loop.time)
-        self._steps = self._stall = 0.0
-        self._at = self._loop.time()
+        self._steps = 0.0
+        self._stall = 0.0  # seconds of prefill and copying still to come, without decoding
+        self._time = self._loop.time()  # of the latest event
         self._timer: asyncio.TimerHandle | None = None
         self._number = itertools.count()
         self._paused = False
-        self._drains: list[
-            asyncio.Future[None]
-        ] = []  # one per pause that waits for running requests
-        self._sampled = self._prefilled = self._reused = self._finished = 0
-        self._busy = self._loading = 0.0
+        self._drains: list[asyncio.Future[None]] = []  # one per pause that waits for requests
+        self._sampled = 0
+        self._prefilled = 0
+        self._reused = 0
+        self._finished = 0
+        self._busy = 0.0
+        self._loading = 0.0
 
     async def close(self) -> None:
         self._closed = True
         for run in [*self._running.values(), *self._waiting]:
-            if not run.done.done():
-                run.done.set_exception(BackendClosedError("the simulated engine is closed"))
+            if not run.result.done():
+                run.result.set_exception(BackendClosedError("the simulated engine is closed"))
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         self.require_open()
-        run = _Run(request=request, done=self._loop.create_future())
+        run = _Run(request=request, result=self._loop.create_future())
         bisect.insort(self._waiting, run, key=lambda run: run.request.priority)
         if request.session_id is not None:
             self._cache.come_back(request.session_id)
         self._advance()
         self._admit()
         try:
-            return await run.done
+            return await run.result
         finally:
-            if (
-                self._running.get(request.request_id) is run or run in self._waiting
-            ):  # the caller was cancelled
+            is_running = self._running.get(request.request_id) is run
+            if is_running or run in self._waiting:  # the caller was cancelled
                 self._advance()
-                if run.end is not None:
+                if run.last_step is not None:
                     self._cache.release(run.context, request, (), session_ends=False)
                 self._remove(run)
                 self._admit()
 
     async def abort(self, request_id: str) -> bool:
         self._advance()
-        found = self._running.get(request_id)
-        found = found or next(
-            (run for run in self._waiting if run.request.request_id == request_id), None
-        )
-        if found is None:
-            return False
-        self._end(found, StopReason.ABORTED)
-        return True
+        for run in [*self._running.values(), *self._waiting]:
+            if run.request.request_id == request_id:
+                self._end(run, StopReason.ABORTED)
+                return True
+        return False
 
     async def pause(self, mode: PauseMode) -> None:
         self._advance()
@@ -146,7 +146,7 @@ class SimulatedEngine(FakeBackend):
     async def _drain(self) -> None:
         drained = self._loop.create_future()
         self._drains.append(drained)
-        self._paused = False  # frozen requests finish, too
+        self._paused = False  # requests that another pause froze finish as well
         self._schedule()
         try:
             await drained
@@ -161,17 +161,18 @@ class SimulatedEngine(FakeBackend):
         self._paused = False
         for drained in self._drains:
             if not drained.done():
-                drained.set_exception(
-                    BackendError("resume() came before what this pause waited for had ended")
-                )
+                error = BackendError("resume() came before what this pause waited for had ended")
+                drained.set_exception(error)
         self._drains.clear()
         self._admit()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         await asyncio.sleep(self._speed.load_seconds)
         self._advance()
-        for run in self._running.values():  # ids sampled so far are of the old weights
-            run.versions += [self._version] * (run.sampled(self._steps) - len(run.versions))
+        for run in self._running.values():
+            # The ids sampled so far are of the old weights.
+            new_ids = run.sampled(self._steps) - len(run.versions)
+            run.versions += [self._version] * new_ids
         self._version = update.version
         await self.reset_prefix_cache()
         self._loading += self._speed.load_seconds
@@ -180,9 +181,11 @@ class SimulatedEngine(FakeBackend):
         self._cache.reset()
 
     async def health(self) -> Health:
-        running, waiting = len(self._running), len(self._waiting)
         return Health(
-            ok=not self._closed, policy_version=self._version, running=running, waiting=waiting
+            ok=not self._closed,
+            policy_version=self._version,
+            running=len(self._running),
+            waiting=len(self._waiting),
         )
 
     async def metrics(self) -> BackendMetrics:
@@ -191,9 +194,9 @@ class SimulatedEngine(FakeBackend):
     def read(self) -> BackendMetrics:
         """Return the current metrics."""
         self._advance()
+        in_progress = sum(run.sampled(self._steps) for run in self._running.values())
         return BackendMetrics(
-            generated_tokens=self._sampled
-            + sum(run.sampled(self._steps) for run in self._running.values()),
+            generated_tokens=self._sampled + in_progress,
             prefill_tokens=self._prefilled,
             cached_tokens=self._reused,
             requests_finished=self._finished,
@@ -204,19 +207,20 @@ class SimulatedEngine(FakeBackend):
     # --- time -------------------------------------------------------------------------------------
 
     @property
-    def _pace(self) -> float:
-        """Current duration of a step, in seconds."""
+    def _step_seconds(self) -> float:
+        """Current duration of a step."""
         return self._speed.step_seconds + self._speed.slot_seconds * len(self._running)
 
     def _advance(self) -> None:
         """Account for the steps since the last event."""
         now = self._loop.time()
         if self._running and not self._paused:
-            stalled = min(self._stall, now - self._at)
+            elapsed = now - self._time
+            stalled = min(self._stall, elapsed)
             self._stall -= stalled
-            self._steps += (now - self._at - stalled) / self._pace
-            self._busy += now - self._at
-        self._at = now
+            self._steps += (elapsed - stalled) / self._step_seconds
+            self._busy += elapsed
+        self._time = now
 
     def _admit(self) -> None:
         """Give free slots to waiting requests; call :meth:`_advance` first."""
@@ -232,15 +236,17 @@ class SimulatedEngine(FakeBackend):
             request, context, cached, stall = admitted
             run = next(run for run in self._waiting if run.request is request)
             self._waiting.remove(run)
-            run.context, run.cached = context, cached
+
+            run.context = context
+            run.cached = cached
             computed = len(request.prompt_ids) - cached
             self._stall += stall
             self._prefilled += computed
             self._reused += cached
-            run.began = self._steps + computed / self._speed.prefill_tokens_per_step
-            run.end = run.began + run.request.sampling.max_tokens
-            self._running[run.request.request_id] = run
-            heapq.heappush(self._by_end, (run.end, next(self._number), run))
+            run.first_step = self._steps + computed / self._speed.prefill_tokens_per_step
+            run.last_step = run.first_step + request.sampling.max_tokens
+            self._running[request.request_id] = run
+            heapq.heappush(self._by_end, (run.last_step, next(self._number), run))
         self._schedule()
 
     def _schedule(self) -> None:
@@ -248,51 +254,57 @@ class SimulatedEngine(FakeBackend):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._by_end and self._by_end[0][2].done.done():
-            heapq.heappop(self._by_end)
-        if self._by_end and not self._paused:
-            decoding = max(0.0, self._by_end[0][0] - self._steps) * self._pace
-            self._timer = self._loop.call_later(self._stall + decoding, self._due)
+        while self._by_end:
+            last_step, _, run = self._by_end[0]
+            if run.result.done():
+                heapq.heappop(self._by_end)
+                continue
+            if not self._paused:
+                decode_seconds = max(0.0, last_step - self._steps) * self._step_seconds
+                self._timer = self._loop.call_later(self._stall + decode_seconds, self._on_timer)
+            return
 
-    def _due(self) -> None:
+    def _on_timer(self) -> None:
         self._advance()
-        while self._by_end and (
-            self._by_end[0][2].done.done() or self._by_end[0][0] <= self._steps + 1e-6
-        ):
-            run = heapq.heappop(self._by_end)[2]
-            if not run.done.done():
-                self._end(run, StopReason.LENGTH)
+        while self._by_end:
+            last_step, _, run = self._by_end[0]
+            if not run.result.done() and last_step > self._steps + 1e-6:
+                break
+            heapq.heappop(self._by_end)
+            self._end(run, StopReason.LENGTH)
         self._admit()
 
     def _end(self, run: _Run, reason: StopReason) -> None:
         """Finish a request and free its slot."""
-        if run.done.done():  # its caller was cancelled
+        if run.result.done():  # its caller was cancelled
             return
-        aborted = reason is StopReason.ABORTED
-        count = run.sampled(self._steps) if aborted else run.request.sampling.max_tokens
-        if run.end is None:
+
+        request = run.request
+        is_aborted = reason is StopReason.ABORTED
+        if run.last_step is None:
             count = 0
+        elif is_aborted:
+            count = run.sampled(self._steps)
+        else:
+            count = request.sampling.max_tokens
         self._sampled += count
         self._finished += 1
-        session = (
-            run.request.session_id or run.request.request_id
-        )  # sessions share no more than their prompts
-        sampled = (ID + 1 + zlib.crc32(session.encode()) % 2**30,) * count
-        if run.end is not None:
-            self._cache.release(
-                run.context,
-                run.request,
-                sampled,
-                session_ends=run.request.session_ends and not aborted,
-            )
+
+        # Each session samples another id, so that sessions share no more than their prompts.
+        session = request.session_id or request.request_id
+        sampled_id = ID + 1 + zlib.crc32(session.encode()) % 2**30
+        sampled = (sampled_id,) * count
+        if run.last_step is not None:
+            session_ends = request.session_ends and not is_aborted
+            self._cache.release(run.context, request, sampled, session_ends=session_ends)
         run.versions += [self._version] * (count - len(run.versions))
-        run.done.set_result(
+        run.result.set_result(
             TokenOutput(
                 token_ids=sampled,
                 log_probs=(0.0,) * count,
                 policy_versions=tuple(run.versions),
                 stop_reason=reason,
-                context_digest=digest_ids((*run.request.prompt_ids, *sampled)),
+                context_digest=digest_ids((*request.prompt_ids, *sampled)),
                 cached_tokens=run.cached,
             )
         )
@@ -314,8 +326,11 @@ class SimulatedEngine(FakeBackend):
 # --- KV caches: one without limit, and the JAX engine's own block manager without a device --------
 
 Admission = tuple[GenerateRequest, int, int, float]
-"""A request, its context's number, the ids of its prompt found in the cache, and seconds in which
-no slot decodes."""
+"""What a KV cache admits.
+
+A request, the number of its context, the number of its prompt ids found in the cache, and the
+seconds in which no slot decodes.
+"""
 
 
 class UnlimitedKVCache:
@@ -328,10 +343,13 @@ class UnlimitedKVCache:
     def admit(self, queue: Sequence[GenerateRequest], running: int) -> Admission | None:
         """Return the request of the queue to run next, and what it finds; None if none can run."""
         request = queue[0]
-        chain = PrefixIndex.block_hashes(request.prompt_ids)
-        shared = max(self._contexts.get(request.session_id or "", 0), self._prompts.find(chain)[1])
-        self._prompts.add(chain, "here")
-        return request, 0, min(shared, len(request.prompt_ids) - 1), 0.0
+        block_hashes = PrefixIndex.block_hashes(request.prompt_ids)
+        of_session = self._contexts.get(request.session_id or "", 0)
+        _, of_other_prompts = self._prompts.find(block_hashes)
+        self._prompts.add(block_hashes, "here")
+        # The last id is always computed: the first sampled one comes from it.
+        cached = min(max(of_session, of_other_prompts), len(request.prompt_ids) - 1)
+        return request, 0, cached, 0.0
 
     def release(
         self, context: int, request: GenerateRequest, sampled: Sequence[int], *, session_ends: bool
@@ -354,40 +372,46 @@ class PagedKVCache:
     """The block manager of the JAX engine, as its scheduler uses it.
 
     Args:
-        size: its size and costs.
-        max_model_len: longest context.
-        clock: seconds.
+        max_model_len: longest context, in ids.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
         self, size: KVCacheSize, *, max_model_len: int, clock: Callable[[], float]
     ) -> None:
         page = page_size(max_model_len)
-        self._size, self._page = size, page
+        self._size = size
+        self._page = page
         self._returns = ReturnTimes(clock)
         self._patience = Patience(clock)
+        return_rate: Callable[[str], float] = lambda session: 0.0  # noqa: E731
         if size.policy == "expected_return":
             self._patience.add_prefill(1, size.prefill_seconds)
+            return_rate = self._returns.rate
         self._blocks = BlockManager(
             size.tokens // page,
             page,
-            -(-max_model_len // page),
+            math.ceil(max_model_len / page),
             host_pages=size.offloading_tokens // page,
-            return_rate=(
-                self._returns.rate if size.policy == "expected_return" else lambda session: 0.0
-            ),
+            return_rate=return_rate,
         )
 
     def admit(self, queue: Sequence[GenerateRequest], running: int) -> Admission | None:
-        """Return what :meth:`UnlimitedKVCache.admit` does: the first request, or one with KV that overtakes it."""
+        """Admit the first request, or one that overtakes it because the cache holds its KV.
+
+        It returns the same as :meth:`UnlimitedKVCache.admit`.
+        """
         first = queue[0]
         cost = self._patience.cost(first.request_id, len(first.prompt_ids), running)
-        if (admission := self._allocate(first, cost)) is not None:
+        admission = self._allocate(first, cost)
+        if admission is not None or not cost:
             return admission
-        for request in queue[1:] if cost else ():
+
+        for request in queue[1:]:
             holds_most = self._blocks.holds_most(request.session_id, len(request.prompt_ids))
             if request.priority == first.priority and holds_most:
-                if (admission := self._allocate(request, cost)) is not None:
+                admission = self._allocate(request, cost)
+                if admission is not None:
                     return admission
         return None
 
@@ -400,10 +424,12 @@ class PagedKVCache:
         if not self._blocks.grow(allocation.context, request.sampling.max_tokens):
             self._blocks.free(allocation.context, session_ends=False)
             return None
+
         self._blocks.saved.clear()  # there is nothing to copy
-        computed = (len(prompt) - allocation.reused) * self._size.prefill_seconds
-        restored = len(allocation.restored) * self._page * self._size.restore_seconds
-        return request, allocation.context, allocation.reused, computed + restored
+        prefill_seconds = (len(prompt) - allocation.reused) * self._size.prefill_seconds
+        restored_ids = len(allocation.restored) * self._page
+        restore_seconds = restored_ids * self._size.restore_seconds
+        return request, allocation.context, allocation.reused, prefill_seconds + restore_seconds
 
     def release(
         self, context: int, request: GenerateRequest, sampled: Sequence[int], *, session_ends: bool
@@ -412,8 +438,12 @@ class PagedKVCache:
         if sampled:
             self._blocks.append(context, [request.prompt_ids[-1], *sampled[:-1]])
         self._blocks.free(context, session_ends=session_ends)
-        if request.session_id is not None:
-            (self._returns.forget if session_ends else self._returns.leave)(request.session_id)
+        if request.session_id is None:
+            return
+        if session_ends:
+            self._returns.forget(request.session_id)
+        else:
+            self._returns.leave(request.session_id)
 
     def come_back(self, session: str) -> None:
         """Note that a session's next request is queued."""

@@ -1,4 +1,7 @@
-"""``jax-agent-rl simulate``: a recipe in virtual time with each trainer, kind of KV cache, or rule for busy servers."""
+"""``jax-agent-rl simulate``: a recipe in virtual time, and a comparison of ways to run it.
+
+It compares trainers, ways to manage KV caches, or rules for busy servers.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,9 @@ BUSY_RULES: dict[str, MoveRule] = {
 }
 """Rules for sessions whose server is full, by name."""
 _ASSUME = "assume."
-_TRAINER, _KV_CACHE, _BUSY = "trainer", "KV cache", "busy server"
+_TRAINER = "trainer"
+_KV_CACHE = "KV cache"
+_BUSY = "busy server"
 _COLUMNS = {
     _TRAINER: "trainer.mode, trainer.max_staleness, trainer.stragglers",
     _KV_CACHE: (
@@ -98,9 +103,9 @@ class SimulationResult:
         policy: the policy's name.
         samples_per_second: trajectories trained on per second.
         step_seconds: virtual seconds between learner steps.
-        cached: prompt ids found in the KV cache, as a share of all.
+        cached: prompt ids found in the KV cache, as a share of all prompt ids.
         engines_busy: mean share of the time in which an engine decoded.
-        slots_used: ids sampled, as a share of those possible with all slots full all the time.
+        slots_used: ids sampled, as a share of what full slots would have sampled all the time.
         learner_busy: share of the time in which the learner computed.
         staleness_mean: mean age of trained tokens, in versions.
         staleness_max: maximum age of trained tokens, in versions.
@@ -122,30 +127,53 @@ class SimulationResult:
     share_of_ideal: float
 
 
-class _Readings(RunDir):
-    """A run folder that writes nothing and keeps totals and the record of every step.
+@dataclass(frozen=True, kw_only=True)
+class _Totals:
+    """Totals up to the end of a step.
 
-    Totals: virtual time, seconds in which engines decoded, ids sampled, seconds in which the
-    learner computed, prompt ids that engines computed, prompt ids found in their caches.
+    Attributes:
+        seconds: virtual time.
+        engine_seconds: seconds in which engines decoded.
+        sampled: ids sampled.
+        learner_seconds: seconds in which the learner computed.
+        computed: prompt ids that engines computed.
+        cached: prompt ids that engines found in their caches.
+        trained: trajectories trained on.
+        dropped: trajectories dropped.
     """
 
+    seconds: float
+    engine_seconds: float
+    sampled: int
+    learner_seconds: float
+    computed: int
+    cached: int
+    trained: int
+    dropped: int
+
+
+class _StepTotals(RunDir):
+    """A run folder that writes nothing, and collects totals and the record of every step."""
+
     def __init__(self, engines: Sequence[SimulatedEngine], learner: SimulatedLearner) -> None:
-        self._engines, self._learner = engines, learner
-        self.taken: list[tuple[np.ndarray, Mapping[str, Any]]] = []
+        self._engines = engines
+        self._learner = learner
+        self.steps: list[tuple[_Totals, Mapping[str, Any]]] = []
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         engines = [engine.read() for engine in self._engines]
-        busy, sampled = (
-            sum(e.busy_seconds for e in engines),
-            sum(e.generated_tokens for e in engines),
+        counts = record["accounting"]
+        totals = _Totals(
+            seconds=asyncio.get_running_loop().time(),
+            engine_seconds=sum(metrics.busy_seconds for metrics in engines),
+            sampled=sum(metrics.generated_tokens for metrics in engines),
+            learner_seconds=self._learner.busy_seconds,
+            computed=sum(metrics.prefill_tokens for metrics in engines),
+            cached=sum(metrics.cached_tokens for metrics in engines),
+            trained=counts["trained"],
+            dropped=counts["started"] - counts["trained"] - counts["in_flight"],
         )
-        computed, cached = (
-            sum(e.prefill_tokens for e in engines),
-            sum(e.cached_tokens for e in engines),
-        )
-        now = asyncio.get_running_loop().time()
-        totals = np.array([now, busy, sampled, self._learner.busy_seconds, computed, cached])
-        self.taken.append((totals, record))
+        self.steps.append((totals, record))
 
     def add_trajectories(
         self,
@@ -173,7 +201,6 @@ def simulate(
 
     Args:
         recipe: configuration of a run, of which only the sizes in ``rollout`` matter.
-        assumptions: workload and speeds.
         policy: the policy's name.
         trainer: keys of ``trainer``: how rollout and learning overlap.
         kv_cache: the engines' KV cache; None has no limit.
@@ -187,7 +214,8 @@ def simulate(
 
 def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str, Any]) -> Config:
     """Build a configuration with the recipe's batch sizes that needs no model, data or rewards."""
-    rollout, agent = recipe.rollout, assumptions.agent
+    rollout = recipe.rollout
+    agent = assumptions.agent
     return build(
         {
             "seed": assumptions.seed,
@@ -205,9 +233,8 @@ def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str
                 "max_prompt_length": agent.prompt_tokens,
                 "max_response_length": agent.longest - agent.prompt_tokens,
             },
-            "algorithm": {
-                "adv_estimator": "reinforce_plus_plus"
-            },  # takes groups of any size, whatever the recipe's
+            # Takes groups of any size, whatever the recipe's estimator does.
+            "algorithm": {"adv_estimator": "reinforce_plus_plus"},
             "learner": {"pack_length": agent.longest},
             "trainer": {**trainer, "steps": assumptions.steps, "checkpoint_every": 0},
         }
@@ -223,29 +250,29 @@ async def _simulate(
 ) -> SimulationResult:
     margin = config.trainer.staleness_bound + 1  # steps to fill and to drain the pipeline
     steps = margin + assumptions.steps + margin
-    config = config.model_copy(
-        update={"trainer": config.trainer.model_copy(update={"steps": steps})}
-    )
-    engines = [
-        SimulatedEngine(
+    trainer_config = config.trainer.model_copy(update={"steps": steps})
+    config = config.model_copy(update={"trainer": trainer_config})
+
+    engines = []
+    for _ in range(assumptions.engines.count):
+        engine = SimulatedEngine(
             assumptions.engines.speed, max_model_len=config.rollout.max_model_len, kv_cache=kv_cache
         )
-        for _ in range(assumptions.engines.count)
-    ]
+        engines.append(engine)
     learner = SimulatedLearner(assumptions.learner)
-    readings = _Readings(engines, learner)
+    folder = _StepTotals(engines, learner)
     runtime = _runtime(config, assumptions, engines, learner)
     runtime.client.queue.moves = moves
-    training = TRAINERS[config.trainer.mode](
+    trainer = TRAINERS[config.trainer.mode](
         runtime=runtime,
-        folder=readings,
+        folder=folder,
         checkpointer=NoCheckpoints(),
         record=RunRecord(),
         progress=Progress(Console(file=io.StringIO()), total_steps=steps),
         clock=asyncio.get_running_loop().time,
     )
-    await training.run()
-    return _summarize(name, config, assumptions, readings.taken[margin - 1 : -margin])
+    await trainer.run()
+    return _summarize(name, config, assumptions, folder.steps[margin - 1 : -margin])
 
 
 def _runtime(
@@ -265,29 +292,29 @@ def _runtime(
         limits=config.agent,
         max_model_len=config.rollout.max_model_len,
     )
-    collectors = [
-        RolloutCollector(
+
+    def make_collector() -> RolloutCollector:
+        return RolloutCollector(
             context, score=_score, max_in_flight=config.rollout.max_in_flight, seed=config.seed
         )
-        for _ in range(2)
-    ]
-    rows = [
-        {
+
+    rows = []
+    for number in range(config.trainer.steps * config.rollout.prompts_per_step):
+        row = {
             "prompt": [{"role": "user", "content": number}],
             "agent_name": AGENT,
             "agent": assumptions.agent,
             "seed": assumptions.seed,
             "number": number,
         }
-        for number in range(config.trainer.steps * config.rollout.prompts_per_step)
-    ]
+        rows.append(row)
     return RunComponents(
         config=config,
         codec=cast(Any, codec),
         metrics=FleetMetrics(lambda: engines).read,
         client=client,
-        collector=collectors[0],
-        evaluator=collectors[1],
+        collector=make_collector(),
+        evaluator=make_collector(),
         learner=learner,
         publisher=SimulatedPublisher(assumptions.learner),
         cursor=DataCursor(rows, seed=config.seed),
@@ -304,114 +331,139 @@ def _summarize(
     name: str,
     config: Config,
     assumptions: Assumptions,
-    readings: Sequence[tuple[np.ndarray, Mapping[str, Any]]],
+    steps: Sequence[tuple[_Totals, Mapping[str, Any]]],
 ) -> SimulationResult:
-    """Compare the last reading with the first."""
+    """Compare the totals after the last step with those after the first."""
+    first, _ = steps[0]
+    last, _ = steps[-1]
+    seconds = last.seconds - first.seconds
+    engine_seconds = last.engine_seconds - first.engine_seconds
+    learner_seconds = last.learner_seconds - first.learner_seconds
+    sampled = last.sampled - first.sampled
+    computed = last.computed - first.computed
+    cached = last.cached - first.cached
+    trained = last.trained - first.trained
+    dropped = last.dropped - first.dropped
+
+    records = [record for _, record in steps[1:]]
+    samples_per_second = trained / seconds
     engines = assumptions.engines
-    seconds, busy, sampled, learning, computed, cached = readings[-1][0] - readings[0][0]
-    trained, dropped = _trained_and_dropped(readings[-1][1]) - _trained_and_dropped(readings[0][1])
-    steps = [record for _, record in readings[1:]]
     return SimulationResult(
         policy=name,
-        samples_per_second=float(trained / seconds),
-        step_seconds=float(seconds / len(steps)),
-        cached=float(cached / (computed + cached)),
-        engines_busy=float(busy / seconds / engines.count),
-        slots_used=float(sampled / seconds / engines.tokens_per_second),
-        learner_busy=float(learning / seconds),
-        staleness_mean=float(np.mean([step.get("staleness_mean", 0.0) for step in steps])),
-        staleness_max=max(step.get("staleness_max", 0) for step in steps),
-        dropped=float(dropped / (trained + dropped)),
-        share_of_ideal=float(trained / seconds / ideal_samples_per_second(config, assumptions)),
-    )
-
-
-def _trained_and_dropped(record: Mapping[str, Any]) -> np.ndarray:
-    """Return the numbers of trajectories trained on and dropped up to a step."""
-    counts = record["accounting"]
-    return np.array(
-        [counts["trained"], counts["started"] - counts["trained"] - counts["in_flight"]]
+        samples_per_second=samples_per_second,
+        step_seconds=seconds / len(records),
+        cached=cached / (computed + cached),
+        engines_busy=engine_seconds / seconds / engines.count,
+        slots_used=sampled / seconds / engines.tokens_per_second,
+        learner_busy=learner_seconds / seconds,
+        staleness_mean=float(np.mean([record.get("staleness_mean", 0.0) for record in records])),
+        staleness_max=max(record.get("staleness_max", 0) for record in records),
+        dropped=dropped / (trained + dropped),
+        share_of_ideal=samples_per_second / ideal_samples_per_second(config, assumptions),
     )
 
 
 def ideal_samples_per_second(config: Config, assumptions: Assumptions) -> float:
-    """Return the trajectories per second that the slower of engines and learner would reach without waiting."""
-    agent, rollout = assumptions.agent, config.rollout
-    lengths = [
-        sum(
-            agent.turn_length(assumptions.seed, number, str(member), turn)
-            for turn in range(agent.turns)
-        )
-        for number in range(assumptions.steps * rollout.prompts_per_step)
-        for member in range(rollout.group_size)
-    ]
-    sampled = float(np.mean(lengths))
+    """Return the rate that the slower of engines and learner would reach without waiting.
+
+    It is in trajectories per second.
+    """
+    agent = assumptions.agent
+    rollout = config.rollout
+    sampled_ids = 0
+    for number in range(assumptions.steps * rollout.prompts_per_step):
+        for member in range(rollout.group_size):
+            for turn in range(agent.turns):
+                sampled_ids += agent.turn_length(assumptions.seed, number, str(member), turn)
+    trajectory_count = assumptions.steps * rollout.prompts_per_step * rollout.group_size
+    sampled = sampled_ids / trajectory_count
     inserted = agent.prompt_tokens + (agent.turns - 1) * agent.observation_tokens
-    engines = assumptions.engines.tokens_per_second / sampled
-    return min(engines, assumptions.learner.tokens_per_second / (sampled + inserted))
+
+    engine_rate = assumptions.engines.tokens_per_second / sampled
+    learner_rate = assumptions.learner.tokens_per_second / (sampled + inserted)
+    return min(engine_rate, learner_rate)
 
 
 def run_command(
     recipe: Path, overrides: Sequence[str], assume: Path | None, *, as_json: bool, console: Console
 ) -> list[SimulationResult]:
-    """Compare :data:`BUSY_RULES` if the recipe limits servers, KV caches if the assumptions do, else :data:`POLICIES`.
+    """Compare ways to run a recipe, and print the comparison.
+
+    They are :data:`BUSY_RULES` if the recipe limits requests per server, KV caches if the
+    assumptions limit them, else :data:`POLICIES`.
 
     Args:
         recipe: configuration file of a run.
         overrides: overrides of the configuration and, prefixed with ``assume.``, of the
             assumptions.
         assume: file of assumptions, if any.
-        as_json: print one JSON object as the last line.
+        as_json: whether to print one JSON object as the last line.
         console: where the comparison is printed.
 
     Raises:
         ConfigError: a file or an override is invalid.
     """
-    assumed = [item.removeprefix(_ASSUME) for item in overrides if item.startswith(_ASSUME)]
-    config = load(recipe, [item for item in overrides if not item.startswith(_ASSUME)])
-    assumptions = load_assumptions(assume, assumed)
+    recipe_overrides = []
+    assumption_overrides = []
+    for override in overrides:
+        if override.startswith(_ASSUME):
+            assumption_overrides.append(override.removeprefix(_ASSUME))
+        else:
+            recipe_overrides.append(override)
+    config = load(recipe, recipe_overrides)
+    assumptions = load_assumptions(assume, assumption_overrides)
+
     rollout = config.rollout
-    trainer = next(t for t in POLICIES.values() if t["mode"] == config.trainer.mode)
-    cache = assumptions.kv_cache
-    variants: dict[str, dict[str, Any]]  # further arguments of simulate()
-    if rollout.max_in_flight_per_server is not None:
-        what, size = (
-            _BUSY,
-            cache.size(policy="expected_return", offloading_tokens=cache.offloading_tokens or 0),
-        )
-        variants = {
-            name: {"trainer": trainer, "kv_cache": size, "moves": rule}
-            for name, rule in BUSY_RULES.items()
-        }
-    elif cache.tokens is not None:
-        what, caches = _KV_CACHE, _kv_caches(config, assumptions)
-        variants = {name: {"trainer": trainer, "kv_cache": size} for name, size in caches.items()}
-    else:
-        what, variants = (
-            _TRAINER,
-            {name: {"trainer": trainer} for name, trainer in POLICIES.items()},
-        )
+    compared, variants = _variants(config, assumptions)
     console.print(
         f"{rollout.prompts_per_step} x {rollout.group_size} trajectories a step,"
         f" {assumptions.engines.count} engines of {assumptions.engines.slots} slots;"
-        f" {assumptions.steps} steps of each {what}",
+        f" {assumptions.steps} steps of each {compared}",
         highlight=False,
     )
     outcomes = []
-    for policy, variant in variants.items():
+    for policy, options in variants.items():
         console.print(f"  {policy}", highlight=False)
-        outcomes.append(simulate(config, assumptions, policy, **variant))
-    columns = [name for name in _COLUMNS if name not in _NOT_IN[what]]
-    console.print(_tabulate(what, columns, outcomes))
+        outcomes.append(simulate(config, assumptions, policy, **options))
+
+    columns = [name for name in _COLUMNS if name not in _NOT_IN[compared]]
+    console.print(_tabulate(compared, columns, outcomes))
     for name in columns:
         console.print(f"  [bold]{name}[/bold]: {_COLUMNS[name]}", highlight=False, soft_wrap=True)
     if as_json:
-        print(
-            json.dumps(
-                {"assumptions": assumptions.model_dump(), "outcomes": [asdict(o) for o in outcomes]}
-            )
-        )
+        report = {
+            "assumptions": assumptions.model_dump(),
+            "outcomes": [asdict(outcome) for outcome in outcomes],
+        }
+        print(json.dumps(report))
     return outcomes
+
+
+def _variants(config: Config, assumptions: Assumptions) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return what is compared, and for each variant the other arguments of :func:`simulate`.
+
+    Raises:
+        ConfigError: the assumed KV caches hold no context.
+    """
+    variants: dict[str, dict[str, Any]] = {}
+    trainer = next(keys for keys in POLICIES.values() if keys["mode"] == config.trainer.mode)
+    cache = assumptions.kv_cache
+    if config.rollout.max_in_flight_per_server is not None:
+        kv_cache = cache.size(
+            policy="expected_return", offloading_tokens=cache.offloading_tokens or 0
+        )
+        for name, rule in BUSY_RULES.items():
+            variants[name] = {"trainer": trainer, "kv_cache": kv_cache, "moves": rule}
+        return _BUSY, variants
+
+    if cache.tokens is not None:
+        for name, kv_cache in _kv_caches(config, assumptions).items():
+            variants[name] = {"trainer": trainer, "kv_cache": kv_cache}
+        return _KV_CACHE, variants
+
+    for name, keys in POLICIES.items():
+        variants[name] = {"trainer": keys}
+    return _TRAINER, variants
 
 
 def _kv_caches(config: Config, assumptions: Assumptions) -> dict[str, KVCacheSize | None]:
@@ -420,31 +472,37 @@ def _kv_caches(config: Config, assumptions: Assumptions) -> dict[str, KVCacheSiz
     Raises:
         ConfigError: they hold no context.
     """
-    cache, longest = assumptions.kv_cache, assumptions.agent.longest
+    cache = assumptions.kv_cache
+    longest = assumptions.agent.longest
     if cache.tokens is not None and cache.tokens < longest:
         raise ConfigError(
             f"assume.kv_cache.tokens={cache.tokens} holds no context of {longest} ids; raise it, or"
             " shorten assume.agent.turns or turn_tokens_max"
         )
-    host = cache.offloading_tokens or config.rollout.max_in_flight * longest
+    host_tokens = cache.offloading_tokens or config.rollout.max_in_flight * longest
     return {
         "lru": cache.size(policy="lru", offloading_tokens=0),
         "expected return": cache.size(policy="expected_return", offloading_tokens=0),
-        "with offloading": cache.size(policy="expected_return", offloading_tokens=host),
+        "with offloading": cache.size(policy="expected_return", offloading_tokens=host_tokens),
     }
 
 
-def _tabulate(what: str, columns: Sequence[str], outcomes: Sequence[SimulationResult]) -> Table:
+def _tabulate(compared: str, columns: Sequence[str], outcomes: Sequence[SimulationResult]) -> Table:
     """Tabulate each policy's throughput, utilization, staleness and losses."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for heading in columns:
-        table.add_column(heading, justify="left" if heading == what else "right", no_wrap=True)
+        justify = "left" if heading == compared else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
+    first_rate = outcomes[0].samples_per_second
     for outcome in outcomes:
+        ideal_or_cached = outcome.cached
+        if compared == _TRAINER:
+            ideal_or_cached = outcome.share_of_ideal
         table.add_row(
             outcome.policy,
             f"{outcome.samples_per_second:.2f}",
-            f"{outcome.samples_per_second / outcomes[0].samples_per_second:.2f}",
-            f"{outcome.share_of_ideal if what == _TRAINER else outcome.cached:.0%}",
+            f"{outcome.samples_per_second / first_rate:.2f}",
+            f"{ideal_or_cached:.0%}",
             f"{outcome.engines_busy:.0%}",
             f"{outcome.slots_used:.0%}",
             f"{outcome.learner_busy:.0%}",

@@ -1,4 +1,4 @@
-"""Assumptions of a simulation about engines, learner, lengths and tools, and parts that behave so in virtual time."""
+"""Assumptions of a simulation, and parts that behave as assumed in virtual time."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class KVCacheSize:
         policy: order of eviction. ``expected_return`` is the JAX engine's; it also makes requests
             wait for space.
         prefill_seconds: duration of computing an id of a prompt, during which no slot decodes.
-        restore_seconds: the same of copying an id's KV back from the host.
+        restore_seconds: duration of copying an id's KV back from the host, likewise.
     """
 
     tokens: int
@@ -194,15 +194,15 @@ class EngineAssumptions(Section):
     @property
     def tokens_per_second(self) -> float:
         """Ids per second that all engines sample with every slot in use."""
-        return (
-            self.count
-            * self.slots
-            / (self.speed.step_seconds + self.speed.slot_seconds * self.slots)
-        )
+        step_seconds = self.speed.step_seconds + self.speed.slot_seconds * self.slots
+        return self.count * self.slots / step_seconds
 
 
 class KVCacheAssumptions(Section):
-    """Assumptions about the KV cache of each engine. With ``tokens``, the simulation compares ways to manage it."""
+    """Assumptions about the KV cache of each engine.
+
+    With ``tokens``, the simulation compares ways to manage it.
+    """
 
     tokens: Positive | None = Field(
         default=None, description="Positions on the device; null: no limit."
@@ -247,7 +247,10 @@ class LearnerAssumptions(Section):
 
 
 class AgentAssumptions(Section):
-    """Assumptions about trajectories. Lengths and latencies are log-normal: most are short, a few are long."""
+    """Assumptions about trajectories.
+
+    Lengths and latencies are log-normal: most are short, a few are long.
+    """
 
     turns: Positive = Field(
         default=3, description="Generations of a trajectory; between two of them a tool is called."
@@ -303,7 +306,11 @@ class Assumptions(Section):
 
 
 def load_assumptions(path: Path | None, overrides: Sequence[str]) -> Assumptions:
-    """Read a YAML file, if given, and apply overrides; raise :class:`ConfigError` with all problems."""
+    """Read a YAML file, if given, and apply overrides.
+
+    Raises:
+        ConfigError: values are wrong; names them all.
+    """
     return load_tree(Assumptions, path, overrides)
 
 
@@ -341,12 +348,14 @@ class SimulatedAgent(AgentLoop):
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
     ) -> Trajectory:
-        agent, key = row["agent"], (row["seed"], row["number"], trajectory_id.rpartition("-")[2])
+        agent = row["agent"]
+        _, _, member = trajectory_id.rpartition("-")
+        key = (row["seed"], row["number"], member)
         episode = self.start(row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling)
         for turn in range(agent.turns):
-            last = turn == agent.turns - 1
-            await episode.generate(session_ends=last, max_tokens=agent.turn_length(*key, turn))
-            if not last:
+            is_last = turn == agent.turns - 1
+            await episode.generate(session_ends=is_last, max_tokens=agent.turn_length(*key, turn))
+            if not is_last:
                 await asyncio.sleep(agent.tool_latency(*key, turn))
                 episode.append_ids([ID] * agent.observation_tokens, [])
         return episode.finish(FinishReason.ANSWER)
@@ -360,9 +369,10 @@ class SimulatedLearner(FakeLearner):
         self.busy_seconds = 0.0
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        tokens = sum(
-            len(t.prompt_ids) + len(t.response_ids) for group in groups for t in group.trajectories
-        )
+        tokens = 0
+        for group in groups:
+            for trajectory in group.trajectories:
+                tokens += len(trajectory.prompt_ids) + len(trajectory.response_ids)
         seconds = tokens / self._speed.tokens_per_second
         _spend(seconds)
         self.busy_seconds += seconds

@@ -18,7 +18,7 @@ _MAX_SLOTS = 128
 
 @check("seeds")
 async def test_seeds_reproduce(probe: Probe) -> None:
-    """With a seed, a request's ids are the same whatever else is in the batch; other seeds give others."""
+    """With a seed, ids are the same whatever else is in the batch; other seeds give others."""
     prompt = probe.prompt(10, seed=30)
     options = {"max_tokens": 24, "temperature": 1.0}
     alone = await probe.generate(prompt, seed=42, **options)
@@ -47,8 +47,11 @@ async def test_concurrency_64(probe: Probe) -> None:
     """64 concurrent requests of different lengths each get their own answer."""
     prompts = [probe.prompt(1 + (11 * i) % 60, seed=200 + i) for i in range(64)]
     lengths = [4 + i % 9 for i in range(64)]
-    tasks = [probe.begin(p, max_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
-    for i, (prompt, output) in enumerate(zip(prompts, await asyncio.gather(*tasks), strict=True)):
+    tasks = []
+    for prompt, length in zip(prompts, lengths, strict=True):
+        tasks.append(probe.begin(prompt, max_tokens=length))
+    outputs = await asyncio.gather(*tasks)
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         expected = (lengths[i], digest_ids([*prompt, *output.token_ids]))
         cause = f"request {i} of 64: requests are mixed up, an answer goes to the wrong caller"
         assert (len(output.token_ids), output.context_digest) == expected, cause
@@ -65,6 +68,7 @@ async def test_prefix_reuse(probe: Probe) -> None:
     first = await probe.generate(prompt, session="conformance-prefix", max_tokens=12)
     longer = [*prompt, *first.token_ids, *probe.prompt(5, seed=34)]
     second = await probe.generate(longer, session="conformance-prefix")
+
     cause = "the prefix cache is off, is looked up by session only, or hits are not counted"
     assert 32 <= second.cached_tokens < len(longer), (
         f"of a second turn that repeats {len(longer) - 5} ids: {cause}"
@@ -88,29 +92,31 @@ async def test_priorities(probe: Probe) -> None:
         pytest.skip(
             f"Capabilities.max_concurrent={slots}: too many slots to fill so that requests wait"
         )
-    prompt, done = probe.prompt(5, seed=35), []
+    prompt = probe.prompt(5, seed=35)
+    done = []
 
     async def run(name: str, priority: int) -> None:
-        # One session: of several engines behind one backend, which keep no common order, one then
-        # runs all that waits.
+        # All are of one session, so that of several engines behind a backend one runs them all:
+        # engines have no common order.
         await probe.begin(prompt, priority=priority, max_tokens=8, session="priorities")
         done.append(name)
 
-    paused = PauseMode.KEEP in probe.capabilities.pause_modes
-    if paused:
+    # Let requests wait, behind a pause or behind others that fill all slots.
+    can_pause = PauseMode.KEEP in probe.capabilities.pause_modes
+    fillers = []
+    if can_pause:
         await probe.backend.pause(PauseMode.KEEP)
-        fillers = []
     else:
-        fillers = [probe.begin(prompt, max_tokens=probe.room - 8) for _ in range(slots)]
-    early, late = (
-        [(f"{when} {i}", 5) for i in range(count)]
-        for when, count in (("early", slots), ("late", 2 * slots))
-    )
-    wanted = [*early, ("last", 9), ("first", 1), *late, ("last", 9), ("first", 1)]
-    tasks = [asyncio.create_task(run(name, priority)) for name, priority in wanted]
+        for _ in range(slots):
+            fillers.append(probe.begin(prompt, max_tokens=probe.room - 8))
+
+    early = [(f"early {i}", 5) for i in range(slots)]
+    late = [(f"late {i}", 5) for i in range(2 * slots)]
+    requests = [*early, ("last", 9), ("first", 1), *late, ("last", 9), ("first", 1)]
+    tasks = [asyncio.create_task(run(name, priority)) for name, priority in requests]
     try:
-        await _all_arrived(probe, len(wanted) + len(fillers))
-        if paused:
+        await _all_arrived(probe, len(requests) + len(fillers))
+        if can_pause:
             await probe.backend.resume()
         await asyncio.gather(*tasks, *fillers)
     finally:
@@ -130,9 +136,10 @@ async def test_health_under_load(probe: Probe) -> None:
     prompts = [probe.prompt(6, seed=300 + i) for i in range(count)]
     tasks = [probe.begin(prompt, max_tokens=probe.room - 8) for prompt in prompts]
     await _all_arrived(probe, count)
-    begin = time.monotonic()
+    start = time.monotonic()
     health = await probe.backend.health()
-    assert time.monotonic() - begin < 5, "health waits for the work in progress"
+    assert time.monotonic() - start < 5, "health waits for the work in progress"
+
     busy = sum(not task.done() for task in tasks)
     version = probe.backend.policy_version
     assert (health.ok, health.policy_version) == (
@@ -167,26 +174,30 @@ async def test_metrics_count(probe: Probe) -> None:
 @check()
 async def test_duplicate_id_refused(probe: Probe) -> None:
     """While a request runs, a second one with its id is refused, and the first continues."""
-    prompt, count = probe.prompt(8, seed=36), probe.room - 16
-    live = await probe.started(prompt, max_tokens=count)
-    if live.task.done():
+    prompt = probe.prompt(8, seed=36)
+    count = probe.room - 16
+    first = await probe.started(prompt, max_tokens=count)
+    if first.task.done():
         pytest.skip(f"the backend samples {count} ids faster than a second request can be sent")
-    second = probe.generate(prompt, request_id=live.request_id)
+
+    second = probe.generate(prompt, request_id=first.request_id)
     cause = "the second one replaces the first, whose caller then hangs or gets the wrong ids"
     await probe.raises(
         BackendError, second, "a second request with the id of a running one", cause=cause
     )
-    assert len((await live.task).token_ids) == count, "the refusal ended the first request"
+    assert len((await first.task).token_ids) == count, "the refusal ended the first request"
 
 
 async def _all_arrived(probe: Probe, count: int) -> None:
     """Wait until the backend has counted so many requests as running, waiting or finished."""
-    before = (await probe.backend.metrics()).requests_finished
+    metrics = await probe.backend.metrics()
+    finished_before = metrics.requests_finished
 
-    async def arrived() -> bool:
+    async def have_arrived() -> bool:
         health = await probe.backend.health()
-        finished = (await probe.backend.metrics()).requests_finished - before
+        metrics = await probe.backend.metrics()
+        finished = metrics.requests_finished - finished_before
         return health.running + health.waiting + finished >= count
 
     cause = "queued requests are not counted in health().waiting"
-    await probe.until(arrived, f"{count} requests are running or waiting", cause=cause)
+    await probe.until(have_arrived, f"{count} requests are running or waiting", cause=cause)

@@ -13,8 +13,7 @@ from jax_agent_rl.testing.conformance.runner import check
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput
 
 _ATTEMPTS = 5
-"""Attempts to abort: on a fast engine one may come after the last id, but not this often in a row.
-"""
+"""Attempts to abort: on a fast engine one may be too late, but not this often in a row."""
 _SETTLE_SECONDS = 10.0
 _DROPPED = "a held request was dropped"
 _NOT_PAUSED = "the pause does not hold: weights would change under a running step"
@@ -24,14 +23,16 @@ _STILL_PAUSED = "the pause holds on after resume: the engine never continues"
 @check("abort")
 async def test_abort_returns_partials(probe: Probe) -> None:
     """Abort ends a request at once with its ids so far, from which it can be resumed exactly."""
-    prompt, count = probe.prompt(8, seed=40), probe.room - 24
+    prompt = probe.prompt(8, seed=40)
+    count = probe.room - 24
     part = await _aborted_output(probe, prompt, count)
     cause = "ids sampled before the abort are thrown away, or the abort waits for the end"
     assert part.stop_reason is StopReason.ABORTED, cause
     assert 0 < len(part.token_ids) < count, cause
-    rest = await probe.generate([*prompt, *part.token_ids], max_tokens=8)
+
+    continuation = await probe.generate([*prompt, *part.token_ids], max_tokens=8)
     cause = "an id was lost or doubled at the cut"
-    probe.assert_greedy(prompt, part.then(rest), "partial and resumed ids", cause=cause)
+    probe.assert_greedy(prompt, part.then(continuation), "partial and resumed ids", cause=cause)
     if probe.capabilities.logprobs:
         probe.assert_logprobs(
             prompt, part, "log-probs of the partial ids", cause="log-probs are shifted by the abort"
@@ -41,12 +42,11 @@ async def test_abort_returns_partials(probe: Probe) -> None:
 async def _aborted_output(probe: Probe, prompt: list[int], max_tokens: int) -> TokenOutput:
     """Return the output of a request aborted after its first ids."""
     for _ in range(_ATTEMPTS):
-        live = await probe.started(prompt, max_tokens=max_tokens)
-        found = await probe.backend.abort(live.request_id)
-        output = await live.task
-        if found or not (
-            output.stop_reason is StopReason.LENGTH and len(output.token_ids) == max_tokens
-        ):
+        request = await probe.started(prompt, max_tokens=max_tokens)
+        found = await probe.backend.abort(request.request_id)
+        output = await request.task
+        is_whole = output.stop_reason is StopReason.LENGTH and len(output.token_ids) == max_tokens
+        if found or not is_whole:
             assert found is True, "abort does not find requests that run"
             return output
     raise CheckFailed(
@@ -85,26 +85,29 @@ async def test_abort_waiting(probe: Probe) -> None:
 @check()
 async def test_cancellation_frees_slot(probe: Probe) -> None:
     """When the caller is cancelled or closes its stream, the slot is freed at once."""
-    count, each = min(2 * probe.capabilities.max_concurrent, 64), probe.room - 8
+    count = min(2 * probe.capabilities.max_concurrent, 64)
+    length = probe.room - 8
     cause = "a request without a caller keeps its slot: the engine fills up with them"
-    tasks = [probe.begin(probe.prompt(4, seed=500 + i), max_tokens=each) for i in range(count - 1)]
-    tasks.append(
-        (await probe.started(probe.prompt(4, seed=499), max_tokens=each, priority=-1)).task
-    )
+    tasks = []
+    for i in range(count - 1):
+        tasks.append(probe.begin(probe.prompt(4, seed=500 + i), max_tokens=length))
+    first = await probe.started(probe.prompt(4, seed=499), max_tokens=length, priority=-1)
+    tasks.append(first.task)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     sampled = (await probe.backend.metrics()).generated_tokens
     await probe.until_idle(f"nothing runs after {count} callers were cancelled", cause=cause)
     wasted = (await probe.backend.metrics()).generated_tokens - sampled
-    steps_in_progress = min(count, probe.capabilities.max_concurrent) * each // 4
+    steps_in_progress = min(count, probe.capabilities.max_concurrent) * length // 4
     assert wasted <= steps_in_progress, cause
+
     if probe.capabilities.streaming:
-        async with probe.streaming(
-            probe.request(probe.prompt(4, seed=43), max_tokens=each)
-        ) as stream:
+        request = probe.request(probe.prompt(4, seed=43), max_tokens=length)
+        async with probe.streaming(request) as stream:
             await anext(stream)
         await probe.until_idle("nothing runs after a stream was closed in the middle", cause=cause)
+
     before = (await probe.backend.metrics()).generated_tokens
     await asyncio.sleep(0.1)
     assert (await probe.backend.metrics()).generated_tokens == before, cause
@@ -114,7 +117,8 @@ async def test_cancellation_frees_slot(probe: Probe) -> None:
 @check("pause_modes:keep")
 async def test_pause_keep(probe: Probe) -> None:
     """KEEP freezes running requests and holds new ones; after resume both continue unchanged."""
-    prompt, count = probe.prompt(8, seed=44), probe.room - 24
+    prompt = probe.prompt(8, seed=44)
+    count = probe.room - 24
     running = (await probe.started(prompt, max_tokens=count)).task
     await probe.backend.pause(PauseMode.KEEP)
     before = (await probe.backend.metrics()).generated_tokens
@@ -122,6 +126,7 @@ async def test_pause_keep(probe: Probe) -> None:
     await asyncio.sleep(0.2)
     assert (await probe.backend.metrics()).generated_tokens == before, _NOT_PAUSED
     assert late.done() is False, _NOT_PAUSED
+
     await probe.backend.resume()
     output = await running
     cause = "freezing ended or restarted it"
@@ -143,6 +148,7 @@ async def test_pause_wait(probe: Probe) -> None:
         running = (await probe.started(probe.prompt(8, seed=46), max_tokens=count)).task
         if not running.done():
             break
+
     await probe.backend.pause(PauseMode.WAIT)
     health = await probe.backend.health()
     late = probe.begin(probe.prompt(6, seed=47))
@@ -154,6 +160,7 @@ async def test_pause_wait(probe: Probe) -> None:
     )
     cause = "a running request was ended instead of let finish"
     assert (len(output.token_ids), output.stop_reason) == (count, StopReason.LENGTH), cause
+
     await probe.backend.resume()
     assert len((await late).token_ids) == 8, _DROPPED
 
@@ -167,6 +174,7 @@ async def test_pause_wait_given_up(probe: Probe) -> None:
     await asyncio.sleep(0)  # the call is made; a small model would soon have ended everything
     pausing.cancel()
     await asyncio.gather(pausing, return_exceptions=True)
+
     await probe.backend.resume()
     output = await probe.within(
         30, running, "the output of a request that ran meanwhile", cause=_STILL_PAUSED
@@ -184,10 +192,9 @@ async def test_pause_wait_after_keep(probe: Probe) -> None:
     count = probe.room - 24
     running = (await probe.started(probe.prompt(8, seed=55), max_tokens=count)).task
     await probe.backend.pause(PauseMode.KEEP)
-    waiting = probe.backend.pause(PauseMode.WAIT)
     await probe.within(
         30,
-        waiting,
+        probe.backend.pause(PauseMode.WAIT),
         "the end of a pause(WAIT) after a pause(KEEP)",
         cause="it waits for what is frozen",
     )
@@ -205,7 +212,8 @@ async def test_pause_wait_after_keep(probe: Probe) -> None:
 @check("pause_modes:abort")
 async def test_pause_abort(probe: Probe) -> None:
     """ABORT ends running requests with their ids so far; new ones are held until resume."""
-    prompt, count = probe.prompt(8, seed=48), probe.room - 24
+    prompt = probe.prompt(8, seed=48)
+    count = probe.room - 24
     for _ in range(_ATTEMPTS):
         running = (await probe.started(prompt, max_tokens=count)).task
         await probe.backend.pause(PauseMode.ABORT)
@@ -217,8 +225,9 @@ async def test_pause_abort(probe: Probe) -> None:
         assert late.done() is False, _NOT_PAUSED
         await probe.backend.resume()
         assert len((await late).token_ids) == 8, _DROPPED
-        if output.stop_reason is not StopReason.LENGTH:  # else it was over before the pause came
+        if output.stop_reason is not StopReason.LENGTH:  # else it ended before the pause came
             break
+
     cause = "running requests are let finish, or lose their ids"
     assert output.stop_reason is StopReason.ABORTED, cause
     assert 0 < len(output.token_ids) < count, cause
@@ -249,7 +258,8 @@ async def test_sleep_and_wake(probe: Probe) -> None:
 @check()
 async def test_undeclared_raises(probe: Probe) -> None:
     """Every operation that Capabilities do not declare raises an error."""
-    backend, capabilities = probe.backend, probe.capabilities
+    backend = probe.backend
+    capabilities = probe.capabilities
     calls = []
     if not capabilities.sleep:
         calls += [("sleep()", backend.sleep), ("wake()", backend.wake)]
@@ -260,6 +270,7 @@ async def test_undeclared_raises(probe: Probe) -> None:
     cause = "the call is accepted and silently does nothing"
     for name, call in calls:
         await probe.raises(NotImplementedError, call(), f"{name} undeclared", cause=cause)
+
     if not capabilities.lora:
         adapted = replace(probe.request(probe.prompt(5, seed=50)), lora="conformance")
         await probe.raises(
@@ -281,13 +292,12 @@ async def _one_waits(probe: Probe) -> None:
 
 @check()
 async def test_close_ends_everything(probe: Probe) -> None:
-    """Close fails running requests, refuses new ones, may be called twice, and leaves no thread or process."""
+    """Close fails running requests, refuses new ones, may be repeated, and leaves nothing."""
     count = 1 + min(2 * probe.capabilities.max_concurrent, 64)
     first = (await probe.started(probe.prompt(6, seed=70), max_tokens=probe.room - 16)).task
-    others = [
-        probe.begin(probe.prompt(6, seed=70 + i), max_tokens=probe.room - 16)
-        for i in range(1, count)
-    ]
+    others = []
+    for i in range(1, count):
+        others.append(probe.begin(probe.prompt(6, seed=70 + i), max_tokens=probe.room - 16))
     await asyncio.sleep(0)
     await probe.within(
         60, probe.backend.close(), "close under load", cause="it waits for requests, or for a lock"
@@ -299,12 +309,12 @@ async def test_close_ends_everything(probe: Probe) -> None:
     await probe.within(
         30, asyncio.wait([first, *others]), f"the end of {count} requests after close", cause=cause
     )
-    ended = await asyncio.gather(first, *others, return_exceptions=True)
-    errors = [error for error in ended if isinstance(error, BaseException)]
-    assert [repr(error) for error in errors if not isinstance(error, BackendClosedError)][
-        :3
-    ] == [], cause
+    results = await asyncio.gather(first, *others, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    undocumented = [repr(error) for error in errors if not isinstance(error, BackendClosedError)]
+    assert undocumented[:3] == [], cause
     assert len(errors) > 0, "close waits for the work instead of ending it"
+
     await probe.raises(
         BackendClosedError, probe.generate([5, 6]), "generate after close", cause=cause
     )
@@ -314,7 +324,10 @@ async def test_close_ends_everything(probe: Probe) -> None:
     assert (await probe.backend.health()).ok is False, (
         "health does not report that the backend is closed"
     )
+
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while (left := probe.footprint.added()) and time.monotonic() < deadline:
+    left_behind = probe.footprint.added()
+    while left_behind and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
-    assert left == [], "a worker is not joined; it keeps its memory"
+        left_behind = probe.footprint.added()
+    assert left_behind == [], "a worker is not joined; it keeps its memory"

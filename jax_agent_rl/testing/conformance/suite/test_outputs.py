@@ -24,7 +24,8 @@ _MAX_ANSWER = 48
 async def test_greedy_matches_reference(probe: Probe) -> None:
     """Temperature 0 gives the ids of a full forward pass over the same weights."""
     prompts = [probe.prompt(length, seed=1) for length in (1, 3, 17, 40, 90)]
-    for prompt, output in zip(prompts, await probe.gather(prompts, max_tokens=16), strict=True):
+    outputs = await probe.gather(prompts, max_tokens=16)
+    for prompt, output in zip(prompts, outputs, strict=True):
         what = f"greedy continuation of a prompt of {len(prompt)} ids"
         cause = "wrong weights, positions off by one, or KV of another request is read"
         probe.assert_greedy(prompt, output, what, cause=cause)
@@ -45,39 +46,47 @@ async def test_logprobs_temperature(probe: Probe) -> None:
     """Log-probs are those of the distribution after temperature."""
     prompt = probe.prompt(20, seed=3)
     cause = "raw log-probs (before temperature) are reported, or they are shifted by one position"
-    for value in (1.0, 0.6, 1.4) if probe.capabilities.any_sampling else (1.0,):
-        output = await probe.generate(prompt, max_tokens=24, temperature=value, seed=11)
+    temperatures = [1.0]
+    if probe.capabilities.any_sampling:
+        temperatures += [0.6, 1.4]
+    for temperature in temperatures:
+        output = await probe.generate(prompt, max_tokens=24, temperature=temperature, seed=11)
         probe.assert_logprobs(
-            prompt, output, f"log-probs at temperature {value:g}", cause=cause, temperature=value
+            prompt,
+            output,
+            f"log-probs at temperature {temperature:g}",
+            cause=cause,
+            temperature=temperature,
         )
 
 
 @check("scoring")
 async def test_scores_match_reference(probe: Probe) -> None:
-    """Given ids have the log-probs of a full forward pass, and with them come the likeliest ids of each position."""
+    """Scores of given ids, and of the likeliest ids, are those of a full forward pass."""
     for length, start, top_k in ((2, 1, 0), (40, 1, 3), (probe.room, 17, 3)):
         ids = probe.prompt(length, seed=5)
         scores = await probe.backend.score(ids, start=start, top_k=top_k)
         logits = probe.subject.reference.logits(ids[:-1], weights=probe.serving)[start - 1 :]
-        expected = log_softmax(np.asarray(logits, np.float64))
-        likeliest = -np.sort(-expected, axis=-1)[:, :top_k]
-        top_ids = np.asarray(scores.top_ids, np.int64).reshape(len(expected), top_k)
-        for what, wanted, got in (
-            ("log-probs of ids", expected[np.arange(len(expected)), ids[start:]], scores.log_probs),
-            (
-                "log-probs of the likeliest ids",
-                likeliest,
-                np.reshape(scores.top_log_probs, likeliest.shape),
-            ),
-            ("the likeliest ids", likeliest, np.take_along_axis(expected, top_ids, axis=1)),
+        logprobs_TV = log_softmax(np.asarray(logits, np.float64))
+        logprobs_T = logprobs_TV[np.arange(len(logprobs_TV)), ids[start:]]
+        top_logprobs_TK = -np.sort(-logprobs_TV, axis=-1)[:, :top_k]
+
+        # The ids are compared by their log-probs, because equally likely ones may differ.
+        top_ids_TK = np.asarray(scores.top_ids, np.int64).reshape(len(logprobs_TV), top_k)
+        logprobs_of_top_ids_TK = np.take_along_axis(logprobs_TV, top_ids_TK, axis=1)
+        reported_TK = np.reshape(scores.top_log_probs, top_logprobs_TK.shape)
+        for what, expected, got in (
+            ("log-probs of ids", logprobs_T, scores.log_probs),
+            ("log-probs of the likeliest ids", top_logprobs_TK, reported_TK),
+            ("the likeliest ids", top_logprobs_TK, logprobs_of_top_ids_TK),
         ):
             if (
-                np.shape(got) != wanted.shape
-                or np.abs(wanted - got).max(initial=0.0) > probe.subject.tolerance
+                np.shape(got) != expected.shape
+                or np.abs(expected - got).max(initial=0.0) > probe.subject.tolerance
             ):
                 raise CheckFailed(
                     f"{what} of a context of {length} from id {start} on",
-                    expected=np.round(wanted[:4], 3).tolist(),
+                    expected=np.round(expected[:4], 3).tolist(),
                     got=np.round(np.asarray(got)[:4], 3).tolist(),
                     cause="they are shifted by one position, or of a temperature",
                 )
@@ -100,7 +109,8 @@ async def test_logprobs_top_p(probe: Probe) -> None:
 @check("logprobs", "any_sampling")
 async def test_logprobs_top_k(probe: Probe) -> None:
     """With top-k, ids are among the k most likely and log-probs are normalized over them."""
-    prompt, sampling = probe.prompt(20, seed=5), {"temperature": 1.2, "top_k": 4}
+    prompt = probe.prompt(20, seed=5)
+    sampling: dict[str, Any] = {"temperature": 1.2, "top_k": 4}
     output = await probe.generate(prompt, max_tokens=24, seed=13, **sampling)
     cause = "log-probs of the untruncated distribution are reported, or top-k is ignored"
     probe.assert_logprobs(prompt, output, f"log-probs at {sampling}", cause=cause, **sampling)
@@ -108,7 +118,7 @@ async def test_logprobs_top_k(probe: Probe) -> None:
 
 @check("logprobs", "any_sampling")
 async def test_logprobs_min_p(probe: Probe) -> None:
-    """With min-p, ids are nearly as likely as the likeliest and log-probs are normalized over them."""
+    """With min-p, ids are nearly as likely as the likeliest; log-probs are normalized over them."""
     prompt = probe.prompt(20, seed=14)
     sampling: dict[str, Any] = {"temperature": 1.3, "min_p": 0.2}
     output = await probe.generate(prompt, max_tokens=24, seed=18, **sampling)
@@ -133,11 +143,11 @@ async def test_ids_in_ids_out(probe: Probe) -> None:
         assert output.context_digest == digest, (
             "the prompt went through text, or ids were added or cut"
         )
-        invalid = [
-            i
-            for i in output.token_ids
-            if type(i) is not int or not 0 <= i < probe.subject.vocab_size
-        ]
+
+        invalid = []
+        for token in output.token_ids:
+            if type(token) is not int or not 0 <= token < probe.subject.vocab_size:
+                invalid.append(token)
         assert invalid == [], "padding ids or array scalars leak into the output"
         assert set(output.policy_versions) == {probe.backend.policy_version}, (
             "versions are not of the served weights"
@@ -155,16 +165,20 @@ async def test_bad_ids_refused(probe: Probe) -> None:
             BackendError, probe.generate([5, bad]), f"a prompt with id {bad}", cause=cause
         )
     prompt = probe.prompt(5, seed=9)
-    what = "a request after a refused one"
+    output = await probe.generate(prompt)
     probe.assert_greedy(
-        prompt, await probe.generate(prompt), what, cause="the refused one broke the engine"
+        prompt,
+        output,
+        "a request after a refused one",
+        cause="the refused one broke the engine",
     )
 
 
 @check()
 async def test_extreme_values_are_isolated(probe: Probe) -> None:
-    """Extreme values in a request are served or raise its own BackendError; other requests are unaffected."""
-    count, prompt = probe.room - 24, probe.prompt(8, seed=13)
+    """Extreme values in a request are served or refused, and do not affect other requests."""
+    count = probe.room - 24
+    prompt = probe.prompt(8, seed=13)
     concurrent = (await probe.started(prompt, max_tokens=count)).task
     cause = (
         "values are not checked before they reach the engine's arrays: one request ends all others"
@@ -181,7 +195,8 @@ async def test_extreme_values_are_isolated(probe: Probe) -> None:
                 cause=cause,
             )
     assert len((await concurrent).token_ids) == count, cause
-    probe.assert_greedy(prompt, await probe.generate(prompt), "a request after them", cause=cause)
+    after = await probe.generate(prompt)
+    probe.assert_greedy(prompt, after, "a request after them", cause=cause)
 
 
 @check()
@@ -211,23 +226,25 @@ async def test_context_limit(probe: Probe) -> None:
 async def test_streaming_chunks(probe: Probe) -> None:
     """Chunks add up to the final output and arrive before the end."""
     prompt = probe.prompt(12, seed=12)
-    async with probe.streaming(
-        probe.request(prompt, max_tokens=60, temperature=1.0, seed=3)
-    ) as stream:
+    request = probe.request(prompt, max_tokens=60, temperature=1.0, seed=3)
+    async with probe.streaming(request) as stream:
         chunks = [chunk async for chunk in stream]
-    final, finals = chunks[-1].final, [chunk.final is not None for chunk in chunks]
+    final = chunks[-1].final
+    finals = [chunk.final is not None for chunk in chunks]
     assert finals == [False] * (len(chunks) - 1) + [True], (
         "the stream goes on after its end, or lacks a result"
     )
     for name in ("token_ids", "log_probs", "policy_versions"):
-        joined = sum((getattr(chunk, name) for chunk in chunks), ())
+        joined = ()
+        for chunk in chunks:
+            joined += getattr(chunk, name)
         assert joined == getattr(final, name), f"{name}: a chunk is lost, repeated or reordered"
     assert len(chunks) > 1, "the output is buffered"
 
 
 @check()
 async def test_eos_kept(probe: Probe) -> None:
-    """EOS ends a generation and is its last id, with its log-prob; at max_tokens it still counts as EOS."""
+    """EOS ends a generation and is its last id, with its log-prob, even at max_tokens."""
     prompt, whole = await _find_ending(probe)
     for limit in (_MAX_ANSWER, len(whole)):
         output = await probe.generate(prompt, max_tokens=limit, ignore_eos=False)
@@ -256,7 +273,7 @@ async def test_stop_token_ids(probe: Probe) -> None:
 
 @check("stop_strings")
 async def test_stop_strings(probe: Probe) -> None:
-    """Stop strings end a generation at the id that completes them; all ids up to that one are kept."""
+    """Stop strings end a generation at the id that completes them; ids up to it are kept."""
     decode = probe.subject.decode_text
     if decode is None:
         pytest.skip("the suite was given no tokenizer to decode with")
@@ -289,24 +306,29 @@ async def test_max_tokens_exact(probe: Probe) -> None:
 
 
 async def _find_ending(probe: Probe) -> tuple[list[int], tuple[int, ...]]:
-    """Find a prompt after which a greedy generation reaches EOS, and its ids up to there; else skip the test."""
+    """Find a prompt after which a greedy generation reaches EOS, or else skip the test.
+
+    Returns:
+        The prompt, and the ids that are generated after it, up to EOS.
+    """
     candidates = [list(prompt) for prompt in probe.subject.ending_prompts]
     candidates += [probe.prompt(5, seed=100 + i) for i in range(64)]
     for begin in range(0, len(candidates), 16):
         prompts = candidates[begin : begin + 16]
         outputs = await probe.gather(prompts, max_tokens=_MAX_ANSWER)
         for prompt, output in zip(prompts, outputs, strict=True):
-            at = next(
-                (i for i, token in enumerate(output.token_ids) if token in probe.subject.eos_ids), 0
-            )
-            if at > 1:
+            is_eos = [token in probe.subject.eos_ids for token in output.token_ids]
+            if True not in is_eos:
+                continue
+            count = is_eos.index(True) + 1
+            if count > 2:
                 probe.assert_greedy(
                     prompt,
                     output,
                     "greedy ids with ignore_eos",
                     cause="wrong ids, see greedy checks",
                 )
-                return prompt, output.token_ids[: at + 1]
+                return prompt, output.token_ids[:count]
     pytest.skip(f"no prompt tried leads this model to EOS within {_MAX_ANSWER} greedy ids")
 
 
@@ -320,32 +342,38 @@ def _text_across_ids(texts: list[str]) -> str:
     pytest.skip("the greedy output holds no clean text to stop at")
 
 
-_SIDE = 56  # pixels of the images
-_IDS_BEFORE = 12  # ids before the first image
+_SIDE = 56
+"""Width and height of the images, in pixels."""
+_IDS_BEFORE = 12
+"""Ids before the first image."""
 _SHARED = "what was computed of one image is used for another"
 
 
 @check("multi_modal:image")
 async def test_images_condition_output(probe: Probe) -> None:
     """Ids after an image depend on the image and its place, and on nothing else."""
-    first, second = _image(1), _image(2)
-    prompt, tolerance = _image_prompt(probe, 1), probe.subject.tolerance
-    one = await _generate(probe, prompt, first)
-    assert _distance(await _generate(probe, prompt, first.copy()), one) <= tolerance, _SHARED
+    first = _image(1)
+    second = _image(2)
+    tolerance = probe.subject.tolerance
+    prompt = _image_prompt(probe, 1)
+    output = await _generate(probe, prompt, first)
+    repeated = await _generate(probe, prompt, first.copy())
+    assert _distance(repeated, output) <= tolerance, _SHARED
+    other = await _generate(probe, prompt, second)
     cause = "images are ignored, or replaced by others of their size"
-    assert _distance(await _generate(probe, prompt, second), one) > tolerance, cause
+    assert _distance(other, output) > tolerance, cause
+
     prompt = _image_prompt(probe, 2)
-    ordered, swapped = (
-        await _generate(probe, prompt, first, second),
-        await _generate(probe, prompt, second, first),
-    )
+    ordered = await _generate(probe, prompt, first, second)
+    swapped = await _generate(probe, prompt, second, first)
     assert _distance(swapped, ordered) > tolerance, "images are put in places of others"
 
 
 @check("multi_modal:image", "prefix_reuse")
 async def test_images_and_prefixes(probe: Probe) -> None:
     """KV after an image is reused for that image only."""
-    first, second = _image(3), _image(4)
+    first = _image(3)
+    second = _image(4)
     prompt = _image_prompt(probe, 1)
     await probe.backend.reset_prefix_cache()
     cold = await _generate(probe, prompt, second)
@@ -353,9 +381,8 @@ async def test_images_and_prefixes(probe: Probe) -> None:
     await _generate(probe, prompt, first)
     warm = await _generate(probe, prompt, second)
     assert _distance(warm, cold) <= probe.subject.tolerance, _SHARED
-    assert warm.cached_tokens <= _IDS_BEFORE + 1, (
-        "the cache compares ids alone"
-    )  # one id may introduce the image
+    # One id more may introduce the image.
+    assert warm.cached_tokens <= _IDS_BEFORE + 1, "the cache compares ids alone"
 
 
 @check("multi_modal:image")
@@ -384,9 +411,8 @@ def _media(probe: Probe) -> Any:
 def _image(seed: int) -> Any:
     from PIL import Image
 
-    return Image.fromarray(
-        np.random.default_rng(seed).integers(0, 256, (_SIDE, _SIDE, 3), dtype=np.uint8)
-    )
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (_SIDE, _SIDE, 3), dtype=np.uint8))
 
 
 def _image_prompt(probe: Probe, images: int) -> list[int]:
@@ -399,9 +425,8 @@ def _image_prompt(probe: Probe, images: int) -> list[int]:
 
 
 async def _generate(probe: Probe, prompt: list[int], *images: Any) -> TokenOutput:
-    output = await probe.backend.generate(
-        replace(probe.request(prompt), multi_modal={"image": images})
-    )
+    request = replace(probe.request(prompt), multi_modal={"image": images})
+    output = await probe.backend.generate(request)
     digest = digest_ids([*prompt, *output.token_ids])
     assert output.context_digest == digest, (
         "the engine conditioned on other placeholders than it was given"
@@ -410,11 +435,13 @@ async def _generate(probe: Probe, prompt: list[int], *images: Any) -> TokenOutpu
 
 
 def _distance(a: TokenOutput, b: TokenOutput) -> float:
-    """Return the largest log-prob difference, in nats, over the ids that both outputs begin with."""
-    same = next(
-        (i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if x != y),
-        len(a.token_ids),
-    )
-    if not same:
+    """Return the largest log-prob difference over the ids that both outputs begin with."""
+    common = 0
+    for id_a, id_b in zip(a.token_ids, b.token_ids, strict=True):
+        if id_a != id_b:
+            break
+        common += 1
+    if not common:
         return float("inf")
-    return float(np.abs(np.subtract(a.log_probs[:same], b.log_probs[:same])).max())
+    differences = np.subtract(a.log_probs[:common], b.log_probs[:common])
+    return float(np.abs(differences).max())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +24,11 @@ _STALE = "some tensors keep old values (a tied head, a packed copy), or are read
 @check("lora")
 async def test_adapters(probe: Probe) -> None:
     """Only requests that name an adapter sample from the model with it merged in."""
-    prompt, cause = (
-        _adapter_prompt(probe, seed=60),
-        "the adapter is not applied, or scaled or laid out wrongly",
-    )
+    prompt = _adapter_prompt(probe, seed=60)
     plain, adapted = await asyncio.gather(
-        *(probe.begin(prompt, lora=name) for name in (None, ADAPTER))
+        probe.begin(prompt, lora=None), probe.begin(prompt, lora=ADAPTER)
     )
+    cause = "the adapter is not applied, or scaled or laid out wrongly"
     probe.assert_logprobs(
         prompt, adapted, "log-probs with an adapter", cause=cause, weights=ADAPTED
     )
@@ -46,14 +45,10 @@ async def test_adapters_and_prefixes(probe: Probe) -> None:
     """KV is reused under the adapter that computed it, and under no other."""
     prompt = _adapter_prompt(probe, seed=61)
     first = await probe.generate(prompt)
-    adapted, again = (
-        await probe.generate(prompt, lora=ADAPTER),
-        await probe.generate(prompt, lora=ADAPTER),
-    )
-    assert (first.cached_tokens, adapted.cached_tokens) == (
-        0,
-        0,
-    ), "prefixes are compared by ids alone"
+    adapted = await probe.generate(prompt, lora=ADAPTER)
+    again = await probe.generate(prompt, lora=ADAPTER)
+    cause = "prefixes are compared by ids alone"
+    assert (first.cached_tokens, adapted.cached_tokens) == (0, 0), cause
     assert again.cached_tokens > 0, "requests with adapters never find what was cached"
     cause = "the KV reused is of another adapter"
     probe.assert_logprobs(
@@ -69,7 +64,7 @@ def _adapter_prompt(probe: Probe, *, seed: int) -> list[int]:
 
 @check("weight_payloads")
 async def test_weights_take_effect(probe: Probe) -> None:
-    """After an update, every id is of the new weights and version, even where a prefix was cached."""
+    """After an update, every id is of the new weights and version, even after a cached prefix."""
     prompt = probe.prompt(64, seed=60)
     for kind in sorted(probe.capabilities.weight_payloads):
         await probe.serve(BASE, kind=kind)
@@ -77,10 +72,8 @@ async def test_weights_take_effect(probe: Probe) -> None:
         version = await probe.serve(OTHER, kind=kind)
         output = await probe.generate(prompt, max_tokens=16)
         versions = (probe.backend.policy_version, set(output.policy_versions))
-        assert versions == (
-            version,
-            {version},
-        ), f"kind {kind!r}: the version is not taken over with the weights"
+        cause = f"kind {kind!r}: the version is not taken over with the weights"
+        assert versions == (version, {version}), cause
         assert output.cached_tokens == 0, "KV of the old weights is reused"
         probe.assert_greedy(prompt, output, "ids of the new weights", weights=OTHER, cause=_STALE)
         if probe.capabilities.logprobs:
@@ -131,28 +124,29 @@ async def test_partial_update(probe: Probe) -> None:
 
 @check("in_flight_update", "pause_modes:keep", "weight_payloads")
 async def test_update_in_flight(probe: Probe) -> None:
-    """During a generation, weights can change: earlier ids keep the old version, later ones have the new."""
-    prompt, count = probe.prompt(8, seed=62), probe.room - 24
+    """Weights can change during a generation: only ids sampled later have the new version."""
+    prompt = probe.prompt(8, seed=62)
+    count = probe.room - 24
     output, old, new, before = await _update_in_flight(probe, prompt, count)
     versions = output.policy_versions
-    runs = [
-        (version, len(list(ids))) for version, ids in itertools.groupby(versions)
-    ]  # (version, number of ids)
+    spans = []
+    for version, ids in itertools.groupby(versions):
+        spans.append((version, len(list(ids))))
     cause = (
         "all ids get the version served at the end (or the start), or the request was restarted:"
-        f" {runs}"
+        f" {spans}"
     )
-    assert ([version for version, _ in runs], len(versions)) == ([old, new], count), cause
+    assert ([version for version, _ in spans], len(versions)) == ([old, new], count), cause
     cut = versions.index(new)
     assert cut >= before, "ids are labelled when they are returned, not when they are sampled"
+
     if not probe.capabilities.logprobs:
         return
-    # The new ids' KV is of both weights, so their log-probs are known only not to be those of the
-    # old ones.
+    # The new ids' KV is of both weights, so it is only known that their log-probs are not those of
+    # the old weights.
     logits = predictions(probe.subject.reference, prompt, output.token_ids, BASE)
-    errors = np.abs(
-        np.asarray(output.log_probs) - expected_logprobs(logits, output.token_ids, output.log_probs)
-    )
+    old_logprobs = expected_logprobs(logits, output.token_ids, output.log_probs)
+    errors = np.abs(np.asarray(output.log_probs) - old_logprobs)
     assert errors[:cut].max() <= probe.subject.tolerance, "ids of the new weights are labelled old"
     assert errors[cut:].max() > probe.subject.tolerance, "the version changed without the weights"
 
@@ -164,15 +158,15 @@ async def _update_in_flight(
     for _ in range(_ATTEMPTS):
         await probe.serve(BASE)
         old = probe.backend.policy_version
-        live = await probe.started(prompt, max_tokens=count)
-        before = live.sampled
+        request = await probe.started(prompt, max_tokens=count)
+        before = request.sampled
         await probe.backend.pause(PauseMode.KEEP)
-        if live.task.done():  # over before the pause came
+        if request.task.done():  # it ended before the pause came
             await probe.backend.resume()
             continue
         new = await probe.serve(OTHER)
         await probe.backend.resume()
-        output = await live.task
+        output = await request.task
         # The last step before the pause may have finished it; then there is nothing to see.
         if set(output.policy_versions) != {old} or len(output.token_ids) < count:
             return output, old, new, before
@@ -197,11 +191,9 @@ async def test_bad_weights_refused(probe: Probe) -> None:
     unknown = WeightUpdate(version=version, kind="conformance", payload=None)
     await _refused(probe, unknown, "an update of kind 'conformance'", cause=cause)
     for kind in sorted(probe.capabilities.weight_payloads):
-        payload = (
-            ["/nonexistent/model.safetensors"]
-            if kind == "safetensors"
-            else {"conformance": np.zeros(3)}
-        )
+        payload: Any = {"conformance": np.zeros(3)}
+        if kind == "safetensors":
+            payload = ["/nonexistent/model.safetensors"]
         wrong = WeightUpdate(version=version, kind=kind, payload=payload)
         await _refused(
             probe, wrong, f"a {kind!r} update without the model's parameters", cause=cause
@@ -214,10 +206,8 @@ async def _refused(probe: Probe, update: WeightUpdate, what: str, *, cause: str)
     prompt = probe.prompt(12, seed=63)
     output = await probe.generate(prompt)
     versions = (probe.backend.policy_version, set(output.policy_versions))
-    assert versions == (
-        version,
-        {version},
-    ), f"after {what}: the version changed although the weights were refused"
+    version_cause = f"after {what}: the version changed although the weights were refused"
+    assert versions == (version, {version}), version_cause
     probe.assert_greedy(
         prompt, output, f"ids after {what}", cause="the refused weights were (partly) taken"
     )
