@@ -15,7 +15,7 @@ from jax_agent_rl.agreement.report import Cause
 from jax_agent_rl.agreement.subject import DiagnosisSubject
 from jax_agent_rl.models.hf import tensor_names
 
-FEW = 48
+SAMPLE_SIZE = 48
 """Tokens that readings are tried on first: a vocabulary is long."""
 REFINEMENTS = 7
 """Refinements of a temperature, each seven times as fine as the one before.
@@ -40,32 +40,32 @@ class Reading:
     Attributes:
         cause: what would be wrong.
         label: describes it, after the words "the engine".
-        few: float64 [S], log-probs of the tokens that readings are tried on first.
+        sample_scores: float64 [S], log-probs of the tokens that readings are tried on first.
         read: returns the log-probs of other tokens.
     """
 
     cause: Cause
     label: str
-    few: np.ndarray
+    sample_scores: np.ndarray
     read: Callable[[Tokens], np.ndarray]
 
 
-def readings(subject: DiagnosisSubject, few: Tokens) -> Iterator[Reading]:
+def readings(subject: DiagnosisSubject, sample: Tokens) -> Iterator[Reading]:
     """Yield every reading of a few of the subject's tokens, the most likely readings first."""
-    yield from _temperature(few)
-    yield from _heads(subject, few)
-    yield from _supports(few)
-    yield from _changed_logits(subject, few)
+    yield from _temperature(sample)
+    yield from _heads(subject, sample)
+    yield from _supports(sample)
+    yield from _changed_logits(subject, sample)
 
 
-def _temperature(few: Tokens) -> Iterator[Reading]:
+def _temperature(sample: Tokens) -> Iterator[Reading]:
     """Try temperatures, coarsely at first, then around the best one."""
-    configured = few.temperature
+    configured = sample.temperature
     temperatures = np.geomspace(0.1, 10, 21) * configured
     best_temperature = configured
     for _ in range(REFINEMENTS):
-        scores = few.at_temperatures(temperatures)
-        best = int(np.argmin(np.abs(few.rollout - scores).mean(axis=1)))
+        scores = sample.at_temperatures(temperatures)
+        best = int(np.argmin(np.abs(sample.rollout - scores).mean(axis=1)))
         best_temperature = float(temperatures[best])
         low = temperatures[max(best - 1, 0)]
         high = temperatures[min(best + 1, len(temperatures) - 1)]
@@ -81,10 +81,10 @@ def _temperature(few: Tokens) -> Iterator[Reading]:
     def read(tokens: Tokens) -> np.ndarray:
         return tokens.at_temperatures([best_temperature])[0]
 
-    yield Reading(cause=Cause.TEMPERATURE, label=label, few=read(few), read=read)
+    yield Reading(cause=Cause.TEMPERATURE, label=label, sample_scores=read(sample), read=read)
 
 
-def _heads(subject: DiagnosisSubject, few: Tokens) -> Iterator[Reading]:
+def _heads(subject: DiagnosisSubject, sample: Tokens) -> Iterator[Reading]:
     """Try the embeddings as the head, and a last norm without its weights."""
     names = tensor_names(subject.model)
     if "lm_head" in subject.params:
@@ -94,7 +94,10 @@ def _heads(subject: DiagnosisSubject, few: Tokens) -> Iterator[Reading]:
 
         label = f"reads logits from {names['embed']}, not {names['lm_head']}"
         yield Reading(
-            cause=Cause.MISNAMED_TENSOR, label=label, few=read_embeddings(few), read=read_embeddings
+            cause=Cause.MISNAMED_TENSOR,
+            label=label,
+            sample_scores=read_embeddings(sample),
+            read=read_embeddings,
         )
 
     norm = np.asarray(subject.params["final_norm"], np.float32) + subject.model.norm_offset
@@ -106,37 +109,44 @@ def _heads(subject: DiagnosisSubject, few: Tokens) -> Iterator[Reading]:
 
     label = f"has no {names['final_norm']}"
     yield Reading(
-        cause=Cause.MISSING_TENSOR, label=label, few=read_unscaled(few), read=read_unscaled
+        cause=Cause.MISSING_TENSOR,
+        label=label,
+        sample_scores=read_unscaled(sample),
+        read=read_unscaled,
     )
 
 
-def _supports(few: Tokens) -> Iterator[Reading]:
+def _supports(sample: Tokens) -> Iterator[Reading]:
     """Try top-k, top-p and min-p; each makes sampled ids likelier, by the mass of the support."""
-    support_mass = _support_mass(few)
+    support_mass = _support_mass(sample)
     is_restricted = support_mass < 1 - 1e-4
     if not is_restricted.any():
         return
 
     # Where k is none of the usual ones, it is the median number of ids that the masses speak for.
     ks = np.array([*FIRST_KS, 1])
-    counts = sorted_mass(few.params, few.hidden, few.temperature, ks, support_mass)[len(ks)]
+    counts = sorted_mass(sample.params, sample.hidden, sample.temperature, ks, support_mass)[
+        len(ks)
+    ]
     ks[-1] = max(int(np.median(counts[is_restricted])), 1)
     *by_k, _, nucleus_mass, mass_without_last, last_share = sorted_mass(
-        few.params, few.hidden, few.temperature, ks, support_mass
+        sample.params, sample.hidden, sample.temperature, ks, support_mass
     )
     for k, mass in zip(ks, by_k, strict=True):
         label = f"samples from the {int(k)} likeliest ids (top_k={int(k)})"
-        yield _restricted(few, label, mass, lambda tokens, k=k: _sorted_mass(tokens, [int(k)])[0])
+        yield _restricted(
+            sample, label, mass, lambda tokens, k=k: _sorted_mass(tokens, [int(k)])[0]
+        )
 
     low = float(mass_without_last.max())
     high = float(nucleus_mass.min())
     if low < high < 1:
         label = f"samples from a nucleus (top_p between {low:.3g} and {high:.3g})"
-        yield _restricted(few, label, nucleus_mass, lambda tokens: _sorted_mass(tokens, [1])[2])
+        yield _restricted(sample, label, nucleus_mass, lambda tokens: _sorted_mass(tokens, [1])[2])
 
     smallest = float(np.median(last_share[is_restricted]))
     min_ps = sorted({*MIN_PS, float(f"{smallest:.3g}")})
-    by_min_p = likely_mass(few.params, few.hidden, few.temperature, min_ps)
+    by_min_p = likely_mass(sample.params, sample.hidden, sample.temperature, min_ps)
     for min_p, mass in zip(min_ps, by_min_p, strict=True):
 
         def compute_mass(tokens: Tokens, min_p: float = min_p) -> np.ndarray:
@@ -146,7 +156,7 @@ def _supports(few: Tokens) -> Iterator[Reading]:
             f"samples from ids at least {min_p:g} times as likely as the likeliest"
             f" (min_p={min_p:g})"
         )
-        yield _restricted(few, label, mass, compute_mass)
+        yield _restricted(sample, label, mass, compute_mass)
 
 
 def _support_mass(tokens: Tokens) -> np.ndarray:
@@ -165,9 +175,9 @@ def _sorted_mass(tokens: Tokens, ks: Sequence[int]) -> np.ndarray:
 
 
 def _restricted(
-    few: Tokens,
+    sample: Tokens,
     label: str,
-    few_mass: np.ndarray,
+    sample_mass: np.ndarray,
     compute_mass: Callable[[Tokens], np.ndarray],
 ) -> Reading:
     """Return the reading of draws from a support of this probability mass."""
@@ -175,11 +185,13 @@ def _restricted(
     def read(tokens: Tokens) -> np.ndarray:
         return tokens.plain - np.log(np.maximum(compute_mass(tokens), TINIEST))
 
-    few_scores = few.plain - np.log(np.maximum(few_mass, TINIEST))
-    return Reading(cause=Cause.TRUNCATED_SUPPORT, label=label, few=few_scores, read=read)
+    sample_scores = sample.plain - np.log(np.maximum(sample_mass, TINIEST))
+    return Reading(
+        cause=Cause.TRUNCATED_SUPPORT, label=label, sample_scores=sample_scores, read=read
+    )
 
 
-def _changed_logits(subject: DiagnosisSubject, few: Tokens) -> Iterator[Reading]:
+def _changed_logits(subject: DiagnosisSubject, sample: Tokens) -> Iterator[Reading]:
     """Try caps, forbidden ids, penalties, and rows that pad the vocabulary."""
     eos = subject.model.eos_token_ids
     changes: dict[str, LogitChange] = {}
@@ -199,10 +211,10 @@ def _changed_logits(subject: DiagnosisSubject, few: Tokens) -> Iterator[Reading]
         label = f"samples from {rows} rows of zeros, too, which pad the vocabulary of {size} ids"
         changes[label] = LogitChange(zero_rows=float(rows))
 
-    by_change = few.changed(list(changes.values()), eos)
+    by_change = sample.changed(list(changes.values()), eos)
     for (label, change), scores in zip(changes.items(), by_change, strict=True):
 
         def read(tokens: Tokens, change: LogitChange = change) -> np.ndarray:
             return tokens.changed([change], eos)[0]
 
-        yield Reading(cause=Cause.LOGITS, label=label, few=scores, read=read)
+        yield Reading(cause=Cause.LOGITS, label=label, sample_scores=scores, read=read)

@@ -23,7 +23,7 @@ import numpy as np
 from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.hypotheses import FAMILIES, OVER, Family, Trial
 from jax_agent_rl.agreement.logits import Tokens
-from jax_agent_rl.agreement.readings import FEW, readings
+from jax_agent_rl.agreement.readings import SAMPLE_SIZE, readings
 from jax_agent_rl.agreement.report import Cause, HypothesisResult, Tolerance
 from jax_agent_rl.agreement.subject import ROWS, Context, DiagnosisSubject, Scores
 from jax_agent_rl.learner.metrics import Comparison
@@ -87,7 +87,7 @@ class Attempt:
     cause: Cause
     label: str
     scores: Scores
-    left: Comparison
+    remaining: Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,21 +279,21 @@ class Search:
         An attempt that merely explains the gap does not suffice: a later one may explain it better.
         """
         negligible = min(2 * self.tolerance.mean, OVER * self.gap.mean)
-        return any(attempt.left.mean <= negligible for attempt in self.explaining)
+        return any(attempt.remaining.mean <= negligible for attempt in self.explaining)
 
     @property
     def best(self) -> Attempt | None:
         """The attempt that explains the gap best."""
-        return min(self.explaining, key=lambda attempt: attempt.left.mean, default=None)
+        return min(self.explaining, key=lambda attempt: attempt.remaining.mean, default=None)
 
-    def explains(self, left: Comparison, gap: Comparison) -> bool:
+    def explains(self, remaining: Comparison, gap: Comparison) -> bool:
         """Return whether what an attempt leaves of a gap is rounding."""
         allowed_mean = max(2 * self.tolerance.mean, EXPLAINED * gap.mean)
         allowed_largest = max(2 * self.tolerance.token, 2 * EXPLAINED * gap.largest)
         return (
-            left.mean <= allowed_mean
-            and left.largest <= allowed_largest
-            and left.mean < gap.mean / 2
+            remaining.mean <= allowed_mean
+            and remaining.largest <= allowed_largest
+            and remaining.mean < gap.mean / 2
         )
 
     # --- readings ---------------------------------------------------------------------------------
@@ -306,28 +306,28 @@ class Search:
             self.untried.append(READINGS)
             return
 
-        few = self.examined.tokens.sample(FEW)
-        gap = Comparison.of(few.rollout - few.plain)
+        sample = self.examined.tokens.sample(SAMPLE_SIZE)
+        gap = Comparison.of(sample.rollout - sample.plain)
         smallest: dict[Cause, Comparison] = {}
         best_labels: dict[Cause, str] = {}
         counts: dict[Cause, int] = {}
-        for reading in readings(self.subject, few):
+        for reading in readings(self.subject, sample):
             cause = reading.cause
-            left = Comparison.of(few.rollout - reading.few)
+            remaining = Comparison.of(sample.rollout - reading.sample_scores)
             counts[cause] = counts.get(cause, 0) + 1
-            if self.explains(left, gap):
+            if self.explains(remaining, gap):
                 scores = self.subject.split(reading.read(self.examined.tokens))
-                left = self._record(cause, reading.label, scores)
-            if cause not in smallest or left.mean < smallest[cause].mean:
-                smallest[cause] = left
+                remaining = self._record(cause, reading.label, scores)
+            if cause not in smallest or remaining.mean < smallest[cause].mean:
+                smallest[cause] = remaining
                 best_labels[cause] = reading.label
             if self.is_over:
                 break
             if not self.limit.allows():
                 self.untried.append(READINGS)
                 break
-        for cause, left in smallest.items():
-            self._add_finding(cause, best_labels[cause], counts[cause], left)
+        for cause, remaining in smallest.items():
+            self._add_finding(cause, best_labels[cause], counts[cause], remaining)
 
     def compare_answers(self) -> None:
         """Try log-probs that were returned with a neighbouring token, or to another request."""
@@ -341,13 +341,13 @@ class Search:
                 shifted[edge] = context.rollout[edge]  # its neighbour is unknown
                 shifted_scores.append(shifted)
             label = f"returns with each token the log-prob of the one {name} it"
-            left = self._record(Cause.POSITION, label, shifted_scores)
-            self._add_finding(Cause.POSITION, label, 1, left)
+            remaining = self._record(Cause.POSITION, label, shifted_scores)
+            self._add_finding(Cause.POSITION, label, 1, remaining)
 
         exchanged = [self._best_of_all(context) for context in self.subject.contexts]
         label = "returns the log-probs of another request"
-        left = self._record(Cause.MIXED_ANSWERS, label, exchanged)
-        self._add_finding(Cause.MIXED_ANSWERS, label, 1, left)
+        remaining = self._record(Cause.MIXED_ANSWERS, label, exchanged)
+        self._add_finding(Cause.MIXED_ANSWERS, label, 1, remaining)
 
     def _best_of_all(self, context: Context) -> np.ndarray:
         """Return the scores of whichever context are nearest to what the engine reported."""
@@ -359,10 +359,12 @@ class Search:
         return min(candidates, key=lambda scores: float(np.abs(context.rollout - scores).mean()))
 
     def _record(self, cause: Cause, label: str, scores: Scores) -> Comparison:
-        left = self.subject.compare(scores)
-        if self.explains(left, self.gap):
-            self.explaining.append(Attempt(cause=cause, label=label, scores=scores, left=left))
-        return left
+        remaining = self.subject.compare(scores)
+        if self.explains(remaining, self.gap):
+            self.explaining.append(
+                Attempt(cause=cause, label=label, scores=scores, remaining=remaining)
+            )
+        return remaining
 
     # --- families ---------------------------------------------------------------------------------
 
@@ -371,9 +373,9 @@ class Search:
         if self.is_over:
             return
 
-        outcome = _Outcome(left=self.probe_gap)
-        for trial, left in self._trials(family, self.probe, self._probe_plain, outcome):
-            if not self.explains(left, self.probe_gap):
+        outcome = _Outcome(remaining=self.probe_gap)
+        for trial, remaining in self._trials(family, self.probe, self._probe_plain, outcome):
+            if not self.explains(remaining, self.probe_gap):
                 continue
             # Several trials may explain the probe: a window as long as the probe is no window.
             if outcome.confirmations == MAX_CONFIRMATIONS:
@@ -382,7 +384,7 @@ class Search:
             confirmed, label = self._confirm(family, trial, per_context=per_context)
             if self.explains(confirmed, self.gap):
                 outcome.best = replace(trial, label=label)
-                outcome.left = confirmed
+                outcome.remaining = confirmed
             if self.is_over:
                 break
 
@@ -394,7 +396,7 @@ class Search:
             detail = "there was no time" if outcome.stopped else "there is nothing to try"
             self.findings.append(HypothesisResult(name, "not tested", detail))
             return
-        self._add_finding(name, outcome.best.label, outcome.count, outcome.left)
+        self._add_finding(name, outcome.best.label, outcome.count, outcome.remaining)
 
     def _trials(
         self, family: Family, probe: DiagnosisSubject, plain: Scores, outcome: _Outcome
@@ -421,10 +423,10 @@ class Search:
                 activations = self.activations
             score = functools.partial(trial.scores, probe, plain, activations)
             scores, self._pass_seconds = self.limit.measure(score)
-            left = probe.compare(scores)
-            outcome.add(trial, left)
-            yield trial, left
-            previous_gap = left.mean
+            remaining = probe.compare(scores)
+            outcome.add(trial, remaining)
+            yield trial, remaining
+            previous_gap = remaining.mean
 
     def _confirm(
         self, family: Family, trial: Trial, *, per_context: bool
@@ -435,12 +437,12 @@ class Search:
         family: it need not even explain the context that the probe is the beginning of.
 
         Returns:
-            The gap that is left, and the label of the trial that most contexts were scored by.
+            The gap that remains, and the label of the trial that most contexts were scored by.
         """
         scores = trial.scores(self.subject, self.examined.plain)
-        left = self.subject.compare(scores)
+        remaining = self.subject.compare(scores)
         label = trial.label
-        if per_context and not self.explains(left, self.gap):
+        if per_context and not self.explains(remaining, self.gap):
             labels = []
             for number, context in enumerate(self.subject.contexts):
                 best_scores, best = self._score_alone(family, number, context, scores[number])
@@ -462,20 +464,20 @@ class Search:
         plain = [self.examined.plain[number]]
         gap = alone.compare(plain)
         alone = replace(alone, gap=gap.mean)
-        left = alone.compare([scores])
-        if self.explains(left, gap):
+        remaining = alone.compare([scores])
+        if self.explains(remaining, gap):
             return scores, None
 
-        outcome = _Outcome(left=left)
-        for _, left in self._trials(family, alone, plain, outcome):
-            if self.explains(left, gap):
+        outcome = _Outcome(remaining=remaining)
+        for _, remaining in self._trials(family, alone, plain, outcome):
+            if self.explains(remaining, gap):
                 break
         if outcome.best is None:
             return scores, None
         best_scores = outcome.best.scores(alone, plain)
         return best_scores[0], outcome.best
 
-    def _add_finding(self, name: str, label: str, count: int, left: Comparison) -> None:
+    def _add_finding(self, name: str, label: str, count: int, remaining: Comparison) -> None:
         verdict = "ruled out"
         if any(attempt.label == label for attempt in self.explaining):
             verdict = "explains"
@@ -483,7 +485,7 @@ class Search:
         if count > 1:
             best_of = f"best of {count} settings"
         detail = f"{best_of}: the engine {label}"
-        self.findings.append(HypothesisResult(name, verdict, detail, left))
+        self.findings.append(HypothesisResult(name, verdict, detail, remaining))
 
     def nearest(self) -> HypothesisResult | None:
         """Return the finding that leaves the smallest gap."""
@@ -503,25 +505,25 @@ class _Outcome:
     """The outcome of a family.
 
     Attributes:
-        left: the gap that the best trial leaves.
+        remaining: the gap that the best trial leaves.
         best: the best trial.
         count: how many trials were made.
         confirmations: how many of them were confirmed on all contexts.
         stopped: whether time ended it.
     """
 
-    left: Comparison
+    remaining: Comparison
     best: Trial | None = None
     count: int = 0
     confirmations: int = 0
     stopped: bool = False
 
-    def add(self, trial: Trial, left: Comparison) -> None:
+    def add(self, trial: Trial, remaining: Comparison) -> None:
         """Count a trial, and keep it if it leaves least."""
         self.count += 1
-        if self.best is None or left.mean < self.left.mean:
+        if self.best is None or remaining.mean < self.remaining.mean:
             self.best = trial
-            self.left = left
+            self.remaining = remaining
 
 
 def order_families(
