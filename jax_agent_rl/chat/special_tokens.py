@@ -64,7 +64,7 @@ class ControlTokens:
         tokenizer: a ``transformers`` fast tokenizer.
 
     Attributes:
-        ids: of control tokens, by their text.
+        ids: the ids of control tokens, by text.
     """
 
     def __init__(self, tokenizer: Any) -> None:

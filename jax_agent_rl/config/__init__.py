@@ -5,19 +5,18 @@ raises one :class:`~jax_agent_rl.errors.ConfigError` that lists *every* problem 
 for an unknown key, the nearest valid name. Every key is read somewhere; a key that does nothing
 must not exist.
 
-===================================  =============================================================
-``run``                              the root, the checks between sections, ``load``
-``commands``, ``roots``              the roots of other commands; which command a file is for
-``task``, ``agent``, ``rollout``,    the sections (``task``: model, data, reward and tools; ``kl``:
-``engines``, ``algorithm``, ``kl``,  also ``distill``)
-``learner``, ``trainer``
-``base``                             what sections consist of, and the conditions of keys
-``loading``, ``recipes``             YAML files, overrides, and recipes by name
-``reference``                        the documentation of all keys
-``resume``                           which keys a resumed run may change
-``overrides_script``, ``from_verl``  configurations imported from verl
-``verl_keys``
-===================================  =============================================================
+Modules::
+
+    run                            the root, checks across sections, load
+    commands, roots                the roots of other commands; which command a file is for
+    task, agent, rollout, engines, algorithm, kl, learner, trainer
+                                   the sections; task: model, data, reward, tools; kl: and distill
+    base                           what sections consist of, and the conditions of keys
+    loading, recipes               YAML files, overrides, and recipes by name
+    reference                      the documentation of all keys
+    resume                         which keys a resumed run may change
+    overrides_script, from_verl, verl_keys
+                                   configurations imported from verl
 """
 
 from jax_agent_rl.config.agent import AgentConfig, EndpointConfig, ServerToolConfig, ToolFormatName
