@@ -58,7 +58,7 @@ class Imported:
 
     @property
     def defaults(self) -> list[str]:
-        """Lines about verl's defaults that were written because ours differ."""
+        """Lines ``key=value`` of defaults of verl that were written because ours differ."""
         lines = []
         for key, source in self.sources.items():
             if source == _DEFAULT:
@@ -82,7 +82,10 @@ def import_verl(overrides: Mapping[str, Override]) -> Imported:
         ConfigError: no model or no rows are named, or what was translated is not valid together.
     """
     imported = Imported()
-    resolved = {key: other.value for key, other in overrides.items() if not other.unresolved}
+    resolved = {}
+    for key, override in overrides.items():
+        if not override.unresolved:
+            resolved[key] = override.value
     for key in overrides:
         _translate(key, overrides, resolved, imported)
     _complete(imported, overrides)
