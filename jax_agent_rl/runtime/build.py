@@ -216,7 +216,7 @@ async def build(
             client,
             Path(config.run_dir),
             open_engine=functools.partial(open_engine, config),
-            places=later_reservations,
+            reservations=later_reservations,
         )
         stack.push_async_callback(membership.close)
         await membership.start()

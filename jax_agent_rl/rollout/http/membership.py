@@ -59,7 +59,7 @@ class MembershipServer:
     Args:
         pool: the started servers of the run.
         folder: the run folder, which gets :data:`ADDRESS_FILE`.
-        places: gets the contexts of engines that joined; its owner closes it after the pool.
+        reservations: gets what engines that joined hold; its owner closes it after the pool.
     """
 
     def __init__(
@@ -68,13 +68,14 @@ class MembershipServer:
         folder: Path,
         *,
         open_engine: OpenEngine,
-        places: AsyncExitStack,
+        reservations: AsyncExitStack,
     ) -> None:
         self._pool = pool
         self._file = folder / ADDRESS_FILE
         self._open_engine = open_engine
-        self._run_contexts = places
-        self._engine_contexts: dict[str, AsyncExitStack] = {}  # of engines that joined, by name
+        self._run_reservations = reservations
+        # What each engine that joined holds, by its name.
+        self._engine_reservations: dict[str, AsyncExitStack] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._token = secrets.token_hex(32)
         self._http = HttpServer(
@@ -125,18 +126,18 @@ class MembershipServer:
 
     async def _add(self, request: web.Request) -> web.Response:
         body = await read_body(request, AddRequest)
-        context = AsyncExitStack()
+        reservation = AsyncExitStack()
         try:
-            name, make = await context.enter_async_context(self._open_engine(body.url))
+            name, make = await reservation.enter_async_context(self._open_engine(body.url))
             await self._join(name, make)
         except (JaxAgentRLError, ValueError, TimeoutError) as error:
-            await context.aclose()
+            await reservation.aclose()
             raise Refused(409, str(error) or "the engine did not start in time") from error
         except BaseException:
-            await context.aclose()
+            await reservation.aclose()
             raise
-        self._engine_contexts[name] = context
-        self._run_contexts.push_async_callback(context.aclose)
+        self._engine_reservations[name] = reservation
+        self._run_reservations.push_async_callback(reservation.aclose)
         logger.warning(
             "server %s joined, with weights of version %s", name, self._pool.policy_version
         )
@@ -175,9 +176,9 @@ class MembershipServer:
         try:
             await self._pool.leave(name, drain=drain)
             logger.warning("server %s left", name)
-            context = self._engine_contexts.pop(name, None)
-            if context is not None:
-                await context.aclose()
+            reservation = self._engine_reservations.pop(name, None)
+            if reservation is not None:
+                await reservation.aclose()
         finally:
             del self._leaving[name]
 

@@ -58,7 +58,7 @@ async def running(folder: Path):
         await run.client.start({"first": lambda: run.make("first")})
         await run.client.update_weights(update(1))
         membership = MembershipServer(
-            run.client, folder, open_engine=run.open_engine, places=places
+            run.client, folder, open_engine=run.open_engine, reservations=places
         )
         await membership.start()
         try:
