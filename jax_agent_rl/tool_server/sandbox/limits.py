@@ -1,11 +1,11 @@
-"""What a program may use, what its processes use together, and the cgroup that enforces limits where there is one.
+"""What a program may use, what its processes use together, and cgroups that enforce limits.
 
 Limits of single processes do not add up: sixty-four processes of half a gigabyte each are within
 theirs. So the usage of the whole tree is read from ``/proc``.
 
-A cgroup (version 2) per program counts everything it occupies, also inside the kernel: pages, files
-in memory, sockets, pipes, page tables, file locks. Without one, limits of single processes and the
-number of sockets must suffice.
+A cgroup (version 2) per program counts everything that the program occupies, also inside the
+kernel: pages, files in memory, sockets, pipes, page tables, file locks. Where this process cannot
+make cgroups, limits of single processes and the number of sockets must suffice.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class SandboxLimits:
     """Hard limits; a program cannot raise them.
 
     Attributes:
-        wall_seconds: of one run, or of one exchange with a long-lived program.
-        cpu_seconds: of each process, over its whole life.
-        memory_bytes: address space of each process, and resident memory of all of them together,
+        wall_seconds: duration of one run, or of one exchange with a long-lived program.
+        cpu_seconds: computing time of each process, over its whole life.
+        memory_bytes: address space of each process, and resident memory of all processes together,
             including what their sockets may hold.
         processes: processes and threads at the same time.
-        disk_bytes: of each of the two writable folders, ``/tmp`` and ``/dev/shm`` (both are
+        disk_bytes: size of each of the two writable folders, ``/tmp`` and ``/dev/shm`` (both are
             memory).
-        files: files, folders and links in the two together.
+        files: files, folders and links in the two folders together.
         open_files: open descriptors of each process.
         output_bytes: stdout and stderr together, of one run or exchange.
     """
@@ -55,14 +55,17 @@ class SandboxLimits:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(
-                    f"sandbox limit {field.name}={getattr(self, field.name)!r} must be positive"
-                )
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ValueError(f"sandbox limit {field.name}={value!r} must be positive")
 
     @classmethod
     def from_settings(cls, settings: LimitSettings, *, session: bool = False) -> SandboxLimits:
-        """Return the limits of a program that runs once, or of a ``session`` that lives as long as its trajectory."""
+        """Return the limits that the settings define.
+
+        Args:
+            session: whether the program lives as long as its trajectory, instead of running once.
+        """
         return cls(
             wall_seconds=settings.wall_seconds,
             cpu_seconds=settings.session_cpu_seconds if session else settings.cpu_seconds,
@@ -81,15 +84,16 @@ class StopCause(StrEnum):
     CPU = "cpu"
     """It computed for longer than ``cpu_seconds``."""
     MEMORY = "memory"
-    """Its processes together held more than ``memory_bytes``. (A single one gets its allocation
+    """Its processes together held more than ``memory_bytes``. (A single process gets its allocation
     refused instead.)"""
     FILES = "files"
-    """It created more than ``files`` files. (A full disk is an error the program sees instead.)"""
+    """It created more than ``files`` files. (A full disk is an error that the program sees
+    instead.)"""
     OUTPUT = "output"
     """It wrote more than ``output_bytes``."""
     BACKGROUND = "background"
-    """Processes it left behind at the end of an exchange started others faster than they could be
-    killed."""
+    """Processes that it left behind at the end of an exchange started others faster than they could
+    be killed."""
 
     def describe(self, limits: SandboxLimits) -> str:
         """Describe the cause to the model."""
@@ -114,9 +118,9 @@ class SandboxResult:
 
     Attributes:
         stdout, stderr: output up to the limit; invalid UTF-8 is replaced.
-        exit_code: 0 is success, 128 + n killed by signal n; None if ``stopped``.
-        stopped: the limit that ended it.
-        seconds: from start to end.
+        exit_code: 0 for success, 128 + n if signal n killed it; None if ``stopped``.
+        stopped: the limit that ended it; None if it ended by itself.
+        seconds: duration from start to end.
     """
 
     stdout: str
@@ -133,8 +137,8 @@ class SandboxResult:
 
 # --- cgroups --------------------------------------------------------------------------------------
 
-_OWN_BYTES = 16 << 20  # of bubblewrap, and of the program's start
-_OWN_PROCESSES = 4
+_SETUP_BYTES = 16 << 20  # used by bubblewrap, and by the program's start
+_SETUP_PROCESSES = 4
 _ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 
 
@@ -143,36 +147,41 @@ class Cgroups:
 
     def __init__(self, parent: Path):
         self._parent = parent
-        self._ended: list[Path] = []
+        self._ended: list[Path] = []  # cgroups to remove
 
     def work(self) -> bool:
         """Return whether a process can be put into a new cgroup here."""
         try:
-            if "memory" not in (self._parent / "cgroup.subtree_control").read_text().split():
+            controllers = (self._parent / "cgroup.subtree_control").read_text().split()
+            if "memory" not in controllers:
                 return False
             group = self.make(SandboxLimits())
         except OSError:
             return False
+
         try:
-            return (
-                subprocess.run(
-                    enter_cgroup(group, ["true"]), capture_output=True, timeout=60
-                ).returncode
-                == 0
-            )
+            command = enter_cgroup(group, ["true"])
+            result = subprocess.run(command, capture_output=True, timeout=60)
+            return result.returncode == 0
         finally:
             self.remove(group)
 
     def make(self, limits: SandboxLimits) -> Path:
-        """Return a new cgroup with a program's limits; raise OSError."""
+        """Return a new cgroup with a program's limits.
+
+        Raises:
+            OSError: it cannot be made, or does not accept the limits.
+        """
         self._remove_ended()
         group = self._parent / f"jax-agent-rl-{secrets.token_hex(8)}"
         group.mkdir()
+
         values = {
-            "memory.max": limits.memory_bytes + 2 * limits.disk_bytes + _OWN_BYTES,
+            # Both writable folders are memory.
+            "memory.max": limits.memory_bytes + 2 * limits.disk_bytes + _SETUP_BYTES,
             "memory.swap.max": 0,
             "memory.oom.group": 1,
-            "pids.max": limits.processes + _OWN_PROCESSES,
+            "pids.max": limits.processes + _SETUP_PROCESSES,
         }
         try:
             for name, value in values.items():
@@ -185,7 +194,10 @@ class Cgroups:
         return group
 
     def remove(self, group: Path) -> None:
-        """Remove a cgroup now or, if its last processes are still ending, when the next one is made."""
+        """Remove a cgroup.
+
+        If its last processes are still ending, it is removed when the next one is made.
+        """
         self._ended.append(group)
         self._remove_ended()
 
@@ -205,38 +217,59 @@ def enter_cgroup(group: Path, command: Sequence[str]) -> list[str]:
 def ran_out_of_memory(group: Path) -> bool:
     """Return whether the kernel killed a process of the cgroup because it was full."""
     try:
-        events = dict(line.split() for line in (group / "memory.events").read_text().splitlines())
+        lines = (group / "memory.events").read_text().splitlines()
     except OSError:
         return False
+    events = dict(line.split() for line in lines)
     return int(events.get("oom_kill", 0)) > 0
 
 
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
-    """Return where this process may make cgroups that limit memory: the nearest of its own cgroup and those above."""
-    mounts = (line.partition(" - ") for line in (proc / "mountinfo").read_text().splitlines())
-    mount = next(
-        (Path(at.split()[4]) for at, _, what in mounts if what.startswith("cgroup2 ")), None
-    )
-    own = next(
-        (line[3:] for line in (proc / "cgroup").read_text().splitlines() if line.startswith("0::")),
-        None,
-    )
-    if mount is None or own is None:
+    """Return where this process may make cgroups that limit memory; None if nowhere.
+
+    It is this process's cgroup, or else the nearest one above it.
+
+    Args:
+        proc: the folder that describes this process.
+    """
+    mount = _cgroup_mount(proc)
+    path = _cgroup_path(proc)
+    if mount is None or path is None:
         return None
-    place = mount / own.strip("/")
-    candidates = (
-        Cgroups(parent) for parent in [place, *place.parents] if parent.is_relative_to(mount)
-    )
-    return next((cgroups for cgroups in candidates if cgroups.work()), None)
+
+    group = mount / path
+    for parent in [group, *group.parents]:
+        if not parent.is_relative_to(mount):
+            break
+        cgroups = Cgroups(parent)
+        if cgroups.work():
+            return cgroups
+    return None
+
+
+def _cgroup_mount(proc: Path) -> Path | None:
+    """Return the folder where version 2 is mounted."""
+    for line in (proc / "mountinfo").read_text().splitlines():
+        mount, _, file_system = line.partition(" - ")
+        if file_system.startswith("cgroup2 "):
+            return Path(mount.split()[4])
+    return None
+
+
+def _cgroup_path(proc: Path) -> str | None:
+    """Return the process's cgroup of version 2, relative to the mount."""
+    for line in (proc / "cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            return line[3:].strip("/")
+    return None
 
 
 # --- usage of a process tree ----------------------------------------------------------------------
 
-_INTERVAL = (
-    0.1  # seconds; a program that fills memory at 5 GB/s is half a gigabyte over its limit by then
-)
+# A program that fills memory at 5 GB/s is half a gigabyte over its limit by then.
+_INTERVAL_SECONDS = 0.1
 WRITABLE = ("/tmp", "/dev/shm")
-"""The folders a sandboxed program can write to."""
+"""The folders that a sandboxed program can write to."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 ENDED = (FileNotFoundError, ProcessLookupError)
 """Errors of reading about a process that has just ended."""
@@ -245,19 +278,21 @@ ENDED = (FileNotFoundError, ProcessLookupError)
 async def watch(pid: int, limits: SandboxLimits) -> StopCause:
     """Poll until the processes under ``pid`` together exceed a limit, and return it."""
     while True:
-        await asyncio.sleep(_INTERVAL)
-        if stopped := exceeded(pid, limits):
+        await asyncio.sleep(_INTERVAL_SECONDS)
+        stopped = exceeded(pid, limits)
+        if stopped is not None:
             return stopped
 
 
 def exceeded(pid: int, limits: SandboxLimits) -> StopCause | None:
     """Return the limit that the processes under ``pid`` exceed together, if any."""
     pids = process_tree(pid)
-    memory = limits.memory_bytes - socket_memory(pids[-1])
-    # Resident memory is cheap but counts shared pages repeatedly; only beyond the limit,
+    memory_bytes = limits.memory_bytes - socket_memory(pids[-1])
+    # Resident memory is cheap to read but counts shared pages repeatedly; only beyond the limit,
     # proportional shares are read.
-    if sum(map(_resident, pids)) > memory and sum(map(_proportional, pids)) > memory:
-        return StopCause.MEMORY
+    if sum(_resident(pid) for pid in pids) > memory_bytes:
+        if sum(_proportional(pid) for pid in pids) > memory_bytes:
+            return StopCause.MEMORY
     if _files(pids) > limits.files:
         return StopCause.FILES
     return None
@@ -269,11 +304,13 @@ def process_tree(pid: int) -> list[int]:
     for parent in pids:  # grows during iteration
         with contextlib.suppress(*ENDED):
             for task in os.listdir(f"/proc/{parent}/task"):
-                pids += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
+                children = Path(f"/proc/{parent}/task/{task}/children").read_text().split()
+                pids += [int(child) for child in children]
     return pids
 
 
 def _resident(pid: int) -> int:
+    """Return a process's bytes of resident memory, shared pages included."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
     except ENDED:
@@ -281,6 +318,7 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
+    """Return a process's bytes of resident memory, with its share of each shared page."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -293,11 +331,12 @@ def _proportional(pid: int) -> int:
 
 
 def _files(pids: list[int]) -> int:
-    """Count inodes in use in the sandbox's own writable folders; 0 if it has none, or not yet."""
+    """Count inodes in use in the sandbox's writable folders; 0 if it has none, or not yet."""
     count = 0
     for folder in WRITABLE:
         inside = f"/proc/{pids[-1]}/root{folder}"
         with contextlib.suppress(OSError):
+            # On the same device as here, the folder is this machine's.
             if not os.path.exists(folder) or os.stat(inside).st_dev != os.stat(folder).st_dev:
                 usage = os.statvfs(inside)
                 count += usage.f_files - usage.f_ffree
@@ -305,23 +344,26 @@ def _files(pids: list[int]) -> int:
 
 
 _BUFFERS = ("rmem_default", "wmem_default")
-_OVERHEAD = 2  # bytes of memory for one of payload, about
+_QUEUE_OVERHEAD = 2  # bytes of memory for one byte of payload, about
 
 
 def socket_memory(pid: int) -> int:
-    """Return the bytes that sockets of a process's network namespace may hold; 0 if it is this process's own."""
+    """Return the bytes that sockets of a process's network namespace may hold.
+
+    0 if the namespace is that of the calling process.
+    """
     try:
         if os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino:
             return 0
         counts = _counts(Path(f"/proc/{pid}/net/sockstat").read_text())
-        held = counts["sockets"] * _default_buffers()
+        held_bytes = counts["sockets"] * _default_buffers()
         if counts["TCP"] or counts["TCP6"]:
-            held += _OVERHEAD * sum(
-                _queued(Path(f"/proc/{pid}/net/{table}")) for table in ("tcp", "tcp6")
-            )
+            queued_bytes = _queued(Path(f"/proc/{pid}/net/tcp"))
+            queued_bytes += _queued(Path(f"/proc/{pid}/net/tcp6"))
+            held_bytes += _QUEUE_OVERHEAD * queued_bytes
     except (OSError, KeyError):
         return 0
-    return held
+    return held_bytes
 
 
 def _counts(sockstat: str) -> dict[str, int]:
@@ -329,17 +371,22 @@ def _counts(sockstat: str) -> dict[str, int]:
     counts = {"TCP6": 0}
     for line in sockstat.splitlines():
         protocol, _, numbers = line.partition(": ")
-        name, _, rest = numbers.partition(" ")
+        name, _, values = numbers.partition(" ")
         if name in ("used", "inuse"):
-            counts[protocol] = int(rest.split()[0])
+            counts[protocol] = int(values.split()[0])
     return counts
 
 
-def _queued(table: Path) -> int:
-    queues = (line.split()[4].split(":") for line in table.read_text().splitlines()[1:])
-    return sum(int(queue, 16) for pair in queues for queue in pair)
+def _queued(connections: Path) -> int:
+    """Return the bytes in the send and receive queues of all connections of a kernel's list."""
+    queued_bytes = 0
+    for line in connections.read_text().splitlines()[1:]:  # the first line is the heading
+        for queue in line.split()[4].split(":"):
+            queued_bytes += int(queue, 16)
+    return queued_bytes
 
 
 @cache
 def _default_buffers() -> int:
+    """Return the bytes of a socket's two buffers."""
     return sum(int(Path(f"/proc/sys/net/core/{name}").read_text()) for name in _BUFFERS)

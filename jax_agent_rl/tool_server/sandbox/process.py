@@ -1,9 +1,9 @@
 """One sandboxed program, from start to end.
 
-Two ways to use it: ``finish`` writes the input once and waits for the end; ``exchange`` sends a
-request and reads the answer up to a mark, any number of times, with the program paused in between.
-Both kill the program when it exceeds a limit. When the first process ends, the kernel kills all
-others: they share its process namespace.
+There are two ways to use it. ``finish`` writes the input once and waits for the end. ``exchange``
+sends a request and reads the answer up to a mark, any number of times, with the program paused in
+between. Both kill the program when it exceeds a limit. When the first process ends, the kernel
+kills all others, because they share its process namespace.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from jax_agent_rl.tool_server.sandbox.limits import (
 )
 
 logger = logging.getLogger(__name__)
-_CHUNK = 64 << 10
+_CHUNK = 64 << 10  # bytes
 _KILL_SECONDS = 10.0  # for the kernel to end a killed tree
-_MAX_CHECKS, _CHECK_SECONDS = 500, 0.001  # while the program is paused
-_DEAD, _STOPPED = (
-    "ZX",
-    "TtZX",
-)  # states in /proc; a dead process remains until its parent has waited for it
+_MAX_CHECKS = 500  # while the program is paused
+_CHECK_SECONDS = 0.001
+# States in /proc; a dead process remains until its parent has waited for it.
+_DEAD = "ZX"
+_STOPPED = "TtZX"
 _CPU_SIGNALS = (128 + signal.SIGXCPU, -signal.SIGXCPU)
 
 
@@ -57,8 +57,9 @@ class SandboxProcess:
         self._lifeline = lifeline
         self._launch = launch
         self._limits = limits
-        self._began = time.perf_counter()
-        self._out, self._err = bytearray(), bytearray()
+        self._start_time = time.perf_counter()
+        self._out = bytearray()
+        self._err = bytearray()
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -75,15 +76,13 @@ class SandboxProcess:
         """Start a program.
 
         Args:
-            isolation: how it is isolated.
             argv: the program and its arguments.
-            limits: its limits.
-            files: in its working folder, read-only.
+            files: files of its working folder, read-only.
             join_output: redirect stderr to stdout.
-            pass_fds: descriptors it inherits, under the same numbers.
+            pass_fds: descriptors that the program inherits, under the same numbers.
 
         Raises:
-            ToolError: it cannot be started, e.g. for lack of memory.
+            ToolError: the program cannot be started, for lack of memory for example.
         """
 
         async def start() -> SandboxProcess:
@@ -91,9 +90,8 @@ class SandboxProcess:
             try:
                 launch = isolation.launch(argv, limits, files, lifeline=theirs.fileno())
                 try:
-                    process = await _execute(
-                        launch, (theirs.fileno(), *pass_fds), join_output=join_output
-                    )
+                    inherited = (theirs.fileno(), *pass_fds)
+                    process = await _execute(launch, inherited, join_output=join_output)
                 except BaseException:
                     launch.clean_up()
                     raise
@@ -106,6 +104,7 @@ class SandboxProcess:
                 theirs.close()
             return cls(process, launch, limits, lifeline=ours)
 
+        # A start is not interrupted: a cancelled caller waits, and the program is closed.
         starting = asyncio.ensure_future(start())
         try:
             return await asyncio.shield(starting)
@@ -119,28 +118,37 @@ class SandboxProcess:
         return self._closing is None and self._process.returncode is None
 
     async def finish(self, stdin: bytes = b"") -> SandboxResult:
-        """Write its input, wait for its end and return the result.
+        """Write the program's input, wait for its end and return the result.
 
         Raises:
             ToolError: the sandbox itself could not be set up.
         """
+        failure = None
         try:
-            stopped = await self._within_limits(self._to_the_end(stdin)) or self._out_of_memory()
-            failure = self._failure() if stopped is None else None
+            stopped = await self._within_limits(self._to_the_end(stdin))
+            if stopped is None:
+                stopped = self._out_of_memory()
+            if stopped is None:
+                failure = self._failure()
         finally:
             await self.close()
-        code = self._process.returncode
-        if stopped is None and code in _CPU_SIGNALS:
+
+        exit_code = self._process.returncode
+        if stopped is None and exit_code in _CPU_SIGNALS:
             stopped = StopCause.CPU
-        out, err = await _decode(self._out), await _decode(self._err)
+        if stopped is not None:
+            exit_code = None
+
+        stdout = await _decode(self._out)
+        stderr = await _decode(self._err)
         if failure is not None:
-            raise ToolError(f"the sandbox could not be set up: {(failure or err).strip()[:500]}")
+            raise ToolError(f"the sandbox could not be set up: {(failure or stderr).strip()[:500]}")
         return SandboxResult(
-            stdout=out,
-            stderr=err,
-            exit_code=code if stopped is None else None,
+            stdout=stdout,
+            stderr=stderr,
+            exit_code=exit_code,
             stopped=stopped,
-            seconds=time.perf_counter() - self._began,
+            seconds=time.perf_counter() - self._start_time,
         )
 
     async def exchange(self, request: bytes, mark: bytes) -> tuple[bytes, bytes, StopCause | None]:
@@ -150,22 +158,25 @@ class SandboxProcess:
         background is killed.
 
         Returns:
-            What came before the mark (everything if the program ended or was stopped); the rest of
-            the mark's line, empty if it never came; the limit that ended the program.
+            The output before the mark (all of it if the program ended or was stopped); the
+            remainder of the mark's line, empty if the mark never came; the limit that ended the
+            program.
         """
         self._out.clear()
         program, _ = self._split()
         if program is not None:
             _send(program, signal.SIGCONT)
-        stopped = (
-            await self._within_limits(self._to_mark(request, mark))
-            or self._out_of_memory()
-            or await self._pause()
-        )
+
+        stopped = await self._within_limits(self._to_mark(request, mark))
+        if stopped is None:
+            stopped = self._out_of_memory()
+        if stopped is None:
+            stopped = await self._pause()
         if stopped is not None:
             await self.close()
-        before, found, rest = bytes(self._out).partition(mark)
-        return before, rest.rstrip(b"\n") if found else b"", stopped
+
+        output, _, status = bytes(self._out).partition(mark)
+        return output, status.rstrip(b"\n"), stopped
 
     async def close(self) -> None:
         """Kill the program and everything it started, and wait until they are gone; idempotent."""
@@ -179,10 +190,8 @@ class SandboxProcess:
                 self._process.stdin.close()
             self.kill()
             async with asyncio.timeout(_KILL_SECONDS):
-                for stream in (
-                    self._process.stdout,
-                    self._process.stderr,
-                ):  # first: a full pipe keeps wait() waiting
+                # The output first: a full pipe keeps wait() waiting.
+                for stream in (self._process.stdout, self._process.stderr):
                     while stream is not None and await stream.read(_CHUNK):
                         pass
                 await self._process.wait()
@@ -201,35 +210,53 @@ class SandboxProcess:
             self._launch.clean_up()
 
     def _failure(self) -> str | None:
-        """Return why the ended program was never started; "" if not even the guard was; None if it was started."""
+        """Return why the ended program was never started.
+
+        An empty text means that not even the guard was started; None, that the program was started.
+        """
         try:
             message = self._lifeline.recv(_CHUNK, socket.MSG_DONTWAIT).decode("utf-8", "replace")
         except BlockingIOError:
             message = ""
-        if not message:
-            return (
-                "" if (self._process.returncode or 0) > 0 else None
-            )  # below 0, it was killed before
-        return message.partition(": ")[2] or None
+        if message:
+            _, _, reason = message.partition(": ")
+            return reason or None
+
+        exit_code = self._process.returncode or 0
+        if exit_code > 0:
+            return ""
+        return None  # below 0: it was killed before it could tell
 
     def _out_of_memory(self) -> StopCause | None:
-        return StopCause.MEMORY if self._launch.out_of_memory() else None
+        if self._launch.out_of_memory():
+            return StopCause.MEMORY
+        return None
 
     async def _pause(self) -> StopCause | None:
-        """Stop the program and kill everything it started; return a limit it exceeded since the last check, if any."""
-        quiet = 0
+        """Stop the program and kill everything it started.
+
+        Returns:
+            The limit that it exceeded since the last check, if any.
+        """
+        quiet_checks = 0
         for _ in range(_MAX_CHECKS):
             program, others = self._split()
             if program is None:
                 break
             _send(program, signal.SIGSTOP)
+
             running = [other for other in others if not _all_in(other, _DEAD)]
             for other in running:
                 _send(other, signal.SIGKILL)
-            quiet = quiet + 1 if not running and _all_in(program, _STOPPED) else 0
-            if quiet == 2:
+
+            # Twice in a row, since one check may miss a process that is just being started.
+            if not running and _all_in(program, _STOPPED):
+                quiet_checks += 1
+            else:
+                quiet_checks = 0
+            if quiet_checks == 2:
                 break
-            await asyncio.sleep(0 if quiet else _CHECK_SECONDS)
+            await asyncio.sleep(0 if quiet_checks else _CHECK_SECONDS)
         else:
             return StopCause.BACKGROUND
         return exceeded(self._process.pid, self._limits)
@@ -238,13 +265,17 @@ class SandboxProcess:
         """Return the program's first process (None if it has ended) and all others it started."""
         # The program is the oldest child of its namespace's first process, hence the first here.
         pids = process_tree(self._process.pid)[self._launch.wrappers :]
-        return (pids[0], pids[1:]) if pids else (None, [])
+        if not pids:
+            return None, []
+        return pids[0], pids[1:]
 
     def kill(self) -> None:
-        """Kill the program and everything it started; :meth:`finish`, or :meth:`close`, then returns soon."""
-        with contextlib.suppress(
-            OSError
-        ):  # before the kill, which a program still being set up may survive
+        """Kill the program and everything it started.
+
+        :meth:`finish`, or :meth:`close`, then returns soon.
+        """
+        # Before the kill, which a program that is still being set up may survive.
+        with contextlib.suppress(OSError):
             self._lifeline.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -252,7 +283,10 @@ class SandboxProcess:
     # --- limits -----------------------------------------------------------------------------------
 
     async def _within_limits(self, work: Awaitable[None]) -> StopCause | None:
-        """Await ``work``; return the limit exceeded first, if any (the caller then closes the program)."""
+        """Await ``work``; return the limit that was exceeded first, if any.
+
+        The caller then closes the program.
+        """
         working = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(watch(self._process.pid, self._limits))
         try:
@@ -262,9 +296,11 @@ class SandboxProcess:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if working.done():
-                working.result()
+                working.result()  # raises what the work raised
                 return None
-            return watching.result() if watching.done() else StopCause.WALL
+            if watching.done():
+                return watching.result()
+            return StopCause.WALL
         except _TooMuchOutput:
             return StopCause.OUTPUT
         finally:
@@ -273,12 +309,17 @@ class SandboxProcess:
             await asyncio.gather(working, watching, return_exceptions=True)
 
     async def _to_the_end(self, stdin: bytes) -> None:
-        streams = [(self._process.stdout, self._out), (self._process.stderr, self._err)]
-        reading = [self._read(stream, buffer) for stream, buffer in streams if stream is not None]
-        await _together(self._write(stdin, close=True), *reading)
+        """Write the input, and read both outputs until the program has ended."""
+        work = [self._write(stdin, close=True)]
+        if self._process.stdout is not None:
+            work.append(self._read(self._process.stdout, self._out))
+        if self._process.stderr is not None:
+            work.append(self._read(self._process.stderr, self._err))
+        await _together(*work)
         await self._process.wait()
 
     async def _to_mark(self, request: bytes, mark: bytes) -> None:
+        """Write a request, and read the output up to the mark's line."""
         assert self._process.stdout is not None
         await _together(
             self._write(request), self._read(self._process.stdout, self._out, until=mark)
@@ -291,7 +332,7 @@ class SandboxProcess:
             stdin.write(data)
             await stdin.drain()
         except (BrokenPipeError, ConnectionResetError):
-            return  # a program need not read its input
+            pass  # a program need not read its input
         finally:
             if close:
                 stdin.close()
@@ -300,21 +341,29 @@ class SandboxProcess:
         self, stream: asyncio.StreamReader, buffer: bytearray, until: bytes | None = None
     ) -> None:
         """Read to the end of the stream, or to the end of the line that contains ``until``."""
-        while chunk := await stream.read(_CHUNK):
-            searched = max(0, len(buffer) - len(until or b""))
-            buffer += chunk
-            if len(self._out) + len(self._err) > self._limits.output_bytes:
-                del buffer[
-                    len(buffer) - (len(self._out) + len(self._err) - self._limits.output_bytes) :
-                ]
-                raise _TooMuchOutput
-            if until and (at := buffer.find(until, searched)) >= 0 and buffer.find(b"\n", at) >= 0:
+        while True:
+            chunk = await stream.read(_CHUNK)
+            if not chunk:
                 return
+            # The mark may have begun in an earlier chunk.
+            search_start = max(0, len(buffer) - len(until or b""))
+            buffer += chunk
+
+            excess_bytes = len(self._out) + len(self._err) - self._limits.output_bytes
+            if excess_bytes > 0:
+                del buffer[len(buffer) - excess_bytes :]
+                raise _TooMuchOutput
+
+            if until:
+                mark_start = buffer.find(until, search_start)
+                if mark_start >= 0 and buffer.find(b"\n", mark_start) >= 0:
+                    return
 
 
 async def _execute(
     launch: Launch, inherited: Sequence[int], *, join_output: bool
 ) -> asyncio.subprocess.Process:
+    """Start a launch's command, with further inherited descriptors."""
     pipe = asyncio.subprocess.PIPE
     try:
         return await asyncio.create_subprocess_exec(
@@ -333,14 +382,18 @@ async def _execute(
 
 
 async def _decode(output: bytearray) -> str:
-    """Decode output piece by piece: 16 MiB that are no UTF-8 would hold the event loop for half a second."""
+    """Decode output piece by piece.
+
+    Decoding 16 MiB that are no UTF-8 at once would hold the event loop for half a second.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = []
     for start in range(0, len(output), _CHUNK):
         pieces.append(decoder.decode(output[start : start + _CHUNK]))
         if len(output) > _CHUNK:
             await asyncio.sleep(0)
-    return "".join(pieces) + decoder.decode(b"", final=True)
+    pieces.append(decoder.decode(b"", final=True))
+    return "".join(pieces)
 
 
 async def _abandon(starting: asyncio.Future[SandboxProcess]) -> None:
@@ -354,7 +407,7 @@ async def _abandon(starting: asyncio.Future[SandboxProcess]) -> None:
 
 async def _together(*work: Awaitable[None]) -> None:
     """Await all; the first exception, raised as it is, cancels the others."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -369,13 +422,16 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _all_in(pid: int, states: str) -> bool:
-    """Return whether every thread of a process is in one of the states; the first may be dead while others run."""
+    """Return whether every thread of a process is in one of the states.
+
+    The first thread may be dead while others run.
+    """
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
-            if (
-                Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0]
-                not in states
-            ):
+            stat = Path(f"/proc/{pid}/task/{task}/stat").read_text()
+            # Behind the name, which may itself contain brackets and blanks.
+            state = stat.rpartition(")")[2].split()[0]
+            if state not in states:
                 return False
     except ENDED:
         return False  # it is changing; the next check decides
