@@ -316,7 +316,7 @@ class SqlTool(ServerTool[tuple[str, str], None]):
         return ToolObservation(text=f"\n\n<observation>{text}</observation>\n\n", metrics=metrics)
 
     def _database(self, db_id: object) -> Path:
-        """Find ``ID.sqlite``, ``ID/ID.sqlite`` (the layout of Spider and BIRD), or ``ID`` itself."""
+        """Find ``ID.sqlite``, ``ID/ID.sqlite`` (the layout of Spider and BIRD), or ``ID``."""
         if not isinstance(db_id, str) or not db_id:
             raise ToolError(f"extra_fields.db_id={db_id!r} must name a database")
         for name in (f"{db_id}.sqlite", f"{db_id}/{db_id}.sqlite", db_id):

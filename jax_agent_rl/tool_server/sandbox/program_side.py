@@ -1,7 +1,7 @@
 """Runs a program, then serves calls of it: the process in the sandbox that tests never enter.
 
-Arguments: the descriptors of the two pipes. Whatever the program does to this process, it can only
-change what is sent from here, which the other side takes for the program's answers.
+Its arguments are the descriptors of the two pipes. Whatever the program does to this process, it
+can only change what is sent from here, which the other side takes for the program's answers.
 
 The two processes do not trust each other: only plain data cross, one line of JSON per message.
 Plain data are numbers, strings, bytes, None, the standard containers and a few value types
@@ -47,13 +47,21 @@ _ATOMS = {
     ),
 }
 _TYPES = {
-    kind.__name__: kind
-    for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+    "bool": bool,
+    "bytes": bytes,
+    "complex": complex,
+    "dict": dict,
+    "float": float,
+    "frozenset": frozenset,
+    "int": int,
+    "list": list,
+    "set": set,
+    "str": str,
+    "tuple": tuple,
 }
 MAX_MESSAGE_BYTES = 32 << 20
-_JSON_INT = (
-    1 << 63
-)  # larger ones cross as hexadecimal: Python limits the decimal digits it converts
+# Larger integers cross as hexadecimal: Python limits the decimal digits that it converts.
+_MAX_JSON_INT = 1 << 63
 
 
 class Peer:
@@ -77,7 +85,7 @@ class Peer:
         """Return the next message.
 
         Raises:
-            EOFError: the other side is gone, or sends something too long.
+            EOFError: the other side is gone, or its message is too long.
             ValueError: the message is not a JSON object.
         """
         line = self._incoming.readline(MAX_MESSAGE_BYTES)
@@ -89,7 +97,10 @@ class Peer:
         return message
 
     def refer(self, value):
-        """Return the JSON object by which the other side may refer to a value that is not plain data."""
+        """Return the JSON object by which the other side may refer to a value.
+
+        It is called for values that are not plain data.
+        """
         raise NotImplementedError
 
     def resolve(self, reference):
@@ -102,7 +113,9 @@ class Peer:
             return value
         if isinstance(value, int):
             value = int.__int__(value)
-            return value if abs(value) < _JSON_INT else {"int": hex(value)}
+            if abs(value) < _MAX_JSON_INT:
+                return value
+            return {"int": hex(value)}
         if isinstance(value, float):
             return float.__float__(value)
         if isinstance(value, str):
@@ -110,7 +123,10 @@ class Peer:
         if isinstance(value, list):
             return [self.encode(item) for item in value]
         if isinstance(value, dict):
-            return {"dict": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
+            pairs = []
+            for key, item in value.items():
+                pairs.append([self.encode(key), self.encode(item)])
+            return {"dict": pairs}
         for name, kind in _CONTAINERS.items():
             if isinstance(value, kind):
                 return {name: [self.encode(item) for item in value]}
@@ -119,15 +135,21 @@ class Peer:
                 return {name: arguments(value)}
         if isinstance(value, type) and value in _TYPES.values():
             return {"type": value.__name__}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.generic):
-            return self.encode(value.item())
-        if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-            return {"array": [str(value.dtype), self.encode(value.tolist())]}
+
+        numpy = sys.modules.get("numpy")  # values of numpy exist only if it was imported
+        if numpy is not None:
+            if isinstance(value, numpy.generic):
+                return self.encode(value.item())
+            if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+                return {"array": [str(value.dtype), self.encode(value.tolist())]}
         return self.refer(value)
 
     def decode(self, data):
-        """Return the value that JSON data stand for; raise ``ValueError`` if there is none."""
+        """Return the value that JSON data stand for.
+
+        Raises:
+            ValueError: there is none.
+        """
         if isinstance(data, list):
             return [self.decode(item) for item in data]
         if not isinstance(data, dict):
@@ -139,9 +161,11 @@ class Peer:
             if name == "dict":
                 return {self.decode(key): self.decode(item) for key, item in content}
             if name in _CONTAINERS:
-                return _CONTAINERS[name](self.decode(item) for item in content)
+                kind = _CONTAINERS[name]
+                return kind(self.decode(item) for item in content)
             if name in _ATOMS:
-                return _ATOMS[name][0](*content)
+                kind, _ = _ATOMS[name]
+                return kind(*content)
             if name == "type":
                 return _TYPES[content]
             if name == "array":
@@ -180,9 +204,12 @@ class ProgramSide(Peer):
     def call_back(self, number, args, kwargs):
         """Call a function of the tests."""
         with self._talking:
-            self.send(
-                {"callback": number, "args": self.encode(list(args)), "kwargs": self.encode(kwargs)}
-            )
+            message = {
+                "callback": number,
+                "args": self.encode(list(args)),
+                "kwargs": self.encode(kwargs),
+            }
+            self.send(message)
             reply = self.receive()
         if "error" in reply:
             raise RuntimeError(reply["error"])
@@ -190,32 +217,40 @@ class ProgramSide(Peer):
 
     def serve(self):
         """Answer requests until there are no more."""
-        process = os.getpid()
+        program_pid = os.getpid()
         while True:
             try:
                 request = self.receive()
             except EOFError:
                 os._exit(0)  # whatever the program left running
+
             try:
                 reply = self._answer(request)
             except BaseException as error:
                 reply = self._failure(error)
-            if os.getpid() != process:  # the program forked: its child is done
+
+            if os.getpid() != program_pid:  # the program forked, and this is its child
                 os._exit(0)
             self.send(reply)
 
     def _answer(self, request):
-        args, kwargs = self.decode(request["args"]), self.decode(request["kwargs"])
+        """Perform a requested operation; return its value, and arguments it may have changed."""
+        args = self.decode(request["args"])
+        kwargs = self.decode(request["kwargs"])
         if request["do"] == "name":
             value = self._namespace[args[0]]
         else:
-            value = _OPERATIONS[request["do"]](self._objects[request["on"]], *args, **kwargs)
+            operation = _OPERATIONS[request["do"]]
+            target = self._objects[request["on"]]
+            value = operation(target, *args, **kwargs)
+
         reply = {"value": self.encode(value)}
         if any(isinstance(argument, _MUTABLE) for argument in args):
             reply["args"] = self.encode(args)
         return reply
 
     def _failure(self, error):
+        """Describe an exception of the program, without this file's frames at its beginning."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
@@ -257,13 +292,15 @@ _OPERATIONS = {
 
 def main():
     """Run the program, then serve calls of it."""
-    incoming, outgoing = map(int, sys.argv[1:])
-    program = sys.modules["__main__"] = types.ModuleType(
-        "__main__"
-    )  # so that pickling what it defines works
+    incoming, outgoing = [int(argument) for argument in sys.argv[1:]]
+
+    # A module of its own, so that what the program defines can be pickled.
+    program = types.ModuleType("__main__")
+    sys.modules["__main__"] = program
     sys.argv = ["main.py"]
     with open("main.py", "rb") as file:
         source = file.read()
+
     side = ProgramSide(incoming, outgoing, vars(program))
     exec(compile(source, "main.py", "exec"), vars(program))
     side.send({"ready": True})
