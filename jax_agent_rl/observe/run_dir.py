@@ -1,14 +1,14 @@
 """The run folder, written and read.
 
-Its JSON Lines files only grow. A resumed run makes steps again that an earlier process has
-recorded. Nothing of them is removed before there is something in its place::
+Its JSON Lines files only grow. A resumed run repeats steps that an earlier process has recorded.
+Nothing of these steps is removed before there is something in its place::
 
-    resume_after(5)                 the files stay as they are                      1 2 3 4 5 6 7
-    the new step 6 is recorded      behind the old lines                            1 2 3 4 5 6 7 6'
-    finish_step()                   one move: what is of abandoned steps is gone    1 2 3 4 5 6'
+    resume_after(5)               the files stay as they are               1 2 3 4 5 6 7
+    the new step 6 is recorded    behind the old lines                     1 2 3 4 5 6 7 6'
+    finish_step()                 one move: the abandoned steps are gone   1 2 3 4 5 6'
 
-Interrupted before, the folder holds what it held; the next process, which resumes from the same
-checkpoint, takes the lines after it for abandoned ones, too.
+If the process is interrupted before the move, the folder holds what it held. The next process,
+which resumes from the same checkpoint, takes all lines after it for abandoned ones.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from jax_agent_rl.validation import json_line
 
 Numbers = Sequence[float] | np.ndarray
 TokenValues = Mapping[str, Mapping[str, Numbers]]
-"""By trajectory id, named numbers per token with loss."""
+"""Named numbers of each trajectory, by its id: one for each token with loss."""
 DISAGREEMENT = "disagreement.json"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Record = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
-"""Turns ids into text, special tokens included."""
+"""Turns token ids into text, special tokens included."""
 
 
 class RunDir:
@@ -52,9 +52,9 @@ class RunDir:
     checkpoints/``, and ``disagreement.json`` if engine and learner disagreed.
 
     Args:
-        path: created if it does not exist.
-        keep_trajectories: maximum number written per step and split, see
-            :func:`jax_agent_rl.observe.selection.sample`.
+        path: the folder; it is created if it does not exist.
+        keep_trajectories: largest number of trajectories written per step and split, see
+            :func:`jax_agent_rl.observe.selection.sample`; None writes all.
     """
 
     def __init__(self, path: Path, *, keep_trajectories: int | None = None) -> None:
@@ -72,8 +72,7 @@ class RunDir:
         self._lock = threading.Lock()
         self._resumed: _Resumed | None = None
 
-    # Writing raises StorageError if the disk is full. The next resume removes a line written in
-    # part.
+    # Writing raises StorageError if the disk is full. The next resume removes a partial line.
 
     def append(self, file: Path, records: Iterable[Mapping[str, Any]]) -> None:
         """Append lines to one of the folder's files, from any thread."""
@@ -95,92 +94,106 @@ class RunDir:
         """Append trajectories, or a sample of them.
 
         Args:
-            step: the step they were trained in, or evaluated after.
+            step: the step in which they were trained on, or after which they were evaluated.
             split: ``train`` or ``heldout``.
-            trajectories: all of that step and split.
+            trajectories: all trajectories of that step and split.
             token_values: ``UpdateResult.tokens``.
         """
         chosen = sample(
             trajectories,
             self.keep_trajectories,
-            reward=lambda t: t.reward,
-            group=lambda t: t.group_id,
+            reward=lambda trajectory: trajectory.reward,
+            group=lambda trajectory: trajectory.group_id,
             seed=step,
         )
-        records = (
-            trajectory_record(
-                t, step=step, split=split, token_values=token_values.get(t.trajectory_id, {})
-            )
-            for t in chosen
-        )
-        self.append(self.trajectories, records)
+
+        def records() -> Iterator[Record]:  # one in memory at a time
+            for trajectory in chosen:
+                values = token_values.get(trajectory.trajectory_id, {})
+                yield trajectory_record(trajectory, step=step, split=split, token_values=values)
+
+        self.append(self.trajectories, records())
 
     def resume_after(self, step: int) -> None:
-        """Go on after a step: what is recorded from now on takes the place of what was recorded after it.
+        """Continue after a step: new records take the place of those after it.
 
-        What that replaces stays until :meth:`finish_step`. -1: the run begins again.
+        The old records stay until :meth:`finish_step`.
+
+        Args:
+            step: the last step that counts; -1 means that the run begins again.
         """
         sizes = {}
         for file in (self.metrics, self.trajectories, self.traces):
             if file.exists():
                 end_last_line(file)
                 sizes[file] = file.stat().st_size
-        old = self.disagreement.read_bytes() if self.disagreement.exists() else b""
-        self._resumed = _Resumed(step=step, sizes=sizes, disagreement=old)
+
+        disagreement = b""
+        if self.disagreement.exists():
+            disagreement = self.disagreement.read_bytes()
+        self._resumed = _Resumed(step=step, sizes=sizes, disagreement=disagreement)
 
     def recorded(self) -> list[Record]:
-        """Return the records of ``metrics.jsonl`` up to the step after which the run was resumed, if it was."""
+        """Return the records of ``metrics.jsonl`` that count.
+
+        In a resumed run they are those up to the step after which it was resumed.
+        """
         records = read_records(self.metrics)
         if self._resumed is None:
             return records
         return [record for record in records if record["step"] <= self._resumed.step]
 
     def finish_step(self, step: int) -> None:
-        """Remove what the records of this process have replaced; call it when a step, or the end, is recorded.
+        """Remove what the records of this process have replaced.
+
+        It is called when a step, or the run's end, is recorded.
 
         Args:
             step: the step that is recorded now.
         """
         if self._resumed is None:
             return
-        found_in = _step_of(self._resumed.disagreement)
-        if (
-            found_in is not None and self._resumed.step < found_in <= step
-        ):  # that step has been made again
-            if (
-                self.disagreement.exists()
-                and self.disagreement.read_bytes() == self._resumed.disagreement
-            ):
+
+        # A disagreement of a step that has been repeated since, unless this process has written
+        # another one.
+        old = self._resumed.disagreement
+        disagreement_step = _step_of(old)
+        if disagreement_step is not None and self._resumed.step < disagreement_step <= step:
+            if self.disagreement.exists() and self.disagreement.read_bytes() == old:
                 self.disagreement.unlink()
+
         if self._resumed.sizes:
             with self._lock:
                 self._remove_abandoned(self._resumed)
             self._resumed = replace(self._resumed, sizes={})
 
     def _remove_abandoned(self, resumed: _Resumed) -> None:
-        """Write each file again without the old lines of abandoned steps and of evaluations that were made again."""
-        made = {
-            True: set[int](),
-            False: set[int](),
-        }  # evaluated steps, by whether this process made them
-        for record, _, is_new in _with_places(self.metrics, resumed.sizes.get(self.metrics, 0)):
+        """Write each file without the old lines of abandoned steps and of repeated evaluations."""
+        old_evaluations: set[int] = set()
+        new_evaluations: set[int] = set()
+        for record, _, is_new in _with_age(self.metrics, resumed.sizes.get(self.metrics, 0)):
             if record.get("kind") == "evaluation":
-                made[is_new].add(record["step"])
+                evaluations = new_evaluations if is_new else old_evaluations
+                evaluations.add(record["step"])
 
         def stays(record: Mapping[str, Any]) -> bool:
+            """Return whether an old record stays."""
             step = record["step"]
             if step > resumed.step:
                 return False
-            held_out = (
+            is_heldout = (
                 record.get("kind") == "evaluation"
                 or record.get("split") == "heldout"
                 or record.get("validate")
             )
-            return not held_out or (step in made[False] and step not in made[True])
+            if not is_heldout:
+                return True
+            # An evaluation stays if it was completed and is not repeated.
+            return step in old_evaluations and step not in new_evaluations
 
         for file, size in resumed.sizes.items():
             with replacing(file) as stream:
-                for record, line, is_new in _with_places(file, size):
+                for record, line, is_new in _with_age(file, size):
                     if is_new or stays(record):
                         stream.write(line)
 
@@ -194,8 +207,8 @@ class _Resumed:
     """Where a run was resumed.
 
     Attributes:
-        step: after which step.
-        sizes: how long its files were; empty once they have been cut back.
+        step: the last step that counts.
+        sizes: sizes of its files in bytes; empty once the abandoned lines are removed.
         disagreement: content of ``disagreement.json``; empty if there was none.
     """
 
@@ -204,8 +217,12 @@ class _Resumed:
     disagreement: bytes
 
 
-def _with_places(file: Path, size: int) -> Iterator[tuple[Record, bytes, bool]]:
-    """Yield each record, its line, and whether the line begins after ``size`` bytes; skip lines that hold none."""
+def _with_age(file: Path, size: int) -> Iterator[tuple[Record, bytes, bool]]:
+    """Yield each record, its line, and whether it is new; skip lines that hold no record.
+
+    Args:
+        size: the size of the file in bytes when the run was resumed; later lines are new.
+    """
     if not file.exists():
         return
     for begin, line in read_lines(file, MAX_LINE_BYTES):
@@ -217,12 +234,14 @@ def _with_places(file: Path, size: int) -> Iterator[tuple[Record, bytes, bool]]:
 def _step_of(disagreement: bytes) -> int | None:
     """Return the step in which engine and learner disagreed; None if a record does not say it."""
     record = _object(disagreement)
-    step = None if record is None else record.get("step")
+    if record is None:
+        return None
+    step = record.get("step")
     return step if isinstance(step, int) else None
 
 
 def end_last_line(file: Path) -> None:
-    """Give a file's last line an end if it was cut off, so that what is appended begins a line of its own."""
+    """End a file's last line if it was cut off, so that what is appended begins a new line."""
     with writing(file), file.open("rb+") as stream:
         if stream.seek(0, 2) == 0:
             return
@@ -234,64 +253,74 @@ def end_last_line(file: Path) -> None:
 def trajectory_record(
     trajectory: Trajectory, *, step: int, split: str, token_values: Mapping[str, Numbers] = _NOTHING
 ) -> dict[str, Any]:
-    """Return a trajectory as JSON: ids, mask, log-probs, versions, reward, messages.
+    """Return a trajectory as JSON: token ids, mask, log-probs, versions, reward, messages.
 
     Turns omit derived arrays; images and videos are only counted.
 
     Args:
-        trajectory: what is recorded.
-        step: its training step.
+        step: the step in which it was trained on, or after which it was evaluated.
         split: ``train`` or ``heldout``.
-        token_values: ``advantages`` and ``old_logprobs`` of its tokens with loss; they are laid out
-            along ``response_ids``, 0 at inserted ids without loss, null at constrained ids and
+        token_values: ``advantages`` and ``old_logprobs`` of its tokens with loss. The record has
+            them along ``response_ids``: 0 at inserted ids without loss, null at constrained ids and
             where unknown.
     """
-    record = {"step": step, "split": split}
-    record |= {
-        f.name: getattr(trajectory, f.name) for f in fields(trajectory)
-    }  # not asdict(), which copies every id
+    record: dict[str, Any] = {"step": step, "split": split}
+    for attribute in fields(trajectory):  # not asdict(), which copies every id
+        record[attribute.name] = getattr(trajectory, attribute.name)
     record["fork"] = asdict(trajectory.fork) if trajectory.fork else None
-    record["prompt_media"] = {kind: len(items) for kind, items in trajectory.prompt_media.items()}
-    at, record["segments"] = 0, []
+    record["prompt_media"] = _count_media(trajectory.prompt_media)
+
+    # The values of the segments' tokens come first, then those of the trajectory's own.
+    start = 0
+    record["segments"] = []
     for segment in trajectory.segments:
-        end = at + sum(segment.loss_mask)
-        part = {name: values[at:end] for name, values in token_values.items()}
+        end = start + sum(segment.loss_mask)
+        values = {name: numbers[start:end] for name, numbers in token_values.items()}
         record["segments"].append(
-            trajectory_record(segment, step=step, split=split, token_values=part)
+            trajectory_record(segment, step=step, split=split, token_values=values)
         )
-        at = end
-    record |= {name: _expand(values[at:], trajectory) for name, values in token_values.items()}
-    record["turns"] = [
-        {
-            "sampled": len(turn.output.token_ids),
-            "appended": len(turn.appended_ids),
-            "learn_appended": turn.learn_appended,
-            "constrained": list(map(int, turn.output.constrained)),
-            "supports": list(turn.output.supports),
-            "stop_reason": turn.output.stop_reason,
-            "cached_tokens": turn.output.cached_tokens,
-            "score": turn.score,
-            "number": turn.number,
-            "note": turn.note,
-            "tool_calls": [
-                asdict(replace(call, media={}))
-                | {"media": {kind: len(items) for kind, items in call.media.items()}}
-                for call in turn.tool_calls
-            ],
-        }
-        for turn in trajectory.turns
-    ]
-    record["row"] = {
-        key: value for key, value in trajectory.row.items() if key != "prompt"
-    }  # it is in messages
-    record["rollout_logprobs"] = [round(x, 6) for x in trajectory.rollout_logprobs]
+        start = end
+    for name, numbers in token_values.items():
+        record[name] = _expand(numbers[start:], trajectory)
+
+    record["turns"] = [_turn_record(turn) for turn in trajectory.turns]
+    # The prompt is in ``messages``.
+    record["row"] = {key: value for key, value in trajectory.row.items() if key != "prompt"}
+    record["rollout_logprobs"] = [round(value, 6) for value in trajectory.rollout_logprobs]
     return record
 
 
-def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
-    """Restore a trajectory from its record: ids, rewards, forks and when turns were sampled, as far as it says.
+def _turn_record(turn: Turn) -> dict[str, Any]:
+    tool_calls = []
+    for call in turn.tool_calls:
+        call_record = asdict(replace(call, media={}))
+        call_record["media"] = _count_media(call.media)
+        tool_calls.append(call_record)
 
-    Fields that are null may be missing, as in the rows of ``data.reader``.
+    return {
+        "sampled": len(turn.output.token_ids),
+        "appended": len(turn.appended_ids),
+        "learn_appended": turn.learn_appended,
+        "constrained": [int(is_constrained) for is_constrained in turn.output.constrained],
+        "supports": list(turn.output.supports),
+        "stop_reason": turn.output.stop_reason,
+        "cached_tokens": turn.output.cached_tokens,
+        "score": turn.score,
+        "number": turn.number,
+        "note": turn.note,
+        "tool_calls": tool_calls,
+    }
+
+
+def _count_media(media: Mapping[str, Sequence[Any]]) -> dict[str, int]:
+    return {kind: len(items) for kind, items in media.items()}
+
+
+def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
+    """Restore a trajectory from its record.
+
+    It has the record's ids, rewards and forks, and the order in which turns were sampled. Fields
+    that are null may be missing, as in the rows of ``data.reader``.
     """
     fork = record.get("fork")
     return Trajectory.from_turns(
@@ -312,25 +341,25 @@ def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
 
 
 def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
-    at = 0
+    """Yield the turns of a record; records of earlier versions lack some fields."""
+    start = 0
     for turn in record["turns"]:
-        end = at + turn["sampled"]
+        sampled_end = start + turn["sampled"]
+        end = sampled_end + turn["appended"]
         output = TokenOutput(
-            token_ids=tuple(record["response_ids"][at:end]),
-            log_probs=tuple(record["rollout_logprobs"][at:end]),
-            policy_versions=tuple(record["policy_versions"][at:end]),
+            token_ids=tuple(record["response_ids"][start:sampled_end]),
+            log_probs=tuple(record["rollout_logprobs"][start:sampled_end]),
+            policy_versions=tuple(record["policy_versions"][start:sampled_end]),
             stop_reason=StopReason(turn["stop_reason"]),
             context_digest="",
-            # records of earlier versions omit both
-            constrained=tuple(map(bool, turn.get("constrained", ()))),
+            constrained=tuple(bool(mark) for mark in turn.get("constrained", ())),
             supports=tuple(turn.get("supports", ())),
         )
-        at = end + turn["appended"]
-        appended = tuple(record["response_ids"][end:at])
-        # records of earlier versions have neither
+        appended_ids = tuple(record["response_ids"][sampled_end:end])
+        start = end
         yield Turn(
             output=output,
-            appended_ids=appended,
+            appended_ids=appended_ids,
             number=turn.get("number"),
             note=turn.get("note", ""),
         )
@@ -338,28 +367,40 @@ def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
 
 def _expand(values: Numbers, trajectory: Trajectory) -> list[float | None]:
     """Spread one number per id with loss to one per response id."""
-    rest = iter(values)
-    masks = zip(trajectory.loss_mask, trajectory.response_mask, strict=True)
-    placed = (
-        float(next(rest)) if mine else math.nan if sampled else 0.0 for mine, sampled in masks
-    )
-    return [round(value, 6) if math.isfinite(value) else None for value in placed]
+    values_left = iter(values)
+    expanded: list[float | None] = []
+    for has_loss, is_sampled in zip(trajectory.loss_mask, trajectory.response_mask, strict=True):
+        if has_loss:
+            value = float(next(values_left))
+            expanded.append(round(value, 6) if math.isfinite(value) else None)
+        elif is_sampled:  # a constrained id
+            expanded.append(None)
+        else:
+            expanded.append(0.0)
+    return expanded
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Return all records of a JSON Lines file that have a step; skip other lines, such as one cut off by a crash."""
+    """Return all records of a JSON Lines file that have a step.
+
+    Other lines are skipped, such as one that was cut off by a crash.
+    """
     return list(Records(file=file, is_valid=has_step))
 
 
 def append_records(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append lines of JSON; raises StorageError if the disk is full."""
+    """Append lines of JSON.
+
+    Raises:
+        StorageError: the disk is full.
+    """
     with writing(file), file.open("a", encoding="utf-8") as stream:
         for record in records:
             stream.write(json_line(record))
 
 
 class RecordSource(Protocol):
-    """Records that are read one at a time, however many there are: what ``view`` and ``report`` show.
+    """The records that ``view`` and ``report`` show, read one at a time, however many there are.
 
     Every iteration reads the files again.
     """
@@ -367,7 +408,10 @@ class RecordSource(Protocol):
     def __iter__(self) -> Iterator[Record]: ...
 
     def read(self, numbers: Iterable[int]) -> Iterator[Record]:
-        """Yield some of the records, in the order of ``numbers``: their places in the last iteration, from 0.
+        """Yield some of the records, in the order of ``numbers``.
+
+        Args:
+            numbers: positions of records in the last iteration, from 0.
 
         Raises:
             DataError: the file has been replaced since.
@@ -382,50 +426,55 @@ class RecordSource(Protocol):
 
 @dataclass(kw_only=True)
 class Records:
-    """The records of a JSON Lines file, as far as they can be read: the file may be growing, truncated or damaged.
+    """The records of a JSON Lines file: a :class:`RecordSource`.
 
-    A :class:`RecordSource`. Lines that are no record of its kind are skipped and counted;
-    :attr:`notes` reports them.
+    The file may be growing, truncated or damaged. Lines that are no record of its kind are skipped
+    and counted; :attr:`notes` reports them.
 
     Attributes:
-        file: need not exist.
-        is_valid: whether an object has the fields of a record.
-        damaged: lines without a JSON object, skipped by the last iteration.
-        invalid: objects it skipped, perhaps written by another version.
+        file: the file; it need not exist.
+        is_valid: returns whether an object has the fields of a record.
+        damaged: number of lines without a JSON object, skipped by the last iteration.
+        invalid: number of other objects that it skipped, perhaps written by another version.
     """
 
     file: Path
     is_valid: Callable[[Record], bool]
     damaged: int = 0
     invalid: int = 0
-    # where the records of the last iteration begin
-    _begins: array[int] = field(default_factory=lambda: array("q"), init=False, repr=False)
+    # Where the records of the last iteration begin in the file.
+    _offsets: array[int] = field(default_factory=lambda: array("q"), init=False, repr=False)
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield every record; raises DataError if the file cannot be read."""
-        self.damaged = self.invalid = 0
-        self._begins = array("q")
+        """Yield every record.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        self.damaged = 0
+        self.invalid = 0
+        self._offsets = array("q")
         if not self.file.exists():
             return
         with self._reading():
-            for begin, line in read_lines(self.file, MAX_LINE_BYTES):
+            for offset, line in read_lines(self.file, MAX_LINE_BYTES):
                 record = _object(line)
                 if record is None:
                     self.damaged += 1
                 elif not self.is_valid(record):
                     self.invalid += 1
                 else:
-                    self._begins.append(begin)
+                    self._offsets.append(offset)
                     yield record
 
     def read(self, numbers: Iterable[int]) -> Iterator[Record]:
         """Yield some of the records, see :class:`RecordSource`."""
-        begins = [self._begins[number] for number in numbers]
-        if not begins:  # perhaps there is no file
+        offsets = [self._offsets[number] for number in numbers]
+        if not offsets:  # perhaps there is no file
             return
         with self._reading(), self.file.open("rb") as stream:
-            for begin in begins:
-                stream.seek(begin)
+            for offset in offsets:
+                stream.seek(offset)
                 record = _object(stream.readline(MAX_LINE_BYTES))
                 if record is None or not self.is_valid(record):
                     raise DataError(
@@ -443,35 +492,40 @@ class Records:
     @property
     def notes(self) -> list[str]:
         """The lines that the last iteration skipped, as messages."""
-        reasons = {
+        counts = {
             "cut off or damaged": self.damaged,
             "not as this version writes them": self.invalid,
         }
-        return [
-            f"lines left out of {self.file.name}: {n} ({reason})"
-            for reason, n in reasons.items()
-            if n
-        ]
+        notes = []
+        for reason, count in counts.items():
+            if count:
+                notes.append(f"lines left out of {self.file.name}: {count} ({reason})")
+        return notes
 
 
 def read_metrics(file: Path) -> Records:
     """Return the records of ``metrics.jsonl``; each has its ``kind`` and ``step``."""
-    return Records(
-        file=file, is_valid=lambda record: isinstance(record.get("kind"), str) and has_step(record)
-    )
+
+    def is_valid(record: Record) -> bool:
+        return isinstance(record.get("kind"), str) and has_step(record)
+
+    return Records(file=file, is_valid=is_valid)
 
 
 def read_trajectories(file: Path) -> Records:
     """Return the records of ``trajectories.jsonl``, see :func:`trajectory_record`."""
-    return Records(file=file, is_valid=_is_whole)
+    return Records(file=file, is_valid=_is_trajectory)
 
 
 def read_traces(file: Path) -> Records:
-    """Return the records of ``traces.jsonl``, see :class:`jax_agent_rl.observe.sinks.traces.TraceFileSink`."""
+    """Return the records of ``traces.jsonl``.
+
+    :class:`~jax_agent_rl.observe.sinks.traces.TraceFileSink` writes them.
+    """
     return Records(file=file, is_valid=is_trace_record)
 
 
-def _is_whole(record: Record) -> bool:
+def _is_trajectory(record: Record) -> bool:
     """Return whether a record has all fields of a trajectory, and they fit together."""
     if not is_trajectory_record(record):
         return False
@@ -488,11 +542,13 @@ def has_step(record: Record) -> bool:
 
 
 def _object(line: bytes | None) -> Record | None:
-    """Return the JSON object of a line; None if it has none, or was too long to be read."""
+    """Return the JSON object of a line; None if the line has none, or was too long to be read."""
     if line is None:
         return None
     try:
         content = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) else None
+    if not isinstance(content, dict):
+        return None
+    return content

@@ -1,6 +1,7 @@
-"""What a line of a run's files has to be, before anything looks at it: a run folder may be another's, or damaged.
+"""The form of the lines of a run's files.
 
-A line that is not so is left out and counted, see :class:`~jax_agent_rl.observe.run_dir.Records`.
+A run folder may come from somebody else, or be damaged. A line of another form is skipped and
+counted before anything looks at it, see :class:`~jax_agent_rl.observe.run_dir.Records`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Turn(_Record):
     cached_tokens: int
     score: float | None
     tool_calls: list[_Call]
-    # records of earlier versions lack the rest
+    # Records of earlier versions lack the following fields.
     number: _Count | None = None
     note: str = ""
     learn_appended: bool = False
@@ -88,8 +89,10 @@ class _Trajectory(_Record):
 
     @model_validator(mode="after")
     def _of_one_length(self) -> _Trajectory:
-        turns = [(turn.sampled, turn.appended) for turn in self.turns]
-        mask = [bit for sampled, appended in turns for bit in [1] * sampled + [0] * appended]
+        mask: list[int] = []
+        for turn in self.turns:
+            mask += [1] * turn.sampled
+            mask += [0] * turn.appended
         if self.response_mask != mask or not any(mask):
             raise ValueError("response_mask is not that of the turns")
         for name in (
@@ -110,7 +113,10 @@ class _Trajectory(_Record):
 
 
 def is_trajectory_record(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is as :func:`~jax_agent_rl.observe.run_dir.trajectory_record` writes it."""
+    """Return whether a record has the form of a trajectory.
+
+    :func:`~jax_agent_rl.observe.run_dir.trajectory_record` writes it.
+    """
     try:
         _Trajectory.model_validate(record)
     except (ValidationError, RecursionError):
@@ -133,7 +139,10 @@ class _Trace(_Record):
 
 
 def is_trace_record(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is as :class:`~jax_agent_rl.observe.sinks.traces.TraceFileSink` writes it."""
+    """Return whether a record has the form of a trace.
+
+    :class:`~jax_agent_rl.observe.sinks.traces.TraceFileSink` writes it.
+    """
     try:
         _Trace.model_validate(record)
     except (ValidationError, RecursionError):

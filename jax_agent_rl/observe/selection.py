@@ -1,4 +1,4 @@
-"""Filters and samples of trajectories: which are shown, and which are kept if not all can be."""
+"""Filters and samples of trajectories."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class TrajectoryFilter:
 
     Attributes:
         split: ``train`` or ``heldout``.
-        step: training step. min_step, max_step: bounds of the step, inclusive. min_reward,
-        max_reward: bounds of the reward, inclusive. tool_error: kind of error of a tool call
-        (``malformed``, ``timeout``, …); ``any``: any kind; ``none``: no error. finish_reason: why
-        the trajectory ended. stop_reason: why one of its generations ended. text: part of the
-        trajectory's id or of its response, in any case.
+        min_step, max_step: bounds of the training step, inclusive.
+        min_reward, max_reward: bounds of the reward, inclusive.
+        tool_error: kind of error of a tool call (``malformed``, ``timeout``, …); ``any`` matches
+            any kind, ``none`` trajectories without an error.
+        finish_reason: why the trajectory ended.
+        stop_reason: why one of its generations ended.
+        text: part of the trajectory's id or of its response, in upper or lower case.
 
     Raises:
         ConfigError: an unknown name.
@@ -56,31 +58,44 @@ class TrajectoryFilter:
             "stop_reason": tuple(StopReason),
         }
         for name, values in known.items():
-            if (given := getattr(self, name)) is not None and given not in values:
+            value = getattr(self, name)
+            if value is not None and value not in values:
                 option = name.replace("_", "-")
-                raise ConfigError(f"--{option} {given!r}: choose one of {', '.join(values)}")
+                raise ConfigError(f"--{option} {value!r}: choose one of {', '.join(values)}")
 
     def __call__(self, record: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> bool:
-        """Return whether a record of ``trajectories.jsonl`` matches; ``decode`` turns ids into text."""
-        return (
-            self.split in (None, record["split"])
-            and self.step in (None, record["step"])
-            and _within(self.min_step, record["step"], self.max_step)
-            and _within(self.min_reward, record["reward"], self.max_reward)
-            and self.finish_reason in (None, record["finish_reason"])
-            and (self.stop_reason is None or self.stop_reason in stop_reasons(record))
-            and self._matches_tool_error(tool_errors(record))
-            and (self.text is None or self._matches_text(record, decode))
-        )
+        """Return whether a record of ``trajectories.jsonl`` matches.
+
+        Args:
+            decode: turns token ids into text.
+        """
+        if self.split not in (None, record["split"]):
+            return False
+        if self.step not in (None, record["step"]):
+            return False
+        if not _within(self.min_step, record["step"], self.max_step):
+            return False
+        if not _within(self.min_reward, record["reward"], self.max_reward):
+            return False
+        if self.finish_reason not in (None, record["finish_reason"]):
+            return False
+        if self.stop_reason is not None and self.stop_reason not in stop_reasons(record):
+            return False
+        if not self._matches_tool_error(tool_errors(record)):
+            return False
+        # The text comes last: decoding takes longest.
+        return self.text is None or self._matches_text(self.text, record, decode)
 
     def _matches_text(
-        self, record: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
+        self, text: str, record: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
     ) -> bool:
-        sought = (self.text or "").lower()
-        texts = (decode(part["response_ids"]) for part in contexts(record))
-        return sought in record["trajectory_id"].lower() or any(
-            sought in text.lower() for text in texts
-        )
+        text = text.lower()
+        if text in record["trajectory_id"].lower():
+            return True
+        for context in contexts(record):
+            if text in decode(context["response_ids"]).lower():
+                return True
+        return False
 
     def _matches_tool_error(self, errors: list[str]) -> bool:
         match self.tool_error:
@@ -96,8 +111,11 @@ class TrajectoryFilter:
     def require_tool_error_among(self, kinds: Iterable[str]) -> None:
         """Check that the run has errors of the requested kind.
 
+        Args:
+            kinds: the kinds that the run has.
+
         Raises:
-            ConfigError: it has none; names the kinds it has.
+            ConfigError: it has none.
         """
         known = ("any", "none", *sorted(set(kinds)))
         if self.tool_error is not None and self.tool_error not in known:
@@ -108,41 +126,54 @@ class TrajectoryFilter:
 
     def describe(self) -> str:
         """Return the conditions, for a message."""
-        given = ((name, getattr(self, name)) for name in self.__slots__)
-        return (
-            ", ".join(f"{name}={value}" for name, value in given if value is not None)
-            or "no filter"
-        )
+        conditions = []
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None:
+                conditions.append(f"{name}={value}")
+        return ", ".join(conditions) or "no filter"
 
 
 def _within(low: float | None, value: float, high: float | None) -> bool:
-    return (low is None or value >= low) and (high is None or value <= high)
+    if low is not None and value < low:
+        return False
+    return high is None or value <= high
 
 
 def group_of(record: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Return what the members of a group share: split, step and the group's id."""
+    """Return what identifies a record's group: split, step and the group's id."""
     return record["split"], record["step"], record["group_id"]
 
 
 def contexts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the records of a trajectory's segments, and its own."""
+    """Return the records of a trajectory's segments, and last the trajectory's record itself."""
     return [*record["segments"], record]
 
 
 def turns(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the turns of a record and of its segments."""
-    return [turn for part in contexts(record) for turn in part["turns"]]
+    all_turns: list[Mapping[str, Any]] = []
+    for context in contexts(record):
+        all_turns += context["turns"]
+    return all_turns
 
 
 def tool_errors(record: Mapping[str, Any]) -> list[str]:
     """Return the error kinds of a record's tool calls, in order."""
-    return [call["error"] for turn in turns(record) for call in turn["tool_calls"] if call["error"]]
+    errors = []
+    for turn in turns(record):
+        for call in turn["tool_calls"]:
+            if call["error"]:
+                errors.append(call["error"])
+    return errors
 
 
 def truth(record: Mapping[str, Any]) -> Any:
     """Return the ground truth of a record's row; None if it has none."""
-    graded_by = record["row"].get("reward_model")
-    return graded_by.get("ground_truth") if isinstance(graded_by, Mapping) else None
+    reward_model = record["row"].get("reward_model")
+    if not isinstance(reward_model, Mapping):
+        return None
+    return reward_model.get("ground_truth")
 
 
 def stop_reasons(record: Mapping[str, Any]) -> list[str]:
@@ -160,35 +191,40 @@ def sample(
 ) -> list[T]:
     """Return up to ``limit`` trajectories of one step, in their order.
 
-    The best and the worst come first, then the rest of their groups (rewards mean something beside
-    each other), then random whole groups.
+    The best and the worst are preferred, then the other members of their groups (a reward means
+    something beside the group's others), then random complete groups.
 
     Args:
         items: trajectories or their records.
-        limit: None keeps all.
-        reward: returns an item's reward.
-        group: returns an item's group.
-        seed: draws the groups.
+        limit: largest number of items; None keeps all.
+        seed: seed of the random order of groups.
     """
     if limit is None or len(items) <= limit:
         return list(items)
-    places = range(len(items))
-    best = max(places, key=lambda i: reward(items[i]))
-    worst = min(places, key=lambda i: reward(items[i]))
-    others = list(dict.fromkeys(group(item) for item in items))
-    random.Random(seed).shuffle(others)
-    order = [best, worst]
-    for name in (group(items[best]), group(items[worst]), *others):
-        order += [i for i in places if group(items[i]) == name] if len(set(order)) < limit else []
-    return [items[i] for i in sorted(list(dict.fromkeys(order))[:limit])]
+
+    indices = range(len(items))
+    best = max(indices, key=lambda index: reward(items[index]))
+    worst = min(indices, key=lambda index: reward(items[index]))
+    groups = list(dict.fromkeys(group(item) for item in items))
+    random.Random(seed).shuffle(groups)
+
+    preferred = dict.fromkeys([best, worst])  # a set in order
+    for name in (group(items[best]), group(items[worst]), *groups):
+        if len(preferred) >= limit:
+            break
+        for index in indices:
+            if group(items[index]) == name:
+                preferred[index] = None
+    chosen = sorted(list(preferred)[:limit])
+    return [items[index] for index in chosen]
 
 
 class Fact(NamedTuple):
     """The properties of a trajectory on which the choice for the report depends.
 
     Attributes:
-        prompt, tokens: lengths; the page holds the prompt once per group, everything else for each
-            member.
+        prompt: tokens of the prompt, which the page holds once per group.
+        tokens: all other tokens, which the page holds for each member.
     """
 
     split: str
@@ -200,8 +236,10 @@ class Fact(NamedTuple):
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Fact:
-        """Read them from a record of ``trajectories.jsonl``."""
-        contexts = sum(len(s["prompt_ids"]) + len(s["response_ids"]) for s in record["segments"])
+        """Return the facts of a record of ``trajectories.jsonl``."""
+        tokens = len(record["response_ids"])
+        for segment in record["segments"]:
+            tokens += len(segment["prompt_ids"]) + len(segment["response_ids"])
         split, step, group = group_of(record)
         return cls(
             split=split,
@@ -209,7 +247,7 @@ class Fact(NamedTuple):
             group=group,
             reward=record["reward"],
             prompt=len(record["prompt_ids"]),
-            tokens=len(record["response_ids"]) + contexts,
+            tokens=tokens,
         )
 
 
@@ -228,18 +266,21 @@ class FactTable(FactSequence):
 
     def __init__(self, facts: Iterable[Fact] = ()) -> None:
         self._groups: list[tuple[str, int, str]] = []
-        self._places: dict[tuple[str, int, str], int] = {}
-        self._group, self._prompt, self._tokens = array("q"), array("q"), array("q")
+        self._group_numbers: dict[tuple[str, int, str], int] = {}
+        # Columns, with a row for each fact.
+        self._group = array("q")
+        self._prompt = array("q")
+        self._tokens = array("q")
         self._reward = array("d")
         for fact in facts:
             self._append(fact)
 
     def _append(self, fact: Fact) -> None:
         group = (fact.split, fact.step, fact.group)
-        if group not in self._places:
-            self._places[group] = len(self._groups)
+        if group not in self._group_numbers:
+            self._group_numbers[group] = len(self._groups)
             self._groups.append(group)
-        self._group.append(self._places[group])
+        self._group.append(self._group_numbers[group])
         self._reward.append(fact.reward)
         self._prompt.append(fact.prompt)
         self._tokens.append(fact.tokens)
@@ -263,47 +304,60 @@ class FactTable(FactSequence):
 
 
 def choose(facts: FactSequence, limit: int) -> tuple[set[int], bool]:
-    """Choose at most ``limit`` trajectories (0: all) of at most :data:`MAX_TOKENS`, but at least one.
+    """Choose trajectories for a page that holds at most :data:`MAX_TOKENS`, but at least one.
 
     Every step and split has the same share: its best, its worst, and random others. Where that
     would be fewer than two, only equally spaced steps have any.
 
+    Args:
+        limit: largest number of trajectories; 0 chooses all, whatever they hold.
+
     Returns:
-        Positions, from 0, and whether requested trajectories were left out because of
+        Numbers of trajectories, from 0, and whether requested ones were left out because of
         :data:`MAX_TOKENS`.
     """
     if not limit:
         return set(range(len(facts))), False
-    asked = fitting = min(limit, len(facts))
-    places = _spread(facts, fitting)
-    while fitting > 1 and (size := _tokens([facts[place] for place in places])) > MAX_TOKENS:
-        fitting = max(1, min(fitting - 1, fitting * MAX_TOKENS // size))
-        places = _spread(facts, fitting)
-    return places, fitting < asked
+
+    requested = min(limit, len(facts))
+    count = requested
+    chosen = _spread(facts, count)
+    while count > 1:
+        tokens = _page_tokens([facts[number] for number in chosen])
+        if tokens <= MAX_TOKENS:
+            break
+        count = max(1, min(count - 1, count * MAX_TOKENS // tokens))
+        chosen = _spread(facts, count)
+    return chosen, count < requested
 
 
 def _spread(facts: FactSequence, limit: int) -> set[int]:
+    """Choose up to ``limit`` trajectories, the same share of each step and split."""
     if len(facts) <= limit:
         return set(range(len(facts)))
-    parts: dict[tuple[str, int], list[int]] = {}
-    for place, fact in enumerate(facts):
-        parts.setdefault((fact.split, fact.step), []).append(place)
-    names = sorted(parts)
-    kept = min(len(names), max(1, limit // 2))
+
+    by_step: dict[tuple[str, int], list[int]] = {}
+    for number, fact in enumerate(facts):
+        by_step.setdefault((fact.split, fact.step), []).append(number)
+    steps = sorted(by_step)
+
+    step_count = min(len(steps), max(1, limit // 2))
     chosen: set[int] = set()
-    for name in (names[number * (len(names) - 1) // max(1, kept - 1)] for number in range(kept)):
+    for index in range(step_count):
+        split, step = steps[index * (len(steps) - 1) // max(1, step_count - 1)]
         chosen.update(
             sample(
-                parts[name],
-                limit // kept,
-                reward=lambda place: facts[place].reward,
-                group=lambda place: facts[place].group,
-                seed=name[1],
+                by_step[split, step],
+                limit // step_count,
+                reward=lambda number: facts[number].reward,
+                group=lambda number: facts[number].group,
+                seed=step,
             )
         )
     return chosen
 
 
-def _tokens(facts: Sequence[Fact]) -> int:
+def _page_tokens(facts: Sequence[Fact]) -> int:
+    """Return how many tokens a page with these trajectories holds."""
     prompts = {(fact.split, fact.step, fact.group): fact.prompt for fact in facts}
     return sum(prompts.values()) + sum(fact.tokens for fact in facts)
