@@ -1,54 +1,65 @@
-"""A run's warnings: what can go wrong without stopping it, from which threshold on, and the remedy.
+"""A run's warnings: what can go wrong without stopping the run, its threshold, and the remedy.
 
 The thresholds and their sources:
 
-no_reward: every reward of the first step is 0, and no later one differs Our estimate: a small share
-    of right answers is there from the start in what can be learned at all. A reward that expects
-    another form than the model writes, or compares with the wrong truth, looks like this.
-reward_collapse >= 0.9 of the best step's reward is gone for two steps (ends < 0.5), if that was at
-    least 0.1 Our estimate: rewards vary between steps, but do not vanish. A broken policy also
-    causes warnings of its symptoms, which need a step more.
-reward_hacking >= 0.9 of the best step's accuracy is gone for two steps, but at most half of the
-    reward (ends < 0.5) Our estimate, from a run that earned 0.4 a trajectory by calls alone and
-    answered nothing. For rewards with a part ``accuracy`` or ``acc``.
-zero_variance >= 0.5 (ends < 0.3), for estimators that compare within groups Half of the groups have
-    equal outcomes, so half of the rollout gives no gradient. Yu et al. 2025 (DAPO, arXiv
-    2503.14476) replace such groups from the start; at one half, that doubles the number of sampled tokens.
-truncated >= 0.2 (ends < 0.1) The reward 0 of a truncated text says nothing about its content (DAPO,
-    section 3.4: such samples disturb training). In groups of 8, one in five is nearly two in every
-    group.
-tool_errors >= 0.3 (ends < 0.15) Our estimate: a model that learns to call tools makes mistakes and
-    unlearns them; at almost one call in three, wrong schemas, a missing package or an overloaded
-    server are likelier, and every call has cost a turn.
-clipped >= 0.2; for sequence ratios >= 0.4 (ends at half) Clipped terms have no gradient. Schulman
-    et al. 2017 clip rare outliers; a fifth of all tokens means that the policy moves further per
-    batch than the trust region allows. Sequence ratios are clipped a hundred times as often in
-    healthy runs (Zheng et al. 2025, GSPO, arXiv 2507.18071, figure 2: 0.15).
-nonfinite_updates >= 1 in a step A gradient that is not finite is a fault of the numbers, never
-    noise. Its update changes nothing, and its trajectories are dropped, so a run may go on like
-    that without learning from a part of its data.
-logprob_gap >= 0.05 nats on average (ends < 0.03); not while tokens may be stale, whose gap is the
-    policy's progress NeMo RL's release tests allow mean exp |gap| < 1.05 between engine and
-    learner, that is 0.05 nats.
-logprob_gap_growing >= 4 times what it was in the first steps, counted from 0.005 nats (ends < 2
-    times) Runs with a growing gap collapse, and succeed with corrected log-probs (Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training"). 0.005: the gap of
+no_reward: every reward of the first step is 0, and no later one differs.
+    Our estimate: a small share of right answers is there from the start in what can be learned at
+    all. A reward that expects another form than the model writes, or compares with the wrong truth,
+    looks like this.
+reward_collapse: >= 0.9 of the best step's reward is gone for two steps (ends < 0.5), if that was at
+    least 0.1.
+    Our estimate: rewards vary between steps, but do not vanish. A broken policy also causes
+    warnings of its symptoms, which take one step more.
+reward_hacking: >= 0.9 of the best step's accuracy is gone for two steps, but at most half of the
+    reward (ends < 0.5).
+    Our estimate, from a run that earned 0.4 per trajectory by calls alone and answered nothing. It
+    watches rewards with a part ``accuracy`` or ``acc``.
+zero_variance: >= 0.5 (ends < 0.3), for estimators that compare within groups.
+    Half of the groups have equal outcomes, so half of the rollout gives no gradient. Yu et al. 2025
+    (DAPO, arXiv 2503.14476) replace such groups from the start; at one half, that doubles the
+    number of sampled tokens.
+truncated: >= 0.2 (ends < 0.1).
+    The reward 0 of a truncated text says nothing about its content (DAPO, section 3.4: such samples
+    disturb training). In groups of 8, one in five is nearly two in every group.
+tool_errors: >= 0.3 (ends < 0.15).
+    Our estimate: a model that learns to call tools makes mistakes and unlearns them; at almost one
+    call in three, wrong schemas, a missing package or an overloaded server are likelier, and every
+    call has cost a turn.
+clipped: >= 0.2; for sequence ratios >= 0.4 (ends at half).
+    Clipped terms have no gradient. Schulman et al. 2017 clip rare outliers; a fifth of all tokens
+    means that the policy moves further per batch than the trust region allows. Sequence ratios are
+    clipped a hundred times as often in healthy runs (Zheng et al. 2025, GSPO, arXiv 2507.18071,
+    figure 2: 0.15).
+nonfinite_updates: >= 1 in a step.
+    A gradient that is not finite is a fault of the numbers, never noise. Its update changes
+    nothing, and its trajectories are dropped, so a run may continue without learning from a part of
+    its data.
+logprob_gap: >= 0.05 nats on average (ends < 0.03); not while tokens may be stale, whose gap is the
+    policy's progress.
+    NeMo RL's release tests allow mean exp |gap| < 1.05 between engine and learner, that is 0.05
+    nats.
+logprob_gap_growing: >= 4 times what it was in the first steps, counted from 0.005 nats (ends < 2
+    times).
+    Runs with a growing gap collapse, and succeed with corrected log-probs (Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training"). 0.005 is the gap of
     bfloat16.
-agreement_unchecked: no token of five steps could be compared Our estimate: what is compared now and
-    then is enough to notice an engine that serves another model.
-entropy_collapse >= 0.9 of the first steps' entropy is gone (ends < 0.8) Cui et al. 2025 (arXiv
-    2505.22617): reward is traded for entropy; once over nine tenths of it are spent, so is over
-    nine tenths of the possible gain.
-tools_unused: not one call in a step, though tools are configured Our estimate: a missing
-    agent_name, a prompt without schemas or the wrong tool format look like this.
-learner_idle >= 0.2 of a step's time that another trainer.mode would save (sync), >= 0.4 that the
-    learner waits (others) See :func:`overlap_gain`: when both run at the same time, the shorter of
-    rollout and learning is free.
-router_replay_missing >= 0.5 of a mixture's tokens (ends < 0.4) Our estimate: an engine that reports
-    experts leaves out the last token of each trajectory, and what its server lost. Without replay,
-    routers that round differently make ratios of MoE models spread (Ma et al. 2025, arXiv
-    2510.11370).
-recompilations >= 1 in a step
+agreement_unchecked: no token of five steps could be compared.
+    Our estimate: occasional comparisons are enough to notice an engine that serves another model.
+entropy_collapse: >= 0.9 of the first steps' entropy is gone (ends < 0.8).
+    Cui et al. 2025 (arXiv 2505.22617): reward is traded for entropy; once over nine tenths of it
+    are spent, so is over nine tenths of the possible gain.
+tools_unused: not one call in a step, though tools are configured.
+    Our estimate: a missing agent_name, a prompt without schemas or the wrong tool format look like
+    this.
+learner_idle: >= 0.2 of a step's time that another trainer.mode would save (sync), >= 0.4 that the
+    learner waits (other modes).
+    See :func:`overlap_gain`: when both run at the same time, the shorter of rollout and learning is
+    free.
+router_replay_missing: >= 0.5 of a mixture's tokens (ends < 0.4).
+    Our estimate: an engine that reports experts leaves out the last token of each trajectory, and
+    what its server lost. Without replay, routers that round differently make ratios of MoE models
+    spread (Ma et al. 2025, arXiv 2510.11370).
+recompilations: >= 1 in a step.
     Every shape is compiled before the first step; a new one costs seconds to minutes.
 """
 
@@ -71,17 +82,34 @@ from jax_agent_rl.observe.watch import (
 
 
 def nonfinite_updates(record: Record) -> float | None:
-    """Return how many updates of a step, of policy and critic, were skipped; None if there was none to make."""
-    counts = [
-        record[name] for name in ("nonfinite_updates", "critic_nonfinite_updates") if name in record
-    ]
-    return sum(counts) if counts else None
+    """Return how many updates of a step were skipped, of policy and critic together.
+
+    None if there was no update to make.
+    """
+    counts = []
+    for name in ("nonfinite_updates", "critic_nonfinite_updates"):
+        if name in record:
+            counts.append(record[name])
+    if not counts:
+        return None
+    return sum(counts)
 
 
 def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule]:
-    """Return the table; its advice names the keys that would help this configuration with these training rows."""
-    sequence = config.algorithm.policy_loss.loss_mode in ("gspo", "geo_mean")
-    clipped = 0.4 if sequence else 0.2
+    """Return the table of rules.
+
+    Its advice names the keys that would help this configuration.
+
+    Args:
+        rows: training rows, which may name tools.
+    """
+    # Sequence ratios are clipped far more often than token ratios.
+    clipped_unit = "tokens"
+    clipped_limit = 0.2
+    if config.algorithm.policy_loss.loss_mode in ("gspo", "geo_mean"):
+        clipped_unit = "sequences"
+        clipped_limit = 0.4
+
     table = [
         Rule(
             name="no_reward",
@@ -146,9 +174,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="tool_errors",
-            value=lambda record: (
-                record.get("tool_error_share") if record.get("tool_calls_mean") else None
-            ),
+            value=_tool_error_share,
             begins=0.3,
             ends=0.15,
             message="{value:.0%} of the tool calls ended in an error",
@@ -161,11 +187,9 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         Rule(
             name="clipped",
             value=lambda record: record.get("clip_fraction"),
-            begins=clipped,
-            ends=clipped / 2,
-            message="{value:.0%} of the "
-            + ("sequences" if sequence else "tokens")
-            + " were clipped: no gradient",
+            begins=clipped_limit,
+            ends=clipped_limit / 2,
+            message=f"{{value:.0%}} of the {clipped_unit} were clipped: no gradient",
             advice="lower learner.learning_rate, learner.num_minibatches or learner.ppo_epochs",
         ),
         Rule(
@@ -194,9 +218,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="agreement_unchecked",
-            value=lambda record: (
-                float(not record["compared_tokens"]) if "compared_tokens" in record else None
-            ),
+            value=_has_no_comparison,
             begins=1.0,
             ends=1.0,
             steps=5,
@@ -216,9 +238,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="router_replay_missing",
-            value=lambda record: (
-                1 - record["router_replay_share"] if "router_replay_share" in record else None
-            ),
+            value=_missing_router_replay,
             begins=0.5,
             ends=0.4,
             message=(
@@ -244,18 +264,15 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             ),
         ),
     ]
-    if config.algorithm.adv_estimator == "none":  # rewards are not learned from
-        table = [
-            rule
-            for rule in table
-            if rule.name not in ("no_reward", "reward_collapse", "reward_hacking")
-        ]
+
+    if config.algorithm.adv_estimator == "none":  # nothing is learned from rewards
+        reward_rules = ("no_reward", "reward_collapse", "reward_hacking")
+        table = [rule for rule in table if rule.name not in reward_rules]
+
     if config.algorithm.needs_group:
-        refill = (
-            ""
-            if config.algorithm.max_resample_rounds
-            else "set algorithm.max_resample_rounds=3 (dynamic sampling), "
-        )
+        refill = ""
+        if not config.algorithm.max_resample_rounds:
+            refill = "set algorithm.max_resample_rounds=3 (dynamic sampling), "
         table.append(
             Rule(
                 name="zero_variance",
@@ -269,13 +286,12 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 ),
             )
         )
+
     if not config.trainer.staleness_bound:
         table.append(
             Rule(
                 name="logprob_gap",
-                value=lambda record: (
-                    record.get("logprob_gap_mean") if record.get("trained_tokens") else None
-                ),
+                value=_logprob_gap,
                 begins=0.05,
                 ends=0.03,
                 message=(
@@ -284,6 +300,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 advice=_precision_advice(config),
             )
         )
+
     if uses_tools(config, rows):
         table.append(
             Rule(
@@ -301,7 +318,33 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 ),
             )
         )
-    return [*table, _idle_rule(config)]
+
+    table.append(_idle_rule(config))
+    return table
+
+
+def _tool_error_share(record: Record) -> float | None:
+    if not record.get("tool_calls_mean"):
+        return None
+    return record.get("tool_error_share")
+
+
+def _has_no_comparison(record: Record) -> float | None:
+    if "compared_tokens" not in record:
+        return None
+    return 0.0 if record["compared_tokens"] else 1.0
+
+
+def _missing_router_replay(record: Record) -> float | None:
+    if "router_replay_share" not in record:
+        return None
+    return 1 - record["router_replay_share"]
+
+
+def _logprob_gap(record: Record) -> float | None:
+    if not record.get("trained_tokens"):
+        return None
+    return record.get("logprob_gap_mean")
 
 
 def overlap_gain(record: Record, *, own_devices: bool) -> float:
@@ -309,7 +352,10 @@ def overlap_gain(record: Record, *, own_devices: bool) -> float:
 
     A step takes rollout + learning in sequence, but only the longer of the two when they overlap.
     An engine on the learner's devices alternates with it: the learner can compute only while the
-    engine waits, for tools.
+    engine waits for tools.
+
+    Args:
+        own_devices: whether the engine has devices of its own.
 
     >>> overlap_gain({"learner_idle_share": 0.6, "engine_busy_share": 0.9}, own_devices=True)
     0.4
@@ -320,11 +366,14 @@ def overlap_gain(record: Record, *, own_devices: bool) -> float:
 def _free_share(record: Record, own_devices: bool) -> float:
     """Return the share of a step in which the learner could compute and does not."""
     idle = record["learner_idle_share"]
-    return idle if own_devices else idle * max(0.0, 1 - record["engine_busy_share"])
+    if own_devices:
+        return idle
+    return idle * max(0.0, 1 - record["engine_busy_share"])
 
 
 def _idle_rule(config: Config) -> Rule:
-    mode, own_devices = config.trainer.mode, has_own_devices(config)
+    mode = config.trainer.mode
+    own_devices = has_own_devices(config)
     if mode == "sync":
         return Rule(
             name="learner_idle",
@@ -337,29 +386,30 @@ def _idle_rule(config: Config) -> Rule:
             ),
             advice="try trainer.mode=one_step_off",
         )
-    more = "rollout.placement=separate with more rollout.num_engines, or more rollout servers"
-    advice = f"try trainer.mode=fully_async; if all rollouts are slow, {more}"
+
+    more_engines = (
+        "rollout.placement=separate with more rollout.num_engines, or more rollout servers"
+    )
+    first = "try trainer.mode=fully_async"
     if mode == "fully_async":
-        advice = (
-            f"raise trainer.max_staleness={config.trainer.staleness_bound}; if all rollouts are"
-            f" slow, {more}"
-        )
+        first = f"raise trainer.max_staleness={config.trainer.staleness_bound}"
     return Rule(
         name="learner_idle",
         value=lambda record: _free_share(record, own_devices),
         begins=0.4,
         ends=0.3,
         message="the learner waits {value:.0%} of the time and could compute",
-        advice=advice,
+        advice=f"{first}; if all rollouts are slow, {more_engines}",
     )
 
 
 def _call_advice(config: Config) -> str:
-    """Return what helps against calls that are not as the tools want them."""
+    """Return what helps against calls that do not fit the tools."""
     rollout = config.rollout
     ignores_grammars = rollout.deterministic or rollout.jetstream.engine_factory is not None
     if config.agent.constrain_tool_calls or rollout.backend == "vllm" or ignores_grammars:
         return "malformed: set agent.tool_format"
+
     engine = "JAX rollout servers" if rollout.backend == "remote" else "the JAX engine"
     return (
         "malformed, unknown_tool, bad_arguments: agent.constrain_tool_calls=true lets the policy"
@@ -370,7 +420,9 @@ def _call_advice(config: Config) -> str:
 
 
 def _staleness_advice(config: Config) -> str:
-    younger = "lower trainer.max_staleness, and " if config.trainer.mode == "fully_async" else ""
+    younger = ""
+    if config.trainer.mode == "fully_async":
+        younger = "lower trainer.max_staleness, and "
     return (
         "a disagreement would not be noticed: run some steps with trainer.mode=sync; or"
         f" {younger}let a step make a single update by AdamW (learner.ppo_epochs=1,"
@@ -380,17 +432,12 @@ def _staleness_advice(config: Config) -> str:
 
 
 def _precision_advice(config: Config) -> str:
-    if (
-        config.rollout.backend == "jetstream"
-        and config.learner.compute_dtype != config.rollout.jetstream.dtype
-    ):
-        first = (
-            f"set rollout.jetstream.dtype={config.learner.compute_dtype} (learner.compute_dtype), "
-        )
-    else:
-        first = "use the learner's precision in the engine, "
-    correction = config.algorithm.rollout_correction
-    weights = (
-        "" if correction.rollout_is != "none" else "algorithm.rollout_correction.rollout_is=token, "
-    )
-    return f"{first}{weights}or, with jetstream on one device, rollout.deterministic=true"
+    """Return what helps against different log-probs of engine and learner."""
+    learner_dtype = config.learner.compute_dtype
+    precision = "use the learner's precision in the engine, "
+    if config.rollout.backend == "jetstream" and config.rollout.jetstream.dtype != learner_dtype:
+        precision = f"set rollout.jetstream.dtype={learner_dtype} (learner.compute_dtype), "
+    correction = ""
+    if config.algorithm.rollout_correction.rollout_is == "none":
+        correction = "algorithm.rollout_correction.rollout_is=token, "
+    return f"{precision}{correction}or, with jetstream on one device, rollout.deterministic=true"

@@ -1,9 +1,9 @@
-"""Watching a run's steps by rules, and the warnings that they raise; ``warnings`` holds the table of rules.
+"""Watching a run's steps by rules, and the warnings that they raise.
 
-::
+``warnings`` holds the table of rules. Every step's metrics are compared with each of them::
 
-    a step's metrics ─► every Rule: value >= begins, `steps` times in a row ─► printed; counted from there on
-                                    value <  ends,   `steps` times in a row ─► over; it may begin again
+    value >= begins, `steps` times in a row ─► the warning is printed, and counted from there on
+    value <  ends,   `steps` times in a row ─► the warning is over; it may begin again
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax_agent_rl.types import FinishReason
 Record = Mapping[str, Any]
 """A line of ``metrics.jsonl``, kind ``step``."""
 Value = Callable[[Record], float | None]
-"""The value a rule compares; None where a step has none."""
+"""Returns the value that a rule compares; None where a step has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,13 @@ class Rule:
 
     Attributes:
         name: key of the warning.
-        value: the watched value.
+        value: returns the watched value.
         begins: the condition holds from this value on.
-        ends: it is over below this value.
+        ends: the condition is over below this value.
         message: the observation, with ``{value}``, and ``{limit}`` for what cuts most trajectories
             off.
-        advice: what to do.
-        steps: consecutive steps that it takes to begin, or to end.
+        advice: what the user can do.
+        steps: consecutive steps that the warning takes to begin, or to end.
     """
 
     name: str
@@ -51,8 +51,8 @@ class RunWarning:
     """The state of one warning of a run.
 
     Attributes:
-        name, message, advice: from the rule, the message with the value at which it last began.
-        first_step: the step at which it was printed; 0: before the first.
+        message: the rule's message, with the value at which the warning last began.
+        first_step: the step at which it was first printed; 0 means before the first step.
         last_step: the last step on which it held.
         steps: number of steps on which it held.
         active: whether it still holds.
@@ -71,9 +71,9 @@ class Watch:
     """Evaluates rules on every step of a run.
 
     Args:
-        rules: with different names; not shared with another watch, because their values may
+        rules: rules with different names; not shared with another watch, because their values may
             remember earlier steps.
-        print_line: takes a warning that begins.
+        print_line: called with the text of a warning that begins.
     """
 
     def __init__(self, rules: Sequence[Rule], print_line: Callable[[str], None]) -> None:
@@ -83,15 +83,20 @@ class Watch:
         self._print_line = print_line
 
     def update(self, record: Record, *, silent: bool = False) -> None:
-        """Take a record of ``metrics.jsonl``; those of other kinds than ``step`` are ignored.
+        """Take a record of ``metrics.jsonl``; records of other kinds than ``step`` are ignored.
 
-        ``silent`` is for records from before a restart, whose warnings were printed then.
+        Args:
+            silent: print nothing: the record is from before a restart, and its warnings were
+                printed then.
         """
         if record.get("kind") != "step":
             return
         for rule in self._rules:
             value = rule.value(record)
-            if value is not None and self._begins(rule, record, value) and not silent:
+            if value is None:
+                continue
+            begins = self._begins(rule, record, value)
+            if begins and not silent:
                 warning = self._warnings[rule.name]
                 self._print_line(
                     f"  warning ({warning.name}): {warning.message}. What to do: {warning.advice}"
@@ -101,31 +106,47 @@ class Watch:
         """Take one value; return whether the warning begins with it."""
         step = record["step"]
         warning = self._warnings.get(rule.name)
-        active = warning if warning and warning.active else None
-        changes = value < rule.ends if active else value >= rule.begins
-        self._streaks[rule.name] = self._streaks[rule.name] + 1 if changes else 0
-        if active and not changes:
-            active.last_step, active.steps = step, active.steps + 1
-        if self._streaks[rule.name] < rule.steps:
+
+        if warning is not None and warning.active:
+            is_below = value < rule.ends
+            if not is_below:
+                warning.last_step = step
+                warning.steps += 1
+            if self._completes_streak(rule, is_below):
+                warning.active = False
             return False
-        self._streaks[rule.name] = 0
-        if active:
-            active.active = False
+
+        if not self._completes_streak(rule, value >= rule.begins):
             return False
+        # A warning that begins again stays one entry.
+        first_step = step
+        earlier_steps = 0
+        if warning is not None:
+            first_step = warning.first_step
+            earlier_steps = warning.steps
         self._warnings[rule.name] = RunWarning(
             name=rule.name,
             message=rule.message.format(value=value, limit=_commonest_limit(record)),
             advice=rule.advice,
-            first_step=(
-                warning.first_step if warning else step
-            ),  # if it began before, it is one entry
+            first_step=first_step,
             last_step=step,
-            steps=warning.steps + 1 if warning else 1,
+            steps=earlier_steps + 1,
         )
         return True
 
+    def _completes_streak(self, rule: Rule, continues: bool) -> bool:
+        """Count a step in the rule's streak, or end the streak; return whether it is complete."""
+        if not continues:
+            self._streaks[rule.name] = 0
+            return False
+        self._streaks[rule.name] += 1
+        if self._streaks[rule.name] < rule.steps:
+            return False
+        self._streaks[rule.name] = 0
+        return True
+
     def add(self, warning: RunWarning) -> None:
-        """Add a warning printed before the first step."""
+        """Add a warning that was printed before the first step."""
         self._warnings[warning.name] = warning
 
     @property
@@ -140,24 +161,26 @@ class Watch:
 
 
 def _commonest_limit(record: Record) -> str:
-    cut = {
-        name: n
-        for name, n in record.get("finish_reasons", {}).items()
-        if FinishReason(name).truncated
-    }
-    return max(cut, key=lambda name: cut[name], default="")
+    """Return the finish reason of most trajectories that were cut off; empty if none was."""
+    limits = {}
+    for name, count in record.get("finish_reasons", {}).items():
+        if FinishReason(name).truncated:
+            limits[name] = count
+    return max(limits, key=lambda name: limits[name], default="")
 
 
 def _first(record: Record, *names: str) -> float | None:
-    """Return the first of these metrics that a record has; those of earlier versions have fewer."""
-    return next((record[name] for name in names if name in record), None)
+    """Return the first of these metrics that a record has; earlier versions' records have fewer."""
+    for name in names:
+        if name in record:
+            return record[name]
+    return None
 
 
 class SinceStart:
     """A metric compared with its mean over the first steps that trained on tokens; a :data:`Value`.
 
     Args:
-        name: name of the metric.
         compare: takes the current value and the mean of the first ones; returns the rule's value.
         steps: number of first steps.
     """
@@ -165,7 +188,9 @@ class SinceStart:
     def __init__(
         self, name: str, compare: Callable[[float, float], float], *, steps: int = 3
     ) -> None:
-        self._name, self._compare, self._steps = name, compare, steps
+        self._name = name
+        self._compare = compare
+        self._steps = steps
         self._first: list[float] = []
 
     def __call__(self, record: Record) -> float | None:
@@ -179,10 +204,12 @@ class SinceStart:
 
 
 class SinceBest:
-    """The share of a metric's best value that is gone, once that was at least 0.1; a :data:`Value`.
+    """The share of a metric's best value that is gone; a :data:`Value`.
+
+    It is None until the best value is at least 0.1.
 
     Args:
-        names: of the metric; the first one that a record has.
+        names: names of the metric; the first one that a record has counts.
     """
 
     def __init__(self, *names: str) -> None:
@@ -194,48 +221,62 @@ class SinceBest:
         if value is None:
             return None
         self._best = max(self._best, value)
-        return 1 - value / self._best if self._best >= 0.1 else None
+        if self._best < 0.1:
+            return None
+        return 1 - value / self._best
 
 
 class RewardWithoutAccuracy:
-    """The share of the best step's accuracy that is gone, 0 unless most of the reward has stayed; a :data:`Value`."""
+    """The share of the best step's accuracy that is gone; a :data:`Value`.
+
+    It is 0 unless most of the reward has stayed.
+    """
 
     def __init__(self) -> None:
         self._reward = SinceBest("score_mean", "reward_mean")
         self._accuracy = SinceBest(*(f"reward/{part}" for part in ACCURACY_PARTS))
 
     def __call__(self, record: Record) -> float | None:
-        reward, accuracy = self._reward(record), self._accuracy(record)
-        return 0.0 if accuracy is None or reward is None or reward > 0.5 else accuracy
+        lost_reward = self._reward(record)
+        lost_accuracy = self._accuracy(record)
+        if lost_accuracy is None or lost_reward is None or lost_reward > 0.5:
+            return 0.0
+        return lost_accuracy
 
 
 class SinceLast:
-    """The growth of a running total since the step before; a :data:`Value`.
+    """The growth of a running total since the previous step; a :data:`Value`.
 
-    A total smaller than the one before was restarted by a process that resumed the run.
+    A total that is smaller than the previous one was restarted by a process that resumed the run.
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._before = name, 0.0
+        self._name = name
+        self._previous_total = 0.0
 
     def __call__(self, record: Record) -> float | None:
         total = record.get(self._name)
         if total is None:
             return None
-        before, self._before = self._before, total
-        return total - before if total >= before else total
+        previous_total = self._previous_total
+        self._previous_total = total
+        if total >= previous_total:
+            return total - previous_total
+        return total
 
 
 class NoReward:
-    """1 while every score has been 0, then 0; a :data:`Value`. Penalties of a length are no reward."""
+    """1 while every score has been 0, then 0; a :data:`Value`.
+
+    Penalties for length are no reward.
+    """
 
     def __init__(self) -> None:
-        self._earned = False
+        self._has_reward = False
 
     def __call__(self, record: Record) -> float | None:
-        largest, least = (
-            _first(record, "score_max", "reward_max"),
-            _first(record, "score_min", "reward_min"),
-        )
-        self._earned |= largest is None or bool(largest or least)
-        return float(not self._earned)
+        largest = _first(record, "score_max", "reward_max")
+        smallest = _first(record, "score_min", "reward_min")
+        if largest is None or largest or smallest:
+            self._has_reward = True
+        return 0.0 if self._has_reward else 1.0
