@@ -2,8 +2,8 @@
 
 ::
 
-    metrics.jsonl record ─► MetricSinks ─┬─ queue ─► thread ─► TensorBoard | W&B | Trackio
-    finished trajectory ─► TraceSinks ───┴─ queue ─► thread ─► traces.jsonl | MLflow | Trackio | Weave
+    metrics.jsonl record ─► MetricSinks ─► queue ─► thread ─► TensorBoard | W&B | Trackio
+    finished trajectory ──► TraceSinks ──► queue ─► thread ─► traces.jsonl | MLflow | Trackio | …
 
 Every sink has its own queue and thread, so that no library, network or full disk can stop or slow
 training. A thread consumes queued items, produces what its library stores, and waits for the next
@@ -25,27 +25,30 @@ ItemIn = TypeVar("ItemIn", contravariant=True)
 
 
 class Sink(Protocol[ItemIn]):
-    """A library that stores metrics or traces. Both methods are called in one thread, and may raise."""
+    """A library that stores metrics or traces.
+
+    Both methods are called in one thread, and may raise.
+    """
 
     def write(self, item: ItemIn, /) -> None:
         """Store one item."""
 
     def close(self) -> None:
-        """Store everything written so far for good. Also called after a failure."""
+        """Store everything written so far permanently; also called after a failure."""
 
 
 class SinkThread(Generic[Item]):
     """Feeds a sink in its own thread, which starts at once.
 
     Args:
-        name: name in the configuration.
-        sink: the sink to feed.
-        print_line: takes a message for the user, from any thread.
+        name: the sink's name in the configuration.
+        print_line: prints a message for the user; called in any thread.
         start: called first, in the thread; if it fails, every item is lost.
-        capacity: number of items that may wait; further ones are lost. 0: unlimited.
-        max_failures: consecutive failures after which the sink gets nothing more; None: unlimited.
-        context: context of the thread; None: a new one. Clients keep settings, and their current
-            run, in contexts.
+        capacity: number of items that may wait; further ones are lost. 0 means no limit.
+        max_failures: consecutive failures after which the sink gets nothing more; None means no
+            limit.
+        context: context of the thread, by default a new one. Clients keep settings, and their
+            current run, in contexts.
 
     Attributes:
         lost: number of items that the sink did not store.
@@ -64,18 +67,17 @@ class SinkThread(Generic[Item]):
     ) -> None:
         self.name = name
         self.lost = 0
-        self._sink, self._print_line, self._start, self._max_failures = (
-            sink,
-            print_line,
-            start,
-            max_failures,
-        )
+        self._sink = sink
+        self._print_line = print_line
+        self._start = start
+        self._max_failures = max_failures
         self._failure_reported = False
-        self._items: queue.Queue[Item | None] = queue.Queue(capacity)
+        self._items: queue.Queue[Item | None] = queue.Queue(capacity)  # None wakes the thread
         self._ending = threading.Event()
-        run = (context or Context()).run
+        if context is None:
+            context = Context()
         self._thread = threading.Thread(
-            target=run, args=(self._run,), name=f"sink-{name}", daemon=True
+            target=context.run, args=(self._run,), name=f"sink-{name}", daemon=True
         )
         self._thread.start()
 
@@ -93,36 +95,41 @@ class SinkThread(Generic[Item]):
             self._items.put_nowait(None)
 
     def join(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for the thread to end; otherwise report it and continue without it."""
+        """Wait up to ``seconds`` for the thread to end; report it if it does not."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             self.lost += self._items.qsize()
             self._print_line(f"{self.name} did not finish in time")
 
     def _run(self) -> None:
-        works, failures = self._try("cannot start", self._start), 0
+        """Feed the sink until :meth:`end`: the thread's work."""
+        is_enabled = self._try("cannot start", self._start)
+        failures = 0
         while not (self._ending.is_set() and self._items.empty()):
-            if (item := self._items.get()) is None:
+            item = self._items.get()
+            if item is None:
                 continue
-            if works and self._try("failed", lambda item=item: self._sink.write(item)):
+            if is_enabled and self._try("failed", lambda item=item: self._sink.write(item)):
                 failures = 0
                 continue
+
             self.lost += 1
             failures += 1
-            if works and failures == self._max_failures:
-                works = False
+            if is_enabled and failures == self._max_failures:
+                is_enabled = False
                 self._print_line(f"{self.name} failed {failures} times in a row and is disabled")
         self._try("cannot be closed", self._sink.close)
 
-    def _try(self, what: str, action: Callable[[], None]) -> bool:
-        """Return whether the action succeeded. Only the first failure is reported; libraries raise anything."""
+    def _try(self, what_failed: str, action: Callable[[], None]) -> bool:
+        """Return whether an action succeeded; report only the sink's first failure."""
         try:
             action()
-        except Exception as error:
+        except Exception as error:  # libraries raise anything
             if not self._failure_reported:
                 self._failure_reported = True
                 self._print_line(
-                    f"{self.name} {what} ({type(error).__name__}: {error}); the run continues"
+                    f"{self.name} {what_failed} ({type(error).__name__}: {error}); the run"
+                    " continues"
                 )
             return False
         return True

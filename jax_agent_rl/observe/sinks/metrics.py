@@ -1,8 +1,9 @@
-"""The sinks of ``trainer.logger`` (TensorBoard, Weights & Biases, Trackio), and the newest metrics for Prometheus.
+"""The sinks of ``trainer.logger``, and the newest metrics for Prometheus.
 
-Metrics keep the names of ``metrics.jsonl``, with the training step as the axis; evaluations are
-``evaluation/…``, nested counts ``tool_errors_by_kind/timeout``. A resumed run continues the same
-run in each library. Packages are imported only where they are used.
+The sinks are TensorBoard, Weights & Biases and Trackio. Metrics keep the names of
+``metrics.jsonl``, with the training step as the axis; evaluations are ``evaluation/…``, nested
+counts ``tool_errors_by_kind/timeout``. A resumed run continues the same run in each library.
+Packages are imported only where they are used.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ class RunFacts:
     """The facts about the run that a sink needs.
 
     Attributes:
-        run_dir: the run folder, whose name is the run's.
+        run_dir: the run folder; its name is the run's name.
         project: name under which runs are shown together.
         config: the resolved configuration, as JSON.
-        step: the step from which the run continues; later steps are logged again. 0: a new run.
-        identity: the return value of :meth:`MetricSink.open` when the run began; None: a new run.
+        step: the step from which the run continues; later steps are logged again. 0 means a new
+            run.
+        identity: the return value of :meth:`MetricSink.open` when the run began; None means a new
+            run.
     """
 
     run_dir: Path
@@ -82,7 +85,10 @@ class MetricSinks(SinkThreads[StepScalars]):
 
 
 class TensorBoardSink:
-    """Event files in ``<run folder>/tensorboard``; a resumed run purges what was logged after its step."""
+    """Event files in ``<run folder>/tensorboard``.
+
+    A resumed run purges what was logged after its step.
+    """
 
     _writer: Any = None
 
@@ -90,16 +96,18 @@ class TensorBoardSink:
         import yaml
         from tensorboardX import SummaryWriter
 
+        is_new = run.identity is None
         self._writer = SummaryWriter(
             str(run.run_dir / "tensorboard"),
             flush_secs=FLUSH_SECONDS,
-            purge_step=None if run.identity is None else run.step + 1,
-            filename_suffix=f".{run.step}",  # names have a resolution of one second; the next run would overwrite
+            purge_step=None if is_new else run.step + 1,
+            # Names have a resolution of one second: without the step, a process that resumes at
+            # once would overwrite a file.
+            filename_suffix=f".{run.step}",
         )
-        if run.identity is None:
-            self._writer.add_text(
-                "config", fenced(yaml.safe_dump(dict(run.config), sort_keys=False), "yaml"), 0
-            )
+        if is_new:
+            config = yaml.safe_dump(dict(run.config), sort_keys=False)
+            self._writer.add_text("config", fenced(config, "yaml"), 0)
         return {"folder": "tensorboard"}
 
     def write(self, item: StepScalars) -> None:
@@ -146,7 +154,10 @@ class WandbSink:
 
 
 class TrackioSink:
-    """One run in Trackio's local database; its name identifies it, so it ends randomly: folders may share a name."""
+    """One run in Trackio's local database.
+
+    Its name identifies it, and therefore ends randomly: run folders may share a name.
+    """
 
     _run: Any = None
 
@@ -182,7 +193,7 @@ def check_sinks(names: Sequence[str]) -> None:
     """Check, before anything starts, that the sinks can be opened.
 
     Raises:
-        ConfigError: a package is missing, with the extra that installs it, or a login is.
+        ConfigError: a package or a login is missing; the message says how to get it.
     """
     missing = []
     for name in names:
@@ -198,6 +209,7 @@ def check_sinks(names: Sequence[str]) -> None:
             f"trainer.logger names {', '.join(missing)}, which is not installed: "
             f"pip install 'jax_agent_rl[{','.join(missing)}]', or remove it"
         )
+
     if "wandb" in names:
         import wandb
 
@@ -214,8 +226,11 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 def _read_identities(file: Path) -> dict[str, dict[str, str]]:
+    """Return each sink's identity of the run; nothing for a new run."""
     try:
-        return read_json_object(file) if file.exists() else {}
+        if not file.exists():
+            return {}
+        return read_json_object(file)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file} cannot be read ({error}); remove it, and the trackers begin new records of"
@@ -231,21 +246,23 @@ def open_sinks(
 
     Args:
         names: names from ``trainer.logger``.
-        run: the run; identities are read from the run folder.
-        print_line: takes a line for the user, from any thread.
+        run: facts about the run; identities are read from the run folder.
+        print_line: prints a line for the user; called in any thread.
     """
     file = run.run_dir / IDENTITIES_FILE
     identities = _read_identities(file)
     lock = threading.Lock()
 
     def start(name: str, sink: MetricSink) -> None:
-        identity = dict(sink.open(replace(run, identity=identities.get(name))))
+        sink_run = replace(run, identity=identities.get(name))
+        identity = dict(sink.open(sink_run))
         with lock:  # every sink's thread writes this file
             identities[name] = identity
             write_atomically(file, json.dumps(identities, indent=2) + "\n")
 
     def feed(name: str) -> SinkThread[StepScalars]:
-        sink = (SINKS.get(name) or load_installed("metric_sinks", name))()
+        make_sink = SINKS.get(name) or load_installed("metric_sinks", name)
+        sink = make_sink()
         return SinkThread(name, sink, print_line=warn, start=lambda: start(name, sink))
 
     def warn(text: str) -> None:
@@ -265,7 +282,8 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     {'evaluation/accuracy': 0.5, 'evaluation/lost/tool': 1.0}
     """
     prefix = "" if record["kind"] == "step" else f"{record['kind']}/"
-    return dict(_numbers({k: v for k, v in record.items() if k not in ("kind", "step")}, prefix))
+    metrics = {name: value for name, value in record.items() if name not in ("kind", "step")}
+    return dict(_numbers(metrics, prefix))
 
 
 def _numbers(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
@@ -277,7 +295,10 @@ def _numbers(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]
 
 
 class TrainerMetrics:
-    """The newest metrics record of each kind; a collector for ``prometheus_client``, read in its thread."""
+    """The newest metrics record of each kind, as a collector for ``prometheus_client``.
+
+    The record is written in the trainer's thread and read in the server's.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -295,16 +316,21 @@ class TrainerMetrics:
 
         with self._lock:
             values = dict(self._values)
-        yield from gauges(
-            {"train_" + re.sub(r"\W", "_", name, flags=re.ASCII): values[name] for name in values}
-        )
+        renamed = {}
+        for name, value in values.items():
+            renamed["train_" + re.sub(r"\W", "_", name, flags=re.ASCII)] = value
+        yield from gauges(renamed)
 
 
 @contextmanager
 def serve_trainer(port: int, *, print_line: Callable[[str], None]) -> Iterator[TrainerMetrics]:
-    """Serve ``GET /metrics`` to this machine during a run, in a thread: the event loop may be busy for minutes.
+    """Serve ``GET /metrics`` to this machine during a run.
 
-    Port 0 takes a free one; ``print_line`` takes a line with the address.
+    It has its own thread, because the run's event loop may be busy for minutes.
+
+    Args:
+        port: the port; 0 takes a free one.
+        print_line: called with a line that names the address.
 
     Raises:
         ConfigError: the port is in use.

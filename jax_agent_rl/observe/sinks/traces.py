@@ -1,4 +1,7 @@
-"""The sinks of ``trace.sinks``: ``traces.jsonl``, MLflow, Trackio, Weave. Packages are imported where they are used."""
+"""The sinks of ``trace.sinks``: ``traces.jsonl``, MLflow, Trackio and Weave.
+
+Packages are imported where they are used.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,12 @@ CLOSING_SECONDS = 30.0
 MAX_FAILURES = 5
 INPUTS = ("messages", "arguments", "context_tokens")
 OUTPUTS = ("text", "observation", "reward", "reward_parts", "finish_reason")
-"""Span attributes that sinks show as inputs and as outputs, apart from the others."""
+"""Span attributes that sinks show as inputs and as outputs, apart from other attributes."""
 
 
 @asynccontextmanager
 async def open_tracer(config: TraceConfig, run_dir: RunDir) -> AsyncIterator[Tracer | None]:
-    """Yield the tracer of ``trace.sinks``, None without sinks; let the sinks finish in the end.
+    """Yield the tracer of ``trace.sinks``, None without sinks; let the sinks finish at the end.
 
     Raises:
         ConfigError: a sink's package is missing, or it cannot be reached.
@@ -60,9 +63,9 @@ def open_sinks(config: TraceConfig, run_dir: RunDir) -> dict[str, Sink[Trace]]:
     for name in config.sinks:
         context = copy_context()  # clients keep settings, and their current run, in contexts
         try:
-            make = SINKS.get(name) or load_installed("trace_sinks", name)
+            make_sink = SINKS.get(name) or load_installed("trace_sinks", name)
             sink = start_service_blocking(
-                functools.partial(_open_in, context, functools.partial(make, config, run_dir)),
+                functools.partial(_open_in, context, functools.partial(make_sink, config, run_dir)),
                 name=f"trace.sinks: {name}",
                 fix="is its server reachable? else leave it out",
                 seconds=OPENING_SECONDS,
@@ -82,17 +85,15 @@ class TraceSinks(SinkThreads[Trace]):
 
     Args:
         sinks: sinks by name.
-        capacity: number of traces that may wait for each.
+        capacity: number of traces that may wait for each sink.
     """
 
     def __init__(self, sinks: Mapping[str, Sink[Trace]], *, capacity: int = CAPACITY) -> None:
         options = {"print_line": logger.warning, "capacity": capacity, "max_failures": MAX_FAILURES}
-        super().__init__(
-            [
-                SinkThread(name, sink, context=copy_context(), **options)
-                for name, sink in sinks.items()
-            ]
-        )
+        threads = []
+        for name, sink in sinks.items():
+            threads.append(SinkThread(name, sink, context=copy_context(), **options))
+        super().__init__(threads)
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Let the sinks finish, and log how many traces were lost."""
@@ -102,7 +103,10 @@ class TraceSinks(SinkThreads[Trace]):
 
 
 class TraceFileSink:
-    """Appends to ``traces.jsonl``; a record has the attributes of :class:`~jax_agent_rl.tracing.Trace`."""
+    """Appends to ``traces.jsonl``.
+
+    A record has the attributes of :class:`~jax_agent_rl.tracing.Trace`.
+    """
 
     def __init__(self, config: TraceConfig, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -128,37 +132,44 @@ class MlflowSink:
     def __init__(self, config: TraceConfig, run_dir: RunDir) -> None:
         self._mlflow = _import("mlflow")
         self._run = run_dir.path.name
-        path, uri = run_dir.path.resolve(), config.mlflow_tracking_uri
-        self._mlflow.set_tracking_uri(uri or f"sqlite:///{path / 'mlflow.db'}")
-        if (
-            not uri and self._mlflow.get_experiment_by_name(config.project) is None
-        ):  # a server knows where files go
-            self._mlflow.create_experiment(
-                config.project, artifact_location=(path / "mlflow").as_uri()
-            )
+        path = run_dir.path.resolve()
+        server_uri = config.mlflow_tracking_uri
+        if server_uri:  # a server knows where files go
+            self._mlflow.set_tracking_uri(server_uri)
+        else:
+            self._mlflow.set_tracking_uri(f"sqlite:///{path / 'mlflow.db'}")
+            if self._mlflow.get_experiment_by_name(config.project) is None:
+                files = (path / "mlflow").as_uri()
+                self._mlflow.create_experiment(config.project, artifact_location=files)
         self._experiment = self._mlflow.set_experiment(config.project).experiment_id
 
     def write(self, trace: Trace) -> None:
-        opened: list[Any] = []
+        live_spans: list[Any] = []
         for span in trace.spans:
-            root = {"tags": _tags(trace) | {"run": self._run}, "experiment_id": self._experiment}
-            opened.append(
-                self._mlflow.start_span_no_context(
-                    _title(span),
-                    span_type=self._TYPES[span.name],
-                    parent_span=opened[span.parent] if span.parent >= 0 else None,
-                    inputs=_select(span, INPUTS) or None,
-                    attributes=_other(span),
-                    start_time_ns=span.start_ns,
-                    **(root if span.parent < 0 else {}),
-                )
+            options: dict[str, Any] = {}
+            if span.parent >= 0:
+                options["parent_span"] = live_spans[span.parent]
+            else:
+                options["tags"] = _tags(trace) | {"run": self._run}
+                options["experiment_id"] = self._experiment
+            live_span = self._mlflow.start_span_no_context(
+                _title(span),
+                span_type=self._TYPES[span.name],
+                inputs=_select(span, INPUTS) or None,
+                attributes=_other(span),
+                start_time_ns=span.start_ns,
+                **options,
             )
-        for span, live in reversed(
-            list(zip(trace.spans, opened, strict=True))
-        ):  # the outermost last: it is sent then
+            live_spans.append(live_span)
+
+        # The outermost span ends last: the trace is sent then.
+        for span, live_span in reversed(list(zip(trace.spans, live_spans, strict=True))):
+            outputs = _select(span, OUTPUTS)
             failure = _failure(span)
-            live.end(
-                outputs=_select(span, OUTPUTS) | ({"error": failure} if failure else {}) or None,
+            if failure:
+                outputs["error"] = failure
+            live_span.end(
+                outputs=outputs or None,
                 status="ERROR" if failure else "OK",
                 end_time_ns=span.end_ns,
             )
@@ -183,19 +194,20 @@ class TrackioTraceSink:
         self._run = self._trackio.init(config.project, name=run_dir.path.name, **options)
 
     def write(self, trace: Trace) -> None:
-        run = trace.spans[0]
-        made = self._trackio.Trace(
-            messages=run.attributes.get("messages", []),
-            metadata=_tags(trace) | _other(run) | _select(run, OUTPUTS),
+        root = trace.spans[0]
+        trackio_trace = self._trackio.Trace(
+            messages=root.attributes.get("messages", []),
+            metadata=_tags(trace) | _other(root) | _select(root, OUTPUTS),
             spans=[self._span(number, span) for number, span in enumerate(trace.spans)],
         )
-        self._run.log({"trace": made}, step=trace.step)
+        self._run.log({"trace": trackio_trace}, step=trace.step)
 
     def close(self) -> None:
         self._run.finish()
 
     def _span(self, number: int, span: Span) -> dict[str, Any]:
-        made = {
+        """Return a span as Trackio stores it, without empty fields."""
+        fields = {
             "id": str(number),
             "parent_id": str(span.parent) if span.parent >= 0 else None,
             "name": _title(span),
@@ -209,7 +221,7 @@ class TrackioTraceSink:
             "output": _select(span, OUTPUTS),
             "metadata": _other(span),
         }
-        return {key: value for key, value in made.items() if value not in (None, {})}
+        return {key: value for key, value in fields.items() if value not in (None, {})}
 
 
 class WeaveSink:
@@ -229,17 +241,17 @@ class WeaveSink:
     def write(self, trace: Trace) -> None:
         calls: list[Any] = []
         for span in trace.spans:
-            calls.append(
-                self._client.create_call(
-                    span.name,
-                    _select(span, INPUTS),
-                    parent=calls[span.parent] if span.parent >= 0 else None,
-                    attributes=_tags(trace) | {"run": self._run} | _other(span),
-                    display_name=_title(span),
-                    use_stack=False,
-                    started_at=_time(span.start_ns),
-                )
+            call = self._client.create_call(
+                span.name,
+                _select(span, INPUTS),
+                parent=calls[span.parent] if span.parent >= 0 else None,
+                attributes=_tags(trace) | {"run": self._run} | _other(span),
+                display_name=_title(span),
+                use_stack=False,
+                started_at=_time(span.start_ns),
             )
+            calls.append(call)
+
         for span, call in reversed(list(zip(trace.spans, calls, strict=True))):
             failure = _failure(span)
             error = RuntimeError(failure) if failure else None
@@ -259,14 +271,16 @@ SINKS: dict[str, Callable[[TraceConfig, RunDir], Sink[Trace]]] = {
 }
 
 
-def _open_in(context: Context, make: Callable[[], Sink[Trace]]) -> Sink[Trace]:
-    return context.run(make)
+def _open_in(context: Context, make_sink: Callable[[], Sink[Trace]]) -> Sink[Trace]:
+    return context.run(make_sink)
 
 
 class _OpenedSink:
-    """Passes traces on with attributes as JSON, whose texts have at most ``max_length`` characters.
+    """Passes traces on to a sink, with attributes as JSON.
 
-    The sink runs in the context in which it was opened.
+    Args:
+        max_length: largest number of characters of a text.
+        context: the context in which the sink was opened, and runs.
     """
 
     def __init__(self, sink: Sink[Trace], max_length: int, context: Context) -> None:
@@ -275,10 +289,10 @@ class _OpenedSink:
         self._context = context
 
     def write(self, trace: Trace) -> None:
-        spans = (
-            replace(span, attributes=shortened(span.attributes, self._max_length))
-            for span in trace.spans
-        )
+        spans = []
+        for span in trace.spans:
+            attributes = shortened(span.attributes, self._max_length)
+            spans.append(replace(span, attributes=attributes))
         self._context.run(self._sink.write, replace(trace, spans=tuple(spans)))
 
     def close(self) -> None:
@@ -290,14 +304,16 @@ def shortened(value: Any, max_length: int) -> Any:
     if isinstance(value, str):
         if len(value) <= max_length:
             return value
-        return f"{value[: max_length // 2]} … {value[-(max_length - max_length // 2) :]}"
+        start_chars = max_length // 2
+        end_chars = max_length - start_chars
+        return f"{value[:start_chars]} … {value[-end_chars:]}"
     if isinstance(value, Mapping):
         return {str(key): shortened(item, max_length) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [shortened(item, max_length) for item in value]
-    return (
-        value if isinstance(value, int | float | bool | None) else shortened(str(value), max_length)
-    )
+    if isinstance(value, int | float | bool | None):
+        return value
+    return shortened(str(value), max_length)
 
 
 def _import(name: str) -> ModuleType:
@@ -320,17 +336,21 @@ def _title(span: Span) -> str:
 
 def _tags(trace: Trace) -> dict[str, str]:
     """Return the searchable tags of a trace."""
-    named = {
-        name: getattr(trace, name)
-        for name in ("trajectory_id", "group_id", "step", "sample", "rollout")
-    }
-    return {name: str(value) for name, value in named.items()} | {
-        "validate": str(trace.validate).lower()
+    return {
+        "trajectory_id": str(trace.trajectory_id),
+        "group_id": str(trace.group_id),
+        "step": str(trace.step),
+        "sample": str(trace.sample),
+        "rollout": str(trace.rollout),
+        "validate": str(trace.validate).lower(),
     }
 
 
 def _failure(span: Span) -> str | None:
-    """Return why a span failed, or None. A tool's error is reported to the model rather than raised."""
+    """Return why a span failed; None if it did not.
+
+    A tool's error is an attribute, because it is reported to the model rather than raised.
+    """
     return span.error or span.attributes.get("tool_error")
 
 
