@@ -2,6 +2,8 @@
 
 ::
 
-    run folder ─► RunData ──┬─► charts         curves of metrics.jsonl, the timeline        ─┬─► command ─► report.html
-                            └─► trajectories   tokens with their numbers, groups as trees  ─┘
+    run folder ─► RunData ─┬─► charts: curves of metrics.jsonl, timeline ──┬─► command
+                           └─► trajectories: tokens, groups as trees ──────┘      │
+                                                                                  ▼
+                                                                             report.html
 """

@@ -13,7 +13,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +20,12 @@ from jax_agent_rl.utils.files import replacing
 from jax_agent_rl.validation import is_number
 
 MAX_POINTS = 600
-"""Points of a line; longer ones keep the smallest and largest value of every stretch, so no spike
+"""Points of a line; longer lines keep the smallest and largest value of every stretch, so no spike
 is lost."""
 ROUNDING = 1e-8
-"""Values up to this one are 0 but for rounding: a KL of a policy from itself."""
+"""Values up to this one are 0 except for rounding, as the KL of a policy from itself."""
 MAX_BARS = 300
-"""Bars of a stack; in longer ones, each bar is the sum of several steps."""
+"""Bars of a stack; in longer stacks, each bar is the sum of several steps."""
 _CHARTED_ELSEWHERE = (
     "kind",
     "step",
@@ -42,12 +41,13 @@ class Chart:
     """A chart over training steps.
 
     Attributes:
-        title, unit: heading and unit of the values.
+        title: heading of the chart.
         hint: how to read it.
         lines: keys of ``metrics.jsonl`` records by label; lines without values and charts without
             lines are omitted.
         band: keys of the lower and upper edge of a band around the first line.
         kind: kind of the records.
+        unit: unit of the values; empty if they have none.
         scale: axis of the values; ``share`` is from 0 to 1, shown in per cent.
         hides_zero: omit a line that is 0 at every step, since the run has no such thing: with one
             update per step, the policy is not compared with another one.
@@ -185,21 +185,24 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Metrics that no chart names follow as ``more``, one chart each. A chart without data is omitted;
     :func:`zero_metrics` names metrics that are 0 throughout.
     """
-    made = [_line_chart(chart, metrics) for chart in CHARTS]
-    made += [
+    all_charts = [_line_chart(chart, metrics) for chart in CHARTS]
+    all_charts += [
         _stack("Dropped trajectories", "Started but not trained on, by reason.", _dropped(metrics)),
         _stack("How trajectories ended", "By reason.", _counts(metrics, "finish_reasons")),
         _stack("Tool errors", "By kind.", _counts(metrics, "tool_errors_by_kind")),
     ]
-    made += [_line_chart(chart, metrics) | {"more": True} for chart in _other_charts(metrics)]
-    return [chart for chart in made if chart["lines"]]
+    for chart in _other_charts(metrics):
+        all_charts.append(_line_chart(chart, metrics) | {"more": True})
+    return [chart for chart in all_charts if chart["lines"]]
 
 
 def zero_metrics(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of step metrics that no chart shows because they are 0 at every step."""
-    return [
-        chart.title for chart in _other_charts(metrics) if not _line_chart(chart, metrics)["lines"]
-    ]
+    names = []
+    for chart in _other_charts(metrics):
+        if not _line_chart(chart, metrics)["lines"]:
+            names.append(chart.title)
+    return names
 
 
 def thinned(
@@ -207,137 +210,172 @@ def thinned(
 ) -> list[tuple[float, ...]]:
     """Thin out points ``(x, y, …)``, ordered by x, to about ``limit``.
 
-    The first and last point stay, and those with the least and the greatest y of every stretch.
+    The first and last point stay, and the points with the least and the greatest y of every
+    stretch.
     """
     if len(points) <= limit:
         return list(points)
+
+    chosen = {points[0], points[-1]}
     length = math.ceil(2 * len(points) / limit)
-    stretches = (points[begin : begin + length] for begin in range(0, len(points), length))
-    extremes = (
-        {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])} for part in stretches
-    )
-    return sorted({points[0], points[-1]}.union(*extremes))
+    for start in range(0, len(points), length):
+        stretch = points[start : start + length]
+        chosen.add(min(stretch, key=lambda point: point[1]))
+        chosen.add(max(stretch, key=lambda point: point[1]))
+    return sorted(chosen)
 
 
 def _line_chart(chart: Chart, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a chart of lines as JSON, with the lines that have values."""
     records = [record for record in metrics if record["kind"] == chart.kind]
     lines = []
     for number, (name, key) in enumerate(chart.lines.items()):
-        keys = (key, *((chart.band or ()) if number == 0 else ()))
-        points = [
-            (float(r["step"]), *(float(r[key]) for key in keys))
-            for r in records
-            if all(is_number(r.get(key)) for key in keys)
-        ]
-        has_values = (
-            any(abs(y) > ROUNDING for _, y, *_ in points) if chart.hides_zero else bool(points)
-        )
-        if has_values:
-            kept = thinned(points)
-            named = dict(zip(("x", "y", "low", "high"), zip(*kept, strict=True), strict=False))
-            rounded = {
-                axis: [float(f"{value:.6g}") for value in column] for axis, column in named.items()
-            }
-            lines.append(
-                {"name": name} | rounded | _reach([x for x, *_ in points], [x for x, *_ in kept])
-            )
-    head = {"title": chart.title, "hint": chart.hint, "unit": chart.unit, "scale": chart.scale}
-    return head | {"kind": "lines", "lines": lines}
+        keys = [key]
+        if number == 0 and chart.band is not None:
+            keys += chart.band
+        points = _points(records, keys)
+        if not points:
+            continue
+        if chart.hides_zero and not any(abs(point[1]) > ROUNDING for point in points):
+            continue
+
+        drawn = thinned(points)
+        line: dict[str, Any] = {"name": name}
+        columns = zip(*drawn, strict=True)
+        for axis, column in zip(("x", "y", "low", "high"), columns, strict=False):
+            line[axis] = [float(f"{value:.6g}") for value in column]
+        line |= _reach([point[0] for point in points], [point[0] for point in drawn])
+        lines.append(line)
+    return {
+        "title": chart.title,
+        "hint": chart.hint,
+        "unit": chart.unit,
+        "scale": chart.scale,
+        "kind": "lines",
+        "lines": lines,
+    }
+
+
+def _points(records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[tuple[float, ...]]:
+    """Return ``(step, value of each key)`` of the records that have all of them."""
+    points = []
+    for record in records:
+        if all(is_number(record.get(key)) for key in keys):
+            values = [float(record[key]) for key in keys]
+            points.append((float(record["step"]), *values))
+    return points
 
 
 def _stack(title: str, hint: str, counts: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
-    """Return a stack of bars per step, reasons in order of their sum."""
+    """Return a stack of bars as JSON, reasons in order of their sum.
+
+    Args:
+        counts: counts of each step, by reason.
+    """
     sums: Counter[str] = Counter()
-    for named in counts.values():
-        sums.update(named)
+    for step_counts in counts.values():
+        sums.update(step_counts)
+
     steps = sorted(counts)
     every = math.ceil(len(steps) / MAX_BARS) or 1
-    bars = [steps[begin : begin + every] for begin in range(0, len(steps), every)]
+    bars = [steps[start : start + every] for start in range(0, len(steps), every)]
     middles = [bar[len(bar) // 2] for bar in bars]
-    lines = [
-        {
-            "name": name,
-            "x": middles,
-            "y": [sum(counts[step].get(name, 0) for step in bar) for bar in bars],
-        }
-        | _reach(steps, middles)
-        for name, total in sums.most_common()
-        if total
-    ]
+
+    lines = []
+    for name, total in sums.most_common():
+        if not total:
+            continue
+        heights = []
+        for bar in bars:
+            heights.append(sum(counts[step].get(name, 0) for step in bar))
+        lines.append({"name": name, "x": middles, "y": heights} | _reach(steps, middles))
+
     if every > 1:
         hint += f" Each bar is the sum of {every} steps."
-    head = {
+    return {
         "title": title,
         "hint": hint,
         "unit": "trajectories",
         "scale": "linear",
         "kind": "stack",
         "every": every,
+        "lines": lines,
     }
-    return head | {"lines": lines}
 
 
 def _reach(steps: Sequence[float], drawn: Sequence[float]) -> dict[str, float]:
-    """Return the largest distance of a step to its nearest drawn one as ``reach``; nothing where all are drawn."""
+    """Return the largest distance of a step to its nearest drawn one as ``reach``.
+
+    Nothing if all steps are drawn.
+    """
 
     def distance(step: float) -> float:
-        place = bisect_left(drawn, step)
-        return min(abs(step - near) for near in drawn[max(0, place - 1) : place + 1])
+        index = bisect_left(drawn, step)
+        return min(abs(step - neighbour) for neighbour in drawn[max(0, index - 1) : index + 1])
 
-    reach = max(map(distance, steps), default=0)
-    return {"reach": reach} if reach else {}
+    reach = max((distance(step) for step in steps), default=0)
+    if not reach:
+        return {}
+    return {"reach": reach}
 
 
 def _counts(metrics: Iterable[Mapping[str, Any]], key: str) -> dict[int, Mapping[str, float]]:
-    return {
-        r["step"]: r[key]
-        for r in metrics
-        if r["kind"] == "step" and isinstance(r.get(key), Mapping)
-    }
+    """Return the counts that steps have under a key, by step."""
+    counts = {}
+    for record in metrics:
+        if record["kind"] == "step" and isinstance(record.get(key), Mapping):
+            counts[record["step"]] = record[key]
+    return counts
 
 
 def _dropped(metrics: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, float]]:
-    """Return each step's own drops: the accounting is cumulative."""
-    dropped, before = {}, Counter()
+    """Return what each step dropped, by reason; the accounting is cumulative."""
+    dropped = {}
+    previous_total = Counter()
     for step, counts in _counts(metrics, "accounting").items():
-        now = Counter(
-            {
-                key.removeprefix("dropped/"): n
-                for key, n in counts.items()
-                if key.startswith("dropped/")
-            }
-        )
-        dropped[step], before = now - before, now
+        count_by_reason = {}
+        for key, count in counts.items():
+            if key.startswith("dropped/"):
+                count_by_reason[key.removeprefix("dropped/")] = count
+        total = Counter(count_by_reason)
+        dropped[step] = total - previous_total
+        previous_total = total
     return dropped
 
 
 def _other_charts(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Return a chart for every number that none of :data:`CHARTS` shows."""
-    shown = {
-        key
-        for chart in CHARTS
-        for key in (*chart.lines.values(), *(chart.band or ()), *_CHARTED_ELSEWHERE)
-    }
-    keys = {
-        key for r in metrics if r["kind"] == "step" for key, value in r.items() if is_number(value)
-    }
-    return [
-        Chart(title=key, hint="", lines={key: key}, hides_zero=True) for key in sorted(keys - shown)
-    ]
+    charted_keys: set[str] = set(_CHARTED_ELSEWHERE)
+    for chart in CHARTS:
+        charted_keys.update(chart.lines.values())
+        charted_keys.update(chart.band or ())
+
+    keys = set()
+    for record in metrics:
+        if record["kind"] == "step":
+            keys.update(key for key, value in record.items() if is_number(value))
+
+    other_charts = []
+    for key in sorted(keys - charted_keys):
+        other_charts.append(Chart(title=key, hint="", lines={key: key}, hides_zero=True))
+    return other_charts
 
 
 def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
-    """Draw reward per step and held-out accuracy, of ``metrics.jsonl``, to a PNG.
+    """Draw reward per step and held-out accuracy to a PNG.
+
+    Args:
+        records: records of ``metrics.jsonl``.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    lines = (("reward_mean", "training reward"), ("accuracy", "held-out accuracy"))
     _plot(
         records,
         file,
-        lines=lines,
-        form="{:.0%}",
+        step_line=("reward_mean", "training reward"),
+        evaluation_line=("accuracy", "held-out accuracy"),
+        value_format="{:.0%}",
         ylabel="reward / accuracy",
         ylim=(-0.03, 1.08),
         title=title,
@@ -346,39 +384,57 @@ def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str)
 
 def loss_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
     """Draw the losses of steps and of held-out rows; for the arguments see :func:`reward_plot`."""
-    lines = (("loss", "training loss"), ("loss", "held-out loss"))
-    _plot(records, file, lines=lines, form="{:.2f}", ylabel="loss [nats]", title=title)
+    _plot(
+        records,
+        file,
+        step_line=("loss", "training loss"),
+        evaluation_line=("loss", "held-out loss"),
+        value_format="{:.2f}",
+        ylabel="loss [nats]",
+        title=title,
+    )
 
 
 def _plot(
     records: Sequence[Mapping[str, Any]],
     file: Path,
     *,
-    lines: Sequence[tuple[str, str]],
-    form: str,
+    step_line: tuple[str, str],
+    evaluation_line: tuple[str, str],
+    value_format: str,
     **axes_settings: Any,
 ) -> None:
-    """Draw one number of the steps, plain and smoothed, and one of the evaluations, each written in a form."""
+    """Draw one number of the steps, plain and smoothed, and one of the evaluations.
+
+    Args:
+        step_line, evaluation_line: key and label of the number.
+        value_format: format of the text at each evaluation.
+        axes_settings: settings of matplotlib's axes.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    (of_steps, label), (of_evaluations, heldout_label) = lines
-    steps = [r for r in records if r["kind"] == "step"]
-    evaluations = [r for r in records if r["kind"] == "evaluation"]
+    steps = [record for record in records if record["kind"] == "step"]
+    evaluations = [record for record in records if record["kind"] == "evaluation"]
     figure = Figure(figsize=(8, 4.5), dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+
     if steps:
-        x, y = [r["step"] for r in steps], [r[of_steps] for r in steps]
+        key, label = step_line
+        x = [record["step"] for record in steps]
+        y = [record[key] for record in steps]
         axes.plot(x, y, color="#9bbcd8", marker=".", label=f"{label} (step mean)")
         axes.plot(x, _smooth(y), color="#1f6fb2", label=f"{label} (smoothed)")
     if evaluations:
-        x, y = [r["step"] for r in evaluations], [r[of_evaluations] for r in evaluations]
-        axes.plot(x, y, "o--", color="#d1495b", label=heldout_label)
+        key, label = evaluation_line
+        x = [record["step"] for record in evaluations]
+        y = [record[key] for record in evaluations]
+        axes.plot(x, y, "o--", color="#d1495b", label=label)
         for step, value in zip(x, y, strict=True):
-            axes.annotate(
-                form.format(value), (step, value), textcoords="offset points", xytext=(6, 6)
-            )
+            text = value_format.format(value)
+            axes.annotate(text, (step, value), textcoords="offset points", xytext=(6, 6))
+
     axes.set(xlabel="training step", **axes_settings)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -389,16 +445,16 @@ def _plot(
 
 def _smooth(values: Sequence[float], weight: float = 0.6) -> list[float]:
     """Return the exponential moving average, started at the first value."""
-    out: list[float] = []
+    averages: list[float] = []
     for value in values:
-        out.append(value if not out else weight * out[-1] + (1 - weight) * value)
-    return out
+        if averages:
+            value = weight * averages[-1] + (1 - weight) * value
+        averages.append(value)
+    return averages
 
 
-_ENGINE_PHASES = (
-    "engine",
-    "evaluate",
-)  # drawn in this order: where both overlap, the evaluation stays visible
+# Drawn in this order: where both overlap, the evaluation stays visible.
+_ENGINE_PHASES = ("engine", "evaluate")
 MAX_PAUSE_SECONDS = 120.0
 MAX_TRACES = 400  # the newest ones
 
@@ -408,8 +464,8 @@ class TimeAxis:
     """Wall-clock time without long pauses.
 
     Attributes:
-        starts: begin of each stretch, seconds since the epoch.
-        offsets: what is subtracted from the times of each stretch.
+        starts: begin of each stretch between pauses, in seconds since the epoch.
+        offsets: seconds to subtract from the times of each stretch.
         cuts: positions of the cuts on the axis.
     """
 
@@ -423,19 +479,24 @@ class TimeAxis:
         ordered = sorted(intervals)
         if not ordered:
             return cls(starts=(0.0,), offsets=(0.0,), cuts=())
-        ends = accumulate((end for _, end in ordered), max)
-        starts, offsets = [ordered[0][0]], [ordered[0][0]]
-        for (begin, _), end in zip(ordered[1:], ends, strict=False):
-            if begin - end > MAX_PAUSE_SECONDS:
+
+        first_begin, latest_end = ordered[0]
+        starts = [first_begin]
+        offsets = [first_begin]
+        cuts = []
+        for begin, end in ordered[1:]:
+            if begin - latest_end > MAX_PAUSE_SECONDS:
+                offset = offsets[-1] + begin - latest_end
                 starts.append(begin)
-                offsets.append(offsets[-1] + begin - end)
-        cuts = tuple(begin - off for begin, off in zip(starts[1:], offsets[1:], strict=True))
-        return cls(starts=tuple(starts), offsets=tuple(offsets), cuts=cuts)
+                offsets.append(offset)
+                cuts.append(begin - offset)
+            latest_end = max(latest_end, end)
+        return cls(starts=tuple(starts), offsets=tuple(offsets), cuts=tuple(cuts))
 
     def __call__(self, time: float) -> float:
         """Convert a time to seconds on the axis."""
-        which = max(0, bisect_right(self.starts, time) - 1)
-        return round(time - self.offsets[which], 3)
+        stretch = max(0, bisect_right(self.starts, time) - 1)
+        return round(time - self.offsets[stretch], 3)
 
 
 def timeline(
@@ -457,57 +518,79 @@ def timeline(
         ``seconds``. Engines work for training (``name`` is ``engine``), and for evaluations
         (``evaluate``), whose busy share is not recorded.
     """
-    phases = [
-        (name, begin, end, r["step"])
-        for r in metrics
-        for name, begin, end in r.get("phase_seconds") or ()
-    ]
-    busy = {r["step"]: r["engine_busy_share"] for r in metrics if "engine_busy_share" in r}
-    spans = [(s["start_ns"] / 1e9, s["end_ns"] / 1e9) for t in traces for s in t["spans"]]
-    axis = TimeAxis.from_intervals([*((begin, end) for _, begin, end, _ in phases), *spans])
-    ends = [end for _, _, end, _ in phases] + [end for _, end in spans]
+    phases: list[tuple[str, float, float, int]] = []  # name, begin, end, step
+    busy_shares = {}
+    for record in metrics:
+        for name, begin, end in record.get("phase_seconds") or ():
+            phases.append((name, begin, end, record["step"]))
+        if "engine_busy_share" in record:
+            busy_shares[record["step"]] = record["engine_busy_share"]
+
+    intervals = [(begin, end) for _, begin, end, _ in phases]
+    for trace in traces:
+        for span in trace["spans"]:
+            intervals.append((span["start_ns"] / 1e9, span["end_ns"] / 1e9))
+    axis = TimeAxis.from_intervals(intervals)
+    seconds = 0.0
+    if intervals:
+        seconds = axis(max(end for _, end in intervals))
+
+    phase_bars = []
+    updates = []
+    for name, begin, end, step in phases:
+        if name != "engine":
+            phase_bars.append({"name": name, "from": axis(begin), "to": axis(end), "step": step})
+        if name == "publish":
+            updates.append(axis(end))
+
+    engine_bars = []
+    for engine_phase in _ENGINE_PHASES:
+        for name, begin, end, step in phases:
+            if name != engine_phase:
+                continue
+            bar: dict[str, Any] = {
+                "name": name,
+                "from": axis(begin),
+                "to": axis(end),
+                "step": step,
+            }
+            if name == "engine":
+                bar["busy"] = round(busy_shares.get(step, 0.0), 4)
+            engine_bars.append(bar)
+
     return {
-        "phases": [
-            {"name": name, "from": axis(begin), "to": axis(end), "step": step}
-            for name, begin, end, step in phases
-            if name != "engine"
-        ],
-        "engine": [
-            {"name": name, "from": axis(begin), "to": axis(end), "step": step}
-            | ({"busy": round(busy.get(step, 0.0), 4)} if name == "engine" else {})
-            for work in _ENGINE_PHASES
-            for name, begin, end, step in phases
-            if name == work
-        ],
-        "updates": [axis(end) for name, _, end, _ in phases if name == "publish"],
+        "phases": phase_bars,
+        "engine": engine_bars,
+        "updates": updates,
         "traces": [_lane(trace, axis, numbers) for trace in traces],
         "cuts": list(axis.cuts),
-        "seconds": axis(max(ends)) if ends else 0.0,
+        "seconds": seconds,
     }
 
 
 def newest_traces(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the last :data:`MAX_TRACES` of ``traces.jsonl`` in the order in which they began."""
-    newest = heapq.nlargest(
-        MAX_TRACES, enumerate(records), key=lambda placed: (_began(placed[1]), placed[0])
-    )
+
+    def rank(item: tuple[int, Mapping[str, Any]]) -> tuple[int, int]:
+        """Order traces by their beginning, then by their place in the file."""
+        number, record = item
+        return min(span["start_ns"] for span in record["spans"]), number
+
+    newest = heapq.nlargest(MAX_TRACES, enumerate(records), key=rank)
     return [record for _, record in reversed(newest)]
 
 
-def _began(trace: Mapping[str, Any]) -> int:
-    return min(span["start_ns"] for span in trace["spans"])
-
-
 def _lane(trace: Mapping[str, Any], axis: TimeAxis, numbers: Mapping[str, int]) -> dict[str, Any]:
-    spans = [
-        {
-            "name": s["name"],
-            "from": axis(s["start_ns"] / 1e9),
-            "to": axis(s["end_ns"] / 1e9),
-            "note": _note(s),
+    """Return a trace as the timeline shows it."""
+    spans = []
+    for span in trace["spans"]:
+        bar = {
+            "name": span["name"],
+            "from": axis(span["start_ns"] / 1e9),
+            "to": axis(span["end_ns"] / 1e9),
+            "note": _note(span),
         }
-        for s in trace["spans"]
-    ]
+        spans.append(bar)
     return {
         "id": trace["trajectory_id"],
         "at": numbers.get(trace["trajectory_id"], -1),

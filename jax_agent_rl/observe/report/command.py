@@ -1,6 +1,6 @@
 """``jax-agent-rl report RUN``: data, style and scripts in one HTML file that loads nothing.
 
-The output of models and tools is hostile here. It enters the page only as JSON inside script
+The output of models and tools is treated as hostile. It enters the page only as JSON inside script
 elements, with ``<``, ``>`` and ``&`` escaped; the scripts show it only as text nodes; and the
 page's security policy forbids other scripts and any loading or sending.
 """
@@ -49,8 +49,7 @@ class RunData:
 
     Attributes:
         name: name of the folder or file.
-        trajectories: its trajectories; they are read from there whenever somebody iterates over
-            them.
+        trajectories: its trajectories; every iteration reads them again.
         config: the resolved configuration; empty if unreadable.
         metrics: records of ``metrics.jsonl``.
         traces: the newest records of ``traces.jsonl``; see
@@ -74,12 +73,12 @@ def read_run(run: Path) -> RunData:
     Raises:
         DataError: the folder holds neither metrics nor trajectories nor a configuration.
     """
-    files = [run / name for name in ("config.json", "metrics.jsonl", "trajectories.jsonl")]
-    if not any(file.is_file() for file in files):
-        raise DataError(
-            f"{run} is no run folder: it has no {', no '.join(file.name for file in files)}"
-        )
-    run_dir, notes = RunDir(run), []
+    names = ("config.json", "metrics.jsonl", "trajectories.jsonl")
+    if not any((run / name).is_file() for name in names):
+        raise DataError(f"{run} is no run folder: it has no {', no '.join(names)}")
+
+    run_dir = RunDir(run)
+    notes: list[str] = []
     metrics = read_metrics(run_dir.metrics)
     traces = read_traces(run_dir.traces)
     data = RunData(
@@ -91,25 +90,34 @@ def read_run(run: Path) -> RunData:
         summary=_read_object(run_dir.summary, notes) if run_dir.summary.exists() else {},
         notes=notes,
     )
-    for records in (metrics, traces):
-        notes += records.notes
+    # Lines were counted while they were read, above.
+    notes += metrics.notes
+    notes += traces.notes
     return data
 
 
 def config_value(config: Mapping[str, Any], section: str, key: str) -> Any:
-    """Return a value of a configuration, or None.
+    """Return a value of a configuration; None if it has none.
 
     Args:
         config: the configuration as recorded, of any shape.
         section: name of the section.
-        key: name of the key in it.
+        key: name of the key in the section.
     """
-    found = config.get(section)
-    return found.get(key) if isinstance(found, Mapping) else None
+    values = config.get(section)
+    if not isinstance(values, Mapping):
+        return None
+    return values.get(key)
 
 
 def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
-    """Return the decoder of the run's tokenizer; if that is unreadable, add a note and show ids in brackets."""
+    """Return the decoder of the run's tokenizer.
+
+    If the tokenizer is unreadable, the decoder shows ids in brackets.
+
+    Args:
+        notes: list to which a note about an unreadable tokenizer is added.
+    """
     path = config_value(config, "model", "path")
     try:
         if not isinstance(path, str):
@@ -128,9 +136,10 @@ class PageChoice:
     """The trajectories of a page.
 
     Attributes:
-        numbers: their places among all, in the page's order: members of a group follow each other.
+        numbers: numbers of the trajectories among all, in the page's order: members of a group
+            follow each other.
         total: number of all trajectories.
-        notes: what was left out, and how to get it.
+        notes: messages about what was left out, and how to get it.
     """
 
     numbers: Sequence[int]
@@ -139,27 +148,29 @@ class PageChoice:
 
 
 def choose_for_page(records: RecordSource, limit: int) -> PageChoice:
-    """Read all trajectories once, and choose up to ``limit`` of them, see :func:`choose`; 0: all."""
+    """Read all trajectories once, and choose up to ``limit`` of them, see :func:`choose`."""
     facts = FactTable(Fact.from_record(record) for record in records)
-    places, is_full = choose(facts, limit)
+    chosen, is_full = choose(facts, limit)
+
     notes = []
-    if len(places) < len(facts):
-        steps = len({facts[place].step for place in places})
-        more = (
-            f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all"
-            if is_full
-            else "--limit shows more"
-        )
+    if len(chosen) < len(facts):
+        chosen_steps = len({facts[number].step for number in chosen})
+        all_steps = len({fact.step for fact in facts})
+        remedy = "--limit shows more"
+        if is_full:
+            remedy = f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all"
         notes.append(
-            f"{len(places)} of {len(facts)} trajectories are shown, from {steps} of"
-            f" {len({fact.step for fact in facts})} steps: the best and the worst of each, and"
-            f" random others; {more}"
+            f"{len(chosen)} of {len(facts)} trajectories are shown, from {chosen_steps} of"
+            f" {all_steps} steps: the best and the worst of each, and random others; {remedy}"
         )
+
     groups: dict[tuple[str, int, str], list[int]] = {}
-    for place in sorted(places):
-        fact = facts[place]
-        groups.setdefault((fact.split, fact.step, fact.group), []).append(place)
-    numbers = [place for members in groups.values() for place in members]
+    for number in sorted(chosen):
+        fact = facts[number]
+        groups.setdefault((fact.split, fact.step, fact.group), []).append(number)
+    numbers: list[int] = []
+    for members in groups.values():
+        numbers += members
     return PageChoice(numbers=numbers, total=len(facts), notes=[*notes, *records.notes])
 
 
@@ -188,11 +199,10 @@ def write_report(
     """Write the report of a run folder, whether the run has finished, is going on or has failed.
 
     Args:
-        run: the run folder.
-        out: the file; None: ``report.html`` in the run folder.
+        out: the file to write; None means ``report.html`` in the run folder.
         limit: number of trajectories on the page, fewer where they are long (see
-            :func:`~jax_agent_rl.observe.selection.choose`); 0: all.
-        decode: the text of ids, where the run's tokenizer is already loaded.
+            :func:`~jax_agent_rl.observe.selection.choose`); 0 means all.
+        decode: turns token ids into text; None loads the run's tokenizer.
 
     Returns:
         The file.
@@ -221,15 +231,17 @@ def write_page(
 def render_report(data: RunData, *, limit: int = 0, decode: Decode | None = None) -> Iterator[str]:
     """Yield the page as pieces of HTML; without ``decode``, load the run's tokenizer.
 
-    A trajectory is read, yielded and forgotten; what the page's index says of it stays in memory.
+    A trajectory is read, yielded and forgotten; only its part of the page's index stays in memory.
     """
     choice = choose_for_page(data.trajectories, limit)
     notes = [*data.notes, *choice.notes]
-    for warned in data.summary.get("warnings", ()):
-        if isinstance(warned, Mapping):
-            advice = f"What to do: {warned.get('advice')}"
-            notes.append(f"{warned.get('name')}: {warned.get('message')}. {advice}")
-    decode = decode or decoder(data.config, notes)
+    for warning in data.summary.get("warnings", ()):
+        if isinstance(warning, Mapping):
+            advice = f"What to do: {warning.get('advice')}"
+            notes.append(f"{warning.get('name')}: {warning.get('message')}. {advice}")
+
+    if decode is None:
+        decode = decoder(data.config, notes)
     vocabulary = Vocabulary(decode)
     prompts = Prompts(vocabulary)
     forest = Forest(decode)
@@ -242,13 +254,14 @@ def render_report(data: RunData, *, limit: int = 0, decode: Decode | None = None
             yield tokens(record, vocabulary, prompts)
 
     def index() -> dict[str, Any]:
-        places = {row[COLUMNS.index("id")]: place for place, row in enumerate(rows)}
+        id_column = COLUMNS.index("id")
+        numbers = {row[id_column]: number for number, row in enumerate(rows)}
         return {
             "run": _overview(data, total=choice.total),
             "notes": notes,
             "charts": charts(data.metrics),
             "zeros": zero_metrics(data.metrics),
-            "timeline": timeline(data.metrics, data.traces, places),
+            "timeline": timeline(data.metrics, data.traces, numbers),
             "columns": COLUMNS,
             "rows": rows,
             "forest": forest.trees(),
@@ -263,10 +276,15 @@ def _overview(data: RunData, *, total: int) -> dict[str, Any]:
     """Return the data of the page's head."""
     steps = [record for record in data.metrics if record["kind"] == "step"]
     evaluations = [record for record in data.metrics if record["kind"] == "evaluation"]
-    rewards = [r["reward_mean"] for r in steps if is_number(r.get("reward_mean"))]
-    accuracies = [r["accuracy"] for r in evaluations if is_number(r.get("accuracy"))]
-    accounting = (steps[-1].get("accounting") or {}) if steps else {}
-    wanted = config_value(data.config, "trainer", "steps")
+    configured_steps = config_value(data.config, "trainer", "steps")
+
+    last_step = 0
+    accounting: Mapping[str, Any] = {}
+    if steps:
+        last_step = steps[-1]["step"]
+        accounting = steps[-1].get("accounting") or {}
+    accounting_keys = ("started", "trained", "dropped", "in_flight")
+
     facts = {
         "model": Path(str(config_value(data.config, "model", "path") or "?")).name,
         "algorithm": config_value(data.config, "algorithm", "adv_estimator"),
@@ -278,21 +296,27 @@ def _overview(data: RunData, *, total: int) -> dict[str, Any]:
         "created": time.strftime("%Y-%m-%d %H:%M"),
         "state": "finished" if _has_ended(data.summary, steps) else "not finished",
         "facts": {key: value for key, value in facts.items() if value},
-        "step": steps[-1]["step"] if steps else 0,
-        "steps": wanted if isinstance(wanted, int) else None,
-        "reward": [rewards[0], rewards[-1]] if rewards else None,
-        "accuracy": [accuracies[0], accuracies[-1]] if accuracies else None,
-        "accounting": {
-            k: accounting[k]
-            for k in ("started", "trained", "dropped", "in_flight")
-            if k in accounting
-        },
+        "step": last_step,
+        "steps": configured_steps if isinstance(configured_steps, int) else None,
+        "reward": _first_and_last(steps, "reward_mean"),
+        "accuracy": _first_and_last(evaluations, "accuracy"),
+        "accounting": {key: accounting[key] for key in accounting_keys if key in accounting},
         "total": total,
     }
 
 
+def _first_and_last(records: Sequence[Mapping[str, Any]], key: str) -> list[float] | None:
+    """Return the first and the last number that records have under a key; None if none has one."""
+    values = [record[key] for record in records if is_number(record.get(key))]
+    if not values:
+        return None
+    return [values[0], values[-1]]
+
+
 def to_json(value: Any) -> str:
-    r"""Return JSON that is safe inside a script element; halves of surrogate pairs become question marks.
+    r"""Return JSON that is safe inside a script element.
+
+    Halves of surrogate pairs become question marks.
 
     >>> to_json({"a": "</script>"})
     '{"a":"\\u003c/script\\u003e"}'
@@ -302,11 +326,16 @@ def to_json(value: Any) -> str:
 
 
 def _has_ended(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a run has ended; the summary of a run that was resumed with more steps stays until its end."""
-    recorded = summary.get("steps")
-    if not summary or not steps or not isinstance(recorded, int):
-        return bool(summary)
-    return recorded == steps[-1]["step"]
+    """Return whether a run has ended.
+
+    A run that was resumed with more steps keeps its earlier summary until its end.
+    """
+    if not summary:
+        return False
+    summary_steps = summary.get("steps")
+    if not steps or not isinstance(summary_steps, int):
+        return True
+    return summary_steps == steps[-1]["step"]
 
 
 def page(
@@ -315,26 +344,29 @@ def page(
     """Yield the HTML file in pieces.
 
     Args:
-        title: title of the page.
-        trajectories: data read one by one when looked at; each is a line of a JSON array.
-        index: returns the data read when the page opens; called after the last trajectory.
+        trajectories: data that the page reads one by one; each is a line of a JSON array.
+        index: returns the data that the page reads when it opens; called after the last trajectory.
     """
     page_dir = files("jax_agent_rl.observe.report") / "page"
-    script = "\n".join((page_dir / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
+    scripts = [(page_dir / name).read_text(encoding="utf-8") for name in SCRIPTS]
+    script = '"use strict";\n(() => {\n' + "\n".join(scripts) + "\n})();\n"
+    script_digest = hashlib.sha256(script.encode()).digest()
+    style = (page_dir / "page.css").read_text(encoding="utf-8")
+    template = (page_dir / "page.html").read_text(encoding="utf-8")
+
+    # Functions, because of the order: the index exists only after the last trajectory.
     parts: dict[str, Callable[[], Iterable[str]]] = {
         "TITLE": lambda: [html.escape(title)],
-        "SCRIPT_HASH": lambda: [
-            base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        ],
-        "STYLE": lambda: [(page_dir / "page.css").read_text(encoding="utf-8")],
+        "SCRIPT_HASH": lambda: [base64.b64encode(script_digest).decode()],
+        "STYLE": lambda: [style],
         "TRAJECTORIES": lambda: _json_lines(trajectories),
         "INDEX": lambda: [to_json(index())],
         "SCRIPT": lambda: [script],
     }
-    first, *rest = (page_dir / "page.html").read_text(encoding="utf-8").split("{{")
-    yield first  # no str.replace: a value may contain a placeholder
-    for piece in rest:
+    # Not by str.replace: a value may contain a placeholder.
+    beginning, *pieces = template.split("{{")
+    yield beginning
+    for piece in pieces:
         name, text = piece.split("}}", 1)
         yield from parts[name]()
         yield text

@@ -1,8 +1,8 @@
-"""Trajectories for the page: every token with its text and numbers, in few bytes, and groups as trees of turns.
+"""Trajectories for the page: tokens with their texts and numbers, and groups as trees of turns.
 
-A token is its place in a vocabulary that all trajectories share; masks are lengths of turns;
-log-probs are thousandths; versions are run-length encoded. A token takes about 25 bytes;
-``observe.selection`` limits their number.
+A token is its index in a vocabulary that all trajectories share; masks are lengths of turns;
+log-probs are thousandths; versions are run-length encoded. So a token takes about 25 bytes.
+``observe.selection`` limits the number of tokens.
 """
 
 from __future__ import annotations
@@ -30,47 +30,56 @@ _SNIPPET = 160  # characters of a turn in a tree
 
 
 class Vocabulary:
-    """Ids in order of their first use, each with its text.
+    """Token ids in order of their first use, each with its text.
 
     Args:
-        decode: turns ids into text, special tokens included.
+        decode: turns token ids into text, special tokens included.
+
+    Attributes:
+        ids: the token ids.
+        texts: their texts.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self.ids: list[int] = []
         self.texts: list[str] = []
 
-    def places(self, ids: Sequence[int]) -> list[int]:
-        """Return the places of ids in the vocabulary; add new ones."""
-        return [self._place(i) for i in ids]
+    def indices(self, ids: Sequence[int]) -> list[int]:
+        """Return the indices of ids in the vocabulary; add new ids."""
+        return [self._index(token_id) for token_id in ids]
 
     def spanning(self, ids: Sequence[int]) -> dict[int, str]:
         """Return, by position, texts of tokens that are part of a character.
 
-        The first of a run of such tokens gets the run's whole text, the others none.
+        The first of a run of such tokens gets the run's text, the others none.
         """
-        broken = [_BROKEN in self.texts[self._place(i)] for i in ids]
+        broken = [_BROKEN in self.texts[self._index(token_id)] for token_id in ids]
         texts: dict[int, str] = {}
-        for flag, run in groupby(range(len(ids)), key=lambda at: broken[at]):
-            places = list(run)
-            if flag and len(places) > 1:
-                texts |= dict.fromkeys(places, "") | {
-                    places[0]: self._decode([ids[at] for at in places])
-                }
+        for is_broken, run in groupby(range(len(ids)), key=lambda position: broken[position]):
+            positions = list(run)
+            if not is_broken or len(positions) == 1:
+                continue
+            for position in positions:
+                texts[position] = ""
+            texts[positions[0]] = self._decode([ids[position] for position in positions])
         return texts
 
-    def _place(self, token: int) -> int:
-        if token not in self._places:
-            self._places[token] = len(self.ids)
-            self.ids.append(token)
-            self.texts.append(self._decode([token]))
-        return self._places[token]
+    def _index(self, token_id: int) -> int:
+        if token_id not in self._indices:
+            self._indices[token_id] = len(self.ids)
+            self.ids.append(token_id)
+            self.texts.append(self._decode([token_id]))
+        return self._indices[token_id]
 
 
 class Prompts:
-    """Distinct prompts; those of a group are equal."""
+    """Distinct prompts: the members of a group share one.
+
+    Attributes:
+        rows: the prompts for the page.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -82,39 +91,44 @@ class Prompts:
         key = tuple(ids)
         if key not in self._numbers:
             self._numbers[key] = len(self.rows)
-            self.rows.append(
-                {"ids": self._vocabulary.places(ids)} | _optional(x=self._vocabulary.spanning(ids))
-            )
+            row: dict[str, Any] = {"ids": self._vocabulary.indices(ids)}
+            row |= _optional(x=self._vocabulary.spanning(ids))
+            self.rows.append(row)
         return self._numbers[key]
 
 
 COLUMNS = (
-    *(
-        "id",
-        "group",
-        "split",
-        "step",
-        "reward",
-        "turns",
-        "sampled",
-        "inserted",
-        "calls",
-        "errors",
-        "finish",
-        "stops",
-    ),
-    *("parent", "advantage"),
+    "id",
+    "group",
+    "split",
+    "step",
+    "reward",
+    "turns",
+    "sampled",
+    "inserted",
+    "calls",
+    "errors",
+    "finish",
+    "stops",
+    "parent",
+    "advantage",
 )
 
 
 def facts(record: Mapping[str, Any]) -> list[Any]:
     """Return what the list of trajectories shows and filters by, in order of :data:`COLUMNS`."""
-    sampled = sum(sum(part["response_mask"]) for part in contexts(record))
-    trained = [
-        a
-        for a, mine in zip(record.get("advantages") or (), _loss_mask(record), strict=False)
-        if mine
-    ]
+    sampled_tokens = sum(sum(context["response_mask"]) for context in contexts(record))
+    response_tokens = sum(len(context["response_ids"]) for context in contexts(record))
+
+    advantages = []
+    all_advantages = record.get("advantages") or ()
+    for advantage, has_loss in zip(all_advantages, _loss_mask(record), strict=False):
+        if has_loss:
+            advantages.append(advantage)
+    mean_advantage = None
+    if advantages:
+        mean_advantage = round(sum(advantages) / len(advantages), 4)
+
     fork = record.get("fork")
     return [
         record["trajectory_id"],
@@ -123,14 +137,14 @@ def facts(record: Mapping[str, Any]) -> list[Any]:
         record["step"],
         round(record["reward"], 6),
         len(turns(record)),
-        sampled,
-        sum(len(part["response_ids"]) for part in contexts(record)) - sampled,
+        sampled_tokens,
+        response_tokens - sampled_tokens,
         sum(len(turn["tool_calls"]) for turn in turns(record)),
         tool_errors(record),
         record["finish_reason"],
         stop_reasons(record),
         fork["parent_id"] if fork else None,
-        round(sum(trained) / len(trained), 4) if trained else None,
+        mean_advantage,
     ]
 
 
@@ -138,74 +152,112 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
     """Return the tokens of one trajectory.
 
     Args:
-        record: see :func:`jax_agent_rl.observe.run_dir.trajectory_record`.
-        vocabulary: takes its ids.
-        prompts: takes its prompt.
+        record: a record as :func:`jax_agent_rl.observe.run_dir.trajectory_record` returns it.
+        vocabulary: gets the trajectory's ids.
+        prompts: gets the trajectory's prompt.
 
     Returns:
-        ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of
-        tokens that are part of a character; ``turns`` as in the record; ``l``, ``o`` log-probs of
-        sampled tokens by engine and learner, in thousandths of a nat; ``g`` the gap between them,
-        in nats; ``v`` versions as ``[version, count]``; ``a`` advantages of trained tokens in
-        thousandths, one number if all are equal; ``facts`` for people; ``segments`` the same for
-        each segment, and ``session`` their graph, see :func:`session`.
+        A JSON object with these keys; keys without a value are left out:
+
+        - ``p``: number of the prompt;
+        - ``t``: indices of the response's ids in the vocabulary;
+        - ``x``: texts by position, of tokens that are part of a character;
+        - ``turns``: as in the record;
+        - ``l``, ``o``: log-probs of sampled tokens by engine and learner, in thousandths of a nat;
+        - ``g``: gap between them, in nats;
+        - ``v``: versions as ``[version, count]``;
+        - ``a``: advantages of trained tokens in thousandths, one number if all are equal;
+        - ``facts``: named values for people;
+        - ``segments``: the same for each segment;
+        - ``session``: graph of the segments, see :func:`session`.
     """
-    mine = [at for at, mask in enumerate(record["response_mask"]) if mask]
-    known = record.get("advantages")
-    advantages = (
-        [_milli(known[at]) for at, mask in enumerate(_loss_mask(record)) if mask] if known else []
-    )
-    old = record.get("old_logprobs")
-    versions = [
-        [v, len(list(run))] for v, run in groupby(record["policy_versions"][at] for at in mine)
-    ]
-    return {
+    rollout_logprobs = record["rollout_logprobs"]
+    old_logprobs = record.get("old_logprobs")
+    sampled = [position for position, mask in enumerate(record["response_mask"]) if mask]
+
+    versions = []
+    for version, run in groupby(record["policy_versions"][position] for position in sampled):
+        versions.append([version, len(list(run))])
+
+    learner_logprobs = None
+    gaps = None
+    if old_logprobs:
+        learner_logprobs = [_milli(old_logprobs[position]) for position in sampled]
+        gaps = []
+        for position in sampled:
+            gaps.append(_gap(rollout_logprobs[position], old_logprobs[position]))
+
+    page_data = {
         "p": prompts.number(record["prompt_ids"]),
-        "t": vocabulary.places(record["response_ids"]),
+        "t": vocabulary.indices(record["response_ids"]),
         "turns": [_turn(turn) for turn in record["turns"]],
-        "l": [_milli(record["rollout_logprobs"][at]) for at in mine],
+        "l": [_milli(rollout_logprobs[position]) for position in sampled],
         "v": versions,
         "facts": _facts(record),
-    } | _optional(
+    }
+    return page_data | _optional(
         x=vocabulary.spanning(record["response_ids"]),
-        a=advantages[0] if advantages and len(set(advantages)) == 1 else advantages or None,
-        o=[_milli(old[at]) for at in mine] if old else None,
-        g=[_gap(record["rollout_logprobs"][at], old[at]) for at in mine] if old else None,
+        a=_advantages(record),
+        o=learner_logprobs,
+        g=gaps,
         segments=[tokens(segment, vocabulary, prompts) for segment in record["segments"]],
         session=session(record),
     )
 
 
-def session(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the graph of a trajectory's segments, in the order of their first turns; empty if there is but one.
+def _advantages(record: Mapping[str, Any]) -> list[int | None] | int | None:
+    """Return the advantages of trained tokens in thousandths, one number if all are equal."""
+    advantages = record.get("advantages")
+    if not advantages:
+        return None
+    trained = []
+    for position, has_loss in enumerate(_loss_mask(record)):
+        if has_loss:
+            trained.append(_milli(advantages[position]))
+    if trained and len(set(trained)) == 1:
+        return trained[0]
+    return trained
 
-    A segment is ``{at: its place in the record's contexts, up: the one that it left, or -1, shared:
-    ids that it has in common with that, after: how many of that one's turns end within those,
-    calls: which calls of the session sampled its turns, turns: how many, trained: tokens with loss,
-    share: of the session's, note: where its first call left the recorded conversations}``.
+
+def session(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the graph of a trajectory's segments, in the order of their first turns.
+
+    It is empty if there is only one segment. Otherwise each segment is an object:
+
+    - ``at``: its index in the record's contexts;
+    - ``up``: number of the segment that it left, or -1;
+    - ``shared``: number of ids that it has in common with that segment;
+    - ``after``: number of that segment's turns that end within the shared ids;
+    - ``calls``: the calls of the session that sampled its turns;
+    - ``turns``: number of its turns;
+    - ``trained``: number of its tokens with loss;
+    - ``share``: their share of the session's tokens with loss;
+    - ``note``: where its first call left the recorded conversations.
     """
     if not record["segments"]:
         return []
     trajectory = restore_trajectory(record)
     sequences = (*trajectory.segments, trajectory)
-    trained = [sum(_loss_mask(part)) for part in contexts(record)]
+    trained = [sum(_loss_mask(context)) for context in contexts(record)]
+
     rows = []
     for segment in session_graph(trajectory):
-        at = next(n for n, sequence in enumerate(sequences) if sequence is segment.sequence)
-        numbers = [turn.number + 1 for turn in segment.sequence.turns if turn.number is not None]
-        rows.append(
-            {
-                "at": at,
-                "up": -1 if segment.parent is None else segment.parent,
-                "shared": segment.shared,
-                "after": segment.turns,
-                "calls": number_ranges(numbers),
-                "turns": segment.sequence.num_turns,
-                "trained": trained[at],
-                "share": round(trained[at] / max(1, sum(trained)), 4),
-                "note": segment.sequence.turns[0].note,
-            }
-        )
+        index = 0
+        while sequences[index] is not segment.sequence:  # by identity: segments may be equal
+            index += 1
+        calls = [turn.number + 1 for turn in segment.sequence.turns if turn.number is not None]
+        row = {
+            "at": index,
+            "up": -1 if segment.parent is None else segment.parent,
+            "shared": segment.shared,
+            "after": segment.turns,
+            "calls": number_ranges(calls),
+            "turns": segment.sequence.num_turns,
+            "trained": trained[index],
+            "share": round(trained[index] / max(1, sum(trained)), 4),
+            "note": segment.sequence.turns[0].note,
+        }
+        rows.append(row)
     return rows
 
 
@@ -213,11 +265,11 @@ class Forest:
     """Trees of the groups of a page that have at least two trajectories there.
 
     A node is ``{up: number of its parent or -1, turn, n: sampled tokens, at: its trajectories,
-    ends: those that end there, text}``; trajectories are numbers of records, in the order of
-    :meth:`add`. One group is in memory at a time.
+    ends: the trajectories that end there, text}``. Trajectories are numbers of records, in the
+    order of :meth:`add`. One group is in memory at a time.
 
     Args:
-        decode: turns ids into text, special tokens included.
+        decode: turns token ids into text, special tokens included.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -228,7 +280,7 @@ class Forest:
         self._count = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take the next record; those of a group follow each other."""
+        """Take the next record; records of a group follow each other."""
         if group_of(record) != self._group:
             self._end_group()
             self._group = group_of(record)
@@ -252,36 +304,39 @@ class Forest:
 def _nodes(
     trajectories: Sequence[Trajectory], numbers: Sequence[int], decode: Decode
 ) -> list[dict[str, Any]]:
+    """Return the tree of a group as JSON, parents before their children."""
     graph = TrajectoryGraph.of(trajectories)
-    ends: dict[int, list[int]] = {}
+    ending: dict[int, list[int]] = {}  # trajectories by the node of their last turn
     for number, path in zip(numbers, graph.paths, strict=True):
-        ends.setdefault(path[-1], []).append(number)
-    order = graph.parents_first()
-    places = {number: place for place, number in enumerate(order)}
-    rows = []
-    for number in order:
-        node = graph.nodes[number]
+        ending.setdefault(path[-1], []).append(number)
+
+    rows: list[dict[str, Any]] = []
+    row_numbers: dict[int, int] = {}  # by node
+    for node_number in graph.parents_first():
+        node = graph.nodes[node_number]
         row = {
-            "up": -1 if node.parent is None else places[node.parent],
+            "up": -1 if node.parent is None else row_numbers[node.parent],
             "turn": node.turn + 1,
             "n": len(node.ids),
             "at": [numbers[member] for member in node.members],
             "text": decode(node.ids[:_SNIPPET])[:_SNIPPET],
         }
-        if number in ends:
-            row["ends"] = ends[number]
+        if node_number in ending:
+            row["ends"] = ending[node_number]
+        row_numbers[node_number] = len(rows)
         rows.append(row)
     return rows
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
-    calls = [
-        {"name": call["name"], "seconds": round(call["seconds"], 3)}
-        | _optional(error=call["error"])
-        for call in turn["tool_calls"]
-    ]
-    head = {"s": turn["sampled"], "i": turn["appended"], "stop": turn["stop_reason"]}
-    return head | _optional(
+    """Return a turn as the page shows it."""
+    calls = []
+    for call in turn["tool_calls"]:
+        page_call = {"name": call["name"], "seconds": round(call["seconds"], 3)}
+        calls.append(page_call | _optional(error=call["error"]))
+
+    page_turn = {"s": turn["sampled"], "i": turn["appended"], "stop": turn["stop_reason"]}
+    return page_turn | _optional(
         note=turn.get("note") or None,
         learn=_learns(turn) or None,
         c=turn.get("constrained"),
@@ -293,26 +348,30 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _loss_mask(record: Mapping[str, Any]) -> list[int]:
     """Return :attr:`Trajectory.loss_mask` of a record."""
-    spans = (
-        (_sampled_mask(turn), [int(_learns(turn))] * turn["appended"]) for turn in record["turns"]
-    )
-    return [mask for sampled, appended in spans for mask in (*sampled, *appended)]
+    mask: list[int] = []
+    for turn in record["turns"]:
+        mask += _sampled_mask(turn)
+        mask += [1 if _learns(turn) else 0] * turn["appended"]
+    return mask
 
 
 def _sampled_mask(turn: Mapping[str, Any]) -> list[int]:
-    """Return :attr:`TokenOutput.loss_mask` of a turn; records of earlier versions omit the marks."""
+    """Return :attr:`TokenOutput.loss_mask` of a turn; earlier versions' records omit the marks."""
     return [1 - mark for mark in turn.get("constrained", ())] or [1] * turn["sampled"]
 
 
 def _learns(turn: Mapping[str, Any]) -> bool:
-    """Return whether appended tokens were trained on, too; records of earlier versions omit it."""
+    """Return whether appended tokens were trained on; records of earlier versions omit it."""
     return turn.get("learn_appended", False)
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return named values worth showing, as far as recorded."""
     answer = truth(record)
-    seconds = {k: round(v, 3) for k, v in record["metrics"].items() if k.endswith("seconds")}
+    seconds = {}
+    for name, value in record["metrics"].items():
+        if name.endswith("seconds"):
+            seconds[name] = round(value, 3)
     return _optional(
         agent=record["agent_name"],
         source=record["row"].get("data_source"),
@@ -325,20 +384,23 @@ def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _milli(value: float | None) -> int | None:
-    return None if value is None or not math.isfinite(value) else round(1000 * value)
-
-
-def _gap(one: float | None, other: float | None) -> float | None:
-    """Return the gap of values as recorded: rounding to thousandths may make or hide one."""
-    if one is None or other is None or not math.isfinite(one - other):
+    """Return a finite number in thousandths."""
+    if value is None or not math.isfinite(value):
         return None
-    return float(f"{abs(one - other):.2g}") or 0
+    return round(1000 * value)
+
+
+def _gap(engine: float | None, learner: float | None) -> float | None:
+    """Return the gap of two recorded log-probs: rounding to thousandths may make or hide one."""
+    if engine is None or learner is None or not math.isfinite(engine - learner):
+        return None
+    return float(f"{abs(engine - learner):.2g}") or 0
 
 
 def _optional(**values: Any) -> dict[str, Any]:
     """Return the values that are neither None nor empty."""
-    return {
-        key: value
-        for key, value in values.items()
-        if value is not None and value != [] and value != {}
-    }
+    optional = {}
+    for key, value in values.items():
+        if value is not None and value != [] and value != {}:
+            optional[key] = value
+    return optional
