@@ -1,4 +1,4 @@
-"""The live display of a run: a growing table of steps, and below it what happens now and how far the run is.
+"""The live display of a run: a growing table of steps, and below it the present activity.
 
 ::
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import groupby
 from types import TracebackType
 from typing import Any
 
@@ -49,13 +48,14 @@ class Progress:
         self._clock = clock
         self._phase = "starting"
         self._count: Callable[[], str] = lambda: ""
-        self._phase_began = self._last_printed = clock()
-        self._shown = 0
-        self._done_steps = 0
-        self._ends_at: float | None = None
+        self._phase_start = clock()
+        self._last_printed = self._phase_start
+        self._printed_steps = 0
+        self._finished_steps = 0
+        self._end_time: float | None = None
         self._warnings: tuple[str, ...] = ()
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._closed = threading.Event()
         self._live = Live(
             get_renderable=self._display, console=console, refresh_per_second=4, transient=True
         )
@@ -64,7 +64,8 @@ class Progress:
         if self._console.is_terminal:
             self._live.start()
         else:
-            threading.Thread(target=self._beat, name="progress-heartbeat", daemon=True).start()
+            heartbeat = threading.Thread(target=self._beat, name="progress-heartbeat", daemon=True)
+            heartbeat.start()
         return self
 
     def __exit__(
@@ -73,14 +74,16 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._done.set()
+        self._closed.set()
         if self._console.is_terminal:
             self._live.stop()
 
     def phase(self, name: str, count: Callable[[], str] = lambda: "") -> None:
         """Show what happens now; ``count`` returns live detail, such as finished trajectories."""
         with self._lock:
-            self._phase, self._count, self._phase_began = name, count, self._clock()
+            self._phase = name
+            self._count = count
+            self._phase_start = self._clock()
 
     def print_line(self, text: str) -> None:
         """Print a permanent line."""
@@ -91,17 +94,21 @@ class Progress:
     def resumed(self, step: int) -> None:
         """Continue the display after this step."""
         with self._lock:
-            self._done_steps = step
+            self._finished_steps = step
         self.print_line(f"resumed after step {step}")
 
     def step(self, record: Mapping[str, Any], *, seconds_left: float) -> None:
         """Add a finished step (a ``metrics.jsonl`` record of kind ``step``) to the table."""
-        if self._shown % HEADER_EVERY == 0:
+        if self._printed_steps % HEADER_EVERY == 0:
             self._console.print(Text(HEADER, style="bold"))
-        self._shown += 1
+        self._printed_steps += 1
         with self._lock:
-            self._done_steps, self._ends_at = record["step"], self._clock() + seconds_left
-        accuracy = f"{record['accuracy']:.1%}" if record.get("accuracy") is not None else "·"
+            self._finished_steps = record["step"]
+            self._end_time = self._clock() + seconds_left
+
+        accuracy = "·"
+        if record.get("accuracy") is not None:
+            accuracy = f"{record['accuracy']:.1%}"
         self.print_line(
             f"{record['step']:>3}/{self._total:<3} {record['reward_mean']:>6.3f} {accuracy:>8}"
             f" {record['tool_calls_mean']:>5.2f} {record['rollout_tokens_per_second']:>10.0f}"
@@ -118,65 +125,75 @@ class Progress:
     def _display(self) -> Group:
         """Return what a terminal shows below the table, redrawn several times a second."""
         with self._lock:
-            done, ends_at, warnings = self._done_steps, self._ends_at, self._warnings
-        left = f", {duration(ends_at - self._clock())} left" if ends_at is not None else ""
+            finished_steps = self._finished_steps
+            end_time = self._end_time
+            warnings = self._warnings
+
+        steps = f"{finished_steps}/{self._total}"
+        if end_time is not None:
+            steps += f", {duration(end_time - self._clock())} left"
+        warning_names = ""
+        if warnings:
+            warning_names = "⚠ " + ", ".join(warnings)
+
         bar = Table.grid(padding=(0, 1))
-        names = Text(
-            "⚠ " + ", ".join(warnings) if warnings else "",
-            style="red",
-            overflow="ellipsis",
-            no_wrap=True,
-        )
         bar.add_row(
             " ",
-            ProgressBar(total=self._total, completed=done, width=40),
-            f"{done}/{self._total}{left}",
-            names,
+            ProgressBar(total=self._total, completed=finished_steps, width=40),
+            steps,
+            Text(warning_names, style="red", overflow="ellipsis", no_wrap=True),
         )
-        return Group(self._line(), bar)
+        return Group(self._phase_line(), bar)
 
-    def _line(self) -> Text:
+    def _phase_line(self) -> Text:
+        """Return the line about the present activity."""
         with self._lock:
-            name, count, began = self._phase, self._count, self._phase_began
+            name = self._phase
+            count = self._count
+            start = self._phase_start
         detail = count()
-        doing = f"{name}, {detail}" if detail else name
-        return Text(f"  ▸ {doing} ({self._clock() - began:.0f} s)", style="yellow")
+        activity = f"{name}, {detail}" if detail else name
+        return Text(f"  ▸ {activity} ({self._clock() - start:.0f} s)", style="yellow")
 
     def _beat(self) -> None:
-        while not self._done.wait(HEARTBEAT_SECONDS):
+        """Print the present activity now and then, unless something else was printed lately."""
+        while not self._closed.wait(HEARTBEAT_SECONDS):
             if self._clock() - self._last_printed >= HEARTBEAT_SECONDS / 2:
-                self._console.print(self._line())
+                self._console.print(self._phase_line())
 
 
 def duration(seconds: float) -> str:
     """Format seconds: ``75`` -> ``1m15s``."""
     seconds = max(0, round(seconds))
-    hours, rest = divmod(seconds, 3600)
-    minutes, seconds = divmod(rest, 60)
-    return (
-        f"{hours}h{minutes:02}m"
-        if hours
-        else f"{minutes}m{seconds:02}s"
-        if minutes
-        else f"{seconds}s"
-    )
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    if minutes:
+        return f"{minutes}m{seconds:02}s"
+    return f"{seconds}s"
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print text without markup or colours, which does not steer the terminal; only that breaks its lines."""
+    """Print text without markup or colours.
+
+    The text cannot steer the terminal, and only the terminal breaks its lines.
+    """
     console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def role_rewards(record: Mapping[str, Any]) -> str:
     """Return the mean reward of each role, for agents with several.
 
-    >>> role_rewards({"role/solver/reward_mean": 0.5, "role/checker/reward_mean": 0.25, "reward_mean": 0.375})
+    >>> role_rewards({"role/solver/reward_mean": 0.5, "role/checker/reward_mean": 0.25})
     'solver 0.50, checker 0.25'
     """
-    parts = {
-        name.split("/")[1]: value for name, value in record.items() if name.endswith("/reward_mean")
-    }
-    return ", ".join(f"{role} {value:.2f}" for role, value in parts.items())
+    rewards = {}
+    for name, value in record.items():
+        if name.endswith("/reward_mean"):
+            role = name.split("/")[1]
+            rewards[role] = value
+    return ", ".join(f"{role} {value:.2f}" for role, value in rewards.items())
 
 
 def number_ranges(numbers: Collection[int], *, dash: str = "–") -> str:
@@ -185,10 +202,15 @@ def number_ranges(numbers: Collection[int], *, dash: str = "–") -> str:
     >>> number_ranges([8, 1, 2, 3, 5, 7])
     '1–3, 5, 7–8'
     """
-    runs = [
-        list(run)
-        for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
-    ]
-    return ", ".join(
-        f"{run[0][1]}{dash}{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs
-    )
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+
+    parts = []
+    for run in runs:
+        first, last = run[0], run[-1]
+        parts.append(str(first) if len(run) == 1 else f"{first}{dash}{last}")
+    return ", ".join(parts)

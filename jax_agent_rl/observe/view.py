@@ -52,19 +52,59 @@ LEGEND = (
     " results, template)[/]"
 )
 
+_PROMPT_CHARS = 240  # of its end
 _OUTLINE_WIDTH = 100  # characters of a message
 _SNIPPET_WIDTH = 60  # characters of a turn
 
+_VERSIONS = ("blue", "dark_orange", "green", "red", "magenta", "cyan", "yellow", "white")
+
+
+def _logprob_style(record: Mapping[str, Any], index: int) -> str:
+    probability = math.exp(record["rollout_logprobs"][index])
+    if probability > 0.9:
+        return "green"
+    if probability > 0.5:
+        return "yellow"
+    if probability > 0.1:
+        return "dark_orange"
+    return "bold red"
+
+
+def _advantage_style(record: Mapping[str, Any], index: int) -> str:
+    advantages = record.get("advantages")
+    advantage = advantages[index] if advantages else None
+    if not advantage:
+        return "dim"
+    return "bold blue" if advantage > 0 else "bold dark_orange"
+
+
+def _version_style(record: Mapping[str, Any], index: int) -> str:
+    return _VERSIONS[record["policy_versions"][index] % len(_VERSIONS)]
+
+
+def _gap_style(record: Mapping[str, Any], index: int) -> str:
+    old_logprobs = record.get("old_logprobs")
+    learner = old_logprobs[index] if old_logprobs else None
+    if learner is None:
+        return "dim"
+    gap = abs(record["rollout_logprobs"][index] - learner)
+    if gap < 0.01:
+        return "green"
+    if gap < 0.1:
+        return "yellow"
+    if gap < 1.0:
+        return "dark_orange"
+    return "bold red"
+
+
 COLOURS: dict[Colour, Callable[[Mapping[str, Any], int], str]] = {
-    "mask": lambda record, at: SAMPLED,
-    "logprob": lambda record, at: _logprob_style(record["rollout_logprobs"][at]),
-    "advantage": lambda record, at: _advantage_style((record.get("advantages") or {at: None})[at]),
-    "version": lambda record, at: _VERSIONS[record["policy_versions"][at] % len(_VERSIONS)],
-    "gap": lambda record, at: _gap_style(
-        record["rollout_logprobs"][at], (record.get("old_logprobs") or {at: None})[at]
-    ),
+    "mask": lambda record, index: SAMPLED,
+    "logprob": _logprob_style,
+    "advantage": _advantage_style,
+    "version": _version_style,
+    "gap": _gap_style,
 }
-"""Styles of a sampled token: functions of the record and of the token's place in the response."""
+"""Styles of a sampled token: functions of the record and of the token's index in the response."""
 
 LEGENDS: dict[Colour, str] = {
     "mask": LEGEND,
@@ -84,24 +124,6 @@ LEGENDS: dict[Colour, str] = {
     ),
 }
 
-_VERSIONS = ("blue", "dark_orange", "green", "red", "magenta", "cyan", "yellow", "white")
-
-
-def _logprob_style(value: float) -> str:
-    bounds = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"))
-    return next((style for least, style in bounds if math.exp(value) > least), "bold red")
-
-
-def _advantage_style(value: float | None) -> str:
-    return "dim" if not value else "bold blue" if value > 0 else "bold dark_orange"
-
-
-def _gap_style(engine: float, learner: float | None) -> str:
-    if learner is None:
-        return "dim"
-    bounds = ((0.01, "green"), (0.1, "yellow"), (1.0, "dark_orange"))
-    return next((style for most, style in bounds if abs(engine - learner) < most), "bold red")
-
 
 def render(
     record: Mapping[str, Any],
@@ -114,90 +136,107 @@ def render(
     """Return one trajectory record (a line of ``trajectories.jsonl``) as a panel.
 
     Sampled spans stand in «guillemets» as well as in colour, so that they can be distinguished
-    without colours, too.
+    without colours.
 
     Args:
-        record: see :func:`jax_agent_rl.observe.run_dir.trajectory_record`.
-        decode: turns ids into text, special tokens included.
-        title: heading; empty: the trajectory's id.
-        whole_prompt: show the whole prompt instead of its end.
+        record: a record as :func:`jax_agent_rl.observe.run_dir.trajectory_record` returns it.
+        decode: turns token ids into text, special tokens included.
+        title: heading; the trajectory's id if empty.
+        whole_prompt: show the complete prompt instead of its end.
         colour: what the colour of sampled tokens shows, one of :data:`COLOURS`.
     """
     draw = functools.partial(_body, decode=decode, whole_prompt=whole_prompt, colour=colour)
     parts: list[RenderableType] = [_headline(record)]
+
     for context in contexts(record):
-        for place, turn in enumerate(context["turns"]):
-            if place and turn.get("note"):
-                number = turn.get("number")
-                name = f"turn {place + 1}" if number is None else f"call {number + 1}"
-                parts.append(Text(printable(f"{name} was spliced: {turn['note']}"), "dim"))
+        for index, turn in enumerate(context["turns"]):
+            if index == 0 or not turn.get("note"):
+                continue
+            number = turn.get("number")
+            name = f"turn {index + 1}" if number is None else f"call {number + 1}"
+            parts.append(Text(printable(f"{name} was spliced: {turn['note']}"), "dim"))
+
     segments = session(record)
     if segments:
         parts.append(_session_tree(segments))
         for number, row in enumerate(segments, 1):
-            parts += [
-                Rule(f"segment {number}", align="left", style="dim"),
-                draw(contexts(record)[row["at"]]),
-            ]
+            parts.append(Rule(f"segment {number}", align="left", style="dim"))
+            parts.append(draw(contexts(record)[row["at"]]))
     else:
         parts.append(draw(record))
+
     heading = Text(printable(title or record["trajectory_id"], one_line=True))
     return Panel(Group(*parts), title=heading, title_align="left")
 
 
 def _body(record: Mapping[str, Any], decode: Decode, *, whole_prompt: bool, colour: Colour) -> Text:
+    """Return the text of a record's prompt and response."""
     body = Text()
     prompt = printable(decode(record["prompt_ids"]))
-    if not whole_prompt and len(prompt) > 240:
-        prompt = "… " + prompt[-240:].lstrip()
+    if not whole_prompt and len(prompt) > _PROMPT_CHARS:
+        prompt = "… " + prompt[-_PROMPT_CHARS:].lstrip()
     body.append(prompt, PROMPT)
-    ids, mask, style_of = record["response_ids"], record["response_mask"], COLOURS[colour]
-    for sampled, span in groupby(range(len(ids)), key=lambda at: mask[at]):
-        if not sampled:
-            body.append(printable(decode([ids[at] for at in span])), INSERTED)
+
+    ids = record["response_ids"]
+    mask = record["response_mask"]
+    style_of = COLOURS[colour]
+    for is_sampled, span in groupby(range(len(ids)), key=lambda index: mask[index]):
+        if not is_sampled:
+            body.append(printable(decode([ids[index] for index in span])), INSERTED)
             continue
         body.append("«", SAMPLED)
-        for style, part in groupby(span, key=lambda at: style_of(record, at)):
-            body.append(printable(decode([ids[at] for at in part])), style)
+        for style, part in groupby(span, key=lambda index: style_of(record, index)):
+            body.append(printable(decode([ids[index] for index in part])), style)
         body.append("»", SAMPLED)
     return body
 
 
 def _session_tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
-    """Return the graph of a session, see :func:`~jax_agent_rl.observe.report.trajectories.session`."""
+    """Return the graph of a session as a tree.
+
+    Args:
+        segments: rows as :func:`~jax_agent_rl.observe.report.trajectories.session` returns them.
+    """
     tree = Tree(Text(f"{len(segments)} segments"), highlight=False)
     branches: list[Tree] = []
     for number, row in enumerate(segments, 1):
         label = Text(f"segment {number}", "bold")
-        label.append(
-            f"  calls {row['calls']}" if row["calls"] else f"  turns: {row['turns']}", "not bold"
-        )
+        if row["calls"]:
+            label.append(f"  calls {row['calls']}", "not bold")
+        else:
+            label.append(f"  turns: {row['turns']}", "not bold")
         label.append(f"  {row['trained']} trained tokens ({row['share']:.0%})", "not bold")
+        parent = tree
         if row["up"] >= 0:
-            place = f"after turn {row['after']}" if row["after"] else "in the prompt"
+            parent = branches[row["up"]]
+            position = f"after turn {row['after']}" if row["after"] else "in the prompt"
             label.append(
-                f"  leaves segment {row['up'] + 1} {place} (shared ids: {row['shared']})",
+                f"  leaves segment {row['up'] + 1} {position} (shared ids: {row['shared']})",
                 "not bold cyan",
             )
         if row["note"]:
             label.append(printable(f": {row['note']}"), "not bold dim")
-        branches.append((branches[row["up"]] if row["up"] >= 0 else tree).add(label))
+        branches.append(parent.add(label))
     return tree
 
 
 def outline(record: Mapping[str, Any], *, title: str) -> str:
     """Return the last request of a trajectory's prompt and what followed, one line per message."""
     messages = record["messages"]
-    replies = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
-    replies = replies[-len(record["turns"]) :]
-    asked = max(0, replies[0] - 1) if replies else 0
+    replies = []
+    for index, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            replies.append(index)
+    replies = replies[-len(record["turns"]) :]  # earlier ones belong to the prompt
+    request = max(0, replies[0] - 1) if replies else 0
+
     lines = [
         f"{title}: step {record['step']}, reward {record['reward']:.2f}, truth {truth(record)}, "
         f"end {record['finish_reason']}, {record['trajectory_id']}"
     ]
-    for message in messages[asked:]:
+    for message in messages[request:]:
         words = str(message.get("content") or "").split()
-        words += _written_calls(message.get("tool_calls"))
+        words += _format_calls(message.get("tool_calls"))
         text = printable(" ".join(words), one_line=True)
         if len(text) > _OUTLINE_WIDTH:
             text = text[: _OUTLINE_WIDTH - 1] + "…"
@@ -205,35 +244,49 @@ def outline(record: Mapping[str, Any], *, title: str) -> str:
     return "\n".join(printable(line, one_line=True) for line in lines)
 
 
-def _written_calls(calls: Any) -> list[str]:
+def _format_calls(calls: Any) -> list[str]:
     """Return calls of a message as text; a client may have sent anything in their place."""
-    written = []
-    for call in calls if isinstance(calls, list | tuple) else ():
+    if not isinstance(calls, list | tuple):
+        return []
+    texts = []
+    for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping):
-            written.append(f"{function.get('name')}({function.get('arguments')})")
-    return written
+            texts.append(f"{function.get('name')}({function.get('arguments')})")
+    return texts
 
 
 def _headline(record: Mapping[str, Any]) -> Text:
-    calls = [call for turn in turns(record) for call in turn["tool_calls"]]
-    failed = [call["error"] for call in calls if call["error"]]
+    """Return a record's line of facts."""
+    call_count = sum(len(turn["tool_calls"]) for turn in turns(record))
+    errors = tool_errors(record)
+    sampled_tokens = sum(sum(context["response_mask"]) for context in contexts(record))
+    response_tokens = sum(len(context["response_ids"]) for context in contexts(record))
     lost_requests = record["metrics"].get("lost_requests", 0.0)
-    lost = f"  lost requests {lost_requests:g}" if lost_requests else ""
-    facts = (
-        f"step {record['step']} ({record['split']})  reward {record['reward']:.2f}  truth"
-        f" {truth(record)}  turns {len(turns(record))}  tool calls {len(calls)}"
-        + (f" ({', '.join(failed)})" if failed else "")
-        + lost
-        + f"  end {record['finish_reason']}  sampled"
-        f" {sum(sum(part['response_mask']) for part in contexts(record))} of"
-        f" {sum(len(part['response_ids']) for part in contexts(record))} response tokens"
-    )
-    return Text(printable(facts), style="italic")
+
+    calls = f"tool calls {call_count}"
+    if errors:
+        calls += f" ({', '.join(errors)})"
+    facts = [
+        f"step {record['step']} ({record['split']})",
+        f"reward {record['reward']:.2f}",
+        f"truth {truth(record)}",
+        f"turns {len(turns(record))}",
+        calls,
+    ]
+    if lost_requests:
+        facts.append(f"lost requests {lost_requests:g}")
+    facts.append(f"end {record['finish_reason']}")
+    facts.append(f"sampled {sampled_tokens} of {response_tokens} response tokens")
+    return Text(printable("  ".join(facts)), style="italic")
 
 
 def best_and_worst(records: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the records of highest and lowest reward, the latest of each, by a title; one where all are equal."""
+    """Return the records of highest and lowest reward, by a title.
+
+    The latest one counts where several have the same reward. If all rewards are equal, there is
+    one record.
+    """
     best: Mapping[str, Any] | None = None
     worst: Mapping[str, Any] | None = None
     for record in records:
@@ -243,50 +296,64 @@ def best_and_worst(records: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[st
             worst = record
     if best is None or worst is None:
         return {}
-    return {"every reward is the same": best} if best is worst else {"best": best, "worst": worst}
+    if best is worst:
+        return {"every reward is the same": best}
+    return {"best": best, "worst": worst}
 
 
 def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
-    """Return one group, of :func:`~jax_agent_rl.observe.run_dir.trajectory_record`, as a tree for the terminal."""
+    """Return one group as a tree of turns for the terminal.
+
+    Args:
+        records: records as :func:`~jax_agent_rl.observe.run_dir.trajectory_record` returns them.
+        decode: turns token ids into text, special tokens included.
+    """
     trajectories = [restore_trajectory(record) for record in records]
     graph = TrajectoryGraph.of(trajectories)
-    total = sum(sequence.num_sampled for t in trajectories for sequence in t.sequences)
-    shared = total - sum(len(node.ids) for node in graph.nodes)
-    trees = {
-        tree_id: number
-        for number, tree_id in enumerate(dict.fromkeys(t.tree_id for t in trajectories), 1)
-    }
+
+    sampled_tokens = 0
+    tree_numbers: dict[str, int] = {}  # from 1, by tree id
+    for trajectory in trajectories:
+        sampled_tokens += sum(sequence.num_sampled for sequence in trajectory.sequences)
+        tree_numbers.setdefault(trajectory.tree_id, len(tree_numbers) + 1)
+    shared_tokens = sampled_tokens - sum(len(node.ids) for node in graph.nodes)
+
     heading = Text(printable(records[0]["group_id"]), "bold")
     heading.append(
-        f"  {len(records)} trajectories, {len(trees)} trees, mean reward {_mean(trajectories):.2f},"
-        f" {shared} of {total} sampled tokens shared",
+        f"  {len(records)} trajectories, {len(tree_numbers)} trees,"
+        f" mean reward {_mean(trajectories):.2f},"
+        f" {shared_tokens} of {sampled_tokens} sampled tokens shared",
         "not bold",
     )
     tree = Tree(heading, highlight=False)
-    ending: dict[int, list[Trajectory]] = {}
+
+    ending: dict[int, list[Trajectory]] = {}  # trajectories by the node of their last turn
     for trajectory, path in zip(trajectories, graph.paths, strict=True):
         ending.setdefault(path[-1], []).append(trajectory)
+
     branches: dict[int | None, Tree] = {None: tree}
     for number in graph.parents_first():
         node = graph.nodes[number]
-        members = [trajectories[which] for which in node.members]
+        members = [trajectories[index] for index in node.members]
         label = Text(f"turn {node.turn + 1}  {len(node.ids)} tokens  ")
         label.append(f"mean reward {_mean(members):.2f} of {len(members)}  ", "bold")
         for trajectory in ending.get(number, ()):
-            which = f"{trajectory.trajectory_id} (tree {trees[trajectory.tree_id]})"
-            label.append(printable(f"{which} {trajectory.finish_reason}  "), "cyan")
+            name = f"{trajectory.trajectory_id} (tree {tree_numbers[trajectory.tree_id]})"
+            label.append(printable(f"{name} {trajectory.finish_reason}  "), "cyan")
         label.append(_snippet(decode(node.ids)), "green")
         branches[number] = branches[node.parent].add(label)
     return tree
 
 
 def _mean(trajectories: Sequence[Trajectory]) -> float:
-    return sum(t.reward for t in trajectories) / len(trajectories)
+    return sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
 
 
 def _snippet(text: str) -> str:
     line = printable(" ".join(text.split()), one_line=True)
-    return line if len(line) <= _SNIPPET_WIDTH else line[: _SNIPPET_WIDTH - 2] + " …"
+    if len(line) <= _SNIPPET_WIDTH:
+        return line
+    return line[: _SNIPPET_WIDTH - 2] + " …"
 
 
 def view_run(
@@ -301,42 +368,49 @@ def view_run(
 ) -> None:
     """Print up to ``limit`` trajectories of a run, or of its groups as trees.
 
-    Unreadable parts of its folder are reported on stderr; without the run's tokenizer, ids are
-    shown. All trajectories are read once, to find those that are shown; these are read again, one
-    (of trees, one group) at a time.
+    Unreadable parts of its folder are reported on stderr; without the run's tokenizer, token ids
+    are shown. All trajectories are read once, to find those that are shown; these are read again,
+    one trajectory at a time, or one group for trees.
 
     Args:
         data: the run, or a table of ``jax-agent-rl rollout``.
         wanted: filter of the trajectories.
-        sort: their order.
+        sort: order of the trajectories.
         limit: largest number of trajectories or groups, at least 1.
-        whole_prompt: show prompts whole.
+        whole_prompt: show complete prompts instead of their ends.
         trees: show groups as trees of turns.
         colour: meaning of the colours, a key of :data:`COLOURS`.
 
     Raises:
-        DataError: it contains no trajectories, or none that matches.
+        DataError: the run contains no trajectories, or none that matches.
         ConfigError: an unknown ``sort`` or ``colour``, a tool error that the run does not have, or
-            ``trees`` together with options that do not affect them.
+            ``trees`` together with options that do not affect trees.
     """
     if colour not in COLOURS:
         raise ConfigError(f"--color {colour!r}: choose one of {', '.join(COLOURS)}")
-    if sort not in (sorts := get_args(Sort)):
-        raise ConfigError(f"--sort {sort!r}: choose one of {', '.join(sorts)}")
+    if sort not in get_args(Sort):
+        raise ConfigError(f"--sort {sort!r}: choose one of {', '.join(get_args(Sort))}")
     if trees:
-        changed = {
-            f"--sort {sort}": sort != "time",
-            f"--color {colour}": colour != "mask",
-            "--whole-prompt": whole_prompt,
-        }
-        if given := [option for option, is_changed in changed.items() if is_changed]:
-            raise ConfigError(f"{', '.join(given)} has no effect on --tree; leave one of them out")
+        options = []
+        if sort != "time":
+            options.append(f"--sort {sort}")
+        if colour != "mask":
+            options.append(f"--color {colour}")
+        if whole_prompt:
+            options.append("--whole-prompt")
+        if options:
+            raise ConfigError(
+                f"{', '.join(options)} has no effect on --tree; leave one of them out"
+            )
+
     notes = list(data.notes)
     decode = decoder(data.config, notes)
     search = _Search(data.trajectories, wanted, decode)
-    shown = (
-        search.last_groups(limit) if trees else [[number] for number in search.last(limit, sort)]
-    )
+    if trees:
+        groups = search.last_groups(limit)
+    else:
+        groups = [[number] for number in search.last(limit, sort)]
+
     for note in (*notes, *data.trajectories.notes):
         print(f"note: {printable(note)}", file=sys.stderr)
     if not search.total:
@@ -345,13 +419,14 @@ def view_run(
             " of `eval`, or what `rollout` wrote"
         )
     wanted.require_tool_error_among(search.tool_errors)
-    if not shown:
+    if not groups:
         raise DataError(f"no trajectory of {data.name} matches {wanted.describe()}")
+
     console = Console()
     if not trees:
         console.print(LEGENDS[colour], highlight=False)
-    records = data.trajectories.read(number for numbers in shown for number in numbers)
-    for numbers in shown:
+    records = data.trajectories.read(itertools.chain.from_iterable(groups))
+    for numbers in groups:
         members = list(itertools.islice(records, len(numbers)))
         if trees:
             console.print(render_group(members, decode))
@@ -370,15 +445,15 @@ _RANKS: dict[Sort, Callable[[_Match], Any]] = {
     "best": lambda match: (match.reward, match.number),
     "worst": lambda match: (-match.reward, match.number),
 }
-"""What is shown last ranks highest."""
+"""Ranks of matches in an order: the match that is shown last ranks highest."""
 
 
 class _Search:
-    """Finds the trajectories that match; holds the numbers of those that will be shown, and no record.
+    """Finds the trajectories that match; holds numbers of trajectories, and no record.
 
     Attributes:
-        total: how many trajectories were read.
-        tool_errors: kinds of errors they have.
+        total: number of trajectories that were read.
+        tool_errors: kinds of errors that they have.
     """
 
     def __init__(self, records: RecordSource, wanted: TrajectoryFilter, decode: Decode) -> None:
@@ -389,12 +464,18 @@ class _Search:
         self.tool_errors: set[str] = set()
 
     def last(self, limit: int, sort: Sort) -> list[int]:
-        """Return the numbers of the last ``limit`` that match in an order; of equal rewards the later is last."""
-        last = heapq.nlargest(limit, self._matches(), key=_RANKS[sort])
-        return [match.number for match in reversed(last)]
+        """Return the numbers of the last ``limit`` matches in an order.
+
+        Of equal rewards, the later one is last.
+        """
+        matches = heapq.nlargest(limit, self._matches(), key=_RANKS[sort])
+        return [match.number for match in reversed(matches)]
 
     def last_groups(self, limit: int) -> list[list[int]]:
-        """Return the numbers of those that match in the last ``limit`` groups; members of a group are adjacent."""
+        """Return the numbers of the matches in the last ``limit`` groups.
+
+        Members of a group are adjacent.
+        """
         groups: deque[list[int]] = deque(maxlen=limit)
         for _, members in groupby(self._matches(), key=lambda match: match.group):
             groups.append([match.number for match in members])
@@ -403,6 +484,7 @@ class _Search:
     def _matches(self) -> Iterator[_Match]:
         for number, record in enumerate(self._records):
             self.total += 1
-            self.tool_errors.update(map(printable, tool_errors(record)))
+            for error in tool_errors(record):
+                self.tool_errors.add(printable(error))
             if self._wanted(record, self._decode):
                 yield _Match(number=number, reward=record["reward"], group=group_of(record))
