@@ -286,8 +286,10 @@ def _box(value: object, size: tuple[int, int]) -> tuple[int, int, int, int]:
     width, height = size
     left, top, right, bottom = value
     if all(0 <= v <= 1 for v in value):  # fractions of the image
-        left, right = left * width, right * width
-        top, bottom = top * height, bottom * height
+        left *= width
+        top *= height
+        right *= width
+        bottom *= height
         value = [left, top, right, bottom]
 
     left = max(0, math.floor(left))

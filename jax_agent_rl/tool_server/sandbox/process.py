@@ -240,14 +240,14 @@ class SandboxProcess:
         """
         quiet_checks = 0
         for _ in range(_MAX_CHECKS):
-            program, others = self._split()
+            program, descendants = self._split()
             if program is None:
                 break
             _send(program, signal.SIGSTOP)
 
-            running = [other for other in others if not _all_in(other, _DEAD)]
-            for other in running:
-                _send(other, signal.SIGKILL)
+            running = [pid for pid in descendants if not _all_in(pid, _DEAD)]
+            for pid in running:
+                _send(pid, signal.SIGKILL)
 
             # Twice in a row, since one check may miss a process that is just being started.
             if not running and _all_in(program, _STOPPED):
@@ -262,7 +262,7 @@ class SandboxProcess:
         return exceeded(self._process.pid, self._limits)
 
     def _split(self) -> tuple[int | None, list[int]]:
-        """Return the program's first process (None if it has ended) and all others it started."""
+        """Return the program's first process (None if it has ended) and all that it started."""
         # The program is the oldest child of its namespace's first process, hence the first here.
         pids = process_tree(self._process.pid)[self._launch.wrappers :]
         if not pids:
@@ -285,7 +285,7 @@ class SandboxProcess:
     async def _within_limits(self, work: Awaitable[None]) -> StopCause | None:
         """Await ``work``; return the limit that was exceeded first, if any.
 
-        The caller then closes the program.
+        If there is one, the caller closes the program.
         """
         working = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(watch(self._process.pid, self._limits))
