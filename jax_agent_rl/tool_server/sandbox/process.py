@@ -341,12 +341,12 @@ class SandboxProcess:
         self, stream: asyncio.StreamReader, buffer: bytearray, until: bytes | None = None
     ) -> None:
         """Read to the end of the stream, or to the end of the line that contains ``until``."""
+        mark_start = -1  # not found yet
         while True:
             chunk = await stream.read(_CHUNK)
             if not chunk:
                 return
-            # The mark may have begun in an earlier chunk.
-            search_start = max(0, len(buffer) - len(until or b""))
+            chunk_start = len(buffer)
             buffer += chunk
 
             excess_bytes = len(self._out) + len(self._err) - self._limits.output_bytes
@@ -354,10 +354,14 @@ class SandboxProcess:
                 del buffer[len(buffer) - excess_bytes :]
                 raise _TooMuchOutput
 
-            if until:
-                mark_start = buffer.find(until, search_start)
-                if mark_start >= 0 and buffer.find(b"\n", mark_start) >= 0:
-                    return
+            if until is None:
+                continue
+            if mark_start < 0:
+                # The mark may have begun in an earlier chunk.
+                mark_start = buffer.find(until, max(0, chunk_start - len(until)))
+            # So may its line, which ends in any later one.
+            if mark_start >= 0 and buffer.find(b"\n", max(mark_start, chunk_start)) >= 0:
+                return
 
 
 async def _execute(

@@ -148,3 +148,23 @@ async def test_a_program_that_ends_with_its_answer_is_simply_gone(execute):
     assert (output, stopped) == ("", None)
     await execute.process.close()
     assert not set(left) & set(process_tree(os.getpid()))
+
+
+async def test_the_line_of_the_mark_may_arrive_in_pieces():
+    program = (
+        "import sys, time\n"
+        "sys.stdin.readline()\n"
+        "for piece in ('out', 'put\\nMA', 'RK', ' 0', '\\n'):\n"
+        "    print(piece, end='', flush=True)\n"
+        "    time.sleep(0.1)\n"
+        "sys.stdin.readline()\n"
+    )
+    sandbox = await open_sandbox(limits=SandboxLimits(wall_seconds=5))
+    process = await sandbox.start(
+        [sandbox.python, "program.py"], files={"program.py": program.encode()}
+    )
+    try:
+        output, status, stopped = await sandbox.exchange(process, b"go\n", b"MARK")
+    finally:
+        await process.close()
+    assert (output, status.strip(), stopped) == (b"output\n", b"0", None)
