@@ -122,7 +122,6 @@ def load_hf(
 
     Args:
         path: the folder, or a Hub name.
-        dtype: of the parameters.
         shardings: a sharding per parameter: each host reads only its devices' parts, one at a time.
             None puts everything on the default device.
 

@@ -261,7 +261,6 @@ class Module(nnx.Module):
     """A module whose parameters are those of a table of shapes, under its names.
 
     Args:
-        config: of the model.
         shapes: by name; the tables of submodules among them are skipped.
         rngs: draws initial values, float32: matrices normal, biases 0, norms the identity.
     """

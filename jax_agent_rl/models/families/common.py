@@ -31,8 +31,7 @@ class Fields:
     """An object of a ``config.json``, which remembers which of its fields were read.
 
     Args:
-        content: the object.
-        path: where it stands in the file, with a dot at the end; empty for the whole file.
+        path: where the object stands in the file, with a dot at the end; empty for the whole file.
     """
 
     def __init__(self, content: Mapping[str, Any], path: str = "") -> None:
