@@ -119,7 +119,8 @@ def engine_params(
                 arranged[name] = x.astype(dtype)
             else:
                 arranged[name] = quantized(x, quantize, axis=-1)
-        for name in EXPERTS & arranged.keys():
+        # In one order in every process, so that they share a compilation cache.
+        for name in sorted(EXPERTS & arranged.keys()):
             arranged[name] = transpose_matrices(arranged[name])
         return arranged
 
