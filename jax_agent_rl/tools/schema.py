@@ -68,9 +68,11 @@ def json_schema(annotation: Any) -> Schema:
     if origin is dict:
         schema = {"type": "object"}
         if arguments:
-            key_type = arguments[0]
-            if key_type is not str:
-                raise TypeError(f"keys of a JSON object are strings, got dict[{key_type!r}, ...]")
+            # Python takes a dict of one argument, or of three.
+            if len(arguments) != 2 or arguments[0] is not str:
+                raise TypeError(
+                    f"write dict[str, ...], not {annotation!r}: JSON's keys are strings"
+                )
             schema["additionalProperties"] = json_schema(arguments[1])
         return schema
     if origin is Literal:

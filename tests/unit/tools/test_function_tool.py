@@ -182,6 +182,10 @@ def _int_keys(x: dict[int, str]):
     return x
 
 
+def _keys_alone(x: dict[str]):  # type: ignore[type-arg]
+    return x
+
+
 def _stale_docstring(x: int):
     """Text.
 
@@ -198,7 +202,8 @@ def _stale_docstring(x: int):
         (_kwargs, r"\*\*x: int"),
         (_positional_only, "x: int"),
         (_unsupported, r"set\[int\] has no JSON Schema"),
-        (_int_keys, "keys of a JSON object are strings"),
+        (_int_keys, r"dict\[int, str\]"),
+        (_keys_alone, r"dict\[str\]"),
         (_stale_docstring, r"describes \['y'\]"),
     ],
 )
