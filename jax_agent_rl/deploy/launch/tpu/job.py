@@ -1,7 +1,7 @@
-"""The job of a launch: the calls that run it on a host, and the same job for a scheduler (SkyPilot, GKE, Slurm).
+"""The job of a launch: the calls that run it on a host, and the same job for a scheduler.
 
-Schedulers queue, search zones and recover from preemptions. Their jobs start with
-``--auto-resume``: they continue from the newest checkpoint in the bucket. Templates:
+Schedulers (SkyPilot, GKE, Slurm) queue, search zones and recover from preemptions. Their jobs start
+with ``--auto-resume``: they continue from the newest checkpoint in the bucket. Templates:
 ``launch/templates``.
 """
 
@@ -24,7 +24,7 @@ from jax_agent_rl.errors import LaunchError
 ARCHIVE = "jax_agent_rl.tar.gz"
 CODE = "jax_agent_rl"
 """Folder of the project on every host, in the home folder."""
-_COPIED = f"{CODE}.files"  # beside it: names of the files that were copied there
+_FILE_LIST = f"{CODE}.files"  # next to that folder: names of the files that were copied there
 CONFIG = "tpu_pod.yaml"
 """Name of the user's configuration in that folder."""
 GIT_SECONDS = 120.0
@@ -48,26 +48,36 @@ OWN_KEYS = ("run_dir", "trainer.checkpoint_dir", "learner.multihost.coordinator"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, on what, and where it is stored."""
+    """What to train, on what, and where it is stored.
 
-    name: str  # of the slice and of the run
-    topology: Topology  # of each slice
-    slices: int = 1  # a scheduler makes more
-    spot: bool = False  # cheaper, and may be preempted at any time
-    runtime: str  # software version of the VMs
-    config: (
-        Path | None
-    )  # local YAML file; None: the quickstart, whose model and data every host fetches
-    overrides: tuple[str, ...]  # a.b=c
-    bucket: str | None  # gs://… for checkpoints, small files and logs
-    prepare: (
-        str | None
-    )  # shell command for every host before the run, in the project's folder: model and data
-    install: bool = True  # create the environment first
-    certify: bool = False  # measure the hosts with ``jax-agent-rl certify`` instead of training
-    variables: Mapping[str, str | None] = field(
-        default_factory=dict, repr=False
-    )  # None: the value is not known here
+    Attributes:
+        name: name of the slice and of the run.
+        topology: chips of each slice.
+        slices: number of slices; only a scheduler makes more than one.
+        spot: slices are cheaper, and may be preempted at any time.
+        runtime: software version of the VMs.
+        config: local YAML file; None: the quickstart, whose model and data every host fetches.
+        overrides: ``a.b=c``.
+        bucket: ``gs://…`` for checkpoints, small files and logs.
+        prepare: shell command for every host before the run, in the project's folder, to fetch
+            model and data.
+        install: create the environment first.
+        certify: measure the hosts with ``jax-agent-rl certify`` instead of training.
+        variables: environment of ``prepare`` and the run; None: the value is not known here.
+    """
+
+    name: str
+    topology: Topology
+    slices: int = 1
+    spot: bool = False
+    runtime: str
+    config: Path | None
+    overrides: tuple[str, ...]
+    bucket: str | None
+    prepare: str | None
+    install: bool = True
+    certify: bool = False
+    variables: Mapping[str, str | None] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.bucket is not None and not _BUCKET.fullmatch(self.bucket):
@@ -84,37 +94,62 @@ class Job:
         return self.slices * self.topology.hosts
 
     @property
-    def kept(self) -> str | None:
-        """The run's place in the bucket."""
-        return f"{self.bucket.rstrip('/')}/{self.name}" if self.bucket else None
+    def bucket_folder(self) -> str | None:
+        """The run's folder in the bucket."""
+        if not self.bucket:
+            return None
+        return f"{self.bucket.rstrip('/')}/{self.name}"
 
     @property
     def preparation(self) -> str | None:
         """``prepare``, or what the quickstart needs; certifying fetches it by itself."""
-        return self.prepare or (None if self.config or self.certify else _QUICKSTART_PREPARATION)
+        if self.prepare:
+            return self.prepare
+        if self.config or self.certify:
+            return None
+        return _QUICKSTART_PREPARATION
 
     def exports(self) -> str:
-        """Return the shell commands that set the variables; they go to a host through its connection."""
-        known = [f"{name}={value}" for name, value in self.variables.items() if value is not None]
-        return f"export {shlex.join(known)}\n" if known else ""
+        """Return the shell commands that set the variables.
+
+        They go to a host through its connection.
+        """
+        assignments = []
+        for name, value in self.variables.items():
+            if value is not None:
+                assignments.append(f"{name}={value}")
+        if not assignments:
+            return ""
+        return f"export {shlex.join(assignments)}\n"
 
 
 def require_keepable(job: Job) -> None:
     """Raise :class:`LaunchError` if a run of several hosts, or a preemptible one, has no bucket."""
-    if job.bucket is None and (job.hosts > 1 or job.spot):
-        why = "several hosts share no disk" if job.hosts > 1 else "a preempted slice loses its disk"
-        raise LaunchError(
-            f"--bucket is missing: {why}; give --bucket gs://NAME, in the region of the zone"
-        )
+    if job.bucket is not None:
+        return
+    if job.hosts > 1:
+        reason = "several hosts share no disk"
+    elif job.spot:
+        reason = "a preempted slice loses its disk"
+    else:
+        return
+    raise LaunchError(
+        f"--bucket is missing: {reason}; give --bucket gs://NAME, in the region of the zone"
+    )
 
 
-def require_overrides(overrides: Sequence[str], own: Sequence[str] = OWN_KEYS) -> None:
-    """Raise :class:`LaunchError` for a malformed override, or one of a key in ``own``: it would have no effect."""
+def require_overrides(overrides: Sequence[str], reserved: Sequence[str] = OWN_KEYS) -> None:
+    """Raise :class:`LaunchError` for an override that is malformed or would have no effect.
+
+    Args:
+        reserved: keys that the launcher sets itself.
+    """
     for item in overrides:
-        if "=" not in item:
+        key, separator, _ = item.partition("=")
+        if not separator:
             raise LaunchError(f"override {item!r}: write key.path=value")
-        if item.partition("=")[0].strip() in own:
-            raise LaunchError(f"{item}: tpu_pod.sh sets {', '.join(own)} itself; leave it out")
+        if key.strip() in reserved:
+            raise LaunchError(f"{item}: tpu_pod.sh sets {', '.join(reserved)} itself; leave it out")
 
 
 def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
@@ -123,23 +158,15 @@ def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
     Args:
         root: a git checkout.
         target: the file to write.
-        extra: more files, by name.
+        extra: contents of further files, by name.
 
     Raises:
         LaunchError: ``root`` is no git checkout.
     """
-    listing = [
-        "git",
-        "-C",
-        str(root),
-        "ls-files",
-        "-z",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-    ]
+    list_files = ["git", "-C", str(root), "ls-files", "-z"]
+    list_files += ["--cached", "--others", "--exclude-standard"]
     try:
-        result = subprocess.run(listing, capture_output=True, text=True, timeout=GIT_SECONDS)
+        result = subprocess.run(list_files, capture_output=True, text=True, timeout=GIT_SECONDS)
     except subprocess.TimeoutExpired:
         raise LaunchError(
             f"`git ls-files` in {root} took longer than {GIT_SECONDS:g} seconds; is its disk gone?"
@@ -149,9 +176,10 @@ def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
             f"{root} is no git checkout, so the files that go to the hosts are unknown: git init"
             f" there, and let .gitignore name what stays here ({result.stderr.strip()})"
         )
+
     with tarfile.open(target, "w:gz", compresslevel=3) as archive:
         for name in sorted(filter(None, result.stdout.split("\0"))):
-            if os.path.lexists(root / name):  # not a deleted file that is still tracked
+            if os.path.lexists(root / name):  # a deleted file may still be tracked
                 archive.add(root / name, arcname=name, recursive=False)
         for name, content in extra.items():
             entry = tarfile.TarInfo(name)
@@ -168,56 +196,76 @@ def set_up(job: Job, host: int) -> Call:
     steps = [
         f"mkdir -p {CODE}",
         f"cd {CODE}",
-        f"touch ../{_COPIED}",
-        f"xargs -d '\\n' rm -f -- < ../{_COPIED}",
+        f"touch ../{_FILE_LIST}",
+        f"xargs -d '\\n' rm -f -- < ../{_FILE_LIST}",
+        f"tar -xzvf ../{ARCHIVE} --quoting-style=literal > ../{_FILE_LIST}",
     ]
-    steps += [f"tar -xzvf ../{ARCHIVE} --quoting-style=literal > ../{_COPIED}"]
     if job.install:
-        steps += ["./launch/tpu_environment.sh", *(_CERTIFY_PACKAGES if job.certify else ())]
-    steps += [f'export PATH="{_VENV}/bin:$PATH"', f"({job.preparation})"] if job.preparation else []
+        steps.append("./launch/tpu_environment.sh")
+        if job.certify:
+            steps += _CERTIFY_PACKAGES
+    if job.preparation:
+        steps.append(f'export PATH="{_VENV}/bin:$PATH"')
+        steps.append(f"({job.preparation})")
     return _ssh(job, host, *_read_variables(job), *steps)
 
 
 def start(job: Job, host: int, *, resume: bool) -> Call:
-    """Return the call that starts the run on a host; all run the same command and find each other."""
+    """Return the call that starts the run on a host.
+
+    All hosts run the same command and find each other.
+    """
     # A host whose chips cannot be opened fails instead of training on its processor.
     environment = ["PYTHONUNBUFFERED=1", 'JAX_PLATFORMS="${JAX_PLATFORMS:-tpu,cpu}"']
-    if job.kept:
-        environment += [f"RUN_BUCKET={job.kept}", f"RUN_HOST=host-{host}"]
-        if host == 0:  # which writes the small files
-            environment += [f"RUN_FOLDER=runs/{job.name}", *(["RUN_RESTORE=1"] if resume else [])]
-    together = ["learner.multihost.coordinator=auto"] if job.hosts > 1 else []
+    if job.bucket_folder:
+        environment += [f"RUN_BUCKET={job.bucket_folder}", f"RUN_HOST=host-{host}"]
+        if host == 0:  # it writes the small files
+            environment.append(f"RUN_FOLDER=runs/{job.name}")
+            if resume:
+                environment.append("RUN_RESTORE=1")
+
+    overrides = []
+    if job.hosts > 1:
+        overrides.append("learner.multihost.coordinator=auto")
     if job.certify:
-        program = certify(job, together)
+        program = certify(job, overrides)
     else:
-        own = [f"run_dir=runs/{job.name}", *together]
-        program = train(
-            CONFIG if job.config else QUICKSTART, job, own, *(["--resume"] if resume else [])
-        )
+        config = CONFIG if job.config else QUICKSTART
+        program = train(config, job, [f"run_dir=runs/{job.name}", *overrides])
+        if resume:
+            program.append("--resume")
+
     run = f'"{_VENV}/bin/python" -m jax_agent_rl.cli {shlex.join(program)}'
-    return on_host(
-        job, host, "start", run, before=[*_read_variables(job), f"export {' '.join(environment)}"]
-    )
+    before = [*_read_variables(job), f"export {' '.join(environment)}"]
+    return on_host(job, host, "start", run, before=before)
 
 
-def train(config: str, job: Job, own: Sequence[str], *options: str) -> list[str]:
-    """Return the arguments of ``jax-agent-rl`` that train, on the launcher's hosts and under every scheduler.
+def train(config: str, job: Job, overrides: Sequence[str]) -> list[str]:
+    """Return the arguments of ``jax-agent-rl`` that train, on hosts and under every scheduler.
 
     Args:
         config: configuration file, as a host sees it.
-        job: the job.
-        own: settings that depend on how it is started.
-        options: further ones.
+        overrides: what depends on how the job is started.
     """
-    kept = [f"trainer.checkpoint_dir={job.kept}/checkpoints"] if job.kept else []
-    return ["train", config, *job.overrides, *own, *kept, *options]
+    arguments = ["train", config, *job.overrides, *overrides]
+    if job.bucket_folder:
+        arguments.append(f"trainer.checkpoint_dir={job.bucket_folder}/checkpoints")
+    return arguments
 
 
-def certify(job: Job, own: Sequence[str]) -> list[str]:
-    """Return the arguments of ``jax-agent-rl`` that certify, with settings that depend on how it is started."""
-    config = ["--config", CONFIG] if job.config else []
-    shared = [f"trainer.checkpoint_dir={job.kept}/checkpoints"] if job.hosts > 1 else []
-    return ["certify", *config, f"--out=runs/{job.name}", *job.overrides, *own, *shared]
+def certify(job: Job, overrides: Sequence[str]) -> list[str]:
+    """Return the arguments of ``jax-agent-rl`` that certify.
+
+    Args:
+        overrides: what depends on how the job is started.
+    """
+    arguments = ["certify"]
+    if job.config:
+        arguments += ["--config", CONFIG]
+    arguments += [f"--out=runs/{job.name}", *job.overrides, *overrides]
+    if job.hosts > 1:
+        arguments.append(f"trainer.checkpoint_dir={job.bucket_folder}/checkpoints")
+    return arguments
 
 
 def plan(job: Job) -> list[str]:
@@ -234,7 +282,6 @@ def on_host(job: Job, host: int, action: str, *words: str, before: Sequence[str]
     """Return the call of ``launch/tpu_host.sh`` for the run on a host.
 
     Args:
-        job: the job.
         host: the host's number.
         action: ``start``, ``follow``, ``running`` or ``signal``; the script describes them.
         words: what follows on the command line.
@@ -245,15 +292,19 @@ def on_host(job: Job, host: int, action: str, *words: str, before: Sequence[str]
 
 
 def _ssh(job: Job, host: int, *steps: str) -> Call:
-    """Return the call that runs shell commands on one host (``--worker=all`` mixes lines and needs ssh-agent)."""
+    """Return the call that runs shell commands on one host.
+
+    ``--worker=all`` would mix lines, and needs ssh-agent.
+    """
     return ("ssh", job.name, f"--worker={host}", f"--command={' && '.join(steps)}")
 
 
 def _read_variables(job: Job) -> list[str]:
-    # Empty if the connection broke, and gcloud runs the command again.
-    return (
-        ['variables="$(cat)"', '[ -n "$variables" ]', 'eval "$variables"'] if job.variables else []
-    )
+    """Return the shell commands that read :meth:`Job.exports` from standard input."""
+    if not job.variables:
+        return []
+    # They are empty if the connection broke, and gcloud runs the command again.
+    return ['variables="$(cat)"', '[ -n "$variables" ]', 'eval "$variables"']
 
 
 # --- schedulers -----------------------------------------------------------------------------------
@@ -270,15 +321,21 @@ _MOUNTED_CONFIG = "/config/run.yaml"  # where a job sees the user's configuratio
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """What a scheduler is told besides the job."""
+    """What a scheduler is told besides the job.
 
-    zones: tuple[str, ...] = ()  # where SkyPilot looks for capacity: us-west4-a, or a whole region
-    image: str | None = None  # container with the project in /app and its programs on PATH, for GKE
-    rollout_hosts: int = 0  # hosts that only sample, each with an engine of its own
-    rollout_topology: Topology | None = (
-        None  # slice of each of them; None: 4 chips of the learner's generation
-    )
-    port: int = 8100  # where they listen
+    Attributes:
+        zones: where SkyPilot looks for capacity: ``us-west4-a``, or a whole region.
+        image: container with the project in /app and its programs on PATH, for GKE.
+        rollout_hosts: hosts that only sample, each with an engine of its own.
+        rollout_topology: slice of each of them; None: 4 chips of the learner's generation.
+        port: where rollout hosts listen.
+    """
+
+    zones: tuple[str, ...] = ()
+    image: str | None = None
+    rollout_hosts: int = 0
+    rollout_topology: Topology | None = None
+    port: int = 8100
 
 
 def render(kind: str, task: Job, options: SchedulerOptions, *, root: Path) -> str:
@@ -286,8 +343,6 @@ def render(kind: str, task: Job, options: SchedulerOptions, *, root: Path) -> st
 
     Args:
         kind: a key of :data:`KINDS`.
-        task: what to run.
-        options: for the scheduler.
         root: the project's folder.
 
     Raises:
@@ -295,63 +350,84 @@ def render(kind: str, task: Job, options: SchedulerOptions, *, root: Path) -> st
     """
     _require_options(kind, task, options)
     bucket, _, folder = (task.bucket or "").removeprefix("gs://").rstrip("/").partition("/")
-    mounted = "/".join(part for part in ("/bucket", folder, task.name, "run") if part)
     config = str(task.config or QUICKSTART)
     if kind == "gke" or (kind == "sky" and task.config):
         config = _MOUNTED_CONFIG
-    own = [f"run_dir=runs/{task.name}" if kind == "slurm" else f"run_dir={mounted}"]
+
+    if kind == "slurm":
+        overrides = [f"run_dir=runs/{task.name}"]
+    else:
+        mounted = "/".join(part for part in ("/bucket", folder, task.name, "run") if part)
+        overrides = [f"run_dir={mounted}"]
+
     serve: list[str] = []
     if options.rollout_hosts:
-        # JobSet names pods by their job, and its service by itself; Slurm's names are known when
-        # the job runs.
-        pods = [
-            f"http://{task.name}-rollout-{i}-0.{task.name}:{options.port}"
-            for i in range(options.rollout_hosts)
-        ]
-        urls = "@urls@" if kind == "slurm" else ",".join(pods)
-        token, weights = f"rollout.token_env={TOKEN}", f"rollout.weight_dir={task.kept}/weights"
-        own += ["rollout.backend=remote", f"rollout.urls=[{urls}]", token]
-        own += ["rollout.weight_transport=tensorstore", weights]
-        listening = ["--config", config, "--host=0.0.0.0", f"--port={options.port}"]
-        serve = ["jax-agent-rl", "rollout-server", *listening, *task.overrides, token, weights]
-    if task.hosts > 1 and kind != "sky":  # whose job names the coordinator
-        own += ["learner.multihost.coordinator=auto"]
+        urls = _rollout_urls(kind, task, options)
+        token = f"rollout.token_env={TOKEN}"
+        weights = f"rollout.weight_dir={task.bucket_folder}/weights"
+        overrides += ["rollout.backend=remote", f"rollout.urls=[{urls}]", token]
+        overrides += ["rollout.weight_transport=tensorstore", weights]
+        serve = ["jax-agent-rl", "rollout-server", "--config", config, "--host=0.0.0.0"]
+        serve += [f"--port={options.port}", *task.overrides, token, weights]
+    if task.hosts > 1 and kind != "sky":  # SkyPilot's job names the coordinator itself
+        overrides.append("learner.multihost.coordinator=auto")
+
+    given = {}
+    inherited = []  # variables whose values are not known here
+    for name, value in task.variables.items():
+        if value is None:
+            inherited.append(name)
+        else:
+            given[name] = value
+    config_text = None
+    if kind == "gke":
+        config_text = (task.config or root / QUICKSTART).read_text().rstrip("\n")
     return render_template(
         KINDS[kind],
         task=task,
         options=options,
         token=TOKEN,
-        given={name: value for name, value in task.variables.items() if value is not None},
-        inherited=[name for name, value in task.variables.items() if value is None],
+        given=given,
+        inherited=inherited,
         bucket=bucket,
         # us-west4/us-west4-a; a region without a zone stays as it is.
         places=[re.sub(r"^(.+)-[a-z]$", r"\1/\g<0>", zone) for zone in options.zones],
-        config_text=(
-            (task.config or root / QUICKSTART).read_text().rstrip("\n") if kind == "gke" else None
-        ),
+        config_text=config_text,
         config_target=_MOUNTED_CONFIG,
-        train=shlex.join(["jax-agent-rl", *train(config, task, own, "--auto-resume")]),
+        train=shlex.join(["jax-agent-rl", *train(config, task, overrides), "--auto-resume"]),
         serve=shlex.join(serve),
     )
 
 
+def _rollout_urls(kind: str, task: Job, options: SchedulerOptions) -> str:
+    """Return the addresses of the rollout hosts, with commas between them."""
+    if kind == "slurm":  # its names are known when the job runs
+        return "@urls@"
+    urls = []
+    for number in range(options.rollout_hosts):
+        # JobSet names pods by their job, and its service by itself.
+        urls.append(f"http://{task.name}-rollout-{number}-0.{task.name}:{options.port}")
+    return ",".join(urls)
+
+
 def _require_options(kind: str, task: Job, options: SchedulerOptions) -> None:
-    asked = options.rollout_topology
-    if asked and not options.rollout_hosts:
-        raise LaunchError(f"--rollout-topology {asked} needs --rollout-hosts: give their number")
+    """Raise LaunchError if an option is missing, or asks for what the scheduler cannot do."""
+    topology = options.rollout_topology
+    if topology and not options.rollout_hosts:
+        raise LaunchError(f"--rollout-topology {topology} needs --rollout-hosts: give their number")
     if kind == "sky" and (task.slices > 1 or options.rollout_hosts):
         raise LaunchError(
             "--render sky: its job is one slice; --slices and --rollout-hosts need --render gke or"
             " slurm"
         )
-    if asked and kind == "slurm":
+    if topology and kind == "slurm":
         raise LaunchError(
-            f"--rollout-topology {asked}: all nodes of a Slurm job are of one kind; leave it out"
+            f"--rollout-topology {topology}: all nodes of a Slurm job are of one kind; leave it out"
         )
-    if asked and asked.hosts > 1:
+    if topology and topology.hosts > 1:
         raise LaunchError(
-            f"--rollout-topology {asked} has {asked.hosts} hosts, and an engine runs on one: choose"
-            " a smaller one, and more of them with --rollout-hosts"
+            f"--rollout-topology {topology} has {topology.hosts} hosts, and an engine runs on one:"
+            " choose a smaller one, and more of them with --rollout-hosts"
         )
     if options.rollout_hosts:
         require_overrides(task.overrides, OWN_KEYS + SERVER_KEYS)
@@ -360,9 +436,7 @@ def _require_options(kind: str, task: Job, options: SchedulerOptions) -> None:
             "--render gke: --image is missing: one with the project in /app, see docs/tpu.md"
         )
     if task.bucket is None and (kind != "slurm" or options.rollout_hosts):
-        why = (
-            "new weights go to --rollout-hosts through it"
-            if kind == "slurm"
-            else "hosts keep nothing"
-        )
-        raise LaunchError(f"--render {kind}: --bucket gs://NAME is missing: {why}")
+        reason = "hosts keep nothing"
+        if kind == "slurm":
+            reason = "new weights go to --rollout-hosts through it"
+        raise LaunchError(f"--render {kind}: --bucket gs://NAME is missing: {reason}")
