@@ -44,12 +44,20 @@ _NAME = re.compile(r"((?P<slices>\d+)\*)?(?P<generation>[a-z0-9]+):(?P<shape>\d+
 
 
 class Generation(NamedTuple):
-    """What differs between TPU generations."""
+    """What differs between TPU generations.
 
-    prefix: str  # of accelerator types
-    cores: int  # per chip in the number of an accelerator type; v5e and v6e count chips
-    runtime: str  # software version of the VMs for jax: https://cloud.google.com/tpu/docs/runtimes
-    gke: str  # the node label cloud.google.com/gke-tpu-accelerator
+    Attributes:
+        prefix: beginning of accelerator types.
+        cores: cores of a chip in the number of an accelerator type; v5e and v6e count chips.
+        runtime: software version of the VMs for jax, see
+            https://cloud.google.com/tpu/docs/runtimes.
+        gke: the node label ``cloud.google.com/gke-tpu-accelerator``.
+    """
+
+    prefix: str
+    cores: int
+    runtime: str
+    gke: str
 
 
 CALL_SECONDS = 3600.0
@@ -91,13 +99,18 @@ class Topology:
     @property
     def hosts(self) -> int:
         """Virtual machines: one for up to 8 chips of v5e and v6e, otherwise one for 4 chips."""
-        return 1 if self.kind.cores == 1 and self.chips <= 8 else max(1, self.chips // 4)
+        if self.kind.cores == 1 and self.chips <= 8:
+            return 1
+        return max(1, self.chips // 4)
 
     @property
     def one_host(self) -> Topology:
         """The slice of 4 chips of the same generation."""
-        slices = (Topology(self.generation, shape) for shape in SHAPES[self.generation])
-        return next(slice for slice in slices if slice.chips == 4)
+        for shape in SHAPES[self.generation]:
+            topology = Topology(self.generation, shape)
+            if topology.chips == 4:
+                return topology
+        raise AssertionError("every generation has a slice of 4 chips")
 
 
 def parse_topology(name: str) -> Topology:
@@ -114,21 +127,22 @@ def parse_topology(name: str) -> Topology:
         raise LaunchError(
             f"--topology {name!r} is not of the form GENERATION:SHAPE, as in v5e:4x4 or v5p:2x2x2"
         )
-    found, slices = Topology(match["generation"], match["shape"]), match["slices"]
+    topology = Topology(match["generation"], match["shape"])
+    slices = match["slices"]
     if slices:
         raise LaunchError(
-            f"--topology {name} is more than one slice: give --topology {found} --slices {slices}"
+            f"--topology {name} is more than one slice: give --topology {topology} --slices"
+            f" {slices}"
         )
-    if found.generation not in GENERATIONS:
-        hint = did_you_mean(found.generation, GENERATIONS)
+    if topology.generation not in GENERATIONS:
+        hint = did_you_mean(topology.generation, GENERATIONS)
         raise LaunchError(
-            f"--topology {name}: no generation {found.generation!r}; {hint}there are {known}"
+            f"--topology {name}: no generation {topology.generation!r}; {hint}there are {known}"
         )
-    if found.shape not in SHAPES[found.generation]:
-        raise LaunchError(
-            f"--topology {name}: {found.generation} comes as {', '.join(SHAPES[found.generation])}"
-        )
-    return found
+    shapes = SHAPES[topology.generation]
+    if topology.shape not in shapes:
+        raise LaunchError(f"--topology {name}: {topology.generation} comes as {', '.join(shapes)}")
+    return topology
 
 
 # --- gcloud ---------------------------------------------------------------------------------------
@@ -138,12 +152,12 @@ Call = tuple[str, ...]
 is needed."""
 _TRANSIENT = "that may pass: look at the network here, and try again"
 _FIXES = {
-    # Before the next: without a network gcloud advises to log in again, too.
-    r"Max retries exceeded|network is unreachable|name resolution|name or service not known|failed"
-    r" to establish|"
-    r"connection (reset|aborted|refused)|timed? ?out|unable to find the server|quota metric|RATE_LIMIT_EXCEEDED": (
-        _TRANSIENT
-    ),
+    # The network before the login: without one, gcloud advises to log in again as well.
+    (
+        r"Max retries exceeded|network is unreachable|name resolution|name or service not known"
+        r"|failed to establish|connection (reset|aborted|refused)|timed? ?out"
+        r"|unable to find the server|quota metric|RATE_LIMIT_EXCEEDED"
+    ): _TRANSIENT,
     r"has not been used in project|it is disabled|SERVICE_DISABLED": (
         "switch the TPU interface on: gcloud services enable tpu.googleapis.com"
     ),
@@ -158,9 +172,10 @@ _FIXES = {
     r"property \[project\] is not": (
         "no Google Cloud project is chosen: give --project, or gcloud config set project PROJECT"
     ),
-    r"reauthentication|gcloud auth login|invalid_grant|UNAUTHENTICATED|do not currently have an active account": (
-        "log in again: gcloud auth login"
-    ),
+    (
+        r"reauthentication|gcloud auth login|invalid_grant|UNAUTHENTICATED"
+        r"|do not currently have an active account"
+    ): "log in again: gcloud auth login",
     r"Permission denied on 'locations/|location \S+ (is )?not found": (
         "there is no such zone, or none for this project: gcloud compute tpus locations list shows"
         " those there are"
@@ -171,7 +186,10 @@ _FIXES = {
     r"ALREADY_EXISTS|already exists": (
         "the name is taken; choose another --name, or delete that one with --delete"
     ),
-    r"accelerator.?type.*(not|invalid|unknown)|(unknown|invalid).*(accelerator|zone|location)|zone.*not found": (
+    (
+        r"accelerator.?type.*(not|invalid|unknown)|(unknown|invalid).*(accelerator|zone|location)"
+        r"|zone.*not found"
+    ): (
         "the zone does not have this kind of chip: gcloud compute tpus tpu-vm accelerator-types"
         " list --zone=ZONE lists what it has, https://cloud.google.com/tpu/docs/regions-zones which"
         " zones have what"
@@ -185,19 +203,27 @@ _FIXES = {
 
 def advise(message: str) -> str:
     """Return advice on an error of gcloud; empty if the error is unknown."""
-    return next(
-        (fix for pattern, fix in _FIXES.items() if re.search(pattern, message, re.IGNORECASE)), ""
-    )
+    for pattern, fix in _FIXES.items():
+        if re.search(pattern, message, re.IGNORECASE):
+            return fix
+    return ""
 
 
 def _error(call: Call, message: str) -> LaunchError:
+    """Return the error of a call that failed with this message."""
     brief = " ".join(message.split())
-    brief = brief if len(brief) <= 600 else f"{brief[:300]} … {brief[-300:]}"
+    if len(brief) > 600:
+        brief = f"{brief[:300]} … {brief[-300:]}"
+    text = f"gcloud compute tpus tpu-vm {call[0]} failed: {brief}"
     fix = advise(message)
-    text = f"gcloud compute tpus tpu-vm {call[0]} failed: {brief}" + (f"\n{fix}" if fix else "")
+    if fix:
+        text += f"\n{fix}"
+
     if re.search(r"NOT_FOUND|was not found", message):
         return LaunchTargetError(text)
-    return LaunchUnansweredError(text) if fix in ("", _TRANSIENT) else LaunchError(text)
+    if fix in ("", _TRANSIENT):
+        return LaunchUnansweredError(text)
+    return LaunchError(text)
 
 
 class Gcloud:
@@ -211,21 +237,26 @@ class Gcloud:
     max_connections = 16  # each takes a gcloud process
 
     def __init__(self, *, project: str | None, zone: str) -> None:
-        self._where = (f"--zone={zone}", *((f"--project={project}",) if project else ()))
+        self._location = [f"--zone={zone}"]
+        if project:
+            self._location.append(f"--project={project}")
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def argv(self, call: Call) -> list[str]:
         """Return the whole command, which never prompts."""
-        return ["gcloud", "compute", "tpus", "tpu-vm", *call, *self._where, "--quiet"]
+        return ["gcloud", "compute", "tpus", "tpu-vm", *call, *self._location, "--quiet"]
 
     @contextlib.contextmanager
     def _process(self, call: Call, *, stdin: int, stderr: int) -> Iterator[subprocess.Popen[bytes]]:
         """Start a call; on leaving, it has ended."""
-        pipe, argv = subprocess.PIPE, self.argv(call)
         try:
             # A session of its own: Ctrl-C comes to the launcher alone.
             process = subprocess.Popen(
-                argv, stdin=stdin, stdout=pipe, stderr=stderr, start_new_session=True
+                self.argv(call),
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
             )
         except FileNotFoundError:
             raise LaunchError(
@@ -260,23 +291,21 @@ class Gcloud:
                     " network there?"
                 ) from None
         if process.returncode:
-            raise _error(
-                call, errors.decode(errors="replace") or f"exit status {process.returncode}"
-            )
+            message = errors.decode(errors="replace") or f"exit status {process.returncode}"
+            raise _error(call, message)
         return output.decode(errors="replace")
 
-    def stream(self, call: Call, on_line: Callable[[str], None], given: str = "") -> int:
+    def stream(self, call: Call, on_line: Callable[[str], None], stdin: str = "") -> int:
         """Make a call; return its exit status.
 
         Args:
-            call: what to call.
             on_line: takes each line of its output and errors.
-            given: its standard input.
+            stdin: its standard input.
         """
         with self._process(call, stdin=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             assert process.stdin is not None and process.stdout is not None
             with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-                pipe.write(given.encode())
+                pipe.write(stdin.encode())
             for line in process.stdout:
                 on_line(line.decode(errors="replace").rstrip("\r\n"))
         return process.returncode
@@ -306,7 +335,7 @@ class DryRun(Gcloud):
         self._created = True
         return '{"state": "READY"}'
 
-    def stream(self, call: Call, on_line: Callable[[str], None], given: str = "") -> int:
+    def stream(self, call: Call, on_line: Callable[[str], None], stdin: str = "") -> int:
         print(f"+ {shlex.join(self.argv(call))}")
         if any(" follow " in word for word in call):
             on_line("end|0")
