@@ -170,6 +170,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _job(arguments: argparse.Namespace) -> Job:
+    """Return the job of a command line; raise LaunchError if it is wrong."""
     if not _NAME.fullmatch(arguments.name):
         raise LaunchError(
             f"--name {arguments.name!r}: up to 40 small letters, digits and hyphens, with a letter"
@@ -179,6 +180,7 @@ def _job(arguments: argparse.Namespace) -> Job:
         arguments.config, arguments.overrides = split_config(arguments.overrides, arguments.config)
     except ConfigError as error:
         raise LaunchError(str(error)) from None
+
     if arguments.config and not arguments.config.is_file():
         raise LaunchError(f"--config {str(arguments.config)!r} does not exist")
     job.require_overrides(arguments.overrides)
@@ -186,16 +188,21 @@ def _job(arguments: argparse.Namespace) -> Job:
         raise LaunchError(
             "--certify measures a slice from the beginning: leave out --resume and --render"
         )
+
     variables = dict(arguments.env)
     if job.TOKEN in variables:
         raise LaunchError(f"--env {job.TOKEN}: the rendered job sets it itself; leave it out")
-    if not (arguments.render or arguments.dry_run or arguments.logs or arguments.delete):
-        for name in [name for name, value in variables.items() if value is None]:
+    starts_run = not (arguments.render or arguments.dry_run or arguments.logs or arguments.delete)
+    if starts_run:
+        for name, value in variables.items():
+            if value is not None:
+                continue
             if name not in os.environ:
                 raise LaunchError(
                     f"--env {name} is not set here: export it, or give --env {name}=VALUE"
                 )
             variables[name] = os.environ[name]
+
     return Job(
         name=arguments.name,
         topology=arguments.topology,
@@ -213,27 +220,34 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 
 def _act(task: Job, arguments: argparse.Namespace) -> int:
-    servers = arguments.rollout_hosts or arguments.rollout_topology
-    for option, asked in (
-        ("--slices", task.slices > 1),
-        ("--rollout-hosts", servers),
-        ("--image", arguments.image),
-    ):
-        if asked:
-            raise LaunchError(
-                f"{option} is for --render gke or slurm: tpu_pod.sh itself makes one slice, which"
-                " learns"
-            )
+    """Run the job on a slice, show its logs, or delete the slice; return the exit status."""
+    scheduler_option = None
+    if task.slices > 1:
+        scheduler_option = "--slices"
+    elif arguments.rollout_hosts or arguments.rollout_topology:
+        scheduler_option = "--rollout-hosts"
+    elif arguments.image:
+        scheduler_option = "--image"
+    if scheduler_option is not None:
+        raise LaunchError(
+            f"{scheduler_option} is for --render gke or slurm: tpu_pod.sh itself makes one slice,"
+            " which learns"
+        )
     if len(arguments.zone) != 1:
         raise LaunchError(
             f"--zone {','.join(arguments.zone)}: give one, or --render sky, whose job searches"
             " several"
         )
-    print_line = (lambda line: print(f"# {line}")) if arguments.dry_run else TimedPrinter()
+
+    zone = arguments.zone[0]
+    if arguments.dry_run:
+        cloud = DryRun(project=arguments.project, zone=zone)
+        print_line = _print_comment
+    else:
+        cloud = Gcloud(project=arguments.project, zone=zone)
+        print_line = TimedPrinter()
     launch = SliceLaunch(
-        cloud=(DryRun if arguments.dry_run else Gcloud)(
-            project=arguments.project, zone=arguments.zone[0]
-        ),
+        cloud=cloud,
         task=task,
         poll=arguments.poll,
         logs=arguments.logs_dir or ROOT / "runs" / f"{task.name}.logs",
@@ -241,14 +255,24 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
     )
     if arguments.dry_run and not task.certify:
         print_line(f"whether the run fits the slice: jax-agent-rl {shlex.join(job.plan(task))}")
+
     if arguments.delete:
-        print_line(f"deleted {task.name}" if launch.delete() else f"there is no {task.name}")
+        if launch.delete():
+            print_line(f"deleted {task.name}")
+        else:
+            print_line(f"there is no {task.name}")
         return 0
     if arguments.logs:
-        if (state := launch.query()) != "READY":
+        state = launch.query()
+        if state != "READY":
             raise LaunchError(f"{task.name} is {state}: there is nothing to show")
         return launch.follow()
     return launch.run(ROOT, resume=arguments.resume, keep=arguments.keep)
+
+
+def _print_comment(line: str) -> None:
+    """Print a line of a dry run, whose output is shell commands and comments."""
+    print(f"# {line}")
 
 
 if __name__ == "__main__":
