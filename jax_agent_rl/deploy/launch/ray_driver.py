@@ -3,10 +3,12 @@
 ::
 
     driver ──► placement group: a bundle on each of learner.multihost.num_processes nodes
-       ├─────► actor learner-0 ──► jax-agent-rl train …  ──► engines, in placement groups of their own
-       ├─────► actor learner-1… ─► jax-agent-rl train …      all joined by jax.distributed.initialize
-       └─────► actor tool-server on the node of process 0 ──► jax-agent-rl tool-server …   (--tool-server)
-    a process of the learner or its node is lost ──► all are ended, and started anew from the newest checkpoint
+       ├─────► actor learner-0 ──► jax-agent-rl train …  ──► engines, in placement groups
+       ├─────► actor learner-1… ─► jax-agent-rl train …      joined by jax.distributed.initialize
+       └─────► actor tool-server ► jax-agent-rl tool-server …   on the node of process 0
+
+    a process of the learner or its node is lost ──► all are ended, and started anew from the
+                                                     newest checkpoint
     the tool server ends ──► it is started again; its clients retry meanwhile
     SIGTERM (a job that is stopped) ──► process 0, which saves with the help of all
 """
@@ -42,24 +44,29 @@ SHARED_UTILIZATION = 0.45
 """vLLM's part of a GPU that it shares with the learner, unless the configuration says otherwise."""
 _LEARNER_MEMORY = 0.45
 _RUN_FOLDER = "run folder: "
-_GRACE = 30.0  # seconds between the end of one process and that of the others
-_POLL_SECONDS, _PROGRESS_SECONDS = 0.5, 15.0
+_GRACE_SECONDS = 30.0  # for the other processes to end after one has
+_POLL_SECONDS = 0.5
+_PROGRESS_SECONDS = 15.0
 _TOOLS_READY = "tool server on "
-_TOOLS_READY_SECONDS, _TOOLS_RESTART_SECONDS = 120.0, 1.0
-_KILLED = 128  # and the signal's number
+_TOOLS_READY_SECONDS = 120.0
+_TOOLS_RESTART_SECONDS = 1.0
+_KILLED = 128  # plus the signal's number
 Output = str | int | None
 """A line of a process; after the last one its exit status, or None if it is lost."""
 
 
 def load_run(config: str, overrides: Sequence[str]) -> Config:
-    """Load a configuration as runs of ``gpu.sh`` see it: with vLLM, unless an override names another backend.
+    """Load a configuration as runs of ``gpu.sh`` see it.
+
+    The backend is vLLM, unless an override names another one.
 
     Raises:
         ConfigError: it is wrong.
         LaunchError: an override sets a key that the driver sets itself.
     """
     for item in overrides:
-        if item.partition("=")[0].strip() in OWN_KEYS:
+        key, _, _ = item.partition("=")
+        if key.strip() in OWN_KEYS:
             raise LaunchError(f"{item}: gpu.sh sets {', '.join(OWN_KEYS)} itself; leave it out")
     return load(config, ["rollout.backend=vllm", *overrides])
 
@@ -72,7 +79,6 @@ def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], 
     engine beside the learner.
 
     Args:
-        config: the configuration.
         free_gpus: GPUs of each node that the learner does not take; empty for a run on CPUs.
 
     Returns:
@@ -83,34 +89,47 @@ def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], 
         return [], {}
     if not free_gpus:
         return ["rollout.placement=separate", "rollout.gpus_per_engine=0"], {}
-    group = rollout.vllm.tensor_parallel_size if rollout.backend == "vllm" else 1
-    if engines := sum(gpus // group for gpus in free_gpus):
-        return [
+
+    gpus_per_engine = 1
+    if rollout.backend == "vllm":
+        gpus_per_engine = rollout.vllm.tensor_parallel_size
+    engines = sum(gpus // gpus_per_engine for gpus in free_gpus)
+    if engines:
+        overrides = [
             "rollout.placement=separate",
             f"rollout.num_engines={engines}",
-            f"rollout.gpus_per_engine={group}",
-        ], {}
-    chosen = "gpu_memory_utilization" in rollout.vllm.model_fields_set
-    part = [] if chosen else [f"rollout.vllm.gpu_memory_utilization={SHARED_UTILIZATION}"]
-    return ["rollout.placement=colocated", *part], {
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(_LEARNER_MEMORY)
-    }
+            f"rollout.gpus_per_engine={gpus_per_engine}",
+        ]
+        return overrides, {}
+
+    overrides = ["rollout.placement=colocated"]
+    if "gpu_memory_utilization" not in rollout.vllm.model_fields_set:
+        overrides.append(f"rollout.vllm.gpu_memory_utilization={SHARED_UTILIZATION}")
+    return overrides, {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(_LEARNER_MEMORY)}
 
 
 @dataclass
 class Driver:
-    """Runs the learner's processes, again after each loss."""
+    """Runs the learner's processes, again after each loss.
 
-    arguments: argparse.Namespace  # the command line
+    Attributes:
+        arguments: the command line.
+        stop: set when the job is stopped.
+        run_dir: the run's folder; None until process 0 has printed it.
+        count: number of the learner's processes.
+        gpus: GPUs of each of them; 0 on CPUs.
+    """
+
+    arguments: argparse.Namespace
     config: Config
-    stop: threading.Event  # set when the job is stopped
-    run_dir: str | None = None  # once process 0 has said it
+    stop: threading.Event
+    run_dir: str | None = None
 
     def __post_init__(self) -> None:
         self.count = self.config.learner.multihost.num_processes or 1
-        self.gpus = (
-            self.config.learner.mesh.devices // self.count if self.arguments.device == "cuda" else 0
-        )
+        self.gpus = 0
+        if self.arguments.device == "cuda":
+            self.gpus = self.config.learner.mesh.devices // self.count
 
     def run(self) -> int:
         """Run until process 0 ends; return its exit status.
@@ -118,28 +137,39 @@ class Driver:
         Raises:
             LaunchError: there are too few nodes, or too many were lost.
         """
-        most, tools = self.arguments.max_restarts, self.arguments.tool_server
+        max_restarts = self.arguments.max_restarts
         resume = ["--resume"] if self.arguments.resume else []
-        for attempt in range(most + 1):
+        for attempt in range(max_restarts + 1):
             status = None
             with self._placed() as group:
                 if group is not None:
-                    with _tool_server(tools, group, attempt) if tools else contextlib.nullcontext():
+                    with self._tools(group, attempt):
                         status = self._attempt(group, attempt, resume)
             if self.stop.is_set():
                 return 0 if status == 0 else EXIT_CODE
             if status is not None:
                 return status
             resume = ["--auto-resume"]
-            _print_line(f"a process of the learner was lost ({attempt + 1} of {most} times)")
+            _print_line(
+                f"a process of the learner was lost ({attempt + 1} of {max_restarts} times)"
+            )
         raise LaunchError(
-            f"gave up after {most} restarts (--max-restarts); --resume goes on from the last"
-            " checkpoint"
+            f"gave up after {max_restarts} restarts (--max-restarts); --resume goes on from the"
+            " last checkpoint"
         )
+
+    def _tools(self, group: Any, attempt: int) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a tool server, if one is asked for."""
+        file = self.arguments.tool_server
+        if not file:
+            return contextlib.nullcontext()
+        return _tool_server(file, group, attempt)
 
     @contextlib.contextmanager
     def _placed(self) -> Iterator[Any]:
-        """Reserve a bundle on every node of the learner; yield None if the job is stopped meanwhile.
+        """Reserve a bundle on every node of the learner.
+
+        It yields the placement group, or None if the job is stopped meanwhile.
 
         Raises:
             LaunchError: the cluster has no room for learner and engines in time.
@@ -147,22 +177,26 @@ class Driver:
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        bundle: dict[str, float] = {"CPU": 1, "GPU": self.gpus} if self.gpus else {"CPU": 1}
-        needs = self._engine_needs()
+        bundle: dict[str, float] = {"CPU": 1}
+        if self.gpus:
+            bundle["GPU"] = self.gpus
+        engine_needs = self._engine_needs()
         group = placement_group([bundle] * self.count, strategy="STRICT_SPREAD")
-        begin, reported = time.monotonic(), -_PROGRESS_SECONDS
+        start_time = time.monotonic()
+        next_report = 0.0  # seconds after the start
         try:
             while not self.stop.is_set():
-                placed, free = group.wait(_POLL_SECONDS), ray.available_resources()
-                if placed and all(free.get(name, 0) >= wanted for name, wanted in needs.items()):
+                is_placed = group.wait(_POLL_SECONDS)
+                free = ray.available_resources()
+                if is_placed and _has_room(free, engine_needs):
                     break
-                elapsed = time.monotonic() - begin
-                if elapsed - reported > _PROGRESS_SECONDS:
-                    reported = elapsed
+                elapsed = time.monotonic() - start_time
+                if elapsed > next_report:
+                    next_report = elapsed + _PROGRESS_SECONDS
                     _print_line(
                         f"waiting for room: {self.count} node(s) for the learner with"
-                        f" {_plain(bundle)} each, and {_plain(needs)} for the engines; free:"
-                        f" {_plain(free)}"
+                        f" {_format_resources(bundle)} each, and {_format_resources(engine_needs)}"
+                        f" for the engines; free: {_format_resources(free)}"
                     )
                 if elapsed > self.arguments.start_timeout:
                     raise LaunchError(
@@ -175,54 +209,55 @@ class Driver:
             remove_placement_group(group)
 
     def _engine_needs(self) -> dict[str, float]:
-        """Return the resources of the engines in Ray actors, and of the learner's bundle beside them."""
+        """Return the free resources that engines in Ray actors need besides the learner's."""
         rollout = self.config.rollout
-        chosen = "placement" in rollout.model_fields_set
-        if rollout.backend == "remote" or (chosen and rollout.placement == "colocated"):
+        is_configured = "placement" in rollout.model_fields_set
+        if rollout.backend == "remote":
             return {}
-        engines = rollout.num_engines if chosen or not self.gpus else 0
+        if is_configured and rollout.placement == "colocated":
+            return {}
+        engines = rollout.num_engines
+        if not is_configured and self.gpus:
+            engines = 0  # as many as the learner leaves GPUs for, see `place_engines`
         return {"CPU": 1 + engines, "GPU": engines * rollout.gpus_per_engine}
 
     def _attempt(self, group: Any, number: int, resume: Sequence[str]) -> int | None:
-        """Run every process to its end; return the exit status of process 0, None if one was lost."""
+        """Run every process to its end.
+
+        Returns:
+            The exit status of process 0; None if a process was lost.
+        """
         import ray
-        from ray.exceptions import GetTimeoutError, RayError
+        from ray.exceptions import RayError
 
-        processes = range(self.count)
-        actors = [
-            _start(f"learner-{process}-{number}", group, process, gpus=self.gpus)
-            for process in processes
-        ]
-        received: queue.Queue[tuple[int, Output]] = queue.Queue()
+        actors = []
+        for process in range(self.count):
+            actors.append(_start(f"learner-{process}-{number}", group, process, gpus=self.gpus))
+        outputs: queue.Queue[tuple[int, Output]] = queue.Queue()
 
-        def listen(process: int, arguments: list[str]) -> None:
-            for said in _outputs(actors[process], arguments, variables):
-                received.put((process, said))
+        def listen(process: int, arguments: list[str], variables: Mapping[str, str]) -> None:
+            for output in _outputs(actors[process], arguments, variables):
+                outputs.put((process, output))
 
         try:
             overrides, variables = place_engines(self.config, self._free_gpus(group))
-            own = [
-                *self.arguments.overrides,
-                *overrides,
-                *([f"run_dir={self.run_dir}"] if self.run_dir else []),
-            ]
-            timeout = self.arguments.start_timeout
-            try:
-                address = ray.get(actors[0].address.remote(), timeout=timeout)
-            except GetTimeoutError:
-                raise LaunchError(
-                    f"Ray did not start the learner's first process within {timeout:g} s"
-                    f" (--start-timeout); {RAY_FIX}"
-                ) from None
-            own += [f"learner.multihost.coordinator={address}"]
-            own += [f"learner.multihost.num_processes={self.count}", *resume]
-            cluster = ray.get_runtime_context().gcs_address
-            variables |= {"JAX_PLATFORMS": self.arguments.device, "RAY_ADDRESS": cluster}
-            for process in processes:
-                arguments = ["train", self.arguments.config, "rollout.backend=vllm", *own]
-                arguments.append(f"learner.multihost.process_id={process}")
-                threading.Thread(target=listen, args=(process, arguments), daemon=True).start()
-            return self._follow(received, actors[0].terminate.remote)
+            arguments = ["train", self.arguments.config, "rollout.backend=vllm"]
+            arguments += [*self.arguments.overrides, *overrides]
+            if self.run_dir:
+                arguments.append(f"run_dir={self.run_dir}")
+            arguments.append(f"learner.multihost.coordinator={self._coordinator(actors[0])}")
+            arguments.append(f"learner.multihost.num_processes={self.count}")
+            arguments += resume
+            variables["JAX_PLATFORMS"] = self.arguments.device
+            variables["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+
+            for process in range(self.count):
+                process_id = f"learner.multihost.process_id={process}"
+                thread = threading.Thread(
+                    target=listen, args=(process, [*arguments, process_id], variables), daemon=True
+                )
+                thread.start()
+            return self._follow(outputs, actors[0].terminate.remote)
         except RayError as error:
             _print_line(str(error).strip().splitlines()[0])
             return None
@@ -230,30 +265,67 @@ class Driver:
             for actor in actors:
                 ray.kill(actor)
 
+    def _coordinator(self, actor: Any) -> str:
+        """Return the address at which the processes meet, on the node of process 0.
+
+        Raises:
+            LaunchError: Ray did not start its actor in time.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError
+
+        timeout = self.arguments.start_timeout
+        try:
+            return ray.get(actor.address.remote(), timeout=timeout)
+        except GetTimeoutError:
+            raise LaunchError(
+                f"Ray did not start the learner's first process within {timeout:g} s"
+                f" (--start-timeout); {RAY_FIX}"
+            ) from None
+
     def _follow(
-        self, received: queue.Queue[tuple[int, Output]], terminate: Callable[[], object]
+        self, outputs: queue.Queue[tuple[int, Output]], terminate: Callable[[], object]
     ) -> int | None:
-        """Print what the processes say until all have ended, or one has and the others had their time."""
+        """Print what the processes say until all have ended.
+
+        Once one has, the others have :data:`_GRACE_SECONDS`. See :meth:`_attempt` for the result.
+
+        Args:
+            terminate: lets process 0 save and end.
+        """
         statuses: dict[int, int | None] = {}
-        deadline, told = float("inf"), False
+        deadline = float("inf")
+        was_terminated = False
         while len(statuses) < self.count and time.monotonic() < deadline:
-            if self.stop.is_set() and not told:
-                told = True
+            if self.stop.is_set() and not was_terminated:
+                was_terminated = True
                 terminate()
-            with contextlib.suppress(queue.Empty):
-                process, item = received.get(timeout=_POLL_SECONDS)
-                if isinstance(item, str):
-                    if process == 0 and item.startswith(_RUN_FOLDER):
-                        self.run_dir = str(Path(item.removeprefix(_RUN_FOLDER)).absolute())
-                    print(item if process == 0 else f"[learner {process}] {item}", flush=True)
-                    continue
-                statuses[process] = item
-                if item or process == 0:
-                    deadline = min(deadline, time.monotonic() + _GRACE)
+            try:
+                process, output = outputs.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if isinstance(output, str):
+                self._print_output(process, output)
+                continue
+            statuses[process] = output
+            if output or process == 0:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+
         if statuses.get(0) == 0:
             return 0
-        lost = any(s is None or (s > _KILLED and s != EXIT_CODE) for s in statuses.values())
-        return None if lost else statuses.get(0)
+        for status in statuses.values():
+            if status is None or (status > _KILLED and status != EXIT_CODE):
+                return None
+        return statuses.get(0)
+
+    def _print_output(self, process: int, line: str) -> None:
+        """Print a line of a process; note the run's folder if it is that line."""
+        if process != 0:
+            print(f"[learner {process}] {line}", flush=True)
+            return
+        if line.startswith(_RUN_FOLDER):
+            self.run_dir = str(Path(line.removeprefix(_RUN_FOLDER)).absolute())
+        print(line, flush=True)
 
     def _free_gpus(self, group: Any) -> list[int]:
         """Return the GPUs of each node that the learner does not take; none on CPUs."""
@@ -262,12 +334,13 @@ class Driver:
         import ray
         from ray.util.placement_group import placement_group_table
 
-        taken = list(placement_group_table(group)["bundles_to_node_id"].values())
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        return [
-            int(node["Resources"].get("GPU", 0)) - self.gpus * taken.count(node["NodeID"])
-            for node in nodes
-        ]
+        learner_nodes = list(placement_group_table(group)["bundles_to_node_id"].values())
+        free = []
+        for node in ray.nodes():
+            if node["Alive"]:
+                bundles = learner_nodes.count(node["NodeID"])
+                free.append(int(node["Resources"].get("GPU", 0)) - self.gpus * bundles)
+        return free
 
 
 def _start(name: str, group: Any, bundle: int, *, cpus: int = 1, gpus: int = 0) -> Any:
@@ -306,52 +379,66 @@ def _outputs(
 
 @contextlib.contextmanager
 def _tool_server(file: str, group: Any, attempt: int) -> Iterator[None]:
-    """Run a tool server on the node of process 0 while the context lasts; start it again whenever it ends.
+    """Run a tool server on the node of process 0 while the context lasts.
+
+    It is started again whenever it ends.
 
     Raises:
         LaunchError: it ends, or does not serve, before it was ready once.
     """
     import ray
 
-    ready, ended = threading.Event(), threading.Event()
+    is_ready = threading.Event()
+    is_over = threading.Event()  # the context
     actors: list[Any] = []
 
     def serve() -> None:
-        while not ended.is_set():
-            actors.append(_start(f"tool-server-{attempt}-{len(actors)}", group, 0, cpus=0))
-            status = None
-            for status in _outputs(actors[-1], ["tool-server", "--config", file], {}):
-                if isinstance(status, str):
-                    _print_line(f"[tool server] {status}")
-                    if status.startswith(_TOOLS_READY):
-                        ready.set()
-            if not ready.is_set() or ended.wait(_TOOLS_RESTART_SECONDS):
+        while not is_over.is_set():
+            actor = _start(f"tool-server-{attempt}-{len(actors)}", group, 0, cpus=0)
+            actors.append(actor)
+            status: Output = None
+            for output in _outputs(actor, ["tool-server", "--config", file], {}):
+                status = output  # the last output is the exit status
+                if isinstance(output, str):
+                    _print_line(f"[tool server] {output}")
+                    if output.startswith(_TOOLS_READY):
+                        is_ready.set()
+            if not is_ready.is_set() or is_over.wait(_TOOLS_RESTART_SECONDS):
                 return
             _print_line(f"[tool server] ended with status {status}: starting it again")
 
-    serving = threading.Thread(target=serve, daemon=True)
-    serving.start()
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
     try:
         deadline = time.monotonic() + _TOOLS_READY_SECONDS
-        while not ready.wait(_POLL_SECONDS):
-            if not serving.is_alive() or time.monotonic() > deadline:
+        while not is_ready.wait(_POLL_SECONDS):
+            if not thread.is_alive() or time.monotonic() > deadline:
                 raise LaunchError(
                     f"the tool server of --tool-server={file} did not start; the lines above"
                     " say why"
                 )
         yield
     finally:
-        ended.set()
+        is_over.set()
         for actor in actors:
             ray.kill(actor)
 
 
-def _plain(resources: Mapping[str, float]) -> str:
-    named = {name: resources.get(name, 0) for name in ("CPU", "GPU")}
-    return (
-        ", ".join(f"{count:g} {name}{'s' * (count != 1)}" for name, count in named.items() if count)
-        or "nothing"
-    )
+def _has_room(free: Mapping[str, float], needs: Mapping[str, float]) -> bool:
+    """Return whether these resources are free."""
+    return all(free.get(name, 0) >= amount for name, amount in needs.items())
+
+
+def _format_resources(resources: Mapping[str, float]) -> str:
+    """Return CPUs and GPUs in words."""
+    words = []
+    for name in ("CPU", "GPU"):
+        amount = resources.get(name, 0)
+        if amount == 1:
+            words.append(f"1 {name}")
+        elif amount:
+            words.append(f"{amount:g} {name}s")
+    return ", ".join(words) or "nothing"
 
 
 def _print_line(line: str) -> None:
@@ -395,7 +482,7 @@ def add_run_options(add: Callable[..., Any]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the job, or with ``--kill`` end the processes of another at once; return the exit status."""
+    """Run the job, or with ``--kill`` end a job's processes at once; return the exit status."""
     parser = argparse.ArgumentParser(prog="ray_driver")
     add_run_options(parser.add_argument)
     parser.add_argument("--config")
@@ -414,15 +501,18 @@ def main(argv: Sequence[str]) -> int:
     except LaunchError as error:
         print(f"error: {error}", flush=True)
         return 1
+
     if arguments.kill:
         for name in ray.util.list_named_actors():
             ray.kill(ray.get_actor(name))
         return 0
+
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which has handlers of its own
         signal.signal(number, lambda *_: stop.set())
     try:
-        return Driver(arguments, load_run(arguments.config, arguments.overrides), stop).run()
+        config = load_run(arguments.config, arguments.overrides)
+        return Driver(arguments, config, stop).run()
     except JaxAgentRLError as error:
         print(f"error: {printable(str(error))}", flush=True)
         return 1
