@@ -1,4 +1,4 @@
-"""A process of a run on a node: an actor, which yields what its process says, and the watchdog between the two.
+"""A process of a run on a node: an actor that yields its output, and the watchdog between the two.
 
 ``python -m jax_agent_rl.deploy.launch.ray_process COMMAND …`` is the watchdog: it runs a command
 while standard input stays open. No process hears of a parent that was killed, but it loses its
@@ -31,21 +31,22 @@ class NodeProcess:
         import ray
 
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+        with socket.socket() as listener:
+            listener.bind((host, 0))
+            _, port = listener.getsockname()
+        return f"{host}:{port}"
 
     def run(
         self, arguments: Sequence[str], folder: str, variables: Mapping[str, str]
     ) -> Iterator[str | int]:
-        """Run ``python -m jax_agent_rl.cli`` in a folder until it ends; yield its lines, and its exit status last.
+        """Run ``python -m jax_agent_rl.cli`` in a folder until it ends.
 
-        Ray's own forwarding of output loses an actor's last lines, which tell why it ended.
+        It yields the lines of its output, and its exit status last. Ray's own forwarding of output
+        loses an actor's last lines, which tell why it ended.
         """
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
-        environment.pop(
-            "OMP_NUM_THREADS", None
-        )  # Ray's limit of its workers; the learner decides for itself
+        # Ray's limit of its workers; the learner decides for itself.
+        environment.pop("OMP_NUM_THREADS", None)
         # Under a watchdog, in a session of its own: Ray kills the process groups of its workers,
         # and neither that nor the death of the worker alone may leave a process behind.
         watchdog = [sys.executable, "-m", "jax_agent_rl.deploy.launch.ray_process"]
@@ -72,7 +73,7 @@ class NodeProcess:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command under the watchdog; return its exit status: 128 + n if signal n ended it."""
+    """Run a command under the watchdog; return its exit status, 128 + n if signal n ended it."""
     libc = ctypes.CDLL(None)
     # A session of its own: what happens to the group of this process does not happen to it. But Ray
     # kills the children of an actor that it kills, this process among them, and the kernel then
@@ -98,7 +99,9 @@ def main(argv: Sequence[str]) -> int:
     threading.Thread(target=kill_at_end_of_input, daemon=True).start()
     status = child.wait()
     kill_group()  # what the command started and did not end itself
-    return status if status >= 0 else 128 - status
+    if status < 0:
+        return 128 - status
+    return status
 
 
 if __name__ == "__main__":
