@@ -2,12 +2,14 @@
 
 ::
 
-    gpu.sh ──► cluster: RAY_ADDRESS, or one of this machine ──► job: ray_driver ──► learner processes ──► engines
-      │ ◄────────────────────────── its output ─────────────────────┘                 (actors)       (actors)
+    gpu.sh ──► cluster: RAY_ADDRESS, or one of this machine ──► job: ray_driver
+      │ ◄────────────────────────── its output ─────────────────────┘   │
+      │                                                                 ▼
+      │                                        learner processes (actors) ──► engines (actors)
       └─ Ctrl-C ──► SIGTERM: the run saves and ends; once more ──► its processes are killed
 
 Reading order: ``__main__`` (the launcher), ``ray_driver`` (what the job runs), ``ray_process`` (a
-process on a node). What is here is shared with ``tpu``, and imports the standard library only:
+process on a node). This module is shared with ``tpu``, and imports the standard library only:
 parsers, types of options, templates.
 """
 
@@ -32,19 +34,21 @@ T = TypeVar("T")
 
 
 class TimedPrinter:
-    """Prints the launcher's own lines with the seconds since it began; lines of processes as they are."""
+    """Prints the launcher's lines with the seconds since it began; other lines as they are."""
 
     def __init__(self) -> None:
-        self._begin = time.monotonic()
+        self._start_time = time.monotonic()
 
     def __call__(self, line: str) -> None:
-        own = "" if line.startswith("[") else f"[{time.monotonic() - self._begin:3.0f}s] "
+        if not line.startswith("["):  # a process's line begins with its name
+            elapsed = time.monotonic() - self._start_time
+            line = f"[{elapsed:3.0f}s] {line}"
         with contextlib.suppress(BrokenPipeError):  # nobody reads it: still end in order
-            print(own + line, flush=True)
+            print(line, flush=True)
 
 
 def script_parser(script: str) -> argparse.ArgumentParser:
-    """Return a parser whose ``--help`` shows the comment at the beginning of a script of ``launch``."""
+    """Return a parser whose ``--help`` shows the comment at the top of a script of ``launch``."""
     lines = (ROOT / "launch" / script).read_text(encoding="utf-8").splitlines()[1:]
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     description = "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment)
@@ -52,24 +56,30 @@ def script_parser(script: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=script, description=description, formatter_class=style)
 
 
-def _checked(
-    kind: Callable[[str], T], holds: Callable[[T], bool], wanted: str
+def _option_type(
+    parse: Callable[[str], T], is_valid: Callable[[T], bool], expected: str
 ) -> Callable[[str], T]:
-    """Return a type of options: it parses by ``kind``, and refuses values for which ``holds`` is false."""
+    """Return a type of options that refuses what cannot be parsed, or is not valid.
 
-    def parse(text: str) -> T:
+    Args:
+        parse: raises ValueError for what cannot be parsed.
+        expected: valid values in words, for the message.
+    """
+
+    def parse_valid(text: str) -> T:
         with contextlib.suppress(ValueError):
-            if holds(value := kind(text)):
+            value = parse(text)
+            if is_valid(value):
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
 
-    return parse
+    return parse_valid
 
 
-positive = _checked(int, lambda value: value >= 1, "a whole number, 1 or more")
-count = _checked(int, lambda value: value >= 0, "a whole number, 0 or more")
-port = _checked(int, lambda value: 0 < value < 65536, "a port, 1 to 65535")
-seconds = _checked(float, lambda value: 0 < value < math.inf, "seconds, more than 0")
+positive = _option_type(int, lambda value: value >= 1, "a whole number, 1 or more")
+count = _option_type(int, lambda value: value >= 0, "a whole number, 0 or more")
+port = _option_type(int, lambda value: 0 < value < 65536, "a port, 1 to 65535")
+seconds = _option_type(float, lambda value: 0 < value < math.inf, "seconds, more than 0")
 
 
 def comma_separated(text: str) -> list[str]:
@@ -79,12 +89,14 @@ def comma_separated(text: str) -> list[str]:
 
 def variable(text: str) -> tuple[str, str | None]:
     """Parse an environment variable: ``NAME=VALUE``, or ``NAME`` for its value here (None)."""
-    name, given, value = text.partition("=")
+    name, separator, value = text.partition("=")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no environment variable: write NAME, or NAME=VALUE"
         )
-    return name, value if given else None
+    if not separator:
+        return name, None
+    return name, value
 
 
 def render_template(name: str, **values: Any) -> str:

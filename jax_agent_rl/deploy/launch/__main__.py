@@ -1,4 +1,4 @@
-"""The launcher of ``./launch/gpu.sh``: its command line, its cluster, and the job that it submits and follows.
+"""The launcher of ``./launch/gpu.sh``: its command line, its cluster, and the job that it follows.
 
 A job belongs to its cluster, not to the launcher: on an existing cluster it goes on when the
 launcher is killed (``ray job logs --follow`` and ``ray job stop`` work on it).
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 DRIVER = "jax_agent_rl.deploy.launch.ray_driver"
 STOP_SECONDS = 600
-"""Time from SIGTERM to SIGKILL: Ray's three seconds would not do to save a checkpoint."""
+"""Time from SIGTERM to SIGKILL, as Ray's three seconds would not do to save a checkpoint."""
 _POLL_SECONDS = 0.5
 _AGENT_SECONDS = 120.0  # until a node of a new cluster takes jobs
 
@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-_PASSED = ("device", "start_timeout", "max_restarts")  # to the driver, as they are
+_DRIVER_OPTIONS = ("device", "start_timeout", "max_restarts")  # passed on as they are
 
 
 def main(argv: Sequence[str]) -> int:
@@ -128,6 +128,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
+    """Submit and follow a job, or print what it would be; return the exit status."""
     arguments.config, arguments.overrides = split_config(arguments.overrides, arguments.config)
     cluster = os.environ.get("RAY_ADDRESS")
     if arguments.certify:
@@ -140,51 +141,70 @@ def _launch(arguments: argparse.Namespace) -> int:
             "give a configuration, by CONFIG or --config FILE: the quickstart, whose model and data"
             " are fetched, is for this machine"
         )
+
     file = (arguments.config or QUICKSTART).absolute()
     config = load_run(str(file), arguments.overrides)
-    passed = [f"--{name.replace('_', '-')}={vars(arguments)[name]}" for name in _PASSED]
-    if arguments.tool_server:
-        load_tree(ToolServerSettings, arguments.tool_server)
-        passed.append(f"--tool-server={Path(arguments.tool_server).absolute()}")
-    passed += [*(["--resume"] if arguments.resume else []), *arguments.overrides]
+    driver_arguments = _driver_arguments(arguments)
     if arguments.render == "kuberay":
-        print(_ray_job_manifest(arguments, config, passed), end="")
+        print(_ray_job_manifest(arguments, config, driver_arguments), end="")
         return 0
-    passed = [f"--config={file}", *passed]
+    driver_arguments = [f"--config={file}", *driver_arguments]
     if arguments.dry_run:
+        job = submission(str(ROOT), sys.executable, "JOB", driver_arguments)
         print(f"cluster: {cluster or 'a new one on this machine'}")
-        print(f"job: {submission(str(ROOT), sys.executable, 'JOB', passed)['entrypoint']}")
+        print(f"job: {job['entrypoint']}")
         return 0
-    if not cluster and (nodes := config.learner.multihost.num_processes or 1) > 1:
+
+    nodes = config.learner.multihost.num_processes or 1
+    if nodes > 1 and not cluster:
         raise LaunchError(
             f"learner.multihost.num_processes={nodes} needs {nodes} nodes of a Ray cluster: name"
             " one by RAY_ADDRESS, or leave the key out to train on this machine"
         )
     # CPUs for the learner's actor, the learner, and each engine.
     with connected(cpus=2 + config.rollout.num_engines) as client:
-        return asyncio.run(RayJob(client, passed, TimedPrinter()).follow())
+        return asyncio.run(RayJob(client, driver_arguments, TimedPrinter()).follow())
+
+
+def _driver_arguments(arguments: argparse.Namespace) -> list[str]:
+    """Return the driver's command line, without the configuration.
+
+    Raises:
+        ConfigError: the tool server's settings are wrong.
+    """
+    result = []
+    for name in _DRIVER_OPTIONS:
+        option = name.replace("_", "-")
+        result.append(f"--{option}={vars(arguments)[name]}")
+    if arguments.tool_server:
+        load_tree(ToolServerSettings, arguments.tool_server)
+        result.append(f"--tool-server={Path(arguments.tool_server).absolute()}")
+    if arguments.resume:
+        result.append("--resume")
+    return [*result, *arguments.overrides]
 
 
 def _certify(arguments: argparse.Namespace, cluster: str | None) -> int:
-    """Run ``jax-agent-rl certify`` in place of this process; with ``--dry-run``, print the command."""
+    """Run ``jax-agent-rl certify`` in place of this process.
+
+    With ``--dry-run``, the command is printed.
+    """
     if arguments.render or arguments.resume or arguments.tool_server or cluster:
         raise LaunchError(
             "--certify measures this machine: leave out --render, --resume and --tool-server, unset"
             " RAY_ADDRESS, and run it on each node of a cluster"
         )
-    config = [f"--config={arguments.config.absolute()}"] if arguments.config else []
-    command = [sys.executable, "-m", "jax_agent_rl.cli", "certify", *config, *arguments.overrides]
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "certify"]
+    if arguments.config:
+        command.append(f"--config={arguments.config.absolute()}")
+    command += arguments.overrides
     # A GPU that cannot be opened fails the launch; without this, the processor would be measured
     # instead.
-    environment = {"JAX_PLATFORMS": arguments.device}
+    platforms = arguments.device
     if arguments.dry_run:
-        print(
-            shlex.join(
-                ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
-            )
-        )
+        print(shlex.join(["env", f"JAX_PLATFORMS={platforms}", *command]))
         return 0
-    os.execve(command[0], command, os.environ | environment)
+    os.execve(command[0], command, os.environ | {"JAX_PLATFORMS": platforms})
 
 
 def _cluster_file(arguments: argparse.Namespace) -> str:
@@ -206,36 +226,44 @@ def _cluster_file(arguments: argparse.Namespace) -> str:
     )
 
 
-def _ray_job_manifest(arguments: argparse.Namespace, config: Config, passed: Sequence[str]) -> str:
-    """Return a ConfigMap with the configuration's file and a RayJob that runs it, for ``kubectl apply``."""
+def _ray_job_manifest(
+    arguments: argparse.Namespace, config: Config, driver_arguments: Sequence[str]
+) -> str:
+    """Return a RayJob and a ConfigMap with the configuration's file, for ``kubectl apply``."""
     if not config.run_dir.startswith("/runs/"):
         raise LaunchError(
             f"run_dir={config.run_dir} ends with its pod; set it to a folder of /runs, e.g."
             " /runs/my"
         )
-    python, job = "/opt/venv/bin/python", "jax-agent-rl"  # of docker/gpu.Dockerfile, as /app is
+    # The folders are those of docker/gpu.Dockerfile.
+    job = submission(
+        "/app",
+        "/opt/venv/bin/python",
+        "jax-agent-rl",
+        ["--config=/config/run.yaml", *driver_arguments],
+    )
     return render_template(
         "kuberay.yaml.j2",
         options=arguments,
         config=arguments.config.read_text(),
         ray_version=version("ray"),
-        **submission("/app", python, job, ["--config=/config/run.yaml", *passed]),
+        **job,
     )
 
 
 def submission(root: str, python: str, job: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return a job as Ray takes it: its shell command, with which actors find the project, and its variables.
+    """Return a job as Ray takes it: its shell command and its variables.
+
+    Both name the project's folder, so that actors find it.
 
     Args:
         root: the project's folder, on every node.
         python: the environment's interpreter, on every node.
         job: the job's name.
-        arguments: of the driver.
+        arguments: command line of the driver.
     """
-    command, folder = (
-        shlex.join([python, "-m", DRIVER, "--job", job, *arguments]),
-        shlex.quote(root),
-    )
+    command = shlex.join([python, "-m", DRIVER, "--job", job, *arguments])
+    folder = shlex.quote(root)
     variables = {"PYTHONPATH": root, "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)}
     return {
         "entrypoint": f"cd {folder} && PYTHONPATH={folder} exec {command}",
@@ -245,35 +273,38 @@ def submission(root: str, python: str, job: str, arguments: Sequence[str]) -> di
 
 @contextlib.contextmanager
 def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
-    """Connect to the cluster of ``RAY_ADDRESS``; without it, start one on this machine while the context lasts.
+    """Connect to the cluster of ``RAY_ADDRESS``, or to a new one on this machine.
 
-    Its processes end with this one, even if it is killed.
+    A new cluster lasts as long as the context. Its processes end with this one, even if it is
+    killed.
 
     Args:
-        cpus: places in a cluster started here, regardless of the number of cores.
+        cpus: least number of places in a new cluster, regardless of the number of cores.
 
     Raises:
         LaunchError: there is no cluster at the address, it does not answer, or refuses what is
             asked in the context.
     """
-    own = not (os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_API_SERVER_ADDRESS"))
-    if own:
+    is_new = not (os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_API_SERVER_ADDRESS"))
+    if is_new:
         secure_own_cluster()
     import ray
     from ray.job_submission import JobSubmissionClient
 
-    address = None  # of RAY_ADDRESS
+    def start_cluster() -> Any:
+        return ray.init(
+            "local",
+            num_cpus=max(cpus, os.cpu_count() or 1),
+            include_dashboard=True,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+
+    address = None  # the client takes RAY_ADDRESS then
     ended = threading.Event()
-    if own:
-        cpus, level = max(cpus, os.cpu_count() or 1), logging.WARNING
+    if is_new:
         context = start_service_blocking(
-            lambda: ray.init(
-                "local",
-                num_cpus=cpus,
-                include_dashboard=True,
-                log_to_driver=False,
-                logging_level=level,
-            ),
+            start_cluster,
             name="a Ray cluster of this machine",
             fix=RAY_FIX,
             undo=lambda _: ray.shutdown(),
@@ -289,7 +320,8 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
             error=LaunchError,
         )
     except (ConnectionError, RuntimeError) as error:
-        raise LaunchError(f"{'Ray' if own else 'the cluster of RAY_ADDRESS'}: {error}") from error
+        cluster = "Ray" if is_new else "the cluster of RAY_ADDRESS"
+        raise LaunchError(f"{cluster}: {error}") from error
     finally:
         ray.shutdown()
         ended.set()
@@ -299,15 +331,16 @@ class RayJob:
     """A submitted run.
 
     Args:
-        client: the cluster.
-        arguments: of the driver.
+        client: connection to the cluster.
+        arguments: command line of the driver.
         print_line: prints a line of the launcher.
     """
 
     def __init__(
         self, client: JobSubmissionClient, arguments: Sequence[str], print_line: TimedPrinter
     ) -> None:
-        self._client, self._print_line = client, print_line
+        self._client = client
+        self._print_line = print_line
         self.name = f"jax-agent-rl-{secrets.token_hex(4)}"
         self._submit(arguments, self.name)
         print_line(f"job {self.name} on {client.get_address()}")
@@ -320,8 +353,9 @@ class RayJob:
         interrupt = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, interrupt.set)
+
         printing = asyncio.create_task(self._print_logs())
-        interrupted = False
+        was_interrupted = False
         while not printing.done():
             waiting = asyncio.create_task(interrupt.wait())
             await asyncio.wait([printing, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -329,20 +363,20 @@ class RayJob:
             if not interrupt.is_set():
                 continue
             interrupt.clear()
-            if not interrupted:
+            if not was_interrupted:
                 self._print_line(
                     "interrupted: the run saves a checkpoint (once more to end it at once)"
                 )
                 await asyncio.to_thread(self._client.stop_job, self.name)
             else:
                 self._print_line("interrupted again: the run is killed")
-                await asyncio.to_thread(
-                    self._submit, ["--kill"], f"{self.name}-kill-{secrets.token_hex(4)}"
-                )
-            interrupted = True
+                kill_job = f"{self.name}-kill-{secrets.token_hex(4)}"
+                await asyncio.to_thread(self._submit, ["--kill"], kill_job)
+            was_interrupted = True
         await printing
+
         info = await asyncio.to_thread(self._client.get_job_info, self.name)
-        if interrupted or info.status == "STOPPED":
+        if was_interrupted or info.status == "STOPPED":
             return EXIT_CODE
         if info.status == "FAILED" and info.driver_exit_code is None:
             raise LaunchError(f"job {self.name}: {info.message}")
@@ -350,21 +384,23 @@ class RayJob:
 
     async def _print_logs(self) -> None:
         """Print the output, once, over any number of connections."""
-        printed = 0
+        printed = 0  # characters
         while True:
-            seen = 0
+            received = 0  # characters of this connection, which begins at the first one
             with contextlib.suppress(OSError, RuntimeError):
                 async for text in self._client.tail_job_logs(self.name):
-                    sys.stdout.write(text[max(printed - seen, 0) :])
+                    new_text = text[max(printed - received, 0) :]
+                    sys.stdout.write(new_text)
                     sys.stdout.flush()
-                    seen += len(text)
-                    printed = max(printed, seen)
+                    received += len(text)
+                    printed = max(printed, received)
             status = await asyncio.to_thread(self._client.get_job_status, self.name)
             if status.is_terminal():
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
     def _submit(self, arguments: Sequence[str], name: str) -> None:
+        """Submit a job of the driver, as soon as a node takes jobs."""
         job = submission(str(ROOT), sys.executable, self.name, arguments)
         deadline = time.monotonic() + _AGENT_SECONDS
         while True:
