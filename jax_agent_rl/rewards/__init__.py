@@ -6,10 +6,10 @@ processes that can be killed.
 
 ``solution_str`` is the text of the last assistant turn unless the function was registered with
 another ``solution``: it excludes tool results, so an answer that only a tool wrote earns nothing.
-Three kinds of reward are separate: those of tools (``tool_rewards`` per call, ``tool_scores`` per
-tool for the whole trajectory), of the environment per turn (``turn_scores``), and the function's
-result, the final reward; a function may request the others by name to combine them. A function that
-exceeds ``reward.timeout`` loses its trajectory, not the run.
+The function's result is the final reward. Tools give rewards of their own (``tool_rewards`` per
+call, ``tool_scores`` per tool for the whole trajectory), and an environment gives one per turn
+(``turn_scores``); a function may request them by name to combine them. A function that exceeds
+``reward.timeout`` loses its trajectory, not the run.
 
 ::
 

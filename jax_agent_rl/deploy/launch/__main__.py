@@ -235,7 +235,7 @@ def _ray_job_manifest(
             f"run_dir={config.run_dir} ends with its pod; set it to a folder of /runs, e.g."
             " /runs/my"
         )
-    # The folders are those of docker/gpu.Dockerfile.
+    # docker/gpu.Dockerfile makes these folders.
     job = submission(
         "/app",
         "/opt/venv/bin/python",

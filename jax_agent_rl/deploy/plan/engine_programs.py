@@ -296,7 +296,7 @@ class EngineWork(NamedTuple):
     def of(self, key: tuple) -> tuple[float, float] | None:
         """Return operations and bytes of a call of a program in the engine's table.
 
-        They are those of one step where a call has several; None if the program runs no model.
+        Where a call has several steps, they count for one step. None if the program runs no model.
         """
         if self.model.vision is not None:
             return None

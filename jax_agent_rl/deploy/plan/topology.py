@@ -280,7 +280,7 @@ class DevicePlacement:
 
     @property
     def engine_count(self) -> int:
-        """Number of engines; those of a process lie along ``data``."""
+        """Number of engines; the engines of a process lie along ``data``."""
         return sum(mesh.shape["data"] for mesh in self.engines)
 
     @property
