@@ -209,7 +209,7 @@ class Driver:
             remove_placement_group(group)
 
     def _engine_needs(self) -> dict[str, float]:
-        """Return the free resources that engines in Ray actors need besides the learner's."""
+        """Return the free resources that engines in Ray actors need, with the learner's bundle."""
         rollout = self.config.rollout
         is_configured = "placement" in rollout.model_fields_set
         if rollout.backend == "remote":
