@@ -62,7 +62,7 @@ def read_rows(count: int) -> dict[str, list[Any]]:
         encoder = Encoder(
             codec=codec,
             config=ConversationsConfig.model_validate({"train": str(demonstrations)}),
-            longest=1024,
+            pack_length=1024,
         )
         examples = encoder.examples([DataSource(path=str(demonstrations))])
         lines = [row for _, row in read_row_file(demonstrations)]

@@ -1,1 +1,4 @@
-"""Training without rollouts: ``conversations`` from rows to ids and loss masks · ``train`` the loop of sft and dpo."""
+"""Training without rollouts.
+
+``conversations`` from rows to token ids and loss masks · ``train`` the loop of sft and dpo.
+"""

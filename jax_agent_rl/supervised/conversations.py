@@ -1,12 +1,13 @@
-"""Rows of files to the sequences that are trained on: exact ids, and which of them carry loss.
+"""Rows of files to the sequences that are trained on: exact token ids, and which carry loss.
 
 ::
 
-    {"messages": […], "tools": […]}                     a conversation
-    {"prompt": […], "completion": […]}                  the same; only the completion carries loss
-    {"prompt": […], "chosen": […], "rejected": […]}     a preference; prompt may be left out where both begin alike
-    {"prompt_ids": […], "response_ids": […], …}         a sequence that ``jax-agent-rl rollout`` wrote
-    {"prompt_ids": […], "turns": […], …}                a line of a run's ``trajectories.jsonl``
+    {"messages": […], "tools": […]}                   a conversation
+    {"prompt": […], "completion": […]}                the same; only the completion carries loss
+    {"prompt": […], "chosen": […], "rejected": […]}   a preference; without a prompt, it is the
+                                                      messages that both begin with
+    {"prompt_ids": […], "response_ids": […], …}       a sequence that ``jax-agent-rl rollout`` wrote
+    {"prompt_ids": […], "turns": […], …}              a line of a run's ``trajectories.jsonl``
 
 A conversation is encoded as a rollout would have built it, turn by turn, so that it is tokenized as
 the policy will see it: the assistant's ids, with the one that ends the turn, carry loss, and what
@@ -18,8 +19,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,10 @@ from jax_agent_rl.observe.run_dir import restore_trajectory
 
 Example = tuple[TrainingSequence, ...]
 """A conversation, or a trajectory, which may have been sampled in several contexts."""
+RankedExample = tuple[float, Example]
+"""The reward of an example, and the example."""
+_TrajectoryGroup = dict[str, tuple[float, list[TrainingSequence]]]
+"""Reward and sequences of each trajectory of a group, by its id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +59,13 @@ class Encoder:
     """Encodes rows.
 
     Attributes:
-        codec: of the model.
-        config: the rows' section.
-        longest: tokens of a packed row.
+        config: the section of the rows.
+        pack_length: number of tokens of a packed row, and so of the longest sequence.
     """
 
     codec: ChatCodec
     config: ConversationsConfig
-    longest: int
+    pack_length: int
 
     def examples(self, sources: Sequence[DataSource]) -> list[Example]:
         """Return the conversations and trajectories of files, in order.
@@ -68,67 +73,96 @@ class Encoder:
         Raises:
             DataError: a row is invalid, or too long; or nothing is left to train on.
         """
-        config = self.config
-        best_of = config.best_of if isinstance(config, SftDataConfig) else None
-        made = [example for group in self._groups(sources) for _, example in _best(group, best_of)]
-        return _required([example for example in made if self._fits(example)], sources)
+        best_of = None
+        if isinstance(self.config, SftDataConfig):
+            best_of = self.config.best_of
+
+        # All rows are encoded before any is refused for its length.
+        encoded: list[Example] = []
+        for group in self._groups(sources):
+            encoded += [example for _, example in _best(group, best_of)]
+        examples = [example for example in encoded if self._fits(example)]
+        _require_some(examples, sources)
+        return examples
 
     def pairs(self, sources: Sequence[DataSource]) -> list[Pair]:
-        """Return the preferences of files; of a group of trajectories, the best and the worst if their rewards differ.
+        """Return the preferences of files.
+
+        Of a group of trajectories, they are the best and the worst if their rewards differ.
 
         Raises:
             DataError: as :meth:`examples`.
         """
-        made = []
+        encoded: list[Pair] = []
         for group in self._groups(sources, pairs=True):
             if isinstance(group, Pair):
-                made.append(group)
+                encoded.append(group)
                 continue
             ranked = _best(group, None)
-            if len(ranked) > 1 and ranked[0][0] > ranked[-1][0]:
-                made.append(Pair(chosen=ranked[0][1], rejected=ranked[-1][1]))
-        return _required(
-            [pair for pair in made if self._fits(pair.chosen) and self._fits(pair.rejected)],
-            sources,
-        )
+            if len(ranked) < 2:
+                continue
+            best_reward, best = ranked[0]
+            worst_reward, worst = ranked[-1]
+            if best_reward > worst_reward:
+                encoded.append(Pair(chosen=best, rejected=worst))
+
+        pairs = []
+        for pair in encoded:
+            if self._fits(pair.chosen) and self._fits(pair.rejected):
+                pairs.append(pair)
+        _require_some(pairs, sources)
+        return pairs
 
     def _groups(self, sources: Sequence[DataSource], *, pairs: bool = False) -> Iterator[Any]:
-        """Yield conversations, each a group of its own, preferences, and groups of trajectories with their rewards."""
-        for file in (file for source in sources for file in find_files(source)):
-            groups: dict[str, dict[str, tuple[float, list[TrainingSequence]]]] = {}
-            for place, row in read_row_file(file):
-                with _located(place):
-                    if "prompt_ids" in row:
-                        self._add(groups, row)
-                    elif pairs:
-                        yield self._pair(row)
-                    else:
-                        yield [(0.0, (self._conversation(row),))]
-            for group in groups.values():
-                yield [(reward, tuple(sequences)) for reward, sequences in group.values()]
+        """Yield conversations, preferences, and groups of trajectories with their rewards.
 
-    def _add(
-        self, groups: dict[str, dict[str, tuple[float, list[TrainingSequence]]]], row: Row
-    ) -> None:
-        """Add a sequence of a trajectory to its group, unless nothing of it carries loss or its reward is too low."""
-        reward, least = float(row["reward"]), self.config.min_reward
-        if row.get("no_loss") or least is not None and reward < least:
+        Each conversation is a group of its own.
+        """
+        for source in sources:
+            for file in find_files(source):
+                yield from self._groups_of_file(file, pairs=pairs)
+
+    def _groups_of_file(self, file: Path, *, pairs: bool) -> Iterator[Any]:
+        groups: dict[str, _TrajectoryGroup] = {}
+        for location, row in read_row_file(file):
+            with _located(location):
+                if "prompt_ids" in row:
+                    self._add_trajectory(groups, row)
+                elif pairs:
+                    yield self._pair(row)
+                else:
+                    yield [(0.0, (self._conversation(row),))]
+        for group in groups.values():
+            yield [(reward, tuple(sequences)) for reward, sequences in group.values()]
+
+    def _add_trajectory(self, groups: dict[str, _TrajectoryGroup], row: Row) -> None:
+        """Add the sequences of a trajectory's row to its group.
+
+        They are left out if nothing of them carries loss, or the reward is too low.
+        """
+        reward = float(row["reward"])
+        min_reward = self.config.min_reward
+        if row.get("no_loss"):
             return
+        if min_reward is not None and reward < min_reward:
+            return
+
         if "turns" in row:
-            sequences = [
-                (s.prompt_ids, s.response_ids, s.loss_mask)
-                for s in restore_trajectory(row).sequences
+            parts = [
+                (sequence.prompt_ids, sequence.response_ids, sequence.loss_mask)
+                for sequence in restore_trajectory(row).sequences
             ]
         else:
-            sequences = [(row["prompt_ids"], row["response_ids"], row["loss_mask"])]
-        _, own = groups.setdefault(row["group_id"], {}).setdefault(
-            row["trajectory_id"], (reward, [])
-        )
-        own += [
-            _sequence([*prompt, *ids], [0] * len(prompt) + list(mask))
-            for prompt, ids, mask in sequences
-            if any(mask)
-        ]
+            parts = [(row["prompt_ids"], row["response_ids"], row["loss_mask"])]
+
+        group = groups.setdefault(row["group_id"], {})
+        _, sequences = group.setdefault(row["trajectory_id"], (reward, []))
+        for prompt_ids, response_ids, loss_mask in parts:
+            if any(loss_mask):
+                prompt_mask = [0] * len(prompt_ids)
+                sequences.append(
+                    _sequence([*prompt_ids, *response_ids], [*prompt_mask, *loss_mask])
+                )
 
     def _conversation(self, row: Row) -> TrainingSequence:
         if "messages" in row:
@@ -146,50 +180,63 @@ class Encoder:
                 f"{describe_columns(row)}; a preference needs chosen and rejected, each a list of"
                 " messages"
             )
-        chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
+        chosen = row["chosen"]
+        rejected = row["rejected"]
+        prompt = row.get("prompt")
         if prompt is None:
-            shared = sum(
-                1
-                for _ in itertools.takewhile(
-                    lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)
-                )
-            )
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        begin = len(prompt)
+            # The messages that both begin with carry no loss.
+            begin = _shared_length(chosen, rejected)
+        else:
+            begin = len(prompt)
+            chosen = [*prompt, *chosen]
+            rejected = [*prompt, *rejected]
         return Pair(
-            chosen=(self._encode(row, [*prompt, *chosen], begin=begin),),
-            rejected=(self._encode(row, [*prompt, *rejected], begin=begin),),
+            chosen=(self._encode(row, chosen, begin=begin),),
+            rejected=(self._encode(row, rejected, begin=begin),),
         )
 
     def _encode(self, row: Row, messages: Sequence[Message], *, begin: int = 0) -> TrainingSequence:
         """Encode messages, of which those before ``begin`` carry no loss."""
         tools = row.get("tools") or ()
+        if isinstance(tools, str):
+            tools = json.loads(tools)
+        train_on: Collection[str] = ("assistant",)
+        if isinstance(self.config, SftDataConfig):
+            train_on = self.config.train_on
+
+        def carries_loss(number: int, message: Message) -> bool:
+            if number < begin or message["role"] not in train_on:
+                return False
+            return message.get("weight", 1) != 0
+
         codec = self.codec.with_template_kwargs(row.get("chat_template_kwargs"))
-        train_on = (
-            self.config.train_on if isinstance(self.config, SftDataConfig) else ("assistant",)
-        )
-        ids, mask = encode_conversation(
-            codec,
-            normalize_messages(messages),
-            json.loads(tools) if isinstance(tools, str) else tools,
-            lambda number, message: (
-                number >= begin and message["role"] in train_on and message.get("weight", 1) != 0
-            ),
-        )
+        ids, mask = encode_conversation(codec, normalize_messages(messages), tools, carries_loss)
         if not any(mask):
             raise DataError(f"no message of role {' or '.join(train_on)} carries loss")
         return _sequence(ids, mask)
 
     def _fits(self, example: Example) -> bool:
-        length, most = max(len(sequence.token_ids) for sequence in example), self.config.max_length
-        if most is not None and length > most:
+        """Return whether an example is short enough for ``data.max_length``."""
+        length = max(len(sequence.token_ids) for sequence in example)
+        max_length = self.config.max_length
+        if max_length is not None and length > max_length:
             return False
-        if length > self.longest:
+        if length > self.pack_length:
             raise DataError(
-                f"a sequence has {length} tokens, a packed row {self.longest}; set"
+                f"a sequence has {length} tokens, a packed row {self.pack_length}; set"
                 f" learner.pack_length >= {length}, or data.max_length to leave it out"
             )
         return True
+
+
+def _shared_length(first: Sequence[Message], second: Sequence[Message]) -> int:
+    """Return how many messages two conversations begin with alike."""
+    length = 0
+    for first_message, second_message in zip(first, second, strict=False):
+        if first_message != second_message:
+            break
+        length += 1
+    return length
 
 
 def encode_conversation(
@@ -198,87 +245,97 @@ def encode_conversation(
     tools: Sequence[Mapping[str, Any]],
     carries_loss: Callable[[int, Message], bool],
 ) -> tuple[list[int], list[int]]:
-    """Return the ids of a conversation, built turn by turn as in a rollout, and 1 for each that carries loss.
+    """Return the token ids of a conversation, and 1 for each that carries loss, else 0.
 
-    The messages between two assistant turns are encoded together, with the generation prompt after
-    them, and carry loss if one of them does. The first id of all never does.
+    It is built turn by turn, as in a rollout. The messages between two assistant turns are encoded
+    together, with the generation prompt after them, and carry loss if one of them does. The first
+    id of all never does.
 
     Args:
-        codec: of the model.
         messages: with at least one of the assistant, none of which follows another directly.
         tools: schemas that the template shows.
-        carries_loss: from a message and its number.
+        carries_loss: returns whether a message does, from its index and the message.
 
     Raises:
         DataError: the assistant says nothing, begins, or speaks twice in a row.
         TemplateError: the template refuses a message.
     """
-    blocks = [
-        (role, [(number, messages[number]) for number, _ in block])
-        for role, block in itertools.groupby(
-            enumerate(messages), lambda item: item[1]["role"] == "assistant"
-        )
-    ]
-    if not any(is_assistant for is_assistant, _ in blocks):
+    if not any(message["role"] == "assistant" for message in messages):
         raise DataError("there is no message of the assistant; add its answer")
-    if blocks[0][0]:
+    if messages[0]["role"] == "assistant":
         raise DataError("the conversation begins with the assistant; begin it with what it answers")
+
     ids: list[int] = []
     mask: list[int] = []
     turn: list[int] = []  # the last assistant turn, until what follows it is known
-    for is_assistant, block in blocks:
-        loss = [int(carries_loss(number, message)) for number, message in block]
+    for is_assistant, block in itertools.groupby(
+        enumerate(messages), lambda item: item[1]["role"] == "assistant"
+    ):
+        numbered = list(block)
+        block_messages = [message for _, message in numbered]
+        loss = int(any(carries_loss(number, message) for number, message in numbered))
+
         if is_assistant:
-            if len(block) > 1:
+            if len(numbered) > 1:
+                first = numbered[0][0]
                 raise DataError(
-                    f"messages {block[0][0]} and {block[1][0]} are both the assistant's; join them"
+                    f"messages {first} and {first + 1} are both the assistant's; join them"
                 )
-            turn = codec.encode_turn(block[0][1], tools)
+            turn = codec.encode_turn(block_messages[0], tools)
             ids += turn
-            mask += loss * len(turn)
+            mask += [loss] * len(turn)
             continue
-        following = [message for _, message in block]
+
         if not ids:
-            ids = codec.encode_prompt(following, tools)
-            mask = [0] + [max(loss)] * (len(ids) - 1)
+            ids = codec.encode_prompt(block_messages, tools)
+            mask = [0] + [loss] * (len(ids) - 1)
             continue
-        appended = codec.encode_append(turn, following, tools=tools)
+
+        appended = codec.encode_append(turn, block_messages, tools=tools)
         if codec.replaces_end(turn, appended):
-            del ids[-1], mask[-1]
-        ends_turn = (
-            appended[:1] != []
-            and turn[-1] not in codec.eos_token_ids
-            and appended[0] in codec.eos_token_ids
-        )
-        mask += [mask[-1] if ends_turn else max(loss)] + [max(loss)] * (len(appended) - 1)
+            ids.pop()
+            mask.pop()
+        appended_mask = [loss] * len(appended)
+        if appended and _ends_turn(codec, turn, appended):
+            appended_mask[0] = mask[-1]  # the end is the turn's, as if it had been sampled
+        mask += appended_mask
         ids += appended
     return ids, mask
+
+
+def _ends_turn(codec: ChatCodec, turn: Sequence[int], appended: Sequence[int]) -> bool:
+    """Return whether the first appended id ends a turn that has no end of its own."""
+    return turn[-1] not in codec.eos_token_ids and appended[0] in codec.eos_token_ids
 
 
 def _sequence(ids: Iterable[int], mask: Sequence[int]) -> TrainingSequence:
     return TrainingSequence(token_ids=np.array(list(ids), np.int32), loss_mask=np.array(mask, bool))
 
 
-def _best(group: list[tuple[float, Example]], count: int | None) -> list[tuple[float, Example]]:
-    """Return the members with the highest rewards first; the first of equals comes first."""
-    return sorted((member for member in group if member[1]), key=lambda member: -member[0])[:count]
+def _best(group: list[RankedExample], count: int | None) -> list[RankedExample]:
+    """Return the members with the highest rewards; the first of equals comes first.
+
+    Members without a sequence that carries loss are left out.
+    """
+    members = [(reward, example) for reward, example in group if example]
+    members.sort(key=lambda member: -member[0])
+    return members[:count]
 
 
-def _required(made: list[Any], sources: Sequence[DataSource]) -> list[Any]:
-    if not made:
+def _require_some(examples: Sequence[Any], sources: Sequence[DataSource]) -> None:
+    if not examples:
         raise DataError(
-            f"{', '.join(map(str, sources))}: nothing is left to train on; look at data.min_reward"
-            " and data.max_length"
+            f"{', '.join(str(source) for source in sources)}: nothing is left to train on; look at"
+            " data.min_reward and data.max_length"
         )
-    return made
 
 
 @contextlib.contextmanager
-def _located(place: str) -> Iterator[None]:
+def _located(location: str) -> Iterator[None]:
     """Name file and row in a problem."""
     try:
-        with located(place):
+        with located(location):
             yield
     except (TemplateError, KeyError, TypeError, ValueError) as error:
-        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
-        raise DataError(f"{place}: {what}") from error
+        problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
+        raise DataError(f"{location}: {problem}") from error

@@ -2,16 +2,17 @@
 
 ::
 
-    rows ─► Encoder ─► batches of examples or pairs ─► gradient ─► AdamW ─► metrics.jsonl, checkpoints
+    rows ─► Encoder ─► batches of examples or pairs ─► gradient ─► AdamW ─► metrics, checkpoints
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,17 +51,18 @@ class Sft:
 
     def step(self, batch: Sequence[Example]) -> Metrics:
         """Accumulate the gradient of a batch."""
-        sequences = [sequence for example in batch for sequence in example]
+        sequences = _sequences(batch)
         tokens = sum(sequence.num_scored for sequence in sequences)
-        weighted = [replace(s, weight=np.full(s.num_scored, 1 / tokens)) for s in sequences]
+        weighted = []
+        for sequence in sequences:
+            weight = np.full(sequence.num_scored, 1 / tokens)
+            weighted.append(replace(sequence, weight=weight))
         result = self.learner.forward_backward(weighted)
         return {"loss": result.loss, "entropy": result.metrics["entropy"], **_counts(sequences)}
 
     def evaluate(self, examples: Sequence[Example]) -> Metrics:
         """Return the mean loss per token."""
-        logprobs = np.concatenate(
-            self.learner.forward([sequence for example in examples for sequence in example])
-        )
+        logprobs = np.concatenate(self.learner.forward(_sequences(examples)))
         return {"loss": -float(logprobs.mean())}
 
 
@@ -68,8 +70,8 @@ class Sft:
 class Dpo:
     """Direct preference optimization: the mean loss of a batch's pairs.
 
-    A pair's loss depends on its sequences' log-probs only, so its gradient is that of log-probs
-    weighted by the loss's derivatives, which take a forward pass to know.
+    A pair's loss depends on its sequences' log-probs only. So its gradient is that of the
+    log-probs, weighted by the loss's derivatives, which a forward pass gives.
 
     References: Rafailov et al. 2023, arXiv 2305.18290; label smoothing: Mitchell 2023, cDPO.
     """
@@ -81,27 +83,34 @@ class Dpo:
     def step(self, batch: Sequence[Pair]) -> Metrics:
         """Accumulate the gradient of a batch."""
         metrics, slopes = self._losses(batch)
-        weighted = [
-            replace(sequence, weight=np.full(sequence.num_scored, sign * slope / len(batch)))
-            for pair, slope in zip(batch, slopes, strict=True)
-            for sign, example in ((1.0, pair.chosen), (-1.0, pair.rejected))
-            for sequence in example
-        ]
+        weighted = []
+        for pair, slope in zip(batch, slopes, strict=True):
+            for sign, example in ((1.0, pair.chosen), (-1.0, pair.rejected)):
+                for sequence in example:
+                    weight = np.full(sequence.num_scored, sign * slope / len(batch))
+                    weighted.append(replace(sequence, weight=weight))
         self.learner.forward_backward(weighted)
         return metrics | _counts(weighted)
 
     def evaluate(self, pairs: Sequence[Pair]) -> Metrics:
         """Return the mean loss, and how often the chosen one has the higher reward."""
-        return self._losses(pairs)[0]
+        metrics, _ = self._losses(pairs)
+        return metrics
 
     def _losses(self, pairs: Sequence[Pair]) -> tuple[Metrics, np.ndarray]:
-        """Return metrics, and of each pair minus the loss's derivative by the log-prob of what was chosen."""
-        examples = [
-            example for pair in pairs for example in (pair.chosen, pair.rejected)
-        ]  # their prompts are shared
+        """Return metrics, and minus the derivative of each pair's loss.
+
+        The derivative is by the log-prob of the chosen example, float64 [N].
+        """
+        examples = []
+        for pair in pairs:
+            examples += [pair.chosen, pair.rejected]  # neighbours, as their prompts are shared
         rewards = self.beta * (self._logprobs(examples) - self._logprobs(examples, reference=True))
-        chosen, rejected = rewards[::2], rewards[1::2]
-        margin, smoothing = chosen - rejected, self.label_smoothing
+        chosen = rewards[::2]
+        rejected = rewards[1::2]
+        margin = chosen - rejected
+
+        smoothing = self.label_smoothing
         losses = (1 - smoothing) * np.logaddexp(0, -margin) + smoothing * np.logaddexp(0, margin)
         slopes = self.beta * (
             (1 - smoothing) / (1 + np.exp(margin)) - smoothing / (1 + np.exp(-margin))
@@ -117,10 +126,17 @@ class Dpo:
 
     def _logprobs(self, examples: Sequence[Example], *, reference: bool = False) -> np.ndarray:
         """Return the log-prob of each example, float64 [N]."""
-        scored = iter(
-            self.learner.forward([s for example in examples for s in example], reference=reference)
-        )
-        return np.array([sum(next(scored).sum() for _ in example) for example in examples])
+        token_logprobs = iter(self.learner.forward(_sequences(examples), reference=reference))
+        logprobs = []
+        for example in examples:
+            of_example = itertools.islice(token_logprobs, len(example))
+            logprobs.append(sum(of_sequence.sum() for of_sequence in of_example))
+        return np.array(logprobs)
+
+
+def _sequences(examples: Sequence[Example]) -> list[TrainingSequence]:
+    """Return the sequences of all examples, in order."""
+    return list(itertools.chain.from_iterable(examples))
 
 
 def _counts(sequences: Sequence[TrainingSequence]) -> Metrics:
@@ -138,13 +154,14 @@ async def train(
     exit_within: ExitWithin,
     accept_changes: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Train to the end, or until interrupted, and return the summary, which is also written to ``summary.json``.
+    """Train to the end, or until interrupted, and return the summary.
+
+    The summary is also written to ``summary.json``.
 
     Args:
         config: of ``sft`` or ``dpo``; a number is added to its ``run_dir`` if that folder exists,
             unless resuming.
         resume: continue from the newest checkpoint.
-        console: shows progress and results.
         exit_within: as :func:`jax_agent_rl.runtime.train.train` calls it.
         accept_changes: keys that may differ from what the checkpoint was trained with, although
             they define it.
@@ -155,26 +172,33 @@ async def train(
         NonFiniteError: gradients were not finite in ``learner.max_nonfinite_steps`` steps in a row.
     """
     with Interruption(console.print, exit_within) as interruption:
-        wanted = Path(config.run_dir)
-        folder = newest_run(wanted) if resume else free_folder(wanted)
-        start = config.model.model_copy(update={"path": resolve_model(config.model.path)})
-        config = config.model_copy(update={"run_dir": str(folder), "model": start})
-        data = _read(config)
+        run_dir = Path(config.run_dir)
+        folder = newest_run(run_dir) if resume else free_folder(run_dir)
+        checkpoints = folder / "checkpoints"
+        model = config.model.model_copy(update={"path": resolve_model(config.model.path)})
+        config = config.model_copy(update={"run_dir": str(folder), "model": model})
+        data = _read_data(config)
         if resume:
-            done = nothing_to_do(
-                folder, complete_steps(folder / "checkpoints"), data.steps, advice=_further(config)
+            ended = nothing_to_do(
+                folder,
+                complete_steps(checkpoints),
+                data.steps,
+                advice=_advice_to_go_on(config),
             )
-            if done is not None:
-                print_line(console, done.message)
-                return done.summary
+            if ended is not None:
+                print_line(console, ended.message)
+                return ended.summary
+
         print_line(console, f"run folder: {folder}")
         cursor = DataCursor(data.rows, seed=config.seed)
         identity = run_identity(config, cursor.fingerprints)
         resumption = None
         if resume:
-            place = folder / "checkpoints"
-            resumption = Resumption(type(config), RunDir(folder), place, accepted=accept_changes)
+            resumption = Resumption(
+                type(config), RunDir(folder), checkpoints, accepted=accept_changes
+            )
             resumption.check(identity)
+
         run = _Run(
             config,
             data,
@@ -185,12 +209,12 @@ async def train(
             resumption=resumption,
         )
         interruption.training_begins()
-        work = asyncio.ensure_future(asyncio.to_thread(run.run))
+        training = asyncio.ensure_future(asyncio.to_thread(run.run))
         try:
-            await asyncio.shield(work)
+            await asyncio.shield(training)
         except asyncio.CancelledError:
             run.stopping.set()
-            await work
+            await training  # until the step in progress is saved
             interruption.saved(run.step)
             raise
         interruption.training_ended()
@@ -203,39 +227,42 @@ class _Data:
 
     Attributes:
         rows: examples or pairs.
-        heldout: likewise; empty without ``data.eval``.
-        last_row: number of rows to train on, repetitions counted.
-        steps: number of batches of them.
+        heldout: examples or pairs; empty without ``data.eval``.
+        row_count: number of rows to train on, repetitions counted.
+        steps: number of their batches.
     """
 
     rows: Sequence[Any]
     heldout: Sequence[Any]
-    last_row: int
+    row_count: int
     steps: int
 
 
-def _read(config: SftConfig) -> _Data:
-    """Read and encode the rows of a run; raise DataError or ModelError."""
+def _read_data(config: SftConfig) -> _Data:
+    """Read and encode the rows of a run.
+
+    Raises:
+        DataError, ModelError: the user has to fix something.
+    """
     codec = ChatCodec.from_pretrained(
         config.model.path,
         tool_format=config.agent.tool_format,
         tool_prompt=config.agent.tool_prompt,
         template_kwargs=config.agent.chat_template_kwargs,
     )
-    encoder = Encoder(codec=codec, config=config.data, longest=config.learner.pack_length)
+    encoder = Encoder(codec=codec, config=config.data, pack_length=config.learner.pack_length)
     read = encoder.pairs if isinstance(config, DpoConfig) else encoder.examples
     rows = read(config.data.train)
-    last_row = config.trainer.epochs * len(rows)
-    steps = math.ceil(last_row / config.trainer.batch_size)
-    return _Data(
-        rows=rows,
-        heldout=read(config.data.eval) if config.data.eval else [],
-        last_row=last_row,
-        steps=min(steps, config.trainer.steps or steps),
-    )
+    heldout = read(config.data.eval) if config.data.eval else []
+
+    row_count = config.trainer.epochs * len(rows)
+    steps = math.ceil(row_count / config.trainer.batch_size)
+    if config.trainer.steps:
+        steps = min(steps, config.trainer.steps)
+    return _Data(rows=rows, heldout=heldout, row_count=row_count, steps=steps)
 
 
-def _further(config: SftConfig) -> str:
+def _advice_to_go_on(config: SftConfig) -> str:
     """Say how a run that has ended goes on."""
     trainer = config.trainer
     limits = f"trainer.epochs={trainer.epochs}"
@@ -248,13 +275,9 @@ class _Run:
     """A run in progress, whose rows are read.
 
     Args:
-        config: the resolved configuration.
-        data: its rows.
         folder: where results go.
-        console: shows progress and results.
-        cursor: the order of its rows.
-        identity: what it is of.
-        resumption: what it resumes from; None for a new run.
+        cursor: the order of the rows.
+        resumption: None for a new run.
     """
 
     def __init__(
@@ -278,22 +301,32 @@ class _Run:
             method = Dpo(
                 learner=learner, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing
             )
-        self._cursor, self._identity, self._resumption = cursor, identity, resumption
-        self._config, self._folder, self._console = config, folder, console
-        self._learner, self._method, self._heldout = learner, method, data.heldout
-        self.stopping = threading.Event()
-        self._last_row = data.last_row
+
+        self._config = config
+        self._folder = folder
+        self._console = console
+        self._cursor = cursor
+        self._identity = identity
+        self._resumption = resumption
+        self._learner = learner
+        self._method = method
+        self._heldout = data.heldout
+        self._row_count = data.row_count
         self._steps = data.steps
-        self._rate = learning_rate(config.learner, self._steps)
-        self.step = self._evaluated = 0
+        self._learning_rate = learning_rate(config.learner, self._steps)
+        self.step = 0
+        self.stopping = threading.Event()
+        self._evaluated = 0  # step of the last evaluation
         self._checkpointer = Checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints)
 
     def run(self) -> None:
-        """Train until the last step, or until it is told to stop; the last finished step is saved."""
+        """Train until the last step or until told to stop, and save the last finished step."""
         trainer = self._config.trainer
 
-        def due(every: int) -> bool:
-            return self.step == self._steps or bool(every) and self.step % every == 0
+        def is_due(every: int) -> bool:
+            if self.step == self._steps:
+                return True
+            return every > 0 and self.step % every == 0
 
         with Progress(self._console, total_steps=self._steps) as self._progress:
             try:
@@ -308,9 +341,9 @@ class _Run:
                     self._evaluate()
                 while self.step < self._steps and not self.stopping.is_set():
                     self._train_step()
-                    if self._heldout and due(trainer.eval_every):
+                    if self._heldout and is_due(trainer.eval_every):
                         self._evaluate()
-                    if due(trainer.checkpoint_every):
+                    if is_due(trainer.checkpoint_every):
                         self._save()
                 self._save()
             finally:
@@ -321,12 +354,14 @@ class _Run:
         began = time.perf_counter()
         self._progress.phase(f"step {self.step + 1}")
         batch_size = self._config.trainer.batch_size
-        batch = self._cursor.next_rows(min(batch_size, self._last_row - self.step * batch_size))
+        remaining = self._row_count - self.step * batch_size
+        batch = self._cursor.next_rows(min(batch_size, remaining))
         metrics = self._method.step(batch)
+
         section = self._config.learner
         applied = self._learner.optim_step(
             AdamParams(
-                learning_rate=float(np.asarray(self._rate(self.step))),
+                learning_rate=float(np.asarray(self._learning_rate(self.step))),
                 beta1=section.adam_b1,
                 beta2=section.adam_b2,
                 eps=section.adam_eps,
@@ -335,30 +370,27 @@ class _Run:
             )
         )
         self.step += 1
+
         seconds = time.perf_counter() - began
+        tokens_per_second = metrics["batch_tokens"] / seconds
         line = {
             "kind": "step",
             "step": self.step,
             **metrics,
             "grad_norm": applied.norm,
             "learning_rate": applied.rate,
-        }
-        line |= {
             "step_seconds": seconds,
-            "learner_tokens_per_second": metrics["batch_tokens"] / seconds,
+            "learner_tokens_per_second": tokens_per_second,
         }
+        # Checkpoints of this step and of later ones, if any, are of an earlier attempt.
         self._checkpointer.delete_newer(self.step - 1)
         self._folder.add_metrics(line)
         self._folder.finish_step(self.step)
-        left = (self._steps - self.step) * seconds
-        shown = "  ".join(
-            f"{name} {line[name]:.3f}"
-            for name in ("loss", "accuracy", "reward_margin")
-            if name in line
-        )
+
+        remaining_seconds = (self._steps - self.step) * seconds
         self._progress.print_line(
-            f"{self.step:>4}/{self._steps}  {shown}  gradient {applied.norm:.2f}  "
-            f"{line['learner_tokens_per_second']:.0f} tokens/s  {duration(left)} left"
+            f"{self.step:>4}/{self._steps}  {_format_metrics(line)}  gradient {applied.norm:.2f}  "
+            f"{tokens_per_second:.0f} tokens/s  {duration(remaining_seconds)} left"
         )
         self._learner.require_finite(section.max_nonfinite_steps)
 
@@ -366,10 +398,8 @@ class _Run:
         self._progress.phase(f"evaluation after step {self.step}")
         line = {"kind": "evaluation", "step": self.step, **self._method.evaluate(self._heldout)}
         self._folder.add_metrics(line)
-        shown = "  ".join(
-            f"{name} {line[name]:.3f}" for name in ("loss", "accuracy") if name in line
-        )
-        self._progress.print_line(f"  held-out rows after step {self.step}: {shown}")
+        metrics = _format_metrics(line, names=("loss", "accuracy"))
+        self._progress.print_line(f"  held-out rows after step {self.step}: {metrics}")
         self._evaluated = self.step
 
     def _save(self) -> None:
@@ -412,16 +442,25 @@ class _Run:
         self._folder.write_json(self._folder.summary, summary)
         plot = self._folder.path / "loss.png"
         loss_plot(metrics, plot, title=self._folder.path.name)
-        heldout = (
-            f", held-out {evaluations[0]['loss']:.3f} -> {evaluations[-1]['loss']:.3f}"
-            if evaluations
-            else ""
-        )
-        print_line(
-            self._console,
-            f"loss: {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}{heldout} "
-            f"after {counted(self.step, 'step')}, {duration(summary['train_seconds'])}\n"
-            f"run folder: {self._folder.path}\nloss plot:  {plot}\n"
+
+        losses = f"loss: {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}"
+        if evaluations:
+            before = evaluations[0]["loss"]
+            after = evaluations[-1]["loss"]
+            losses += f", held-out {before:.3f} -> {after:.3f}"
+        seconds = duration(summary["train_seconds"])
+        lines = [
+            f"{losses} after {counted(self.step, 'step')}, {seconds}",
+            f"run folder: {self._folder.path}",
+            f"loss plot:  {plot}",
             f"use it:     jax-agent-rl train CONFIG model.path={self._folder.path}",
-        )
+        ]
+        print_line(self._console, "\n".join(lines))
         return summary
+
+
+def _format_metrics(
+    line: Mapping[str, Any], names: Sequence[str] = ("loss", "accuracy", "reward_margin")
+) -> str:
+    """Return the metrics of these names that a line has, for people."""
+    return "  ".join(f"{name} {line[name]:.3f}" for name in names if name in line)

@@ -148,7 +148,7 @@ def test_fine_tuning_reads_a_rows_arguments_too(tmp_path):
     row = {"messages": [*ASK, {"role": "assistant", "content": "so"}]}
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({**row, "chat_template_kwargs": {"enable_thinking": False}}))
-    encoder = Encoder(codec=codec(), config=SftDataConfig(train=[str(file)]), longest=100)
+    encoder = Encoder(codec=codec(), config=SftDataConfig(train=[str(file)]), pack_length=100)
     ((sequence,),) = encoder.examples(encoder.config.train)
     assert CLOSED in codec().decode(list(sequence.token_ids), skip_special_tokens=False)
 

@@ -349,7 +349,7 @@ def test_preferences_and_what_rollout_wrote_are_the_same_from_both(tmp_path: Pat
         encoder = Encoder(
             codec=ChatCodec(tokenizer()),
             config=ConversationsConfig.model_validate({"train": str(file)}),
-            longest=1000,
+            pack_length=1000,
         )
         made = encoder.pairs([DataSource(path=str(file))])
         found.append(
@@ -666,7 +666,7 @@ def encoded(kind: type[ConversationsConfig], file: Path) -> list[list[list[int]]
     encoder = Encoder(
         codec=ChatCodec(tokenizer()),
         config=kind.model_validate({"train": str(file)}),
-        longest=10_000,
+        pack_length=10_000,
     )
     examples = encoder.examples([DataSource(path=str(file))])
     return [[s.token_ids.tolist() + s.loss_mask.tolist() for s in example] for example in examples]

@@ -117,7 +117,7 @@ def encoder(
 ) -> Encoder:
     kind = ConversationsConfig if pairs else SftDataConfig
     config = kind.model_validate({"train": "unused.jsonl", **data})
-    return Encoder(codec=codec or tiny(), config=config, longest=longest)
+    return Encoder(codec=codec or tiny(), config=config, pack_length=longest)
 
 
 def tiny() -> ChatCodec:
