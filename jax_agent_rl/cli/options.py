@@ -53,28 +53,26 @@ class Panel(StrEnum):
 def command(
     app: typer.Typer, panel: Panel, *examples: str, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that registers a function as a command whose ``--help`` ends with examples.
+    """Return a decorator that registers a function as a command; its ``--help`` ends with examples.
 
     Args:
         app: application or group of the command.
         panel: heading of the command in ``--help``.
         *examples: command lines, without ``jax-agent-rl``.
-        name: default the function's, with hyphens.
+        name: None: the function's, with hyphens.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
+        # Each paragraph on one line, or its lines would stay broken.
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-        explanation = "\n\n".join(
-            " ".join(text.split()) for text in paragraphs
-        )  # or lines would stay broken
-        epilog = _shown(examples)
+        help_text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         _name_values(function)
         return app.command(
             name,
             cls=PlainCommand,
-            help=explanation,
+            help=help_text,
             rich_help_panel=panel.value,
-            epilog=epilog,
+            epilog=_format_examples(examples),
             context_settings=HELP_OPTIONS,
         )(function)
 
@@ -86,11 +84,15 @@ def add_group(
 ) -> None:
     """Register several commands under one name; examples as for :func:`command`."""
     app.add_typer(
-        group, name=name, cls=PlainGroup, rich_help_panel=panel.value, epilog=_shown(examples)
+        group,
+        name=name,
+        cls=PlainGroup,
+        rich_help_panel=panel.value,
+        epilog=_format_examples(examples),
     )
 
 
-_REFUSED = {
+_USER_ERRORS = {
     errno.EACCES,
     errno.EDQUOT,
     errno.EISDIR,
@@ -101,12 +103,14 @@ _REFUSED = {
     errno.EPERM,
     errno.EROFS,
 }
-"""What the system says of a file that a user named wrongly, or may not use; a mistake of the code
-has other numbers."""
+"""What the system says of a file that a user named wrongly, or may not use.
+
+A mistake of the code has other numbers.
+"""
 
 
 class PlainCommand(TyperCommand):
-    """A command whose ``--help`` writes flags and arguments as they are typed, and whose errors name files."""
+    """A command whose ``--help`` writes flags as they are typed, and whose errors name files."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
@@ -119,7 +123,7 @@ class PlainCommand(TyperCommand):
         try:
             return super().invoke(ctx)
         except OSError as error:
-            if error.filename is None or error.errno not in _REFUSED:
+            if error.filename is None or error.errno not in _USER_ERRORS:
                 raise
             name = os.fsdecode(error.filename)
             raise StorageError(
@@ -154,12 +158,11 @@ _VALUE_NAMES: Mapping[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PAT
 
 
 def _name_values(function: Callable[..., None]) -> None:
-    """Name the arguments and values of a command that have no name of their own: in capitals, as in its examples."""
+    """Name the arguments and values of a command that have no ``metavar``, in capitals."""
     hints = get_type_hints(function, include_extras=True)
     for name in inspect.signature(function).parameters:
-        function.__annotations__[name] = hints[
-            name
-        ]  # not evaluated again, or the name would be lost
+        # Evaluated again, the annotation would lose the metavar that is set below.
+        function.__annotations__[name] = hints[name]
         kind, info = get_args(hints[name])
         if info.metavar is not None:
             continue
@@ -170,7 +173,10 @@ def _name_values(function: Callable[..., None]) -> None:
 
 
 def _value_name(kind: Any) -> str | None:
-    """Return the name of an option's value; None for a flag and for a choice, which shows what there is."""
+    """Return the name of an option's value.
+
+    None for a flag, which has no value, and for a choice, which shows its values.
+    """
     if kind in _VALUE_NAMES:
         return _VALUE_NAMES[kind]
     if get_origin(kind) is Literal:
@@ -182,15 +188,16 @@ def _value_name(kind: Any) -> str | None:
     return None
 
 
-def _shown(examples: Iterable[str]) -> str:
-    lines = [
-        f"jax-agent-rl {example}".replace("[", "\\[") for example in examples
-    ]  # no markup of rich's
-    return "\n\n".join(["Examples:", *lines])
+def _format_examples(examples: Iterable[str]) -> str:
+    paragraphs = ["Examples:"]
+    for example in examples:
+        escaped = example.replace("[", "\\[")  # or rich would read markup
+        paragraphs.append(f"jax-agent-rl {escaped}")
+    return "\n\n".join(paragraphs)
 
 
 def settings_model(command: str) -> Any:
-    """Return the tree of a command's settings; that of ``simulate`` is of its assumptions."""
+    """Return the root section of a command's settings; of ``simulate``, that of its assumptions."""
     if command == "simulate":
         return pkgutil.resolve_name("jax_agent_rl.testing.simulate.workload:Assumptions")
     from jax_agent_rl.config.roots import root_model
@@ -203,10 +210,10 @@ Completer = Callable[[typer.Context, str], list[tuple[str, str]]]
 
 
 def key_completer(trees: Mapping[str, str]) -> Completer:
-    """Return a completer of keys as ``key=``, each with its description, and of values after the ``=``.
+    """Return a completer of keys as ``key=``, with descriptions, and of values after the ``=``.
 
-    bash splits words at ``=``: the incomplete word is then the ``=`` or the value, and the key is a
-    word before.
+    bash splits words at ``=``: the incomplete word is then the ``=`` or the value, and the key is
+    the word before.
 
     Args:
         trees: commands with settings, by the prefix of their keys, usually empty.
@@ -215,39 +222,54 @@ def key_completer(trees: Mapping[str, str]) -> Completer:
     def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
         from jax_agent_rl.config.loading import valid_keys
 
-        texts, values = {}, {}
+        descriptions: dict[str, str] = {}
+        values: dict[str, list[str]] = {}
         for prefix, command in trees.items():
             model = settings_model(command)
-            for key, text in valid_keys(model).items():
-                texts[f"{prefix}{key}"], values[f"{prefix}{key}"] = (
-                    text,
-                    _values(model, key.split(".")),
-                )
-        key, equals, begun = incomplete.partition("=")
+            for key, description in valid_keys(model).items():
+                descriptions[f"{prefix}{key}"] = description
+                values[f"{prefix}{key}"] = _values(model, key.split("."))
+
+        key, equals, value_start = incomplete.partition("=")
         if equals and key:
-            return [
-                (f"{key}={value}", "") for value in values.get(key, ()) if value.startswith(begun)
-            ]
-        before = next((word for word in reversed(_words(context)) if word != "="), "")
-        if before in values:
-            return [(value, "") for value in values[before] if value.startswith(begun or key)]
-        return [(f"{name}=", text) for name, text in texts.items() if name.startswith(incomplete)]
+            matches = _starting_with(value_start, values.get(key, []))
+            return [(f"{key}={value}", "") for value in matches]
+
+        previous_word = ""
+        for word in _words(context):
+            if word != "=":
+                previous_word = word
+        if previous_word in values:
+            # The incomplete word is "=value", "value" or "=".
+            matches = _starting_with(value_start or key, values[previous_word])
+            return [(value, "") for value in matches]
+
+        return [(f"{key}=", descriptions[key]) for key in _starting_with(incomplete, descriptions)]
 
     return complete
 
 
+def _starting_with(start: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word.startswith(start)]
+
+
 def _words(context: typer.Context) -> list[str]:
     """Return the words before the incomplete one where settings may stand."""
-    given = (context.params.get(name) or () for name in ("config", "overrides"))
-    return [
-        str(word)
-        for value in given
-        for word in (value if isinstance(value, list | tuple) else [value])
-    ]
+    words: list[str] = []
+    for name in ("config", "overrides"):
+        value = context.params.get(name) or ()
+        if isinstance(value, list | tuple):
+            words += [str(word) for word in value]
+        else:
+            words.append(str(value))
+    return words
 
 
 def file_or_key_completer(command: str) -> Completer:
-    """Return a completer of keys where a file may stand; without matches, shells complete file names."""
+    """Return a completer of keys for an argument that may be a file.
+
+    Without matches, shells complete file names.
+    """
     complete_key = key_completer({"": command})
 
     def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -261,17 +283,25 @@ def _values(model: Any, path: list[str]) -> list[str]:
     info = getattr(model, "model_fields", {}).get(path[0])
     if info is None:
         return []
+
+    # The types of an optional or annotated field are arguments of its annotation.
     kinds = [info.annotation, *get_args(info.annotation)]
+    values: list[str] = []
     if len(path) > 1:
-        return [value for kind in kinds for value in _values(kind, path[1:])]
-    named = [
-        str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)
-    ]
-    return named or (["true", "false"] if bool in kinds else [])
+        for kind in kinds:
+            values += _values(kind, path[1:])
+        return values
+
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            values += [str(value) for value in get_args(kind)]
+    if not values and bool in kinds:
+        return ["true", "false"]
+    return values
 
 
 def overrides_of(command: str) -> Any:
-    """Return the argument ``KEY=VALUE …`` of a command with these settings; ``train`` is that of every run."""
+    """Return the argument ``KEY=VALUE …`` of a command; all runs have that of ``train``."""
     return typer.Argument(
         metavar="KEY=VALUE",
         help="Configuration keys that override the file: " + _KEY_EXAMPLES[command],
@@ -280,7 +310,7 @@ def overrides_of(command: str) -> Any:
 
 
 def config_of(command: str) -> Any:
-    """Return the argument ``CONFIG`` of a command with these settings, in whose place a key may stand."""
+    """Return the argument ``CONFIG`` of a command; a key may be given in its place."""
     return typer.Argument(
         metavar="CONFIG",
         help="YAML file, or the name of a recipe.",
@@ -295,9 +325,8 @@ _KEY_EXAMPLES = {
     "tinker-server": "port=8001 lora.rank=8.",
 }
 Overrides = Annotated[list[str] | None, overrides_of("train")]
-ConfigArgument = Annotated[
-    str | None, config_of("train")
-]  # a path would fold the slashes of key=http://…
+# Not a path, which would fold the slashes of key=http://…
+ConfigArgument = Annotated[str | None, config_of("train")]
 ConfigOption = Annotated[
     str | None, typer.Option("--config", metavar="FILE", help="CONFIG, given as an option.")
 ]
@@ -327,7 +356,10 @@ JsonOption = Annotated[
 
 
 def console_of(json: bool) -> Console:
-    """Return where a command prints for people: with ``--json``, standard output is for the object alone."""
+    """Return where a command prints for people.
+
+    With ``--json``, it is standard error: standard output is for the object alone.
+    """
     from rich.console import Console
 
     return Console(stderr=json)
@@ -361,9 +393,8 @@ class GivenConfig:
         from jax_agent_rl.errors import ConfigError
 
         if self.file is None:
-            recipe = {"sft": "supervised/sft", "dpo": "supervised/dpo", "distill": "distill"}.get(
-                command, "quickstart"
-            )
+            recipes = {"sft": "supervised/sft", "dpo": "supervised/dpo", "distill": "distill"}
+            recipe = recipes.get(command, "quickstart")
             raise ConfigError(
                 f"{command} needs a configuration: a YAML file, or a recipe by name, as in "
                 f"`jax-agent-rl {command} {recipe}`; --config FILE says the same"
@@ -374,7 +405,9 @@ class GivenConfig:
 def given_config(
     argument: str | None, overrides: Iterable[str] | None, option: str | None
 ) -> GivenConfig:
-    """Return the configuration that a command line names, by ``CONFIG`` or ``--config FILE``, and its keys.
+    """Return the configuration and the keys of a command line.
+
+    The configuration is named by ``CONFIG`` or ``--config FILE``.
 
     Raises:
         ConfigError: several files are named.
@@ -384,14 +417,19 @@ def given_config(
     """
     from jax_agent_rl.utils.config_words import split_config
 
-    words = [] if argument is None else [argument]
-    file, keys = split_config([*words, *(overrides or ())], option)
+    words = list(overrides or ())
+    if argument is not None:
+        words.insert(0, argument)
+    file, keys = split_config(words, option)
     return GivenConfig(file=file, overrides=keys)
 
 
 @contextlib.contextmanager
 def exit_if_interrupted() -> Iterator[None]:
-    """Exit with the status of an interruption where one leaves the block; what it interrupted has cleaned up."""
+    """Exit with the status of an interruption if one leaves the block.
+
+    What it interrupted has cleaned up by then.
+    """
     from jax_agent_rl.utils.process import EXIT_CODE
 
     try:

@@ -95,12 +95,15 @@ def tool_server(
     overrides: Annotated[list[str] | None, overrides_of("tool-server")] = None,
     config_file: ConfigOption = None,
 ) -> None:
-    """Serve tools to agents over HTTP (POST /get_observation). Model-written programs run in a sandbox."""
+    """Serve tools to agents over HTTP (POST /get_observation).
+
+    Model-written programs run in a sandbox.
+    """
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.deploy.preflight import check_tool_server
 
-    given = given_config(config, overrides, config_file)
-    settings = load_tree(settings_model("tool-server"), given.file, given.overrides)
+    command_line = given_config(config, overrides, config_file)
+    settings = load_tree(settings_model("tool-server"), command_line.file, command_line.overrides)
     check_tool_server(settings)
     from jax_agent_rl.tool_server.server import run
     from jax_agent_rl.utils.process import run_server
@@ -117,9 +120,9 @@ def tinker_server(
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.deploy.preflight import check_tinker_server
 
-    given = given_config(config, overrides, config_file)
-    chosen = load_tree(settings_model("tinker-server"), given.file, given.overrides)
-    check_tinker_server(chosen)
+    command_line = given_config(config, overrides, config_file)
+    settings = load_tree(settings_model("tinker-server"), command_line.file, command_line.overrides)
+    check_tinker_server(settings)
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.utils.process import run_server
 
@@ -132,7 +135,7 @@ def tinker_server(
             "tinker-server needs the extra `tinker`: pip install 'jax_agent_rl[tinker]'"
         ) from error
     use_compilation_cache()
-    run_server(run(chosen, print_line=print))
+    run_server(run(settings, print_line=print))
 
 
 def rollout_server(
@@ -152,9 +155,14 @@ def rollout_server(
     from jax_agent_rl.deploy.preflight import check_policy
     from jax_agent_rl.runtime.choice import PolicyChoice, choose
 
-    given = given_config(config, overrides, config_file)
+    command_line = given_config(config, overrides, config_file)
     choice = PolicyChoice(
-        config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema
+        config=command_line.file,
+        overrides=command_line.overrides,
+        model=model,
+        run=run,
+        step=step,
+        ema=ema,
     )
     settings = choose(choice)
     check_policy(
@@ -182,7 +190,9 @@ def serve(
     ] = None,
     model_name: Annotated[str, typer.Option(help="Name of the model in /v1/models.")] = "policy",
 ) -> None:
-    """Serve a model to OpenAI clients: chat and plain completions, tool calls, log-probs, streaming.
+    """Serve a model to OpenAI clients.
+
+    There are chat and plain completions, tool calls, log-probs and streaming.
 
     The model is a configuration's, any Hugging Face folder of a known family (--model), or a run's
     checkpoint (--run). The configuration's model, rollout and agent are used, but for the lengths
@@ -192,24 +202,30 @@ def serve(
     from jax_agent_rl.deploy.preflight import check_policy
     from jax_agent_rl.runtime.choice import PolicyChoice, choose
 
-    given = given_config(config, overrides, config_file)
+    command_line = given_config(config, overrides, config_file)
     choice = PolicyChoice(
-        config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema
+        config=command_line.file,
+        overrides=command_line.overrides,
+        model=model,
+        run=run,
+        step=step,
+        ema=ema,
     )
     check_policy(choice, choose(choice), listens=(host, port, token_env, "--token-env"))
     from jax_agent_rl.runtime.serve import serve_openai
 
-    serving = functools.partial(
-        serve_openai,
-        host=host,
-        port=port,
-        token_env=token_env,
-        model_name=model_name,
-        fixed_length=any(
-            key.partition("=")[0] == "rollout.max_model_len" for key in given.overrides
+    keys = {override.partition("=")[0] for override in command_line.overrides}
+    _serve(
+        choice,
+        functools.partial(
+            serve_openai,
+            host=host,
+            port=port,
+            token_env=token_env,
+            model_name=model_name,
+            fixed_length="rollout.max_model_len" in keys,
         ),
     )
-    _serve(choice, serving)
 
 
 @command(engines, Panel.SERVE, "engines list runs/quickstart", name="list")
@@ -272,7 +288,7 @@ def _change_engines(run: Path, path: str, body: dict[str, Any] | None, *, as_jso
         print(f"  {name}  version {engine['policy_version']}, {engine['requests']} requests")
 
 
-def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None]]) -> None:
+def _serve(choice: PolicyChoice, serve: Callable[..., Coroutine[Any, Any, None]]) -> None:
     """Run a server of the chosen model until it is stopped."""
     from rich.console import Console
 
@@ -281,14 +297,9 @@ def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None
     from jax_agent_rl.utils.process import run_server
 
     use_compilation_cache()
-    with open_policy(choice) as subject:
-        run_server(
-            serving(
-                subject.config,
-                policy=subject.name,
-                print_line=functools.partial(print_line, Console()),
-            )
-        )
+    print_to_console = functools.partial(print_line, Console())
+    with open_policy(choice) as policy:
+        run_server(serve(policy.config, policy=policy.name, print_line=print_to_console))
 
 
 def diagnose(
@@ -323,30 +334,33 @@ def diagnose(
     from jax_agent_rl.runtime.diagnosis import diagnose_run
 
     console = console_of(json)
-    found = diagnose_run(run, version=version, seconds=seconds)
-    print_line(console, f"comparing {found.contexts} contexts of {found.source}")
-    if found.diagnosis is None:
-        comparison, allowed = found.comparison, found.allowed
+    result = diagnose_run(run, version=version, seconds=seconds)
+    comparison = result.comparison
+    allowed = result.allowed
+    diagnosis = result.diagnosis
+    print_line(console, f"comparing {result.contexts} contexts of {result.source}")
+    if diagnosis is None:
         print_line(
             console,
-            f"engine and learner agree about the weights of version {found.version}: over"
+            f"engine and learner agree about the weights of version {result.version}: over"
             f" {comparison.tokens} tokens {comparison.mean:.1e} nats on average (allowed"
             f" {allowed.mean:.1e}), {comparison.largest:.1e} at most (allowed {allowed.token:.1e})",
         )
     else:
-        print_line(console, breach_line(found.comparison, found.allowed, found.version))
-        for line in found.diagnosis.lines():
+        print_line(console, breach_line(comparison, allowed, result.version))
+        for line in diagnosis.lines():
             print_line(console, line)
-        if found.then is not None and found.then["cause"] != str(found.diagnosis.cause):
-            print_line(console, f"while it ran, with the engine to look into: {found.then['line']}")
+        during_run = result.then
+        if during_run is not None and during_run["cause"] != str(diagnosis.cause):
+            print_line(console, f"while it ran, with the engine to look into: {during_run['line']}")
+
     if json:
-        diagnosis = None if found.diagnosis is None else found.diagnosis.to_json()
         print_object(
             {
-                "version": found.version,
-                "comparison": asdict(found.comparison),
-                "diagnosis": diagnosis,
+                "version": result.version,
+                "comparison": asdict(comparison),
+                "diagnosis": None if diagnosis is None else diagnosis.to_json(),
             }
         )
-    if found.diagnosis is not None:
+    if diagnosis is not None:
         raise typer.Exit(1)

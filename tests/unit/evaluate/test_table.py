@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from jax_agent_rl.cli.evaluate import table
+from jax_agent_rl.cli.evaluate import score_table
 from jax_agent_rl.evaluate.evaluation import scores
 from jax_agent_rl.types import DropReason, Group
 from tests.trajectories import trajectory
@@ -28,7 +28,7 @@ def printed(*rewards: float, source: str = "x", dropped: dict | None = None) -> 
         for number, reward in enumerate(rewards)
     ]
     console = Console(file=io.StringIO(), width=200)
-    console.print(table(scores(groups, [source] * len(groups), **SETTINGS)))
+    console.print(score_table(scores(groups, [source] * len(groups), **SETTINGS)))
     return console.file.getvalue().splitlines()[1]
 
 
