@@ -127,9 +127,11 @@ class DataCursor(Generic[T]):
             number = self._drawn
             self._drawn += 1
 
-        source, turn = 0, number
         if len(self._parts) > 1:
             source, turn = self._blocks.locate(number)
+        else:
+            source = 0
+            turn = number
         rows = self._parts[source]
         if self._shuffle:
             index = self._orders[source].index(turn)

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 _HUB = re.compile(
-    r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/\w+/[\w.-]+|[\w.-]+))?(?:/(?P<files>.+))?"
+    r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)"
+    r"(?:@(?P<revision>refs/\w+/[\w.-]+|[\w.-]+))?"
+    r"(?:/(?P<files>.+))?"
 )
 _CHUNK = 1024
 """Number of rows of a JSON Lines file that are shuffled as a unit, as row groups of Parquet are."""
