@@ -214,6 +214,7 @@ def _train(
     step: int | None,
     accept_change: list[str] | None,
 ) -> None:
+    """Train with these settings, on process 0 or as one of the others."""
     from jax_agent_rl.errors import ConfigError
 
     if step is not None and not resume:
@@ -226,7 +227,7 @@ def _train(
         )
     accepted = _accepted_changes(accept_change, resume or auto_resume)
 
-    # Checks come before what takes seconds to import. Those of several processes need all of them.
+    # Checks come before what takes seconds to import; of several processes, once all have joined.
     from jax_agent_rl.deploy.preflight import check_training, joins_processes
 
     if not joins_processes(settings):

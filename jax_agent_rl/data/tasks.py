@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -215,17 +216,35 @@ CALCULATOR_SYSTEM = (
     " <tool_response>, then answer."
 )
 
-# words, symbol, ranges of the two numbers, result
-Operation = tuple[tuple[str, ...], tuple[int, int], tuple[int, int], Callable[[int, int], int]]
-OPERATIONS: tuple[Operation, ...] = (
-    (
-        ("What is {a} times {b}?", "What is {a} multiplied by {b}?"),
-        (112, 999),
-        (12, 99),
-        lambda a, b: a * b,
+
+class Operation(NamedTuple):
+    """An operation on two numbers: how it is asked for, the ranges of the numbers, and the result."""
+
+    phrasings: tuple[str, ...]
+    first_range: tuple[int, int]
+    second_range: tuple[int, int]
+    compute: Callable[[int, int], int]
+
+
+OPERATIONS = (
+    Operation(
+        phrasings=("What is {a} times {b}?", "What is {a} multiplied by {b}?"),
+        first_range=(112, 999),
+        second_range=(12, 99),
+        compute=operator.mul,
     ),
-    (("What is {a} minus {b}?",), (1000, 9999), (100, 999), lambda a, b: a - b),
-    (("What is {a} plus {b}?",), (1000, 9999), (1000, 9999), lambda a, b: a + b),
+    Operation(
+        phrasings=("What is {a} minus {b}?",),
+        first_range=(1000, 9999),
+        second_range=(100, 999),
+        compute=operator.sub,
+    ),
+    Operation(
+        phrasings=("What is {a} plus {b}?",),
+        first_range=(1000, 9999),
+        second_range=(1000, 9999),
+        compute=operator.add,
+    ),
 )
 
 
@@ -254,13 +273,13 @@ def _operations(rng: random.Random) -> Iterator[tuple[str, int]]:
     """Yield distinct questions without end, operations in turn."""
     seen = set()
     while True:
-        for phrasings, first, second, compute in OPERATIONS:
-            a = rng.randint(*first)
-            b = rng.randint(*second)
-            question = rng.choice(phrasings).format(a=a, b=b)
+        for operation in OPERATIONS:
+            a = rng.randint(*operation.first_range)
+            b = rng.randint(*operation.second_range)
+            question = rng.choice(operation.phrasings).format(a=a, b=b)
             if (a, b) not in seen:
                 seen.add((a, b))
-                yield question, compute(a, b)
+                yield question, operation.compute(a, b)
 
 
 def _calculator_row(question: str, answer: int, agent_name: str) -> dict[str, Any]:

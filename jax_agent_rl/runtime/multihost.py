@@ -339,7 +339,7 @@ def stopping_others_on_failure() -> Iterator[None]:
         raise
 
 
-# --- the others -----------------------------------------------------------------------------------
+# --- other processes ------------------------------------------------------------------------------
 
 
 def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:

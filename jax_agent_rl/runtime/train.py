@@ -292,8 +292,7 @@ def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, 
     """Return the run folder, and whether the run continues from a checkpoint.
 
     With ``if_any``, a run that was killed before its first checkpoint begins again in its own
-    folder: the command that started it is given again and again, and would leave a folder behind
-    each time.
+    folder: a scheduler repeats the same command, which would leave a folder behind each time.
 
     Raises:
         CheckpointError: there is no checkpoint to resume, or there are some of another run.
