@@ -218,7 +218,7 @@ CALCULATOR_SYSTEM = (
 
 
 class Operation(NamedTuple):
-    """An operation on two numbers: how it is asked for, the ranges of the numbers, and the result."""
+    """An operation on two numbers: how it is asked for, ranges of the numbers, and the result."""
 
     phrasings: tuple[str, ...]
     first_range: tuple[int, int]
