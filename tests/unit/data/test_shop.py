@@ -9,7 +9,7 @@ import pytest
 
 from jax_agent_rl.chat.formats import get_format
 from jax_agent_rl.config import load
-from jax_agent_rl.data.tasks import SHOWN, TABLES, prepare_shop
+from jax_agent_rl.data.tasks import EXAMPLE_ITEMS, TABLES, prepare_shop
 from jax_agent_rl.rewards.registry import find_reward
 from jax_agent_rl.tools.calculator import evaluate
 from tests.dataset_rows import load_rows
@@ -53,7 +53,7 @@ def test_heldout_questions_ask_about_items_that_no_training_question_and_no_prom
     files: list[list[dict]],
 ):
     train, heldout = map(items, files)
-    assert train and heldout and not train & heldout and not (train | heldout) & set(SHOWN)
+    assert train and heldout and not train & heldout and not (train | heldout) & set(EXAMPLE_ITEMS)
     assert len({question(row) for row in files[0] + files[1]}) == 360
 
 
